@@ -71,15 +71,9 @@ def test_a_tip_is_written_in_bounded_length_and_read_back_and_other_text_is_refu
 
 
 def test_a_footer_is_read_back_as_it_was_written() -> None:
-    footer = footer_of(
-        [message(5), message(7)],
-        SequenceRange(1, 10),
-        level=1,
-        ledger=Ledger({Reason.SAMPLED_OUT: 7, Reason.LOST: 1}),
-        sampling={"inspect_field": "id", "inspect_duration": 3600.0},
-        sampling_digest="ab",
-        inputs=Inputs.of(["x"]),
-    )
+    ledger, sampling = Ledger({Reason.SAMPLED_OUT: 7, Reason.LOST: 1}), {"inspect_field": "id", "inspect_duration": 3.5}
+    more = {"level": 1, "ledger": ledger, "sampling": sampling, "sampling_digest": "ab", "inputs": Inputs.of(["x"])}
+    footer = footer_of([message(5), message(7)], SequenceRange(1, 10), **more)
     assert Footer.from_json(footer.to_json()) == footer
     assert footer.is_balanced()
 
@@ -110,17 +104,15 @@ def test_the_name_comes_from_the_bytes_which_the_same_rows_give(tmp_path: Path) 
 def test_a_covered_range_without_rows_is_a_segment(path: Path) -> None:
     spooled = write_segment(path, [], SequenceRange(5, 9))
     with open_file(path, spooled.segment_name) as reader:
-        assert list(reader.batches()) == []
-        assert reader.row_groups == ()
-        assert reader.footer.is_balanced()
+        assert (list(reader.batches()), reader.row_groups, reader.footer.is_balanced()) == ([], (), True)
 
 
 def test_raw_bytes_and_times_are_taken_from_the_rows(path: Path) -> None:
     rows = [message(1, b"abc", headers=b"12345"), message(2, b"")]
     spooled = write_segment(path, rows, raw_bytes=0, first_timestamp_ns=None, last_timestamp_ns=7)
-    assert spooled.footer.raw_bytes == len(b"nodes.one") * 2 + 3 + 5
-    assert spooled.footer.first_timestamp_ns == rows[0].timestamp_ns
-    assert spooled.footer.last_timestamp_ns == rows[1].timestamp_ns
+    found = spooled.footer
+    times = (found.first_timestamp_ns, found.last_timestamp_ns)
+    assert (found.raw_bytes, *times) == (len(b"nodes.one") * 2 + 3 + 5, *(row.timestamp_ns for row in rows))
     with open_file(path.read_bytes(), spooled.segment_name) as reader:
         assert read_all(reader) == rows
 
@@ -136,9 +128,7 @@ def groups_of(path: Path, rows: list[Message], level: int = 0) -> list[int]:
         ]
 
 
-def test_a_row_group_ends_before_the_message_that_would_pass_its_limit_and_merged_segments_have_larger_ones(
-    path: Path,
-) -> None:
+def test_a_row_group_ends_before_its_limit_would_be_passed_and_is_larger_in_merged_segments(path: Path) -> None:
     size = MIB - 200
     assert groups_of(path, [message(n, bytes([n]) * size) for n in range(1, 41)]) == [32 * size, 8 * size]
     large = 40 * MIB
@@ -194,9 +184,7 @@ def test_what_repeats_after_a_megabyte_is_stored_once_in_a_merged_segment(path: 
     assert sizes[1] < sizes[0] * 0.6
 
 
-def test_the_file_is_laid_out_as_other_engines_like_it_and_its_metadata_show_no_payload_and_no_header(
-    path: Path,
-) -> None:
+def test_the_file_is_laid_out_as_engines_like_it_and_its_metadata_show_no_payload_and_no_header(path: Path) -> None:
     secrets = b"NATS/1.0\r\nKey: another\r\n\r\n"
     write_segment(path, [message(n, b"a-secret", headers=secrets) for n in range(1, 101)])
     whole = path.read_bytes()

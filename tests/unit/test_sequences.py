@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,8 @@ def test_what_is_put_in_comes_out(segments: list[SegmentRef]) -> None:
     assert [table.place(s) for s in listed(segments)] == list(range(len(segments)))
     assert table.place(ref(1000, 1001)) is None
     assert table.place(ref(1, 1, 9)) is None
-    assert (table.end, table.newest) == (
-        max((s.coverage.last for s in segments), default=0),
-        max((s.modified for s in segments), default=0.0),
-    )
+    assert table.end == max((s.coverage.last for s in segments), default=0)
+    assert table.newest == max((s.modified for s in segments), default=0.0)
     for place, segment in enumerate(table):
         assert table[place] == segment
         assert (table.size_of(place), table.end_of(place)) == (segment.size, segment.coverage.last)
@@ -123,11 +122,10 @@ def archive(tmp_path: Path) -> Archive:
     return Archive(tmp_path)
 
 
-def unread(archive: Archive, first: int, last: int, held: range | list[int], gone: SequenceRange) -> SegmentRef:
-    """A segment that did not read `gone`, of which it holds `held` nevertheless."""
-    missing = last - first + 1 - len(held)
-    counts = {Reason.GONE_BEFORE_READ: missing}
-    return archive.put(first, last, rows(held), ledger=counts, unread=gone)
+def unread(archive: Archive) -> SegmentRef:
+    """A segment of 1..120 that did not read 1..50."""
+    counts = {Reason.GONE_BEFORE_READ: 50}
+    return archive.put(1, 120, rows(range(51, 121)), ledger=counts, unread=SequenceRange(1, 50))
 
 
 def cover_of(archive: Archive, first: int, last: int) -> tuple[list[int], list[str]]:
@@ -140,7 +138,7 @@ def cover_of(archive: Archive, first: int, last: int) -> tuple[list[int], list[s
 
 def test_rows_of_a_late_segment_are_not_masked(archive: Archive):
     """Twin A was paused with 1..100; the source let go of 1..50; B covers 1..120; then A's put lands."""
-    early = unread(archive, 1, 120, range(51, 121), SequenceRange(1, 50))
+    early = unread(archive)
     assert len(cover_of(archive, 1, 120)[0]) == 70
     late = archive.put(1, 100)
     assert cover_of(archive, 1, 120) == ([*range(1, 121)], [])
@@ -153,7 +151,7 @@ def test_rows_of_a_late_segment_are_not_masked(archive: Archive):
 
 
 def test_a_damaged_segment_hides_none_of_the_others(archive: Archive):
-    unread(archive, 1, 120, range(51, 121), SequenceRange(1, 50))
+    unread(archive)
     broken, sound = archive.put(1, 100), archive.put(11, 99)
     path = archive.folder / "store" / broken.key
     path.write_bytes(path.read_bytes()[:-9] + b"123456789")
@@ -162,7 +160,7 @@ def test_a_damaged_segment_hides_none_of_the_others(archive: Archive):
 
 
 def test_two_contents_under_one_sequence_are_a_fork(archive: Archive):
-    unread(archive, 1, 120, range(51, 121), SequenceRange(1, 50))
+    unread(archive)
     archive.put(1, 100)
     archive.put(1, 99, rows(range(1, 100), salt="other"))
     with pytest.raises(DataError, match="has one content in") as stopped:
@@ -179,7 +177,7 @@ def test_segments_that_read_everything_are_read_alone(archive: Archive):
 
 
 def test_a_listing_without_an_answer_holds_up_no_other_reader(archive: Archive, monkeypatch: pytest.MonkeyPatch):
-    early = unread(archive, 1, 120, range(51, 121), SequenceRange(1, 50))
+    early = unread(archive)
     asked, answered, real = threading.Event(), threading.Event(), archive.store.covering
 
     def silent(*of: Any) -> Any:
@@ -188,20 +186,15 @@ def test_a_listing_without_an_answer_holds_up_no_other_reader(archive: Archive, 
         return real(*of)
 
     stretch = Stretch(early, early.coverage)
-    with open_stretch(archive.store, stretch) as held, open_stretch(archive.store, stretch) as free:
+    with ThreadPoolExecutor() as pool, open_stretch(archive.store, stretch) as held:
         monkeypatch.setattr(archive.store, "covering", silent)
-        waiting = threading.Thread(target=lambda: held.others)
-        waiting.start()
+        waiting = pool.submit(lambda: held.others)
         assert asked.wait(PATIENCE)
         monkeypatch.setattr(archive.store, "covering", real)
-        other = threading.Thread(target=lambda: free.others)
-        other.start()
-        other.join(PATIENCE)
-        is_held_up = other.is_alive()
+        with open_stretch(archive.store, stretch) as free:
+            assert pool.submit(lambda: free.others).result(PATIENCE / 2) == []
         answered.set()
-        waiting.join()
-        other.join()
-    assert not is_held_up
+        waiting.result()
 
 
 SOME = st.sets(st.integers(1, 20))
@@ -209,9 +202,7 @@ SOME = st.sets(st.integers(1, 20))
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(own=SOME, others=st.lists(SOME, max_size=3), bounds=st.tuples(st.integers(1, 20), st.integers(1, 20)))
-def test_each_part_is_found_again_by_its_segment_and_range(
-    tmp_path_factory: pytest.TempPathFactory, own: set[int], others: list[set[int]], bounds: tuple[int, int]
-):
+def test_each_part_is_found_again_by_its_segment_and_range(tmp_path_factory, own: set[int], others, bounds):
     """An intent names segment, first, last and count: these give the very same rows, whatever came since."""
     archive = Archive(tmp_path_factory.mktemp("archive"))
     gone = SequenceRange(min(bounds), max(bounds))
