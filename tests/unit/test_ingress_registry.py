@@ -169,7 +169,7 @@ def test_the_work_of_a_start_grows_with_the_chains_only(incarnations: int, parti
 
 
 def test_a_feed_with_too_many_chains_stops_and_no_other_does(caplog: pytest.LogCaptureFixture) -> None:
-    registry, positions = new_registry(max_chains=100), Positions()
+    registry, positions = new_registry(max_chains=100), Positions({partition(0): 1})
     registry.reset(positions)
     for number in range(300):
         registry.add(partition(number))

@@ -76,12 +76,13 @@ async def test_reads_what_was_written_with_its_revision() -> None:
     assert await kept.get() == (Mark(4), 3)
 
 
-async def test_a_change_is_made_again_where_somebody_else_was_first() -> None:
-    bucket = Bucket(FORM.encode(Mark(1)))
+@pytest.mark.parametrize(("value", "anew"), [(FORM.encode(Mark(1)), False), (b"no mark", True)])
+async def test_a_change_is_made_again_where_somebody_else_was_first(value: bytes, anew: bool) -> None:
+    """Also where it stands in the place of what is none."""
+    bucket = Bucket(value)
     bucket.between = FORM.encode(Mark(5))
-    kept = document(bucket)
-    assert await kept.change(lambda mark: Mark(mark.end + 1)) == Mark(6)
-    assert await kept.get() == (Mark(6), 3)
+    assert await document(bucket).change(lambda mark: Mark(mark.end + 1 if mark else 1), anew=anew) == Mark(6)
+    assert bucket.entry == KvEntry(FORM.encode(Mark(6)), 3)
 
 
 @pytest.mark.parametrize("raw", SPOILED)
@@ -92,13 +93,6 @@ async def test_a_value_that_is_none_is_told_and_not_replaced(raw: bytes) -> None
             await attempt
         assert caught.value.code == "E-STATE-KV"
     assert bucket.entry == KvEntry(raw, 1)
-
-
-async def test_a_value_that_is_none_is_replaced_where_nobody_else_did_first() -> None:
-    bucket = Bucket(b"no mark")
-    bucket.between = FORM.encode(Mark(5))
-    assert await document(bucket).change(lambda mark: Mark(mark.end + 1 if mark else 1), anew=True) == Mark(6)
-    assert bucket.entry == KvEntry(FORM.encode(Mark(6)), 3)
 
 
 # Sign-offs
@@ -122,11 +116,8 @@ def test_what_is_signed_off_is_known_again_until_anything_of_it_is_another(objec
     assert found.at > 0
     assert all(each in found for each in known)
     one = known[7]
-    for other in (
-        *(one._replace(size=one.size + 1), one._replace(modified=one.modified + 0.5)),
-        *(ref(71, 80, 1), ref(71, 80, twin=1), ref(71, 80, chain=OTHER), ref(71, 81)),
-    ):
-        assert other not in found
+    others = [one._replace(size=one.size + 1), one._replace(modified=one.modified + 0.5), ref(71, 80, 1), ref(71, 81)]
+    assert not any(other in found for other in (*others, ref(71, 80, twin=1), ref(71, 80, chain=OTHER)))
     assert SignOffs(objects, LAYOUT, deep=False).read(CHAIN) == SignOff()
     assert sign_offs.read(OTHER) == SignOff()
 
@@ -146,14 +137,15 @@ def test_of_two_runs_at_once_the_second_signs_nothing_off(objects: LocalObjects)
 
 def test_what_is_spoiled_signs_nothing_off_and_is_written_anew(objects: LocalObjects, monkeypatch: pytest.MonkeyPatch):
     sign_offs = SignOffs(objects, LAYOUT, deep=True)
-    for spoiled in (
-        b"{",
-        b'{"deep":false,"end":1,"format_version":1,"marks":""}',
-        b'{"deep":true,"end":1,"format_version":2,"marks":""}',
-        b'{"deep":true,"end":1,"format_version":1,"marks":"AAAA"}',
-        b'{"deep":true,"end":1,"format_version":1,"marks":"?"}',
+    for deep, version, marked in (
+        ("false", 1, ""),
+        ("true", 2, ""),
+        ("true", 1, "AAAA"),
+        ("true", 1, "?"),
+        ("", "", ""),
     ):
-        objects.put(LAYOUT.sign_off(CHAIN, deep=True), spoiled)
+        spoiled = f'{{"deep":{deep},"end":1,"format_version":{version},"marks":"{marked}"}}'
+        objects.put(LAYOUT.sign_off(CHAIN, deep=True), spoiled.encode())
         found = sign_offs.read(CHAIN)
         assert (found.end, len(found.marks)) == (0, 0)
     assert sign_offs.write(CHAIN, found, 10, marks(ref(1, 10)))
@@ -165,10 +157,9 @@ def test_what_is_spoiled_signs_nothing_off_and_is_written_anew(objects: LocalObj
 
 
 def test_the_object_tells_what_became_of_a_write(objects: LocalObjects):
-    lost = FaultyStore(objects).on("put_if_absent", raising(OutcomeUnknown("no answer"), after=True))
-    assert SignOffs(lost, LAYOUT, deep=True).write(CHAIN, SignOff(), 10, marks(ref(1, 10)))  # type: ignore[arg-type]
-    lost = FaultyStore(objects).on("put_if_absent", raising(OutcomeUnknown("no answer")))
-    assert not SignOffs(lost, LAYOUT, deep=False).write(CHAIN, SignOff(), 10, marks())  # type: ignore[arg-type]
+    for is_stored in (True, False):
+        lost = FaultyStore(objects).on("put_if_absent", raising(OutcomeUnknown("no answer"), after=is_stored))
+        assert SignOffs(lost, LAYOUT, deep=is_stored).write(CHAIN, SignOff(), 10, marks(ref(1, 10))) is is_stored
     refused = FaultyStore(objects).on("put_if_absent", raising(Refused("no right")))
     with pytest.raises(Refused):
         SignOffs(refused, LAYOUT, deep=False).write(CHAIN, SignOff(), 10, marks())  # type: ignore[arg-type]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,9 +31,7 @@ def test_any_part_of_a_tree_is_listed_in_key_order(keys: set[str], prefix: str, 
     assert found == sorted(wanted, key=str.encode)[:limit]
 
 
-def test_what_moves_to_a_later_folder_while_it_is_listed_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_moves_to_a_later_folder_while_it_is_listed_is_seen(tmp_path: Path, monkeypatch: Any) -> None:
     objects, look_up = LocalObjects(tmp_path), Path.lstat
     objects.put("p/level=0/a", b"1")
     objects.put("p/level=1/z", b"1")
@@ -47,9 +45,7 @@ def test_what_moves_to_a_later_folder_while_it_is_listed_is_seen(
     assert [info.key for info in objects.list("p/")] == ["p/level=1/b", "p/level=1/z"]
 
 
-def test_what_is_deleted_while_it_is_listed_makes_no_page_shorter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_deleted_while_it_is_listed_makes_no_page_shorter(tmp_path: Path, monkeypatch: Any) -> None:
     """Whoever lists page by page takes a short page for the last one."""
     objects, look_up = LocalObjects(tmp_path), Path.lstat
     for name in "abcd":

@@ -77,22 +77,19 @@ def test_a_lock_holds_hashes_and_no_addresses(path: Path):
 def test_a_service_loads_nothing_that_only_shows(role: str, tmp_path: Path) -> None:
     """Every file of the service is imported, `rich` and what a restore needs by none, and pyarrow behind its pool."""
     script = f"import sys, floe; sys.argv = ['floe', '{role}', 'run', '-c', '{tmp_path}/none.yaml']\n"
-    script += f"try:\n    floe.main()\nfinally:\n    import {role}.service, pyarrow\n"
     script += (
-        "    print({'rich', 'numpy', 'google_crc32c'} & sys.modules.keys(), pyarrow.default_memory_pool().backend_name)"
+        f"try:\n    floe.main()\nfinally:\n    import {role}.service, pyarrow\n    pool = pyarrow.default_memory_pool()"
     )
+    script += "\n    print({'rich', 'numpy', 'google_crc32c'} & sys.modules.keys(), pool.backend_name)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout) == (78, "set() jemalloc\n"), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "may_start_spark"),
-    [("compact", True), ("compact --engine local", False), ("segments verify", False)]
-    + [(f"segments verify {option}", True) for option in ("--engine spark", "--engine=spark")],
-)
-def test_it_is_known_beforehand_which_commands_may_start_spark(command: str, may_start_spark: bool) -> None:
-    assert floe._uses_spark(floe._words(["-v", *command.split(), "-c", "none.yaml"])) == may_start_spark
+def test_it_is_known_beforehand_which_commands_may_start_spark() -> None:
+    known = {"compact": True, "compact --engine local": False, "segments verify": False}
+    known |= {f"segments verify {option}": True for option in ("--engine spark", "--engine=spark")}
+    assert {each: floe._uses_spark(floe._words(["-v", *each.split(), "-c", "none.yaml"])) for each in known} == known
 
 
 @pytest.mark.parametrize("engine", ["spark", "local"])
@@ -111,9 +108,7 @@ def test_compose_takes_the_image_that_make_minio_takes() -> None:
     assert services["minio"]["image"] == services["bucket"]["image"] == expected
 
 
-def test_minio_is_looked_for_from_place_to_place_and_where_it_is_not_one_line_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_minio_is_looked_for_from_place_to_place_and_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.delenv("FLOE_MINIO", raising=False)
     for variable, value in {"PATH": "path", "HOME": "home", "GOBIN": "gobin", "GOPATH": "go"}.items():
         monkeypatch.setenv(variable, str(tmp_path / value))

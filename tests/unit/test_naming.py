@@ -29,9 +29,8 @@ def test_what_is_not_named_is_all() -> None:
 
 
 def test_a_name_that_is_not_there_is_an_error_that_says_what_is() -> None:
-    assert "did you mean us-east/NODES? there are eu-west/NODES, us-east/LATER, us-east/NODES" in refused(
-        "us-esat", "NODES"
-    )
+    there = "there are eu-west/NODES, us-east/LATER, us-east/NODES"
+    assert f"did you mean us-east/NODES? {there}" in refused("us-esat", "NODES")
     assert "did you mean us-east? there are eu-west, us-east" in refused("us-esat")
     assert "did you mean NODES? there are LATER, NODES" in refused(None, "NODE")
     assert "incarnation 0007" in refused("us-east", "NODES", 7)
@@ -45,14 +44,9 @@ def test_a_name_that_is_not_there_is_an_error_that_says_what_is() -> None:
 def test_a_feed_of_the_configuration_may_be_empty() -> None:
     assert chosen(KNOWN, FEEDS, "us-east", "LATER") == []
     assert one(KNOWN, FEEDS, "us-east", "LATER") == Chain("us-east", "LATER")
-    settings = Settings.model_validate(
-        {
-            "site": "us-east",
-            "store": {"url": "file:///bucket"},
-            "egress": {"feeds": [{"stream": "A"}, {"stream": "A", "name": "B"}]},
-            "ingress": {"targets": [{"stream": "T", "sources": [{"site": ["c", "d"], "feed": "E"}]}]},
-        }
-    )
+    feeds, sources = [{"stream": "A"}, {"stream": "A", "name": "B"}], [{"site": ["c", "d"], "feed": "E"}]
+    roles = {"egress": {"feeds": feeds}, "ingress": {"targets": [{"stream": "T", "sources": sources}]}}
+    settings = Settings(site="us-east", store={"url": "file:///bucket"}, **roles)
     assert configured(settings) == {("us-east", "A"), ("us-east", "B"), ("c", "E"), ("d", "E")}
 
 

@@ -53,15 +53,13 @@ def test_bytes_a_second_are_kept_also_by_one_that_is_larger_than_a_second() -> N
 
 
 def test_what_the_option_says() -> None:
-    assert pace_of("") is None
-    assert isinstance(pace_of("5000/s"), MessageRate)
-    assert isinstance(pace_of("20M/s"), ByteRate)
+    assert [type(pace_of(text)) for text in ("", "5000/s", "20M/s")] == [type(None), MessageRate, ByteRate]
     for rate in ("5000", "0/s", "x/s"):
         with pytest.raises(UsageError):
             pace_of(rate)
 
 
-def test_a_request_is_told_by_what_it_means() -> None:
+def test_a_request_is_told_by_what_it_means_and_its_prefix_is_text_and_no_template() -> None:
     one = Request("s", "F", "T", incarnation=0, partition=0, subjects=("b", "a"), since=90.0)
     assert Request.from_json(json.loads(json.dumps(one.to_json()))) == one
     assert one.digest == Request("s", "F", "T", 0, 0, subjects=("a", "b"), since=90.0).digest
@@ -70,6 +68,9 @@ def test_a_request_is_told_by_what_it_means() -> None:
     assert Request("s", "F", "T", since=60.0).moments(100.0) == (40 * SECOND, None)
     with pytest.raises(UsageError):
         Request("s", "F", "T", since=60.0, to_time="1970-01-01T00:00:30Z").moments(100.0)
+    for prefix in ("{site}", "a.{x", "a}"):
+        with pytest.raises(UsageError, match="--subject-prefix: expected the text itself, without braces"):
+            Request("s", "F", "T", prefix=prefix)
 
 
 def test_holes_are_split_where_they_are_accepted_in_part() -> None:
@@ -100,16 +101,14 @@ class Inner:
         self.spans.append((stored, rows.count))
         return Outcome(rows.count)
 
-    async def aclose(self) -> None:
-        pass
+    async def aclose(self) -> None: ...
 
 
 async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() -> None:
     whole, payloads = SequenceRange(1, 20), pa.array([b"x"] * 20, pa.binary())
     ends = [10 * (n + 1) for n in range(20)]
-    batch = PreparedBatch(
-        [*range(1, 21)], [SECOND] * 20, [b"a"] * 20, b"Floe-Source: s F 0000 0 ", None, payloads, ends
-    )
+    times, line = [SECOND] * 20, b"Floe-Source: s F 0000 0 "
+    batch = PreparedBatch([*range(1, 21)], times, [b"a"] * 20, line, None, payloads, ends)
     piece = IntentPiece(SegmentName(Chain("s", "F"), 0, whole, "0" * 16), whole, 20)
     rows, stop, inner = Rows([Block(piece, batch)]), Stop(), Inner()
     paced = PacedPublisher(inner, MessageRate(1000), ManualClock(), stop)
@@ -118,12 +117,6 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() ->
     stop.set()
     with pytest.raises(Interrupted):
         await paced.publish(rows, 0, 5)
-
-
-@pytest.mark.parametrize("prefix", ["{site}", "a.{x", "a}"])
-def test_a_prefix_of_a_replay_is_text_and_no_template(prefix: str) -> None:
-    with pytest.raises(UsageError, match=r"--subject-prefix: expected the text itself, without braces"):
-        Request("s", "F", "T", prefix=prefix)
 
 
 # A drill: what came back is compared

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from common.errors import FloeError, Unavailable
-from common.jetstream.client import FloeClient
 from common.jetstream.protocol import Sink
 from common.objects.port import ObjectStore
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
@@ -51,8 +50,7 @@ class RestoringServer:
     max_payload, generation, is_up = 1024 * 1024, 0, True
 
     def __init__(self, clock: ManualClock) -> None:
-        self._clock, self._at, self._sink = clock, clock.monotonic(), cast(Sink, None)
-        self._tell = cast(Tell, None)
+        self._clock, self._at = clock, clock.monotonic()
         self.answers, self.received, self.pauses = True, bytearray(), list[float]()
 
     @property
@@ -99,12 +97,11 @@ class RestoringServer:
     async def unsubscribe(self) -> None:
         """Nothing more comes."""
 
-    def refusal(self, _subject: bytes) -> None:
-        return None
+    def refusal(self, _subject: bytes) -> None: ...
 
 
 async def begun(server: RestoringServer, clock: ManualClock) -> ArchiveUpload:
-    return await ArchiveUpload.begin(cast(FloeClient, server), "S", {}, clock)
+    return await ArchiveUpload.begin(server, "S", {}, clock)
 
 
 async def test_many_small_pieces_are_sent_before_the_server_gives_up() -> None:
@@ -176,13 +173,8 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Archive:
 
 
 def restore(archive: Archive, objects: ObjectStore, clock: ManualClock, teller: Teller | None = None) -> Restore:
-    settings = Settings.model_validate(
-        {
-            "site": CHAIN.site,
-            "store": {"url": f"file://{archive.folder}"},
-            "egress": {"feeds": [{"stream": CHAIN.feed}]},
-        }
-    )
+    feeds = [{"stream": CHAIN.feed}]
+    settings = Settings(site=CHAIN.site, store={"url": f"file://{archive.folder}"}, egress={"feeds": feeds})
     store = SegmentStore(objects, archive.layout, spool_dir=archive.folder / "spool", clock=clock)
     chains = ChainStore(objects, archive.layout)
     return Restore(settings, RestoreRequest(CHAIN.site, CHAIN.feed), store, chains, clock, teller or Teller(False))
@@ -191,7 +183,7 @@ def restore(archive: Archive, objects: ObjectStore, clock: ManualClock, teller: 
 @pytest.mark.parametrize("version", ["2.14.5", "2.15.1"])  # the older form is held back by the block, of 8 MB
 async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, version: str) -> None:
     clock, slow = ChainedClock(), FaultyStore(quiet.objects)
-    server, work = RestoringServer(clock), restore(quiet, cast(ObjectStore, slow), clock)
+    server, work = RestoringServer(clock), restore(quiet, slow, clock)
     plan = await work.plan()
 
     def late(real: Any, *args: Any, **more: Any) -> Any:
@@ -200,7 +192,7 @@ async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, ver
 
     slow.on("get", late)
     ready = Ready(plan, archive_writer(plan.name, version), ())
-    sent, _ = await work._fill(cast(FloeClient, server), ready, "marker")
+    sent, _ = await work._fill(server, ready, "marker")
     assert (sent.rows, clock.monotonic()) == (360, pytest.approx(120 * 0.1))
     assert max(server.pauses) < MOST_QUIET
     if version == "2.15.1":
@@ -210,7 +202,7 @@ async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, ver
 
 async def test_segments_behind_the_one_that_is_read_are_fetched_meanwhile_and_only_so_many(quiet: Archive) -> None:
     slow = FaultyStore(quiet.objects)
-    work = restore(quiet, cast(ObjectStore, slow), ManualClock())
+    work = restore(quiet, slow, ManualClock())
     plan = await work.plan()
     slow.calls.clear()
     rows = work._history.rows(plan, 1, ("sequence",), Stop())
@@ -234,9 +226,7 @@ class Watched(Teller):
             self.wanted.set()
 
 
-async def test_planning_that_takes_a_while_says_so_with_its_progress(
-    quiet: Archive, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_planning_that_takes_a_while_says_so_with_its_progress(quiet: Archive, capsys: Any) -> None:
     slow, teller, shown = FaultyStore(quiet.objects), Watched("53%, "), list[bool]()
 
     def late(real: Any, *args: Any, **named: Any) -> Any:
@@ -244,7 +234,7 @@ async def test_planning_that_takes_a_while_says_so_with_its_progress(
         return real(*args, **named)
 
     slow.on("get", late, nth=100)
-    await restore(quiet, cast(ObjectStore, slow), ManualClock(), teller).plan()
+    await restore(quiet, slow, ManualClock(), teller).plan()
     assert shown == [True]
     first, *others = capsys.readouterr().err.splitlines()
     assert first == "planning: reading the archive of us-east/NODES"

@@ -128,24 +128,21 @@ def test_row_groups_that_cannot_have_such_rows_are_left_out() -> None:
 
 # Views for other engines
 
-S3 = StoreSettings(
-    url="s3://frozen", endpoint_url="http://127.0.0.1:9000", access_key_id="it", secret_access_key="hush"
-)
+AT = {"url": "s3://frozen", "endpoint_url": "http://127.0.0.1:9000"}
+S3 = StoreSettings(**AT, access_key_id="it", secret_access_key="hush")
 Cover = list[Stretch[SegmentRef]]
 
 
-def in_duckdb(found: Cover, store: StoreSettings, name: str = "archive") -> list[int]:
+def in_duckdb(found: Cover, store: StoreSettings) -> list[int]:
     with duckdb.connect() as connection:
-        connection.execute(duckdb_view(found, store, name))
-        return [row[0] for row in connection.execute(f"SELECT sequence FROM {name}").fetchall()]
+        connection.execute(duckdb_view(found, store, "archive"))
+        return [row[0] for row in connection.execute("SELECT sequence FROM archive").fetchall()]
 
 
-def in_polars(found: Cover, store: StoreSettings, name: str = "archive") -> polars.DataFrame:
+def in_polars(found: Cover, store: StoreSettings) -> polars.DataFrame:
     scope: dict[str, Any] = {}
-    exec(polars_frame(found, store, name), scope)
-    frame = scope[name].collect()
-    assert isinstance(frame, polars.DataFrame)
-    return frame
+    exec(polars_frame(found, store, "archive"), scope)
+    return scope["archive"].collect()
 
 
 @pytest.mark.parametrize("folder", ["it's", "a [b] * ?", "100%25", 'two "words"\\'])
@@ -211,8 +208,7 @@ def test_what_reaches_s3_is_in_the_file_and_no_secret():
 def test_neighbours_that_are_taken_whole_are_read_together():
     found = cover([ref(1, 10), ref(11, 20), ref(15, 30), ref(31, 40), ref(41, 50)], 1)
     view = duckdb_view(found, S3, "archive")
-    assert view.count("read_parquet") == 3
-    assert view.count("WHERE") == 1
+    assert (view.count("read_parquet"), view.count("WHERE")) == (3, 1)
     assert "WHERE sequence BETWEEN 21 AND 30\nUNION ALL" in view
     assert "1 chain, each sequence once: floe segments ls --cover --format duckdb" in view.splitlines()[0]
     assert str(CHAIN) not in view
