@@ -24,6 +24,7 @@ from egress.advisories.advisory import (
     parse,
 )
 from egress.partition import partitions_of
+from tests.support.basics import cases
 
 CHAIN = Chain("US_EAST", "NODE_DATA")
 SEEN = 1_647_351_430 * NS_PER_S
@@ -52,15 +53,13 @@ def written(each: Advisory) -> dict[str, Any]:
 
 
 # The published layout of KSUIDs: README of segmentio/ksuid, and its least and greatest values.
-@pytest.mark.parametrize(
-    ("seconds", "payload", "text"),
-    [
-        (1_507_608_047, "B5A1CD34B5F99D1154FB6853345C9735", "0ujtsYcgvSTl8PAuAdqWYSMnLOv"),
-        (1_400_000_000, "00" * 16, "0" * 27),
-        (1_400_000_000 + 2**32 - 1, "FF" * 16, "aWgEPTl1tmebfsQzFP4bxwgy80V"),
-        (0, "00" * 16, "0" * 27),  # a time that it cannot hold is cut
-        (10**12, "FF" * 16, "aWgEPTl1tmebfsQzFP4bxwgy80V"),
-    ],
+@cases(
+    "seconds, payload, text",
+    (1_507_608_047, "B5A1CD34B5F99D1154FB6853345C9735", "0ujtsYcgvSTl8PAuAdqWYSMnLOv"),
+    (1_400_000_000, "00" * 16, "0" * 27),
+    (1_400_000_000 + 2**32 - 1, "FF" * 16, "aWgEPTl1tmebfsQzFP4bxwgy80V"),
+    (0, "00" * 16, "0" * 27),  # a time that it cannot hold is cut
+    (10**12, "FF" * 16, "aWgEPTl1tmebfsQzFP4bxwgy80V"),
 )
 def test_a_ksuid_is_what_its_authors_say(seconds: int, payload: str, text: str) -> None:
     assert ksuid(seconds, bytes.fromhex(payload)) == text
@@ -123,14 +122,12 @@ def test_anything_else_is_no_advisory() -> None:
         assert parse(SR.replace(right, wrong)) is None
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "name"),
-    [
-        ("inspect_field", "a.b", "a.b"),
-        ("inspect_header", "X-Node", "X-Node"),
-        ("inspect_subject_token", 2, "subject.2"),
-        ("inspect_subject_token", -1, "subject"),
-    ],
+@cases(
+    "key, value, name",
+    ("inspect_field", "a.b", "a.b"),
+    ("inspect_header", "X-Node", "X-Node"),
+    ("inspect_subject_token", 2, "subject.2"),
+    ("inspect_subject_token", -1, "subject"),
 )
 def test_inspect_field_names_what_is_sampled_by(key: str, value: object, name: str) -> None:
     assert inspect_field(FeedSettings.model_validate({"stream": "S", "inspect_duration": "1h", key: value})) == name
@@ -139,21 +136,19 @@ def test_inspect_field_names_what_is_sampled_by(key: str, value: object, name: s
 # Advisories that would come back into the stream that they tell about
 
 
-@pytest.mark.parametrize(
-    ("template", "subjects", "filter_subject", "found"),
-    [
-        ("loop.adv.%s.%v", "loop.>", "", ("loop.adv.new.>", "loop.>")),
-        ("adv.%s.%v", "loop.> adv.*.a.b", "", ("adv.new.>", "adv.*.a.b")),
-        ("adv.%s", "adv.expire", "", ("adv.expire", "adv.expire")),
-        ("loop.adv.%s", "loop.>", "loop.*.recover", ("loop.adv.recover", "loop.>")),
-        ("loop.adv.%v", "loop.*.a loop.data.>", "loop.*.*", ("loop.adv.>", "loop.*.a")),
-        ("adv.%s.%v", "loop.>", "", None),
-        ("loop.%s", "loop.data loop.*.x", "", None),  # no event is called data
-        ("loop.adv.%s.%v", "loop.>", "loop.data.>", None),
-        ("loop.adv.%s.%v", "loop.>", "loop.adv", None),
-        ("loop.adv.%s", "loop.adv.x loop.data.>", "loop.>", None),
-        ("adv.%s.%v", "", "", None),  # a mirror
-    ],
+@cases(
+    "template, subjects, filter_subject, found",
+    ("loop.adv.%s.%v", "loop.>", "", ("loop.adv.new.>", "loop.>")),
+    ("adv.%s.%v", "loop.> adv.*.a.b", "", ("adv.new.>", "adv.*.a.b")),
+    ("adv.%s", "adv.expire", "", ("adv.expire", "adv.expire")),
+    ("loop.adv.%s", "loop.>", "loop.*.recover", ("loop.adv.recover", "loop.>")),
+    ("loop.adv.%v", "loop.*.a loop.data.>", "loop.*.*", ("loop.adv.>", "loop.*.a")),
+    ("adv.%s.%v", "loop.>", "", None),
+    ("loop.%s", "loop.data loop.*.x", "", None),  # no event is called data
+    ("loop.adv.%s.%v", "loop.>", "loop.data.>", None),
+    ("loop.adv.%s.%v", "loop.>", "loop.adv", None),
+    ("loop.adv.%s", "loop.adv.x loop.data.>", "loop.>", None),
+    ("adv.%s.%v", "", "", None),  # a mirror
 )
 def test_what_can_come_back_is_named_and_nothing_else(
     template: str, subjects: str, filter_subject: str, found: tuple[str, str] | None

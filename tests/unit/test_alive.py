@@ -11,6 +11,7 @@ from common.chain import Chain
 from common.objects.port import ObjectInfo
 from common.segments.alive import FORGOTTEN, Alive, ChainSign, Sighting, newest, process_name, to_read
 from ingress.operator.status import ChainStatus, by_newest_incarnation
+from tests.support.basics import cases
 
 CHAIN = Chain("us-east", "NODES", 2)
 PARTITION = Chain("us-east", "NODES")
@@ -62,20 +63,18 @@ def test_of_a_chain_the_newest_process_that_has_it_counts() -> None:
         assert newest(found) == {PARTITION: counts}
 
 
-@pytest.mark.parametrize(
-    ("made", "incarnation", "archived", "expected"),
-    [
-        (sign(end=50, source_last=597), 2, 50, 547),
-        (sign(end=50, source_last=40), 2, 50, 0),
-        (sign(end=50), 2, 50, None),
-        # It has begun the next incarnation, and the centre has not heard of it.
-        (sign(end=5, source_last=9), 1, 1000, 4),
-        # The chain begins behind what the stream had before: that is not owed.
-        (sign(end=0, source_last=597, first=598), 2, 0, 0),
-        (sign(end=600, source_last=610, first=598), 2, 0, 10),
-        # It stopped before it looked which incarnation it is in.
-        (sign(chain=PARTITION, source_last=597), 2, 50, 547),
-    ],
+@cases(
+    "made, incarnation, archived, expected",
+    (sign(end=50, source_last=597), 2, 50, 547),
+    (sign(end=50, source_last=40), 2, 50, 0),
+    (sign(end=50), 2, 50, None),
+    # It has begun the next incarnation, and the centre has not heard of it.
+    (sign(end=5, source_last=9), 1, 1000, 4),
+    # The chain begins behind what the stream had before: that is not owed.
+    (sign(end=0, source_last=597, first=598), 2, 0, 0),
+    (sign(end=600, source_last=610, first=598), 2, 0, 10),
+    # It stopped before it looked which incarnation it is in.
+    (sign(chain=PARTITION, source_last=597), 2, 50, 547),
 )
 def test_what_is_not_archived_is_counted(
     made: ChainSign, incarnation: int, archived: int, expected: int | None
@@ -83,15 +82,13 @@ def test_what_is_not_archived_is_counted(
     assert made.not_archived(incarnation, archived) == expected
 
 
-@pytest.mark.parametrize(
-    ("made", "incarnation", "archived", "expected"),
-    [
-        (sign(end=50, source_last=597), 2, 80, 597),
-        (sign(end=50, source_last=50), 2, 80, 80),  # archived since it was asked
-        (sign(end=50, source_last=40), 2, 80, 40),  # rolled back, and seen to be
-        (sign(end=50, source_last=50), 1, 80, 50),  # of another history
-        (sign(end=50), 2, 50, None),
-    ],
+@cases(
+    "made, incarnation, archived, expected",
+    (sign(end=50, source_last=597), 2, 80, 597),
+    (sign(end=50, source_last=50), 2, 80, 80),  # archived since it was asked
+    (sign(end=50, source_last=40), 2, 80, 40),  # rolled back, and seen to be
+    (sign(end=50, source_last=50), 1, 80, 50),  # of another history
+    (sign(end=50), 2, 50, None),
 )
 def test_the_source_is_at_least_as_far_as_its_archive_unless_it_was_rolled_back(
     made: ChainSign, incarnation: int, archived: int, expected: int | None
@@ -106,22 +103,20 @@ def test_what_egress_says_belongs_to_the_newest_incarnation() -> None:
     assert by_newest_incarnation([CHAIN], {}) == {}
 
 
-@pytest.mark.parametrize(
-    ("made", "fields", "state", "alarm"),
-    [
-        (None, {}, None, False),
-        (sign(), {}, "reading", False),
-        (sign(), {"age": 46.0}, "overdue", False),
-        (sign(), {"age": 301.0}, "silent", True),
-        (sign("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
-        (sign("waiting", since=900.0), {}, "waiting", False),
-        (sign("waiting", since=600.0), {}, "waiting", True),
-        (sign("standby", since=1.0), {}, "standby", False),
-        (sign(), {"phase": "late", "lag_seconds": 200.0}, "reading", False),
-        (sign(), {"phase": "late", "lag_seconds": 400.0}, "reading", True),
-        (sign(), {"phase": "lost"}, "reading", True),
-        (None, {"phase": "stopped"}, None, True),
-    ],
+@cases(
+    "made, fields, state, alarm",
+    (None, {}, None, False),
+    (sign(), {}, "reading", False),
+    (sign(), {"age": 46.0}, "overdue", False),
+    (sign(), {"age": 301.0}, "silent", True),
+    (sign("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
+    (sign("waiting", since=900.0), {}, "waiting", False),
+    (sign("waiting", since=600.0), {}, "waiting", True),
+    (sign("standby", since=1.0), {}, "standby", False),
+    (sign(), {"phase": "late", "lag_seconds": 200.0}, "reading", False),
+    (sign(), {"phase": "late", "lag_seconds": 400.0}, "reading", True),
+    (sign(), {"phase": "lost"}, "reading", True),
+    (None, {"phase": "stopped"}, None, True),
 )
 def test_what_is_stopped_or_late_or_silent_for_long_is_an_alarm(
     made: ChainSign | None, fields: dict[str, Any], state: str | None, alarm: bool

@@ -15,6 +15,7 @@ from egress import acks as acknowledging
 from egress.acks import Acknowledging, ReaderResetError, archived, is_settled
 from egress.memory import MemoryBudget
 from egress.partition import Position
+from tests.support.basics import cases
 from tests.support.clock import ManualClock
 
 SHORT = b"$JS.ACK.S.C.1.%d.%d.1700000000000000000.9"
@@ -144,16 +145,14 @@ async def test_a_missing_right_is_told_after_one_message(server: Server) -> None
     assert len(server.sent) == 1
 
 
-@pytest.mark.parametrize(
-    ("found", "number", "left", "expected"),
-    [
-        (info(floor=10, delivered=20, pending=10), 10, 0, True),
-        (info(floor=9, delivered=20, pending=11), 10, 0, False),
-        (info(floor=0, delivered=20, pending=13), 10, 3, True),
-        (info(floor=0, delivered=20, pending=14), 10, 3, False),
-        (info(floor=0, delivered=10, pending=0), 10, 0, True),
-        (info(floor=0, delivered=9, pending=0), 10, 0, False),
-    ],
+@cases(
+    "found, number, left, expected",
+    (info(floor=10, delivered=20, pending=10), 10, 0, True),
+    (info(floor=9, delivered=20, pending=11), 10, 0, False),
+    (info(floor=0, delivered=20, pending=13), 10, 3, True),
+    (info(floor=0, delivered=20, pending=14), 10, 3, False),
+    (info(floor=0, delivered=10, pending=0), 10, 0, True),
+    (info(floor=0, delivered=9, pending=0), 10, 0, False),
 )
 def test_settled_is_what_leaves_nothing_pending(found: ConsumerInfo, number: int, left: int, expected: bool) -> None:
     assert is_settled(found, number, left) is expected

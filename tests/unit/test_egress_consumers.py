@@ -19,6 +19,7 @@ from common.settings.types import Range, Section, parse_duration
 from egress.captures import captured_consumers, check_size, config_differs, consumers_are_due, deletions_differ
 from egress.consumers import WantedMessages, durable, ephemeral, filters, first, unfit
 from egress.partition import Partition, is_of_site, is_own, partitions_of
+from tests.support.basics import cases
 
 
 def part(site: str = "alpha", feed: str = "NODES", partition: int = 0, **settings: object) -> Partition:
@@ -94,14 +95,12 @@ def test_a_durable_begins_behind_a_former_one(begin: int, acknowledged: list[int
     assert first(WantedMessages(part(), "interest", 101, begin), former) == expected
 
 
-@pytest.mark.parametrize(
-    ("retention", "config", "told"),
-    [
-        ("interest", {"max_ack_pending": -1}, None),
-        ("interest", {"inactive_threshold": 60}, "inactive_threshold to 60"),
-        ("workqueue", {"inactive_threshold": 60}, None),
-        ("workqueue", {"max_ack_pending": 1000}, "max_ack_pending to 1000"),
-    ],
+@cases(
+    "retention, config, told",
+    ("interest", {"max_ack_pending": -1}, None),
+    ("interest", {"inactive_threshold": 60}, "inactive_threshold to 60"),
+    ("workqueue", {"inactive_threshold": 60}, None),
+    ("workqueue", {"max_ack_pending": 1000}, "max_ack_pending to 1000"),
 )
 def test_what_a_stream_imposes_on_durables_is_refused(retention: str, config: dict[str, int], told: str | None) -> None:
     found = unfit(WantedMessages(part(), retention), config)
@@ -130,18 +129,16 @@ def altered(**fields: Any) -> CapturedConsumer:
 MOVED, MORE = altered(delivered_stream=6), {**APP.config, "max_deliver": 3}
 
 
-@pytest.mark.parametrize(
-    ("found", "is_due"),
-    [
-        (consumers(400, APP, end=9), False),
-        (consumers(299, MOVED), False),
-        *((consumers(300, each), True) for each in (MOVED, altered(ack_floor_stream=4), altered(ack_pending=1))),
-        (consumers(1), True),
-        (consumers(1, APP, altered(config={"name": "b", "durable_name": "b"})), True),
-        *((consumers(1, each), True) for each in (altered(paused=True), altered(created=at(1)), altered(config=MORE))),
-        (consumers(1, PASSING, APP), False),
-        (consumers(300, PASSING, APP), True),
-    ],
+@cases(
+    "found, is_due",
+    (consumers(400, APP, end=9), False),
+    (consumers(299, MOVED), False),
+    *((consumers(300, each), True) for each in (MOVED, altered(ack_floor_stream=4), altered(ack_pending=1))),
+    (consumers(1), True),
+    (consumers(1, APP, altered(config={"name": "b", "durable_name": "b"})), True),
+    *((consumers(1, each), True) for each in (altered(paused=True), altered(created=at(1)), altered(config=MORE))),
+    (consumers(1, PASSING, APP), False),
+    (consumers(300, PASSING, APP), True),
 )
 def test_consumers_are_put_when_they_were_changed_or_moved_for_a_while(found: CapturedConsumers, is_due: bool) -> None:
     newest = consumers(0, APP)

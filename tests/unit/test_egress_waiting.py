@@ -23,6 +23,7 @@ from egress.evidence import confirm
 from egress.flush import FlushAnswer, FlushRequests
 from egress.memory import LARGEST_WINDOW, MemoryBudget
 from egress.watchdog import ProgressCheck, Rise, SessionStanding, StreamLimits, left_by_age, left_by_size
+from tests.support.basics import cases
 from tests.support.clock import ManualClock
 
 
@@ -36,14 +37,12 @@ async def confirmed(answers: str, clock: ManualClock) -> str:
     return await confirm(deps, ask, harmless=lambda a: a == "same", outline=lambda a: a[0])
 
 
-@pytest.mark.parametrize(
-    ("answers", "taken", "seconds"),
-    [
-        ("same", "same", 0),
-        ("recreated1 recreated2 recreated3", "recreated3", 20),
-        ("gone gone recreated recreated recreated", "recreated", 40),  # those that differ begin again
-        ("gone gone same", "same", 20),
-    ],
+@cases(
+    "answers, taken, seconds",
+    ("same", "same", 0),
+    ("recreated1 recreated2 recreated3", "recreated3", 20),
+    ("gone gone recreated recreated recreated", "recreated", 40),  # those that differ begin again
+    ("gone gone same", "same", 20),
 )
 async def test_only_an_answer_with_consequences_is_asked_three_times(answers: str, taken: str, seconds: int) -> None:
     clock = ManualClock()
@@ -228,16 +227,14 @@ def test_a_chain_that_archives_at_each_check_never_stalls(steps: list[tuple[int,
 # How long the source keeps it
 
 
-@pytest.mark.parametrize(
-    ("config", "limits"),
-    [
-        ({"max_age": 5, "max_msgs": -1, "max_bytes": -1}, StreamLimits(5)),
-        ({"max_msgs": 10}, StreamLimits(0, True)),
-        ({"max_bytes": 10, "discard": "old"}, StreamLimits(0, True)),
-        ({"max_msgs": 10, "discard": "new"}, StreamLimits()),
-        ({"max_msgs": 10, "retention": "workqueue"}, StreamLimits()),
-        ({"max_msgs_per_subject": 1}, StreamLimits()),
-    ],
+@cases(
+    "config, limits",
+    ({"max_age": 5, "max_msgs": -1, "max_bytes": -1}, StreamLimits(5)),
+    ({"max_msgs": 10}, StreamLimits(0, True)),
+    ({"max_bytes": 10, "discard": "old"}, StreamLimits(0, True)),
+    ({"max_msgs": 10, "discard": "new"}, StreamLimits()),
+    ({"max_msgs": 10, "retention": "workqueue"}, StreamLimits()),
+    ({"max_msgs_per_subject": 1}, StreamLimits()),
 )
 def test_limits_of_a_stream(config: dict[str, object], limits: StreamLimits) -> None:
     assert StreamLimits.of(config) == limits

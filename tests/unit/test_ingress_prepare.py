@@ -21,6 +21,7 @@ from common.service.process import Threads
 from ingress.rows import prepare
 from ingress.rows.decoder import Relays
 from ingress.rows.prepare import Accepting, Prepared, Preparer, SubjectRule, TargetLimits
+from tests.support.basics import cases
 from tests.support.headers import escape
 from tests.support.segments import batch_of, message
 
@@ -136,21 +137,19 @@ def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
         assert len(VERSION) + len(tail) + len(payload) + prepare.PUBLISHER_LINES - 20 <= size
 
 
-@pytest.mark.parametrize(
-    ("line", "control", "is_shared", "acts"),
-    [
-        (b"Nats-TTL: 5m", b"nats-ttl", False, True),
-        (b"Nats-TTL:   5m", b"nats-ttl", False, True),
-        (b"Nats-TTL: 5m ", b"nats-ttl", False, False),
-        (b"Nats-TTL: soon", b"nats-ttl", False, False),
-        (b"Nats-TTL: 999999h", b"nats-ttl", False, True),
-        (b"Nats-TTL: 9999999h", b"nats-ttl", False, False),  # hours that would overflow the server
-        (b"Nats-Rollup: sub", b"nats-ttl", False, False),
-        (b"Nats-Rollup: all", b"nats-rollup", False, True),
-        (b"Nats-Rollup: sub", b"nats-rollup", True, True),
-        (b"Nats-Rollup: all", b"nats-rollup", True, False),  # of all feeds that flow in
-        (b"Nats-Rollup:  all", b"nats-rollup", True, False),
-    ],
+@cases(
+    "line, control, is_shared, acts",
+    (b"Nats-TTL: 5m", b"nats-ttl", False, True),
+    (b"Nats-TTL:   5m", b"nats-ttl", False, True),
+    (b"Nats-TTL: 5m ", b"nats-ttl", False, False),
+    (b"Nats-TTL: soon", b"nats-ttl", False, False),
+    (b"Nats-TTL: 999999h", b"nats-ttl", False, True),
+    (b"Nats-TTL: 9999999h", b"nats-ttl", False, False),  # hours that would overflow the server
+    (b"Nats-Rollup: sub", b"nats-ttl", False, False),
+    (b"Nats-Rollup: all", b"nats-rollup", False, True),
+    (b"Nats-Rollup: sub", b"nats-rollup", True, True),
+    (b"Nats-Rollup: all", b"nats-rollup", True, False),  # of all feeds that flow in
+    (b"Nats-Rollup:  all", b"nats-rollup", True, False),
 )
 def test_what_acts_is_named_valid_and_harmless(line: bytes, control: bytes, is_shared: bool, acts: bool) -> None:
     row = message(1, headers=block(line))
@@ -229,30 +228,26 @@ async def test_the_document_of_a_chain_says_it_and_without_a_good_one_nothing_is
 # Subjects: the rules of stream-replicator, what may be published, what a stream takes
 
 
-@pytest.mark.parametrize(
-    ("prefix", "remove", "subject", "target"),
-    [
-        (b"", b"", b"a.b", b"a.b"),
-        (b"fleet", b"", b"a.b", b"fleet.a.b"),
-        (b"fleet.", b"", b"a.b", b"fleet.a.b"),
-        (b"", b"x", b"a.x.b.x.c", b"a.b.c"),
-        (b"fleet", b"choria", b"choria.node", b"fleet.node"),
-        (b"fleet", b"fleet.a.", b"a.b", b"b"),
-        (b"fleet", b"", b"\xff\xfe", b"fleet.\xff\xfe"),
-    ],
+@cases(
+    "prefix, remove, subject, target",
+    (b"", b"", b"a.b", b"a.b"),
+    (b"fleet", b"", b"a.b", b"fleet.a.b"),
+    (b"fleet.", b"", b"a.b", b"fleet.a.b"),
+    (b"", b"x", b"a.x.b.x.c", b"a.b.c"),
+    (b"fleet", b"choria", b"choria.node", b"fleet.node"),
+    (b"fleet", b"fleet.a.", b"a.b", b"b"),
+    (b"fleet", b"", b"\xff\xfe", b"fleet.\xff\xfe"),
 )
 def test_prefix_then_remove_then_one_dot_for_two(prefix: bytes, remove: bytes, subject: bytes, target: bytes) -> None:
     assert SubjectRule(prefix, remove).apply(subject) == target
 
 
-@pytest.mark.parametrize(
-    ("subject", "why"),
-    [
-        (b"", "empty"),
-        *((subject, "space") for subject in (b"a b", b"a\r\nPUB x 0", b"a\tb", b"a\x00b")),
-        *((subject, "empty token") for subject in (b".a", b"a.", b"a..b")),
-        (b"a" * (prepare.MAX_SUBJECT + 1), "3901 bytes"),
-    ],
+@cases(
+    "subject, why",
+    (b"", "empty"),
+    *((subject, "space") for subject in (b"a b", b"a\r\nPUB x 0", b"a\tb", b"a\x00b")),
+    *((subject, "empty token") for subject in (b".a", b"a.", b"a..b")),
+    (b"a" * (prepare.MAX_SUBJECT + 1), "3901 bytes"),
 )
 def test_what_cannot_be_published_to_is_named(subject: bytes, why: str) -> None:
     assert why in prepare.problem(subject)
