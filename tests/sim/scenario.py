@@ -67,7 +67,7 @@ class Scenario:
     def __init__(self, world: World, folder: Path, cut: Cut) -> None:
         self.world, self.plan = world, Plan.of(world.seed, world.chance("plan"), world.chance("kind"), cut)
         self.nats, self.objects = SimNats(world), SimObjects(world)
-        self.log, self.cleaning = PublisherLog(), actors.Cleaning()
+        self.log, self.cleaning = PublisherLog(), actors.Cleaning(self.plan.kind == CHANGING)
         self.target = TargetAuditor(self.log, f"{PREFIX}.".encode(), may_repeat=self.plan.is_shared)
         self.tap = SourceTap(self.log, self._archived)
         self.nats.taps |= {SOURCE: self.tap, TARGET: self.target}
