@@ -23,7 +23,6 @@ from urllib.parse import urlsplit
 
 import boto3
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.jetstream.api import create_stream, stream_info
@@ -156,10 +155,10 @@ async def running(s3: SharedS3, **times: Mapping[str, str]) -> AsyncIterator[Fle
             keys = {"aws_access_key_id": s3.access_key, "aws_secret_access_key": s3.secret_key}
             bucket = boto3.client("s3", endpoint_url=s3.endpoint_url, region_name="us-east-1", **keys)
             fleet = Fleet(world, line, bucket, ports=dict(zip(names, free_ports(3), strict=True)))
-            files = {**{site: world.site_config(site) for site in SITES}, "centre": world.central_config()}
-            for name, path in files.items():
-                section = "ingress" if name == "centre" else "egress"
-                fleet.configs[name] = serving(path, section, fleet.ports[name], times.get(section, {}))
+            monitors = {name: {"monitor": {"listen": f"127.0.0.1:{port}"}} for name, port in fleet.ports.items()}
+            for site in SITES:
+                fleet.configs[site] = str(world.site_config(site, **monitors[site], **times.get("egress", {})))
+            fleet.configs["centre"] = str(world.central_config(**monitors["centre"], **times.get("ingress", {})))
             for site, server in world.sites.items():
                 async with client_of(server.url) as client:
                     await make_stream(client, "NODES", "nodes")
@@ -171,14 +170,6 @@ async def running(s3: SharedS3, **times: Mapping[str, str]) -> AsyncIterator[Fle
                 fleet.services[site] = world.egress(Path(fleet.configs[site]), site)
             fleet.services["centre"] = world.ingress(Path(fleet.configs["centre"]), "centre")
             yield fleet
-
-
-def serving(path: Path, section: str, port: int, times: Mapping[str, str]) -> str:
-    """The file, with a monitor on `port`; `times` replace what the world shortens."""
-    document = yaml.safe_load(path.read_text())
-    document[section] |= {"monitor": {"listen": f"127.0.0.1:{port}"}, **times}
-    path.write_text(yaml.safe_dump(document))
-    return str(path)
 
 
 # What agrees

@@ -1,6 +1,6 @@
 """Must hold: whatever breaks on the way into a target of three replicas, each message is in it once.
 
-Six chains, one of them by a real egress, two ingress instances, compaction and deletion all the time.
+Six chains, two ingress instances, compaction and deletion all the time.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Instance:
     service: Service
     proxies: list[TcpProxy]
     monitor: str
-    delay: float = 0.0
+    delay: float
     exits: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -75,11 +75,9 @@ class Centre:
     @asynccontextmanager
     async def client(self, name: str = "test") -> AsyncIterator[FloeClient]:
         """A connection past the proxies, to whichever server is there."""
-        client = await connect(NatsSettings(url=tuple(self.cluster.urls), connect_timeout=30), name=name)
-        try:
+        settings = NatsSettings(url=tuple(self.cluster.urls), connect_timeout=30)
+        async with aclosing(await connect(settings, name=name)) as client:
             yield client
-        finally:
-            await client.aclose()
 
     def supervise(self) -> None:
         """Start again what ended by itself."""
@@ -116,8 +114,10 @@ async def centre(
             entry = {"stream": TARGET, "sources": sources, **target}
             for number in (1, 2):
                 proxies = [await stack.enter_async_context(TcpProxy(s.port)) for s in cluster.servers]
-                instances.append(_instance(folder, number, proxies, store, entry))
-                instances[-1].delay = delay
+                name, monitor = f"ingress-{number}", f"127.0.0.1:{free_port()}"
+                config = write_config(folder, name, [proxy.url for proxy in proxies], monitor, store, entry)
+                service = Service(folder, name, "ingress", "run", "-c", str(config))
+                instances.append(Instance(service, proxies, monitor, delay))
                 instances[-1].heal()
             config = write_config(folder, "operator", cluster.urls, "", store, entry)
             yield Centre(folder, cluster, instances, config)
@@ -131,14 +131,6 @@ async def centre(
         await asyncio.to_thread(cluster.close)
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _instance(
-    folder: Path, number: int, proxies: list[TcpProxy], store: Mapping[str, Any], entry: Mapping[str, Any]
-) -> Instance:
-    name, monitor = f"ingress-{number}", f"127.0.0.1:{free_port()}"
-    config = write_config(folder, name, [proxy.url for proxy in proxies], monitor, store, entry)
-    return Instance(Service(folder, name, "ingress", "run", "-c", str(config)), proxies, monitor)
 
 
 def write_config(

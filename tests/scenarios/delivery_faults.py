@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 
 from common.errors import FloeError
@@ -33,18 +33,10 @@ PATIENCE = 4.0  # times as long as asked for may a run take until it has proved 
 AT_LEAST = 360.0  # seconds that a short run may take for the same
 
 
-class Deck:
+def deck(kinds: tuple[str, ...], rng: random.Random) -> Iterator[str]:
     """Kinds in random order; each comes once before any comes again."""
-
-    def __init__(self, kinds: tuple[str, ...], rng: random.Random) -> None:
-        self._kinds, self._rng = kinds, rng
-        self._left: list[str] = []
-
-    def draw(self) -> str:
-        """The next one."""
-        if not self._left:
-            self._left = self._rng.sample(self._kinds, len(self._kinds))
-        return self._left.pop()
+    while True:
+        yield from rng.sample(kinds, len(kinds))
 
 
 class Faults:
@@ -59,7 +51,7 @@ class Faults:
         self._centre, self._meter, self._rng = centre, meter, rng
         # Each has a source of its own, so that one seed gives one row of faults for each.
         self._parts = [
-            (Deck(kinds, random.Random(rng.random())), pause, make)
+            (deck(kinds, random.Random(rng.random())), pause, make)
             for kinds, pause, make in (
                 (SERVERS, (0.5, 3.0), self._trouble_server),
                 (INGRESS, (0.5, 2.5), self._trouble_ingress),
@@ -115,19 +107,18 @@ class Faults:
         self,
         client: FloeClient,
         until: float,
-        deck: Deck,
+        kinds: Iterator[str],
         pause: tuple[float, float],
         make: Callable[[FloeClient, str], Awaitable[None]],
     ) -> None:
         """Faults of one part, one after the other."""
         while time.monotonic() < until:
             await asyncio.sleep(self._rng.uniform(*pause))
-            kind = deck.draw()
+            kind = next(kinds)
             await make(client, kind)
             self.counts[kind] += 1
-            if make != self._trouble_ingress:  # which has its own instances killed for a while
-                continue
-            self._centre.supervise()
+            if make == self._trouble_ingress:  # others come while instances are killed for a while
+                self._centre.supervise()
 
     # Servers: never two of three at once, for which no promise of theirs holds
 

@@ -52,23 +52,28 @@ class World:
         path.chmod(0o600)
         return path
 
-    def site_config(self, site: str, *feeds: Mapping[str, Any]) -> Path:
-        """The configuration of one site's egress; without feeds the stream NODES."""
+    def site_config(self, site: str, *feeds: Mapping[str, Any], **more: Any) -> Path:
+        """The configuration of one site's egress; without feeds the stream NODES. `more`: keys of `egress`."""
         egress = {
             **SERVICE,
             "defaults": {"segment": self.segment},
             "feeds": [dict(feed) for feed in feeds] or [{"stream": "NODES"}],
+            **more,
         }
         return self._write(site, self.sites[site].url, site=site, egress=egress)
 
-    def central_config(self, *, feeds: Sequence[str] = ("NODES",), compaction: Mapping[str, Any] | None = None) -> Path:
-        """The configuration of the centre's ingress and compaction; all sites flow into one target."""
+    def central_config(
+        self, *, feeds: Sequence[str] = ("NODES",), compaction: Mapping[str, Any] | None = None, **more: Any
+    ) -> Path:
+        """The configuration of the centre's ingress and compaction; all sites flow into one target. `more`: keys of
+        `ingress`.
+        """
         target = {
             "stream": TARGET,
             "create": {"replicas": 1, "storage": "file", "subjects": ["fleet.>"]},
             "sources": [{"site": list(self.sites), "feed": list(feeds), "subject_prefix": "fleet"}],
         }
-        ingress = {**SERVICE, "poll_interval": "1s", "targets": [target]}
+        ingress = {**SERVICE, "poll_interval": "1s", "targets": [target], **more}
         return self._write("central", self.central.url, ingress=ingress, compaction=dict(compaction or {}))
 
     def egress(self, config: Path, name: str = "egress", **env: str) -> Service:

@@ -227,7 +227,6 @@ def refs(first: int, *, level: int, size: int, count: int) -> st.SearchStrategy[
     return st.lists(one, max_size=count, unique_by=lambda segment: segment.key)
 
 
-DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
 SECOND = TestPolicy(from_=1, to=2, min_age=0, max_wait=-1, min_count=2, min_size=10**9, max_size=10**9)
 
 _context = multiprocessing.get_context("forkserver")
