@@ -72,37 +72,24 @@ def life_of(value: str, start: int) -> list[Advisory]:
     return [new(value, start), silent, gone, new(value, start + HOUR), back]
 
 
-async def test_what_is_found_is_stored_once_in_order_and_then_forgotten(world: World) -> None:
-    start = now_ns() - 2 * HOUR + 60 * SECOND
-    sent = [each for value in ("a", "b", "größe x") for each in life_of(value, start)]
-    async with running(world.advisories()) as advisories:
-        advisories.settle()
-        advisories.take(sent, again=False)
-        assert (len(advisories.pending()), world.gauge("waiting")) == (len(sent), len(sent))
-        await advisories.drain(10)
-
-        assert advisories.pending() == ()
-    once_and_in_order(await world.stored(), sent)
-    assert world.counted() == {"stored": len(sent)}
-    assert world.gauge("waiting") == 0
-
-
 async def test_without_a_stream_for_an_hour_none_is_lost(client: FloeClient, caplog: pytest.LogCaptureFixture) -> None:
     world = World(client, inspect_duration="1000h")  # however far the clock runs, nothing comes too late
-    clock, sent = ManualClock(now_ns() / SECOND), life_of("a", now_ns() - HOUR)
-    start = clock.monotonic()
+    clock, start = ManualClock(now_ns() / SECOND), now_ns() - 2 * HOUR + 60 * SECOND
+    sent = [each for value in ("a", "b", "größe x") for each in life_of(value, start)]
+    began = clock.monotonic()
     async with running(world.advisories(clock=clock)) as advisories:
         advisories.settle()
         advisories.take(sent, again=False)
-        await soon(lambda: clock.monotonic() - start > 3600)
+        await soon(lambda: clock.monotonic() - began > 3600)
         assert world.gauge("failing") == 1
+        assert world.gauge("waiting") == len(sent)
         assert world.counted()["failed"] < 1000  # it waits longer and longer
         assert advisories.pending() == tuple(sent)
         await advisories.drain(5)  # does not wait for what cannot be
 
         await world.make_stream()
         await soon(lambda: not advisories.pending())
-        await soon(lambda: world.gauge("failing") == 0)
+        await soon(lambda: world.gauge("failing") == world.gauge("waiting") == 0)
     once_and_in_order(await world.stored(), sent)
     [told] = [each for each in caplog.messages if "cannot be stored" in each]
     assert "E-ADVISORIES" in told

@@ -285,20 +285,6 @@ async def test_holes_and_a_missing_program_are_said_with_what_to_do(bench: Bench
     assert (absent.value.code, absent.value.exit_code) == ("E-DRILL-SERVER", 78)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--exact --from-time 1h", "--from-time: expected none with --exact"),
-        ("--exact --storage memory --from-sequence 2", "--from-sequence, --storage: expected none with --exact"),
-        ("--server local", "--server: expected only with --exact"),
-        ("--exact --to-sequence 5 --to-time 1h", "found both"),
-    ],
-)
-async def test_options_of_the_other_kind_are_refused(bench: Bench, words: str, told: str) -> None:
-    done = await floe("drill", "-c", str(configuration(bench, {"stream": "S"})), f"{SITE}/S", *words.split())
-    assert (done.code, told in done.err) == (2, True), done
-
-
 async def test_a_stop_ends_it_and_leaves_nothing(bench: Bench) -> None:
     stream, stop = await used(bench, []), Stop()
     stop.set()

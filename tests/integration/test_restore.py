@@ -429,13 +429,18 @@ async def test_damage_holes_and_a_tail_that_is_gone_stop_it_and_nothing_stays(be
     assert await bench.last(stream) == 300  # its sequences are not given to others
 
 
-async def test_what_an_older_server_does_not_keep_is_named_and_not_promoted_unless_allowed(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("R"), allow_msg_ttl=True, subject_delete_marker_ttl=60 * NS_PER_S)
-    paused = {"durable_name": "paused", "ack_policy": "explicit", "pause_until": "2090-01-01T00:00:00Z"}
-    await create_consumer(bench.client, stream, paused)
+async def with_consumer(bench: Bench, consumer: dict[str, Any], **config: Any) -> str:
+    """A stream of two messages that is archived and captured with its one consumer."""
+    stream = await bench.make_stream(unique("R"), **config)
+    await create_consumer(bench.client, stream, {"durable_name": "app", "ack_policy": "explicit", **consumer})
     await bench.publish(stream, [b"1", b"2"])
-    await archive(bench, stream)
-    await back.capture(bench, stream, 2)
+    await back.capture(bench, stream, await archive(bench, stream))
+    return stream
+
+
+async def test_what_an_older_server_does_not_keep_is_named_and_not_promoted_unless_allowed(bench: Bench) -> None:
+    config = {"allow_msg_ttl": True, "subject_delete_marker_ttl": 60 * NS_PER_S}
+    stream = await with_consumer(bench, {"pause_until": "2090-01-01T00:00:00Z"}, **config)
     with NatsServer(binary=nats_server_binary("2.10")) as older:
         reports = []
         for asked in ({}, {"allow_lossy": True}):
@@ -451,12 +456,7 @@ async def test_what_an_older_server_does_not_keep_is_named_and_not_promoted_unle
 
 
 async def test_a_consumer_that_an_older_server_refuses_is_named_with_the_way_out(bench: Bench) -> None:
-    stream = await bench.make_stream(unique("R"))
-    ranked = {"durable_name": "ranked", "ack_policy": "explicit", "priority_groups": ["a"]}
-    await create_consumer(bench.client, stream, {**ranked, "priority_policy": "prioritized"})
-    await bench.publish(stream, [b"1", b"2"])
-    await archive(bench, stream)
-    await back.capture(bench, stream, 2)
+    stream = await with_consumer(bench, {"priority_groups": ["a"], "priority_policy": "prioritized"})
     with NatsServer(binary=nats_server_binary("2.11")) as older:
         work = back.restore(bench, stream, {"url": older.url})
         async with work.connected() as client:
