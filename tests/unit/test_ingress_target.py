@@ -152,9 +152,7 @@ def test_the_first_row_above_a_limit_is_found(limit: int, stored: int, found: tu
     payloads = pa.array([b"", b"", b""], pa.binary())
     batch = PreparedBatch([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
     rows = Rows([Block(piece(1, 3), batch)])
-
-    assert rows.most == 100
-    assert rows.above(limit, stored) == found
+    assert (rows.most, rows.above(limit, stored)) == (100, found)
 
 
 async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_look_at() -> None:
@@ -202,8 +200,7 @@ async def test_after_a_defect_a_target_begins_again_after_pauses_that_grow(monke
     monkeypatch.setattr("ingress.target.Target", lambda *_: SimpleNamespace(check=check))
     await TargetSupervisor(deps, settings).run(stop)
 
-    pauses = [b - a for a, b in pairwise(began)]
-    assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True))
+    assert all(b - a >= least for (a, b), least in zip(pairwise(began), (0.05, 0.1, 0.2), strict=True))
     shown = health.status()["parts"]["target T"]
     assert (shown["state"], shown["code"]) == ("stopped", "E-UNEXPECTED")
     assert all("nobody foresaw this" in each for each in (shown["why"], *health.problems()))

@@ -124,8 +124,7 @@ def test_an_expected_error_has_no_traceback_and_an_unexpected_one_has(stream: St
     logging.getLogger("nats").error("nats: encountered error", exc_info=ValueError("y"))
     first, second, third = stream.events()
     assert (first["error"], first["error_type"], "traceback" in first) == ("no answer; wait", "Unavailable", False)
-    assert second["error_type"] == "KeyError"
-    assert second["traceback"].startswith("Traceback (most recent call last):\n")
+    assert (second["error_type"], second["traceback"][:35]) == ("KeyError", "Traceback (most recent call last):\n")
     assert (third["event"], third["error"]) == ("nats: encountered error", "y")
 
 
@@ -206,7 +205,7 @@ def test_a_closed_stream_is_no_error(stream: Stream):
     configure("info", "json", stream=stream)
     stream.close()
     log.info("x")
-    handler = next(each for each in logging.getLogger().handlers if isinstance(each, LineHandler))
+    [handler] = (each for each in logging.getLogger().handlers if isinstance(each, LineHandler))
     eventually(lambda: handler.dropped >= 1)
 
 

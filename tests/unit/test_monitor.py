@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -320,19 +321,16 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceM
         yield manager
 
 
-@pytest.fixture
-def silent() -> Monitor:
-    return Monitor("", Health(ManualClock()))
+def notifier(manager: Any, health: Health, **environment: str) -> SystemdNotifier:
+    return SystemdNotifier(Monitor("", health).says, SystemClock(), {"NOTIFY_SOCKET": manager.address, **environment})
 
 
-def notifier(silent: Monitor, manager: ServiceManager, **environment: str) -> SystemdNotifier:
-    return SystemdNotifier(silent.says, SystemClock(), {"NOTIFY_SOCKET": manager.address, **environment})
-
-
-async def test_it_is_ready_at_once_and_stopping_when_asked_to_and_feeds_no_other_watchdog(manager, silent: Monitor):
+async def test_it_is_ready_at_once_and_stopping_when_asked_to_and_feeds_no_other_watchdog(
+    manager: ServiceManager, health: Health
+):
     stop = Stop()
     others = {"WATCHDOG_USEC": "40000", "WATCHDOG_PID": str(os.getppid())}
-    async with notifier(silent, manager, **others).while_running(stop):
+    async with notifier(manager, health, **others).while_running(stop):
         assert manager.lines() == ["READY=1", f"MAINPID={os.getpid()}"]
         await soon(lambda: "STATUS=starting: nothing has reported yet" in manager.lines())
         await asyncio.sleep(0.1)
@@ -343,10 +341,9 @@ async def test_it_is_ready_at_once_and_stopping_when_asked_to_and_feeds_no_other
     assert "WATCHDOG=1" not in manager.lines()
 
 
-async def test_the_watchdog_is_fed_while_healthz_says_that_the_loop_turns(manager: ServiceManager):
-    clock, stop = ManualClock(), Stop()
-    health = Health(clock)
-    async with notifier(Monitor("", health), manager, WATCHDOG_USEC="40000").while_running(stop):
+async def test_the_watchdog_is_fed_while_healthz_says_that_the_loop_turns(manager, health: Health, clock: ManualClock):
+    stop = Stop()
+    async with notifier(manager, health, WATCHDOG_USEC="40000").while_running(stop):
         await soon(lambda: manager.lines().count("WATCHDOG=1") > 3)
         clock.advance(MAX_BEAT_AGE + 1)  # no beat: the loop that serves hangs
         await asyncio.sleep(0.1)  # what was under way
@@ -360,11 +357,10 @@ async def test_the_watchdog_is_fed_while_healthz_says_that_the_loop_turns(manage
         await soon(lambda: "WATCHDOG=1" in manager.lines())  # draining is work too
 
 
-async def test_a_status_is_one_line_and_cannot_forge_others(manager: ServiceManager):
-    health = Health(ManualClock())
+async def test_a_status_is_one_line_and_cannot_forge_others(manager: ServiceManager, health: Health):
     health.set_ready("nats", False, "no\nWATCHDOG=trigger\x1b")
     health.set_ready("objects", False, "x" * 1000)
-    async with notifier(Monitor("", health), manager).while_running(Stop()):
+    async with notifier(manager, health).while_running(Stop()):
         await soon(lambda: any(line.startswith("STATUS=") for line in manager.lines()))
 
     [status] = [line for line in manager.lines() if line.startswith("STATUS=")]
@@ -372,9 +368,9 @@ async def test_a_status_is_one_line_and_cannot_forge_others(manager: ServiceMana
     assert len(status) < 400
 
 
-async def test_a_hangup_is_a_reload(manager: ServiceManager, silent: Monitor):
+async def test_a_hangup_is_a_reload(manager: ServiceManager, health: Health):
     before = list(hangups)
-    async with notifier(silent, manager).while_running(Stop()):
+    async with notifier(manager, health).while_running(Stop()):
         manager.forget()
         for call in hangups:
             call()
@@ -386,9 +382,8 @@ async def test_a_hangup_is_a_reload(manager: ServiceManager, silent: Monitor):
 
 
 @pytest.mark.parametrize("address", ["", "vsock:2:1234", "relative", "/nowhere/notify"])
-async def test_without_a_service_manager_nothing_happens(address: str, silent: Monitor):
-    told = SystemdNotifier(silent.says, SystemClock(), {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "spoiled"})
+async def test_without_a_service_manager_nothing_happens(address: str, health: Health):
     stop = Stop()
-    async with told.while_running(stop):
+    async with notifier(SimpleNamespace(address=address), health, WATCHDOG_USEC="spoiled").while_running(stop):
         stop.set()
         await asyncio.sleep(0)

@@ -38,18 +38,10 @@ CHAIN = Chain("us-east", "NODES", 1, 2)
 CREATED = "2026-01-02T03:04:05.123456789Z"
 WHY = "the message needs 30 bytes, the target takes 10"
 
-names = st.builds(
-    ParkedName,
-    st.builds(
-        Chain,
-        st.sampled_from(["us-east", "a_b"]),
-        st.text(min_size=1, max_size=8).filter(lambda t: not set(t) & set(" .*>/\\\t\r\n\f\0") and t.isprintable()),
-        st.integers(0, 9999),
-        st.integers(0, 65535),
-    ),
-    st.integers(1, 2**63 - 1),
-    st.text("0123456789TZ:-.", min_size=1, max_size=30),
-)
+feeds = st.text(min_size=1, max_size=8).filter(lambda t: not set(t) & set(" .*>/\\\t\r\n\f\0") and t.isprintable())
+chains = st.builds(Chain, st.sampled_from(["us-east", "a_b"]), feeds, st.integers(0, 9999), st.integers(0, 65535))
+times = st.text("0123456789TZ:-.", min_size=1, max_size=30)
+names = st.builds(ParkedName, chains, st.integers(1, 2**63 - 1), times)
 
 
 @given(names, st.integers(1, 9999))

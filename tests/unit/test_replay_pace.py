@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -88,32 +89,21 @@ def test_progress_says_how_long_it_takes() -> None:
     assert standing([], {}, 0, 0).share == 1.0
 
 
-class Inner:
-    """A publisher that takes everything, and notes what it was given."""
-
-    name = "inner"
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[int, int]] = []
-
-    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
-        assert isinstance(rows, Head)
-        self.spans.append((stored, rows.count))
-        return Outcome(rows.count)
-
-    async def aclose(self) -> None: ...
-
-
 async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() -> None:
     whole, payloads = SequenceRange(1, 20), pa.array([b"x"] * 20, pa.binary())
     ends = [10 * (n + 1) for n in range(20)]
     times, line = [SECOND] * 20, b"Floe-Source: s F 0000 0 "
     batch = PreparedBatch([*range(1, 21)], times, [b"a"] * 20, line, None, payloads, ends)
     piece = IntentPiece(SegmentName(Chain("s", "F"), 0, whole, "0" * 16), whole, 20)
-    rows, stop, inner = Rows([Block(piece, batch)]), Stop(), Inner()
-    paced = PacedPublisher(inner, MessageRate(1000), ManualClock(), stop)
+    rows, stop, spans = Rows([Block(piece, batch)]), Stop(), list[tuple[int, int]]()
+
+    async def publish(head: Head, _base: int, stored: int) -> Outcome:
+        spans.append((stored, head.count))
+        return Outcome(head.count)
+
+    paced = PacedPublisher(SimpleNamespace(name="inner", publish=publish), MessageRate(1000), ManualClock(), stop)
     outcome = await paced.publish(rows, 0, 0)
-    assert inner.spans == [(0, outcome.stored)]
+    assert spans == [(0, outcome.stored)]
     stop.set()
     with pytest.raises(Interrupted):
         await paced.publish(rows, 0, 5)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -100,14 +101,17 @@ class RestoringServer:
     def refusal(self, _subject: bytes) -> None: ...
 
 
-async def begun(server: RestoringServer, clock: ManualClock) -> ArchiveUpload:
-    return await ArchiveUpload.begin(server, "S", {}, clock)
+@asynccontextmanager
+async def uploading() -> AsyncIterator[tuple[ArchiveUpload, RestoringServer, ManualClock]]:
+    clock = ManualClock()
+    server = RestoringServer(clock)
+    async with aclosing(await ArchiveUpload.begin(server, "S", {}, clock)) as upload:
+        yield upload, server, clock
 
 
 async def test_many_small_pieces_are_sent_before_the_server_gives_up() -> None:
-    clock = ManualClock()
-    server, pieces = RestoringServer(clock), [b"%05d" % n for n in range(2000)]
-    async with aclosing(await begun(server, clock)) as upload:
+    pieces = [b"%05d" % n for n in range(2000)]
+    async with uploading() as (upload, server, clock):
         for piece in pieces:
             clock.advance(0.06)
             await upload.send(piece)
@@ -118,9 +122,8 @@ async def test_many_small_pieces_are_sent_before_the_server_gives_up() -> None:
 
 
 async def test_what_waits_for_more_of_the_archive_sends_a_frame_that_is_skipped() -> None:
-    clock = ManualClock()
-    server, work = RestoringServer(clock), asyncio.get_running_loop().create_future()
-    async with aclosing(await begun(server, clock)) as upload:
+    work = asyncio.get_running_loop().create_future()
+    async with uploading() as (upload, server, clock):
         await upload.send(b"head")
         for n in range(1, 31):  # a minute
             assert not await upload.wait_for(work)
@@ -132,9 +135,8 @@ async def test_what_waits_for_more_of_the_archive_sends_a_frame_that_is_skipped(
 
 
 async def test_nothing_is_sent_to_keep_alive_while_the_server_owes_answers_for_all_that_may_be_on_its_way() -> None:
-    clock = ManualClock()
-    server, work = RestoringServer(clock), asyncio.get_running_loop().create_future()
-    async with aclosing(await begun(server, clock)) as upload:
+    work = asyncio.get_running_loop().create_future()
+    async with uploading() as (upload, server, _):
         await upload.send(b"x" * 512 * 1024)  # the first is a request
         server.answers = False
         await upload.send(b"x" * WINDOW)
@@ -149,9 +151,7 @@ async def test_nothing_is_sent_to_keep_alive_while_the_server_owes_answers_for_a
 
 
 async def test_a_host_that_slept_is_named_as_the_cause() -> None:
-    clock = ManualClock()
-    server = RestoringServer(clock)
-    async with aclosing(await begun(server, clock)) as upload:
+    async with uploading() as (upload, _, clock):
         await upload.send(b"x" * 512 * 1024)
         clock.advance(7.25)
         await upload.send(b"y")

@@ -23,11 +23,14 @@ from tests.support.basics import PATIENCE
 from tests.support.compaction import CHAIN, Archive, ref, refs, rows
 
 
-def test_a_range_includes_both_ends_and_may_be_the_whole_of_a_stream() -> None:
+def test_a_range_includes_both_ends_and_may_be_the_whole_of_a_stream_and_no_more() -> None:
     span = SequenceRange(10, 12)
     assert (len(span), str(span)) == (3, "10..12")
     assert [n in span for n in (9, 10, 12, 13)] == [False, True, True, False]
     assert len(SequenceRange(1, MAX_SEQUENCE)) == MAX_SEQUENCE
+    for first, last in ((0, 1), (-1, 5), (5, 4), (1, MAX_SEQUENCE + 1)):
+        with pytest.raises(ValueError, match="expected 1 <= first <= last"):
+            SequenceRange(first, last)
 
 
 def test_a_range_follows_exactly_next_overlaps_in_a_sequence_and_encloses_what_is_inside() -> None:
@@ -36,12 +39,6 @@ def test_a_range_follows_exactly_next_overlaps_in_a_sequence_and_encloses_what_i
     assert [ten.overlaps(SequenceRange(first, 20)) for first in (10, 11)] == [True, False]
     assert [ten.intersection(SequenceRange(first, 20)) for first in (8, 11)] == [SequenceRange(8, 10), None]
     assert [ten.encloses(SequenceRange(*each)) for each in ((1, 10), (3, 4), (3, 11))] == [True, True, False]
-
-
-@pytest.mark.parametrize(("first", "last"), [(0, 1), (-1, 5), (5, 4), (1, MAX_SEQUENCE + 1)])
-def test_a_range_outside_the_sequences_of_a_stream_is_refused(first: int, last: int) -> None:
-    with pytest.raises(ValueError, match="expected 1 <= first <= last"):
-        SequenceRange(first, last)
 
 
 # Very many segments in little memory

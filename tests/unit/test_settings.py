@@ -36,11 +36,6 @@ def problem(make: Any, **keys: Any) -> str:
     return "; ".join(".".join(map(str, error["loc"])) + ": " + error["msg"] for error in errors)
 
 
-def test_a_feed_is_called_as_its_stream_unless_it_has_a_name():
-    feeds = site(feeds=[{"stream": "A"}, {"stream": "A", "name": "B"}]).egress.feeds
-    assert [feed.name for feed in feeds] == ["A", "B"]
-
-
 def test_entries_win_over_defaults_nested_keys_one_by_one():
     settings = site(
         defaults={"max_age": "1h", "segment": {"max_age": "10s", "max_size": "1M"}},

@@ -154,11 +154,14 @@ def settings_of(text: str) -> RetentionSettings:
     return found.compaction.retention
 
 
-def test_nothing_is_deleted_unless_that_is_said():
+def test_nothing_is_deleted_unless_that_is_said_nor_at_once():
     assert settings_of("{}").of("us-east", "NODES") == (0.0, 0, None)
     assert settings_of("{max_age: 30d}").of("us-east", "NODES") == (30 * DAY, 0, None)
     with pytest.raises(ConfigError, match="delete_after"):
         settings_of("{delete_after: 30d}")
+    for text in ("{max_age: 1h}", "{max_bytes: 5K}", "{feeds: [{max_age: 2d}]}"):  # at once, or of no feed
+        with pytest.raises(ConfigError):
+            settings_of(text)
 
 
 def test_an_entry_of_a_feed_stands_in_place_of_what_is_said_of_all_and_that_of_a_site_before_it():
@@ -184,12 +187,6 @@ def test_of_two_times_from_which_on_all_is_kept_the_earlier_one_counts():
     assert found.of("s", "EAST") == (0.0, 0, 10**9)
     with pytest.raises(ConfigError, match="keep_from: expected a time"):
         settings_of("{keep_from: yesterday}")
-
-
-@pytest.mark.parametrize("text", ["{max_age: 1h}", "{max_bytes: 5K}", "{feeds: [{max_age: 2d}]}"])
-def test_what_would_delete_at_once_or_names_no_feed_is_refused(text: str):
-    with pytest.raises(ConfigError):
-        settings_of(text)
 
 
 # Needs
