@@ -135,25 +135,12 @@ ODD_CHAINS = (
     *["us-east/NODES/0000/0/0", "us-east/NODES/0000/65536", f"us-east/NODES/{'9' * 5000}", "us-east/NODES/1_0"],
 )
 TAKING_CHAINS = (
-    "compact {}",
-    "segments ls {}",
-    "segments info {}",
-    "segments cat {}",
-    "segments verify {}",
-    "check archive {}",
-    "gap accept {} --first 1 --last 2 --yes",
-    "chain pause {} --target T",
-    "chain resume {} --target T",
-    "parked cat {} --target T --sequence 1",
-    "parked retry {} --target T --all",
-    "replay {} --target T",
-    "drill {}",
-    "checkpoint set {} --target T --sequence 1",
-    "checkpoint set --target T --accept --position {}=1",
-    "state --feed {}",
-    "egress resolve {}",
-    "egress repartition {}",
-    "egress flush {}",
+    *("compact {}", "check archive {}", "gap accept {} --first 1 --last 2 --yes", "drill {}", "state --feed {}"),
+    *(f"segments {name} {{}}" for name in ("ls", "info", "cat", "verify")),
+    *(f"{name} {{}} --target T" for name in ("chain pause", "chain resume", "replay")),
+    *("parked cat {} --target T --sequence 1", "parked retry {} --target T --all"),
+    *("checkpoint set {} --target T --sequence 1", "checkpoint set --target T --accept --position {}=1"),
+    *(f"egress {name} {{}}" for name in ("resolve", "repartition", "flush")),
 )
 
 
