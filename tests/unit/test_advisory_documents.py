@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.jetstream.api import StreamInfo
 from common.settings.egress import FeedSettings
 from egress.advisories.advisory import (
     Advisory,
-    AdvisoryDocument,
     Event,
     document_of,
     event_id,
@@ -24,7 +21,6 @@ from egress.advisories.advisory import (
     parse,
 )
 from egress.partition import partitions_of
-from tests.support.basics import cases
 
 CHAIN = Chain("US_EAST", "NODE_DATA")
 SEEN = 1_647_351_430 * NS_PER_S
@@ -53,23 +49,17 @@ def written(each: Advisory) -> dict[str, Any]:
 
 
 # The published layout of KSUIDs: README of segmentio/ksuid, and its least and greatest values.
-@cases(
-    "seconds, payload, text",
-    (1_507_608_047, "B5A1CD34B5F99D1154FB6853345C9735", "0ujtsYcgvSTl8PAuAdqWYSMnLOv"),
-    (1_400_000_000, "00" * 16, "0" * 27),
-    (1_400_000_000 + 2**32 - 1, "FF" * 16, "aWgEPTl1tmebfsQzFP4bxwgy80V"),
-    (0, "00" * 16, "0" * 27),  # a time that it cannot hold is cut
-    (10**12, "FF" * 16, "aWgEPTl1tmebfsQzFP4bxwgy80V"),
-)
-def test_a_ksuid_is_what_its_authors_say(seconds: int, payload: str, text: str) -> None:
-    assert ksuid(seconds, bytes.fromhex(payload)) == text
+def test_a_ksuid_is_what_its_authors_say_and_a_time_that_it_cannot_hold_is_cut() -> None:
+    assert ksuid(1_507_608_047, bytes.fromhex("B5A1CD34B5F99D1154FB6853345C9735")) == "0ujtsYcgvSTl8PAuAdqWYSMnLOv"
+    assert [ksuid(each, bytes(16)) for each in (1_400_000_000, 0)] == ["0" * 27] * 2
+    latest = [ksuid(each, b"\xff" * 16) for each in (1_400_000_000 + 2**32 - 1, 10**12)]
+    assert latest == ["aWgEPTl1tmebfsQzFP4bxwgy80V"] * 2
 
 
 def test_a_document_has_the_keys_and_types_of_stream_replicator() -> None:
     theirs, ours = json.loads(SR), written(advisory(value="some.host.example.net"))
-
-    assert list(ours) == list(theirs)
-    assert {key: type(value) for key, value in ours.items()} == {key: type(value) for key, value in theirs.items()}
+    kinds, expected = ([(key, type(value)) for key, value in each.items()] for each in (ours, theirs))
+    assert kinds == expected
     own = {"event_id": ours["event_id"], "age": 662, "replicator": "US_EAST", "timestamp": 1_647_352_092}
     assert ours == theirs | own
 
@@ -94,66 +84,48 @@ def test_an_id_says_everything_about_its_advisory_and_nothing_else() -> None:
     assert ids[0] == "26QNx2nKoE3iRd6dKcLDD66eh5O"  # must never change: streams know it
 
 
-@pytest.mark.parametrize("value", ["ü☃", 'a"b\\c', "a\nb\x00", "\ud800", "x" * 1024])
-def test_any_value_is_json_and_comes_back(value: str) -> None:
-    raw = document_of(CHAIN, "sender", advisory(value=value)).to_json()
-    document = parse(raw)
-
-    assert b"\n" not in raw
-    assert document is not None
-    assert document.value == value.encode("utf-8", "backslashreplace").decode()
+def test_any_value_is_json_and_comes_back() -> None:
+    for value in ("ü☃", 'a"b\\c', "a\nb\x00", "\ud800", "x" * 1024):
+        raw = document_of(CHAIN, "sender", advisory(value=value)).to_json()
+        assert (b"\n" in raw, parse(raw).value) == (False, value.encode("utf-8", "backslashreplace").decode())
 
 
 def test_documents_of_stream_replicator_are_read() -> None:
-    def read(raw: bytes) -> tuple[Any, ...]:
-        found = parse(raw)
-        assert isinstance(found, AdvisoryDocument)
-        return found.event, found.age, found.replicator, found.seen
-
-    assert read(SR) == ("timeout", 3600, "US-EAST", 1_647_351_430)
-    assert read(SR.replace(b"3600", b"3600.5"))[1] == 3600.5
-    assert read(SR.replace(b"3600", b"-1").replace(b"1647351430", b"-62135596800"))[3] == -62_135_596_800  # never seen
-
-
-def test_anything_else_is_no_advisory() -> None:
+    found = parse(SR)
+    assert (found.event, found.age, found.replicator, found.seen) == ("timeout", 3600, "US-EAST", 1_647_351_430)
+    assert parse(SR.replace(b"3600", b"3600.5")).age == 3600.5
+    assert parse(SR.replace(b"1647351430", b"-62135596800")).seen == -62_135_596_800  # never seen
     for payload in (b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000):
         assert parse(payload) is None
     for right, wrong in ((b"v2", b"v1"), (b"3600", b'"3600"'), (b"1647351430", b"1e400")):
         assert parse(SR.replace(right, wrong)) is None
 
 
-@cases(
-    "key, value, name",
-    ("inspect_field", "a.b", "a.b"),
-    ("inspect_header", "X-Node", "X-Node"),
-    ("inspect_subject_token", 2, "subject.2"),
-    ("inspect_subject_token", -1, "subject"),
-)
-def test_inspect_field_names_what_is_sampled_by(key: str, value: object, name: str) -> None:
-    assert inspect_field(FeedSettings.model_validate({"stream": "S", "inspect_duration": "1h", key: value})) == name
+def test_inspect_field_names_what_is_sampled_by() -> None:
+    keys: list[dict[str, Any]] = [{"inspect_field": "a.b"}, {"inspect_header": "X-Node"}]
+    keys += [{"inspect_subject_token": each} for each in (2, -1)]
+    feeds = [FeedSettings.model_validate({"stream": "S", "inspect_duration": "1h", **each}) for each in keys]
+    assert [*map(inspect_field, feeds)] == ["a.b", "X-Node", "subject.2", "subject"]
 
 
 # Advisories that would come back into the stream that they tell about
 
 
-@cases(
-    "template, subjects, filter_subject, found",
-    ("loop.adv.%s.%v", "loop.>", "", ("loop.adv.new.>", "loop.>")),
-    ("adv.%s.%v", "loop.> adv.*.a.b", "", ("adv.new.>", "adv.*.a.b")),
-    ("adv.%s", "adv.expire", "", ("adv.expire", "adv.expire")),
-    ("loop.adv.%s", "loop.>", "loop.*.recover", ("loop.adv.recover", "loop.>")),
-    ("loop.adv.%v", "loop.*.a loop.data.>", "loop.*.*", ("loop.adv.>", "loop.*.a")),
-    ("adv.%s.%v", "loop.>", "", None),
-    ("loop.%s", "loop.data loop.*.x", "", None),  # no event is called data
-    ("loop.adv.%s.%v", "loop.>", "loop.data.>", None),
-    ("loop.adv.%s.%v", "loop.>", "loop.adv", None),
-    ("loop.adv.%s", "loop.adv.x loop.data.>", "loop.>", None),
-    ("adv.%s.%v", "", "", None),  # a mirror
-)
-def test_what_can_come_back_is_named_and_nothing_else(
-    template: str, subjects: str, filter_subject: str, found: tuple[str, str] | None
-) -> None:
-    assert fed_back(template, subjects.split(), filter_subject) == found
+def test_what_can_come_back_is_named_and_nothing_else() -> None:
+    found = {
+        ("loop.adv.%s.%v", "loop.>", ""): ("loop.adv.new.>", "loop.>"),
+        ("adv.%s.%v", "loop.> adv.*.a.b", ""): ("adv.new.>", "adv.*.a.b"),
+        ("adv.%s", "adv.expire", ""): ("adv.expire", "adv.expire"),
+        ("loop.adv.%s", "loop.>", "loop.*.recover"): ("loop.adv.recover", "loop.>"),
+        ("loop.adv.%v", "loop.*.a loop.data.>", "loop.*.*"): ("loop.adv.>", "loop.*.a"),
+        ("adv.%s.%v", "loop.>", ""): None,
+        ("loop.%s", "loop.data loop.*.x", ""): None,  # no event is called data
+        ("loop.adv.%s.%v", "loop.>", "loop.data.>"): None,
+        ("loop.adv.%s.%v", "loop.>", "loop.adv"): None,
+        ("loop.adv.%s", "loop.adv.x loop.data.>", "loop.>"): None,
+        ("adv.%s.%v", "", ""): None,  # a mirror
+    }
+    assert {each: fed_back(each[0], each[1].split(), each[2]) for each in found} == found
 
 
 def stream(*subjects: str) -> StreamInfo:
@@ -168,10 +140,8 @@ def feed(**keys: object) -> FeedSettings:
 def test_the_error_names_the_subjects_and_the_ways_out() -> None:
     [part] = partitions_of("site", feed(advisory={"subject": "loop.adv.%s.%v"}))
     error = loop_of(part, part.chain, stream("loop.>"))
-    assert error is not None
-    assert error.code == "E-ADVISORY-LOOP"
     told = "site/LOOP/0000/0: advisories on loop.adv.new.> would be messages of stream LOOP itself (loop.>)"
-    assert error.message.startswith(told)
+    assert (error.code, error.message.startswith(told)) == ("E-ADVISORY-LOOP", True)
     for way in ("advisory.subject", "filter_subject that leaves loop.adv.*.> out"):
         assert way in error.hint
     [part] = partitions_of("site", feed())
@@ -179,5 +149,4 @@ def test_the_error_names_the_subjects_and_the_ways_out() -> None:
     parts = partitions_of("site", feed(advisory={"subject": "loop.adv.%s"}, partitions=["loop.a.>", "loop.adv.>"]))
     first, second = [loop_of(part, part.chain, stream("loop.>")) for part in parts]
     assert first is None, "only the partition that reads them stops"
-    assert second is not None
     assert "(loop.>, of which loop.adv.> is read)" in second.message

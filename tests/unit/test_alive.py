@@ -63,37 +63,31 @@ def test_of_a_chain_the_newest_process_that_has_it_counts() -> None:
         assert newest(found) == {PARTITION: counts}
 
 
-@cases(
-    "made, incarnation, archived, expected",
-    (sign(end=50, source_last=597), 2, 50, 547),
-    (sign(end=50, source_last=40), 2, 50, 0),
-    (sign(end=50), 2, 50, None),
-    # It has begun the next incarnation, and the centre has not heard of it.
-    (sign(end=5, source_last=9), 1, 1000, 4),
-    # The chain begins behind what the stream had before: that is not owed.
-    (sign(end=0, source_last=597, first=598), 2, 0, 0),
-    (sign(end=600, source_last=610, first=598), 2, 0, 10),
-    # It stopped before it looked which incarnation it is in.
-    (sign(chain=PARTITION, source_last=597), 2, 50, 547),
-)
-def test_what_is_not_archived_is_counted(
-    made: ChainSign, incarnation: int, archived: int, expected: int | None
-) -> None:
-    assert made.not_archived(incarnation, archived) == expected
+def test_what_is_not_archived_is_counted() -> None:
+    found = {
+        (sign(end=50, source_last=597), 2, 50): 547,
+        (sign(end=50, source_last=40), 2, 50): 0,
+        (sign(end=50), 2, 50): None,
+        # It has begun the next incarnation, and the centre has not heard of it.
+        (sign(end=5, source_last=9), 1, 1000): 4,
+        # The chain begins behind what the stream had before: that is not owed.
+        (sign(end=0, source_last=597, first=598), 2, 0): 0,
+        (sign(end=600, source_last=610, first=598), 2, 0): 10,
+        # It stopped before it looked which incarnation it is in.
+        (sign(chain=PARTITION, source_last=597), 2, 50): 547,
+    }
+    assert {each: each[0].not_archived(*each[1:]) for each in found} == found
 
 
-@cases(
-    "made, incarnation, archived, expected",
-    (sign(end=50, source_last=597), 2, 80, 597),
-    (sign(end=50, source_last=50), 2, 80, 80),  # archived since it was asked
-    (sign(end=50, source_last=40), 2, 80, 40),  # rolled back, and seen to be
-    (sign(end=50, source_last=50), 1, 80, 50),  # of another history
-    (sign(end=50), 2, 50, None),
-)
-def test_the_source_is_at_least_as_far_as_its_archive_unless_it_was_rolled_back(
-    made: ChainSign, incarnation: int, archived: int, expected: int | None
-) -> None:
-    assert made.source_at_least(incarnation, archived) == expected
+def test_the_source_is_at_least_as_far_as_its_archive_unless_it_was_rolled_back() -> None:
+    found = {
+        (sign(end=50, source_last=597), 2, 80): 597,
+        (sign(end=50, source_last=50), 2, 80): 80,  # archived since it was asked
+        (sign(end=50, source_last=40), 2, 80): 40,  # rolled back, and seen to be
+        (sign(end=50, source_last=50), 1, 80): 50,  # of another history
+        (sign(end=50), 2, 50): None,
+    }
+    assert {each: each[0].source_at_least(*each[1:]) for each in found} == found
 
 
 def test_what_egress_says_belongs_to_the_newest_incarnation() -> None:

@@ -23,7 +23,6 @@ from egress.evidence import confirm
 from egress.flush import FlushAnswer, FlushRequests
 from egress.memory import LARGEST_WINDOW, MemoryBudget
 from egress.watchdog import ProgressCheck, Rise, SessionStanding, StreamLimits, left_by_age, left_by_size
-from tests.support.basics import cases
 from tests.support.clock import ManualClock
 
 
@@ -37,19 +36,15 @@ async def confirmed(answers: str, clock: ManualClock) -> str:
     return await confirm(deps, ask, harmless=lambda a: a == "same", outline=lambda a: a[0])
 
 
-@cases(
-    "answers, taken, seconds",
-    ("same", "same", 0),
-    ("recreated1 recreated2 recreated3", "recreated3", 20),
-    ("gone gone recreated recreated recreated", "recreated", 40),  # those that differ begin again
-    ("gone gone same", "same", 20),
-)
-async def test_only_an_answer_with_consequences_is_asked_three_times(answers: str, taken: str, seconds: int) -> None:
-    clock = ManualClock()
-    assert (await confirmed(answers, clock), clock.monotonic()) == (taken, seconds)
-
-
-async def test_answers_that_never_agree_are_given_up() -> None:
+async def test_only_an_answer_with_consequences_is_asked_three_times_and_those_that_never_agree_are_given_up() -> None:
+    found = {
+        "same": ("same", 0),
+        "recreated1 recreated2 recreated3": ("recreated3", 20),
+        "gone gone recreated recreated recreated": ("recreated", 40),  # those that differ begin again
+        "gone gone same": ("same", 20),
+    }
+    clocks = {answers: ManualClock() for answers in found}
+    assert {each: (await confirmed(each, clock), clock.monotonic()) for each, clock in clocks.items()} == found
     with pytest.raises(Unavailable, match="answers differently"):
         await confirmed("gone recreated " * 10, ManualClock())
 
@@ -227,17 +222,13 @@ def test_a_chain_that_archives_at_each_check_never_stalls(steps: list[tuple[int,
 # How long the source keeps it
 
 
-@cases(
-    "config, limits",
-    ({"max_age": 5, "max_msgs": -1, "max_bytes": -1}, StreamLimits(5)),
-    ({"max_msgs": 10}, StreamLimits(0, True)),
-    ({"max_bytes": 10, "discard": "old"}, StreamLimits(0, True)),
-    ({"max_msgs": 10, "discard": "new"}, StreamLimits()),
-    ({"max_msgs": 10, "retention": "workqueue"}, StreamLimits()),
-    ({"max_msgs_per_subject": 1}, StreamLimits()),
-)
-def test_limits_of_a_stream(config: dict[str, object], limits: StreamLimits) -> None:
-    assert StreamLimits.of(config) == limits
+def test_limits_of_a_stream() -> None:
+    assert StreamLimits.of({"max_age": 5, "max_msgs": -1, "max_bytes": -1}) == StreamLimits(5)
+    for config in ({"max_msgs": 10}, {"max_bytes": 10, "discard": "old"}):
+        assert StreamLimits.of(config) == StreamLimits(0, True)
+    keeps = ({"max_msgs": 10, "discard": "new"}, {"max_msgs": 10, "retention": "workqueue"})
+    for config in (*keeps, {"max_msgs_per_subject": 1}):
+        assert StreamLimits.of(config) == StreamLimits()
 
 
 def test_it_is_kept_as_long_as_the_oldest_waiting_message_has_left_or_the_pace_takes_to_it() -> None:
