@@ -16,9 +16,8 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from common.metrics import REGISTRY
 from infra import dashboards
-from tests.unit.test_docs import metric_names
+from tests.unit.test_docs import OPERATIONS, ROOT, metric_names
 
-ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "infra" / "prometheus"
 RULES = yaml.safe_load((PROMETHEUS / "floe.rules.yml").read_text())
 TESTS = yaml.safe_load((PROMETHEUS / "floe.rules.test.yml").read_text())["tests"]
@@ -57,12 +56,9 @@ def test_an_alert_is_whole_and_its_metrics_exist() -> None:
     labels = labels_of()
     for alert in ALERTS:
         name, notes, metrics = alert["alert"], alert["annotations"], named(alert["expr"])
-
-        assert metrics, name
-        assert metrics - SERIES == set(), name
+        assert (bool(metrics), metrics - SERIES) == (True, set()), name
         assert alert["labels"]["severity"] in ("critical", "warning"), name
-        assert notes["summary"], name
-        assert notes["description"], name
+        assert all((notes["summary"], notes["description"])), name
         assert notes["runbook_url"] == f"{BASE}/runbooks.html#{kebab(name)}"
         for metric in sorted(metrics - {"up"})[:1]:
             shown = set(re.findall(r"\$labels\.(\w+)", notes["summary"]))
@@ -70,8 +66,7 @@ def test_an_alert_is_whole_and_its_metrics_exist() -> None:
 
 
 def test_alerts_runbooks_their_tests_and_operations_name_the_same() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
-    [worth] = re.findall(r"^Worth a call at night.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    [worth] = re.findall(r"^Worth a call at night.*?\n\n", OPERATIONS, re.MULTILINE | re.DOTALL)
     names = [alert["alert"] for alert in ALERTS]
     tried = [(each["name"], bool(case["exp_alerts"])) for each in TESTS for case in each["alert_rule_test"]]
 

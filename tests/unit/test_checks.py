@@ -1,7 +1,8 @@
-"""What a check makes of what it is told: the four states, the line, the performance data."""
+"""Signs of life, and what the centre and a check make of them: which count, the four states, the line."""
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -19,10 +20,115 @@ from common.check_cli import (
     thresholds,
 )
 from common.errors import UsageError
-from common.segments.alive import ChainSign, Sighting
+from common.objects.port import ObjectInfo
+from common.segments.alive import FORGOTTEN, Alive, ChainSign, Sighting, newest, process_name, to_read
+from ingress.operator.status import ChainStatus, by_newest_incarnation
 from tests.support.basics import cases
 
-CHAIN = Chain("us-east", "NODES")
+CHAIN = Chain("us-east", "NODES", 2)
+PARTITION = Chain("us-east", "NODES")
+
+
+def sign(state: str = "reading", **fields: Any) -> ChainSign:
+    return ChainSign(state, fields.pop("since", 900.0), chain=fields.pop("chain", CHAIN), **fields)
+
+
+def sighting(made: ChainSign, modified: float = 1000.0, age: float = 10.0, time: float = 1000.0) -> Sighting:
+    return Sighting(made, modified, age, time)
+
+
+def standing(made: ChainSign | None = None, **fields: Any) -> ChainStatus:
+    egress = made and sighting(made, age=fields.pop("age", 10.0), time=fields.pop("time", 1000.0))
+    return ChainStatus("T", "fast", CHAIN, 50, 51, egress=egress, silent_after=300.0, **fields)
+
+
+def test_it_comes_back_as_it_was_and_later_versions_may_add_fields() -> None:
+    alive = Alive("us-east", "a/b/1/2", 1000.5, (sign("stopped", code="E-X", why="…", end=7, source_last=9), sign()))
+    assert Alive.from_json(alive.to_json()) == alive
+
+    later = json.loads(alive.to_json())
+    later["new"] = later["chains"][0]["new"] = {"x": 1}
+    assert Alive.from_json(json.dumps(later).encode()) == alive
+
+
+def test_what_is_not_one_is_refused() -> None:
+    document = json.loads(Alive("us-east", "o", 1.0, ()).to_json())
+    chain = {"feed": "F", "partition": 0, "incarnation": 0, "state": "s", "since": 1}
+    chains = [{"chains": [chain | wrong]} for wrong in ({"feed": "a b"}, {"partition": -1}, {"end": -1})]
+    for change in ({"format_version": 2}, {"time": "now"}, *chains):
+        with pytest.raises(ValueError, match=r"expected|Expected"):
+            Alive.from_json(json.dumps(document | change).encode())
+    assert Alive.from_json(json.dumps(document | {"chains": [chain]}).encode()).chains
+
+
+def test_names_stay_and_objects_of_processes_that_never_came_back_are_not_read_and_a_dead_site_is() -> None:
+    assert [process_name("h"), process_name("h", "a"), process_name("h", "a", 1)] == ["h", "h.a", "h.a.1"]
+    live, old = ObjectInfo("a", 1, 10 * FORGOTTEN, "e"), ObjectInfo("b", 1, 8 * FORGOTTEN, "e")
+    assert to_read([("s", live), ("s", old), ("dead", old)]) == [live, old]
+    assert to_read([("s", old), ("s", live)]) == [live]
+
+
+def test_of_a_chain_the_newest_process_that_has_it_counts() -> None:
+    dead = sighting(sign("stopped"), modified=10)
+    taken, standby = sighting(sign("reading"), modified=20), sighting(sign("standby"), modified=30)
+    for found, counts in (([standby, dead], dead), ([taken, standby, dead], taken), ([standby], standby)):
+        assert newest(found) == {PARTITION: counts}
+
+
+def test_what_is_not_archived_is_counted() -> None:
+    found = {
+        (sign(end=50, source_last=597), 2, 50): 547,
+        (sign(end=50, source_last=40), 2, 50): 0,
+        (sign(end=50), 2, 50): None,
+        # It has begun the next incarnation, and the centre has not heard of it.
+        (sign(end=5, source_last=9), 1, 1000): 4,
+        # The chain begins behind what the stream had before: that is not owed.
+        (sign(end=0, source_last=597, first=598), 2, 0): 0,
+        (sign(end=600, source_last=610, first=598), 2, 0): 10,
+        # It stopped before it looked which incarnation it is in.
+        (sign(chain=PARTITION, source_last=597), 2, 50): 547,
+    }
+    assert {each: each[0].not_archived(*each[1:]) for each in found} == found
+
+
+def test_the_source_is_at_least_as_far_as_its_archive_unless_it_was_rolled_back() -> None:
+    found = {
+        (sign(end=50, source_last=597), 2, 80): 597,
+        (sign(end=50, source_last=50), 2, 80): 80,  # archived since it was asked
+        (sign(end=50, source_last=40), 2, 80): 40,  # rolled back, and seen to be
+        (sign(end=50, source_last=50), 1, 80): 50,  # of another history
+        (sign(end=50), 2, 50): None,
+    }
+    assert {each: each[0].source_at_least(*each[1:]) for each in found} == found
+
+
+def test_what_egress_says_belongs_to_the_newest_incarnation() -> None:
+    said, ahead = sighting(sign(chain=PARTITION)), sighting(sign())
+    assert by_newest_incarnation([PARTITION, CHAIN], {PARTITION: said}) == {CHAIN: said}
+    assert by_newest_incarnation([PARTITION], {PARTITION: ahead}) == {CHAIN: ahead}
+    assert by_newest_incarnation([CHAIN], {}) == {}
+
+
+@cases(
+    "made, fields, state, alarm",
+    (None, {}, None, False),
+    (sign(), {}, "reading", False),
+    (sign(), {"age": 46.0}, "overdue", False),
+    (sign(), {"age": 301.0}, "silent", True),
+    (sign("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
+    (sign("waiting", since=900.0), {}, "waiting", False),
+    (sign("waiting", since=600.0), {}, "waiting", True),
+    (sign("standby", since=1.0), {}, "standby", False),
+    (sign(), {"phase": "late", "lag_seconds": 200.0}, "reading", False),
+    (sign(), {"phase": "late", "lag_seconds": 400.0}, "reading", True),
+    (sign(), {"phase": "lost"}, "reading", True),
+    (None, {"phase": "stopped"}, None, True),
+)
+def test_what_is_stopped_or_late_or_silent_for_long_is_an_alarm(
+    made: ChainSign | None, fields: dict[str, Any], state: str | None, alarm: bool
+) -> None:
+    found = standing(made, **fields)
+    assert (found.egress_state, found.alarm) == (state, alarm)
 
 
 def test_a_threshold_that_is_not_given_gives_way_and_inverted_ones_are_refused() -> None:
@@ -64,7 +170,7 @@ def test_egress(document: dict[str, Any], expiry: float, state: CheckState, said
 
 def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = (), **chain: Any) -> dict[str, Any]:
     state = {"position": 5, "archived": 9, "phase": "ready", "lag_seconds": 3, **chain}
-    part = {"state": "carrying", "chains": {str(CHAIN): state}, **(target or {})}
+    part = {"state": "carrying", "chains": {str(PARTITION): state}, **(target or {})}
     return {"parts": {"target FLEET": part}, "problems": list(problems), "heartbeat_age_seconds": 0}
 
 
@@ -86,9 +192,9 @@ def test_ingress(document: dict[str, Any], state: CheckState, said: str) -> None
 
 
 def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> CheckedChain:
-    sign = ChainSign(state, 0.0, "E-FORKED" if state == "stopped" else "", "", 90, 100, 0.0, chain=CHAIN)
+    sign = ChainSign(state, 0.0, "E-FORKED" if state == "stopped" else "", "", 90, 100, 0.0, chain=PARTITION)
     sighting = None if age is None else Sighting(sign, 0.0, age, 0.0)
-    return CheckedChain(CHAIN, end=90, egress=sighting, **fields)
+    return CheckedChain(PARTITION, end=90, egress=sighting, **fields)
 
 
 @cases(
