@@ -183,27 +183,6 @@ def test_a_sound_chain_verifies_shallow_and_deep(site: Site):
     assert (found["first"], found["last"], found["segments"], found["problems"]) == (1, 40, {"0": 1, "1": 1}, [])
 
 
-def test_holes_damage_and_disagreement_are_reported_with_3(site: Site):
-    refs = site.listed()
-    site.store.delete(refs[1])
-    site.path(refs[2].key).write_bytes(bytes(refs[2].size))
-    site.chains.write_tail(CHAIN, 45)
-    site.put(31, 40, rows(range(31, 40)), level=1)
-    problems = [(p["kind"], p["text"]) for p in site.verify("--json", code=3)[0]["problems"]]
-    assert [kind for kind, _ in problems] == ["damaged", "hole", "hole", "rows"]
-    assert problems[1][1].startswith("sequences 11..30 are in no segment")
-    assert problems[2][1].startswith("sequences 41..45")
-    assert "expected 10 rows as in the 1 segments below it, found 9" in problems[3][1]
-
-
-def test_deep_finds_what_only_rows_tell(site: Site):
-    site.put(1, 10, rows(range(1, 11), salt="x"), level=1)
-    site.put(11, 20, rows(range(11, 20)), level=2)
-    site.put(35, 50, rows(range(36, 51)))
-    kinds = [p["kind"] for p in site.verify("--deep", "--json", code=3)[0]["problems"]]
-    assert sorted(kinds) == ["fork", "rows", "rows"]
-
-
 def test_an_accepted_hole_is_shown_and_no_difference_and_no_output_spans_it(site: Site):
     site.put(51, 60)
     site.chains.accept_gap(CHAIN, AcceptedGap(SequenceRange(41, 45)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from common.errors import DataError, SegmentCorrupt, Unavailable
+from common.errors import DataError, Unavailable
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Inputs, Ledger, Reason, SegmentRef, Tip
 from common.sequences import SequenceRange, Stretch
@@ -68,14 +68,6 @@ def test_the_same_inputs_give_the_same_bytes(archive: Archive):
     assert merged(archive, *reversed(inputs)).ref.name == first.name
 
 
-def test_overlapping_segments_become_the_union_of_their_rows(archive: Archive):
-    inputs = [archive.put(1, 60, rows(range(1, 61, 2))), archive.put(40, 100, rows(range(40, 101)))]
-    result = merged(archive, *inputs)
-    assert archive.table(result.ref).column("sequence").to_pylist() == [*range(1, 40, 2), *range(40, 101)]
-    assert (result.ref.level, str(result.ref.coverage)) == (1, "1..100")
-    proved(archive, result)
-
-
 def gone(archive: Archive, first: int, last: int, *missing: int, reason: Reason, **ledger: int) -> SegmentRef:
     """A segment that lacks `missing`, and says that it did not read them."""
     held = rows(s for s in range(first, last + 1) if s not in missing)
@@ -123,13 +115,6 @@ def test_the_ledger_of_a_merge_is_balanced_and_says_what_is_unread(archive: Arch
     assert said(mixed, archive.put(3005, 3007)) == (ledger, SequenceRange(3008, 3014))
 
 
-def test_segments_without_rows_become_one_without_rows(archive: Archive):
-    nothing = {"ledger": {Reason.SAMPLED_OUT: 10}}
-    result = merged(archive, *(archive.put(n, n + 9, rows([]), **nothing) for n in (1, 11)))
-    assert archive.footer(result.ref).ledger == Ledger({Reason.SAMPLED_OUT: 20})
-    proved(archive, result)
-
-
 def test_the_tip_is_that_of_the_input_that_reaches_furthest(archive: Archive):
     inputs = [
         archive.put(1, 60, tip=Tip(60, 5, "a" * 32)),
@@ -149,14 +134,6 @@ def test_a_merge_with_sampled_inputs_is_a_sampled_copy(archive: Archive):
     assert mixed.sampling == {"merged": {"aa": {"inspect_field": "aa"}, "": None, "bb": {"inspect_field": "bb"}}}
     again = merged(archive, put(201, "bb"), put(211, "aa"), put(221, ""))
     assert archive.footer(again.ref).sampling_digest == mixed.sampling_digest != ""
-
-
-def test_a_fork_stops_the_merge_naming_both_segments_and_the_sequence(archive: Archive):
-    one, other = archive.put(1, 60), archive.put(50, 90, rows(range(50, 91), salt="forged"))
-    with pytest.raises(DataError, match="sequence 50 of us-east/NODES/0000/0") as caught:
-        merged(archive, one, other)
-    assert (caught.value.code, one.key in str(caught.value), other.key in str(caught.value)) == ("E-FORK", True, True)
-    assert [s.level for s in archive.listed()] == [0, 0]
 
 
 def test_no_headers_and_empty_headers_are_different_content(archive: Archive):
@@ -228,14 +205,6 @@ def test_two_segments_may_contain_a_third_together_that_has_less_and_not_more(ar
     with pytest.raises(DataError, match="sequence 10") as caught:
         prove_by_reading(archive.store, Supersession((archive.put(101, 110),), stretches))
     assert caught.value.code == "E-ROWS-MISSING"
-
-
-def test_a_damaged_output_proves_nothing(archive: Archive):
-    result = merged(archive, archive.put(1, 40), archive.put(41, 90))
-    path = archive.path(result.ref.key)
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(SegmentCorrupt):
-        proved(archive, result)
 
 
 def test_memory_of_a_merge_is_bounded_by_row_groups(archive: Archive):

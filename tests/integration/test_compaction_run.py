@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from compaction.supersede import made_by
 from compaction.tombstones import Tombstones
 from tests.integration.test_compaction_cli import Site
 from tests.support.basics import seeded
-from tests.support.compaction import CHAIN, DUE, OTHER, Archive, Job, TestPolicy, begun, rows
+from tests.support.compaction import CHAIN, DUE, OTHER, Archive, TestPolicy, begun, rows
 from tests.support.stores import FaultyStore, raising
 
 
@@ -96,25 +95,6 @@ def test_nothing_goes_where_deleting_is_off_nor_before_the_grace_by_the_store_s_
     assert len(run(archive, grace=3600).deleted) == 3
 
 
-def test_one_run_serves_all_chains_and_levels_and_ends_outputs_at_holes(tmp_path: Path):
-    chains = [Chain(site, feed, 0, part) for site in ("a", "b") for feed, part in (("F", 0), ("F", 1), ("G", 0))]
-    archive = begun(tmp_path, *chains)
-    for number, chain in enumerate(chains):
-        fill(archive, 3, chain=chain, first=101)
-        fill(archive, 3 + number, chain=chain, first=141)  # behind a hole
-        for first in (1, 41):
-            archive.put(first, first + 39, level=1, age=700, chain=chain)
-    before = {chain: archive.read(chain) for chain in chains}
-    second = replace(DUE, from_=1, to=2, min_count=2)
-    foretold = {each.chain: each.outputs for each in compaction(archive, DUE, second).preview(Selection())}
-    report = run(archive, DUE, second)
-    for number, chain in enumerate(chains):
-        made = sorted(f"{m.ref.level}:{m.ref.coverage}" for m in report.merged if m.ref.chain == chain)
-        assert made == ["1:101..130", f"1:141..{170 + number * 10}", "2:1..80"]
-        assert sorted(f"{o.level}:{o.coverage}" for o in foretold[chain]) == made
-        assert archive.read(chain).equals(before[chain])
-
-
 def test_a_selection_leaves_other_chains_and_levels_alone(archive: Archive):
     fill(archive)
     fill(archive, chain=OTHER)
@@ -122,18 +102,6 @@ def test_a_selection_leaves_other_chains_and_levels_alone(archive: Archive):
         assert run(archive, **elsewhere) == Report()
     report = run(archive, site="eu-west", feed="NODES", partition=0, level=0)
     assert {m.ref.chain for m in report.merged} == {OTHER}
-
-
-def test_a_damaged_input_is_told_once_and_the_rest_is_merged(archive: Archive):
-    refs = fill(archive, 7)
-    spoil(archive, refs[3])
-    report = run(archive)
-    assert sorted(str(m.ref.coverage) for m in report.merged) == ["1..30", "41..70"]
-    assert [(f.exit_code, f.suspects, refs[3].key in f.line) for f in report.failures] == [(3, (refs[3].key,), True)]
-    assert "0:31..40" in archive.ranges()
-    assert run(archive).failures == []  # alone it is no merge
-    fill(archive, 3, first=71)
-    assert archive.objects.list(archive.layout.reported_prefix()) != []
 
 
 def test_a_damaged_output_is_made_again_while_its_inputs_are_there(archive: Archive):
@@ -149,20 +117,6 @@ def test_a_damaged_output_is_made_again_while_its_inputs_are_there(archive: Arch
     run(archive, grace=3600)
     assert archive.ranges() == ["0:31..40", "1:1..40"]
     assert archive.read().equals(before)
-
-
-def test_a_late_segment_that_is_contained_is_proved_and_deleted_and_one_that_straddles_merged(archive: Archive):
-    fill(archive)
-    run(archive)
-    archive.put(15, 24, age=0)
-    report = run(archive)
-    assert ([str(s.coverage) for s in report.deleted], report.failures) == (["15..24"], [])
-    before = archive.read().column("sequence").to_pylist()
-    fill(archive, 3, first=41)
-    archive.put(35, 44, age=700)
-    run(archive)
-    assert archive.read().column("sequence").to_pylist() == [*before, *range(41, 71)]
-    assert archive.ranges() == ["0:61..70", "1:1..40", "1:35..70"]
 
 
 def test_what_only_level_9_contains_stays_and_is_told_once(archive: Archive):
@@ -271,14 +225,6 @@ def test_a_damaged_segment_is_not_deleted_before_somebody_looked_at_it(archive: 
     assert any("E-SEG-CORRUPT" in failure.line for failure in report.failures)
 
 
-def test_what_another_run_has_deleted_is_passed_over(archive: Archive):
-    gone = archive.put(1, 10)
-    above = archive.put(1, 10, rows(range(2, 11)), level=1)
-    archive.store.delete(gone)
-    with closing(Keeper(archive.store, [above])) as keeper:
-        keeper.check(gone)
-
-
 @pytest.mark.parametrize("number", range(4))
 def test_every_absent_row_is_found_across_segments_row_groups_and_overlaps(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, number: int
@@ -339,11 +285,6 @@ def test_a_preview_tells_what_a_run_would_do_with_a_credential_that_may_only_rea
         archive.age(tombstones(archive)[0], 4000)
 
 
-def test_the_store_s_clock_is_that_of_an_object_written_for_it(archive: Archive):
-    now = Tombstones(archive.objects, archive.layout).now()
-    assert now == archive.objects.head(archive.layout.clock()).modified
-
-
 # Snapshots, which egress may not delete
 
 
@@ -401,14 +342,6 @@ def test_a_chain_whose_snapshots_cannot_be_listed_or_deleted_does_not_stop_the_o
     [failure] = under(FaultyStore(archive.objects).on("list", fault)).failures
     assert (len(positions(archive, CHAIN)), len(positions(archive, OTHER))) == (7, 3)
     assert "snapshots of us-east/NODES/0000/0" in failure.what
-
-
-def test_a_run_killed_between_two_deletions_of_snapshots_is_finished_by_the_next(archive: Archive) -> None:
-    snapshots(archive)
-    assert Job(archive.folder, "compaction.delete_snapshot=kill@2").wait() == -9
-    assert positions(archive) == [20, 30, 40, 50, 60, 70]
-    run(archive, NEVER)
-    assert positions(archive) == [50, 60, 70]
 
 
 def test_the_command_prints_which_snapshots_go(tmp_path: Path) -> None:

@@ -6,15 +6,12 @@ import pickle
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.errors import ConfigError, Unavailable
-from common.objects.open import open_objects
-from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from common.settings.root import Settings
@@ -223,20 +220,6 @@ def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pyte
     frame.explain(extended=True)
     assert frame.count() == 10
     assert secret not in capfd.readouterr().out
-
-
-def test_a_run_over_s3(s3, tmp_path: Path):
-    config = Settings.model_validate({"store": s3.store(), "spool_dir": str(tmp_path)})
-    archive = Archive(tmp_path, open_objects(config.store))
-    ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
-    for first in range(1, 40, 10):
-        archive.put(first, first + 9)
-    before = archive.read()
-    due = replace(DUE, min_age=0, max_wait=-1)
-    report = Compaction(archive.store, [due], 0, SharedSpark(config)).run(Selection())
-    assert report.failures == []
-    assert archive.ranges() == ["0:31..40", "1:1..40"]
-    assert archive.read().equals(before)
 
 
 # verify

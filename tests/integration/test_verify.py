@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from common.segments.captures import CapturedConfig, CaptureStore
 from common.segments.documents import ChainStore, StreamDocument
 from common.segments.segment import Reason, SegmentRef
 from common.sequences import SequenceRange
-from compaction.report import verify_json
-from compaction.run import LocalRunner
 from compaction.sign_off import SignOff, SignOffs
 from compaction.verify import ChainReport, check_segment, known_chains, verify_chains
 from tests.support.commands import invoke
@@ -310,27 +307,6 @@ async def test_the_command_says_what_it_did_not_read_and_who_was_quicker(site: S
 
 
 # Wherever it is read; on Spark: test_compaction_spark.py
-
-
-def test_tasks_are_put_together_in_any_order_and_an_error_keeps_its_code(site: Site, monkeypatch: pytest.MonkeyPatch):
-    store, refs = site.archive.store, site.archive.listed()
-    site.archive.path(refs[0].key).write_bytes(b"?")
-    site.archive.put(25, 40, rows(range(25, 40)), level=1)
-    site.archive.put(51, 60)
-    monkeypatch.setattr("common.exits._path", os.path.abspath("site.yaml"))  # as a command leaves it; hints name it
-    here = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True)
-    monkeypatch.setattr("compaction.verify.TASK_BYTES", 1)
-    runner = LocalRunner(store)
-    there = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True, window=1, runner=runner)
-    assert [verify_json(report) for report in there] == [verify_json(report) for report in here]
-    assert [problem.kind for problem in here[0].problems] == ["damaged", "hole", "hole", "rows"]
-
-    def refused(*_: object, **_more: object) -> bool:
-        raise Refused("no right to get")
-
-    monkeypatch.setattr(site.archive.objects, "get", refused)
-    with pytest.raises(Refused):
-        verify_chains(store, site.chains, [CHAIN], deep=True, runner=runner)
 
 
 # What egress captured beside the messages
