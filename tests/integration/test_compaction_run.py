@@ -225,6 +225,14 @@ def test_a_damaged_segment_is_not_deleted_before_somebody_looked_at_it(archive: 
     assert any("E-SEG-CORRUPT" in failure.line for failure in report.failures)
 
 
+def test_what_another_run_has_deleted_is_passed_over(archive: Archive):
+    gone = archive.put(1, 10)
+    above = archive.put(1, 10, rows(range(2, 11)), level=1)
+    archive.store.delete(gone)
+    with closing(Keeper(archive.store, [above])) as keeper:
+        keeper.check(gone)
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_every_absent_row_is_found_across_segments_row_groups_and_overlaps(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, number: int

@@ -282,19 +282,11 @@ def test_captures_that_no_restore_takes_any_more_go_with_the_floor(kept: Site):
     assert kept.compact()["captures"] == []
 
 
-def test_what_was_captured_last_below_the_floor_stays(kept: Site):
-    kept.month()
-    kept.configure(max_age="30d")
-    captured(kept, 3, 7)
-    kept.compact()
-    assert ends(kept, "config") == [7]
-    assert kept.captures.config(CHAIN, 31) is not None
-
-
-def test_captures_stay_as_long_as_one_partition_needs_them(kept: Site):
+def test_captures_stay_as_long_as_one_partition_needs_them_and_the_last_below_the_floor(kept: Site):
     kept.begin(LATER, SLICE)
-    for first, days in zip(range(1, 50, 10), (40, 35, 31, 5, 0), strict=True):
-        kept.old(first, first + 9, days, chain=LATER)
+    for chain in (CHAIN, LATER):
+        kept.month(chain)
+    captured(kept, 3, 7)
     kept.old(1, 20, 35, chain=SLICE)
     kept.old(21, 50, 0, chain=SLICE)
     kept.configure(max_age="30d")
@@ -302,3 +294,5 @@ def test_captures_stay_as_long_as_one_partition_needs_them(kept: Site):
     kept.compact()
     assert (kept.floor(LATER), kept.floor(SLICE)) == (31, 21)
     assert ends(kept, "config", LATER) == [20, 25, 40]
+    assert ends(kept, "config") == [7]
+    assert kept.captures.config(CHAIN, 31) is not None

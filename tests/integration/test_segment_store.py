@@ -377,7 +377,9 @@ def files_under(folder: Path) -> list[str]:
     return [name for _, _, names in os.walk(folder) for name in names if name != "lock"]
 
 
-def test_nothing_stays_in_the_spool_and_nobody_else_may_look(local: LocalObjects, make: Make, tmp_path: Path) -> None:
+def test_nothing_stays_in_the_spool_and_nobody_else_may_look(
+    local: LocalObjects, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make(local)
     path = store.new_spool()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -391,24 +393,15 @@ def test_nothing_stays_in_the_spool_and_nobody_else_may_look(local: LocalObjects
     assert files_under(tmp_path / "spool") == []
     assert len(read_all(reader)) == 1
     reader.close()
-    store.close()
-    assert list((tmp_path / "spool").iterdir()) == []
-    assert store.new_spool().exists()
-
-
-def test_a_damaged_segment_leaves_no_file(
-    local: LocalObjects, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = make(local)
-    spooled = spool(store, [message(1)])
-    ref = store.put(spooled)
-    spooled.path.unlink()
     local.put(ref.key, b"x" * ref.size)
     for most in (fetching.WHOLE_BYTES, 1):
         monkeypatch.setattr(fetching, "WHOLE_BYTES", most)
         with pytest.raises(SegmentCorrupt):
             store.open(ref)
     assert files_under(tmp_path / "spool") == []
+    store.close()
+    assert list((tmp_path / "spool").iterdir()) == []
+    assert store.new_spool().exists()
 
 
 def test_what_a_killed_process_left_is_removed(local: LocalObjects, make: Make, tmp_path: Path) -> None:

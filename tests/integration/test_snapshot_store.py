@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from common.chain import Chain
-from common.errors import DataError, Refused, Unavailable
+from common.errors import DataError, FloeError, Refused, Unavailable
 from common.objects.port import ObjectStore
 from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.segments.documents import SnapshotRef, sampling_of
@@ -22,7 +22,6 @@ from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, encode
 from tests.support.basics import SharedS3
 from tests.support.clock import ManualClock
-from tests.support.proxies import Fault, FaultProxy, flip_bit, html, refuse, say
 from tests.support.sampling import CHAIN, START_NS, SampledArchive, facts, fold, sent
 from tests.support.stores import FaultyStore, answering, raising
 
@@ -147,10 +146,14 @@ def test_what_a_line_damaged_is_fetched_again(local: SampledArchive) -> None:
     assert local.snapshots(objects=faulty).read(ref).position == 101
 
 
+@pytest.mark.parametrize("error", [Refused("403"), Unavailable("a web page")])
 @pytest.mark.parametrize("verb", ["list", "get", "put_if_absent", "head"])
-def test_a_refusal_is_never_taken_for_something_that_is_not_there(local: SampledArchive, verb: str) -> None:
+async def test_what_is_no_answer_of_the_store_is_never_taken_for_something_that_is_not_there(
+    local: SampledArchive, verb: str, error: FloeError
+) -> None:
+    """No sampler begins anew by it; `test_s3_faults.py` has what becomes of pages, policies and broken answers."""
     ref = local.save(sampler_of(local), 101)
-    faulty: ObjectStore = FaultyStore(local.objects).on(verb, raising(Refused("403")))  # type: ignore[assignment]
+    faulty: ObjectStore = FaultyStore(local.objects).on(verb, raising(error))  # type: ignore[assignment]
     snapshots = local.snapshots(objects=faulty)
     calls = {
         "list": snapshots.list,
@@ -158,54 +161,11 @@ def test_a_refusal_is_never_taken_for_something_that_is_not_there(local: Sampled
         "put_if_absent": lambda: snapshots.write(5, b"new"),
         "head": lambda: snapshots.label(ref),
     }
-    with pytest.raises(Refused):
+    with pytest.raises(type(error)):
         calls[verb]()
-
-
-# F38, F41: what a proxy or a policy answers for `state/`
-
-
-@pytest.fixture
-def proxied(
-    s3: SharedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[SampledArchive, FaultProxy]]:
-    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
-    with FaultProxy(s3.endpoint_url) as proxy:
-        yield SampledArchive(tmp_path, open_s3(s3, proxy.url, s3.new_bucket())), proxy
-
-
-Proxied = tuple[SampledArchive, FaultProxy]
-
-
-def of_states(fault: Fault) -> Fault:
-    """`fault`, for snapshots and listings of them only."""
-    return lambda exchange: fault(exchange) if "state" in exchange.target else exchange.forward()
-
-
-NO_PAGE = say(404, b"<html>no such page</html>")
-FAULTS = {
-    "a page for a listing": ("list", html(), Unavailable),
-    "an empty document": ("list", say(200, b"<ListBucketResult/>", "application/xml"), Unavailable),
-    "a refused listing": ("list", refuse(403, "AccessDenied"), Refused),
-    "no such listing": ("list", NO_PAGE, Unavailable),
-    "a refused read": ("get", refuse(403, "AccessDenied"), Refused),
-    "no such object": ("get", NO_PAGE, Unavailable),
-    "a page as long": ("get", lambda each: say(200, b"<html>".ljust(len(each.forward().body)))(each), Unavailable),
-}
-
-
-@pytest.mark.parametrize(("verb", "fault", "kind"), FAULTS.values(), ids=FAULTS.keys())
-async def test_what_is_no_answer_of_the_store_never_begins_a_sampler_anew(
-    proxied: Proxied, verb: str, fault: Fault, kind: type[Exception]
-) -> None:
-    site, proxy = proxied
-    ref = site.save(sampler_of(site), 101)
-    proxy.on(verb, of_states(fault))
-    with pytest.raises(kind):
-        await site.resume(101)
-    proxy.clear()
-    proxy.on("get", flip_bit(40), key=r"/state/", times=1)  # what is damaged on its way is asked for again
-    assert (await site.resume(101)).taken == ref.key
+    if verb in ("list", "get"):
+        with pytest.raises(type(error)):
+            await local.resume(101, objects=faulty)
 
 
 def test_many_values_are_saved_and_read_in_bounded_memory(local: SampledArchive) -> None:
