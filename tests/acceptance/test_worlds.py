@@ -2,7 +2,7 @@
 
 Numbers O1 to O12 are those of the project's list of worlds. Held elsewhere: O1 (a beginning that moves) by
 `tests/integration/test_egress_feeds.py`, O3 (one message per subject) by `test_egress_histories.py`, O4 (idle or
-dead) by `test_signs_of_life.py`, O6 by `test_many_feeds.py`, O12 (typing) by `test_names.py`.
+dead) by `test_signs_of_life.py`, O6 by `test_many_feeds.py`, O12 (typing) by `test_gap_command.py`.
 """
 
 from __future__ import annotations

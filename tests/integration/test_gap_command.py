@@ -1,37 +1,42 @@
-"""`floe gap accept`: what may be given up, and what it says."""
+"""`floe gap accept`: what may be given up, and what it says; names on the command line and in `sources`."""
 
 from __future__ import annotations
 
-import json
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-import floe
 from common.chain import Chain
+from common.jetstream.api import stream_info
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import KeyValue, state_key
 from common.segments.store import quarantine_command
 from common.sequences import MAX_SEQUENCE, SequenceRange
+from ingress.checkpoint import Checkpoint, TargetState
+from ingress.checkpoint_store import StateStore
 from ingress.operator.holes import look_up, standing_at
-from tests.support.ingress import CHAIN, Archive, Centre, rows_of
+from tests.support.basics import soon
+from tests.support.commands import Done, floe, invoke, run_here
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 
 LATER = CHAIN.next_incarnation()
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> Archive:
+def holed(tmp_path: Path) -> Archive:
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 10))
     archive.put(rows_of(21, 30))
     return archive
 
 
-def accept(archive: Archive, first: int, last: int, *more: str, chain: Chain = CHAIN, is_exact: bool = True) -> Result:
+def accept(archive: Archive, first: int, last: int, *more: str, chain: Chain = CHAIN, is_exact: bool = True) -> Done:
     config = str(Centre(archive.folder.parent, archive, "nats://127.0.0.1:1").write())
     named = ["--site", chain.site, "--feed", chain.feed]
     named += ["--incarnation", str(chain.incarnation)] if is_exact else []
-    words = ["gap", "accept", "-c", config, *named, "--first", str(first), "--last", str(last), *more]
-    return CliRunner().invoke(floe.cli, words, prog_name="floe")
+    return run_here("gap", "accept", "-c", config, *named, "--first", str(first), "--last", str(last), *more)
 
 
 @pytest.mark.parametrize(
@@ -44,74 +49,199 @@ def accept(archive: Archive, first: int, last: int, *more: str, chain: Chain = C
         (20, 11, "is greater than --last"),
     ],
 )
-def test_only_what_nobody_covers_can_be_given_up(archive: Archive, first: int, last: int, why: str) -> None:
-    done = accept(archive, first, last, "--yes")
+def test_only_what_nobody_covers_can_be_given_up(holed: Archive, first: int, last: int, why: str) -> None:
+    done = accept(holed, first, last, "--yes")
 
-    assert (done.exit_code, why in done.stderr) == (2, True), done.output
-    assert archive.documents.gaps(CHAIN) == []
+    assert (done.code, why in done.err) == (2, True), done
+    assert holed.documents.gaps(CHAIN) == []
 
 
-def test_nobody_is_asked_where_nobody_can_answer_and_what_was_decided_first_stays(archive: Archive) -> None:
-    refused = accept(archive, 11, 20)
-    accepted = accept(archive, 11, 20, "--yes", "--note", "gone", "--json")
+def test_nobody_is_asked_where_nobody_can_answer_and_what_was_decided_first_stays(holed: Archive) -> None:
+    refused = accept(holed, 11, 20)
+    accepted = accept(holed, 11, 20, "--yes", "--note", "gone", "--json")
 
-    assert (refused.exit_code, accepted.exit_code) == (2, 0), accepted.output
-    [gap] = archive.documents.gaps(CHAIN)
+    assert (refused.code, accepted.code) == (2, 0), accepted
+    [gap] = holed.documents.gaps(CHAIN)
     assert (gap.range, gap.note) == (SequenceRange(11, 20), "gone")
-    assert json.loads(accepted.stdout)["by"] == gap.by
-    again = accept(archive, 11, 20, "--yes", "--note", "second", "--json")
-    assert json.loads(again.stdout)["note"] == "gone"
+    assert accepted.json()["by"] == gap.by
+    again = accept(holed, 11, 20, "--yes", "--note", "second", "--json")
+    assert again.json()["note"] == "gone"
 
 
-def test_a_dry_run_asks_nobody_and_gives_nothing_up(archive: Archive) -> None:
-    shown = accept(archive, 11, 20, "--dry-run")
-    listed = accept(archive, 11, 20, "--dry-run", "--json")
-    refused = accept(archive, 5, 12, "--dry-run")
+def test_a_dry_run_asks_nobody_and_gives_nothing_up(holed: Archive) -> None:
+    shown = accept(holed, 11, 20, "--dry-run")
+    listed = accept(holed, 11, 20, "--dry-run", "--json")
+    refused = accept(holed, 5, 12, "--dry-run")
 
-    assert (shown.exit_code, refused.exit_code) == (0, 2), shown.output
-    assert shown.stdout == "us-east/NODES/0000/0 11..20 can be given up; nothing was changed\n"
-    assert json.loads(listed.stdout)["dry_run"] is True
-    assert archive.documents.gaps(CHAIN) == []
+    assert (shown.code, refused.code) == (0, 2), shown
+    assert shown.out == "us-east/NODES/0000/0 11..20 can be given up; nothing was changed\n"
+    assert listed.json()["dry_run"] is True
+    assert holed.documents.gaps(CHAIN) == []
 
 
-def test_damaged_segments_are_named_with_the_command_that_puts_them_away_and_given_up(archive: Archive) -> None:
-    bad = archive.put(rows_of(11, 20))
-    path = archive.folder / bad.key
+def test_damaged_segments_are_named_with_the_command_that_puts_them_away_and_given_up(holed: Archive) -> None:
+    bad = holed.put(rows_of(11, 20))
+    path = holed.folder / bad.key
     path.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
 
-    found = standing_at(archive.store, look_up(archive.store, archive.documents, CHAIN, 11))
+    found = standing_at(holed.store, look_up(holed.store, holed.documents, CHAIN, 11))
     assert found is not None
     assert (found.rows, found.kind, found.damaged) == (SequenceRange(11, 20), "damaged", (bad.key,))
     assert f"\n{quarantine_command(bad.key)}\n" in found.ways_out()[0]
-    assert standing_at(archive.store, look_up(archive.store, archive.documents, CHAIN, 5)) is None
-    done = accept(archive, 11, 20, "--yes")
-    assert (done.exit_code, bad.key in done.stderr) == (0, True), done.output
+    assert standing_at(holed.store, look_up(holed.store, holed.documents, CHAIN, 5)) is None
+    done = accept(holed, 11, 20, "--yes")
+    assert (done.code, bad.key in done.err) == (0, True), done
 
 
-def test_the_end_of_an_incarnation_can_be_given_up_and_what_only_a_tail_claims_not(archive: Archive) -> None:
+def test_the_end_of_an_incarnation_can_be_given_up_and_what_only_a_tail_claims_not(holed: Archive) -> None:
     """Whoever can write the tail could have the chain passed over what comes next."""
-    archive.documents.write_tail(CHAIN, MAX_SEQUENCE)
+    holed.documents.write_tail(CHAIN, MAX_SEQUENCE)
 
-    refused = accept(archive, 31, 40, "--yes")
-    assert (refused.exit_code, "of which nothing reaches 31" in refused.stderr) == (2, True), refused.output
-    assert [hole.rows for hole in look_up(archive.store, archive.documents, CHAIN).holes()] == [SequenceRange(11, 20)]
-    archive.begin(LATER, previous={0: 35})
-    assert accept(archive, 36, 40, "--yes").exit_code == 2
-    assert accept(archive, 31, 35, "--yes").exit_code == 0
-
-
-def test_without_an_incarnation_the_newest_is_meant_unless_an_older_one_has_a_hole_there(archive: Archive) -> None:
-    archive.put(rows_of(1, 4, LATER), chain=LATER)
-    archive.put(rows_of(15, 20, LATER), chain=LATER)
-    refused, accepted = (accept(archive, *each, "--yes", is_exact=False) for each in ((8, 14), (5, 10)))
-
-    assert refused.exit_code == 2
-    assert "say --incarnation 0 or --incarnation 1" in refused.stderr
-    assert accepted.exit_code == 0, accepted.stderr
-    assert [gap.range for gap in archive.documents.gaps(LATER)] == [SequenceRange(5, 10)]
-    assert archive.documents.gaps(CHAIN) == []
+    refused = accept(holed, 31, 40, "--yes")
+    assert (refused.code, "of which nothing reaches 31" in refused.err) == (2, True), refused
+    assert [hole.rows for hole in look_up(holed.store, holed.documents, CHAIN).holes()] == [SequenceRange(11, 20)]
+    holed.begin(LATER, previous={0: 35})
+    assert accept(holed, 36, 40, "--yes").code == 2
+    assert accept(holed, 31, 35, "--yes").code == 0
 
 
-def test_a_feed_that_is_not_there_is_an_error_that_says_which_are(archive: Archive) -> None:
-    refused = accept(archive, 11, 20, "--yes", chain=Chain("us-esat", "NODES"))
-    assert (refused.exit_code, "did you mean us-east/NODES?" in refused.stderr) == (2, True)
+def test_without_an_incarnation_the_newest_is_meant_unless_an_older_one_has_a_hole_there(holed: Archive) -> None:
+    holed.put(rows_of(1, 4, LATER), chain=LATER)
+    holed.put(rows_of(15, 20, LATER), chain=LATER)
+    refused, accepted = (accept(holed, *each, "--yes", is_exact=False) for each in ((8, 14), (5, 10)))
+
+    assert refused.code == 2
+    assert "say --incarnation 0 or --incarnation 1" in refused.err
+    assert accepted.code == 0, accepted.err
+    assert [gap.range for gap in holed.documents.gaps(LATER)] == [SequenceRange(5, 10)]
+    assert holed.documents.gaps(CHAIN) == []
+
+
+def test_a_feed_that_is_not_there_is_an_error_that_says_which_are(holed: Archive) -> None:
+    refused = accept(holed, 11, 20, "--yes", chain=Chain("us-esat", "NODES"))
+    assert (refused.code, "did you mean us-east/NODES?" in refused.err) == (2, True)
+
+
+# Segments behind the end of an incarnation
+
+
+async def paste(line: str, *more: str) -> Done:
+    done = await floe(*shlex.split(line)[1:], *more)
+    assert done.code == 0, done
+    return done
+
+
+async def test_what_lies_behind_the_end_of_an_incarnation_is_named_and_carried_or_given_up(
+    nats_url: str, client: FloeClient, tmp_path: Path
+) -> None:
+    archive = Archive(tmp_path / "bucket")
+    archive.put(rows_of(1, 10))
+    archive.begin(LATER, previous={0: 10})
+    archive.put(rows_of(1, 5, LATER), chain=LATER)
+    centre = Centre(tmp_path, archive, nats_url)
+    async with centre.running():
+        await centre.carried(client, 15)
+        archive.put(rows_of(11, 20))
+        archive.put(rows_of(31, 34))
+    config = str(centre.write())
+
+    async def status() -> dict[int, dict[str, object]]:
+        return {row["incarnation"]: row for row in (await invoke("status", "-c", config, "--json")).json()}
+
+    verify = ("segments", "verify", "-c", config)
+    assert (await invoke(*verify, "us-east/NODES/1/0")).code == 0
+    done = await invoke(*verify)
+    assert done.code == 3
+    assert "sequences 11..20, in 1 segment, lie behind the end of the incarnation, 10: nobody" in done.err
+    commands = [line for line in done.err.splitlines() if line.startswith("floe ")]
+    old = (await status())[0]
+    assert str(old["why"]).startswith("11..20, 31..34 behind the end 10 of the incarnation: floe replay ")
+    assert (old["lag_sequences"], old["phase"]) == (0, "done")
+    carried, given_up = commands[::2], commands[1::2]
+    for line in carried:
+        await paste(line)
+    stream = "NODES_0000"
+    found = [each.message.sequence for each in await arrived(client, stream)]
+    assert found == [*range(11, 21), *range(31, 35)]
+    for line in given_up:
+        await paste(line, "--yes")
+    assert (await invoke(*verify)).code == 0
+    assert (await status())[0]["why"] == ""
+    await client.api(f"STREAM.DELETE.{stream}")
+
+
+# Names of sites, feeds and incarnations on the command line, and in `sources`
+
+
+ELSEWHERE = Chain("us-east", "OTHERS")
+
+
+@pytest.mark.servers
+async def test_decisions_are_about_the_newest_incarnation(client: FloeClient, centre: Centre) -> None:
+    for chain in (CHAIN, LATER):
+        centre.archive.put(rows_of(1, 5, chain), chain=chain)
+    named = ["-c", str(centre.write()), "--target", centre.target, "--feed", "NODES", "--site"]
+
+    async def paused(site: str, *more: str) -> Any:
+        return await floe("chain", "pause", *named, site, *more, "--json")
+
+    async def moved(*more: str) -> Any:
+        return await floe("checkpoint", "set", *named, *more, "--dry-run", "--json")
+
+    [shown] = (await paused("us-east")).json()
+    assert (shown["site"], shown["incarnation"]) == ("us-east", 1)
+    done = await paused("us-esat")
+    assert (done.code, "did you mean us-east/NODES?" in done.err) == (2, True), done
+    assert (await paused("us-east", "--incarnation", "7")).code == 2
+    as_argument = await floe("chain", "pause", *named[:4], "us-east/NODES/0001/0", "--json")
+    assert [row["chain"] for row in as_argument.json()] == ["us-east/NODES/0001/0"]
+    done = await paused("eu-west", "--partition", "7")  # of `sources`, and nothing archived yet
+    assert (done.code, done.err) == (0, "eu-west/NODES/0000/7: nothing of it is archived; it is paused if that comes\n")
+    centre.archive.put(rows_of(1, 5, ELSEWHERE), chain=ELSEWHERE)
+    done = await floe("chain", "pause", *named[:4], str(ELSEWHERE))
+    assert (done.code, done.out) == (2, "")
+    assert f"{ELSEWHERE}: expected a chain that flows into {centre.target}, found another; " in done.err
+    assert (await moved("us-esat", "--sequence", "3")).code == 2
+
+    bucket = await KeyValue(client, centre.state_bucket).ensure()
+    store = StateStore(bucket, state_key("ingress", centre.target), centre.target)
+    await store.save(TargetState(Checkpoint(3, "t0", {CHAIN: 4}), None), 0)
+    for done in (await paused("us-east"), await moved("us-east", "--sequence", "3")):
+        assert (done.code, "say --incarnation 0 or --incarnation 1" in done.err) == (2, True), done
+    rows = (await paused("us-east", "--incarnation", "0")).json()
+    assert {Chain(r["site"], r["feed"], r["incarnation"]) for r in rows} >= {CHAIN, LATER}
+
+
+@pytest.mark.servers
+async def test_a_feed_of_sources_of_which_there_is_nothing_is_told_once_and_shown(
+    client: FloeClient, centre: Centre, caplog: pytest.LogCaptureFixture
+) -> None:
+    centre.archive.put(rows_of(1, 5))
+    centre.target_settings["sources"][0]["site"] = ["us-east", "us-esat"]
+    async with centre.running() as health:
+        await soon(lambda: health.status()["parts"].get("sources") == {"missing": ["us-esat/NODES"]})
+        await centre.carried(client, 5)
+        rows = (await floe("status", "-c", str(centre.write()), "--json")).json()
+
+    [missing] = [row for row in rows if row["site"] == "us-esat"]
+    assert (missing["phase"], missing["alarm"]) == ("missing", False)
+    assert "did you mean us-east/NODES? there are us-east/NODES" in missing["why"]
+    [told] = [record.msg for record in caplog.records if "source_missing" in str(record.msg)]
+    assert "did you mean us-east/NODES?" in str(told)
+
+
+@pytest.mark.servers
+async def test_looking_makes_no_bucket_and_a_decision_makes_one(client: FloeClient, centre: Centre) -> None:
+    centre.archive.put(rows_of(1, 5))
+    config = ["-c", str(centre.write())]
+
+    for words in (["status"], ["checkpoint", "ls"], ["gap", "ls"], ["chain", "ls"], ["parked", "ls"]):
+        done = await floe(*words, *config)
+        assert done.code == 0, (words, done)
+        assert await stream_info(client, f"KV_{centre.state_bucket}") is None, words
+    named = ["--target", centre.target, "--site", "us-east", "--feed", "NODES"]
+    assert (await floe("chain", "pause", *config, *named)).code == 0
+    assert await stream_info(client, f"KV_{centre.state_bucket}") is not None
+    assert [row["site"] for row in (await floe("chain", "ls", *config, "--json")).json()] == ["us-east"]
+    for _ in range(2):  # also of a chain that is not paused, which is looked at again
+        assert f"{CHAIN}: resumed; " in (await floe("chain", "resume", *config, *named)).err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,21 +11,27 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import yaml
 
+from common.chain import Chain
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
 from common.segments.documents import ChainDocument, CompactionRun, TargetPositions
-from common.service.monitor import Monitor
+from common.service.monitor import Health, Monitor
 from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, soon, unique
+from tests.support.browser import CHROMIUM, bars, dom, table_rows
 from tests.support.commands import Done, configuration, floe
-from tests.support.egress import SITE, Bench, Running
+from tests.support.egress import SITE, Bench
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of
+from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
@@ -40,12 +47,12 @@ def changed(config: Path, section: str, **keys: Any) -> str:
 
 
 @contextmanager
-def monitored(running: Running, config: Path) -> Iterator[str]:
-    """The file, naming a monitor that shows what runs."""
-    monitor = Monitor("127.0.0.1:0", running.health)
+def served(health: Health) -> Iterator[str]:
+    """The address at which the pages of `health` are served."""
+    monitor = Monitor("127.0.0.1:0", health)
     monitor.start()
     try:
-        yield changed(config, "egress", monitor={"listen": f"127.0.0.1:{monitor.port}"})
+        yield f"127.0.0.1:{monitor.port}"
     finally:
         monitor.close()
 
@@ -57,7 +64,8 @@ async def test_a_site_shows_its_open_segment_and_how_far_it_is(bench: Bench) -> 
     async with bench.egress(feed) as running:
         await soon(lambda: running.status(stream).get("end") == 25)  # later than the segment is in the bucket
         await soon(lambda: (running.status(stream).get("open_segment") or {}).get("messages") == 5)
-        with monitored(running, configuration(bench, feed)) as config:
+        with served(running.health) as address:
+            config = changed(configuration(bench, feed), "egress", monitor={"listen": address})
             done = await floe("status", "-c", config, "--json")
             table = await floe("status", "-c", config)
         [row] = done.json()
@@ -89,7 +97,8 @@ async def test_a_site_without_nats_shows_what_the_others_say(alone: tuple[Bench,
         await bench.archived_to(stream, 5)
         await soon(lambda: [running.status(stream).get(key) for key in ("source_last", "end")] == [5, 5])
         server.kill()
-        with monitored(running, configuration(bench, feed)) as config:
+        with served(running.health) as address:
+            config = changed(configuration(bench, feed), "egress", monitor={"listen": address})
             done = await floe("status", "-c", config, "--json")
         [row] = done.json()
         assert done.code == 75
@@ -219,3 +228,55 @@ def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Cent
     finally:
         process.kill()
         process.communicate()
+
+
+# The status page of running services; `tests/acceptance/test_views_agree.py` compares it with the store
+
+
+@pytest.mark.real
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH (apt-get install chromium)")
+async def test_a_browser_shows_holes_stops_and_coverage_by_level(
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    other = Chain("eu-west", "NODES")
+    archive.put(rows_of(1, 20))
+    archive.put(rows_of(1, 20), level=1)
+    archive.put(rows_of(31, 40))
+    archive.put([message(1), message(2, b"x" * 5000)], chain=other)
+    centre = Centre(tmp_path, archive, nats_url, create=None)
+    config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
+    await create_stream(client, {"name": centre.target, **config})
+
+    def hints(health: Health) -> list[str]:
+        targets = [part for name, part in health.status()["parts"].items() if name.startswith("target ")]
+        return [state["hint"] for part in targets for state in part.get("chains", {}).values() if "hint" in state]
+
+    async with centre.running() as health:
+        await soon(lambda: len(hints(health)) == 2)
+        health.note_reader()
+        await soon(health.coverage)
+        with served(health) as url:
+            text = await asyncio.to_thread(dom, tmp_path, f"http://{url}/")
+        rows = {row[0]: row for row in table_rows(text)}
+        assert rows[str(CHAIN)][1:5] == ["late", "40", "21", "20"]
+        assert (rows[str(CHAIN)][6], rows[str(other)][1]) == ("21..30", "stopped")
+        assert bars(text) == {(0, 1, 20), (1, 1, 20), (0, 31, 40), (0, 1, 2)}
+        assert bars(text, "hole") == {(0, 21, 30), (1, 21, 30)}
+        assert all(hint in unescape(text) for hint in hints(health))
+
+
+@pytest.mark.real
+async def test_without_a_reader_the_store_is_not_asked_and_the_page_never_waits_for_it(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"])
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.status(stream).get("end") == 1)
+        await asyncio.sleep(1.5)
+        assert running.health.coverage() == {}
+        with served(running.health) as url:
+            answer = await asyncio.to_thread(urlopen, f"http://{url}/", timeout=10)
+            body, headers = answer.read().decode(), answer.headers
+        assert (headers["Cache-Control"], headers["Refresh"]) == ("no-store", "10")
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'; style-src 'sha256-")
+        assert "Not looked at yet" in body, "the first reader does not wait for the store"
+        await soon(running.health.coverage)

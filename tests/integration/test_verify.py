@@ -7,21 +7,27 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import yaml
 
 from common import failpoints
 from common.chain import Chain
 from common.errors import Refused
+from common.objects.open import open_objects
+from common.objects.port import Paged
 from common.segments import store as segment_store
 from common.segments.captures import CapturedConfig, CaptureStore
-from common.segments.documents import ChainStore, StreamDocument
+from common.segments.checks import Foreign, look_for_foreign
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.segment import Reason, SegmentRef
 from common.sequences import SequenceRange
+from common.settings.root import StoreSettings
 from compaction.sign_off import SignOff, SignOffs
-from compaction.verify import ChainReport, check_segment, known_chains, verify_chains
+from compaction.verify import ChainReport, VerifyProblem, check_segment, known_chains, verify_chains
+from tests.support.basics import SharedS3
 from tests.support.commands import invoke
-from tests.support.compaction import CHAIN, OTHER, begun, rows, run
+from tests.support.compaction import CHAIN, OTHER, Archive, begun, rows, run
 
 NEXT = CHAIN.next_incarnation()
 
@@ -306,9 +312,6 @@ async def test_the_command_says_what_it_did_not_read_and_who_was_quicker(site: S
     assert "all is well" in done.err
 
 
-# Wherever it is read; on Spark: test_compaction_spark.py
-
-
 # What egress captured beside the messages
 
 
@@ -330,3 +333,76 @@ def test_a_damaged_capture_is_a_problem_of_its_chain(site: Site, is_newest: bool
     assert [(each.kind, each.finding) for each in found.problems] == [("document", "damaged")] * count
     assert all(key in each.text and each.hint for each in found.problems)
     assert found.foreign == 0
+
+
+# What stands in a bucket and nothing reads: foreign keys, and segments behind a delete marker
+
+
+JUNK = (
+    "data/README",
+    "data/_floe/notes.txt",
+    "data/_floe/tombstones/site=us-east/feed=NODES/incarnation=0000/partition=0/old.json",
+    "data/site=us east/feed=NODES/incarnation=0000/partition=0/level=0/x.parquet",
+    "data/site=us-east/feed=NODES/incarnation=0000/partition=0/level=0/0.parquet.tmp",
+)
+
+
+def archive_in(folder: Path, s3: SharedS3, bucket: str = "") -> Archive:
+    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
+    url = f"s3://{bucket or s3.new_bucket()}"
+    settings = StoreSettings.model_validate({"url": url, "endpoint_url": s3.endpoint_url, **keys})
+    archive = Archive(folder, open_objects(settings))
+    ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
+    for first in (1, 11, 21):
+        archive.put(first, first + 9)
+    return archive
+
+
+def problems_of(archive: Archive) -> list[VerifyProblem]:
+    return list(verify_chains(archive.store, ChainStore(archive.objects, archive.layout), [CHAIN])[0].problems)
+
+
+@pytest.mark.servers
+def test_foreign_keys_are_counted_and_named(tmp_path: Path, s3: SharedS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = archive_in(tmp_path, s3)
+    for key in JUNK:
+        archive.objects.put(key, b"?")
+    monkeypatch.setattr("common.objects.s3.PAGE_KEYS", 2)
+
+    assert isinstance(archive.objects, Paged)
+    found = look_for_foreign(archive.objects, archive.layout)
+    assert (sorted(found.keys), found.count, found.is_whole) == (sorted(JUNK), len(JUNK), True)
+    assert f"nothing reads: {len(JUNK)}" in found.lines()[0]
+    places = archive.layout.places(CHAIN)
+    assert sorted(look_for_foreign(archive.objects, archive.layout, places).keys) == [JUNK[2], JUNK[4]]
+    assert Foreign(["a\nerror: b"], 1, 1).lines()[1] == "  a\\nerror: b"
+    assert not look_for_foreign(archive.objects, archive.layout, limit=2).is_whole
+    archive.store.delete(archive.store.list(CHAIN)[1])
+    [hole] = problems_of(archive)
+    assert hole.hint.startswith("the source may still hold them"), "a store without versions is no trouble"
+
+
+@pytest.mark.servers
+def test_a_delete_marker_in_a_hole_is_named_with_the_version_that_exists(tmp_path: Path, s3: SharedS3) -> None:
+    bucket = s3.new_bucket()
+    client = boto3.session.Session().client(
+        "s3",
+        endpoint_url=s3.endpoint_url,
+        aws_access_key_id=s3.access_key,
+        aws_secret_access_key=s3.secret_key,
+        region_name="us-east-1",
+    )
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    archive = archive_in(tmp_path, s3, bucket)
+    lost = archive.store.list(CHAIN)[1]
+    [kept] = client.list_object_versions(Bucket=bucket, Prefix=lost.key)["Versions"]
+    archive.store.delete(lost)
+
+    [hole] = problems_of(archive)
+    assert hole.kind == "hole"
+    assert f"a delete marker hides {lost.key}, of which version {kept['VersionId']} exists" in hole.hint
+    assert hole.hint.index("delete marker") < hole.hint.index("the source may still hold them")
+    [marker] = client.list_object_versions(Bucket=bucket, Prefix=lost.key)["DeleteMarkers"]
+    assert marker["VersionId"] in hole.hint
+    client.delete_object(Bucket=bucket, Key=lost.key, VersionId=marker["VersionId"])
+    assert problems_of(archive) == []
