@@ -481,13 +481,6 @@ def test_a_refusal_is_one_line_with_the_next_step(far: Far) -> None:
             assert hints.get(operation, "") in str(caught.value)
 
 
-def test_a_missing_bucket_is_said_by_every_verb(s3: SharedS3) -> None:
-    objects = open_s3(s3, s3.endpoint_url, "no-such-bucket")
-    reading = (lambda: objects.list(""), lambda: objects.get("k"), lambda: objects.head("k"))
-    writing = (lambda: objects.put("k", b""), lambda: objects.put_if_absent("k", b""), lambda: objects.delete("k"))
-    assert {*fails(ConfigError, "", *reading, *writing)} == {"E-S3-BUCKET"}
-
-
 def test_wrong_keys_are_refused_and_no_error_shows_the_secret(s3: SharedS3, bucket: str, direct: S3Objects) -> None:
     direct.put("k", b"1")
     wrong = open_s3(s3, s3.endpoint_url, bucket, secret="canary-secret")

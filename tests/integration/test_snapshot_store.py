@@ -169,7 +169,7 @@ async def test_what_is_no_answer_of_the_store_is_never_taken_for_something_that_
 
 
 def test_many_values_are_saved_and_read_in_bounded_memory(local: SampledArchive) -> None:
-    sampler, values = Sampler(local.sampling, tracks=False), 50_000
+    sampler, values = Sampler(local.sampling, tracks=False), 20_000
     for first in range(0, values, 10_000):
         numbers = range(first, first + 10_000)
         keys = [f"node-{n:09d}.site.example.net" for n in numbers]
@@ -187,4 +187,4 @@ def test_many_values_are_saved_and_read_in_bounded_memory(local: SampledArchive)
     snapshot = step(lambda: local.snapshots().read(ref))
     lines = step(lambda: sum(bool(as_value(CHAIN, known)) for known in Values(snapshot.state, KeySelection())))
     assert (snapshot.state.count(), lines, ref.size < 64 * values) == (values, values, True)
-    assert [peak < most for peak, most in zip(peaks, (5, 15, 10), strict=True)] == [True] * 3, peaks
+    assert [peak < most for peak, most in zip(peaks, (3, 8, 5), strict=True)] == [True] * 3, peaks
