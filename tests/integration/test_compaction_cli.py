@@ -183,20 +183,6 @@ def test_a_sound_chain_verifies_shallow_and_deep(site: Site):
     assert (found["first"], found["last"], found["segments"], found["problems"]) == (1, 40, {"0": 1, "1": 1}, [])
 
 
-def test_an_accepted_hole_is_shown_and_no_difference_and_no_output_spans_it(site: Site):
-    site.put(51, 60)
-    site.chains.accept_gap(CHAIN, AcceptedGap(SequenceRange(41, 45)))
-    [found] = site.verify("--json", code=3)
-    assert found["accepted"] == [{"first": 41, "last": 45}]
-    assert [p["text"].split()[1] for p in found["problems"]] == ["46..50"]
-
-    site.chains.accept_gap(CHAIN, AcceptedGap(SequenceRange(44, 50)))
-    site.compact()
-    [found] = site.verify("--json")
-    assert (found["accepted"], found["problems"]) == ([{"first": 41, "last": 50}], [])
-    assert all(not ref.coverage.overlaps(SequenceRange(41, 50)) for ref in site.listed())
-
-
 def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_until_it_is_given_up(site: Site):
     chain = begun(site)
     expired = {"ledger": {Reason.GONE_BEFORE_READ: 50}, "unread": SequenceRange(1, 50)}
@@ -248,12 +234,6 @@ def test_a_chain_must_begin_where_its_document_says_and_a_spoiled_one_is_a_probl
     found = site.verify("--json", code=3)
     kinds = {chain["site"]: [p["kind"] for p in chain["problems"]] for chain in found}
     assert kinds == {CHAIN.site: ["document"], late.site: ["hole"]}
-    [problem] = site.verify("--json", "eu-west", code=3)[0]["problems"]
-    assert problem["text"] == "sequences 5..10 are in no segment that can be read"
-    lines = site.verify("eu-west", code=3).err.splitlines()
-    assert "the source may still hold them" in lines[0]
-    assert lines[1].startswith("floe gap accept -c ")
-    assert lines[1].endswith("--site eu-west --feed NODES --incarnation 0 --partition 0 --first 5 --last 10")
     site.chains.raise_floor(late, 11)
     assert site.verify("--json", "eu-west")[0]["problems"] == []
 

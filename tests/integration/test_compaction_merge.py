@@ -75,16 +75,6 @@ def gone(archive: Archive, first: int, last: int, *missing: int, reason: Reason,
     return archive.put(first, last, held, ledger=counts, unread=SequenceRange(min(missing), max(missing)))
 
 
-def test_rows_that_another_input_has_are_unread_no_more(archive: Archive):
-    """Twin A was paused with 1..100; the source had let go of 1..50 when B read it."""
-    late, early = archive.put(1, 100), gone(archive, 1, 120, *range(1, 51), reason=Reason.GONE_BEFORE_READ)
-    result = merged(archive, late, early)
-    footer = archive.footer(result.ref)
-    assert (footer.rows, footer.ledger, footer.unread) == (120, Ledger(), None)
-    assert result.late == (50, SequenceRange(1, 50))
-    proved(archive, result)
-
-
 def test_the_ledger_of_a_merge_is_balanced_and_says_what_is_unread(archive: Archive):
     def said(*inputs: SegmentRef) -> tuple[Ledger, SequenceRange | None]:
         footer = archive.footer(merged(archive, *inputs).ref)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from common.segments.captures import CaptureStore
 from common.segments.keys import Layout
 from common.settings.root import Settings, StoreSettings
 from compaction.run import Compaction, LocalRunner, Selection
+from tests.integration.test_store_conditions import BehindProxy
 from tests.support.basics import SharedS3, soon, unique
 from tests.support.compaction import Archive as Merging
 from tests.support.compaction import TestPolicy
@@ -31,17 +32,6 @@ from tests.support.proxies import FaultProxy
 from tests.support.stores import FaultyStore
 
 SEGMENTS = 24
-
-
-@dataclass(frozen=True)
-class ThroughProxy(SharedS3):
-    """The S3 server as who asks it through a proxy sees it."""
-
-    url: str
-
-    @property
-    def endpoint_url(self) -> str:
-        return self.url
 
 
 class FarArchive(Archive):
@@ -90,7 +80,7 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
     proxies: tuple[FaultProxy, FaultProxy, FaultProxy], s3: SharedS3, nats_url: str, tmp_path: Path, client: FloeClient
 ):
     at_egress, at_ingress, at_compaction = proxies
-    bench = Bench(nats_url, tmp_path, client, s3=ThroughProxy(s3.server, at_egress.url))
+    bench = Bench(nats_url, tmp_path, client, s3=BehindProxy(s3.server, at_egress.url))
     stream = await bench.make_stream("COST")
     archive = FarArchive(bench, at_ingress, tmp_path / "far")
     sources = [{"site": SITE, "feed": stream}]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import yaml
 
@@ -395,16 +394,14 @@ def test_a_store_that_refuses_conditions_is_told_with_what_does_not_work(s3: Sha
 
 
 def test_rules_of_the_bucket_are_read(s3: SharedS3, tmp_path: Path) -> None:
-    bucket = s3.new_bucket()
-    keys = {"aws_access_key_id": s3.access_key, "aws_secret_access_key": s3.secret_key, "region_name": "us-east-1"}
-    admin = boto3.session.Session(**keys).client("s3", endpoint_url=s3.endpoint_url)
+    bucket, admin = s3.new_bucket(), s3.client()
     settings = settings_of(tmp_path, store=s3.store(bucket))
 
     def found(prefix: str, versioning: str) -> tuple[DoctorFinding, DoctorFinding]:
         made = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": {"Days": 30}}
         rules: Any = {"Rules": [made]}
         admin.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=rules)
-        admin.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": versioning})  # type: ignore[typeddict-item]
+        admin.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": versioning})
         findings = by_check(examine_store(settings, ("egress",), SystemClock()))
         return findings["store lifecycle"], findings["store versioning"]
 

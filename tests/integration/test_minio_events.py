@@ -11,10 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import boto3
 import pytest
 import yaml
-from botocore.config import Config
 
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient
@@ -63,20 +61,12 @@ def notifying(nats_url: str, subject: str) -> Iterator[SharedS3]:
 
 def notify(s3: SharedS3, bucket: str) -> None:
     """One notification for each segment in the bucket."""
-    client = boto3.client(
-        "s3",
-        endpoint_url=s3.endpoint_url,
-        aws_access_key_id=s3.access_key,
-        aws_secret_access_key=s3.secret_key,
-        region_name="us-east-1",
-        config=Config(s3={"addressing_style": "path"}),
-    )
+    client = s3.client()
     rules = [{"Name": "prefix", "Value": f"{PREFIX}/"}, {"Name": "suffix", "Value": ".parquet"}]
     queue = {"QueueArn": ARN, "Events": ["s3:ObjectCreated:*"], "Filter": {"Key": {"FilterRules": rules}}}
     client.put_bucket_notification_configuration(
         Bucket=bucket, NotificationConfiguration={"QueueConfigurations": [queue]}
     )
-    client.close()
 
 
 def woke() -> float:

@@ -202,32 +202,21 @@ def test_an_outage_is_told_and_foreign_bytes_are_put_right(local: LocalObjects, 
     assert rows_of(store, store.put(spooled)) == ROWS
 
 
-class _Credulous(FaultyStore):
-    """A store that checks nothing, damages what it is given, and repeats the checksum it was told."""
-
-    def __init__(self, local: LocalObjects) -> None:
-        super().__init__(local)
-        self.damages = 1
-        told: dict[str, str] = {}
-
-        def unchecked(_real: Any, key: str, body: Any, *, sha256: str = "", metadata: Any = None) -> bool:
-            raw = body if isinstance(body, bytes) else body.read_bytes()
-            if self.damages and not isinstance(body, bytes):
-                self.damages -= 1
-                raw = raw[:50] + bytes([raw[50] ^ 1]) + raw[51:]
-            local.put(key, raw, metadata=metadata)
-            told[key] = sha256
-            return True
-
-        def echoing(real: Any, key: str) -> Any:
-            info = real(key)
-            return info and info._replace(sha256=told.get(key))
-
-        self.on("put", unchecked).on("put_if_absent", unchecked).on("head", echoing)
-
-
 def test_a_store_that_believes_any_checksum_is_read_back_whole(local: LocalObjects, make: Make) -> None:
-    store = make(_Credulous(local))
+    """It damages a file that it is given first, and repeats the checksum it was told."""
+    told: dict[str, str] = {}
+
+    def unchecked(_real: Any, key: str, body: Any, *, sha256: str = "", metadata: Any = None) -> bool:
+        raw = body if isinstance(body, bytes) else body.read_bytes()
+        local.put(key, raw if isinstance(body, bytes) or key in told else damaged(raw, 50), metadata=metadata)
+        told[key] = sha256
+        return True
+
+    def echoing(real: Any, key: str) -> Any:
+        info = real(key)
+        return info and info._replace(sha256=told.get(key))
+
+    store = make(FaultyStore(local).on("put", unchecked).on("put_if_absent", unchecked).on("head", echoing))
     ref = store.put(spool(store))
     assert store.is_intact(ref)
     assert rows_of(store, ref) == ROWS

@@ -46,7 +46,6 @@ def config(tmp_path: Path) -> Path:
     store = {"store": {"url": f"file://{tmp_path}/store"}, "spool_dir": str(tmp_path / "spool")}
     path = tmp_path / "floe.yaml"
     path.write_text(yaml.safe_dump({**store, "compaction": {"levels": levels}}))
-    path.chmod(0o600)
     return path
 
 

@@ -55,29 +55,20 @@ class Site:
         self.services: list[Service] = []
         self.config = folder / "floe.yaml"
         source = {"site": "us-east", "feed": self.stream, "subject_prefix": "fleet." + self.target}
+        create = {"replicas": 1, "storage": "file", "subjects": [f"fleet.{self.target}.>"]}
+        target = {"stream": self.target, "create": create, "sources": [source]}
+
+        def role(**more: object) -> dict[str, object]:
+            return {
+                "monitor": {"listen": ""}, "state_bucket": unique("STATE"), "lease_bucket": unique("LEASES"), **more,
+            }  # fmt: skip
+
         settings = {
             "site": "us-east",
             "nats": {"url": nats_url},
             "store": {"url": f"file://{folder}/store"},
-            "egress": {
-                "monitor": {"listen": ""},
-                "state_bucket": unique("STATE"),
-                "lease_bucket": unique("LEASES"),
-                "feeds": [{"stream": self.stream, "segment": {"max_age": "1s"}}],
-            },
-            "ingress": {
-                "monitor": {"listen": ""},
-                "state_bucket": unique("STATE"),
-                "lease_bucket": unique("LEASES"),
-                "poll_interval": "1s",
-                "targets": [
-                    {
-                        "stream": self.target,
-                        "create": {"replicas": 1, "storage": "file", "subjects": [f"fleet.{self.target}.>"]},
-                        "sources": [source],
-                    }
-                ],
-            },
+            "egress": role(feeds=[{"stream": self.stream, "segment": {"max_age": "1s"}}]),
+            "ingress": role(poll_interval="1s", targets=[target]),
         }
         self.config.write_text(yaml.safe_dump(settings))
 

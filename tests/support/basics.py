@@ -17,6 +17,7 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import boto3
 import pytest
 
 from common.errors import ConfigError
@@ -195,6 +196,11 @@ class SharedS3:
         """The `store` of a configuration, with a bucket of its own where none is named."""
         keys = {"access_key_id": self.access_key, "secret_access_key": self.secret_key}
         return {"url": f"s3://{bucket or self.new_bucket()}", "endpoint_url": self.endpoint_url, **keys}
+
+    def client(self) -> Any:
+        """Of boto3, for what no part of Floe asks for."""
+        keys = {"aws_access_key_id": self.access_key, "aws_secret_access_key": self.secret_key}
+        return boto3.session.Session(**keys, region_name="us-east-1").client("s3", endpoint_url=self.endpoint_url)
 
 
 # What `common.exits` makes: it names a configuration. A command named in words does not.
