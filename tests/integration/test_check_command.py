@@ -111,10 +111,8 @@ async def test_a_wrong_command_line_or_configuration_is_unknown_and_not_critical
         ("egress", "E-USAGE: expected a configuration: -c FILE"),
         ("archive -c FILE x/y/z", "chain 'x/y/z': expected SITE/FEED"),
         ("archive -c FILE eu", "E-USAGE: eu: expected a site of the archive or the configuration"),
-        ("egress -c FILE --warning 1h --critical 2h", "E-USAGE: --warning: expected at least --critical, 2h, found 1h"),
         ("ingress -c FILE --warning 2h --critical 1h", "E-USAGE: --warning: expected at most --critical, 1h, found 2h"),
         (f"ingress -c {tmp_path}/none.yaml", "E-CONFIG"),
-        (f"compaction -c {tmp_path}/none.yaml", "E-CONFIG"),
         ("ingress -c FILE", "ingress.monitor.listen: expected an address"),
     ):
         assert told in await checked(*wrong.replace("FILE", config).split(), code=3)

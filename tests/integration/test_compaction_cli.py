@@ -161,8 +161,6 @@ def test_a_dry_run_says_what_waits_and_why_and_when_it_is_merged(site: Site):
 def test_wrong_options_and_configurations_have_codes_of_their_own(site: Site):
     site.compact("--level", "9", code=2)
     site.compact("--engine", "hadoop", code=2)
-    site.configure(spark={"conf": {"spark.speculation": "true"}})
-    assert "spark.speculation: expected false, found true" in site.compact(code=78).err
     site.configure(levels=[{**LEVEL, "to": 0}])
     site.compact(code=78)
 

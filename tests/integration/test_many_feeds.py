@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from common.objects.local import LocalObjects
 from egress.deps import Tuning
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench
+from tests.support.stores import FaultyStore
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 FEEDS = 60
-ASKS = ("list", "get", "head", "download", "put", "put_if_absent", "put_if_match")
-
-
-class Counting(LocalObjects):
-    """Counts what it is asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.asked = Counter[str]()
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ASKS:
-            object.__getattribute__(self, "asked")[name] += 1
-        return super().__getattribute__(name)
 
 
 async def test_feeds_without_a_message_start_beside_a_busy_one_and_ask_for_next_to_nothing(bench: Bench) -> None:
     streams = [await bench.make_stream(unique("T")) for _ in range(FEEDS)]
-    objects = Counting(bench.root / "bucket")
+    objects = FaultyStore(bench.objects)
     feeds = [{"stream": stream, "segment": {"max_age": "1s"}} for stream in streams]
-    async with bench.egress(*feeds, tuning=Tuning(), objects=objects) as running:
+    async with bench.egress(*feeds, tuning=Tuning(), objects=objects) as running:  # type: ignore[arg-type]
         await soon(lambda: all(running.state(stream) == "reading" for stream in streams), 120, 0.2)
-        started = objects.asked.total()
+        started = objects.calls.total()
         await bench.publish(streams[0], (b"%d" % n for n in range(200)))
         await bench.archived_to(streams[0], 200)
         for stream in streams[1:4]:
             assert not bench.refs(stream)
-        asked = objects.asked.total() - started
+        asked = objects.calls.total() - started
     print(f"{FEEDS} feeds: {started / FEEDS:.1f} requests each to start, {asked} while one was busy")
     assert started <= 45 * FEEDS
     # Each looks at its documents now and then, perhaps just now, and hardly twice.

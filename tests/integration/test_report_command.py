@@ -285,10 +285,7 @@ def call(*words: str, code: int = 0) -> Any:
 def test_the_commands_write_files_into_a_directory(tmp_path: Path, rng: random.Random, shared: None):
     fleet, config, folder = Fleet(tmp_path, rng), tmp_path / "floe.yaml", tmp_path / "out"
     fleet.go_on()
-    config.write_text(
-        yaml.safe_dump(fleet.settings.model_dump(include={"store": {"url", "prefix"}, "spool_dir": True}))
-    )
-    config.chmod(0o600)
+    config.write_text(f"store: {{url: 'file://{tmp_path}/store', prefix: data}}\nspool_dir: {tmp_path}/spool\n")
     common = ("-c", str(config), "--output", str(folder))
     done = json.loads(call("latest", *common, "us-east/NODES", "--json").stdout)
     assert (done["report"], done["chains"], done["segments"], done["damaged"]) == ("latest", 1, 7, [])

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,16 +132,6 @@ def test_a_walk_shows_every_segment_once_from_the_lowest_level(objects: ObjectSt
     assert [key for page in found for key in page] == [ref.key for ref in refs]
     assert all(len(page) <= size for page in found)
     assert store.list(CHAIN, level=0, position=11, limit=1) == store.list(CHAIN, level=0, position=11) == [refs[1]]
-
-
-def test_segments_can_be_put_and_read_by_several_threads(objects: ObjectStore, make: Make) -> None:
-    store = make(objects)
-    spooled = [spool(store, [message(n)]) for n in range(1, 9)] + [spool(store, [message(1)])]
-    with ThreadPoolExecutor(6) as threads:
-        refs = list(threads.map(store.put, spooled))
-        found = list(threads.map(lambda ref: rows_of(store, ref), refs))
-    assert [rows[0].sequence for rows in found] == [*range(1, 9), 1]
-    assert len(store.list(CHAIN)) == 8
 
 
 # Faults of a put: F32, F33

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +12,13 @@ import pytest
 from common.chain import Chain
 from common.errors import DataError, FloeError, Refused, Unavailable
 from common.objects.port import ObjectStore
-from common.objects.s3 import S3Account, S3Objects, S3Options
+from common.objects.s3 import S3Account, S3Objects
 from common.segments.documents import SnapshotRef, sampling_of
-from common.segments.keys import StateName
 from egress.advisories.advisory import Advisory, Event
 from egress.sampling.cli import KeySelection, Values, as_value
 from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, encode
 from tests.support.basics import SharedS3
-from tests.support.clock import ManualClock
 from tests.support.sampling import CHAIN, START_NS, SampledArchive, facts, fold, sent
 from tests.support.stores import FaultyStore, answering, raising
 
@@ -33,17 +30,13 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> SampledArchive:
     if request.param == "local":
         return SampledArchive(tmp_path)
     s3: SharedS3 = request.getfixturevalue("s3")
-    return SampledArchive(tmp_path, open_s3(s3, s3.endpoint_url, s3.new_bucket()))
+    account = S3Account(s3.access_key, s3.secret_key, endpoint_url=s3.endpoint_url)
+    return SampledArchive(tmp_path, S3Objects(s3.new_bucket(), account))
 
 
 @pytest.fixture
 def local(tmp_path: Path) -> SampledArchive:
     return SampledArchive(tmp_path)
-
-
-def open_s3(s3: SharedS3, url: str, bucket: str) -> S3Objects:
-    account = S3Account(s3.access_key, s3.secret_key, endpoint_url=url)
-    return S3Objects(bucket, account, S3Options(attempts=2, read_timeout=2), ManualClock())
 
 
 def sampler_of(site: SampledArchive, values: int = 100) -> Sampler:
@@ -54,12 +47,6 @@ def sampler_of(site: SampledArchive, values: int = 100) -> Sampler:
 
 def bytes_of(site: SampledArchive, position: int = 101, chain: Chain = CHAIN) -> bytes:
     return b"".join(encode(Snapshot(chain, position, site.sampling.digest, 7, sampler_of(site).freeze(), ())))
-
-
-def ref_of(site: SampledArchive, raw: bytes, position: int = 101) -> SnapshotRef:
-    """What `raw` would be listed as."""
-    name = StateName(CHAIN, position, hashlib.sha256(raw).hexdigest()[:16])
-    return SnapshotRef(name, site.layout.state(name), len(raw), 0.0)
 
 
 # On real stores
@@ -132,7 +119,7 @@ def test_a_good_snapshot_of_something_else_is_refused(local: SampledArchive, pos
 
 
 def test_a_huge_object_is_not_fetched(local: SampledArchive) -> None:
-    ref = ref_of(local, b"x")
+    ref = local.save(sampler_of(local), 101)
     faulty = FaultyStore(local.objects)
     huge = SnapshotRef(ref.state, ref.key, (1 << 30) + 1, 0.0)
     with pytest.raises(DataError, match="at most"):

@@ -178,7 +178,7 @@ def test_spark_submit_gets_the_command_with_the_master_for_both(tmp_path: Path, 
     assert words == ["--master", "spark://host:7077", *command, "--master", "spark://host:7077", sys.executable]
 
 
-def test_submit_says_what_it_needs(tmp_path: Path, path: dict[str, str]):
+def test_submit_and_environment_say_what_they_need(tmp_path: Path, path: dict[str, str]):
     [line] = ran("submit.sh", "yarn", env=path, code=2)
     assert line.startswith("expected a master and a command of floe")
     stand_in(tmp_path / "bare", "python", "exit 1")
@@ -187,8 +187,6 @@ def test_submit_says_what_it_needs(tmp_path: Path, path: dict[str, str]):
         in ran("submit.sh", "yarn", "compact", env=path | {"FLOE_PYTHON": f"{tmp_path}/bare/python"}, code=78)[-1]
     )
 
-
-def test_an_archive_has_a_name_that_spark_unpacks_whole(path: dict[str, str]):
     [line] = ran("environment.sh", "environment.tar", env=path, code=2)
     assert "expected a name that ends with .tar.gz" in line
 
