@@ -55,15 +55,7 @@ async def test_every_counter_has_a_sample_after_the_start(nats_url: str, tmp_pat
         async with centre.running() as health:
             Notified("nats", "b", archive.documents.layout, None, health)  # type: ignore[arg-type]
             await centre.carried(other, 5)
-            known = {
-                "egress_site": SITE,
-                "egress_feed": whole,
-                "ingress_site": CHAIN.site,
-                "ingress_feed": CHAIN.feed,
-                "partition": "0",
-                "target": centre.target,
-                "source": "nats",
-                "worker": "0",
-            }
+            known = {"egress_site": SITE, "egress_feed": whole, "ingress_site": CHAIN.site, "ingress_feed": CHAIN.feed}
+            known |= {"partition": "0", "target": centre.target, "source": "nats", "worker": "0"}
             assert missing(known, {"sampled": sampled, "advisories": sampled}) == []
     await client.aclose()
