@@ -10,7 +10,7 @@ import pytest
 from common.jetstream.client import FloeClient
 from ingress.parked import State
 from tests.crash.conftest import Start
-from tests.integration.test_ingress_parked import kept, make, raise_limit, states, with_large
+from tests.integration.test_ingress_messages import kept, make_limited, raise_limit, states, with_large
 from tests.support.basics import seeded, soon
 from tests.support.ingress import CHAIN, Archive, Centre, arrived
 
@@ -33,7 +33,7 @@ class Round:
     async def begin(self, *large: int) -> None:
         """The target, and twenty rows."""
         self.put(1, *large)
-        await make(self.client, self.centre)
+        await make_limited(self.client, self.centre)
         self.parked = await kept(self.client, self.centre)
 
     def put(self, first: int, *large: int) -> None:

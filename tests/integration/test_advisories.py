@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from common.errors import FloeError, Unavailable
+from common.jetstream.api import create_consumer
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.headers import build_block
 from common.jetstream.pull import Asked
@@ -26,7 +27,7 @@ from egress.advisories.outbox import ids_stored
 from infra.local.nats import NatsCluster, NatsServer
 from infra.local.process import spawn
 from tests.support.advisories import SECOND, World, new, news, now_ns, running
-from tests.support.basics import PATIENCE, soon
+from tests.support.basics import PATIENCE, answered, soon
 from tests.support.clock import ManualClock
 from tests.support.commands import ROOT, Done, invoke
 from tests.support.proxies import TcpProxy
@@ -96,7 +97,7 @@ async def test_without_a_stream_for_an_hour_none_is_lost(client: FloeClient, cap
     assert f"{world.prefix}.*.>" in told
 
 
-async def _reached(world: World, count: int) -> bool:
+async def reached(world: World, count: int) -> bool:
     return await world.count() >= count
 
 
@@ -143,10 +144,8 @@ async def test_without_a_usable_lease_nothing_is_sent(world: World) -> None:
     assert await world.count() == 1
 
 
-async def test_a_host_whose_clock_is_ahead_loses_none(client: FloeClient) -> None:
-    world = World(client)
-    await world.make_stream()
-    await client.api(f"STREAM.CREATE.{world.feed}", {"name": world.feed, "subjects": [world.feed], "storage": "memory"})
+async def test_a_host_whose_clock_is_ahead_loses_none(world: World) -> None:
+    await world.client.api(f"STREAM.CREATE.{world.feed}", {"name": world.feed, "subjects": [world.feed]})
     clock, sent = ManualClock(now_ns() / SECOND + 7 * 86_400), life_of("a", now_ns() - HOUR)
     async with running(world.advisories(clock=clock)) as advisories:
         advisories.take(sent, again=False)
@@ -159,15 +158,15 @@ async def test_a_host_whose_clock_is_ahead_loses_none(client: FloeClient) -> Non
 
 @pytest.mark.real
 async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces(client: FloeClient) -> None:
-    world, sent = World(client), news(50)
+    world, sent = World(client), news(20)
     await world.make_stream(subjects=[f"{world.prefix}.>", f"other{world.prefix}"])
     other = f"other{world.prefix}".encode()
-    for index, each in enumerate(sent):
-        await send(world, [each])
-        for number in range(0 if index % 10 else 5):
+    for index in range(0, 20, 4):
+        await send(world, sent[index : index + 4])
+        for number in range(5):
             client.send(frame(other, b"x", build_block([b"Nats-Msg-Id: %d.%d" % (index, number)])))
     client.send(frame(other, b"last"))
-    await soon(lambda: _reached(world, 76))
+    await soon(lambda: reached(world, 46))
     info = await client.api(f"STREAM.INFO.{world.stream}")
     await client.api(f"STREAM.MSG.DELETE.{world.stream}", {"seq": info["state"]["last_seq"]})
     ids = {each.event_id for each in await world.stored(foreign=26 - 1)}
@@ -184,9 +183,7 @@ async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces
 async def test_a_work_queue_relies_on_the_window(client: FloeClient, caplog: pytest.LogCaptureFixture) -> None:
     world, sent = World(client), news(20)
     await world.make_stream(retention="workqueue", duplicate_window=120 * SECOND)
-    config = {"name": "reader", "durable_name": "reader", "ack_policy": "explicit"}
-    asked = {"stream_name": world.stream, "config": config, "action": "create"}
-    await client.api(f"CONSUMER.CREATE.{world.stream}.reader", asked)
+    await create_consumer(client, world.stream, {"durable_name": "reader", "ack_policy": "explicit"})
     for _ in range(2):
         await send(world, sent)
     assert await world.count() == len(sent)
@@ -231,13 +228,8 @@ async def test_leaders_that_move_and_restarts_lose_and_repeat_nothing(cluster: N
     client = await connect(NatsSettings(url=cluster.urls), name="test")
     world, sent = World(client), news(4000, values=2000)
 
-    async def made() -> bool:
-        with suppress(FloeError):
-            await world.make_stream(num_replicas=3, storage="file", duplicate_window=120 * SECOND)
-            return True
-        return False
-
-    await soon(lambda: made())
+    config = {"num_replicas": 3, "storage": "file", "duplicate_window": 120 * SECOND}
+    await answered(lambda: world.make_stream(**config), FloeError)
     for _ in range(3):
         async with running(world.advisories(outbox=sent)) as advisories:
             advisories.settle()
@@ -268,7 +260,7 @@ async def test_unreliable_ones_are_published_once_and_dropped_while_the_line_is_
             advisories.settle()
             advisories.take(sent, again=False)
             assert (advisories.has_room, advisories.pending()) == (True, ())
-            await soon(lambda: _reached(world, len(sent)))
+            await soon(lambda: reached(world, len(sent)))
             once_and_in_order(await world.stored(), sent)
             await proxy.refuse()
             await soon(lambda: not cut.is_up)
@@ -277,16 +269,13 @@ async def test_unreliable_ones_are_published_once_and_dropped_while_the_line_is_
             await proxy.listen()
             assert await cut.wait_up(PATIENCE)
             advisories.take(news(7), again=False)
-            await soon(lambda: _reached(world, len(sent) + 7))
+            await soon(lambda: reached(world, len(sent) + 7))
         await cut.aclose()
         await world.client.aclose()
     assert world.counted() == {"dropped": 100, "published": len(sent) + 7}
 
 
 # `floe advisories`
-
-
-MINUTE = 60 * SECOND
 
 
 @pytest.fixture
@@ -311,21 +300,14 @@ async def store(world: World, sent: list[Advisory], foreign: int = 0) -> None:
         await advisories.drain(10)
     for _ in range(foreign):
         world.client.send(frame(f"{world.prefix}.other".encode(), b'{"protocol": "x", "value": "node1"}'))
-
-    async def there() -> bool:
-        return await world.count() == before + len(sent) + foreign
-
-    await soon(there)
-
-
-def silence(value: str, moment_ns: int, silent_ns: int = 662 * SECOND) -> Advisory:
-    return Advisory(Event.TIMEOUT, value, moment_ns - silent_ns, moment_ns)
+    await soon(lambda: reached(world, before + len(sent) + foreign))
 
 
 async def test_each_is_one_line_in_order_or_json_and_foreign_ones_are_counted(world: World, config: Path) -> None:
     empty = await floe(config, world.stream)
     assert (empty.code, empty.out, empty.err) == (0, "", "")
-    await store(world, [silence("node1", now_ns() - MINUTE), new("node2"), new("node1")], foreign=3)
+    silent = Advisory(Event.TIMEOUT, "node1", (now := now_ns()) - 722 * SECOND, now - 60 * SECOND)
+    await store(world, [silent, new("node2"), new("node1")], foreign=3)
     done = await floe(config, world.stream)
     first, second, _ = done.out.splitlines()
     assert first.endswith("] timeout node1 seen 11m2s earlier on US_EAST")

@@ -22,7 +22,7 @@ from ingress.operator.target_scan import ScannedChain, TargetScan, run_scan
 from ingress.parked import ParkedStore, State
 from ingress.rows.prepare import Oversize
 from tests.support.basics import PATIENCE, soon
-from tests.support.commands import Done, invoke, paste_checkpoint
+from tests.support.commands import Done, invoke, paste_checkpoint, ran
 from tests.support.ingress import (
     CHAIN,
     Archive,
@@ -403,13 +403,11 @@ async def test_what_a_dropped_intent_left_out_still_comes(client: FloeClient, ce
     opened = open_intent(TargetState(Checkpoint(2, created, {CHAIN: 4})), [again, rest])
     await (await centre.state(client)).save(opened, 0)
     centre.archive.objects.delete(ref.key)
-    done = await set_by_hand(centre, wanted, "--yes")
-    assert done.code == 0, done
+    assert (await set_by_hand(centre, wanted, "--yes")).code == 0
     states = {name.sequence: entry.state for name, entry in parked.entries().items()}
     assert states == {3: State.DELIVERED, 5: State.PARKED}
 
-    retried = await invoke(*parked_words(centre, "--all", "--yes"))
-    assert retried.code == 0, retried
+    await ran(*parked_words(centre, "--all", "--yes"))
     async with service(centre):
         await stands(client, centre, [1, 2, 3, 4, 6, 7, 5])
 

@@ -21,9 +21,9 @@ from floe import cli
 from infra import rights
 from infra.local.nats import NatsServer
 from infra.rights import Names, main, page_with_rights, rights_files
-from tests.integration.test_ingress_parked import make, raise_limit, with_large
+from tests.integration.test_ingress_messages import make_limited, raise_limit, with_large
 from tests.support.basics import soon
-from tests.support.commands import Done, configuration, floe
+from tests.support.commands import configuration, ran
 from tests.support.domains import hub_and_leaf
 from tests.support.egress import Bench, feed_of, publish_over
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, rows_of
@@ -40,9 +40,8 @@ def guarded(server: NatsServer) -> NatsServer:
         shutil.copy(RIGHTS / f"nats-{role}.conf", server.folder)
     hearing = (RIGHTS / "nats-ingress.conf").read_text()
     assert LEASES in hearing
-    (server.folder / "nats-deaf.conf").write_text(
-        "\n".join(each for each in hearing.splitlines() if LEASES not in each)
-    )
+    deaf = "\n".join(each for each in hearing.splitlines() if LEASES not in each)
+    (server.folder / "nats-deaf.conf").write_text(deaf)
     users = [f"{{ user: {role}, password: secret\ninclude nats-{role}.conf\n}}" for role in (*ROLES, "deaf")]
     server.extra = "authorization { users: [ {user: all, password: secret}\n" + "\n".join(users) + "\n] }"
     return server
@@ -113,32 +112,27 @@ async def test_ingress_has_its_rights(centre: Guarded, server: NatsServer, clien
 async def test_an_operator_has_its_rights(centre: Guarded, server: NatsServer, client: FloeClient) -> None:
     centre.target_settings["on_oversize"] = "park"
     centre.archive.put(with_large(501, 520, {510: 2000}))
-    await make(client, centre)
+    await make_limited(client, centre)
     async with centre.running():
         await centre.carried(client, 519)
     centre.user = "operator"
     config = ["-c", str(centre.write())]
     chain = ["--target", centre.target, "--site", "us-east", "--feed", "NODES"]
 
-    async def run(*words: str) -> Done:
-        done = await floe(*words)
-        assert done.code == 0, (words, done.err)
-        return done
-
     async def are(state: str) -> bool:
-        return [row["state"] for row in (await run("parked", "ls", *config, "--json")).json()] == [state]
+        return [row["state"] for row in (await ran("parked", "ls", *config, "--json")).json()] == [state]
 
-    await run("checkpoint", "set", *config, *chain[:2], "--from-target", "--yes")
+    await ran("checkpoint", "set", *config, *chain[:2], "--from-target", "--yes")
     for words in (["checkpoint", "set", "--sequence", "515", "--yes"], ["chain", "pause"], ["chain", "resume"]):
-        await run(*words, *config, *chain)
+        await ran(*words, *config, *chain)
     for looking in LOOKING:
-        await run(*looking.split(), *config)
+        await ran(*looking.split(), *config)
     centre.user = "ingress"
     async with centre.running():
         assert await are("parked")
-        await run("parked", "cat", *config, *chain, "--sequence", "510")
+        await ran("parked", "cat", *config, *chain, "--sequence", "510")
         await raise_limit(client, centre, 100_000)
-        await run("parked", "retry", *config, *chain, "--all", "--yes")
+        await ran("parked", "retry", *config, *chain, "--all", "--yes")
         await soon(lambda: are("delivered"))
     assert violations(server) == []
 
@@ -147,13 +141,11 @@ async def test_a_replay_and_a_drill_have_the_rights_of_the_table(centre: Guarded
     feed = ["--site", "us-east", "--feed", "NODES"]
     centre.user = "replay"
     named = ["-c", str(centre.write()), *feed]
-    done = await floe("replay", *named, "--target", "COPY", "--subject-prefix", "copy", "--create")
-    assert done.code == 0, done.err
+    await ran("replay", *named, "--target", "COPY", "--subject-prefix", "copy", "--create")
     centre.user = "drill"
-    done = await floe("drill", "-c", str(centre.write()), *feed)
-    assert done.code == 0, done.err
-    done = await floe("drill", "-c", str(centre.write()), "us-east/NODES", "--exact", "--json")
-    assert (done.code, done.json()["read_back"]) == (0, 500), done
+    await ran("drill", "-c", str(centre.write()), *feed)
+    done = await ran("drill", "-c", str(centre.write()), "us-east/NODES", "--exact", "--json")
+    assert done.json()["read_back"] == 500
 
     assert violations(server) == []
 
@@ -166,8 +158,7 @@ async def run(bench: Bench, *words: str, feed: dict[str, Any], code: int = 0) ->
     path = configuration(bench, feed)
     document = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump(document | {"nats": document["nats"] | AS_EGRESS}))
-    done = await floe(*words, "-c", str(path))
-    assert done.code == code, (words, done.out, done.err)
+    await ran(*words, "-c", str(path), code=code)
 
 
 @pytest.mark.parametrize("retention", ["limits", "workqueue"])
@@ -197,9 +188,8 @@ async def test_commands_of_a_site_have_the_rights_of_egress(server: NatsServer, 
         await soon(lambda: bench.end("NODES", 2) == 20)
     assert violations(server) == []
     await run(bench, "doctor", feed=cut)
-    assert [re.findall('"(.*?)"', each)[-1] for each in violations(server)] == ["$JS.API.INFO"], (
-        "a role needs no limits"
-    )
+    asked = [re.findall('"(.*?)"', each)[-1] for each in violations(server)]
+    assert asked == ["$JS.API.INFO"], "a role needs no limits"
 
 
 def as_egress(server: NatsServer, *names: str) -> str:

@@ -6,17 +6,15 @@ import asyncio
 import io
 import json
 import os
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.errors import AnotherWriter, ConfigError
+from common.errors import ConfigError
 from common.jetstream.api import GUARD, MARKER
-from common.jetstream.client import FloeClient, frame
+from common.jetstream.client import FloeClient
 from common.logs import configure, flush
 from common.metrics import REGISTRY
 from common.service.monitor import Health
@@ -25,7 +23,16 @@ from infra.local.nats import NatsServer
 from ingress.target import examine_target
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import floe
-from tests.support.ingress import Archive, Centre, check_exact, closed_at, make, rows_of, update
+from tests.support.ingress import (
+    Archive,
+    Centre,
+    check_exact,
+    closed_at,
+    foreign,
+    make,
+    rows_of,
+    update,
+)
 from tests.support.proxies import TcpProxy
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -47,14 +54,13 @@ async def carry_once(centre: Centre, client: FloeClient) -> None:
 async def test_a_missing_or_dangerous_target_ends_with_what_to_do(centre: Centre, client: FloeClient) -> None:
     centre.having(create=None)
     missing = await centre.ending()
-    assert isinstance(missing, ConfigError)
     assert missing.exit_code == 78
     assert missing.message == f"target {centre.target}: expected a stream, found none and no `create`"
     assert missing.hint.startswith(f"nats stream add {centre.target} --subjects '{centre.target}.>'")
 
     await make(client, centre, retention="workqueue", storage="memory")
     error = await centre.having(create={"subjects": [f"{centre.target}.>"]}).ending()
-    assert isinstance(error, ConfigError)
+    assert isinstance(error, ConfigError)  # and so has problems
     assert error.problems == (
         f"target {centre.target}: retention: expected limits (create), found workqueue",
         f"target {centre.target}: storage: expected file (create), found memory",
@@ -62,18 +68,14 @@ async def test_a_missing_or_dangerous_target_ends_with_what_to_do(centre: Centre
 
 
 async def test_a_foreign_writer_that_goes_on_ends_with_exit_code_4(centre: Centre, client: FloeClient) -> None:
-
-    async def write_on(client: FloeClient) -> None:
+    async def write_on() -> None:
         while True:
-            client.send(frame(f"{centre.target}.foreign".encode(), b"x"))
-            await asyncio.sleep(0.01)
+            await foreign(client, centre)
 
     await carry_once(centre, client)
-    writing = asyncio.create_task(write_on(client))
+    writing = asyncio.create_task(write_on())
     error = await centre.ending()
     writing.cancel()
-
-    assert isinstance(error, AnotherWriter)
     assert (error.exit_code, error.code) == (4, "E-TARGET-SHARED")
 
 
@@ -110,8 +112,8 @@ async def test_a_gone_target_is_refilled(centre: Centre, client: FloeClient, mon
         assert REGISTRY.get_sample_value("floe_ingress_stopped", {"target": centre.target}) == 1
 
         centre.archive.put(rows_of(31, 40))
-        command = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--forget"]
-        result = await floe(*command, "--yes", env={**os.environ})  # the log of this process is that of the service
+        command = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--forget", "--yes"]
+        result = await floe(*command, env={**os.environ})  # the log of this process is that of the service
         assert result.code == 0, result
         check_exact(await centre.carried(client, 40), centre.archive, centre.prefix)
         await soon(lambda: not health.problems())
@@ -140,12 +142,8 @@ async def test_a_target_that_does_not_answer_ends_the_drain_in_time(
         task = asyncio.create_task(centre.run(stop, shutdown_timeout="2s"))
         await centre.carried(client, 40)
         proxy.blackhole()
-        began = time.monotonic()
         stop.set()
-        await asyncio.wait_for(task, PATIENCE)
-        took = time.monotonic() - began
-        print(f"drained from a server that does not answer in {took:.1f} s")
-        assert took < 60
+        await asyncio.wait_for(task, 60)
         proxy.heal()
         centre.urls = [nats_url]
         async with centre.running():
@@ -213,10 +211,9 @@ async def test_checkpoint_and_status_show_how_far_everything_is(centre: Centre, 
 async def test_a_target_that_is_being_restored_is_waited_for(client: FloeClient, centre: Centre) -> None:
     """Its subjects are those of the restore until it is done."""
     centre.having(create=None)
-    guarded: dict[str, Any] = {"subjects": [f"{GUARD}{centre.target}"], "metadata": {MARKER: "0 first=1 end=30"}}
     await make(client, centre)
     await carry_once(centre, client)
-    await update(client, centre, **guarded)
+    await update(client, centre, subjects=[f"{GUARD}{centre.target}"], metadata={MARKER: "0 first=1 end=30"})
     async with centre.running() as health:
         await soon(lambda: "is being restored" in centre.status(health).get("why", ""))
         assert centre.status(health)["state"] == "waits"

@@ -17,7 +17,7 @@ from common.jetstream.pull import get_message
 from common.segments.segment import Message
 from infra.awkward import KINDS, NEEDS, publish_awkward
 from infra.local.nats import NatsServer
-from tests.integration.test_ingress_headers import ACTING, EVERYTHING, MARK
+from tests.integration.test_ingress_messages import ACTING, EVERYTHING, MARK
 from tests.support.basics import PATIENCE, AckReply, parse_ack, seeded, soon, unique
 from tests.support.headers import escape
 from tests.support.ingress import client_of

@@ -25,7 +25,7 @@ from ingress.replay.pace import MessageRate
 from ingress.replay.receipt import receipt_key
 from ingress.replay.request import ReplayOptions
 from tests.support.basics import PATIENCE
-from tests.support.commands import Done, invoke
+from tests.support.commands import Done, invoke, ran
 from tests.support.ingress import CHAIN, count_in, rows_of
 from tests.support.replay import World
 
@@ -75,8 +75,7 @@ def command(text: str, *wanted: str) -> list[str]:
 
 async def paste(text: str, *wanted: str) -> None:
     asked = ["--yes"] if "gap accept" in wanted else []
-    done = await invoke(*command(text, *wanted), *asked)
-    assert done.code == 0, (done, text)
+    await ran(*command(text, *wanted), *asked)
 
 
 # States of the world

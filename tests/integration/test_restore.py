@@ -29,10 +29,9 @@ from common.tasks import Stop
 from infra.awkward import delete, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary
 from infra.local.process import spawn
-from ingress.restore.restore import Restore, RestoreReport
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, at_length, commands_of, seeded, soon, unique
-from tests.support.commands import ROOT, configuration, floe
+from tests.support.commands import ROOT, configuration, floe, ran
 from tests.support.egress import Bench
 
 pytestmark = pytest.mark.servers
@@ -49,20 +48,43 @@ async def awkward(bench: Bench, count: int = 1500, **config: Any) -> str:
     return stream
 
 
+EXPLICIT = {"ack_policy": "explicit"}
+
+
+async def archived(bench: Bench, stream: str) -> int:
+    """Freeze and capture all of the stream; its last sequence."""
+    last = await bench.last(stream)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, last)
+    await back.capture(bench, stream, last)
+    return last
+
+
+async def loses(bench: Bench, stream: str) -> list[Message]:
+    """What the stream held, that is archived, captured and gone now."""
+    await archived(bench, stream)
+    before = await back.contents(bench, stream)
+    await bench.delete_stream(stream)
+    return before
+
+
+async def lost(
+    bench: Bench, *payloads: bytes, consumers: dict[str, dict[str, Any]] | None = None, **config: Any
+) -> tuple[str, list[Message]]:
+    """A stream of some messages that is archived and gone, and what it held."""
+    stream = await bench.make_stream(unique("R"), **config)
+    for name, consumer in (consumers or {}).items():
+        await create_consumer(bench.client, stream, {"durable_name": name, **consumer})
+    await bench.publish(stream, payloads or [b"1", b"2"])
+    return stream, await loses(bench, stream)
+
+
 async def whole(bench: Bench, stream: str) -> list[Any]:
     return [await look(bench, stream) for look in (back.contents, back.state, back.config)]
 
 
 async def reaches(bench: Bench, stream: str, last: int) -> bool:
     return await bench.last(stream) >= last
-
-
-async def archive(bench: Bench, stream: str) -> int:
-    """Freeze all of the stream; its last sequence."""
-    last = await bench.last(stream)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, last)
-    return last
 
 
 @pytest.mark.parametrize("count", [1500, at_length(300_000)])
@@ -74,8 +96,7 @@ async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer
         await create_consumer(bench.client, stream, {"durable_name": name, **config})
     await create_consumer(bench.client, stream, {"name": "passing", "inactive_threshold": 300_000_000_000})
     await back.consume(bench, stream, "pull", 40)
-    last = await archive(bench, stream)
-    await back.capture(bench, stream, last)
+    last = await archived(bench, stream)
     before = await whole(bench, stream)
     stood = await back.positions(bench, stream)
     await bench.delete_stream(stream)
@@ -84,8 +105,7 @@ async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer
     shown = await floe("restore", "-c", file, f"site/{stream}", "--dry-run", "--json")
     assert (shown.code, shown.json()["end"], shown.json()["first"]) == (0, last, 101), shown
     assert await stream_info(bench.client, stream) is None
-    done = await floe("restore", "-c", file, f"site/{stream}", "--json", "--yes", "--allow-elsewhere")
-    assert done.code == 0, done
+    done = await ran("restore", "-c", file, f"site/{stream}", "--json", "--yes", "--allow-elsewhere")
     told, rows = done.json(), len(before[0])
     assert (told["ok"], told["read_back"], told["sent_rows"], told["rows"]) == (True, rows, rows, rows)
     assert shown.json()["archived_rows"] == told["archived_rows"] == shown.json()["rows"]
@@ -143,9 +163,6 @@ async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
     assert await back.positions(bench, other) == {"c": (20, 20, 20, 20)}
 
 
-#: Of what the zoo has not.
-
-
 async def test_a_stream_that_was_never_archived_is_not_taken_for_an_empty_one(bench: Bench) -> None:
     stream = await bench.make_stream(unique("N"))
     async with bench.egress({"stream": stream}) as running:
@@ -179,7 +196,7 @@ async def test_a_schedule_that_fired_does_not_fire_again_and_one_that_became_due
     await plan("due", 8)  # long enough for the archiving on a busy machine
     due = time.monotonic() + 9
     await soon(lambda: reaches(bench, stream, 3))
-    await archive(bench, stream)
+    await archived(bench, stream)
     before = await back.contents(bench, stream)
     assert [m.sequence for m in before] == [2, 3]
     await bench.delete_stream(stream)
@@ -237,16 +254,6 @@ async def holds(bench: Bench, stream: str, count: int) -> bool:
     return info is not None and info.messages == count
 
 
-async def lost(bench: Bench, *payloads: bytes) -> tuple[str, list[Message]]:
-    """A stream of some messages that is archived and gone, and what it held."""
-    stream = await bench.make_stream(unique("R"))
-    await bench.publish(stream, payloads or [b"1", b"2"])
-    await archive(bench, stream)
-    before = await back.contents(bench, stream)
-    await bench.delete_stream(stream)
-    return stream, before
-
-
 async def in_three(bench: Bench) -> tuple[str, list[Message], list[SegmentRef]]:
     """A lost stream of 300 messages, and the three segments that it is archived in."""
     stream = await bench.make_stream(unique("R"))
@@ -257,11 +264,6 @@ async def in_three(bench: Bench) -> tuple[str, list[Message], list[SegmentRef]]:
     before = await back.contents(bench, stream)
     await bench.delete_stream(stream)
     return stream, before, bench.refs(stream)
-
-
-async def run(work: Restore) -> RestoreReport:
-    async with work.connected() as client:
-        return await work.run(client, Stop())
 
 
 async def test_what_is_not_ours_is_never_touched(bench: Bench) -> None:
@@ -298,8 +300,7 @@ async def test_a_dry_run_says_what_only_the_server_tells(bench: Bench) -> None:
 
     async def notes(stream: str, *more: str) -> str:
         file = str(configuration(bench, {"stream": stream}))
-        done = await floe("restore", "-c", file, f"site/{stream}", "--dry-run", "--json", *more)
-        assert done.code == 0, done
+        done = await ran("restore", "-c", file, f"site/{stream}", "--dry-run", "--json", *more)
         return "\n".join(done.json()["notes"])
 
     first, second, third = await asyncio.gather(notes(large), notes(small), notes(small, "--format", "files"))
@@ -308,34 +309,32 @@ async def test_a_dry_run_says_what_only_the_server_tells(bench: Bench) -> None:
     assert await stream_info(bench.client, small) is None
 
 
-async def test_what_server_and_account_have_no_room_for_is_said_at_once(
-    bench: Bench,
-) -> None:
-    stream = await bench.make_stream(unique("R"), storage="file")
-    for name in ("one", "two"):
-        await create_consumer(bench.client, stream, {"durable_name": name, "ack_policy": "explicit"})
-    await bench.publish(stream, [b"%d" % n * 2000 for n in range(100)])
-    await archive(bench, stream)
-    await back.capture(bench, stream, 100)
-    size = (await bench.client.api(f"STREAM.INFO.{stream}"))["state"]["bytes"]
+async def test_what_server_and_account_have_no_room_for_is_said_at_once(bench: Bench) -> None:
+    consumers, large = {"one": EXPLICIT, "two": EXPLICIT}, [b"%d" % n * 2000 for n in range(100)]
+    stream, _ = await lost(bench, *large, consumers=consumers, storage="file")
     limits = {
-        "max_file": f"max_file: {size - 1}",
-        "enough": f"max_file: {size + 2000}, max_streams: 2, max_consumers: 3",
+        "small": ", jetstream: {max_file: 100000}",
+        "enough": ", jetstream: {max_file: 10000000, max_streams: 2, max_consumers: 3}",
+        "none": "",
     }
-    accounts = [f"{k}: {{users: [{{user: {k}, password: p}}], jetstream: {{{v}}}}}" for k, v in limits.items()]
+    accounts = [f"{k}: {{users: [{{user: {k}, password: p}}] {more}}}" for k, more in limits.items()]
     with NatsServer(extra=f"accounts {{ {', '.join(accounts)} }}") as server:
-        for user in limits:
-            work = back.restore(bench, stream, {"url": server.url, "user": user, "password": "p"})
+        login = {user: {"url": server.url, "user": user, "password": "p"} for user in limits}
+        for user, code in (("enough", None), ("small", "E-RESTORE-ROOM")):
+            work = back.restore(bench, stream, login[user])
             _, refused = await work.look(await work.plan())
-            assert (refused and refused.code) == (None if user == "enough" else "E-RESTORE-ROOM"), refused
+            assert (refused and refused.code) == code, refused
+        with pytest.raises(ConfigError, match="JetStream") as caught:
+            await back.restored(bench, stream, nats=login["none"])
         # What a restore that was killed left makes room, since it goes first.
-        client = await connect(NatsSettings(url=server.url, user="enough", password="p"), name="test")
+        client = await connect(NatsSettings.model_validate(login["enough"]), name="test")
         guarded = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "0123"}}
         await create_stream(client, guarded)
         await client.publish(f"{GUARD}{stream}", b"x" * 3000)
-        work = back.restore(bench, stream, {"url": server.url, "user": "enough", "password": "p"})
-        assert (await run(work)).is_promoted
+        assert (await back.restored(bench, stream, nats=login["enough"])).is_promoted
         await client.aclose()
+    assert (caught.value.code, caught.value.exit_code) == ("E-JS-10039", 78)
+    assert "enable JetStream for the account" in caught.value.hint
 
 
 async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(bench: Bench) -> None:
@@ -429,18 +428,9 @@ async def test_damage_holes_and_a_tail_that_is_gone_stop_it_and_nothing_stays(be
     assert await bench.last(stream) == 300  # its sequences are not given to others
 
 
-async def with_consumer(bench: Bench, consumer: dict[str, Any], **config: Any) -> str:
-    """A stream of two messages that is archived and captured with its one consumer."""
-    stream = await bench.make_stream(unique("R"), **config)
-    await create_consumer(bench.client, stream, {"durable_name": "app", "ack_policy": "explicit", **consumer})
-    await bench.publish(stream, [b"1", b"2"])
-    await back.capture(bench, stream, await archive(bench, stream))
-    return stream
-
-
 async def test_what_an_older_server_does_not_keep_is_named_and_not_promoted_unless_allowed(bench: Bench) -> None:
-    config = {"allow_msg_ttl": True, "subject_delete_marker_ttl": 60 * NS_PER_S}
-    stream = await with_consumer(bench, {"pause_until": "2090-01-01T00:00:00Z"}, **config)
+    paused = {"paused": {**EXPLICIT, "pause_until": "2090-01-01T00:00:00Z"}}
+    stream, _ = await lost(bench, consumers=paused, allow_msg_ttl=True, subject_delete_marker_ttl=60 * NS_PER_S)
     with NatsServer(binary=nats_server_binary("2.10")) as older:
         reports = []
         for asked in ({}, {"allow_lossy": True}):
@@ -451,19 +441,20 @@ async def test_what_an_older_server_does_not_keep_is_named_and_not_promoted_unle
             assert info is not None
             assert bool(info.marker) is not reports[-1].is_promoted
     assert [(report.exit_code, report.is_promoted) for report in reports] == [(3, False), (0, True)]
-    lost = {text.split()[text.split().index("expected") + 1] for text in reports[1].not_kept}
-    assert lost == {"allow_msg_ttl", "pause_until", "subject_delete_marker_ttl"}
+    not_kept = {text.split()[text.split().index("expected") + 1] for text in reports[1].not_kept}
+    assert not_kept == {"allow_msg_ttl", "pause_until", "subject_delete_marker_ttl"}
 
 
 async def test_a_consumer_that_an_older_server_refuses_is_named_with_the_way_out(bench: Bench) -> None:
-    stream = await with_consumer(bench, {"priority_groups": ["a"], "priority_policy": "prioritized"})
+    ranked = {"ranked": {**EXPLICIT, "priority_groups": ["a"], "priority_policy": "prioritized"}}
+    stream, _ = await lost(bench, consumers=ranked)
     with NatsServer(binary=nats_server_binary("2.11")) as older:
         work = back.restore(bench, stream, {"url": older.url})
         async with work.connected() as client:
             with pytest.raises(ConfigError, match="unknown priority policy") as caught:
                 await work.run(client, Stop())
             assert await stream_info(client, stream) is None
-        assert (await run(back.restore(bench, stream, {"url": older.url}, consumers=False))).is_promoted
+        assert (await back.restored(bench, stream, nats={"url": older.url}, consumers=False)).is_promoted
     assert caught.value.code == "E-RESTORE-REFUSED"
     assert re.search(rf"floe restore -c \S+ site/{stream} --no-consumers", str(caught.value.hint))
 
@@ -484,10 +475,7 @@ async def reaching(bench: Bench, **config: Any) -> tuple[str, list[Message], lis
     for each in subscriptions:
         await each.unsubscribe()
     await bench.publish(stream, [b"4", b"5", b"6"])
-    await archive(bench, stream)
-    await back.capture(bench, stream, 6)
-    before = await back.contents(bench, stream)
-    await bench.delete_stream(stream)
+    before = await loses(bench, stream)
     await bench.client.subscribe_raw(f"push.first.{stream}", lambda _s, _r, payload, _h: heard.append(payload))
     return stream, before, heard
 
@@ -513,13 +501,12 @@ async def test_effects_elsewhere_are_shown_and_permitted_before_anything_is_made
     shown = await floe("restore", "-c", file, site, "--dry-run")
     assert [line for line in shown.out.splitlines() if "ELSEWHERE" in line] == [f"ELSEWHERE: {e}" for e in effects]
     for words in (("--yes",), ()):  # nor where nobody can be asked
-        done = await floe("restore", "-c", file, site, *words)
-        assert done.code == 1, done
+        done = await ran("restore", "-c", file, site, *words, code=1)
         assert f"error[E-RESTORE-ELSEWHERE]: stream {stream}: " in done.err
         assert all(effect in done.err for effect in effects)
         assert f"floe restore -c {file} {site} --allow-elsewhere" in done.err
         assert await stream_info(bench.client, stream) is None
-    assert (await floe("drill", "-c", file, site, "--exact")).code == 0
+    await ran("drill", "-c", file, site, "--exact")
     bare = await floe("restore", "-c", file, site, "--replicas", "3", "--no-consumers", "--yes", "--allow-elsewhere")
     assert "--replicas 1 --no-consumers --allow-elsewhere" in bare.err
     assert heard == []
@@ -545,8 +532,7 @@ async def test_push_consumers_deliver_once_nobody_hears_where_they_were_quiet(be
     file, everything = str(configuration(bench, {"stream": stream})), list[bytes]()
     words = ("restore", "-c", file, f"site/{stream}", "--yes", "--allow-elsewhere")
     listener = await bench.client.subscribe_raw(">", lambda subject, *_: everything.append(subject))
-    held = await floe(*words)
-    assert held.code == 78, held
+    held = await ran(*words, code=78)
     assert "error[E-RESTORE-DELIVER]" in held.err
     assert f"stream {stream}: is back and in use, and first, second cannot deliver yet" in held.err
     assert commands_of(held.err) == [f"floe restore -c {file} site/{stream} --allow-elsewhere"]
@@ -561,12 +547,11 @@ async def test_push_consumers_deliver_once_nobody_hears_where_they_were_quiet(be
     await listener.unsubscribe()
     looked = await floe(*words, "--dry-run")
     assert "a restore before has brought it back; to do: let first, second deliver again" in looked.out
-    done = await floe(*words)
-    assert done.code == 0, done
+    done = await ran(*words)
     assert done.out == f"stream {stream}: was brought back before; deliver again: first, second\n"
     await soon(lambda: heard == [b"4", b"5", b"6"])
     assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
-    assert (await floe(*words)).code == 78  # it is there, and nothing is left to do
+    await ran(*words, code=78)  # it is there, and nothing is left to do
 
 
 async def test_answers_that_are_lost_while_it_and_its_push_consumers_get_their_subjects_are_looked_at(

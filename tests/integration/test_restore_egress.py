@@ -28,6 +28,9 @@ from tests.support.stores import FaultyStore
 pytestmark = pytest.mark.servers
 
 
+LONG, LATE = {"segment": {"max_age": "1h"}}, [b"late %d" % n for n in range(50)]
+
+
 async def begun(bench: Bench, count: int = 200, **config: object) -> str:
     """A stream, all of it archived."""
     stream = await bench.make_stream(unique("R"), storage="file", **config)
@@ -37,10 +40,10 @@ async def begun(bench: Bench, count: int = 200, **config: object) -> str:
     return stream
 
 
-async def goes_on(bench: Bench, stream: str, last: int) -> None:
+async def goes_on(bench: Bench, stream: str) -> None:
     """New messages are archived behind what was, in the same incarnation."""
-    await bench.publish(stream, [b"new %d" % n for n in range(10)])
-    await bench.archived_to(stream, last + 10)
+    await bench.publish(stream, [b"new"] * 10)
+    await bench.archived_to(stream, 210)
     assert bench.chains.read_stream(bench.chain(stream, 1)) is None
     bench.check(stream)
 
@@ -54,18 +57,13 @@ async def test_egress_that_ran_all_the_while_goes_on(bench: Bench) -> None:
         await bench.delete_stream(stream)
         await soon(lambda: "E-SOURCE-GONE" in str(running.status(stream)))
         assert f"site/{stream} --allow-elsewhere" in str(running.status(stream)), "the consumer reaches elsewhere"
-        await under_guard(bench, stream, running)
+        config = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "x first=1 end=200"}}
+        await bench.client.api(f"STREAM.CREATE.{stream}", config)  # a restore is on its way, and far from its end
+        await soon(lambda: "E-RESTORING" in str(running.status(stream)))
+        assert bench.chains.read_stream(bench.chain(stream, 1)) is None
         assert (await back.restored(bench, stream, allow_elsewhere=True)).exit_code == 0
-        await goes_on(bench, stream, 200)
+        await goes_on(bench, stream)
     await bench.same(stream, stream)
-
-
-async def under_guard(bench: Bench, stream: str, running: Running) -> None:
-    """A restore is on its way, and far from its end."""
-    config = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "x first=1 end=200"}}
-    await bench.client.api(f"STREAM.CREATE.{stream}", config)
-    await soon(lambda: "E-RESTORING" in str(running.status(stream)))
-    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
 
 
 async def holding(bench: Bench, stream: str, running: Running, objects: FaultyStore | None = None) -> None:
@@ -73,8 +71,15 @@ async def holding(bench: Bench, stream: str, running: Running, objects: FaultySt
     await soon(lambda: running.state(stream) == "reading")
     if objects is not None:
         held_up(objects)
-    await bench.publish(stream, [b"late %d" % n for n in range(50)])
+    await bench.publish(stream, LATE)
     await running.received(stream, 250)
+
+
+async def reads_on(bench: Bench, stream: str, running: Running, last: int = 260) -> None:
+    """It reads the stream again, and has received 10 new messages of it."""
+    await soon(lambda: running.state(stream) == "reading")
+    await bench.publish(stream, [b"new"] * 10)
+    await running.received(stream, last)
 
 
 async def all_is_archived(bench: Bench, stream: str) -> None:
@@ -82,9 +87,6 @@ async def all_is_archived(bench: Bench, stream: str) -> None:
     await bench.same(stream, stream)
     assert len(bench.messages(stream)) == 260
     bench.check(stream)
-
-
-LONG = {"segment": {"max_age": "1h"}}
 
 
 async def test_what_egress_holds_of_the_lost_stream_is_put_and_comes_back(bench: Bench) -> None:
@@ -95,9 +97,7 @@ async def test_what_egress_holds_of_the_lost_stream_is_put_and_comes_back(bench:
         await bench.delete_stream(stream)
         assert (await back.restored(bench, stream)).exit_code == 0
         assert await back.contents(bench, stream) == before
-        await soon(lambda: running.state(stream) == "reading")
-        await bench.publish(stream, [b"new"] * 10)
-        await running.received(stream, 260)
+        await reads_on(bench, stream, running)
     await all_is_archived(bench, stream)
 
 
@@ -134,12 +134,8 @@ async def test_what_was_in_hand_when_the_lease_was_lost_is_put_where_the_stream_
         assert "E-SOURCE-GONE" in str(other.status(stream)), "it has the lease all the while"
         await soon(lambda: one.status(stream)["state"] == "standby")
         assert (await back.restored(bench, stream)).exit_code == 0
-        assert [each.payload for each in await back.contents(bench, stream)][200:] == [
-            b"late %d" % n for n in range(50)
-        ]
-        await soon(lambda: other.state(stream) == "reading")
-        await bench.publish(stream, [b"new"] * 10)
-        await other.received(stream, 260)
+        assert [each.payload for each in await back.contents(bench, stream)][200:] == LATE
+        await reads_on(bench, stream, other)
     await all_is_archived(bench, stream)
 
 
@@ -170,7 +166,7 @@ async def restored_without(bench: Bench) -> AsyncIterator[tuple[str, Running, Fa
         await holding(bench, stream, running, objects)
         await bench.delete_stream(stream)
         assert (await back.restored(bench, stream)).plan.end == 200
-        await bench.publish(stream, [b"other"] * 10)
+        await bench.publish(stream, [b"new"] * 10)
         yield stream, running, objects
 
 
@@ -178,7 +174,7 @@ async def test_what_egress_held_is_never_replaced_by_what_a_restored_stream_has_
     async with restored_without(bench) as (stream, running, objects):
         released(objects)
         await soon(lambda: "E-ROLLED-BACK" in str(running.status(stream)))
-    assert [m.payload for m in bench.messages(stream)][200:] == [b"late %d" % n for n in range(50)]
+    assert [m.payload for m in bench.messages(stream)][200:] == LATE
 
 
 @pytest.mark.parametrize("rows", [0, 10])
@@ -194,11 +190,9 @@ async def test_what_egress_held_is_not_put_beside_another_history(
         bench.store.put(write_segment(bench.store.new_spool(), others, **written))
         await soon(lambda: "held rows dropped" in caplog.text)
         released(objects)
-        await soon(lambda: running.state(stream) == "reading")
-        await bench.publish(stream, [b"other"] * 10)
-        await running.received(stream, 220)
+        await reads_on(bench, stream, running, 220)
     assert bench.end(stream) == 220
-    assert [m.payload for m in bench.messages(stream)][200:] == [b"other"] * (rows + 10)
+    assert [m.payload for m in bench.messages(stream)][200:] == [b"new"] * (rows + 10)
 
 
 @pytest.mark.parametrize("can_put", [True, False])
@@ -276,20 +270,16 @@ async def test_a_source_of_which_no_message_came_back_is_not_read_again(
     before = await back.contents(bench, stream)
     await bench.delete_stream(stream)
     plan = await back.planned(bench, stream)
-    assert plan.elsewhere == (
-        f"sources: takes messages from stream '{ups[0]}'",
-        f"sources: takes messages from stream '{ups[1]}'",
-        f"sources: takes messages from stream '{ups[2]}', all again: the archive has none of them",
-    )
+    taken = [f"sources: takes messages from stream '{up}'" for up in ups]
+    assert plan.elsewhere == (*taken[:2], f"{taken[2]}, all again: the archive has none of them")
     for up in ups[:2]:
         assert f"source {up}: goes on behind 30, the newest of it that is archived" in plan.notes
+        await bench.publish(up, [b"next"])
     file = str(configuration(bench, {"stream": stream}))
     drilled = await floe("drill", "-c", file, f"{SITE}/{stream}", "--exact", "--json")
     assert (drilled.code, drilled.json()["differences"]) == (0, []), drilled
     report = await back.restored(bench, stream, allow_elsewhere=True)
     assert (report.exit_code, report.not_kept) == (0, ()), [*report.lines()]
-    for up in ups[:2]:
-        await bench.publish(up, [b"next"])
     await soon(lambda: ends_at(bench, stream, 62))
     found = await back.contents(bench, stream)
     assert (found[:-2], [m.payload for m in found[-2:]]) == (before, [b"next"] * 2)
@@ -304,16 +294,13 @@ async def test_egress_goes_on_where_its_state_was_lost_and_limits_left_nothing_t
     assert (await back.restored(bench, stream)).exit_code == 0
     await bench.client.api(f"STREAM.PURGE.{stream}")
     async with bench.egress({"stream": stream}):
-        await goes_on(bench, stream, 200)
+        await goes_on(bench, stream)
 
 
 async def test_another_feed_of_the_stream_that_is_archived_further_is_named(bench: Bench) -> None:
     stream, (other, part) = await bench.make_stream(unique("T")), map(unique, "FP")
     await publish_over(bench, stream, ["a", "b"], 30, "x")
-    feeds = [
-        {"stream": stream, "name": other},
-        {"stream": stream, "name": part, "filter_subject": f"{stream}.a"},
-    ]
+    feeds = [{"stream": stream, "name": other}, {"stream": stream, "name": part, "filter_subject": f"{stream}.a"}]
     async with bench.egress({"stream": stream}, *feeds):
         for feed in (stream, other, part):
             await bench.archived_to(feed, 30)
@@ -357,8 +344,7 @@ async def test_a_stream_keeps_for_egress_what_is_published_before_it_reads_again
     async with bench.egress(feed):
         await soon(lambda: len(parts.messages()) == 40)
         await emptied(bench, stream)
-    assert [m.payload for m in parts.messages()][20:] == [
-        b"at once %d" % n for n in (*range(0, 20, 2), *range(1, 20, 2))
-    ]
+    order = (*range(0, 20, 2), *range(1, 20, 2))
+    assert [m.payload for m in parts.messages()][20:] == [b"at once %d" % n for n in order]
     assert lapses(stream) == before
     assert len(await durables(bench, stream)) == count

@@ -15,7 +15,7 @@ from compaction.retention import Retention, RetentionReport, RetentionRule
 from ingress import report
 from ingress.parked import State
 from ingress.replay.request import ReplayOptions
-from tests.integration.test_ingress_parked import check_all_once, kept, make, raise_limit, states, with_large
+from tests.integration.test_ingress_messages import check_all_once, kept, make_limited, raise_limit, states, with_large
 from tests.support.basics import commands_of, soon
 from tests.support.commands import floe
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, rows_of
@@ -52,7 +52,7 @@ async def test_a_parked_message_is_delivered_though_its_segment_is_gone(
         archive.put(with_large(first, first + 19))
     archive.put(rows_of(41, 50))
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
-    await make(client, centre)
+    await make_limited(client, centre)
     parked = await kept(client, centre)
     async with centre.running():
         await centre.carried(client, 47)

@@ -1,5 +1,5 @@
-"""An error in what a connection calls, in one of its tasks, or beside the work of a parent and its worker processes
-(`egress run --workers`), reaches whoever waits for it.
+"""An error in what a connection calls, or in one of its tasks, reaches whoever waits for it; and those in what a parent
+and its worker processes do beside their work (`egress run --workers`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ingress.publishers.publisher import Expected, Replies, Reply
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.ingress import client_of
 from tests.support.proxies import TcpProxy
-from tests.support.stores import Throw, break_sinks, count, is_no_room, no_room
+from tests.support.stores import Throw, break_sinks, count, fails, no_room
 
 pytestmark = pytest.mark.servers
 
@@ -51,12 +51,13 @@ async def proxy(nats_server: NatsServer) -> AsyncIterator[TcpProxy]:
 
 
 @pytest.fixture
-async def orphans() -> AsyncIterator[list[str]]:
-    """Errors without an owner: each of them would have ended the service."""
-    loop, found = asyncio.get_running_loop(), list[str]()
-    loop.set_exception_handler(lambda _, context: found.append(str(context.get("exception"))))
-    yield found
+async def _owned() -> AsyncIterator[None]:
+    """Every error has an owner: one without it would have ended the service."""
+    loop, orphans = asyncio.get_running_loop(), list[str]()
+    loop.set_exception_handler(lambda _, context: orphans.append(str(context.get("exception"))))
+    yield
     loop.set_exception_handler(None)
+    assert orphans == []
 
 
 async def filled(client: FloeClient) -> str:
@@ -75,31 +76,35 @@ async def filled(client: FloeClient) -> str:
     return stream
 
 
+async def through(client: FloeClient, stream: str, sink: Callable[..., None] = lambda *_: None) -> None:
+    await read_through(client, stream, 10, sink)
+
+
 async def scanning(client: FloeClient, stream: str) -> None:
     async for _ in scan(client, stream, From(1), until=10):
         pass
 
 
+@pytest.mark.usefixtures("_owned")
 @pytest.mark.parametrize("reader", ["scan", "ask", "count", "read"])
 async def test_whoever_reads_a_stream_gets_what_the_sink_raised(
-    client: FloeClient, orphans: list[str], monkeypatch: pytest.MonkeyPatch, reader: str
+    client: FloeClient, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
     """At once, and neither the connection nor the service ends."""
     stream = await filled(client)
     if reader == "read":
         with pytest.raises(MemoryError, match="no room"):
-            await asyncio.wait_for(read_through(client, stream, 10, no_room), PATIENCE)
+            await asyncio.wait_for(through(client, stream, no_room), PATIENCE)
     with monkeypatch.context() as broken:
         break_sinks(broken)
         reading = {
             "scan": lambda: scanning(client, stream),
             "ask": lambda: get_message(client, stream, 10),
             "count": lambda: run_scan(client, stream, "limits", TargetScan(0, 10)),
-            "read": lambda: read_through(client, stream, 10, lambda *_: None),
+            "read": lambda: through(client, stream),
         }[reader]()
         with pytest.raises(MemoryError, match="no room"):
             await asyncio.wait_for(reading, PATIENCE)
-    assert orphans == []
     assert client.generation == 1
 
 
@@ -133,9 +138,10 @@ async def notified(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     await follow_subject(client, unique("events"), heard, SystemClock())
 
 
+@pytest.mark.usefixtures("_owned")
 @pytest.mark.parametrize("listen", [rung, answered, notified])
 async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
-    proxy: TcpProxy, orphans: list[str], monkeypatch: pytest.MonkeyPatch, listen: Listen
+    proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch, listen: Listen
 ) -> None:
     async with client_of(proxy.url) as client:
         listening = asyncio.create_task(listen(client, monkeypatch))
@@ -146,15 +152,15 @@ async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
         with pytest.raises(MemoryError, match="no room"):
             await asyncio.wait_for(listening, PATIENCE)
         await soon(lambda: client.is_up)
-    assert orphans == []
 
 
 # The connection's own
 
 
+@pytest.mark.usefixtures("_owned")
 @pytest.mark.parametrize("name", ["round_trip", "writelines"], ids=["watchdog", "writing"])
 async def test_a_failing_task_has_the_connection_made_again(
-    nats_url: str, orphans: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+    nats_url: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Also while messages come, so that nothing looks dead."""
     async with client_of(nats_url) as other:
@@ -172,48 +178,40 @@ async def test_a_failing_task_has_the_connection_made_again(
         await soon(reconnected)
         await client.aclose()
     assert throw.left == 0
-    assert orphans == []
 
 
+@pytest.mark.usefixtures("_owned")
 async def test_an_attempt_to_connect_that_fails_as_nobody_foresaw_is_not_the_last(
-    proxy: TcpProxy, orphans: list[str], monkeypatch: pytest.MonkeyPatch
+    proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with client_of(proxy.url) as client:
         throw = Throw(monkeypatch, FloeClient, "_select_next_server")
         proxy.cut()
         await soon(lambda: client.generation > 1 and client.is_up)
     assert throw.left == 0
-    assert orphans == []
 
 
-def test_what_keeps_the_connection_away_ends_the_service(
-    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "name"), [(FloeClient, "_went_down"), (Requests, "sink")])
+def test_what_keeps_the_connection_or_its_answers_away_ends_the_service(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    Throw(monkeypatch, FloeClient, "_went_down")
-
-    async def service() -> None:
-        async with TcpProxy(nats_server.port) as proxy, client_of(proxy.url):
-            proxy.cut()
-            await asyncio.sleep(10)
-
-    with pytest.raises(Unforeseen, match="no room"):
-        asyncio.run(to_its_end(service()))
-
-
-def test_answers_that_cannot_be_handed_out_end_the_service(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything in the process that asks would wait in vain."""
-    throw = Throw(monkeypatch, Requests, "sink", 0)
+    throw = Throw(monkeypatch, owner, name, 0)
 
     async def service() -> None:
-        async with client_of(nats_url) as client:
+        async with TcpProxy(nats_server.port) as proxy, client_of(proxy.url) as client:
             throw.left = 1
+            if owner is FloeClient:
+                proxy.cut()
+                await asyncio.sleep(10)
             await stream_info(client, "NONE")
 
     with pytest.raises(Unforeseen, match="no room"):
         asyncio.run(to_its_end(service()))
 
 
-# A parent and its workers
+# Workers
+
 
 SLEEPS = "import time; time.sleep(60)"
 #: Its own end of the line is the last of `INDEX/COUNT/DESCRIPTOR`.
@@ -278,9 +276,7 @@ async def test_what_fails_in_the_parent_ends_all(monkeypatch: pytest.MonkeyPatch
         await soon(lambda: all(worker.pid for worker in supervisor.workers))
         throw.left = 1
     pids = [worker.pid for worker in supervisor.workers if worker.pid]
-    with pytest.raises(Exception) as caught:
-        await asyncio.wait_for(running, PATIENCE)
-    assert is_no_room(caught.value)
+    await fails(running)
     assert all(worker.pid == 0 for worker in supervisor.workers)
     await soon(lambda: all(map(is_gone, pids)))
 

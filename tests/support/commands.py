@@ -77,6 +77,13 @@ async def invoke(*arguments: str) -> Done:
     return await asyncio.to_thread(run_here, *arguments)
 
 
+async def ran(*arguments: str, code: int = 0) -> Done:
+    """The same of what has to end with `code`."""
+    done = await invoke(*arguments)
+    assert done.code == code, (arguments, done)
+    return done
+
+
 class _Ending(click.Command):
     """`floe`, whose log is written when it ends, as that of a process is."""
 

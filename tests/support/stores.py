@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from common.jetstream.client import FloeClient
 from common.objects.local import LocalObjects
 from common.objects.port import Body, ConditionsRefused, ObjectInfo, ObjectStore
 from common.tasks import unexpected
-from tests.support.basics import counted
+from tests.support.basics import PATIENCE, counted
 
 Fault = Callable[..., Any]
 
@@ -205,6 +205,8 @@ def break_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FloeClient, "subscribe_raw", subscribe)
 
 
-def is_no_room(error: BaseException) -> bool:
-    """Whether `error` came of what was thrown, wrapped or not."""
-    return "no room" in Unforeseen.of(error).message
+async def fails(work: Awaitable[Any]) -> None:
+    """Wait for what ends by what was thrown, wrapped or not."""
+    with pytest.raises(Exception) as caught:
+        await asyncio.wait_for(work, PATIENCE)
+    assert "no room" in Unforeseen.of(caught.value).message
