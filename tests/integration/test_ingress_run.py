@@ -18,6 +18,7 @@ from common.jetstream.client import FloeClient
 from common.metrics import REGISTRY
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
+from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from tests.support.basics import soon
 from tests.support.commands import ran
 from tests.support.ingress import (
@@ -33,6 +34,8 @@ from tests.support.ingress import (
     make,
     rows_of,
     sequences,
+    service,
+    stop_of,
     store,
     update,
 )
@@ -148,6 +151,21 @@ async def test_a_purge_takes_none_back(client: FloeClient, centre: Centre, store
     async with centre.running():
         await closed_at(client, centre, 35)
         assert sequences(await arrived(client, centre.target)) == list(range(6 + stored, 36))
+
+
+async def test_a_row_of_another_interleaving_stops(client: FloeClient, centre: Centre) -> None:
+    """Two ingresses, each with a state bucket of its own, began on one empty target: the last message agrees
+    with our intent by chance, those before it do not.
+    """
+    first, second = centre.archive.put(rows_of(1, 10)), centre.archive.put(rows_of(11, 30))
+    created = await make(client, centre)
+    pieces = [IntentPiece(each.segment, each.coverage, len(each.coverage)) for each in (first, second)]
+    await (await centre.state(client)).save(open_intent(TargetState(Checkpoint(0, created)), pieces), 0)
+    await store(client, centre, [*rows_of(1, 9), *rows_of(1001, 1001), *rows_of(11, 15)])
+    async with service(centre) as health:
+        stop = await stop_of(centre, health)
+    assert stop["code"] == "E-TARGET-SHARED"
+    assert "message 10 is us-east/NODES/0000/0 1001, expected us-east/NODES/0000/0 1..10" in stop["why"]
 
 
 # What is counted: the figures that alerts stand on

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from ingress.replay.pace import MessageRate
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, ReplayResult, Request
 from tests.support.basics import soon, unique
+from tests.support.commands import run_here
 from tests.support.egress import SITE, Bench
 from tests.support.ingress import CHAIN, PREFIX, Centre, arrived, count_in, rows_of
 from tests.support.replay import STEP_NS, World, refused
@@ -146,8 +148,8 @@ def test_one_bound_of_a_kind_and_no_option_of_another_kind_of_drill(tmp_path: Pa
         ("drill s/F --exact --storage memory --from-sequence 2", "--from-sequence, --storage: expected none with"),
         ("drill s/F --server local", "--server: expected only with --exact"),
     ):
-        done = CliRunner().invoke(cli, shlex.split(f"{words} -c {tmp_path}/none.yaml"), prog_name="floe")
-        assert (done.exit_code, expected in done.stderr) == (2, True), done.stderr
+        done = run_here(*words.split(), "-c", f"{tmp_path}/none.yaml")
+        assert (done.code, expected in done.err) == (2, True), done
 
 
 async def test_requests_that_mean_nothing_are_refused(world: World) -> None:

@@ -492,10 +492,10 @@ KINDS: dict[str, Kind] = {
 # The zoo
 
 
-async def made(bench: Bench, kind: Kind, source: str) -> Pen:
+async def made(bench: Bench, kind: Kind, source: str, **config: Any) -> Pen:
     stream = kind.name.replace("ZOO", unique("Z"))
     subjects = {"KV_": [f"$KV.{stream[3:]}.>"], "OBJ": [f"$O.{stream[4:]}.C.>", f"$O.{stream[4:]}.M.>"]}
-    given = {"subjects": subjects.get(stream[:3], [f"{stream}.>"]), "storage": "file", **kind.config}
+    given = {"subjects": subjects.get(stream[:3], [f"{stream}.>"]), "storage": "file", **kind.config, **config}
     if "mirror" in given:
         del given["subjects"]
     await bench.client.api(f"STREAM.CREATE.{stream}", {"name": stream, **named(given, stream, source)})
@@ -572,11 +572,11 @@ def is_number(line: str, count: int) -> bool:
     return count in numbers or any(bound >= count for bound in bounds)
 
 
-async def visited(bench: Bench, kinds: Mapping[str, Kind]) -> dict[str, list[str]]:
-    """The problems of each kind that has some."""
-    source = await bench.make_stream(unique("S"), storage="file")
+async def visited(bench: Bench, kinds: Mapping[str, Kind], **config: Any) -> dict[str, list[str]]:
+    """The problems of each kind that has some, `config` in each of them."""
+    source = await bench.make_stream(unique("S"), storage="file", **config)
     await bench.publish(source, [b"%d" % n for n in range(30)])
-    pens = {name: await made(bench, kind, source) for name, kind in kinds.items()}
+    pens = {name: await made(bench, kind, source, **config) for name, kind in kinds.items()}
 
     async def every(acts: Callable[[Kind], Act | None]) -> None:
         todo = [(act, pen) for name, pen in pens.items() if (act := acts(kinds[name])) is not None]
@@ -611,6 +611,15 @@ async def visited(bench: Bench, kinds: Mapping[str, Kind]) -> dict[str, list[str
 async def test_what_comes_back_is_what_was_there_or_the_plan_has_the_difference_in_numbers(bench: Bench) -> None:
     wrong = await visited(bench, KINDS)
     assert not wrong, "\n".join(f"{name}:\n  " + "\n  ".join(texts) for name, texts in wrong.items())
+
+
+HERD = ("plain", "deleted", "max_msgs", "KV of history", "consumers", "interest of two", "work queue", "cut anew")
+
+
+@pytest.mark.timing  # three servers that hear each other too late elect leaders for minutes
+async def test_what_three_servers_held_comes_back_as_it_was(clustered: Bench) -> None:
+    wrong = await visited(clustered, {n: KINDS[n] for n in (*HERD, "begins at 1000", "T, read later")}, num_replicas=3)
+    assert not wrong, wrong
 
 
 @pytest.fixture(autouse=True)
