@@ -86,6 +86,7 @@ def test_the_newest_at_or_below_a_sequence_is_meant(captures: CaptureStore, obje
     objects.put(f"{LAYOUT.captures_prefix(CHAIN, 'config')}{900:020d}-junk.json", b"{}")  # is no capture
     assert captures.config(CHAIN) == config(100, 9)
     assert captures.config(CHAIN, 99) == config(20)
+    assert captures.config(CHAIN, None, parse_time(at(8))) == config(100, 3), "of egress, where the server told none"
     assert captures.config(CHAIN, 4) is captures.consumers(CHAIN) is None
     assert captures.config(Chain("us-east", "NODES", 2)) is None
     assert [ref.end for ref in captures.ls(CHAIN, "config")] == [5, 20, 100, 100]
@@ -104,19 +105,6 @@ def test_a_capture_of_another_feed_is_refused_and_one_that_names_none_is_read(
     objects.delete(LAYOUT.capture(CaptureName(CHAIN, "config", 5, ref.name.digest)))
     stored(objects, 5, raw.replace(b'"chain":"us-east/OTHER/0001/0",', b""))
     assert captures.config(CHAIN) == msgspec.structs.replace(config(5), chain="")
-
-
-def test_what_was_captured_after_the_moment_is_not_meant(captures: CaptureStore) -> None:
-    """The server's time decides, of captures without one that of egress."""
-    moments = [parse_time(at(second)) for second in range(60)]
-    for each in (config(7, 10), config(7, 50, ts=at(20)), config(7, 5, ts=at(30)), config(9, 40)):
-        captures.put(CHAIN, each)
-    found = [captures.config(CHAIN, 8, moment) for moment in moments]
-    assert [each and each.moment for each in found] == [
-        *[None] * 10, *[at(10)] * 10, *[at(20)] * 10, *[at(30)] * 30,
-    ]  # fmt: skip
-    assert captures.config(CHAIN, None, moments[39]) == config(7, 5, ts=at(30))
-    assert captures.config(CHAIN, None, moments[40]) == config(9, 40)
 
 
 @settings(max_examples=40)

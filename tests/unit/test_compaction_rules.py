@@ -18,7 +18,7 @@ from common.segments.store import SegmentRef
 from common.segments.table import SegmentTable
 from compaction.merge import ahead
 from compaction.plan import Output, Planner, blocks, overlapping, unite
-from compaction.supersede import Supersession, contained, made_by, may_supersede, outstanding
+from compaction.supersede import contained, made_by, may_supersede, outstanding
 from compaction.tombstones import StoredTombstone, Tombstone, TombstoneIndex
 from tests.support.basics import PATIENCE, cases
 from tests.support.compaction import CHAIN, LAYOUT, NOW, TestPolicy, index_of, plan, ref
@@ -249,11 +249,6 @@ def test_a_tombstone_is_done_when_all_it_names_is_gone():
     assert index(LISTING, standing()).done() == []
     assert index([INPUTS[1], OUTPUT], standing()).done() == []
     assert index([OUTPUT], standing()).done() == [standing().key]
-
-
-def test_a_supersession_that_breaks_the_order_is_a_problem():
-    backwards = Supersession((OUTPUT,), made_by(INPUTS[0], [OUTPUT]).stretches)
-    assert "is not below all" in Tombstone.of(backwards).problem()
 
 
 def test_a_tombstone_names_segments_of_its_own_chain_only():

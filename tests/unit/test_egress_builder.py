@@ -79,20 +79,16 @@ def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
     assert bench.builder.due_in == math.inf
 
 
-def test_a_range_that_was_passed_without_rows_still_becomes_a_segment_and_an_empty_one_none() -> None:
-    bench, sampled = Bench(first=11), Bench()
+def test_what_holds_no_row_still_becomes_a_segment_and_what_covers_nothing_none() -> None:
+    bench = Bench(first=11)
     bench.builder.passed(10)
     bench.builder.close(Close.DRAIN)
     bench.pass_time(600)
     assert bench.emitted == []
-    bench.builder.passed(40)
+    bench.builder.sifted(sifted([11, 12, 40], kept=set()))
     bench.pass_time(60)
     assert bench.segments() == [(SequenceRange(11, 40), [], Close.AGE)]
-    sampled.builder.sifted(sifted([1, 2, 3], kept=set()))
-    sampled.builder.close(Close.AGE)
-    assert sampled.segments() == [(SequenceRange(1, 3), [], Close.AGE)]
-    [piece] = sampled.pieces
-    assert piece.last.sequence == 3
+    assert bench.pieces[0].last.sequence == 40
 
 
 def test_what_is_left_out_is_examined_and_accounted_for_by_its_reason() -> None:

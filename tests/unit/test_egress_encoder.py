@@ -221,14 +221,9 @@ async def test_only_who_cannot_be_asked_is_taken_to_hold_nothing_at_the_end(
     async def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
-    ended, missing, nothing = Stop(), [SequenceRange(3, 4)], SimpleNamespace()
-    parts: Any = SimpleNamespace(
-        client=SimpleNamespace(api=refuse, api_subject=str),
-        partition=SimpleNamespace(filter_subject="one.>", stream="S"),
-        pools=SimpleNamespace(io=None),
-        store=None,
-        report=None,
-    )
+    ended, missing, nothing = Stop(), [SequenceRange(3, 4)], SimpleNamespace(io=None)
+    part, client = SimpleNamespace(filter_subject="one.>", stream="S"), SimpleNamespace(api=refuse, api_subject=str)
+    parts: Any = SimpleNamespace(client=client, partition=part, pools=nothing, store=None, report=None)
     asked = SourceQuestions(parts, CHAIN, SourceStream("2026", 1, 9), nothing, ended)  # type: ignore[arg-type]
     with pytest.raises(while_it_runs):
         await asked.gone(missing)

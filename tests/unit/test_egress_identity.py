@@ -34,12 +34,7 @@ def verdict(found: SourceStream | None, *tips: tuple[int, HeldMessage], end: int
     (source(100), [(100, EQUAL)], SAME, ""),
     (source(250, NEW), [(100, ABSENT), (50, EQUAL)], SAME, ""),
     # A held tip is equal, and the source ends before the archive; or a newer one differs.
-    (
-        source(60),
-        [(100, ABSENT), (50, EQUAL)],
-        ROLLED_BACK,
-        "sequence 50 is as archived, but the stream ends at 60",
-    ),
+    (source(60), [(100, ABSENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as archived, but the stream ends at 60"),
     (source(60, NEW), [(100, ABSENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as archived, but the stream ends"),
     *(
         (source(200, created), [(100, DIFFERENT), (75, DIFFERENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as")

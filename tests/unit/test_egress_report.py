@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import exits
 from common.chain import Chain
 from common.clock import DELAYS, Backoff
 from common.errors import Stopped, Unavailable
@@ -35,7 +33,6 @@ from egress.evidence import confirm
 from egress.flush import FlushAnswer, FlushRequests
 from egress.incarnations import filters_text
 from egress.memory import LARGEST_WINDOW, MemoryBudget
-from egress.partition import repartition, resolve
 from egress.report import FeedReport, LeftOut, Unmatched, log
 from egress.watchdog import Liveness, ProgressCheck, Rise, SessionStanding, StreamLimits, left_by_age, left_by_size
 from tests.support.basics import counted, unique
@@ -227,18 +224,6 @@ def test_filters_and_what_is_left_out_are_words() -> None:
     assert str(LeftOut("", Unmatched(1, 1, "a"))) == ">: 1 message on 1 subject, a, belongs to no partition any more"
     some = LeftOut("", Unmatched(5, 2, "a", is_complete=False))
     assert str(some).startswith(">: at least 5 messages on 2 subjects, such as a,")
-
-
-def test_commands_name_the_file_that_was_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = exits.source()
-    exits.remember("my site's.yaml")
-    path = str(tmp_path / "my site's.yaml")
-    command = ["floe", "egress", "resolve", "-c", path, "F", "--partition", "2", "--same"]
-    assert shlex.split(resolve("F", "--same", 2)) == command
-    assert shlex.split(repartition("$F")) == ["floe", "egress", "repartition", "-c", path, "$F"]
-    assert exits.source() == "my site's.yaml"
-    exits.remember(before)
 
 
 async def confirmed(answers: str, clock: ManualClock) -> str:

@@ -58,11 +58,8 @@ def test_a_hole_is_late_since_the_first_segment_behind_it_came() -> None:
 def test_a_hole_stays_late_since_it_was_but_the_time_of_damage_does_not_count() -> None:
     """Compaction writes what stands behind a hole anew; a damaged segment that was removed may still be put back."""
     now, elsewhere = late(2000.0), ChainPlan(Phase.LATE, (), SequenceRange(12, 20), 500.0)
-    assert [now.since(former).waiting_since for former in (late(), late(None), late(3000.0))] == [
-        1000.0,
-        2000.0,
-        2000.0,
-    ]
+    found = [now.since(former).waiting_since for former in (late(), late(None), late(3000.0))]
+    assert found == [1000.0, 2000.0, 2000.0]
     for former in (late(phase=Phase.DAMAGED), elsewhere, ChainPlan(Phase.READY)):
         assert now.since(former) == now
 

@@ -91,10 +91,8 @@ def test_what_floe_creates_it_also_takes_and_a_target_of_the_operators_own_may_f
     ({"mirror": {"name": "X"}}, "mirror: expected none"),
     ({"sources": [{"name": "X"}]}, "sources: expected none"),
     ({"subject_transform": {"src": "a", "dest": "b"}}, "subject_transform: expected none"),
-    *(
-        ({key: True}, f"{key}: expected false, found true")
-        for key in ("sealed", "no_ack", "allow_msg_counter", "discard_new_per_subject")
-    ),
+    *(({key: True}, f"{key}: expected false, found true") for key in ("sealed", "no_ack", "allow_msg_counter")),
+    ({"discard_new_per_subject": True}, "discard_new_per_subject: expected false, found true"),
     ({"subject_delete_marker_ttl": 5}, "subject_delete_marker_ttl: expected 0, found more"),
     ({"retention": "interest"}, "retention: expected limits (create), found interest"),
     ({"storage": "memory"}, "storage: expected file (create), found memory"),
