@@ -491,9 +491,7 @@ def test_config_check_speaks_json(folder: Path):
 
 
 def test_hints_and_workers_go_on_in_the_context_of_the_command_line(folder: Path):
-    (folder / "f.yaml").write_text(
-        f"{HEAD}nats: {{url: nats://other:4222, user: u, password: p, connect_timeout: 9s}}\n"
-    )
+    (folder / "f y").write_text(f"{HEAD}nats: {{url: nats://other:4222, user: u, password: p, connect_timeout: 9s}}\n")
     seen: list[object] = []
 
     @click.command()
@@ -505,10 +503,10 @@ def test_hints_and_workers_go_on_in_the_context_of_the_command_line(folder: Path
             seen.append((nats.context, nats.url, nats.user, nats.connect_timeout))
         seen.append((exits.command("status"), command(config)[-4:]))
 
-    assert CliRunner().invoke(shown, ["-c", "f.yaml", "--context", "a b"]).exit_code == 0
-    hint = f"floe status -c {folder}/f.yaml --context 'a b'"
-    assert seen == [("a b", ("nats://127.0.0.1:4222",), "", 9.0)] * 3 + [(hint, ["-c", "f.yaml", "--context", "a b"])]
+    assert CliRunner().invoke(shown, ["-c", "f y", "--context", "a b"]).exit_code == 0
+    hint = f"floe status -c '{folder}/f y' --context 'a b'"
+    assert seen == [("a b", ("nats://127.0.0.1:4222",), "", 9.0)] * 3 + [(hint, ["-c", "f y", "--context", "a b"])]
     seen.clear()
-    assert CliRunner().invoke(shown, ["-c", "f.yaml"]).exit_code == 0
+    assert CliRunner().invoke(shown, ["-c", "f y"]).exit_code == 0
     assert seen[0] == ("", ("nats://other:4222",), "u", 9.0)
-    assert seen[3] == (f"floe status -c {folder}/f.yaml", ["egress", "run", "-c", "f.yaml"])
+    assert seen[3] == (f"floe status -c '{folder}/f y'", ["egress", "run", "-c", "f y"])
