@@ -40,22 +40,19 @@ def test_only_listed_sites_and_feeds_get_a_lane() -> None:
         registry.preparer(Chain("mars", "NODES"))
 
 
-@pytest.mark.parametrize(
-    ("positions", "chain", "found"),
-    [
+def test_a_lane_begins_and_ends() -> None:
+    for positions, chain, found in (
         ({CHAIN: 42}, CHAIN, (42, True, None)),
         ({CHAIN: 11, NEXT: 5}, CHAIN, (11, True, 10)),  # the next incarnation has begun
         ({LATEST: 7}, LATEST, (7, True, None)),  # the last incarnation that there can be
         ({}, partition(5), (0, False, 0)),  # the next one does not know this partition
-    ],
-)
-def test_a_lane_begins_and_ends(positions: dict[Chain, int], chain: Chain, found: tuple[int, bool, int | None]) -> None:
-    registry = new_registry()
-    registry.positions = positions
-    state = registry.add(chain)
-    if not positions:
-        registry.set_previous(NEXT, {0: 10})
-    assert (state.position, state.has_begun, state.end) == found
+    ):
+        registry = new_registry()
+        registry.positions = positions
+        state = registry.add(chain)
+        if not positions:
+            registry.set_previous(NEXT, {0: 10})
+        assert (state.position, state.has_begun, state.end) == found
 
 
 def test_an_incarnation_waits_for_stream_json_then_for_the_ends_of_the_one_before() -> None:

@@ -206,9 +206,8 @@ async def test_after_a_defect_a_target_begins_again_after_pauses_that_grow(monke
     assert all("nobody foresaw this" in each for each in (shown["why"], *health.problems()))
 
 
-@pytest.mark.parametrize(
-    ("error", "passes", "ends"),
-    [
+def test_what_ends_a_target_and_what_passes_by_itself() -> None:
+    for error, passes, ends in (
         *((kind("x"), True, [False, False]) for kind in (errors.Unavailable, errors.OutcomeUnknown, errors.LeaseLost)),
         (ApiError(503, 0, "x"), True, [False, False]),
         (ApiError(400, 10005, "no suitable peers for placement"), True, [False, False]),
@@ -216,11 +215,9 @@ async def test_after_a_defect_a_target_begins_again_after_pauses_that_grow(monke
         (errors.ConfigError("x", code="E-TARGET"), False, [True, False]),
         (errors.ConfigError("x", code="E-SOURCES"), False, [True, True]),
         (errors.AnotherWriter("x"), False, [True, True]),
-    ],
-)
-def test_what_ends_a_target_and_what_passes_by_itself(error: errors.FloeError, passes: bool, ends: list[bool]) -> None:
-    assert passes_by_itself(error) is passes
-    assert [ends_target(error, was_checked=each) for each in (False, True)] == ends
+    ):
+        assert passes_by_itself(error) is passes
+        assert [ends_target(error, was_checked=each) for each in (False, True)] == ends
 
 
 def test_of_several_errors_the_one_for_an_operator_leads() -> None:

@@ -13,7 +13,7 @@ from common.chain import Chain
 from common.errors import AnotherWriter, FloeError, Stopped
 from common.sequences import SequenceRange
 from ingress import checkpoint
-from ingress.checkpoint import Checkpoint, CheckpointConflict, Ending, Intent, IntentPiece, TargetState, open_intent
+from ingress.checkpoint import Checkpoint, CheckpointConflict, Ending, Intent, TargetState, open_intent
 from ingress.checkpoint_store import Stored, from_json, to_json
 from ingress.verdict import verdict as judging
 from ingress.verdict.settle import Reconciler
@@ -56,18 +56,15 @@ def test_each_message_is_found_in_its_piece_and_the_ends_of_those_that_are_store
     assert intent.ends(5) == {103: pieces[0], 105: pieces[2]}
 
 
-@pytest.mark.parametrize(
-    ("before", "pieces", "why"),
-    [
+def test_an_intent_continues_what_is_there() -> None:
+    for before, pieces, why in (
         (open_intent(state(), [piece(1, 5)]), [piece(6, 9)], "no open intent, found one after sequence 0"),
         (state({A: 11}), [piece(10, 20)], "us-east/NODES/0000/0: expected rows from 11, got 10"),
         (state({A: 11}), [piece(12, 20)], "us-east/NODES/0000/0: expected rows from 11, got 12"),
         (state(), [piece(1, 5), piece(7, 9)], "expected rows from 6, got 7"),
-    ],
-)
-def test_an_intent_continues_what_is_there(before: TargetState, pieces: list[IntentPiece], why: str) -> None:
-    with pytest.raises(CheckpointConflict, match=why):
-        open_intent(before, pieces)
+    ):
+        with pytest.raises(CheckpointConflict, match=why):
+            open_intent(before, pieces)
 
 
 def test_an_intent_without_messages_moves_positions_only_and_none_cannot_be_closed() -> None:
@@ -107,9 +104,8 @@ def stored(**changes: Any) -> bytes:
     return json.dumps({**document, **changes}).encode()
 
 
-@pytest.mark.parametrize(
-    ("raw", "why"),
-    [
+def test_a_spoiled_state_stops_the_target_and_says_why() -> None:
+    for raw, why in (
         (b"", "Expecting value"),
         (b"[]", "expected an object, found list"),
         (b"[" * 100_000, "recursion"),
@@ -124,14 +120,12 @@ def stored(**changes: Any) -> bytes:
         (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 9, 10]]}), "at most 9 of 1..9, found 10"),
         (stored(intent={"base": 0, "rows": [["us/N"]]}), "missing 4 required"),
         (stored(positions={"us-east/NODES": 12}), "expected rows from 12, got 11"),
-    ],
-)
-def test_a_spoiled_state_stops_the_target_and_says_why(raw: bytes, why: str) -> None:
-    with pytest.raises(Stopped, match="stored state of target FLEET cannot be read") as caught:
-        from_json("FLEET", raw)
+    ):
+        with pytest.raises(Stopped, match="stored state of target FLEET cannot be read") as caught:
+            from_json("FLEET", raw)
 
-    assert why in caught.value.message
-    assert caught.value.code == "E-STATE-KV"
+        assert why in caught.value.message
+        assert caught.value.code == "E-STATE-KV"
 
 
 # What the target says

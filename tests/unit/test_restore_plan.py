@@ -246,9 +246,8 @@ CAPTURED = CapturedDeletions(AT, 200, 51, 200, ((60, 69),))
 ALL_GONE = CapturedDeletions(AT, 200, 51, 200, ((51, 100),))
 
 
-@pytest.mark.parametrize(
-    ("incarnation", "first", "floor", "least", "join", "gone", "is_known", "text"),
-    [
+def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_have_had_it() -> None:
+    for incarnation, first, floor, least, join, gone, is_known, text in (
         (0, 101, 1, 1, None, None, True, "begins at 101, and the stream at 1: up to 100 sequences of 1..100 not"),
         (0, 2, 1, None, None, None, False, "nothing tells where the stream began: up to 1 sequence of 1..1 not"),
         (1, 13, 1, 5, None, None, True, NO_JOIN + "8"),
@@ -262,14 +261,10 @@ ALL_GONE = CapturedDeletions(AT, 200, 51, 200, ((51, 100),))
         (0, 101, 1, 51, None, CAPTURED, True, ": up to 40 sequences of 51..100 not archived"),  # the rest was deleted
         (0, 101, 1, 51, None, ALL_GONE, None, None),
         (0, 1, 101, 51, None, ALL_GONE, None, None),
-    ],
-)
-def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_have_had_it(
-    incarnation: int, first: int, floor: int, least: Any, join: Any, gone: Any, is_known: bool | None, text: str
-) -> None:
-    chain, deleted = replace(CHAIN, incarnation=incarnation), Fold({}, gone).deleted
-    found = list(planning.before_begin(chain, first, floor, least, join, deleted))
-    assert [(each.is_known, text in each.line) for each in found] == [(is_known, True)] * (text is not None)
+    ):
+        chain, deleted = replace(CHAIN, incarnation=incarnation), Fold({}, gone).deleted
+        found = list(planning.before_begin(chain, first, floor, least, join, deleted))
+        assert [(each.is_known, text in each.line) for each in found] == [(is_known, True)] * (text is not None)
 
 
 def test_nothing_is_missing_before_a_message_that_is_too_old_itself() -> None:
@@ -297,19 +292,16 @@ def plan_of(*parts: ReplayPart, **config: Any) -> RestorePlan:
 PUSHED = "what was deleted and comes back may push out others that lived: "
 
 
-@pytest.mark.parametrize(
-    ("limits", "note"),
-    [
+def test_the_plan_says_what_limits_do_where_deletions_are_not_known() -> None:
+    for limits, note in (
         ({"max_msgs": 15}, PUSHED + "up to 5 messages (max_msgs 15)"),
         ({"max_msgs_per_subject": 2}, PUSHED + "some of their subjects (max_msgs_per_subject 2)"),
         ({"max_msgs": 15, "discard": "new"}, "max_msgs 15 with discard new: nothing is dropped, and while there is"),
         ({"max_msgs": 20}, None),
-    ],
-)
-def test_the_plan_says_what_limits_do_where_deletions_are_not_known(limits: Any, note: str | None) -> None:
-    notes = planning.forecast(plan_of(part_of(1, 20, *range(1, 21)), **limits), 0, captured=None, skipped=())
-    said = [each for each in notes if "max_msgs" in each and "drops the oldest" not in each]
-    assert [each.startswith(note or "") for each in said] == [True] * (note is not None)
+    ):
+        notes = planning.forecast(plan_of(part_of(1, 20, *range(1, 21)), **limits), 0, captured=None, skipped=())
+        said = [each for each in notes if "max_msgs" in each and "drops the oldest" not in each]
+        assert [each.startswith(note or "") for each in said] == [True] * (note is not None)
 
 
 def test_a_partition_is_not_said_to_have_lost_what_another_one_has() -> None:

@@ -67,9 +67,8 @@ def test_pages_add_up_to_what_they_decode_to_or_are_stored_as_and_bytes_behind_t
     assert walked(page(1) + b"rubbish", rows=1) == 10
 
 
-@pytest.mark.parametrize(
-    ("data", "rows", "cause"),
-    [
+def test_pages_that_the_writer_does_not_make_are_refused() -> None:
+    for data, rows, cause in (
         (page(2_000_000_000), 5, "expected 5 values, found pages of 2000000000"),
         (page(3), 5, "page header at"),
         (page(0), 5, "a page holds no values"),
@@ -82,12 +81,10 @@ def test_pages_add_up_to_what_they_decode_to_or_are_stored_as_and_bytes_behind_t
         (page(1, kind=2), 5, "encoding 0 of a dictionary page"),
         (encoded({1: 0, 2: 10, 3: 10, 5: {1: 5, 2: 0}}), 5, "no checksum"),
         (encoded({1: 0, 2: 10, 3: 10, 4: 1}), 5, "expected data or dictionary pages"),
-    ],
-)
-def test_pages_that_the_writer_does_not_make_are_refused(data: bytes, rows: int, cause: str) -> None:
-    with pytest.raises(SegmentCorrupt) as caught:
-        walked(data, rows)
-    assert cause in caught.value.message
+    ):
+        with pytest.raises(SegmentCorrupt) as caught:
+            walked(data, rows)
+        assert cause in caught.value.message
 
 
 def test_a_subject_may_have_one_dictionary_first_and_the_first_data_page_is_where_the_metadata_says() -> None:
@@ -149,9 +146,8 @@ def test_a_structure_that_is_cut_wants_more_bytes() -> None:
             read_struct(whole[:length], BOUNDS)
 
 
-@pytest.mark.parametrize(
-    ("data", "cause"),
-    [
+def test_a_structure_that_readers_would_not_agree_on_or_with_too_many_values_is_refused() -> None:
+    for data, cause in (
         (b"\x15\x02\x05\x02\x02\x00", "field 1 comes twice"),
         (b"\x15" + b"\xff" * 9 + b"\x01\x00", "expected 32 bits"),
         (b"\x15" + b"\xff" * 11, "longer than 10 bytes"),
@@ -159,11 +155,9 @@ def test_a_structure_that_is_cut_wants_more_bytes() -> None:
         (b"\x19\xf5\xff\xff\xff\xff\x0f", "expected at most 10"),
         (b"\x19" + b"\x19" * 20, "nested deeper than 8"),
         (encoded({n: [1] * 10 for n in range(1, 12)}), "more than 100 values"),
-    ],
-)
-def test_a_structure_that_readers_would_not_agree_on_or_with_too_many_values_is_refused(data, cause: str) -> None:
-    with pytest.raises(ValueError, match=cause):
-        read_struct(data, BOUNDS)
+    ):
+        with pytest.raises(ValueError, match=cause):
+            read_struct(data, BOUNDS)
 
 
 # Metadata that end the process when pyarrow looks at them

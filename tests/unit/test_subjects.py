@@ -106,9 +106,8 @@ def test_a_transform_of_the_configuration_is_applied(tmp_path: Path) -> None:
     assert loaded(tmp_path, "nodes.*.>", "fleet.{{wildcard(1)}}.>") == "fleet.one.x"
 
 
-@pytest.mark.parametrize(
-    ("source", "destination", "problem"),
-    [
+def test_a_mistake_is_told_with_its_place(tmp_path: Path) -> None:
+    for source, destination, problem in (
         ("nodes.*", "fleet.$2", r"9:63: .*destination: \$2: expected the number of a \* of the source, source has 1"),
         ("nodes.*", "fleet.{{random(3)}}", "expected a function that gives the same each time"),
         ("nodes.*", "fleet.{{wildcard(1}}", "expected one of wildcard, partition, split"),
@@ -116,11 +115,9 @@ def test_a_transform_of_the_configuration_is_applied(tmp_path: Path) -> None:
         ("nodes.*", "fleet.*", r"expected \$n or {{wildcard\(n\)}} in the place of"),
         ("nodes.>", "fleet.a", "expected a last > in both or in none"),
         ("nodes.*", "fleet..a", "without empty tokens"),
-    ],
-)
-def test_a_mistake_is_told_with_its_place(tmp_path: Path, source: str, destination: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        loaded(tmp_path, source, destination)
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            loaded(tmp_path, source, destination)
 
 
 def test_bytes_that_are_no_text_are_cut_like_others_and_what_the_source_does_not_match_stays() -> None:
