@@ -201,14 +201,11 @@ def test_every_row_once_and_in_order_through_compaction_and_restarts(tmp_path: P
         rows_limit = rng.choice([None, 3, 17])
         end = stream.latest(position, rows=rows_limit, segments=None if rows_limit else rng.choice([None, 1, 4]))
         if rng.random() < 0.3:
-            compacted()
+            archive.age_all(1000)
+            run(tmp_path)
         for name, sequence in read(archive, stream_of(archive) if rng.random() < 0.3 else stream, position, end):
             found[name].append(sequence)
         position = json.loads(json.dumps(end))  # as a checkpoint keeps it
-
-    def compacted() -> None:
-        archive.age_all(1000)
-        run(tmp_path)
 
     for _ in range(40):
         chain = rng.choice([CHAIN, OTHER])
@@ -217,9 +214,8 @@ def test_every_row_once_and_in_order_through_compaction_and_restarts(tmp_path: P
         if rng.random() < 0.2:
             waiting.append((chain, first, ends[chain]))
         else:
-            archive.put(
-                rng.randint(max(1, first - 5), first) if rng.random() < 0.2 else first, ends[chain], chain=chain
-            )
+            again = rng.randint(max(1, first - 5), first) if rng.random() < 0.2 else first
+            archive.put(again, ends[chain], chain=chain)
         if waiting and rng.random() < 0.3:
             late = waiting.pop(0)
             archive.put(*late[1:], chain=late[0])

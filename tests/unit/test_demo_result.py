@@ -109,11 +109,8 @@ def told(*events: tuple[str, str]) -> Stories:
 
 def test_a_life_is_told_without_problems() -> None:
     events = ("new", "timeout", "recover", "timeout", "expire", "new")
-
     stories = told(*((event, str(number)) for number, event in enumerate(events)))
-
-    assert stories.problems == []
-    assert stories.counts == {"new": 2, "timeout": 2, "recover": 1, "expire": 1}
+    assert (stories.problems, stories.counts) == ([], {"new": 2, "timeout": 2, "recover": 1, "expire": 1})
 
 
 @pytest.mark.parametrize("events", ["timeout", "new recover", "new new", "new expire", "new timeout new"])

@@ -50,7 +50,7 @@ def test_documents_and_captures_of_every_version_are_read(objects: LocalObjects)
     assert [read(CHAIN) for read in reads] == [golden.CONFIG, golden.CONSUMERS, golden.DELETIONS]
 
 
-def test_segments_of_every_version_are_read(objects: LocalObjects) -> None:
+def test_segments_and_tombstones_of_every_version_are_read(objects: LocalObjects) -> None:
     store = SegmentStore(objects, LAYOUT)
     first, second, merged = store.list(CHAIN)
     for ref, rows in ((first, slice(0, 3)), (second, slice(3, 4)), (merged, slice(0, 4))):
@@ -64,16 +64,10 @@ def test_segments_of_every_version_are_read(objects: LocalObjects) -> None:
         assert footer.is_balanced()
     assert store.footer(first).ledger == Ledger(golden.LEDGERS[0])
     assert store.footer(first).unread == store.footer(merged).unread == golden.UNREAD
-    inputs = store.footer(merged).inputs
-    assert (inputs.count, store.footer(second).unread) == (2, None)
-
-
-def test_tombstones_of_every_version_are_read(objects: LocalObjects) -> None:
-    first, second, merged = (ref.name for ref in SegmentStore(objects, LAYOUT).list(CHAIN))
+    assert (store.footer(merged).inputs.count, store.footer(second).unread) == (2, None)
     tombstones = Tombstones(objects, LAYOUT)
-    [stone] = [tombstones.read(CHAIN, info) for info in tombstones.names(CHAIN)]
-    assert [ref.name for ref in stone.tombstone.superseded] == [first, second]
-    assert [ref.name for ref in stone.tombstone.superseding] == [merged]
+    [stone] = [tombstones.read(CHAIN, info).tombstone for info in tombstones.names(CHAIN)]
+    assert [ref.name for ref in (*stone.superseded, *stone.superseding)] == [first.name, second.name, merged.name]
 
 
 def newer(raw: bytes, **fields: object) -> bytes:

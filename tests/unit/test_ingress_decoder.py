@@ -305,7 +305,7 @@ async def test_a_cancelled_wait_takes_nothing_and_holds_nobody_up() -> None:
     assert budget.used == 0
 
 
-async def test_what_is_larger_than_a_budget_is_decoded_alone_in_the_process() -> None:
+async def test_what_is_larger_than_a_budget_is_decoded_alone_in_the_process_and_gives_its_bytes_back() -> None:
     alone = asyncio.Lock()
     budgets = [ByteBudget(100, alone) for _ in range(3)]
     began, go_on = list[str](), asyncio.Event()
@@ -329,10 +329,7 @@ async def test_what_is_larger_than_a_budget_is_decoded_alone_in_the_process() ->
 
     assert began == ["large", "fits", "other large", "forced large"]
     assert [budget.used for budget in budgets] == [0, 0, 0]
-
-
-async def test_decoding_that_fails_gives_its_bytes_back() -> None:
-    budget = ByteBudget(100)
+    budget = budgets[0]
     with pytest.raises(ValueError, match="damaged"):
         async with budget.decoding(1000, wait=True):
             raise ValueError("damaged")
