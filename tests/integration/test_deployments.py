@@ -24,7 +24,6 @@ from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.objects.open import open_objects
 from common.segments.documents import ChainDocument, ChainStore
-from common.service.monitor import BEAT
 from common.settings.loader import load
 from common.settings.root import Settings, StoreSettings
 from common.settings.types import parse_duration, parse_listen
@@ -443,15 +442,3 @@ async def test_the_parent_of_workers_speaks_for_all(bench: Bench):
         finally:
             process.kill()
             process.wait(PATIENCE)
-
-
-async def test_egress_that_waits_for_nats_is_well(tmp_path: Path, client: FloeClient):
-    """Whoever asks /healthz, or feeds a watchdog by it, does not start it again for that."""
-    bench = Bench(f"nats://127.0.0.1:{free_port()}", tmp_path, client)
-    running = bench.start(bench.settings({"stream": "S"}))
-    health = running.health
-    await soon(lambda: any(problem.startswith("nats: ") for problem in health.problems()))
-    for _ in range(2):
-        await soon(lambda: health.beat_age() > BEAT / 2)
-        await soon(lambda: health.beat_age() < BEAT / 2)
-    await running.drain()

@@ -75,7 +75,9 @@ def test_every_field_of_a_context_becomes_its_key(contexts: Contexts, monkeypatc
     found = with_context(NatsSettings(context="more"))
     assert (found.nkey_seed_file, found.url, found.api_prefix) == ("/n.nk", ("nats://demo.example",), "JS.acc.API")
     contexts.write("secret", token="t")
-    assert with_context(NatsSettings(context="secret")).token.get_secret_value() == "t"
+    token = with_context(NatsSettings(context="secret")).token
+    contexts.write("secret", token="later")
+    assert (token.get_secret_value(), token.read_again(), token.get_secret_value()) == ("t", True, "later")
 
 
 def test_a_way_to_authenticate_and_a_domain_of_the_configuration_replace_those_of_the_context(contexts: Contexts):
@@ -108,18 +110,6 @@ def test_an_unknown_context_is_told_with_those_that_there_are(contexts: Contexts
     assert "expected one of a, b" in refused("../x")
     contexts.write("b").write_text("[]")
     assert "expected a JSON object" in refused("b")
-
-
-async def test_a_password_of_a_context_is_read_again_when_it_is_refused(contexts: Contexts):
-    with NatsServer(users={"u": "former"}) as server:
-        contexts.write("site", url=server.url, user="u", password="former")
-        client = await connect(NatsSettings(context="site"), name="test")
-        server.extra = "authorization { users: [{user: u, password: later}] }"
-        server.restart()
-        await soon(lambda: not client.is_up)
-        contexts.write("site", url=server.url, user="u", password="later")
-        assert await client.wait_up(30)
-        await client.aclose()
 
 
 async def test_the_option_replaces_the_connection(

@@ -209,15 +209,6 @@ async def test_a_lease_that_is_kept_outlives_its_time(timed: KeyValue):
     assert await leases(timed).acquire("k") is not None
 
 
-@pytest.mark.timing
-async def test_a_lease_that_nobody_keeps_is_free_after_its_time(timed: KeyValue):
-    lease = await leases(timed).acquire("k")
-    began = time.monotonic()
-    await soon(lambda: leases(timed).acquire("k"), 2 * TTL + 1)
-    assert TTL * 0.9 < time.monotonic() - began < 2 * TTL
-    assert not lease.is_usable()
-
-
 async def test_a_cancellation_that_is_swallowed_still_ends_the_keeping(
     timed: KeyValue, monkeypatch: pytest.MonkeyPatch
 ):
@@ -275,15 +266,6 @@ async def test_a_refused_renewal_of_a_lease_that_is_ours_is_tried_again(
     await cancelled(keeping)
     await lease.release()
     assert await timed.get("k") is None
-
-
-async def test_writes_are_heard_and_so_are_releases(timed: KeyValue):
-    heard: list[tuple[str, bytes | None]] = []
-    await leases(timed).listen("a.*.*", lambda *what: heard.append(what))
-    lease = await leases(timed, "me").acquire("a.b.c")
-    await leases(timed, "me").acquire("b.b.c")
-    await lease.release()
-    await soon(lambda: heard == [("a.b.c", b"me"), ("a.b.c", None)])
 
 
 async def test_a_bucket_that_is_gone_is_found_gone_though_somebody_listens(client: FloeClient, timed: KeyValue):

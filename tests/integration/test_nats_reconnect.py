@@ -154,18 +154,6 @@ async def test_nothing_is_sent_later_or_while_it_is_down(client: FloeClient, pro
     assert await client.wait_up(PATIENCE)
 
 
-async def test_a_reply_cut_in_the_middle_reaches_nobody(client: FloeClient, proxy: TcpProxy, direct: FloeClient):
-    subject, received = unique("s"), []
-    await client.subscribe_raw(subject, lambda *m: received.append(m[2]))
-    generation = client.generation
-    proxy.cut_after("down", 1500)
-    direct.send(frame(subject.encode(), b"a" * 1000) + frame(subject.encode(), b"b" * 1000))
-    await reconnected(client, generation)
-    direct.send(frame(subject.encode(), b"c"))
-    await soon(lambda: b"c" in received)
-    assert received == [b"a" * 1000, b"c"]
-
-
 async def test_a_frame_that_the_server_refuses_costs_a_reconnect(client: FloeClient):
     generation = client.generation
     assert not await client.round_trip(0.0)

@@ -120,23 +120,6 @@ async def test_a_token_that_was_changed_is_read_again_when_the_former_is_refused
         assert settings.token.get_secret_value() == "last"
 
 
-async def test_a_bad_credentials_file_is_named_with_the_reason(tmp_path: Path):
-    """That no secret of it is shown, is tried below."""
-    operator = Operator()
-    user, good = operator.user, jwt(operator.claims, operator.owner)
-    path = tmp_path / "floe.creds"
-    settings = NatsSettings(credentials_file=str(path))
-    assert str(await refused(settings)).startswith(f"nats.credentials_file {path}: no such file or directory")
-    for text, why in (
-        ("something else", "expected a NATS user JWT, found none"),
-        (credentials("a.b.c", user), "found one that cannot be decoded"),
-        (credentials(good, user).replace(user.seed.decode(), "SUAAAAAA"), "an NKEY seed, found none that is valid"),
-        (credentials(jwt({**operator.claims, "exp": 1000}, operator.owner), user), "the JWT expired "),
-    ):
-        path.write_text(text)
-        assert why in str(await refused(settings))
-
-
 # TLS
 
 
@@ -327,8 +310,11 @@ def ways(place: Place) -> dict[str, tuple[dict[str, Any], dict[str, Any], dict[s
         "another's seed": credentials(signed, stranger.user),
         "expired": credentials(expired, operator.user),
         "no credential": CANARY,
+        "no JWT": credentials("a.b.c", operator.user),
+        "no seed": credentials(signed, operator.user).replace(seed, "SUAAAAAA"),
     }
     files = {name: {"credentials_file": place.write(f"{name}.creds", text)} for name, text in creds.items()}
+    files["no file"] = {"credentials_file": str(place.folder / "nothing.creds")}
     by_jwt = {"jwt_file": place.write("user.jwt", signed), "nkey_seed_file": place.write("u.nk", seed)}
     others = {"nkey_seed_file": place.write("other.nk", other.seed.decode())}
     right_password = {"user": "floe", "password_file": place.write("right", RIGHT)}
@@ -392,6 +378,13 @@ def ways(place: Place) -> dict[str, tuple[dict[str, Any], dict[str, Any], dict[s
     }
 
 
+CREDS_WHY = {
+    "expired": "the JWT expired ",
+    "no credential": "expected a NATS user JWT, found none",
+    "no JWT": "found one that cannot be decoded",
+    "no seed": "an NKEY seed, found none that is valid",
+    "no file": "no such file or directory",
+}
 WAYS = [
     *("tls", "mutual tls", "handshake first", "credentials file", "nkey seed", "jwt and seed", "token"),
     "user and password",
@@ -424,6 +417,9 @@ async def test_a_way_opens_a_server_and_each_wrong_secret_is_one_line(way: str, 
             # Where each side waits for the other's first word, nothing was refused: the server may just be slow.
             assert done.code in ((75, 78) if is_waiting else (77, 78)), (name, done)
             assert re.fullmatch(r"error\[.*\n", done.err), name
+            if way == "credentials file":
+                assert CREDS_WHY.get(name, "") in done.err
+                assert str(tmp_path) in done.err or name not in CREDS_WHY
             assert [secret for secret in place.secrets if secret in done.err + done.out] == []
         if way in ("handshake first", "tls"):
             assert "handshake_first" in done.err

@@ -97,18 +97,6 @@ async def test_a_stream_that_was_made_again_begins_with_nothing(site: SampledArc
 # Followed
 
 
-@pytest.mark.parametrize("place", [100, 301, 601])
-async def test_the_newest_snapshot_below_the_position_is_followed(site: SampledArchive, place: int) -> None:
-    log = busy_log()
-    site.archive(log, [100, 300, 600])
-    for position in (1, 101, 200, 301):
-        site.save(whole(site, log, position - 1), position)
-    found = await site.resume(place)
-    assert not found.rebuilt
-    assert found.read_from == max(p for p in (1, 101, 200, 301) if p <= place)
-    assert facts(await follow(site, log, place)) == facts(whole(site, log, place - 1))
-
-
 async def test_what_is_followed_keeps_its_outbox_and_of_two_at_one_position_it_is_the_one_that_knows_more(
     site: SampledArchive,
 ) -> None:
