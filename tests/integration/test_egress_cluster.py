@@ -129,9 +129,7 @@ async def test_a_leader_that_dies_in_an_older_cluster_and_comes_back_as_the_newe
             await soon(lambda: reaches(100))
             async with bench.egress({"stream": stream}, kv_replicas=3, lease_ttl="10s"):
                 await bench.archived_to(stream, 100)
-                info = await stream_info(client, stream)
-                assert info is not None
-                leader = older.server(info.leader)
+                leader = older.server((await stream_info(client, stream)).leader)
                 await asyncio.to_thread(leader.kill)
                 leader.use(nats_server_binary())
                 await asyncio.to_thread(leader.start)

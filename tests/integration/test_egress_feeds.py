@@ -177,9 +177,7 @@ async def goes_on(bench: Bench, stream: str, incarnation: int = 0) -> None:
 
 
 def check(bench: Bench, stream: str, incarnation: int) -> None:
-    document = bench.chains.read_chain(bench.chain(stream, incarnation))
-    assert document is not None
-    bench.check(stream, incarnation, document.first)
+    bench.check(stream, incarnation, bench.chains.read_chain(bench.chain(stream, incarnation)).first)
     assert set(bench.ledger(stream, incarnation)) <= {"gone_before_read", "deleted"}
 
 

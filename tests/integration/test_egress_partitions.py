@@ -115,7 +115,6 @@ async def test_created_that_drifts_does_not_stop_a_partition_without_messages(be
     stream, parts = await begun_parts(bench, 3, 60)
     key = bench.chains.layout.stream_document(parts.chain(0))
     found = bench.chains.read_stream(parts.chain(0))
-    assert found is not None
     bench.objects.put(key, replace(found, created="2001-01-01T00:00:00Z").to_json())
     async with bench.egress(feed_of(stream)) as running:
         await publish_over(bench, stream, ["0.a", "2.a"], 20, "more")
@@ -136,12 +135,11 @@ async def repartition(bench: Bench, feed: dict[str, Any], *arguments: str, failp
 
 async def until_cut(bench: Bench, feed: dict[str, Any], *arguments: str) -> Done:
     """Again and again until the leases of what was killed have expired."""
-    done = await repartition(bench, feed, "--yes", *arguments)
-    for _ in range(5):
+    for _ in range(6):
+        done = await repartition(bench, feed, "--yes", *arguments)
         if done.code != 75:
             break
         await asyncio.sleep(0.5)
-        done = await repartition(bench, feed, "--yes", *arguments)
     assert done.code == 0, done
     return done
 
@@ -184,7 +182,6 @@ async def test_a_partition_that_is_behind_reads_on_to_the_end_of_the_furthest_an
     async with bench.egress(feed):
         await bench.archived_to(stream, 250, incarnation=1)
     document = bench.chains.read_chain(Chain(SITE, stream, 1))
-    assert document is not None
     assert (document.first, document.filters, document.partitions) == (201, (), 1)
     await check_all(bench, stream, stream)
 
@@ -199,11 +196,9 @@ async def test_people_read_words_and_what_the_new_filters_leave_out(bench: Bench
         f"{stream}.1.>: 36 messages on 2 subjects, such as {stream}.1.b, belong to no partition any more",
     ]
     cut = f"3 partitions ({stream}.0.a, {stream}.0.b, {stream}.1.a)"
+    words = [f"to: {cut}", "partition 0: nothing still to read", "partition 1: 100 sequences still to read", *left]
     shown = await repartition(bench, feed, "--dry-run")
-    assert (shown.out.splitlines()[2:], shown.err) == (
-        [f"to: {cut}", "partition 0: nothing still to read", "partition 1: 100 sequences still to read", *left],
-        "",
-    )
+    assert (shown.out.splitlines()[2:], shown.err) == (words, "")
     as_json = await repartition(bench, feed, "--dry-run", "--json")
     assert [each["messages"] for each in as_json.json()["left_out"]] == [1, 36]
     unasked = await repartition(bench, feed)

@@ -40,12 +40,6 @@ async def exact(bench: Bench, stream: str, incarnation: int, first: int) -> None
     assert found.ok, found.report()
 
 
-def continuing(bench: Bench, stream: str, incarnation: int) -> StreamDocument:
-    document = bench.chains.read_stream(bench.chain(stream, incarnation))
-    assert document is not None
-    return document
-
-
 async def resolve(bench: Bench, name: str, *words: str, of: str = "") -> Done:
     """Run the command with this name, by default of the stream and of its feed."""
     return await floe("egress", "resolve", "-c", str(configuration(bench, {"stream": of or name})), name, *words)
@@ -109,7 +103,7 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
         assert done.json() == {"decided": "new incarnation", "first": {"0": 13}}
         await bench.publish(stream, [b"more"] * 4)
         await bench.archived_to(stream, 16, incarnation=1)
-    document = continuing(bench, stream, 1)
+    document = bench.chains.read_stream(bench.chain(stream, 1))
     assert (document.previous, document.continues_from, document.stream_first) == ({0: 15}, {0: 13}, 1)
     await exact(bench, stream, 1, 13)
 
@@ -164,7 +158,7 @@ async def test_an_old_incarnation_that_is_back_goes_on_behind_what_was_archived_
         assert bench.chains.read_stream(bench.chain(stream, 2)) is None
         await paste(bench, status["hint"], {"stream": stream})
         await bench.archived_to(stream, 15, incarnation=2)
-    document = continuing(bench, stream, 2)
+    document = bench.chains.read_stream(bench.chain(stream, 2))
     assert (document.previous, document.continues_from, document.continued) == ({0: 4}, {0: 11}, 0)
     await exact(bench, stream, 2, 11)
 
@@ -228,9 +222,7 @@ async def test_a_mark_or_decisions_that_cannot_be_read_stop_the_chain_and_are_fo
     await state.put(what(bench.chain(stream)), b"spoiled")
     async with bench.egress({"stream": stream}) as running:
         hint = (await running.stopped(stream))["hint"]
-        entry = await state.get(what(bench.chain(stream)))
-        assert entry is not None
-        assert entry.value == b"spoiled"
+        assert (await state.get(what(bench.chain(stream)))).value == b"spoiled"
         await paste(bench, hint, {"stream": stream})
         await bench.publish(stream, [b"more"] * 5)
         await bench.archived_to(stream, 15)

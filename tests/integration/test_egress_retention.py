@@ -29,9 +29,7 @@ async def make(bench: Bench, retention: str, **config: Any) -> str:
 
 async def held(bench: Bench, stream: str) -> int:
     """How many messages the stream holds."""
-    info = await stream_info(bench.client, stream)
-    assert info is not None
-    return info.messages
+    return (await stream_info(bench.client, stream)).messages
 
 
 async def emptied(bench: Bench, stream: str) -> None:

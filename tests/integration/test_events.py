@@ -27,7 +27,6 @@ from common.settings.root import StoreSettings
 from common.tasks import unexpected
 from infra.local.nats import NatsServer
 from ingress.discovery import notifications
-from ingress.discovery import notifications as nats_events
 from ingress.discovery.notifications import follow_queue, follow_subject
 from tests.support.basics import PATIENCE, SharedS3, counted, soon, unique
 from tests.support.ingress import CHAIN, PREFIX, Archive, Centre, check_exact, client_of, count_in, rows_of
@@ -199,7 +198,7 @@ async def test_each_instance_hears_each_message_and_listens_anew_after_a_reconne
 async def test_a_refused_subscription_is_tried_again_and_said(
     client: FloeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nats_events, "PAUSES", (0.05, 0.1))
+    monkeypatch.setattr(notifications, "PAUSES", (0.05, 0.1))
     heard = Heard()
     subscribe, refusals = client.subscribe_raw, [Refused("no right"), FloeError("away")]
 
@@ -271,7 +270,6 @@ async def test_segments_arrive_by_notifications_alone_and_a_lost_one_by_the_next
     direct = store_config(s3, bucket, s3.endpoint_url)
     with Notifying(s3.endpoint_url, nats_url, subject) as notifying:
         archive = S3Archive(store_config(s3, bucket, notifying.url), direct)
-        assert archive.quiet is not None
         archive.quiet.put(rows_of(1, 10))
         centre = S3Centre(tmp_path, archive, direct, nats_url, f"nats://{subject}")
         async with centre.running() as health:

@@ -15,6 +15,7 @@ from common.jetstream.client import PING_INTERVAL, FloeClient, connect, connecti
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from tests.support.basics import PATIENCE, counted, soon, unique
+from tests.support.ingress import client_of
 from tests.support.proxies import TcpProxy
 
 INTERVAL = 0.4  # seconds between pings where silence is to be noticed: a busy machine may be silent for as long
@@ -29,9 +30,8 @@ async def proxy(nats_server: NatsServer) -> AsyncIterator[TcpProxy]:
 @pytest.fixture
 async def direct(nats_url: str) -> AsyncIterator[FloeClient]:
     """A connection that no fault touches."""
-    client = await connect(NatsSettings(url=nats_url), name="direct")
-    yield client
-    await client.aclose()
+    async with client_of(nats_url) as client:
+        yield client
 
 
 @pytest.fixture

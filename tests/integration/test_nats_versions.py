@@ -13,6 +13,7 @@ from common.jetstream.api import stream_info
 from common.metrics import REGISTRY
 from egress.evidence import source_of
 from infra.local.nats import NatsServer, nats_server_binary
+from tests.integration.test_egress_retention import emptied
 from tests.support.basics import soon, unique
 from tests.support.egress import QUICK, Bench, Partitioned, connected, publish_over
 from tests.support.ingress import Archive, Centre
@@ -46,7 +47,6 @@ async def test_messages_go_the_whole_way_and_what_was_deleted_at_the_end_is_cove
     """Coverage past the last message delivered comes from the heartbeat's `Nats-Last-Stream`."""
     stream = await bench.make_stream(unique("WAY"))
     info = await stream_info(bench.client, stream)
-    assert info is not None
     assert (source_of(info).asked_ns is not None) == (bench.client.server_version >= (2, 10, 0)), "the answer's time"
     headers = b"NATS/1.0\r\nA: 1\r\na:  2 \r\nA: 1\r\nNats-Msg-Id: x\r\n\r\n"
     await publish_over(bench, stream, "ab", 300, "x")
@@ -82,9 +82,7 @@ async def test_a_restart_loses_nothing_and_a_stream_made_again_is_the_next(bench
         await bench.publish(stream, [b"after"] * 20)
         await bench.archived_to(stream, 40)
         await bench.same(stream, stream)
-        await bench.delete_stream(stream)
-        await bench.make_stream(stream)
-        await bench.publish(stream, [b"new"] * 30)
+        await bench.recreate(stream, [b"new"] * 30)
         await bench.archived_to(stream, 30, incarnation=1)
 
     assert [message.payload for message in bench.messages(stream, 0)] == [b"before"] * 20 + [b"after"] * 20
@@ -99,19 +97,14 @@ async def test_what_is_archived_leaves_a_stream_that_keeps_until_then(bench: Ben
         await soon(lambda: running.state(stream) == "reading")
         await bench.publish(stream, (b"%d" % n for n in range(40)))
         await bench.archived_to(stream, 40)
-        await soon(lambda: is_empty(bench, stream))
+        await emptied(bench, stream)
     async with bench.egress({"stream": stream}) as running:  # a durable that is there already is replaced
         await soon(lambda: running.state(stream) == "reading")
         await bench.publish(stream, (b"%d" % n for n in range(40, 60)))
         await bench.archived_to(stream, 60)
-        await soon(lambda: is_empty(bench, stream))
+        await emptied(bench, stream)
 
     assert [message.payload for message in bench.messages(stream)] == [b"%d" % n for n in range(60)]
-
-
-async def is_empty(bench: Bench, stream: str) -> bool:
-    info = await stream_info(bench.client, stream)
-    return info is not None and info.messages == 0
 
 
 async def test_samples_and_reliable_advisories(bench: Bench) -> None:

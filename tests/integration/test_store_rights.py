@@ -150,9 +150,7 @@ def roles(limited: SeaweedFS, nats_url: str, tmp_path: Path) -> Iterator[Roles]:
 
 def has_subjects(store: SegmentStore, ref: SegmentRef) -> bool:
     """Whether the metadata of a segment name a subject, which `store.subject_statistics` forbids here."""
-    raw = store.objects.get(ref.key)
-    assert raw is not None
-    column = pq.read_metadata(BytesIO(raw)).row_group(0).column(SCHEMA.names.index("subject"))
+    column = pq.read_metadata(BytesIO(store.objects.get(ref.key))).row_group(0).column(SCHEMA.names.index("subject"))
     return bool(column.is_stats_set or column.has_column_index)
 
 
