@@ -60,7 +60,8 @@ async def compacted(s3: SharedS3, rng: random.Random, seconds: float, engine: st
                             victim.start()
                             counts[f"SIGKILL {victim.name}"] += 1
                 runs = compactor.counts["compactions"] + 3
-                await soon(lambda: compactor.counts["compactions"] >= runs, 10 * PATIENCE, 0.3)
+                counted = compactor.counts
+                await soon(lambda: counted["compactions"] >= runs and counted["segments deleted"], 10 * PATIENCE, 0.3)
         finally:
             done.set()  # else what looks on would keep the process for ever
         await watch
