@@ -153,7 +153,6 @@ def test_a_dry_run_lists_keys_and_bytes_and_what_waits_and_why_and_until_when_an
 
 def test_wrong_options_and_configurations_have_codes_of_their_own(site: Site):
     site.compact("--level", "9", code=2)
-    site.compact("--engine", "hadoop", code=2)
     site.configure(levels=[{**LEVEL, "to": 0}])
     site.compact(code=78)
 

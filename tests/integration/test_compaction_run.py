@@ -312,25 +312,19 @@ def positions(archive: Archive, chain: Chain = CHAIN) -> list[int]:
     return sorted(ref.position for ref in list_snapshots(archive.objects, archive.layout, chain))
 
 
-def test_snapshots_but_the_newest_three_go_and_without_deletion_none(archive: Archive) -> None:
-    keys = snapshots(archive)
-    assert run(archive, NEVER, grace=None).pruned == []
-    assert all(survey.outdated == () for survey in compaction(archive, NEVER, grace=None).preview(Selection()))
-    report = run(archive, NEVER)
-    assert positions(archive) == [50, 60, 70]
-    assert ([ref.key for ref in report.pruned], report.failures) == (keys[:4], [])
-
-
-def test_only_selected_chains_are_cleared_of_snapshots_and_foreign_objects_and_other_documents_stay(
+def test_of_selected_chains_all_snapshots_but_the_newest_three_go_and_nothing_else_and_without_deletion_none(
     archive: Archive,
 ) -> None:
-    foreign = f"{archive.layout.states_prefix(OTHER)}notes.txt"
+    foreign = f"{archive.layout.states_prefix(CHAIN)}notes.txt"
     archive.objects.put(foreign, b"mine")
     archive.age(foreign, 10_000)
     before = {info.key for info in archive.objects.list("data/_floe/site=")}
-    snapshots(archive, CHAIN, OTHER)
-    run(archive, NEVER, site="eu-west")
-    assert (len(positions(archive, CHAIN)), len(positions(archive, OTHER))) == (7, 3)
+    keys = snapshots(archive, CHAIN, OTHER)
+    assert run(archive, NEVER, grace=None).pruned == []
+    assert all(survey.outdated == () for survey in compaction(archive, NEVER, grace=None).preview(Selection()))
+    report = run(archive, NEVER, site=CHAIN.site)
+    assert (positions(archive), len(positions(archive, OTHER))) == ([50, 60, 70], 7)
+    assert ([ref.key for ref in report.pruned], report.failures) == (keys[:4], [])
     assert before <= {info.key for info in archive.objects.list("data/_floe/site=")}
 
 

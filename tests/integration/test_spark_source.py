@@ -56,6 +56,7 @@ def test_what_the_options_leave_open_are_columns(archive: Archive):
     assert found.count() == 110
     assert frame(archive, site="eu-west").columns[:3] == ["feed", "incarnation", "partition"]
     assert frame(archive, incarnation=1).count() == 10
+    assert frame(archive, **ONE, columns="sequence,payload").columns == ["sequence", "payload"]
 
 
 def test_a_name_that_is_not_there_or_a_wrong_option_is_an_error_that_says_what_is(archive: Archive):
@@ -92,15 +93,6 @@ def at(sequence: int) -> str:
 def test_exactly_the_rows_that_are_asked_for_are_read(archive: Archive, options: dict, wanted: Sequence[int]):
     found = frame(archive, **ONE, **options).orderBy("sequence").toArrow()
     assert found.column("sequence").to_pylist() == [*wanted]
-
-
-def test_a_filter_of_subjects(archive: Archive):
-    wanted = frame(archive, **ONE).where("subject = 'nodes.1' OR subject LIKE 'bad.%'").orderBy("sequence").toArrow()
-    found = frame(archive, **ONE, subject="nodes.1 bad.>").orderBy("sequence").toArrow()
-    assert found.to_pylist() == wanted.to_pylist()
-    columns = frame(archive, **ONE, subject="nodes.1 bad.>", columns="sequence,payload")
-    assert columns.columns == ["sequence", "payload"]
-    assert columns.count() == wanted.num_rows
 
 
 @pytest.fixture(scope="module")
