@@ -274,13 +274,7 @@ def test_ctrl_c_at_a_question_ends_the_command(monkeypatch: pytest.MonkeyPatch):
 # Options, types, output
 
 
-@click.group()
-@click.option("-c", "--config")
-def group(config: str | None) -> None:
-    pass
-
-
-@group.command("show")
+@click.command()
 @config_option
 @json_option
 @run_command
@@ -294,14 +288,14 @@ def test_the_configuration_comes_from_the_option_the_environment_or_this_host(
     default = tmp_path / "floe.yaml"
     monkeypatch.setattr(cli_module, "DEFAULT_CONFIG", default)
 
-    def shown(words: str, environment: str = "") -> str:
-        return CliRunner().invoke(group, words.split(), env={"FLOE_CONFIG": environment}).output
+    def shown(words: str = "", environment: str = "") -> str:
+        return CliRunner().invoke(show_config, words.split(), env={"FLOE_CONFIG": environment}).output
 
-    assert f"-c FILE, FLOE_CONFIG or {default}; found none of them" in shown("show")
+    assert f"-c FILE, FLOE_CONFIG or {default}; found none of them" in shown()
     default.touch()
-    assert shown("show") == f"{default} False\n"
-    assert shown("show -c a.yaml --json", "b.yaml") == "a.yaml True\n"
-    assert shown("show", "b.yaml") == "b.yaml False\n"
+    assert shown() == f"{default} False\n"
+    assert shown("-c a.yaml --json", "b.yaml") == "a.yaml True\n"
+    assert shown("", "b.yaml") == "b.yaml False\n"
 
 
 def test_a_command_takes_its_file_by_option_and_config_check_as_an_argument_too(folder: Path):

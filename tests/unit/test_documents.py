@@ -19,7 +19,7 @@ from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, Co
 from common.segments.keys import CaptureName, Layout
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from tests.support.basics import cases
-from tests.support.stores import ClaimsInMemory, FaultyStore, answering, raising, refusing_conditions
+from tests.support.stores import ClaimsInMemory, CountingObjects, FaultyStore, answering, raising, refusing_conditions
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 LAYOUT = Layout("data")
@@ -203,17 +203,12 @@ def test_levels_are_those_that_are_open_at_once_and_not_brackets_in_texts(raw: b
             check_depth(json.dumps({text: text}).encode() + b"[" * (MAX_DEPTH + 1))
 
 
-def test_no_more_of_a_document_is_read_or_written_than_its_greatest_size(objects: LocalObjects) -> None:
+def test_no_more_of_a_document_is_read_or_written_than_its_greatest_size(tmp_path: Path) -> None:
+    objects = CountingObjects(tmp_path / "store")
     objects.put(LAYOUT.chain_document(CHAIN), b" " * (5 * 1024 * 1024))
-    lengths: list[int] = []
-
-    def noted(real: Any, key: str, **options: Any) -> Any:
-        lengths.append(options["length"])
-        return real(key, **options)
-
-    chains = ChainStore(FaultyStore(objects).on("get", noted), LAYOUT)
+    chains = ChainStore(objects, LAYOUT)
     refusal(chains.read_chain)
-    assert lengths == [1024 * 1024 + 1]
+    assert objects.read == 1024 * 1024 + 1
     with pytest.raises(DataError, match="expected at most"):
         chains.create_stream(CHAIN, StreamDocument({"x": "y" * 2_000_000}, ""))
     assert chains.read_stream(CHAIN) is None
@@ -378,3 +373,38 @@ def test_what_has_no_arbiter_is_refused_and_changes_nothing_but_a_gap_is_accepte
     gap = AcceptedGap(SequenceRange(3, 9), "gone", "me", "2026-11-20T10:00:00Z")
     assert store.accept_gap(CHAIN, gap) == store.accept_gap(CHAIN, AcceptedGap(gap.range, "again")) == gap
     assert store.gaps(CHAIN) == [gap]
+
+
+# The chain: its parts, its text, its order
+
+
+def test_a_chain_is_written_with_four_parts_and_read_back() -> None:
+    chain = Chain("us-east", "NODES", 3, 12)
+    assert str(chain) == "us-east/NODES/0003/12"
+    assert Chain.parse(str(chain)) == chain
+    assert Chain.parse("us-east/NODES") == Chain("us-east", "NODES", 0, 0)
+    assert chain.next_incarnation() == Chain("us-east", "NODES", 4, 12)
+    assert chain.log_context() == {"site": "us-east", "feed": "NODES", "incarnation": 3, "partition": 12}
+
+
+@pytest.mark.parametrize("text", ["", "us-east", "a/b/0/0/0", "a/b/x", "a/b/-1", "a//0/0", "/b"])
+def test_text_that_is_not_a_chain_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|invalid"):
+        Chain.parse(text)
+
+
+def test_parts_are_what_every_key_header_and_stream_can_carry() -> None:
+    for site in ("", "-a", "_a", "a.b", "a/b", "a b", "a" * 64, "ä", ".."):
+        with pytest.raises(ValueError, match="site"):
+            Chain(site, "F")
+    for feed in ("", "a.b", "a b", "a*", "a>", "a/b", "a\\b", "a\n", "a" * 256):
+        with pytest.raises(ValueError, match="feed"):
+            Chain("s", feed)
+    for incarnation, partition in ((-1, 0), (10000, 0), (0, -1), (0, 65536)):
+        with pytest.raises(ValueError, match="expected 0 to"):
+            Chain("s", "F", incarnation, partition)
+
+
+def test_chains_sort_by_site_feed_incarnation_partition() -> None:
+    chains = [Chain("b", "A"), Chain("a", "B"), Chain("a", "A", 1), Chain("a", "A", 0, 1), Chain("a", "A")]
+    assert [str(c) for c in sorted(chains)] == ["a/A/0000/0", "a/A/0000/1", "a/A/0001/0", "a/B/0000/0", "b/A/0000/0"]

@@ -408,16 +408,6 @@ def test_what_is_received_and_not_archived_stalls_after_its_segment_had_to_close
     assert (stall.pending, stall.heals) == ("sequences 11..60 are received and not archived", False)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=30))
-def test_a_chain_that_archives_at_each_check_never_stalls(steps: list[tuple[int, int, bool]]) -> None:
-    judge = progress().judge
-    archived = 0
-    for number, (more, behind, asks) in enumerate(steps):
-        archived += 1 + more
-        standing = SessionStanding(archived, archived + behind, archived, archived + behind + more, asks)
-        assert judge(standing, number * 59.0) is None
-
-
 # How long the source keeps it
 
 

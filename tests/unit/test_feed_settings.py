@@ -39,7 +39,6 @@ def test_a_template_gives_each_partition_its_number() -> None:
     (["a.>", ""], "expected filters, none of them empty, found ['a.>', '']"),
     (["a.>", "b", "a.>"], "expected each filter once, found 'a.>' again"),
     (["a.>", "b.*", "*.c"], "expected filters that do not overlap, found 'a.>' and '*.c'"),
-    ({"count": 2, "subject": "a"}, "expected {partition} in it where count is 2, found 'a'"),
     ({"count": 2, "subject": "a..{partition}"}, "without empty tokens, found 'a..{partition}'"),
     ({"count": 2, "subject": ">.{partition}"}, "a last > allowed"),
     ({"count": 1025, "subject": "a.{partition}"}, "expected 1 to 1024"),
@@ -48,8 +47,6 @@ def test_partitions_that_cannot_be_are_refused_with_both_sides(partitions: Any, 
     with pytest.raises(ValidationError) as caught:
         feed(partitions=partitions)
     assert expected in str(caught.value)
-    with pytest.raises(ValidationError, match="expected either filter_subject or partitions, found both"):
-        feed(filter_subject="a", partitions=["b", "c"])
 
 
 @cases(
