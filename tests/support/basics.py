@@ -158,11 +158,6 @@ def only_on_seaweedfs(why: str) -> None:
         pytest.skip(f"SeaweedFS only: {why}")
 
 
-def cases(names: str, *rows: object, ids: Any = None) -> pytest.MarkDecorator:
-    """A test of a table: `rows` of values in the order of `names`, which commas part; of one name the values."""
-    return pytest.mark.parametrize(names, rows, ids=ids)
-
-
 def at_length(*values: object) -> ParameterSet:
     """A parameter set that `make soak` runs, and `make test` does not."""
     return pytest.param(*values, marks=pytest.mark.soak)

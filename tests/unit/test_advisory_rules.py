@@ -26,7 +26,7 @@ from egress.advisories.advisory import (
 )
 from egress.advisories.outbox import HIGH_WATER, LIMIT, WAVE, Outbox, SendResult, is_late, judge_ack
 from egress.partition import partitions_of
-from tests.support.basics import cases, seeded
+from tests.support.basics import seeded
 from tests.support.clock import ManualClock
 
 CHAIN = Chain("US_EAST", "NODE_DATA")
@@ -249,14 +249,16 @@ def ack(**fields: object) -> bytes:
     return json.dumps(fields).encode()
 
 
-@cases(
-    "payload, error",
-    *((each, OutcomeUnknown) for each in (b"", b"+OK", b"[]", ack(), ack(stream="A"), ack(stream="", seq=7))),
-    *((ack(stream="A", seq=each), OutcomeUnknown) for each in (0, True, "7")),
-    (ack(stream="A", seq=7, duplicate="no"), OutcomeUnknown),
-    (ack(error={"code": 503, "err_code": 10077, "description": "maximum messages exceeded"}), ApiError),
-    (ack(error={"code": 503, "err_code": 10008, "description": "no leader"}), Unavailable),
-    (ack(stream="A", seq=7, error={"code": 400}), ApiError),
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        *((each, OutcomeUnknown) for each in (b"", b"+OK", b"[]", ack(), ack(stream="A"), ack(stream="", seq=7))),
+        *((ack(stream="A", seq=each), OutcomeUnknown) for each in (0, True, "7")),
+        (ack(stream="A", seq=7, duplicate="no"), OutcomeUnknown),
+        (ack(error={"code": 503, "err_code": 10077, "description": "maximum messages exceeded"}), ApiError),
+        (ack(error={"code": 503, "err_code": 10008, "description": "no leader"}), Unavailable),
+        (ack(stream="A", seq=7, error={"code": 400}), ApiError),
+    ],
 )
 def test_only_an_acknowledgement_of_a_stream_counts(payload: bytes, error: type[FloeError]) -> None:
     with pytest.raises(error):

@@ -15,7 +15,6 @@ from common.sequences import SequenceRange
 from compaction.source import read_stretch
 from compaction.source_options import parse_options
 from compaction.stream import FORMAT, ArchiveStream, Positions
-from tests.support.basics import cases
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, OTHER, Archive, begun, rows, run
 from tests.support.stores import FaultyStore
@@ -46,13 +45,15 @@ def read(archive: Archive, stream: ArchiveStream, start: Positions, end: Positio
     ]
 
 
-@cases(
-    "options, position",
-    ({}, 1),
-    ({"from": "latest"}, 21),
-    ({"from_sequence": "7"}, 7),
-    ({"since": "2023-11-14T22:13:20.000012Z"}, 12),
-    ({"since": "2024-01-01T00:00:00Z"}, 21),
+@pytest.mark.parametrize(
+    ("options", "position"),
+    [
+        ({}, 1),
+        ({"from": "latest"}, 21),
+        ({"from_sequence": "7"}, 7),
+        ({"since": "2023-11-14T22:13:20.000012Z"}, 12),
+        ({"since": "2024-01-01T00:00:00Z"}, 21),
+    ],
 )
 def test_where_a_query_begins_is_an_option(archive: Archive, options: dict[str, str], position: int) -> None:
     archive.put(1, 20)

@@ -31,7 +31,6 @@ from common.segments.captures import (
     to_json,
 )
 from common.segments.keys import CAPTURES, CaptureName, Layout
-from tests.support.basics import cases
 from tests.support.clock import ManualClock
 from tests.support.stores import CountingObjects, DatedObjects, answering, refusing_conditions
 
@@ -163,16 +162,18 @@ GOOD = to_json(config(5))
 FOREIGN = f"expected chain {NAME} of its name, found us-east/NODES/0000/0"
 
 
-@cases(
-    "right, wrong, why",
-    (b'"end":5', b'"end":6', "expected end 5 of its name, found 6"),
-    (b"NODES/0001", b"NODES/0000", FOREIGN),
-    (b'"chain":"', b'"ts":"soon","chain":"', "expected a time"),
-    (b'"format_version":1', b'"format_version":2', "format_version"),
-    (at(0).encode(), b"yesterday", "expected a time"),
-    (b'"end":5', b'"end":-5', "end: expected 0"),
-    (GOOD, b"not json", "malformed"),
-    (GOOD, GOOD, "digest of its name"),
+@pytest.mark.parametrize(
+    ("right", "wrong", "why"),
+    [
+        (b'"end":5', b'"end":6', "expected end 5 of its name, found 6"),
+        (b"NODES/0001", b"NODES/0000", FOREIGN),
+        (b'"chain":"', b'"ts":"soon","chain":"', "expected a time"),
+        (b'"format_version":1', b'"format_version":2', "format_version"),
+        (at(0).encode(), b"yesterday", "expected a time"),
+        (b'"end":5', b'"end":-5', "end: expected 0"),
+        (GOOD, b"not json", "malformed"),
+        (GOOD, GOOD, "digest of its name"),
+    ],
 )
 def test_a_spoiled_capture_is_never_acted_on(
     captures: CaptureStore, objects: LocalObjects, right: bytes, wrong: bytes, why: str

@@ -23,7 +23,6 @@ from common.errors import UsageError
 from common.objects.port import ObjectInfo
 from common.segments.alive import FORGOTTEN, Alive, ChainSign, Sighting, newest, process_name, to_read
 from ingress.operator.status import ChainStatus, by_newest_incarnation
-from tests.support.basics import cases
 
 CHAIN = Chain("us-east", "NODES", 2)
 PARTITION = Chain("us-east", "NODES")
@@ -109,20 +108,22 @@ def test_what_egress_says_belongs_to_the_newest_incarnation() -> None:
     assert by_newest_incarnation([CHAIN], {}) == {}
 
 
-@cases(
-    "made, fields, state, alarm",
-    (None, {}, None, False),
-    (sign(), {}, "reading", False),
-    (sign(), {"age": 46.0}, "overdue", False),
-    (sign(), {"age": 301.0}, "silent", True),
-    (sign("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
-    (sign("waiting", since=900.0), {}, "waiting", False),
-    (sign("waiting", since=600.0), {}, "waiting", True),
-    (sign("standby", since=1.0), {}, "standby", False),
-    (sign(), {"phase": "late", "lag_seconds": 200.0}, "reading", False),
-    (sign(), {"phase": "late", "lag_seconds": 400.0}, "reading", True),
-    (sign(), {"phase": "lost"}, "reading", True),
-    (None, {"phase": "stopped"}, None, True),
+@pytest.mark.parametrize(
+    ("made", "fields", "state", "alarm"),
+    [
+        (None, {}, None, False),
+        (sign(), {}, "reading", False),
+        (sign(), {"age": 46.0}, "overdue", False),
+        (sign(), {"age": 301.0}, "silent", True),
+        (sign("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
+        (sign("waiting", since=900.0), {}, "waiting", False),
+        (sign("waiting", since=600.0), {}, "waiting", True),
+        (sign("standby", since=1.0), {}, "standby", False),
+        (sign(), {"phase": "late", "lag_seconds": 200.0}, "reading", False),
+        (sign(), {"phase": "late", "lag_seconds": 400.0}, "reading", True),
+        (sign(), {"phase": "lost"}, "reading", True),
+        (None, {"phase": "stopped"}, None, True),
+    ],
 )
 def test_what_is_stopped_or_late_or_silent_for_long_is_an_alarm(
     made: ChainSign | None, fields: dict[str, Any], state: str | None, alarm: bool
@@ -151,15 +152,17 @@ def egress(problems: tuple[str, ...] = (), age: float = 0.1, **feed: Any) -> dic
     return {"parts": parts, "problems": list(problems), "heartbeat_age_seconds": age}
 
 
-@cases(
-    "document, expiry, state, said",
-    (egress(), math.inf, OK, "1 chain, 10 sequences not archived"),
-    (egress(end=0, first=15, source_last=14), math.inf, OK, "1 chain, 0 sequences not archived"),
-    (egress(), 80_000, WARNING, "expires in 80000 s"),
-    (egress(), 20_000, CRITICAL, "expires in 20000 s"),
-    (egress(state="stopped", code="E-FORKED"), math.inf, CRITICAL, ": E-FORKED"),
-    (egress(("nats data: the connection is down",)), math.inf, WARNING, "not ready: nats data"),
-    (egress(age=45.0), math.inf, CRITICAL, "hangs"),
+@pytest.mark.parametrize(
+    ("document", "expiry", "state", "said"),
+    [
+        (egress(), math.inf, OK, "1 chain, 10 sequences not archived"),
+        (egress(end=0, first=15, source_last=14), math.inf, OK, "1 chain, 0 sequences not archived"),
+        (egress(), 80_000, WARNING, "expires in 80000 s"),
+        (egress(), 20_000, CRITICAL, "expires in 20000 s"),
+        (egress(state="stopped", code="E-FORKED"), math.inf, CRITICAL, ": E-FORKED"),
+        (egress(("nats data: the connection is down",)), math.inf, WARNING, "not ready: nats data"),
+        (egress(age=45.0), math.inf, CRITICAL, "hangs"),
+    ],
 )
 def test_egress(document: dict[str, Any], expiry: float, state: CheckState, said: str) -> None:
     for found in (document, {**document, "parts": {}, "workers": {"0": document}}):
@@ -174,15 +177,17 @@ def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = ()
     return {"parts": {"target FLEET": part}, "problems": list(problems), "heartbeat_age_seconds": 0}
 
 
-@cases(
-    "document, state, said",
-    (ingress(), OK, "1 target, 1 chain, 3 s behind"),
-    (ingress(lag_seconds=1000), WARNING, "us-east/NODES/0000/0 into target FLEET: 1000 s behind"),
-    (ingress(stopped="why", code="E-LOST"), CRITICAL, "stopped: us-east/NODES/0000/0 into target FLEET: E-LOST"),
-    (ingress({"state": "stopped", "code": "E-TARGET-GONE", "chains": {}}), CRITICAL, "E-TARGET-GONE"),
-    (ingress(problems=("store: away",)), WARNING, "not ready: store: away"),
-    (ingress(source={"state": "stopped", "code": "E-FORKED"}), CRITICAL, "at its site: E-FORKED"),
-    (ingress(source={"state": "reading", "code": ""}), OK, "3 s behind"),
+@pytest.mark.parametrize(
+    ("document", "state", "said"),
+    [
+        (ingress(), OK, "1 target, 1 chain, 3 s behind"),
+        (ingress(lag_seconds=1000), WARNING, "us-east/NODES/0000/0 into target FLEET: 1000 s behind"),
+        (ingress(stopped="why", code="E-LOST"), CRITICAL, "stopped: us-east/NODES/0000/0 into target FLEET: E-LOST"),
+        (ingress({"state": "stopped", "code": "E-TARGET-GONE", "chains": {}}), CRITICAL, "E-TARGET-GONE"),
+        (ingress(problems=("store: away",)), WARNING, "not ready: store: away"),
+        (ingress(source={"state": "stopped", "code": "E-FORKED"}), CRITICAL, "at its site: E-FORKED"),
+        (ingress(source={"state": "reading", "code": ""}), OK, "3 s behind"),
+    ],
 )
 def test_ingress(document: dict[str, Any], state: CheckState, said: str) -> None:
     result = judge_ingress(document, 900, 3600)
@@ -195,17 +200,19 @@ def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> Ch
     return CheckedChain(PARTITION, end=90, egress=sighting, **fields)
 
 
-@cases(
-    "found, state, said",
-    ([chain()], OK, "1 chain, 10 sequences not archived"),
-    ([chain(None)], OK, "1 chain, 0 sequences not archived"),
-    ([chain(400)], WARNING, "no sign of life for 400 s"),
-    ([chain(state="stopped")], CRITICAL, "stopped at its site: E-FORKED"),
-    ([chain(missing=("4..7",))], CRITICAL, "4..7 missing"),
-    ([chain(damaged=("a/b.parquet",))], CRITICAL, "damaged: a/b.parquet"),
-    ([], UNKNOWN, "nothing is archived"),
-    ([chain(recreated=3600.0)], WARNING, "us-east/NODES/0000/0: the stream was made again 3600 s ago"),
-    ([chain(recreated=90_000.0)], OK, "1 chain"),
+@pytest.mark.parametrize(
+    ("found", "state", "said"),
+    [
+        ([chain()], OK, "1 chain, 10 sequences not archived"),
+        ([chain(None)], OK, "1 chain, 0 sequences not archived"),
+        ([chain(400)], WARNING, "no sign of life for 400 s"),
+        ([chain(state="stopped")], CRITICAL, "stopped at its site: E-FORKED"),
+        ([chain(missing=("4..7",))], CRITICAL, "4..7 missing"),
+        ([chain(damaged=("a/b.parquet",))], CRITICAL, "damaged: a/b.parquet"),
+        ([], UNKNOWN, "nothing is archived"),
+        ([chain(recreated=3600.0)], WARNING, "us-east/NODES/0000/0: the stream was made again 3600 s ago"),
+        ([chain(recreated=90_000.0)], OK, "1 chain"),
+    ],
 )
 def test_archive(found: list[CheckedChain], state: CheckState, said: str) -> None:
     result = judge_archive(found, 300, 3600)

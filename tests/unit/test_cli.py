@@ -46,7 +46,7 @@ from common.errors import ConfigError, LeaseLost, SegmentCorrupt, Stopped, Usage
 from common.open import load_settings
 from common.service.progress import Teller, share_text
 from egress.workers.supervisor import command
-from tests.support.basics import PATIENCE, cases
+from tests.support.basics import PATIENCE
 from tests.support.commands import Done, run_here
 
 ROOT = Path(__file__).parents[2]
@@ -88,19 +88,21 @@ def test_help_names_all_commands_and_loads_none_of_them():
     assert {*slow.split()} & {name.partition(".")[0] for name in shown.stderr.split()} == set()
 
 
-@cases(
-    "words, message",
-    ("comfig", "No such command 'comfig'. Did you mean config?"),
-    ("xyzzy", "No such command 'xyzzy'."),
-    ("--nothing", "No such option"),
-    ("config check", "Usage: floe config check [OPTIONS] FILE"),
-    ("chain pause --target T --site '' --feed '' -c no", "site '': expected 1 to 63"),
-    ("gap accept --first 1 --last 6 --site '' --feed NODES -c no", "site '': expected 1 to 63"),
-    ("checkpoint set --target T --accept --site us --feed '' -c no", "expected --site and --feed together"),
-    ("status --watch=999ms -c no", "expected from 1s to 1d, found"),
-    ("replay us/NODES --target a.b --dry-run -c no", "--target: expected a stream name"),
-    ("replay us/NODES --feed NODES --target T -c no", "found both"),
-    ("drill us/NODES --partition 1 -c no", "found both"),
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("comfig", "No such command 'comfig'. Did you mean config?"),
+        ("xyzzy", "No such command 'xyzzy'."),
+        ("--nothing", "No such option"),
+        ("config check", "Usage: floe config check [OPTIONS] FILE"),
+        ("chain pause --target T --site '' --feed '' -c no", "site '': expected 1 to 63"),
+        ("gap accept --first 1 --last 6 --site '' --feed NODES -c no", "site '': expected 1 to 63"),
+        ("checkpoint set --target T --accept --site us --feed '' -c no", "expected --site and --feed together"),
+        ("status --watch=999ms -c no", "expected from 1s to 1d, found"),
+        ("replay us/NODES --target a.b --dry-run -c no", "--target: expected a stream name"),
+        ("replay us/NODES --feed NODES --target T -c no", "found both"),
+        ("drill us/NODES --partition 1 -c no", "found both"),
+    ],
 )
 def test_a_wrong_call_ends_with_2_and_says_what_was_expected(words: str, message: str):
     """An empty name is what `--site "$SITE"` gives where the variable is not set."""
@@ -115,15 +117,17 @@ def of_chain(named: Named) -> None:
     click.echo(repr((named.site, named.feed, named.incarnation, named.partition)))
 
 
-@cases(
-    "words, code, shown",
-    ("us/NODES", 0, "('us', 'NODES', None, None)"),
-    ("us/N\u00d6DES/9999/65535", 0, "('us', 'N\u00d6DES', 9999, 65535)"),
-    ("--site us --feed NODES --incarnation 3 --partition 1", 0, "('us', 'NODES', 3, 1)"),
-    ("", 2, "Missing argument 'SITE/FEED[/INCARNATION[/PARTITION]]'"),
-    ("us/NODES --site us", 2, "expected us/NODES or --site, found both"),
-    ("us/NODES --feed NODES --partition 0", 2, "expected us/NODES or --feed --partition, found both"),
-    ("--site us", 2, "It may also be said as --site and --feed"),
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        ("us/NODES", 0, "('us', 'NODES', None, None)"),
+        ("us/N\u00d6DES/9999/65535", 0, "('us', 'N\u00d6DES', 9999, 65535)"),
+        ("--site us --feed NODES --incarnation 3 --partition 1", 0, "('us', 'NODES', 3, 1)"),
+        ("", 2, "Missing argument 'SITE/FEED[/INCARNATION[/PARTITION]]'"),
+        ("us/NODES --site us", 2, "expected us/NODES or --site, found both"),
+        ("us/NODES --feed NODES --partition 0", 2, "expected us/NODES or --feed --partition, found both"),
+        ("--site us", 2, "It may also be said as --site and --feed"),
+    ],
 )
 def test_a_chain_is_named_by_an_argument_or_by_options_and_not_by_both(words: str, code: int, shown: str):
     result = CliRunner().invoke(of_chain, words.split())
@@ -190,20 +194,22 @@ def test_poor_surroundings_do_no_harm(tmp_path: Path):
 # How a command ends
 
 
-@cases(
-    "error, code, line",
-    (Stopped("the chain stands", hint="floe gap accept"), 1, "error[E-STOPPED]: the chain stands; floe gap accept"),
-    (UsageError("first is after last"), 2, "error[E-USAGE]: first is after last"),
-    (SegmentCorrupt("no footer"), 3, "error[E-SEG-CORRUPT]: no footer"),
-    (ConfigError("a", "b"), 78, "error[E-CONFIG]: a\nerror[E-CONFIG]: b"),
-    (Stopped("forged\nline"), 1, "error[E-STOPPED]: forged\\nline"),
-    (OSError(errno.ENOSPC, "No space left", "/spool/x"), 1, "error[E-DISK]: /spool/x: No space left"),
-    (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "error[E-OS]: /x: Permission denied"),
-    (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "error[E-OS]: Broken pipe"),  # of a connection
-    (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a bug; --debug or FLOE_DEBUG=1 shows where"),
-    (BaseExceptionGroup("tasks", [asyncio.CancelledError(), Stopped("c")]), 1, "error[E-STOPPED]: c"),
-    (KeyboardInterrupt(), 130, ""),
-    (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (Stopped("the chain stands", hint="floe gap accept"), 1, "error[E-STOPPED]: the chain stands; floe gap accept"),
+        (UsageError("first is after last"), 2, "error[E-USAGE]: first is after last"),
+        (SegmentCorrupt("no footer"), 3, "error[E-SEG-CORRUPT]: no footer"),
+        (ConfigError("a", "b"), 78, "error[E-CONFIG]: a\nerror[E-CONFIG]: b"),
+        (Stopped("forged\nline"), 1, "error[E-STOPPED]: forged\\nline"),
+        (OSError(errno.ENOSPC, "No space left", "/spool/x"), 1, "error[E-DISK]: /spool/x: No space left"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "error[E-OS]: /x: Permission denied"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "error[E-OS]: Broken pipe"),  # of a connection
+        (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a bug; --debug or FLOE_DEBUG=1 shows where"),
+        (BaseExceptionGroup("tasks", [asyncio.CancelledError(), Stopped("c")]), 1, "error[E-STOPPED]: c"),
+        (KeyboardInterrupt(), 130, ""),
+        (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
+    ],
 )
 def test_an_error_is_a_line_on_stderr_and_an_exit_code(error: BaseException, code: int, line: str):
     assert end(raising(error)) == (code, "", line and line + "\n")
@@ -327,13 +333,15 @@ def test_commands_and_options_are_completed_in_each_shell():
         assert f"_FLOE_COMPLETE={shell}_complete" in run_here("completion", shell).out
 
 
-@cases(
-    "text, moment",
-    ("2026-01-02T03:04:05+01:00", Moment("2026-01-02T03:04:05+01:00")),
-    ("-2h", Moment(ago=7200)),
-    ("1h 30m ago", Moment(ago=5400)),
-    ("2026-01-02 03:04", Moment("2026-01-02T03:04:00+02:00", zone="EET")),
-    ("2026-01-02", Moment("2026-01-02T00:00:00+02:00", zone="EET")),
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("2026-01-02T03:04:05+01:00", Moment("2026-01-02T03:04:05+01:00")),
+        ("-2h", Moment(ago=7200)),
+        ("1h 30m ago", Moment(ago=5400)),
+        ("2026-01-02 03:04", Moment("2026-01-02T03:04:00+02:00", zone="EET")),
+        ("2026-01-02", Moment("2026-01-02T00:00:00+02:00", zone="EET")),
+    ],
 )
 def test_a_time_is_said_in_many_ways(text: str, moment: Moment):
     assert Moment.parse(text, timezone(timedelta(hours=2), "EET")) == moment
@@ -347,11 +355,13 @@ def test_what_is_no_time_is_refused():
             Moment.parse(text)
 
 
-@cases(
-    "zone, told",
-    ("nonsense", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=nonsense)"),
-    ("XYZ-3", "2026-01-02T03:04:00+03:00 (XYZ, the zone of this host)"),
-    ("GMT0", "2026-01-02T03:04:00+00:00 (GMT, the zone of this host)"),
+@pytest.mark.parametrize(
+    ("zone", "told"),
+    [
+        ("nonsense", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=nonsense)"),
+        ("XYZ-3", "2026-01-02T03:04:00+03:00 (XYZ, the zone of this host)"),
+        ("GMT0", "2026-01-02T03:04:00+00:00 (GMT, the zone of this host)"),
+    ],
 )
 def test_the_zone_that_a_time_was_read_by_is_said(zone: str, told: str, monkeypatch: pytest.MonkeyPatch):
     @click.command()
@@ -378,15 +388,17 @@ def typed(sequence: int | None, age: float, size: int) -> None:
     click.echo(f"{sequence} {age} {size}")
 
 
-@cases(
-    "words, code, shown",
-    ("", 0, "None 300.0 1048576\n"),
-    ("--sequence 9223372036854775807 --age 1h30m --size 64K", 0, "9223372036854775807 5400.0 65536\n"),
-    ("--sequence 0", 2, "expected a sequence from 1 to 9223372036854775807, found '0'"),
-    ("--sequence 9223372036854775808", 2, "expected a sequence from 1"),
-    ("--sequence ٣", 2, "expected a sequence from 1"),
-    ("--age 5", 2, "expected a duration such as"),
-    ("--size 5X", 2, "expected a size such as"),
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        ("", 0, "None 300.0 1048576\n"),
+        ("--sequence 9223372036854775807 --age 1h30m --size 64K", 0, "9223372036854775807 5400.0 65536\n"),
+        ("--sequence 0", 2, "expected a sequence from 1 to 9223372036854775807, found '0'"),
+        ("--sequence 9223372036854775808", 2, "expected a sequence from 1"),
+        ("--sequence ٣", 2, "expected a sequence from 1"),
+        ("--age 5", 2, "expected a duration such as"),
+        ("--size 5X", 2, "expected a size such as"),
+    ],
 )
 def test_parameters_have_the_units_of_the_configuration_and_others_are_refused(words: str, code: int, shown: str):
     result = CliRunner().invoke(typed, words.split())

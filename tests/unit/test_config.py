@@ -20,7 +20,6 @@ from common.service.monitor import Health, Monitor
 from common.settings.loader import load, load_document, parse, parse_documents
 from common.settings.root import Settings, StoreSettings
 from common.settings.service import MonitorTlsSettings, NatsSettings
-from tests.support.basics import cases
 
 HEAD = "site: us-east\nstore: {url: s3://floe}\n"
 
@@ -65,13 +64,15 @@ def test_all_problems_are_told_at_once_with_file_line_column_path_expected_and_f
     ]
 
 
-@cases(
-    "text, told",
-    ("site: a\nSTORE: {URL: 'file:///b'}\n", ["2:1: STORE: store", "2:9: store.URL: url"]),
-    ("sites: x\n", ["1:1: sites: site"]),
-    (HEAD + "log: {level: info}\nlogg: {levle: info}\n", ["4:1: logg: log"]),
-    (f"{HEAD}loq: {{}}\n---\n{HEAD}sites: x\n", ["3:1: loq: log", "7:1: sites: site"]),
-    (HEAD + "egress: {defaults: {segmnt: {}}, feeds: [{stream: A}]}\n", ["3:21: egress.defaults.segmnt: segment"]),
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("site: a\nSTORE: {URL: 'file:///b'}\n", ["2:1: STORE: store", "2:9: store.URL: url"]),
+        ("sites: x\n", ["1:1: sites: site"]),
+        (HEAD + "log: {level: info}\nlogg: {levle: info}\n", ["4:1: logg: log"]),
+        (f"{HEAD}loq: {{}}\n---\n{HEAD}sites: x\n", ["3:1: loq: log", "7:1: sites: site"]),
+        (HEAD + "egress: {defaults: {segmnt: {}}, feeds: [{stream: A}]}\n", ["3:21: egress.defaults.segmnt: segment"]),
+    ],
 )
 def test_a_mistyped_key_is_told_once_with_what_was_meant(text: str, told: list[str]):
     unknown = [line for line in problems(text) if "unknown key" in line]
@@ -138,31 +139,33 @@ def test_text_that_only_yaml_1_1_would_change_stays_text_and_a_number_is_written
         assert problems(HEAD + f"egress: {{kv_replicas: {value}}}\n") == told
 
 
-@cases(
-    "text, expected",
-    ("a: !!python/object/apply:os.system ['touch /tmp/owned']\n", "f.yaml:1:4: a: expected a value, found the tag"),
-    ("site: !custom x\n", "f.yaml:1:7: site: expected a value, found the tag !custom: remove it"),
-    ("site: &a x\n", "f.yaml:1:7: site: expected a value, found the anchor &a: remove it"),
-    ("site: *a\n", "f.yaml:1:7: site: expected a value, found the alias *a: write it out"),
-    ("log: {<<: {level: info}}\n", "f.yaml:1:7: log.<<: expected a key, found a merge key: write it out"),
-    ("log: {? [a] : b}\n", "f.yaml:1:9: log: expected a key, found a mapping or a list"),
-    ("a: [\n", "f.yaml:2:1: expected YAML: while parsing a flow node"),
-    ("a:\n\tb: c\n", "f.yaml:2:1: expected YAML: while scanning for the next token found character '\\t'"),
-    ("a: \x07\n", "f.yaml:1:4: expected text, found the character"),
-    ("", "f.yaml:1:1: expected a mapping, found an empty file"),
-    ("---\n", "f.yaml:2:1: expected a mapping at the top, found nothing"),
-    ("- a\n", "f.yaml:1:1: expected a mapping at the top, found a list"),
-    (b"\xff\xfes\x00i\x00", "f.yaml: expected UTF-8 text, found UTF-16"),
-    (b"\x89PNG\r\n", "f.yaml: expected UTF-8 text, found other bytes at offset 0"),
-    (b"#" * (1024 * 1024 + 1), "f.yaml: expected at most 1048576 bytes, found more"),
-    # A parser that went through these would take minutes, and a reader that calls itself would end.
-    ("a: " + "[" * 500_000, "f.yaml:1:36: expected at most 32 levels, found more"),
-    ("a: {" + "? {" * 300_000, "expected at most 32 levels, found more"),
-    ("a: [" + "[]," * 60_000, "expected at most 50000 keys and values, found more"),
-    (
-        "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)),
-        "the anchor &a0",
-    ),
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: !!python/object/apply:os.system ['touch /tmp/owned']\n", "f.yaml:1:4: a: expected a value, found the tag"),
+        ("site: !custom x\n", "f.yaml:1:7: site: expected a value, found the tag !custom: remove it"),
+        ("site: &a x\n", "f.yaml:1:7: site: expected a value, found the anchor &a: remove it"),
+        ("site: *a\n", "f.yaml:1:7: site: expected a value, found the alias *a: write it out"),
+        ("log: {<<: {level: info}}\n", "f.yaml:1:7: log.<<: expected a key, found a merge key: write it out"),
+        ("log: {? [a] : b}\n", "f.yaml:1:9: log: expected a key, found a mapping or a list"),
+        ("a: [\n", "f.yaml:2:1: expected YAML: while parsing a flow node"),
+        ("a:\n\tb: c\n", "f.yaml:2:1: expected YAML: while scanning for the next token found character '\\t'"),
+        ("a: \x07\n", "f.yaml:1:4: expected text, found the character"),
+        ("", "f.yaml:1:1: expected a mapping, found an empty file"),
+        ("---\n", "f.yaml:2:1: expected a mapping at the top, found nothing"),
+        ("- a\n", "f.yaml:1:1: expected a mapping at the top, found a list"),
+        (b"\xff\xfes\x00i\x00", "f.yaml: expected UTF-8 text, found UTF-16"),
+        (b"\x89PNG\r\n", "f.yaml: expected UTF-8 text, found other bytes at offset 0"),
+        (b"#" * (1024 * 1024 + 1), "f.yaml: expected at most 1048576 bytes, found more"),
+        # A parser that went through these would take minutes, and a reader that calls itself would end.
+        ("a: " + "[" * 500_000, "f.yaml:1:36: expected at most 32 levels, found more"),
+        ("a: {" + "? {" * 300_000, "expected at most 32 levels, found more"),
+        ("a: [" + "[]," * 60_000, "expected at most 50000 keys and values, found more"),
+        (
+            "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)),
+            "the anchor &a0",
+        ),
+    ],
     ids=lambda value: repr(value[:40]),
 )
 def test_what_is_not_plain_yaml_is_refused_with_its_place_before_all_of_it_is_parsed(text: str | bytes, expected: str):
@@ -237,12 +240,14 @@ def test_a_secret_file_that_cannot_be_read_is_told_without_its_content(tmp_path:
     ]
 
 
-@cases(
-    "name, told",
-    ("pipe", "expected a mapping, found an empty file"),
-    ("/dev/zero", "expected a file that can be read, found: is no regular file"),
-    (".", "expected a file that can be read, found: is a directory"),
-    ("x.yaml", "x.yaml: expected a file that can be read, found: no such file or directory"),
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("pipe", "expected a mapping, found an empty file"),
+        ("/dev/zero", "expected a file that can be read, found: is no regular file"),
+        (".", "expected a file that can be read, found: is a directory"),
+        ("x.yaml", "x.yaml: expected a file that can be read, found: no such file or directory"),
+    ],
 )
 def test_a_configuration_that_is_no_file_is_refused_at_once(name: str, told: str, tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
@@ -254,16 +259,18 @@ def _monitor_tls(**files: str) -> None:
     Monitor("127.0.0.1:0", Health(SystemClock()), tls=MonitorTlsSettings(**files)).start()
 
 
-@cases(
-    "use, keys",
-    (lambda **files: credential(NatsSettings(**files), SystemClock()), "credentials_file"),
-    (lambda **files: credential(NatsSettings(**files), SystemClock()), "nkey_seed_file"),
-    (lambda **files: credential(NatsSettings(nkey_seed_file="/no", **files), SystemClock()), "jwt_file"),
-    (lambda **files: tls_context(NatsSettings(tls=files)), "ca"),
-    (lambda **files: tls_context(NatsSettings(tls=files)), "cert key"),
-    (_monitor_tls, "cert key"),
-    (lambda **files: open_objects(StoreSettings(url="s3://floe", tls=files)), "ca"),
-    (lambda context: with_context(NatsSettings(context=context)), "context"),
+@pytest.mark.parametrize(
+    ("use", "keys"),
+    [
+        (lambda **files: credential(NatsSettings(**files), SystemClock()), "credentials_file"),
+        (lambda **files: credential(NatsSettings(**files), SystemClock()), "nkey_seed_file"),
+        (lambda **files: credential(NatsSettings(nkey_seed_file="/no", **files), SystemClock()), "jwt_file"),
+        (lambda **files: tls_context(NatsSettings(tls=files)), "ca"),
+        (lambda **files: tls_context(NatsSettings(tls=files)), "cert key"),
+        (_monitor_tls, "cert key"),
+        (lambda **files: open_objects(StoreSettings(url="s3://floe", tls=files)), "ca"),
+        (lambda context: with_context(NatsSettings(context=context)), "context"),
+    ],
     ids=["credentials", "seed", "jwt", "nats ca", "nats cert", "monitor", "store ca", "context"],
 )
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
@@ -356,14 +363,16 @@ def test_secrets_that_others_may_read_are_warned_of_with_the_command_to_paste(
     assert warnings(f"nats: {{token_file: {secret}}}\n", 0o644)[0].endswith(f"chmod 640 {secret}")
 
 
-@cases(
-    "url, warned",
-    ("http://store.example:8333", True),
-    ("http://10.0.0.7", True),
-    ("https://store.example", False),
-    ("http://localhost:8333", False),
-    ("http://127.0.0.1:8333", False),
-    ("http://[::1]:8333", False),
+@pytest.mark.parametrize(
+    ("url", "warned"),
+    [
+        ("http://store.example:8333", True),
+        ("http://10.0.0.7", True),
+        ("https://store.example", False),
+        ("http://localhost:8333", False),
+        ("http://127.0.0.1:8333", False),
+        ("http://[::1]:8333", False),
+    ],
 )
 def test_a_store_of_another_host_in_clear_is_refused_or_warned_of(tmp_path: Path, url: str, warned: bool):
     file = tmp_path / "site.yaml"

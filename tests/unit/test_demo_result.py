@@ -16,7 +16,6 @@ from infra.demo.demo import DemoOptions, run_demo
 from infra.demo.publish import Load
 from infra.demo.view import QuietView
 from infra.oracle import Comparison, Trace
-from tests.support.basics import cases
 
 CHAIN = Chain("us-east", "NODES")
 
@@ -46,13 +45,15 @@ def test_is_well_where_all_three_places_agree_whatever_the_source_deleted_later(
     assert "1 of them the sources no longer hold" in " ".join(deleted.figures())
 
 
-@cases(
-    "changes, line",
-    ({"target": trace(1, 3)}, "lost 1, repeated 0, out of order 0, altered 0"),
-    ({"target": trace(1, 2, 2, 3)}, "lost 0, repeated 1, out of order 0, altered 0"),
-    ({"target": trace(1, 3, 2)}, "lost 0, repeated 0, out of order 1, altered 0"),
-    ({"archive": trace(1, 3), "target": trace(1, 3)}, "lost 1, repeated 0, out of order 0, altered 0"),
-    ({"archive": trace(1, 3)}, "lost 0, repeated 0, out of order 0, altered 0, unexpected 1"),
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"target": trace(1, 3)}, "lost 1, repeated 0, out of order 0, altered 0"),
+        ({"target": trace(1, 2, 2, 3)}, "lost 0, repeated 1, out of order 0, altered 0"),
+        ({"target": trace(1, 3, 2)}, "lost 0, repeated 0, out of order 1, altered 0"),
+        ({"archive": trace(1, 3), "target": trace(1, 3)}, "lost 1, repeated 0, out of order 0, altered 0"),
+        ({"archive": trace(1, 3)}, "lost 0, repeated 0, out of order 0, altered 0, unexpected 1"),
+    ],
 )
 def test_names_the_damage_between_any_two_places(changes: dict[str, Trace], line: str) -> None:
     assert not result(whole(**changes)).ok

@@ -24,7 +24,6 @@ from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unava
 from common.objects.port import LifecycleRule
 from common.objects.s3_transfer import enabled_rules
 from common.settings.service import NatsSettings
-from tests.support.basics import cases
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
@@ -50,13 +49,15 @@ def test_the_worst_finding_decides(findings: tuple[DoctorFinding, ...], code: in
     assert waits == [MOST_WAIT, 0.5], "a long timeout is that of services"
 
 
-@cases(
-    "error, state",
-    (Unavailable("away"), "skipped"),
-    (OutcomeUnknown("lost"), "skipped"),
-    (Refused("denied", hint="grant it"), "problem"),
-    (ConfigError("no such bucket"), "problem"),
-    *((Unavailable("why", code=code), "problem") for code in ("E-STORE-FULL", "E-S3-TLS", "E-STORE-ROOT")),
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (Unavailable("away"), "skipped"),
+        (OutcomeUnknown("lost"), "skipped"),
+        (Refused("denied", hint="grant it"), "problem"),
+        (ConfigError("no such bucket"), "problem"),
+        *((Unavailable("why", code=code), "problem") for code in ("E-STORE-FULL", "E-S3-TLS", "E-STORE-ROOT")),
+    ],
 )
 def test_an_error_is_a_finding_with_a_meaning(error: FloeError, state: str) -> None:
     found = failed("store", "write", error, todo="a command")

@@ -21,7 +21,7 @@ from egress.memory import MemoryBudget
 from egress.partition import Position
 from egress.sampling.filters import PreFilter, SampledStretch, SamplingStage, Tracking
 from egress.sampling.sampler import SampledBatch
-from tests.support.basics import cases, is_gapless
+from tests.support.basics import is_gapless
 from tests.support.clock import ManualClock
 from tests.support.segments import columns_of
 
@@ -245,12 +245,14 @@ def test_the_open_segment_says_what_it_holds_and_when_it_closes() -> None:
     assert bench.segments() == [(SequenceRange(5, 12), [5, 6, 9], Close.FLUSH)]
 
 
-@cases(
-    "source_first, counts, gone",
-    (1, {"deleted": 22}, None),
-    (18, {"deleted": 20, "gone_before_read": 2}, SequenceRange(16, 17)),
-    (22, {"deleted": 18, "gone_before_read": 4}, SequenceRange(16, 21)),
-    (40, {"deleted": 10, "gone_before_read": 12}, SequenceRange(16, 30)),
+@pytest.mark.parametrize(
+    ("source_first", "counts", "gone"),
+    [
+        (1, {"deleted": 22}, None),
+        (18, {"deleted": 20, "gone_before_read": 2}, SequenceRange(16, 17)),
+        (22, {"deleted": 18, "gone_before_read": 4}, SequenceRange(16, 21)),
+        (40, {"deleted": 10, "gone_before_read": 12}, SequenceRange(16, 30)),
+    ],
 )
 def test_sequences_that_a_restore_left_out_are_deleted_and_what_went_behind_them_is_gone(
     source_first: int, counts: dict[str, int], gone: SequenceRange | None

@@ -30,7 +30,6 @@ from egress.memory import MemoryBudget
 from egress.partition import Partition
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling
-from tests.support.basics import cases
 from tests.support.segments import columns_of
 
 CHAIN = Chain("site", "UNIT_ENCODER")
@@ -208,12 +207,14 @@ def test_pieces_with_a_few_rows_each_become_a_file_like_any_other(tmp_path: Path
     assert len(batches) <= 300 * rows // 16_384 + 1 + (rows > 0)
 
 
-@cases(
-    "error, while_it_runs, at_the_end",
-    (Unavailable("away"), ReaderResetError, None),
-    (OutcomeUnknown("no answer"), ReaderResetError, None),
-    (ApiError(404, STREAM_NOT_FOUND, "stream not found"), ApiError, None),
-    (ApiError(500, 10077, "message get refused"), ApiError, ApiError),
+@pytest.mark.parametrize(
+    ("error", "while_it_runs", "at_the_end"),
+    [
+        (Unavailable("away"), ReaderResetError, None),
+        (OutcomeUnknown("no answer"), ReaderResetError, None),
+        (ApiError(404, STREAM_NOT_FOUND, "stream not found"), ApiError, None),
+        (ApiError(500, 10077, "message get refused"), ApiError, ApiError),
+    ],
 )
 async def test_only_who_cannot_be_asked_is_taken_to_hold_nothing_at_the_end(
     error: FloeError, while_it_runs: type[FloeError], at_the_end: type[FloeError] | None

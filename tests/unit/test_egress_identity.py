@@ -9,7 +9,6 @@ import pytest
 from common.segments.segment import Tip
 from egress import identity
 from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness, judge, parting
-from tests.support.basics import cases
 
 OLD, NEW = "2026-01-01T00:00:00Z", "2026-02-02T00:00:00Z"
 EQUAL, DIFFERENT, ABSENT = HeldMessage.EQUAL, HeldMessage.DIFFERENT, HeldMessage.ABSENT
@@ -29,29 +28,36 @@ def verdict(found: SourceStream | None, *tips: tuple[int, HeldMessage], end: int
     return judge(Evidence(found, OLD, end, tuple(witness(*tip) for tip in tips), **more))
 
 
-@cases(
-    "found, tips, kind, why",
-    (source(100), [(100, EQUAL)], SAME, ""),
-    (source(250, NEW), [(100, ABSENT), (50, EQUAL)], SAME, ""),
-    # A held tip is equal, and the source ends before the archive; or a newer one differs.
-    (source(60), [(100, ABSENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as archived, but the stream ends at 60"),
-    (source(60, NEW), [(100, ABSENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as archived, but the stream ends"),
-    *(
-        (source(200, created), [(100, DIFFERENT), (75, DIFFERENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as")
-        for created in (OLD, NEW)
-    ),
-    # Held tips differ, or the source is shorter.
-    (source(200, NEW), [(100, DIFFERENT)], RECREATED, ""),
-    (source(3, NEW), [(100, ABSENT)], RECREATED, ""),
-    (source(200), [(100, DIFFERENT)], UNKNOWN, ""),
-    # All that is held is later, nothing is held; or it is not later than the newest tip.
-    (source(150, OLD, 101, 1_001), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
-    (source(150, OLD, 101, None), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
-    (source(150), [(100, ABSENT)], UNKNOWN, ""),
-    (source(150, OLD, 60, 2_000), [(100, ABSENT)], UNKNOWN, ""),  # later, in the place of an earlier one
-    # Nothing that is held tells more.
-    (source(150, NEW, 101, 2_000), [(100, ABSENT)], UNKNOWN, ""),
-    (source(60, OLD, 61, None), [(100, ABSENT)], UNKNOWN, "the archive ends at 100, the stream holds 61..60"),
+@pytest.mark.parametrize(
+    ("found", "tips", "kind", "why"),
+    [
+        (source(100), [(100, EQUAL)], SAME, ""),
+        (source(250, NEW), [(100, ABSENT), (50, EQUAL)], SAME, ""),
+        # A held tip is equal, and the source ends before the archive; or a newer one differs.
+        (
+            source(60),
+            [(100, ABSENT), (50, EQUAL)],
+            ROLLED_BACK,
+            "sequence 50 is as archived, but the stream ends at 60",
+        ),
+        (source(60, NEW), [(100, ABSENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as archived, but the stream ends"),
+        *(
+            (source(200, created), [(100, DIFFERENT), (75, DIFFERENT), (50, EQUAL)], ROLLED_BACK, "sequence 50 is as")
+            for created in (OLD, NEW)
+        ),
+        # Held tips differ, or the source is shorter.
+        (source(200, NEW), [(100, DIFFERENT)], RECREATED, ""),
+        (source(3, NEW), [(100, ABSENT)], RECREATED, ""),
+        (source(200), [(100, DIFFERENT)], UNKNOWN, ""),
+        # All that is held is later, nothing is held; or it is not later than the newest tip.
+        (source(150, OLD, 101, 1_001), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
+        (source(150, OLD, 101, None), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
+        (source(150), [(100, ABSENT)], UNKNOWN, ""),
+        (source(150, OLD, 60, 2_000), [(100, ABSENT)], UNKNOWN, ""),  # later, in the place of an earlier one
+        # Nothing that is held tells more.
+        (source(150, NEW, 101, 2_000), [(100, ABSENT)], UNKNOWN, ""),
+        (source(60, OLD, 61, None), [(100, ABSENT)], UNKNOWN, "the archive ends at 100, the stream holds 61..60"),
+    ],
 )
 def test_a_source_is_judged_by_what_it_still_holds_of_the_archive(
     found: SourceStream, tips: list[tuple[int, HeldMessage]], kind: VerdictKind, why: str

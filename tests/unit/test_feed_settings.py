@@ -14,7 +14,6 @@ from egress.incarnations import configured, outline
 from egress.partition import partitions_of
 from egress.repartition import settings_of
 from egress.report import Unmatched, unmatched
-from tests.support.basics import cases
 
 
 def feed(**keys: Any) -> FeedSettings:
@@ -33,15 +32,17 @@ def test_a_template_gives_each_partition_its_number() -> None:
     assert not feed(filter_subject="nodes.0.>").is_partitioned
 
 
-@cases(
-    "partitions, expected",
-    ([], "expected filters, none of them empty, found []"),
-    (["a.>", ""], "expected filters, none of them empty, found ['a.>', '']"),
-    (["a.>", "b", "a.>"], "expected each filter once, found 'a.>' again"),
-    (["a.>", "b.*", "*.c"], "expected filters that do not overlap, found 'a.>' and '*.c'"),
-    ({"count": 2, "subject": "a..{partition}"}, "without empty tokens, found 'a..{partition}'"),
-    ({"count": 2, "subject": ">.{partition}"}, "a last > allowed"),
-    ({"count": 1025, "subject": "a.{partition}"}, "expected 1 to 1024"),
+@pytest.mark.parametrize(
+    ("partitions", "expected"),
+    [
+        ([], "expected filters, none of them empty, found []"),
+        (["a.>", ""], "expected filters, none of them empty, found ['a.>', '']"),
+        (["a.>", "b", "a.>"], "expected each filter once, found 'a.>' again"),
+        (["a.>", "b.*", "*.c"], "expected filters that do not overlap, found 'a.>' and '*.c'"),
+        ({"count": 2, "subject": "a..{partition}"}, "without empty tokens, found 'a..{partition}'"),
+        ({"count": 2, "subject": ">.{partition}"}, "a last > allowed"),
+        ({"count": 1025, "subject": "a.{partition}"}, "expected 1 to 1024"),
+    ],
 )
 def test_partitions_that_cannot_be_are_refused_with_both_sides(partitions: Any, expected: str) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -49,12 +50,14 @@ def test_partitions_that_cannot_be_are_refused_with_both_sides(partitions: Any, 
     assert expected in str(caught.value)
 
 
-@cases(
+@pytest.mark.parametrize(
     "keys",
-    {"filter_subject": "a.>"},
-    {"partitions": ["a", "b.*"]},
-    {"partitions": ["a"]},
-    {"partitions": {"count": 3, "subject": "a.{partition}"}, "relay": True},
+    [
+        {"filter_subject": "a.>"},
+        {"partitions": ["a", "b.*"]},
+        {"partitions": ["a"]},
+        {"partitions": {"count": 3, "subject": "a.{partition}"}, "relay": True},
+    ],
 )
 def test_a_cut_can_be_read_back_into_settings(keys: dict[str, Any]) -> None:
     """An old incarnation is closed under the filters that it was begun with."""

@@ -8,7 +8,6 @@ from common.chain import Chain
 from common.jetstream.headers import Provenance, build_block, header, hops, parse_block, restore, status
 from common.segments.columns import Columns
 from egress.loops import MOST_CLAIMS, Claims
-from tests.support.basics import cases
 from tests.support.headers import escape
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 3, 42, 1_700_000_000_000_000_001)
@@ -36,13 +35,15 @@ def test_named_control_headers_act_again():
     assert restore(escaped) == (HERE, original)
 
 
-@cases(
+@pytest.mark.parametrize(
     "odd",
-    *(b"", b"garbage", b"NATS/1.0\r\n", b"NATS/1.0 503 No Responders\r\n\r\n"),
-    b"NATS/1.0\r\nA: 1\nNats-Rollup: all\r\n\r\n",
-    b"NATS/1.0\r\nA: 1\rNats-Rollup: all\r\n\r\n",
-    b"NATS/1.0\r\nA: 1\r\n\r\nNats-Rollup: all\r\n\r\n",
-    b"NATS/1.0\r\nA: 1\r\n\n\r\n",
+    [
+        *(b"", b"garbage", b"NATS/1.0\r\n", b"NATS/1.0 503 No Responders\r\n\r\n"),
+        b"NATS/1.0\r\nA: 1\nNats-Rollup: all\r\n\r\n",
+        b"NATS/1.0\r\nA: 1\rNats-Rollup: all\r\n\r\n",
+        b"NATS/1.0\r\nA: 1\r\n\r\nNats-Rollup: all\r\n\r\n",
+        b"NATS/1.0\r\nA: 1\r\n\n\r\n",
+    ],
 )
 def test_what_some_reader_could_take_for_other_headers_travels_as_text(odd: bytes):
     escaped = escape(odd, HERE)
@@ -99,31 +100,35 @@ CLAIMS = Claims(Chain("here", "FEED", 2, 0))
 REPLAYED = b"Floe-Replay: 3f0c9a1be27d4455"
 
 
-@cases(
+@pytest.mark.parametrize(
     "block",
-    escape(None, OURS),
-    escape(build_block([b"A: 1"]), OURS, first_lines=(b"Nats-Expected-Last-Sequence: 41",)),
-    escape(escape(escape(None, OURS), THEIRS), THEIRS),
-    escape(escape(None, OURS), THEIRS, relay=True),
-    # A replay at another site, or an older one here, does not stand beside the newest hop.
-    escape(build_block([OURS.line(), REPLAYED]), THEIRS),
+    [
+        escape(None, OURS),
+        escape(build_block([b"A: 1"]), OURS, first_lines=(b"Nats-Expected-Last-Sequence: 41",)),
+        escape(escape(escape(None, OURS), THEIRS), THEIRS),
+        escape(escape(None, OURS), THEIRS, relay=True),
+        # A replay at another site, or an older one here, does not stand beside the newest hop.
+        escape(build_block([OURS.line(), REPLAYED]), THEIRS),
+    ],
 )
 def test_a_hop_of_this_feed_is_found_however_deep_it_was_escaped(block: bytes) -> None:
     assert [CLAIMS.of(sequence, block) for sequence in (8, 7, 6)] == [[OURS], [], []]  # older ones only
 
 
-@cases(
+@pytest.mark.parametrize(
     "block",
-    escape(None, THEIRS),
-    *(escape(None, Provenance("here", feed, 2, 1, 7, 1)) for feed in ("OTHER", "FEED2")),
-    escape(None, Provenance("here", "FEED", 1, 1, 7, 1)),
-    escape(None, Provenance("here", "FEED", 2, 1, 0, 1)),
-    build_block([OURS.line(), REPLAYED]),
-    build_block([b"X: " + OURS.line()]),
-    build_block([OURS.line() + b" 1"]),
-    *(build_block([OURS.line().replace(b" 7 ", number)]) for number in (b" x ", b" " + b"7" * 5000 + b" ")),
-    build_block([b"floe-source:" + OURS.line().partition(b":")[2]]),
-    b"",
+    [
+        escape(None, THEIRS),
+        *(escape(None, Provenance("here", feed, 2, 1, 7, 1)) for feed in ("OTHER", "FEED2")),
+        escape(None, Provenance("here", "FEED", 1, 1, 7, 1)),
+        escape(None, Provenance("here", "FEED", 2, 1, 0, 1)),
+        build_block([OURS.line(), REPLAYED]),
+        build_block([b"X: " + OURS.line()]),
+        build_block([OURS.line() + b" 1"]),
+        *(build_block([OURS.line().replace(b" 7 ", number)]) for number in (b" x ", b" " + b"7" * 5000 + b" ")),
+        build_block([b"floe-source:" + OURS.line().partition(b":")[2]]),
+        b"",
+    ],
 )
 def test_what_names_no_older_message_of_this_feed_claims_nothing(block: bytes) -> None:
     assert CLAIMS.of(8, block) == []

@@ -11,7 +11,6 @@ from common.errors import ConfigError
 from common.settings.ingress import IngressSettings, TargetSettings
 from ingress.preflight import add_command, contradictions, problems, stream_config
 from ingress.publishers.choose import choose, offered
-from tests.support.basics import cases
 
 
 def target(control_headers: Sequence[str] = (), **keys: Any) -> TargetSettings:
@@ -57,22 +56,24 @@ def moved(before: str, after: str) -> dict[str, Any]:
     return source(subject_transform={"source": before, "destination": after})
 
 
-@cases(
-    "sources, told",
-    ([source(subject_prefix="fleet", subject_remove="nodes.")], "--subjects 'fleet.>' "),
-    ([source(subject_prefix="b"), source(subject_prefix="a")], "--subjects 'a.>,b.>' "),
-    (
-        [source(site=["eu", "us"], subject_prefix="f.{site}"), source(site="x", subject_prefix="f.{feed}.x")],
-        "--subjects 'f.F1.x.>,f.eu.>,f.us.>' ",
-    ),
-    ([source(subject_prefix="f.{site}.r{incarnation}-{partition}")], "--subjects 'f.us-east.*.>' "),
-    ([moved("nodes.*", "fleet.{{partition(4,1)}}.$1")], "--subjects 'fleet.*.*' "),
-    ([moved("nodes.*", "fleet.$1"), source(subject_prefix="fleet")], "--subjects 'fleet.>' "),
-    # What may be anything is asked for by `nats`.
-    ([source()], "--storage"),
-    ([source(subject_prefix="fleet", subject_remove="fleet.")], "--storage"),
-    ([source(subject_prefix="{site}", subject_remove="east.")], "--storage"),
-    ([source(subject_prefix="f.{partition}", subject_remove="7.nodes.")], "--storage"),
+@pytest.mark.parametrize(
+    ("sources", "told"),
+    [
+        ([source(subject_prefix="fleet", subject_remove="nodes.")], "--subjects 'fleet.>' "),
+        ([source(subject_prefix="b"), source(subject_prefix="a")], "--subjects 'a.>,b.>' "),
+        (
+            [source(site=["eu", "us"], subject_prefix="f.{site}"), source(site="x", subject_prefix="f.{feed}.x")],
+            "--subjects 'f.F1.x.>,f.eu.>,f.us.>' ",
+        ),
+        ([source(subject_prefix="f.{site}.r{incarnation}-{partition}")], "--subjects 'f.us-east.*.>' "),
+        ([moved("nodes.*", "fleet.{{partition(4,1)}}.$1")], "--subjects 'fleet.*.*' "),
+        ([moved("nodes.*", "fleet.$1"), source(subject_prefix="fleet")], "--subjects 'fleet.>' "),
+        # What may be anything is asked for by `nats`.
+        ([source()], "--storage"),
+        ([source(subject_prefix="fleet", subject_remove="fleet.")], "--storage"),
+        ([source(subject_prefix="{site}", subject_remove="east.")], "--storage"),
+        ([source(subject_prefix="f.{partition}", subject_remove="7.nodes.")], "--storage"),
+    ],
 )
 def test_the_line_that_makes_a_target_names_its_subjects(sources: list[dict[str, Any]], told: str) -> None:
     line = add_command(target(sources=[{**each, "feed": f"F{n}"} for n, each in enumerate(sources)]))
@@ -86,22 +87,24 @@ def test_what_floe_creates_it_also_takes_and_a_target_of_the_operators_own_may_f
     assert list(problems(config, target())) == []
 
 
-@cases(
-    "changes, problem",
-    ({"mirror": {"name": "X"}}, "mirror: expected none"),
-    ({"sources": [{"name": "X"}]}, "sources: expected none"),
-    ({"subject_transform": {"src": "a", "dest": "b"}}, "subject_transform: expected none"),
-    *(({key: True}, f"{key}: expected false, found true") for key in ("sealed", "no_ack", "allow_msg_counter")),
-    ({"discard_new_per_subject": True}, "discard_new_per_subject: expected false, found true"),
-    ({"subject_delete_marker_ttl": 5}, "subject_delete_marker_ttl: expected 0, found more"),
-    ({"retention": "interest"}, "retention: expected limits (create), found interest"),
-    ({"storage": "memory"}, "storage: expected file (create), found memory"),
-    ({"num_replicas": 1}, "num_replicas: expected 3 (create), found 1"),
-    ({"max_age": 5}, "max_age: expected 0 (create), found 5"),
-    ({"max_bytes": 7}, "max_bytes: expected -1 (create), found 7"),
-    ({"subjects": ["fleet.*"]}, "subjects: expected fleet.> (create) among them, found fleet.*"),
-    ({"allow_msg_ttl": False}, "allow_msg_ttl: expected true for control_headers nats-ttl, found false"),
-    ({"deny_purge": True}, "deny_purge: expected false for control_headers nats-rollup, found true"),
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mirror": {"name": "X"}}, "mirror: expected none"),
+        ({"sources": [{"name": "X"}]}, "sources: expected none"),
+        ({"subject_transform": {"src": "a", "dest": "b"}}, "subject_transform: expected none"),
+        *(({key: True}, f"{key}: expected false, found true") for key in ("sealed", "no_ack", "allow_msg_counter")),
+        ({"discard_new_per_subject": True}, "discard_new_per_subject: expected false, found true"),
+        ({"subject_delete_marker_ttl": 5}, "subject_delete_marker_ttl: expected 0, found more"),
+        ({"retention": "interest"}, "retention: expected limits (create), found interest"),
+        ({"storage": "memory"}, "storage: expected file (create), found memory"),
+        ({"num_replicas": 1}, "num_replicas: expected 3 (create), found 1"),
+        ({"max_age": 5}, "max_age: expected 0 (create), found 5"),
+        ({"max_bytes": 7}, "max_bytes: expected -1 (create), found 7"),
+        ({"subjects": ["fleet.*"]}, "subjects: expected fleet.> (create) among them, found fleet.*"),
+        ({"allow_msg_ttl": False}, "allow_msg_ttl: expected true for control_headers nats-ttl, found false"),
+        ({"deny_purge": True}, "deny_purge: expected false for control_headers nats-rollup, found true"),
+    ],
 )
 def test_a_dangerous_difference_is_named_with_both_values(changes: dict[str, Any], problem: str) -> None:
     keys = {"create": {"replicas": 3}, "control_headers": ["Nats-TTL", "Nats-Rollup"]}
@@ -120,17 +123,19 @@ ROLLUP = {"control_headers": ["Nats-Rollup"]}
 TO_A = {"source": "nodes.>", "destination": "a.>"}
 
 
-@cases(
-    "sources, meeting",
-    ([source(site=["us-east", "eu-west"], subject_prefix="fleet", **ROLLUP)], [0]),
-    ([source(site=["us-east", "eu-west"], subject_prefix="fleet.{feed}.{site}", **ROLLUP)], []),
-    ([source(site=["us-east", "eu-west"], feed=["NODES", "LOGS"], subject_prefix="f.{site}", **ROLLUP)], []),
-    ([source(site=["us-east", "eu-west"], subject_prefix="fleet")], []),
-    ([source(**ROLLUP), source(site="eu-west", subject_prefix="eu")], [0]),
-    ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_prefix="b", **ROLLUP)], []),
-    ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_prefix="a.b", **ROLLUP)], [0, 1]),
-    ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_transform=TO_A)], [0]),
-    ([source(subject_prefix="a", **ROLLUP), source(site="eu", subject_prefix="b", subject_remove="b.")], [0]),
+@pytest.mark.parametrize(
+    ("sources", "meeting"),
+    [
+        ([source(site=["us-east", "eu-west"], subject_prefix="fleet", **ROLLUP)], [0]),
+        ([source(site=["us-east", "eu-west"], subject_prefix="fleet.{feed}.{site}", **ROLLUP)], []),
+        ([source(site=["us-east", "eu-west"], feed=["NODES", "LOGS"], subject_prefix="f.{site}", **ROLLUP)], []),
+        ([source(site=["us-east", "eu-west"], subject_prefix="fleet")], []),
+        ([source(**ROLLUP), source(site="eu-west", subject_prefix="eu")], [0]),
+        ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_prefix="b", **ROLLUP)], []),
+        ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_prefix="a.b", **ROLLUP)], [0, 1]),
+        ([source(subject_prefix="a", **ROLLUP), source(site="eu-west", subject_transform=TO_A)], [0]),
+        ([source(subject_prefix="a", **ROLLUP), source(site="eu", subject_prefix="b", subject_remove="b.")], [0]),
+    ],
 )
 def test_a_source_rolls_up_only_its_own_subjects(sources: list[dict[str, Any]], meeting: list[int]) -> None:
     settings = target(sources=sources)
@@ -144,19 +149,21 @@ def test_a_source_rolls_up_only_its_own_subjects(sources: list[dict[str, Any]], 
     assert keys == [f"ingress.targets.0.sources.{index}.control_headers" for index in meeting]
 
 
-@cases(
-    "source, found",
-    ({"subject_prefix": "fleet"}, "fleet.>"),
-    ({"subject_prefix": "fleet", "subject_remove": "nodes."}, "fleet.>"),
-    ({"subject_prefix": "fleet.{site}"}, "fleet.us-east.>"),
-    ({"subject_transform": {"source": ">", "destination": "fleet.>"}}, "fleet.>"),
-    ({"subject_transform": {"source": "a.*", "destination": "b.{{split(1,-)}}"}}, "b.>"),
-    ({}, None),
-    ({"subject_prefix": "m{incarnation}.x"}, None),
-    ({"subject_prefix": "fleet", "subject_remove": "fleet."}, None),
-    ({"subject_prefix": "fleet", "subject_remove": ".nodes"}, None),
-    ({"subject_transform": {"source": "a.*", "destination": "{{split(1,-)}}.b"}}, None),
-    ({"subject_transform": {"source": "a.*", "destination": "more.$1"}}, None),
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ({"subject_prefix": "fleet"}, "fleet.>"),
+        ({"subject_prefix": "fleet", "subject_remove": "nodes."}, "fleet.>"),
+        ({"subject_prefix": "fleet.{site}"}, "fleet.us-east.>"),
+        ({"subject_transform": {"source": ">", "destination": "fleet.>"}}, "fleet.>"),
+        ({"subject_transform": {"source": "a.*", "destination": "b.{{split(1,-)}}"}}, "b.>"),
+        ({}, None),
+        ({"subject_prefix": "m{incarnation}.x"}, None),
+        ({"subject_prefix": "fleet", "subject_remove": "fleet."}, None),
+        ({"subject_prefix": "fleet", "subject_remove": ".nodes"}, None),
+        ({"subject_transform": {"source": "a.*", "destination": "{{split(1,-)}}.b"}}, None),
+        ({"subject_transform": {"source": "a.*", "destination": "more.$1"}}, None),
+    ],
 )
 def test_a_source_that_could_store_nothing_is_found(source: dict[str, Any], found: str | None) -> None:
     settings = target(sources=[{"site": "us-east", "feed": "NODES", **source}])
@@ -180,18 +187,20 @@ def test_each_publisher_has_its_reason_and_a_refusal_names_the_key_and_the_comma
         assert (error.value.code, "nats stream edit FLEET --allow-" in error.value.hint) == ("E-PUBLISHER", True)
 
 
-@cases(
-    "version, config, control, name",
-    ((2, 14, 0), BOTH, "", "fast"),
-    ((2, 14, 0), {"allow_batched": True}, "", "fast"),
-    ((2, 15, 1), BOTH, "nats-rollup", "fast"),
-    ((2, 13, 9), BOTH, "", "atomic"),
-    ((2, 15, 1), {**ATOMIC, "allow_batched": False}, "", "atomic"),
-    ((2, 12, 0), ATOMIC, "", "atomic"),
-    ((2, 15, 1), ATOMIC, "nats-ttl", "atomic"),
-    ((2, 11, 9), BOTH, "", "single"),
-    ((2, 15, 1), {"allow_atomic": "yes"}, "", "single"),
-    ((2, 15, 1), ATOMIC, "nats-rollup", "single"),
+@pytest.mark.parametrize(
+    ("version", "config", "control", "name"),
+    [
+        ((2, 14, 0), BOTH, "", "fast"),
+        ((2, 14, 0), {"allow_batched": True}, "", "fast"),
+        ((2, 15, 1), BOTH, "nats-rollup", "fast"),
+        ((2, 13, 9), BOTH, "", "atomic"),
+        ((2, 15, 1), {**ATOMIC, "allow_batched": False}, "", "atomic"),
+        ((2, 12, 0), ATOMIC, "", "atomic"),
+        ((2, 15, 1), ATOMIC, "nats-ttl", "atomic"),
+        ((2, 11, 9), BOTH, "", "single"),
+        ((2, 15, 1), {"allow_atomic": "yes"}, "", "single"),
+        ((2, 15, 1), ATOMIC, "nats-rollup", "single"),
+    ],
 )
 def test_the_publisher_follows_the_server_and_what_the_stream_echoes(
     version: tuple[int, int, int], config: dict[str, Any], control: str, name: str
