@@ -264,6 +264,19 @@ def test_ctrl_c_while_a_command_is_loaded(command: str, code: int, out: str):
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, out, "")
 
 
+def test_ctrl_c_ends_a_command_that_runs_with_130_and_without_a_word():
+    cleaned_up = []
+
+    async def body() -> None:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.sleep(PATIENCE)
+        finally:
+            cleaned_up.append(True)
+
+    assert (end(body), cleaned_up) == ((130, "", ""), [True])
+
+
 def test_ctrl_c_at_a_question_ends_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(click, "confirm", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))

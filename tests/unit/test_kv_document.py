@@ -14,6 +14,8 @@ from common.jetstream.kv import KvDocument, KvEntry
 from common.objects.local import LocalObjects
 from compaction import sign_off
 from compaction.sign_off import SignOff, SignOffs, mark
+from ingress.checkpoint import Checkpoint, TargetState
+from ingress.checkpoint_store import StateStore, Stored
 from tests.support.compaction import CHAIN, LAYOUT, OTHER, ref
 from tests.support.stores import FaultyStore, raising
 
@@ -93,6 +95,37 @@ async def test_a_value_that_is_none_is_told_and_not_replaced(raw: bytes) -> None
             await attempt
         assert caught.value.code == "E-STATE-KV"
     assert bucket.entry == KvEntry(raw, 1)
+
+
+# The state of a target: never two writers, and a lost answer is no guess
+
+
+class LosingBucket(Bucket):
+    """Loses a write ("lost") or its answer alone ("unanswered"), in the order of `fates`."""
+
+    def __init__(self, *fates: str) -> None:
+        super().__init__()
+        self.fates = list(fates)
+
+    async def update(self, key: str, value: bytes, revision: int) -> int | None:
+        fate = self.fates.pop(0)
+        written = None if fate == "lost" else await super().update(key, value, revision)
+        if fate != "done":
+            raise OutcomeUnknown(fate)
+        return written
+
+
+@pytest.mark.parametrize("fate", ["done", "lost", "unanswered"])
+async def test_a_lost_answer_is_settled_by_reading_and_what_somebody_else_changed_is_not_overwritten(fate: str) -> None:
+    first, second, rival = (TargetState(Checkpoint(0, "t0", {CHAIN: at})) for at in (5, 6, 7))
+    store = StateStore(LosingBucket(fate, "done"), "key", "FLEET")
+    saved = await store.save(first, 0)
+    assert (saved, await store.load()) == (Stored(first, 1), saved)
+
+    for revision in (0, 1):
+        store = StateStore(LosingBucket("done", "done", fate, "done"), "key", "FLEET")
+        assert [await store.save(first, 0), await store.save(second, 1)] == [Stored(first, 1), Stored(second, 2)]
+        assert (await store.save(rival, revision), await store.load()) == (None, Stored(second, 2))
 
 
 # Sign-offs

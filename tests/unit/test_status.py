@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.cli import Styled, table
+from common.cli import Styled, ago, table
 from common.segments.alive import ChainSign, Sighting
 from common.settings.egress import FeedSettings
+from common.settings.types import duration_words, size_words
 from egress.partition import partitions_of
 from egress.status import PartitionStatus, SiteAnswers, closes, of_chains, opened
 from ingress.operator.status import ChainStatus
@@ -30,6 +31,15 @@ why = "no segment covers " + "9" * 30 + " of it"
 rows = [[Styled("stopped", "red"), 5, why, 1], ["fine", 1200, None, 2]]
 table(rows, ["state", "n", "why", "seq" * 9], terminal_width())
 """
+
+
+def test_sizes_and_durations_are_told_in_units_for_people():
+    sizes = [0, 1023, 2150, 1 << 20, 100 << 20, 3 << 39, 1 << 51]
+    words = ["0 B", "1,023 B", "2.1 KiB", "1 MiB", "100 MiB", "1.5 TiB", "2,048 TiB"]
+    assert [size_words(size) for size in sizes] == words
+    durations = {0: "0.0 s", 1.1: "1.1 s", 9.97: "10 s", 271: "4m31s", 3605: "1h", 11_520: "3h12m", 93_784: "1d2h"}
+    assert {each: duration_words(each) for each in durations} == durations
+    assert [ago(each) for each in (271, None)] == ["4m31s ago", None]
 
 
 def on_a_terminal(**environment: str) -> str:
