@@ -34,6 +34,19 @@ async def test_killed_behind_a_put_nothing_is_lost_or_repeated(bench: Bench) -> 
     assert await bench.mark(stream) == 370
 
 
+async def test_killed_while_it_begins_what_then_left_the_stream_was_gone_before_it_was_read(bench: Bench) -> None:
+    """Where it begins was stored before."""
+    stream = await bench.filled([b"x"] * 50)
+    with processes() as started:
+        started.append(Process(bench, stream, failpoints="egress.after_stream_document=kill"))
+        assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 41})
+    async with bench.egress({"stream": stream}, lease_ttl="1s"):
+        await bench.archived_to(stream, 50)
+    assert bench.ledger(stream) == {"gone_before_read": 40}
+    bench.check(stream)
+
+
 async def test_killed_between_captures_the_next_start_makes_up_for_what_is_not_there(bench: Bench) -> None:
     """The configuration was put, the consumers were not."""
     stream = await bench.make_stream(unique("T"))

@@ -154,9 +154,10 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
     probe = Requests(put=1)  # once in each process: whether the server checks what it takes
     merged = run(3600)
     whole = compaction(1, 1, inputs, 1, standing=0.5, buried=1)  # what it wrote, it reads once
-    assert merged == whole + probe + Requests(delete=-inputs, head=-1), "they go when the grace is over"
+    # They go when the grace is over, and are not read then: what stays holds a message at each of their sequences.
+    assert merged == whole + probe + Requests(get=-inputs - 2, delete=-inputs, head=-1)
     assert run(3600) == compaction(1, 1, 0, 0, standing=1, buried=1)
-    assert run(0) == compaction(1, 1, 0, 0, standing=1, buried=1) + Requests(delete=inputs - 1, head=1)
+    assert run(0) == compaction(1, 1, 0, 0, standing=1, buried=1) + Requests(get=1, delete=inputs - 1, head=1)
     assert len(merging.listed(chain)) == 2, "the segment with the greatest end stays until there is a newer one"
 
 

@@ -21,11 +21,13 @@ from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.segment import Reason, SegmentRef
 from common.sequences import SequenceRange
 from common.settings.root import StoreSettings
+from compaction.run import LocalRunner
 from compaction.sign_off import SignOff, SignOffs
 from compaction.verify import ChainReport, VerifyProblem, check_segment, known_chains, verify_chains
 from tests.support.basics import SharedS3
 from tests.support.commands import invoke
 from tests.support.compaction import CHAIN, OTHER, Archive, begun, rows, run
+from tests.support.stores import raising
 
 NEXT = CHAIN.next_incarnation()
 
@@ -283,6 +285,27 @@ async def test_the_command_says_what_it_did_not_read_and_who_was_quicker(site: S
     done = await site.command("--since-last", code=77)
     assert "what was read is not signed off: error[E-REFUSED]: no right to put" in done.err
     assert "all is well" in done.err
+
+
+# Wherever it is read; on Spark: test_compaction_spark.py
+
+
+def test_tasks_are_put_together_in_any_order_and_a_refusal_in_one_keeps_its_code(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    store, runner = site.archive.store, LocalRunner(site.archive.store)
+    site.archive.path(site.archive.listed()[0].key).write_bytes(b"?")
+    site.archive.put(51, 60)
+    here = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True)
+    monkeypatch.setattr("compaction.verify.TASK_BYTES", 1)
+    there = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True, window=1, runner=runner)
+    texts = [[[(p.kind, p.text) for p in report.problems] for report in reports] for reports in (here, there)]
+    assert texts[0] == texts[1]
+    assert [problem.kind for problem in here[0].problems] == ["damaged", "hole", "hole"]
+
+    monkeypatch.setattr(site.archive.objects, "get", raising(Refused("no right to get")))
+    with pytest.raises(Refused):
+        verify_chains(store, site.chains, [CHAIN], deep=True, runner=runner)
 
 
 # What egress captured beside the messages

@@ -217,6 +217,13 @@ def test_a_target_beyond_the_intent_before_the_checkpoint_or_created_at_another_
     assert judge(OPEN, None).finding is Finding.GONE
 
 
+def test_a_shared_target_that_is_gone_made_again_or_set_back_stops() -> None:
+    looks = (None, reading(0, created="t1"), reading(105, created="t1"), reading(99), reading(105))
+    found = [judging.judge_shared(CLOSED, look, set()).finding for look in looks]
+    assert found == [Finding.GONE, Finding.RECREATED, Finding.RECREATED, Finding.BEHIND, Finding.STORED]
+    assert judging.judge_shared(CLOSED, looks[2], {"t1"}).finding is Finding.STORED, "known to be the same stream"
+
+
 def test_a_message_of_ours_in_its_place_vouches_for_a_creation_time_that_drifted() -> None:
     assert judge(OPEN, reading(105, Origin(B, 5), "t1")) == IntentVerdict(Finding.STORED, 5)
     assert judge(CLOSED, reading(100, Origin(A, 10), "t1")).finding is Finding.STORED
