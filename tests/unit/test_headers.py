@@ -52,6 +52,12 @@ def test_what_some_reader_could_take_for_other_headers_travels_as_text(odd: byte
     assert restore(escaped) == (HERE, odd)
 
 
+def test_malformed_lines_pass_as_they_are():
+    original = block(b"no colon", b": no name", b"  spaced : x  ", b"caf\xe9: \xff\x00", b"A:")
+    assert restore(escape(original, HERE)) == (HERE, original)
+    assert escape(original, HERE).endswith(original.removeprefix(b"NATS/1.0\r\n"))
+
+
 def test_a_control_header_that_acted_at_a_relay_acts_no_further_unless_named():
     first = escape(block(b"Nats-TTL: 5s"), HERE, frozenset({b"nats-ttl"}), (b"Nats-Expected-Last-Sequence: 8",))
     further = escape(first, HERE, relay=True)
