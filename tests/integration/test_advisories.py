@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,22 @@ def life_of(value: str, start: int) -> list[Advisory]:
     gone = Advisory(Event.EXPIRE, value, start, start + HOUR)
     back = Advisory(Event.RECOVER, value, start + HOUR, start + HOUR + HOUR // 2)
     return [new(value, start), silent, gone, new(value, start + HOUR), back]
+
+
+@pytest.mark.real
+async def test_lost_answers_are_settled_by_reading(world: World, nats_server: NatsServer) -> None:
+    async with TcpProxy(nats_server.port) as proxy, aclosing(await connected(proxy.url)) as cut:
+        sent = news(300, values=200)
+        async with running(world.advisories(cut)) as advisories:
+            advisories.settle()
+            proxy.blackhole("down")
+            advisories.take(sent, again=False)
+            await soon(lambda: world.counted()["unknown"] >= 200)
+            assert await world.count() == 200  # stored, but nobody was told
+            proxy.heal()
+            await advisories.drain(20)
+    once_and_in_order(await world.stored(), sent)
+    assert world.counted()["stored"] == len(sent)
 
 
 async def test_without_a_stream_for_an_hour_none_is_lost(client: FloeClient, caplog: pytest.LogCaptureFixture) -> None:

@@ -68,6 +68,28 @@ async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of
     assert [message.sequence for message in bench.messages(stream)] == list(range(1, last + 1))
 
 
+async def test_the_node_in_whose_memory_the_consumer_lives_dies_and_takes_nothing_with_it(
+    bench: Bench, cluster: NatsCluster
+) -> None:
+    stream = await bench.make_replicated()
+
+    async def where() -> str:
+        with suppress(FloeError):  # no leader just now
+            for name in (await bench.client.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []:
+                return str((await bench.client.api(f"CONSUMER.INFO.{stream}.{name}"))["cluster"]["leader"])
+        return ""
+
+    async with bench.egress({"stream": stream}, kv_replicas=3, lease_ttl="10s"):
+        node = cluster.server(await soon(where))
+        await asyncio.to_thread(node.kill)
+        await publish(bench, stream, lambda count: count == 100)
+        await bench.archived_to(stream, 100)  # while it is away
+        await asyncio.to_thread(node.start)
+        await asyncio.to_thread(cluster.wait_ready)
+        await bench.archived_to(stream, await bench.last(stream))
+    await bench.same_at_last(stream, stream)
+
+
 def working(members: list[Running], names: list[str]) -> list[int]:
     """How many feeds each member reads."""
     return sorted([member.state(name) for name in names].count("reading") for member in members)

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +21,7 @@ from common.jetstream.buckets import open_leases
 from common.jetstream.client import connect, frame
 from common.jetstream.kv import state_key
 from common.jetstream.lease import new_owner
+from common.objects.port import ObjectStore
 from common.segments.alive import Alive, ChainSign
 from common.segments.captures import CapturedConsumer, CapturedConsumers, CaptureStore
 from common.segments.segment import Message, SegmentRef
@@ -33,6 +34,7 @@ from tests.support import restoring as back
 from tests.support.basics import PATIENCE, at_length, commands_of, seeded, soon, unique
 from tests.support.commands import ROOT, configuration, floe, ran
 from tests.support.egress import Bench
+from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.servers
 
@@ -426,6 +428,21 @@ async def test_damage_holes_and_a_tail_that_is_gone_stop_it_and_nothing_stays(be
     assert not (await back.planned(bench, stream, to_sequence=100)).lossy  # what is lost is not asked for
     await back.comes_back(bench, stream, before[:100], allow_lossy=True)
     assert await bench.last(stream) == 300  # its sequences are not given to others
+
+
+async def test_a_store_that_stalls_for_longer_than_a_server_waits_does_not_end_it(bench: Bench) -> None:
+    stream, before, (*_, last) = await in_three(bench)
+    slow, asked = FaultyStore(bench.objects), list[str]()
+
+    def stall(real: Any, key: str, *more: Any, **named: Any) -> Any:
+        asked.append(key)
+        if key == last.key and asked.count(key) == 2:  # for the plan first, then while the stream is filled
+            time.sleep(6)
+        return real(key, *more, **named)
+
+    bench.store.objects = cast(ObjectStore, slow.on("get", stall).on("download", stall))
+    await back.comes_back(bench, stream, before)
+    assert asked.count(last.key) >= 2
 
 
 async def test_what_an_older_server_does_not_keep_is_named_and_not_promoted_unless_allowed(bench: Bench) -> None:
