@@ -408,6 +408,12 @@ def test_what_is_received_and_not_archived_stalls_after_its_segment_had_to_close
     assert (stall.pending, stall.heals) == ("sequences 11..60 are received and not archived", False)
 
 
+def test_a_chain_that_archives_at_each_check_never_stalls() -> None:
+    judge = progress().judge
+    for archived in range(30):  # also where it reads nothing more, for want of memory
+        assert judge(SessionStanding(count=50, received=50, archived=archived, source=100), archived * 59.0) is None
+
+
 # How long the source keeps it
 
 
