@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from ingress import checkpoint
 from ingress.checkpoint import Checkpoint, CheckpointConflict, Ending, Intent, TargetState, open_intent
 from ingress.checkpoint_store import Stored, from_json, to_json
 from ingress.verdict import verdict as judging
-from ingress.verdict.settle import Reconciler
+from ingress.verdict.settle import Reconciler, SharedSettler
 from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, Origin, Sent, TargetReading, Unread, judge
 from tests.support.ingress import CHAIN, OTHER, piece, reading
 
@@ -319,3 +320,26 @@ async def test_a_target_with_messages_and_no_state_is_looked_at_three_times(stor
     with nullcontext() if stored else pytest.raises(Stopped, match="found last sequence 103 and no checkpoint"):
         assert (await looked.reconciler.first())[0].state == CLOSED
     assert looked.asked == 3
+
+
+class MadeAgain(Looked):
+    """A stream of another creation time that holds `origin` where the checkpoint ends."""
+
+    origin: Origin | Unread = Unread.GONE
+
+    async def read(self) -> TargetReading:
+        return reading(105, created="t1")
+
+    read_fresh = read
+
+    async def origins(self, places: Collection[int]) -> dict[int, Origin | Unread]:
+        return dict.fromkeys(places, self.origin)
+
+
+@pytest.mark.parametrize("origin", [Origin(A, 10), Origin(A, 11), Unread.FOREIGN, Unread.GONE])
+async def test_only_a_row_of_ours_vouches_for_a_shared_target_of_another_creation_time(origin: Origin | Unread) -> None:
+    looked = MadeAgain()
+    looked.origin = origin
+    settler = looked.reconciler = SharedSettler(judging.TargetErrors("FLEET"), looked, looked, looked, looked)
+    with nullcontext() if origin == Origin(A, 10) else pytest.raises(Stopped, match="created: expected t0, found t1"):
+        assert await settler.settle(Stored(CLOSED, 1), None) == judging.Settled(105, 0)
