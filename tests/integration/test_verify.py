@@ -17,7 +17,7 @@ from common.objects.port import Paged
 from common.segments import store as segment_store
 from common.segments.captures import CapturedConfig, CaptureStore
 from common.segments.checks import Foreign, look_for_foreign
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.segment import Reason, SegmentRef
 from common.sequences import SequenceRange
 from common.settings.root import StoreSettings
@@ -285,6 +285,13 @@ async def test_the_command_says_what_it_did_not_read_and_who_was_quicker(site: S
     done = await site.command("--since-last", code=77)
     assert "what was read is not signed off: error[E-REFUSED]: no right to put" in done.err
     assert "all is well" in done.err
+
+
+def test_of_a_hole_that_is_accepted_in_part_the_rest_is_a_difference(site: Site):
+    site.archive.put(51, 60)
+    for accepted, rest in ((SequenceRange(41, 45), ["46..50"]), (SequenceRange(44, 50), [])):
+        site.chains.accept_gap(CHAIN, AcceptedGap(accepted))
+        assert [str(problem.rows) for problem in site.verify().problems] == rest
 
 
 # Wherever it is read; on Spark: test_compaction_spark.py
