@@ -36,6 +36,31 @@ async def publish(bench: Bench, stream: str, is_done: Callable[[int], bool]) -> 
         await publisher.settle()
 
 
+async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster: NatsCluster) -> None:
+    """The node in whose memory the consumer lives."""
+    stream, done = await bench.make_replicated(), asyncio.Event()
+    load = asyncio.create_task(publish(bench, stream, lambda _: done.is_set()))
+    async with bench.egress({"stream": stream}, lease_ttl="10s"):
+        await bench.archived_to(stream, 1)
+
+        async def where() -> str:
+            with suppress(FloeError):  # no leader just now
+                for name in (await bench.client.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []:
+                    answer = await bench.client.api(f"CONSUMER.INFO.{stream}.{name}")
+                    return str(answer["cluster"]["leader"])
+            return ""
+
+        server = cluster.server(await soon(where))
+        await asyncio.to_thread(server.kill)
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(server.start)
+        await asyncio.to_thread(cluster.wait_ready)
+        done.set()
+        await load
+        await bench.archived_to(stream, await bench.last(stream))
+    await bench.same_at_last(stream, stream)
+
+
 async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of_them(bench: Bench) -> None:
     """Leaders of the stream and of its durable; what they forget of acknowledgements is sent again."""
     stream, done = await bench.make_replicated("workqueue"), asyncio.Event()
@@ -66,28 +91,6 @@ async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of
     bench.check(stream)
     assert bench.ledger(stream) == {}
     assert [message.sequence for message in bench.messages(stream)] == list(range(1, last + 1))
-
-
-async def test_the_node_in_whose_memory_the_consumer_lives_dies_and_takes_nothing_with_it(
-    bench: Bench, cluster: NatsCluster
-) -> None:
-    stream = await bench.make_replicated()
-
-    async def where() -> str:
-        with suppress(FloeError):  # no leader just now
-            for name in (await bench.client.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []:
-                return str((await bench.client.api(f"CONSUMER.INFO.{stream}.{name}"))["cluster"]["leader"])
-        return ""
-
-    async with bench.egress({"stream": stream}, kv_replicas=3, lease_ttl="10s"):
-        node = cluster.server(await soon(where))
-        await asyncio.to_thread(node.kill)
-        await publish(bench, stream, lambda count: count == 100)
-        await bench.archived_to(stream, 100)  # while it is away
-        await asyncio.to_thread(node.start)
-        await asyncio.to_thread(cluster.wait_ready)
-        await bench.archived_to(stream, await bench.last(stream))
-    await bench.same_at_last(stream, stream)
 
 
 def working(members: list[Running], names: list[str]) -> list[int]:
