@@ -219,6 +219,13 @@ async def odd(pen: Pen) -> None:
         await pen.put(1, f"{pen.stream}.e", text="")
 
 
+async def schedules(pen: Pen) -> None:
+    await pen.put(10, f"{pen.stream}.out")
+    await pen.put(
+        1, f"{pen.stream}.s", {"Nats-Schedule": "@at 2199-01-01T00:00:00Z", "Nats-Schedule-Target": f"{pen.stream}.out"}
+    )
+
+
 def kv(history: int, **config: Any) -> dict[str, Any]:
     """The configuration of a bucket that clients make, without its name and subjects."""
     given = {"max_msgs_per_subject": history, "allow_rollup_hdrs": True, "deny_delete": True, "discard": "new"}
@@ -356,6 +363,9 @@ KINDS: dict[str, Kind] = {
     ),
     "counters": Kind({"allow_msg_counter": True}, before=counters, after=counters),
     "batches": Kind({"allow_atomic": True}, before=batches),
+    "schedules": Kind(
+        {"allow_msg_schedules": True, "allow_msg_ttl": True}, before=schedules, after=puts(3, subject="ZOO.out")
+    ),
     # What is gone
     "deleted": Kind(then=deletes(3, 4, 17)),
     "deleted since": Kind(lost=deletes(5, 6), extra="what was deleted since"),
