@@ -71,6 +71,7 @@ class Plan:
         kind = KINDS.get(seed % 10, "")
         hardship = HARDSHIPS[seed // 10 % len(HARDSHIPS)] if kind == HARD else ""
         reads_again = kind in (SAMPLED, LOST) or hardship == "bucket_set_back"
+        replays = kind == REPLAYED
         if reads_again:  # other streams forget what has to be read again
             retention = LIMITS
         return cls(
@@ -83,7 +84,8 @@ class Plan:
             compacts=rng.random() < 0.6,
             # What has expired cannot be compared with a source that has changed; retention needs conditions.
             expires=rng.random() < 0.5 and kind not in (CHANGING, LOST, REPLAYED, HARD),
-            source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS and not reads_again else 0,
+            # What a limit took before it was archived is no part of a replay, which would ask about it.
+            source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS and not (reads_again or replays) else 0,
             kind=kind,
             is_quiet=more.random() < 0.25 and kind == CHANGING,
             on_recreated=more.choice(["continue", "halt"]),

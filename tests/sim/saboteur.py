@@ -220,8 +220,8 @@ class Saboteur:
 
     def _kept(self) -> None:
         """What ingress publishes into, or keeps its state in, has no leader."""
-        name = self._rng.choice(["KV_FLOE_STATE", self._target])
-        self._nats.depose([name], self.world.now + self._rng.uniform(2, 10), 0.0)
+        names = [name for name in ("KV_FLOE_STATE", self._target) if name in self._nats.streams]
+        self._nats.depose(names and [self._rng.choice(names)], self.world.now + self._rng.uniform(2, 10), 0.0)
 
     def _stale(self) -> None:
         """Another leader, while the old one still answers on open connections."""

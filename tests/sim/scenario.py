@@ -188,8 +188,9 @@ class Scenario:
             self.changes.begin()
         if plan.kind == REPLAYED:
             world.at(world.chance("replayed").uniform(3, 30), lambda: self.replays.begin(self.nats, plan.parts))
-        if plan.kind == LOST:
+        if plan.kind in (LOST, REPLAYED):  # a command plans by one listing, and says where the archive ends
             self.saboteur.kinds = [each for each in self.saboteur.kinds if each != "store_hides"]
+        if plan.kind == LOST:
             self.disaster.begin()
         if plan.hardship and self.saboteur.allows(plan.hardship):
             Hardship(plan.hardship, self.nats, self.objects).begin()
