@@ -35,7 +35,7 @@ async def test_killed_behind_a_put_nothing_is_lost_or_repeated(bench: Bench) -> 
 
 
 async def test_killed_while_it_begins_what_then_left_the_stream_was_gone_before_it_was_read(bench: Bench) -> None:
-    """Where it begins was stored before."""
+    """Its beginning was stored before."""
     stream = await bench.filled([b"x"] * 50)
     with processes() as started:
         started.append(Process(bench, stream, failpoints="egress.after_stream_document=kill"))

@@ -1,5 +1,5 @@
-"""What must not happen to a chain when its documents, its store or its state come late or not at all; where the copy of
-a feed begins: resolved once, and never again by a restart.
+"""A chain whose documents, store or state come late or not at all; the beginning of the copy of a feed, which is
+resolved once, and never again by a restart.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def test_a_spoiled_gap_is_told_once_until_it_is_put_right(archive: Archive, capl
         assert archive.documents.gaps(CHAIN) == [gap]
 
 
-# Where a copy begins
+# The beginning of a copy
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ async def test_two_workers_share_the_feeds_look_like_one_from_outside_and_flush_
     with parent(config, port) as running:
 
         def has_opened(last: int) -> bool:
-            """Whether each worker shows an open segment up to `last` of each of its two feeds."""
+            """Return true where each worker shows an open segment up to `last` of each of its two feeds."""
             opened = [
                 [part["open_segment"]["last"] for part in parts.values() if part.get("open_segment")]
                 for parts in running.parts()

@@ -333,7 +333,7 @@ def listing(centre: Centre, *headers: str) -> None:
 
 @pytest.mark.real
 async def test_a_listed_ttl_expires_and_every_other_value_is_text(client: FloeClient, centre: Centre) -> None:
-    """What the server would refuse, overflow included, is no header: it would be refused for ever."""
+    """A value that the server would refuse, overflow included, is no header: it would be refused for ever."""
     text = [b"1s ", b"1d", b"0", b"-1", b"soon", b"", b"1.5s", b"999999999h", b"9999999999", b"\t1s", b"1s\t"]
     acting = [b"1s", b"1", b"  1s", b"never", b"999999h", b"99999999m", b"999999999s", b"999999999"]
     rows = [message(n, headers=block(b"Nats-TTL: " + value)) for n, value in enumerate(text + acting, 1)]

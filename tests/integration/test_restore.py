@@ -63,7 +63,7 @@ async def archived(bench: Bench, stream: str) -> int:
 
 
 async def loses(bench: Bench, stream: str) -> list[Message]:
-    """What the stream held, that is archived, captured and gone now."""
+    """The messages that the stream held: archived, captured, and gone now."""
     await archived(bench, stream)
     before = await back.contents(bench, stream)
     await bench.delete_stream(stream)
