@@ -312,6 +312,7 @@ def run_seed(seed: int, cut: Cut = Cut()) -> Result:  # noqa: B008  (it does not
             simulated = world.now
             del scenario, world
             gc.collect()
+            gc.freeze()  # the few objects that remain are not traversed again behind the next seed
     finally:
         gc.enable()
         shutil.rmtree(folder, ignore_errors=True)

@@ -35,6 +35,7 @@ CONF = {
     # For jobs of a few rows, compiling them well costs more than it saves.
     "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
     "spark.sql.codegen.wholeStage": "false",
+    "spark.python.daemon.module": "tests.support.spark_daemon",
 }
 
 
