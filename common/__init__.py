@@ -1,1 +1,1 @@
-"""What egress, ingress and compaction share. Imports none of them (import-linter holds it)."""
+"""Code that egress, ingress and compaction share; it imports none of them (import-linter enforces this)."""

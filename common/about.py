@@ -1,4 +1,4 @@
-"""`floe version` and `floe completion`."""
+"""The commands `floe version` and `floe completion`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import click
 from common.cli import json_option, print_json, run_command, table
 from common.metrics import version
 
-#: What Floe runs on, by distribution: shown where it is installed.
+#: The distributions that Floe runs on, in the order in which `floe version` lists them.
 PARTS = ("nats-py", "pyarrow", "pyspark", "boto3", "uvloop")
 
 
 def versions() -> dict[str, str | None]:
-    """The version of Floe, of Python, and of each of `PARTS`; None where it is not installed."""
+    """Return the versions of Floe, of Python, and of each of `PARTS`; None for one that is not installed."""
     found: dict[str, str | None] = {"floe": version(), "python": sys.version.split()[0]}
     for name in PARTS:
         try:
@@ -31,7 +31,7 @@ def versions() -> dict[str, str | None]:
 @json_option
 @run_command
 def show_version(as_json: bool) -> None:
-    """Show the version of Floe, of Python, and of what Floe runs on; `-` or null where it is not installed.
+    """Show the versions of Floe, of Python, and of the libraries that Floe runs on; `-` or null if not installed.
 
     \b
     Example: floe version --json
@@ -44,10 +44,10 @@ def show_version(as_json: bool) -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @run_command
 def completion(shell: str) -> None:
-    """Print the code by which a shell completes commands and options of floe.
+    """Print the code with which a shell completes the commands and options of floe.
 
     \b
-    To have it in every new shell:
+    To load it in every new shell:
       echo 'eval "$(floe completion bash)"' >> ~/.bashrc
       echo 'eval "$(floe completion zsh)"' >> ~/.zshrc
       floe completion fish > ~/.config/fish/completions/floe.fish

@@ -1,4 +1,4 @@
-"""The chain: what is kept in order (`docs/architecture.md`, words)."""
+"""The chain, the unit that is kept in order (`docs/architecture.md`, words)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass, replace
 
 SITE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
-# What nats-server accepts as a stream name, without what no key, header or log line should hold.
+# The stream names that nats-server accepts, without characters that no key, header or log line may hold.
 FEED_PATTERN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
 
 MAX_INCARNATION = 9999
-MAX_PARTITION = 65535  # that a name may have
-MAX_PARTITIONS = 1024  # of one feed: what egress cuts a stream into at most, and what is believed of documents
+MAX_PARTITION = 65535  # the greatest number that a name can hold
+MAX_PARTITIONS = 1024  # of one feed: the most into which egress divides a stream, and the most accepted from a document
 CHAIN_FORM = "SITE/FEED[/INCARNATION[/PARTITION]]"
 _NUMBER = re.compile(r"[0-9]{1,5}")
 
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"[0-9]{1,5}")
 class Chain:
     """One ordered history: a site, one of its feeds, an incarnation (0..9999) and a partition (0..65535).
 
-    Raises ValueError where a part is outside its range.
+    Raises ValueError if a part is outside its range.
     """
 
     site: str
@@ -43,7 +43,7 @@ class Chain:
 
     @classmethod
     def parse(cls, text: str) -> Chain:
-        """The reverse of `str`; `site/feed` alone means incarnation 0000, partition 0. Raises ValueError."""
+        """Parse the form of `str`; `site/feed` alone means incarnation 0000, partition 0. Raises ValueError."""
         site, feed, incarnation, partition = named_parts(text)
         if feed is None:
             raise ValueError(f"chain {text!r:.80}: expected {CHAIN_FORM}")
@@ -57,7 +57,7 @@ class Chain:
 
 
 def named_parts(text: str) -> tuple[str, str | None, int | None, int | None]:
-    """The parts of `SITE[/FEED[/INCARNATION[/PARTITION]]]`, None for those not named. Raises ValueError."""
+    """Split `SITE[/FEED[/INCARNATION[/PARTITION]]]`; a part that is not named is None. Raises ValueError."""
     site, *names = text.split("/")
     feed, numbers = names[0] if names else None, names[1:]
     expected = f"chain {text!r:.80}: expected {CHAIN_FORM}, such as us-east/NODES/0000/0"

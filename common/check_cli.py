@@ -1,4 +1,4 @@
-"""`floe check`: one line and an exit code of 0, 1, 2 or 3, as Nagios and its like expect; see docs/monitoring.md."""
+"""`floe check`: one line and an exit code of 0, 1, 2 or 3, for Nagios and similar tools; see docs/monitoring.md."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from common.settings.root import Settings
 
 TIMEOUT = 10.0  # seconds for a monitor to answer
-HANGS = 30.0  # seconds since the event loop turned
-SHOWN = 3  # problems of a line; of the others it says how many
-SMALLEST = 12  # bytes of the smallest Parquet file there can be: its magic twice, and a length
+HANGS = 30.0  # seconds without a beat of the event loop that count as a hang
+SHOWN = 3  # problems in a line; the number of the others follows
+SMALLEST = 12  # bytes of the smallest possible Parquet file: its magic twice, and a length
 
 
 class CheckState(IntEnum):
@@ -63,7 +63,7 @@ class CheckFigure:
 
 @dataclass(slots=True)
 class CheckResult:
-    """What a check found. `said`: of what is well; `problems`: what is not, the worst decides."""
+    """The result of a check. `said`: the text if all is well; `problems`: the faults, of which the worst decides."""
 
     said: str
     figures: list[CheckFigure] = field(default_factory=list)
@@ -74,25 +74,25 @@ class CheckResult:
         return max((state for state, _ in self.problems), default=CheckState.OK)
 
     def add(self, state: CheckState, text: str) -> None:
-        """Something is wrong."""
+        """Add a problem."""
         self.problems.append((state, text))
 
     def limit(self, text: str, value: float, warning: float, critical: float, *, at_least: bool = False) -> None:
-        """`value` must stay below the limits, or with `at_least` above them."""
+        """Add a problem if `value` is above a limit, or with `at_least` below it."""
         for state, bound in ((CheckState.CRITICAL, critical), (CheckState.WARNING, warning)):
             if value < bound if at_least else value > bound:
                 self.add(state, text)
                 return
 
     def text(self) -> str:
-        """The worst problems, else what is well; in one line, without what begins performance data."""
+        """Return the worst problems, else `said`, in one line without `|`, which begins the performance data."""
         worst = [text for _, text in sorted(self.problems, key=lambda found: -found[0])]
         more = [f"and {len(worst) - SHOWN} more"] if len(worst) > SHOWN else []
         found = "; ".join([*worst[:SHOWN], *more]) or self.said
         return escaped(found.replace("\n", "; ").replace("|", "/"))
 
     def line(self) -> str:
-        """`STATE - text | performance data`."""
+        """Return `STATE - text | performance data`."""
         figures = " ".join(str(each) for each in self.figures if math.isfinite(each.value))
         return f"{self.state.name} - {self.text()}" + (f" | {figures}" if figures else "")
 
@@ -100,9 +100,9 @@ class CheckResult:
 def thresholds(
     given: tuple[float | None, float | None], defaults: tuple[float, float], *, at_least: bool = False
 ) -> tuple[float, float]:
-    """WARNING and CRITICAL in seconds, where `given`, else the default, which gives way to the other one.
+    """Return WARNING and CRITICAL in seconds: as `given`, else the default, limited by the other one.
 
-    Raises UsageError where a value would be CRITICAL before it is a WARNING. `at_least`: values have to stay above.
+    Raises UsageError if a value would be CRITICAL before it is a WARNING. `at_least`: values have to stay above.
     """
     first, last = (max, min) if at_least else (min, max)
     warning, critical = given
@@ -117,7 +117,7 @@ def thresholds(
 
 
 class _CheckGroup(click.Group):
-    """A group whose wrong command lines are UNKNOWN, in a line as of any check: 2 would be read as CRITICAL."""
+    """A group that reports a wrong command line as UNKNOWN, in a line like any check: 2 would be read as CRITICAL."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with self._unknown():
@@ -145,9 +145,11 @@ class _CheckGroup(click.Group):
 def check_command(
     group: click.Group | None, name: str, warning: str, critical: str, of: str, *, at_least: bool = False
 ) -> Callable[[Command], Command]:
-    """A command `name` of `group` (None: it is added later) from a function of settings, `warning`, `critical`
-    and what other options give, which returns a CheckResult. `of`: what the thresholds are of, with their
-    defaults as durations; without, the function finds them by `thresholds`. `at_least`: as there.
+    """Return a decorator that makes the command `name` of `group` (None: it is added later).
+
+    It takes a function of settings, `warning`, `critical` and the values of other options, which returns a CheckResult.
+    `of`: the quantity that the thresholds limit. `warning`, `critical`: their defaults as durations; without, the
+    function finds them by `thresholds`. `at_least`: as there.
     """
 
     def made(fn: Command) -> Command:
@@ -165,7 +167,7 @@ def check_command(
                 result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{error.code}: {error.message}")])
             except KeyboardInterrupt:
                 result = CheckResult("", problems=[(CheckState.UNKNOWN, "interrupted before it was known")])
-            except Exception as error:  # a monitor must hear of it, whatever it is
+            except Exception as error:  # a monitor must receive any error as a state
                 result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{type(error).__name__}: {error}")])
             if as_json:
                 figures = {each.name: each.value for each in result.figures if math.isfinite(each.value)}
@@ -181,22 +183,22 @@ def check_command(
 
 
 def _threshold(state: CheckState, default: str, of: str) -> Callable[[Command], Command]:
-    """`--warning DURATION` or `--critical DURATION`, by `state`; None where it is not given."""
+    """Return the option `--warning DURATION` or `--critical DURATION`, by `state`; None if it is not given."""
     shown = f"  [default: {default}]" if default else ""
     return click.option(f"--{state.name.lower()}", type=Duration(), help=f"{state.name} beyond this {of}.{shown}")
 
 
 @click.group(cls=_CheckGroup)
 def check() -> None:
-    """Say in one line whether a part works, for Nagios and cron: exit 0, 1, 2 or 3."""
+    """Report the state of a part in one line, for Nagios and cron: exit 0, 1, 2 or 3."""
 
 
 @check_command(check, "egress", "1d", "6h", "time until the source expires what is not archived", at_least=True)
 def check_egress(settings: Settings, warning: float, critical: float) -> CheckResult:
-    """Ask the egress that runs on this host, at `egress.monitor.listen`.
+    """Check the egress that runs on this host, at `egress.monitor.listen`.
 
-    CRITICAL where a chain waits for an operator, the source is about to expire, or the process hangs; WARNING
-    where anything is not ready; UNKNOWN where nobody answers.
+    CRITICAL if a chain waits for an operator, the source is about to expire messages that are not archived, or
+    the process hangs; WARNING if anything is not ready; UNKNOWN if there is no answer.
 
     \b
     Example: floe check egress -c site.yaml --critical 12h
@@ -209,10 +211,10 @@ def check_egress(settings: Settings, warning: float, critical: float) -> CheckRe
 
 @check_command(check, "ingress", "15m", "1h", "age of the oldest archived message that is not carried")
 def check_ingress(settings: Settings, warning: float, critical: float) -> CheckResult:
-    """Ask the ingress that runs on this host, at `ingress.monitor.listen`.
+    """Check the ingress that runs on this host, at `ingress.monitor.listen`.
 
-    CRITICAL where a target or a chain waits for an operator, is too late, or the process hangs; WARNING where
-    anything is not ready; UNKNOWN where nobody answers.
+    CRITICAL if a target or a chain waits for an operator, is too late, or the process hangs; WARNING if
+    anything is not ready; UNKNOWN if there is no answer.
 
     \b
     Example: floe check ingress -c central.yaml --warning 5m --critical 30m
@@ -223,11 +225,11 @@ def check_ingress(settings: Settings, warning: float, critical: float) -> CheckR
 @check_command(check, "archive", "1m", "1h", "time since egress gave its last sign of life for a chain")
 @click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 def check_archive(settings: Settings, warning: float, critical: float, what: str | None) -> CheckResult:
-    """Look at the bucket: where each chain of WHAT ends, holes, damage, and who still archives.
+    """Check the bucket: the end of each chain, holes, damage, and the heartbeats of egress.
 
-    Lists all segments, one request for each thousand, and reads the newest of each chain; what damage there is
-    inside of others only `floe segments verify` finds. Without WHAT, chains are those that the configuration
-    names, if any.
+    Lists all segments, one request for each thousand, and reads the newest of each chain; only
+    `floe segments verify` finds damage inside the others. Without an argument, the chains are those that the
+    configuration names, if any, else all.
 
     \b
     Example: floe check archive -c central.yaml
@@ -249,7 +251,7 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
         for chain in chains:
             try:
                 looked.append(_look(store, documents, chain, said))
-            except DataError as error:  # of one chain: the others are judged all the same
+            except DataError as error:  # of one chain: the others are checked all the same
                 looked.append(CheckedChain(chain, damaged=(error.message,), egress=said.get(chain)))
         wanted = parse(what) if what is not None else (settings.site or None, None, None, None)
         for chain in said.keys() - set(chains):  # a feed may stop before anything of it is archived
@@ -260,11 +262,11 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
         return judge_archive(looked, warning, critical)
 
 
-# What a monitor says
+# Answers of a monitor
 
 
 def ask(monitor: ServedAt, path: str) -> str:
-    """What the monitor answers on `path`. Raises Unavailable."""
+    """Return the answer of the monitor to `path`. Raises Unavailable."""
     from common.service.monitor import fetch
 
     try:
@@ -274,7 +276,7 @@ def ask(monitor: ServedAt, path: str) -> str:
 
 
 def status_of(monitor: ServedAt, key: str) -> dict[str, Any]:
-    """What /status says at the address that the configuration names `key`. Raises ConfigError, Unavailable."""
+    """Return /status from the address that the configuration names `key`. Raises ConfigError, Unavailable."""
     if not monitor.listen:
         raise ConfigError(f"{key}: expected an address to ask, found none")
     try:
@@ -289,16 +291,16 @@ def status_of(monitor: ServedAt, key: str) -> dict[str, Any]:
 
 
 def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, critical: float) -> CheckResult:
-    """What /status of egress amounts to. `expiry`: seconds until the first source expires what is not archived."""
+    """Judge /status of egress. `expiry`: seconds until the first source expires messages that are not archived."""
     from common.service.page import parts_of
 
     feeds: dict[str, Mapping[str, Any]] = {}
     for name, part in parts_of(document).items():
-        # Each worker shows every chain: the one that has it counts, others stand by.
+        # Each worker shows every chain: the one that has it counts, the others are on standby.
         of = re.sub(r" \(worker \d+\)$", "", name.removeprefix("egress "))
         if "stream" in part and (of not in feeds or part.get("state") != "standby"):
             feeds[of] = part
-    # What the stream had before the chain begins is not owed.
+    # Messages of the stream from before the chain begins need no archive.
     ends = [(each.get("source_last"), each.get("end"), each.get("first", 1) - 1) for each in feeds.values()]
     behind = sum(max(0, last - max(end, out)) for last, end, out in ends if last is not None and end is not None)
     stopped = [f"{name}: {part.get('code')}" for name, part in feeds.items() if part.get("state") == "stopped"]
@@ -315,7 +317,7 @@ def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, cri
 
 
 def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) -> CheckResult:
-    """What /status of ingress amounts to. `warning`, `critical`: seconds of lag."""
+    """Judge /status of ingress. `warning`, `critical`: seconds of lag."""
     from common.service.page import parts_of
 
     targets = {name: part for name, part in parts_of(document).items() if name.startswith("target ")}
@@ -352,15 +354,15 @@ def _with_process(result: CheckResult, document: Mapping[str, Any]) -> CheckResu
     return result
 
 
-# What the bucket says
+# Contents of the bucket
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedChain:
-    """What a check sees of one chain. `end`: of its coverage, 0 where there is none; `missing`: sequences in
-    holes that nobody accepted; `damaged`: keys of segments that are none; `egress`: what its process said last,
-    None where nothing was said, or of a former incarnation. `recreated`: seconds since the incarnation began because
-    the stream was made again or set back; None where it did not.
+    """The facts of one chain that a check needs. `end`: of its coverage, 0 if there is none; `missing`: sequences in
+    holes that no operator accepted; `damaged`: keys of objects that are no valid segments; `egress`: the last heartbeat
+    of its process, None if there is none of this incarnation. `recreated`: seconds since the incarnation began because
+    the stream was recreated or rolled back; None if it did not.
     """
 
     chain: Chain
@@ -375,7 +377,7 @@ RECREATED = 86_400.0  # seconds for which it is a warning
 
 
 def judge_archive(found: list[CheckedChain], warning: float, critical: float) -> CheckResult:
-    """What the bucket amounts to. `warning`, `critical`: seconds since the last sign of life of a chain."""
+    """Judge the bucket. `warning`, `critical`: seconds since the last heartbeat of a chain."""
     said = [(each.chain, each.egress) for each in found if each.egress is not None]
     ages = [sighting.age for _, sighting in said]
     left = [(e.egress.sign.not_archived(e.chain.incarnation, e.end) or 0) for e in found if e.egress is not None]
@@ -403,8 +405,8 @@ def judge_archive(found: list[CheckedChain], warning: float, critical: float) ->
 
 
 def _sightings(documents: ChainStore, now: float) -> dict[Chain, Sighting]:
-    """What egress says of itself, by chain with its incarnation; nothing where that may not be read. A stop that a
-    live process tells counts whatever another process of the same partition says.
+    """Return the heartbeats of egress, by chain with its incarnation; empty without the permission to read them. A stop
+    that a live process reports counts over any other process of the same partition.
     """
     from common.segments.alive import LATEST, Sighting, newest
 
@@ -421,10 +423,10 @@ def _sightings(documents: ChainStore, now: float) -> dict[Chain, Sighting]:
 def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mapping[Chain, Sighting]) -> CheckedChain:
     from common.sequences import Covered, SequenceRange, holes
 
-    # Before the listing: what is written meanwhile can only make the coverage reach further.
+    # Before the listing: objects that are written meanwhile can only extend the coverage.
     tail, ended = documents.read_tail(chain) or 0, documents.read_end(chain)
     document, table, covered = documents.read_chain(chain), store.table(chain), Covered()
-    floor = documents.read_floor(chain) or 1  # behind the listing: what retention deletes is no hole
+    floor = documents.read_floor(chain) or 1  # after the listing: segments that retention deletes are no hole
     for ref in table:
         covered.add(ref.coverage)
     end = max(covered.end, tail) if ended is None else ended
@@ -446,7 +448,7 @@ def _recreated(documents: ChainStore, chain: Chain) -> float | None:
 
 
 def _damaged(store: SegmentStore, table: SegmentTable) -> Iterator[str]:
-    """Keys of what is too small for a segment, and of the newest segment where its footer is none."""
+    """Yield the keys of objects too small for a segment, and of the newest segment if its footer is invalid."""
     from common.segments.parquet_guard import SegmentGone
 
     yield from (table[place].key for place in range(len(table)) if table.size_of(place) < SMALLEST)

@@ -1,7 +1,7 @@
-"""What every command shares: how it ends, its common options, parameter types and output.
+"""Common parts of all commands: exit, options, parameter types and output.
 
-A command never shows a traceback: errors are one line each on stderr, with the exit code of their kind.
-stdout carries results only, stderr everything else.
+Without `--debug` a command never shows a traceback: errors are one line each on stderr, with the exit code of their
+kind. stdout carries results only, stderr everything else.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """A parameter type: `parse` makes a `kind` of a text, or raises ValueError that says what is wrong."""
+    """A parameter type: `parse` makes a `kind` of a text, or raises ValueError that names the problem."""
 
     def __init__(self, name: str, kind: type, parse: Callable[[str], Any]) -> None:
         self.name, self._kind, self._parse = name, kind, parse
@@ -53,7 +53,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 
 
 def parse_sequence(text: str) -> int:
-    """A stream sequence, 1 .. 2^63-1. Raises ValueError."""
+    """Parse a stream sequence, 1 .. 2^63-1. Raises ValueError."""
     if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= MAX_SEQUENCE):
         raise ValueError(f"expected a sequence from 1 to {MAX_SEQUENCE}, found {text!r:.60}")
     return int(text)
@@ -69,7 +69,7 @@ def _parse_interval(text: str) -> float:
 SequenceType = functools.partial(Parsed, "sequence", int, parse_sequence)
 #: A duration such as 1h30m, as float seconds.
 Duration = functools.partial(Parsed, "duration", float, parse_duration)
-#: A duration between two looks, as float seconds.
+#: A duration between two checks, 1s to 1d, as float seconds.
 Interval = functools.partial(Parsed, "duration", float, _parse_interval)
 #: A size such as 64K or 1G, as int bytes.
 Size = functools.partial(Parsed, "size", int, parse_size)
@@ -83,9 +83,9 @@ _AGO = re.compile(r"-?\s*(\S(?:.*\S)?)\s+ago|-?(\S+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time as it was asked for. `text`: RFC 3339 with a zone; empty where it is `ago`, seconds before now.
+    """A time as the user gave it. `text`: RFC 3339 with a zone; empty if it is `ago`, seconds before now.
 
-    `zone`: this host's, by which it was read; empty where the zone was named.
+    `zone`: the zone of this host, if the time named none; else empty.
     """
 
     text: str = ""
@@ -94,7 +94,7 @@ class Moment:
 
     @classmethod
     def parse(cls, text: str, local: tzinfo | None = None) -> Moment:
-        """Raises ValueError. `local`: the zone of a time without one; None: this host's."""
+        """Parse `text`. Raises ValueError. `local`: the zone of a time without one; None: this host's."""
         with suppress(ValueError):
             parse_time(text)
             return cls(text)
@@ -111,12 +111,12 @@ class Moment:
         raise ValueError(f"expected {MOMENT_FORM}, found {text!r:.60}")
 
     def at(self, now: float) -> int:
-        """Nanoseconds since 1970 UTC, at `now`, in seconds."""
+        """Return nanoseconds since 1970 UTC. `now`: seconds since 1970, from which `ago` counts."""
         return parse_time(self.text) if self.text else round((now - self.ago) * NS_PER_S)
 
 
 def _zone_name(at: datetime) -> str:
-    """The zone of `at`, a time of this host. The C library takes UTC, under any name, for a TZ that names no zone."""
+    """Name the zone of `at`, a time of this host. If TZ names no zone, the C library uses UTC under any name."""
     name, asked = at.tzname() or str(at.tzinfo), os.environ.get("TZ", "").removeprefix(":")
     is_file = asked.startswith("/") and Path(asked).is_file()
     if at.utcoffset() or not asked or is_file or _POSIX_ZONE.match(asked):
@@ -129,12 +129,12 @@ def _zone_name(at: datetime) -> str:
 
 
 def moment(now: float, asked: Moment | None) -> int | None:
-    """As `Moment.at`; None for what is not asked for."""
+    """Return `asked.at(now)`; None if `asked` is None."""
     return None if asked is None else asked.at(now)
 
 
 class TimeType(Parsed):
-    """A time, as Moment; of one without a zone stderr says how it is read."""
+    """A time, as Moment; stderr shows how a time without a zone is read."""
 
     def __init__(self) -> None:
         super().__init__("time", Moment, Moment.parse)
@@ -170,37 +170,37 @@ def _plain(value: object) -> Any:
 
 
 class Styled(NamedTuple):
-    """A cell of a table that is shown in a colour (as rich names it) where there are colours; empty: in none."""
+    """A table cell with a colour (by its name in rich), used if the output has colours; empty: no colour."""
 
     text: object
     style: str
 
 
 def is_terminal() -> bool:
-    """Whether people read stdout, whatever FORCE_COLOR says."""
+    """True if stdout is a terminal, so that people read it; FORCE_COLOR does not count."""
     return sys.stdout.isatty()
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that stdout is; None where a program reads it."""
+    """Return the columns of the terminal on stdout; None if a program reads stdout."""
     return shutil.get_terminal_size().columns if is_terminal() else None
 
 
-#: The column that a narrow terminal keeps whatever else it leaves out.
+#: The column that is never left out: on a narrow terminal it goes below its row.
 WHY = "why"
 
 
 def _fitting(columns: Sequence[str], widths: Sequence[int], width: int | None) -> list[int]:
-    """The columns that are shown side by side: all, or without `why` as many from the left as fit, one at least."""
-    kept = sorted(range(len(columns)), key=lambda index: columns[index] == WHY)  # which goes first
+    """Return the columns to show side by side: all, or without `why` as many from the left as fit, one at least."""
+    kept = sorted(range(len(columns)), key=lambda index: columns[index] == WHY)  # `why` goes first
     while width is not None and len(kept) > 1 and sum(widths[index] + 2 for index in kept) - 2 > width:
         kept.pop()
     return sorted(kept)
 
 
 def cut(line: str, width: int) -> str:
-    """`line` as far as `width` columns of a terminal go, with an ellipsis where it goes on."""
-    from rich.cells import cell_len, set_cell_size  # here: as for a table
+    """Return `line` cut to `width` columns of a terminal, with an ellipsis if it is longer."""
+    from rich.cells import cell_len, set_cell_size  # here: as in `table`
 
     return line if cell_len(line) <= width else f"{set_cell_size(line, width - 1)}…"
 
@@ -209,9 +209,9 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | None =
     """Print the header `columns`, then each row: values in their order, or a mapping by column name.
 
     None shows as `-`. Columns of numbers are aligned to the right. On a terminal the header is bold and `Styled` cells
-    have their colours, unless NO_COLOR is set. Each row is one line, however wide: what a terminal wraps can still be
-    copied whole. Where that is wider than `width`, the column `why` goes below its row, wrapped between words, and
-    columns are left out from the right until the rest fits.
+    have their colours, unless NO_COLOR is set. Each row is one line, at any width: a row that a terminal wraps can
+    still be copied whole. If a row is wider than `width`, the column `why` goes below its row, wrapped between words,
+    and columns are left out from the right until the rest fits.
     """
     from rich.cells import cell_len  # here: a service prints no table
     from rich.console import Console
@@ -249,9 +249,9 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | None =
 
 @dataclass(frozen=True, slots=True)
 class StatusView:
-    """One view of `floe status`. `rows`: for programs; `cells`: the same for people, by column, of which `narrow` are
-    shown, or with `-o wide` all of `columns`. `details`: lines behind the table; `notes`: what could not be asked, for
-    stderr. `code`: 3 where somebody ought to look, 75 where something did not answer.
+    """One view of `floe status`. `rows`: for programs; `cells`: the same for people, by column. `narrow`: the columns
+    that are shown; with `-o wide` all of `columns` are. `details`: lines below the table; `notes`: servers that gave no
+    answer, for stderr. `code`: 3 if an operator should act, 75 if something did not answer.
     """
 
     name: str
@@ -271,7 +271,7 @@ class StatusView:
 
 
 def ago(seconds: float | None) -> str | None:
-    """How long ago something was, for people: `3m20s ago`; None for never."""
+    """Return the age of an event for people: `3m20s ago`; None for never."""
     return None if seconds is None else f"{duration_words(seconds)} ago"
 
 
@@ -284,14 +284,14 @@ def _is_numeric(values: list[object]) -> bool:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Where the configuration is that nobody names.
+#: The configuration that is used if none is named.
 DEFAULT_CONFIG = Path("/etc/floe/floe.yaml")
 
 
 def config_file(ctx: click.Context, _param: click.Parameter, value: str | None) -> str:
-    """The file that is named, that of FLOE_CONFIG, or the default; of `config check` also that of the argument.
+    """Return the file that is named, that of FLOE_CONFIG, or the default; for `config check` also that of the argument.
 
-    Raises click.UsageError where none of them is there.
+    Raises click.UsageError if none is named and the default does not exist.
     """
     value = ctx.params.get("document") or value
     if not value and not DEFAULT_CONFIG.exists():
@@ -301,7 +301,7 @@ def config_file(ctx: click.Context, _param: click.Parameter, value: str | None) 
 
 
 def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`-c FILE` and `--context NAME`; the command gets `config: str`, and `load_settings` heeds the context."""
+    """Add `-c FILE` and `--context NAME`; the command gets `config: str`, and `load_settings` uses the context."""
 
     def keep(ctx: click.Context, _param: click.Parameter, name: str) -> None:
         ctx.meta[CONTEXT] = name
@@ -331,10 +331,10 @@ json_option = click.option("-j", "--json", "as_json", is_flag=True, help="Print 
 
 
 def run_command(fn: Callable[P, Any]) -> Callable[P, None]:
-    """Runs the body of a click command, a coroutine function or a plain one, and exits according to its outcome.
+    """Run the body of a click command, a coroutine function or a plain one, and exit according to its outcome.
 
-    Stands below the click decorators. The exit code is what `fn` returns (None: 0), or that of the error. Where `fn`
-    has a parameter `named`, it gets the options that name a chain as one `Named`; None where none is given.
+    Place it below the click decorators. The exit code is the value that `fn` returns (None: 0), or that of the error.
+    If `fn` has a parameter `named`, it gets the options that name a chain as one `Named`; None if none is given.
     """
     takes_named = "named" in inspect.signature(fn).parameters
 
@@ -364,20 +364,20 @@ def _named(options: dict[str, Any]) -> Named | None:
 
 
 def _needed(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Arguments come behind all options that are given."""
+    """Require the argument, or --site and --feed: click processes arguments after all options that are given."""
     if value is None and None in (ctx.params.get("site"), ctx.params.get("feed")):
         raise click.MissingParameter("It may also be said as --site and --feed.", ctx, param)
     return value
 
 
 def refuse_beside(text: str, parts: Mapping[str, object]) -> None:
-    """Raises UsageError where `parts`, options that also say of a chain what `text` says, are given."""
+    """Raise UsageError if any of `parts` is given: these options also name the chain that `text` names."""
     if given := [f"--{name}" for name, value in parts.items() if value not in (None, "")]:
         raise UsageError(f"expected {text} or {' '.join(given)}, found both")
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` to its end on a new event loop: uvloop's where it is installed (the extra `fast`).
+    """Run `main` to its end on a new event loop: uvloop's if it is installed (the extra `fast`).
 
     Raises Unforeseen for an error in the background that has no owner.
     """
@@ -404,13 +404,13 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show only.")
 
 
-CHAIN = "chain_named"  # the parameter of the argument
+CHAIN = "chain_named"  # the parameter name of the argument
 PARTS = ("site", "feed", "incarnation", "partition")
 
 
 def chain_options(command: Command, is_needed: bool = True, is_one: bool = True) -> Command:
-    """`SITE/FEED[/INCARNATION[/PARTITION]]`, or the same as `--site --feed [--incarnation] [--partition]`, as
-    `named`. `is_one`: one chain is meant; otherwise all of the feed where they are not named.
+    """Add `SITE/FEED[/INCARNATION[/PARTITION]]`, or the same as `--site --feed [--incarnation] [--partition]`, as
+    `named`. `is_one`: one chain is meant; else, without incarnation and partition, all chains of the feed.
     """
     newest, only = ("Else the newest.", "The partition, if several.") if is_one else ("Only this one.",) * 2
     metavar = CHAIN_FORM if is_needed else f"[{CHAIN_FORM}]"
@@ -426,7 +426,7 @@ def chain_options(command: Command, is_needed: bool = True, is_one: bool = True)
 
 
 def any_chain_options(command: Command) -> Command:
-    """As `chain_options`, where a command can do without."""
+    """Add `chain_options` to a command that can do without a chain."""
     return chain_options(command, is_needed=False)
 
 
@@ -450,17 +450,17 @@ class Named:
 
     @classmethod
     def parse(cls, text: str) -> Named:
-        """What `SITE/FEED[/INCARNATION[/PARTITION]]` names. Raises UsageError."""
+        """Parse `SITE/FEED[/INCARNATION[/PARTITION]]`. Raises UsageError."""
         from common.segments.keys import parse_of_feed
 
         return cls(*parse_of_feed(text))
 
     def chain(self, settings: Settings, held: Collection[Chain] = (), carried: Collection[Chain] = ()) -> Chain:
-        """The chain that is meant, among those of the archive and `held`: chains that a target remembers.
+        """Return the chain that is meant, among those of the archive, `held` and `carried`.
 
-        Blocking, unless all parts are named and `held` has the chain. `carried`: chains of which a target has a
-        position. Raises UsageError where there is no such chain, and where the target is not at the newest incarnation
-        yet.
+        `held`: chains that a target remembers. `carried`: chains of which a target has a position. Blocking, unless all
+        parts are named and one of the two has the chain. Raises UsageError if there is no such chain, and if the target
+        is not at the newest incarnation yet.
         """
         from common.open import open_view
         from common.segments.archive import among
@@ -493,9 +493,9 @@ class Named:
 
 
 def confirm(question: str, yes: bool, *, is_needed: bool = True) -> None:
-    """Ask, on stderr, unless `yes`. Raises UsageError where nobody can be asked, Abort for a no.
+    """Ask for a confirmation on stderr, unless `yes`. Raises UsageError if stdin is no terminal, Abort for a no.
 
-    Not `is_needed`: where nobody can be asked it is done all the same, as by a pasted command in a script.
+    Not `is_needed`: if stdin is no terminal, the command proceeds all the same, as a pasted command in a script.
     """
     if yes:
         return
@@ -503,7 +503,7 @@ def confirm(question: str, yes: bool, *, is_needed: bool = True) -> None:
         if not is_needed:
             return
         raise UsageError("expected --yes where nobody can be asked")
-    # The event loop's own handler only cancels a task, and the terminal would go on being read.
+    # The event loop's own handler only cancels a task, and the terminal would still be read.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         click.confirm(question, abort=True, err=True)

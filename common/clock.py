@@ -1,4 +1,4 @@
-"""Time and chance, passed as arguments: nothing else in Floe reads a clock (ruff's TID251 holds it)."""
+"""Clocks and random delays, passed as arguments: no other module reads a clock (ruff's TID251 enforces this)."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ _BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def parse_time(text: str) -> int:
-    """Nanoseconds since 1970 UTC, from RFC 3339 with a zone and up to nine digits of a second.
+    """Convert RFC 3339, with a zone and up to nine digits after the second, to nanoseconds since 1970 UTC.
 
     Raises ValueError.
     """
@@ -31,7 +31,7 @@ def parse_time(text: str) -> int:
 
 
 def format_time(nanoseconds: int) -> str:
-    """RFC 3339 UTC, with nanoseconds if there are any; the bare number for a year outside 1 to 9999."""
+    """Format as RFC 3339 UTC, with nanoseconds if they are not 0; the bare number for a year outside 1 to 9999."""
     seconds, rest = divmod(nanoseconds, NS_PER_S)
     try:
         text = datetime.fromtimestamp(seconds, UTC).isoformat().removesuffix("+00:00")
@@ -44,16 +44,16 @@ class Clock(Protocol):
     """A source of time."""
 
     def now(self) -> float:
-        """Seconds since 1970 UTC, by this host's wall clock: for logs and ages shown to people."""
+        """Return seconds since 1970 UTC by this host's wall clock, for logs and for ages shown to people."""
 
     def monotonic(self) -> float:
-        """Seconds on a clock that never jumps: for leases, deadlines and the age of an open segment."""
+        """Return seconds on a clock that never jumps, for leases, deadlines and the age of an open segment."""
 
     async def sleep(self, seconds: float) -> None:
         """Wait `seconds` (at least one turn of the event loop)."""
 
     def pause(self, seconds: float) -> None:
-        """Block this thread for `seconds`; never called on an event loop."""
+        """Block this thread for `seconds`. Never call it on an event loop."""
 
 
 class SystemClock:
@@ -83,9 +83,9 @@ def doubling(first: float, last: float) -> tuple[float, ...]:
 
 
 class Backoff:
-    """The `delays` (seconds) one after another; the last one is repeated.
+    """The `delays` (seconds) one after another; the last one repeats.
 
-    `rng`: takes 50 to 100 % of each, so that instances that failed together do not come back together.
+    `rng`: scales each to 50 to 100 %, so that instances that failed together do not return together; None: no scaling.
     """
 
     def __init__(self, rng: random.Random | None, delays: Sequence[float] = DELAYS) -> None:

@@ -1,4 +1,4 @@
-"""`floe config`: what is wrong with a configuration, and new ones from those of stream-replicator."""
+"""`floe config`: check a configuration, or convert one of stream-replicator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from common.migration.write import File, Imported
     from common.settings.loader import ConfigDocument
 
-#: Loads what only one part knows: `contradictions` of `floe.CHECKED`.
+#: Loaders of functions that only one role has: `contradictions` of `floe.CHECKED`.
 Parts = Mapping[str, Callable[[], Any]]
 
 
@@ -36,10 +36,10 @@ def config() -> None:
 def check(parts: Parts, document: str | None, config: str, strict: bool, connect: bool, as_json: bool) -> int:
     """Check all documents of FILE; touches neither NATS nor the store, unless with --connect.
 
-    Exit 78 where something is wrong; each problem is a line `file:line:column: key: what`. A document whose
-    egress and ingress would feed each other is warned of here and refused by every command that runs it.
-    Warned of are also secrets that others may read, and connections that nobody encrypts or checks. With --connect
-    a line says of each connection whether it works; the code is that of the first that does not: 75, 77 or 78.
+    Exit 78 if something is wrong; each problem is a line `file:line:column: key: what`. If egress and ingress of a
+    document would feed each other, this command warns, and every command that runs the document refuses it.
+    It also warns of secrets that others may read, and of connections without encryption or verification. With
+    --connect a line for each connection shows if it works; the code is that of the first that does not: 75, 77 or 78.
     `floe doctor` examines more.
 
     \b
@@ -73,11 +73,11 @@ def check(parts: Parts, document: str | None, config: str, strict: bool, connect
 
 
 def _tried(documents: list[ConfigDocument]) -> list[tuple[str, FloeError | None]]:
-    """Each connection of the documents, and why it cannot be made."""
+    """Try each connection of the documents; return its name and the error, None if it works."""
     from common import logs
     from common.doctor import connections
 
-    logs.configure("critical")  # what the connections log is in what is shown
+    logs.configure("critical")  # the lines below already show the errors that the connections log
     found = [each for document in documents for each in run_async(connections(document.settings))]
     return [(each.name, each.error) for each in found]
 
@@ -132,11 +132,11 @@ def _problems(error: ConfigError) -> list[object]:
 @json_option
 @run_command
 def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> int:
-    """Print what the configuration FILE of stream-replicator becomes: a site.yaml for each source, a
+    """Print the configuration FILE of stream-replicator as files of Floe: a site.yaml for each source, a
     central.yaml for each target.
 
     Comments name every key that is not carried over, and why; secrets become variables and are never
-    printed. Exit 78 where something is wrong; each problem is a line `file:line:column: key: what`.
+    printed. Exit 78 if something is wrong; each problem is a line `file:line:column: key: what`.
 
     \b
     Example: floe config import-stream-replicator /etc/stream-replicator/sr.yaml --out-dir /etc/floe
@@ -163,7 +163,7 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
 
 
 def _write(files: tuple[File, ...], folder: Path) -> None:
-    """Writes all files, or none where one of them exists already."""
+    """Write all files, or none if one of them exists already."""
     there = [str(folder / each.name) for each in files if (folder / each.name).exists()]
     if there:
         raise UsageError(f"{there[0]}: expected no such file, found one", hint="choose another --out-dir")

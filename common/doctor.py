@@ -1,7 +1,7 @@
-"""What `floe doctor` finds and what it means: the values, and the probes of the store, the disk and the connections.
+"""Findings of `floe doctor` and the probes of the store, the disk and the connections.
 
-A probe changes nothing of the archive: it writes only under `_floe/site=…/feed=…/probe/`, and removes what it may
-remove. It never raises a FloeError: what cannot be examined is a finding too.
+A probe changes nothing of the archive: it writes only under `_floe/site=…/feed=…/probe/`, and removes the objects that
+it may remove. It never raises a FloeError: a failed examination is a finding too.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "disk": ("spool", "space"),
 }  # fmt: skip
 
-MOST_WAIT = 6.0  # seconds to connect, whatever `connect_timeout` is: what is frozen is given up within half a minute
+MOST_WAIT = 6.0  # seconds to connect, even if `connect_timeout` is longer: a frozen server costs half a minute at most
 NO_JETSTREAM = ("E-JS-10039", "E-JS-10076")  # not for this account, not on this server
-MOST_LOOKUP = 8.0  # seconds for the resolver, where what needs it has not ended either; glibc gives up after 10
+MOST_LOOKUP = 8.0  # seconds for the resolver, if the work that needs it has not ended either; glibc fails after 10
 MOST_SKEW = 60.0  # seconds between two clocks
 WRITERS = 8  # that put one key at the same time
-MOST_TAILS = 1000  # chains that are looked at for the layout: one request
-NO_ETAG = "0" * 32  # of no object
-# What a service waits for until somebody acts.
+MOST_TAILS = 1000  # chains that are read for the layout: one request
+NO_ETAG = "0" * 32  # an ETag that no object has
+# Errors for which a service waits until an operator acts.
 ANSWERED = ("E-S3-CLOCK", "E-STORE-FULL", "E-READ-BACK", "E-S3-TLS", "E-NATS-TLS", "E-STORE-ROOT")
 
 
 class DoctorState(StrEnum):
-    """What becomes of a check; `skipped`: nothing was found out."""
+    """The result of a check; `skipped`: nothing was found out."""
 
     OK = "ok"
     WARNING = "warning"
@@ -75,7 +75,7 @@ class DoctorState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """What one check found. `meaning`, `todo`: for people, empty where all is well; a command in `todo` has a line for
+    """The result of one check. `meaning`, `todo`: for people, empty if all is well; a command in `todo` has a line for
     itself. `unreached`: it was skipped because something did not answer.
     """
 
@@ -93,14 +93,14 @@ class DoctorFinding:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All that was found."""
+    """The roles that were examined, and all findings."""
 
     roles: tuple[str, ...]
     findings: tuple[DoctorFinding, ...]
 
     @property
     def code(self) -> int:
-        """3: a problem was found; 1: something did not answer; else 0."""
+        """The exit code: 3 if a problem was found; 1 if something did not answer; else 0."""
         if any(each.state is DoctorState.PROBLEM for each in self.findings):
             return 3
         return 1 if any(each.unreached for each in self.findings) else 0
@@ -123,7 +123,7 @@ def skipped(part: str, what: str, found: str, meaning: str = "", todo: str = "")
 
 
 def failed(part: str, what: str, error: FloeError, meaning: str = "", todo: str = "") -> DoctorFinding:
-    """What an error of a probe amounts to: without an answer nothing is known, any other error is a problem."""
+    """Return the finding for an error of a probe: without an answer nothing is known, any other error is a problem."""
     found = f"{error.code}: {error.message}"
     todo = "\n".join(filter(None, [error.hint, todo]))
     if error.code in ANSWERED:
@@ -140,7 +140,7 @@ def failed(part: str, what: str, error: FloeError, meaning: str = "", todo: str 
 
 
 def roles_of(settings: Settings) -> tuple[str, ...]:
-    """The roles that a configuration is for; compaction where neither feeds nor targets say another."""
+    """Return the roles that a configuration is for; compaction if it has neither feeds nor targets."""
     found = [*(["egress"] if settings.egress.feeds else []), *(["ingress"] if settings.ingress.targets else [])]
     return tuple(found) or ("compaction",)
 
@@ -150,22 +150,22 @@ def roles_of(settings: Settings) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """Whether a connection could be made; `error` None: it could."""
+    """The result of an attempt to connect; `error` None: it succeeded."""
 
     name: str
     error: FloeError | None = None
 
 
 async def connections(settings: Settings) -> list[Connected]:
-    """Connects to NATS as each role with a service, and to the store."""
+    """Connect to NATS as each role with a service, and to the store."""
     roles = [role for role in roles_of(settings) if role != "compaction"]
     return await asyncio.gather(*(_connected(settings, role) for role in roles), _store_reached(settings))
 
 
 async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
-    """What JetStream says of the account; None where the user may not ask, which no role needs.
+    """Return JetStream's information on the account; None if the user may not request it, which no role needs.
 
-    Raises ConfigError where there is none for it, Unavailable and OutcomeUnknown where that is not known.
+    Raises ConfigError if there is none for it, Unavailable and OutcomeUnknown if that is not known.
     """
     from common.jetstream.api import ask
     from common.jetstream.requests import NOBODY, ApiError
@@ -182,15 +182,15 @@ async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
 
 
 def promptly(nats: NatsSettings) -> NatsSettings:
-    """The same connection, for who asks only whether it can be made."""
+    """Return the same connection with a timeout of MOST_WAIT at most, to check only that it can be made."""
     return nats.model_copy(update={"connect_timeout": min(nats.connect_timeout, MOST_WAIT)})
 
 
 async def resolved(nats: NatsSettings) -> NatsSettings:
-    """The same connection as `promptly`, without servers whose names the resolver says nothing of.
+    """Return the same connection as `promptly`, without servers with names that the resolver does not answer.
 
-    Not left to who connects: the end of an event loop waits for a look-up of its own, however long that takes.
-    Raises Unavailable where no server is left, else as `with_context`.
+    The resolution is not left to `connect`: the end of an event loop waits for its own resolutions, even long ones.
+    Raises Unavailable if no server is left, else as `with_context`.
     """
     from common.jetstream.context import with_context
 
@@ -203,8 +203,8 @@ async def resolved(nats: NatsSettings) -> NatsSettings:
 
 
 async def while_resolved(store: StoreSettings, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises Unavailable where after MOST_LOOKUP seconds neither that nor an answer of the
-    resolver is there: a call in a thread goes on.
+    """Return the result of `work`. Raises Unavailable if neither that nor an answer of the resolver comes within
+    MOST_LOOKUP seconds; a call in a thread continues.
     """
     address = store.endpoint_url or f"https://s3.{store.region}.amazonaws.com"
     is_remote = not store.url.startswith("file:")
@@ -219,17 +219,17 @@ async def while_resolved(store: StoreSettings, work: Coroutine[Any, Any, T]) -> 
 
 @asynccontextmanager
 async def _lookups(*addresses: str) -> AsyncIterator[dict[str, asyncio.Task[None]]]:
-    """A task for each address, done once the resolver has said something of its host. Leaves threads behind."""
+    """Yield a task for each address, done once the resolver has answered for its host. Leaves threads behind."""
     from common.service.process import Threads
 
     threads = Threads("lookup", len(addresses) or 1)
 
     async def look_up(address: str) -> None:
         host = urlsplit(address).hostname
-        with suppress(ValueError):  # an address needs no resolver, and a busy host no thread for it
+        with suppress(ValueError):  # an IP address needs no resolver, and a busy host no thread for it
             ip_address(host or "")
             return
-        with suppress(OSError, UnicodeError):  # who connects says so
+        with suppress(OSError, UnicodeError):  # the code that connects reports it
             await threads.run(socket.getaddrinfo, host, None)
 
     tasks = {address: asyncio.create_task(look_up(address)) for address in addresses}
@@ -280,12 +280,12 @@ def _list_once(settings: Settings) -> None:
 
 
 def _only_site(settings: Settings, roles: Collection[str]) -> str | None:
-    """The site whose keys alone may be listed; None where all may be."""
+    """Return the site if only its keys may be listed; None if all may be."""
     return settings.site or None if {*roles} == {"egress"} else None
 
 
 def _listed(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
-    """The prefixes that the roles list; a site lists only what is its own."""
+    """Return the prefixes that the roles list; a site lists only its own keys."""
     from common.segments.keys import Layout, encode
 
     layout, site = Layout(settings.store.prefix), _only_site(settings, roles)
@@ -299,7 +299,7 @@ def _listed(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
 
 
 def examine_store(settings: Settings, roles: Collection[str], clock: Clock) -> list[DoctorFinding]:
-    """Blocking. `roles`: whose rights are looked for."""
+    """Probe the store; blocking. `roles`: those with the rights to check."""
     from common.objects.open import VIEW_TIMEOUT, open_objects
 
     try:
@@ -310,7 +310,7 @@ def examine_store(settings: Settings, roles: Collection[str], clock: Clock) -> l
 
 
 class _StoreProbes:
-    """The checks of one store, one after the other: a later one needs what an earlier one found out."""
+    """The checks of one store, one after the other: a later one needs the results of an earlier one."""
 
     def __init__(self, settings: Settings, roles: frozenset[str], clock: Clock, objects: ObjectStore) -> None:
         from common.segments.keys import Layout
@@ -320,10 +320,10 @@ class _StoreProbes:
         self._chains: list[Chain] | None = None  # of the archive; None: not known
         self._may_write: bool | None = None  # None: not tried
         self._may_delete = False
-        self._rules: list[LifecycleRule] | None = None  # None: not told
+        self._rules: list[LifecycleRule] | None = None  # None: not known
 
     def findings(self) -> Iterator[DoctorFinding]:
-        """Ends with the first check that gets no answer: the next would only wait, too."""
+        """Yield findings up to the first check without an answer: the next would only wait, too."""
         yield (connection := self._connection())
         if connection.state is not DoctorState.OK:
             return
@@ -365,7 +365,7 @@ class _StoreProbes:
             return failed("store", what, error, todo=self._rights() if isinstance(error, Refused) else "")
 
     def _rights(self) -> str:
-        """The command that writes the policies of the roles."""
+        """Return the command that writes the policies of the roles; empty for a folder."""
         (scheme, _, url), feeds = self._settings.store.url.partition("://"), self._settings.egress.feeds
         if scheme == "file":
             return ""
@@ -379,7 +379,7 @@ class _StoreProbes:
         try:
             self._objects.list(_listed(self._settings, self._roles)[0], limit=1)
         except FloeError as error:
-            if error.code != "E-S3-DENIED":  # that is an answer; what is refused is told by the other checks
+            if error.code != "E-S3-DENIED":  # that is an answer; the other checks report the refusal
                 return failed("store", "connection", error)
         return well("store", "connection", where)
 
@@ -390,13 +390,13 @@ class _StoreProbes:
         return well("store", "list", ", ".join(f"{prefix}*" for prefix in prefixes))
 
     def _look_for_chains(self) -> None:
-        with suppress(FloeError):  # told by the check `list`
+        with suppress(FloeError):  # the check `list` reports it
             tails = self._layout.tails_prefix(_only_site(self._settings, self._roles))
             found = self._objects.list(tails, limit=MOST_TAILS)
             self._chains = [chain for info in found if (chain := self._layout.parse_tail(info.key))]
 
     def _place(self) -> str | None:
-        """Where probes may write: under the first feed of the file, else under a chain of the archive."""
+        """Return the prefix for probes: under the first feed of the file, else under an archived chain; else None."""
         from common.segments.keys import configured
 
         pairs = sorted(configured(self._settings)) or [(chain.site, chain.feed) for chain in self._chains or ()]
@@ -437,7 +437,7 @@ class _StoreProbes:
         needed = "compaction" in self._roles
         return well("store", "delete", "allowed" if needed else "allowed, which only compaction and operators need")
 
-    # What the store does
+    # Behaviour of the store
 
     def _checksum(self, place: str) -> DoctorFinding:
         from common.objects.open import verifies_checksums
@@ -473,7 +473,7 @@ class _StoreProbes:
         return warns("store", "conditional put", f"ignored: {', '.join(ignored)}", _SECOND_LINE, todo)
 
     def _concurrent(self) -> DoctorFinding:
-        """Of several that make one key at once, one may win; without the right to delete: that replace it."""
+        """Let several writers make one key at once: one may win. Without the right to delete, they replace it."""
         if self._may_delete:
             self._objects.delete(self._race)
             etag = None
@@ -536,7 +536,7 @@ class _StoreProbes:
 
     def _clean(self) -> None:
         for key in (self._key, self._race) if self._may_delete else ():
-            with suppress(FloeError):  # a probe object that stays is in nobody's way
+            with suppress(FloeError):  # a probe object that stays does no harm
                 self._objects.delete(key)
 
     # The bucket
@@ -634,13 +634,13 @@ def _none_of(checks: Sequence[str], why: str) -> Iterator[tuple[str, Callable[[]
 
 
 def _not_told(what: str, error: Refused | ConfigError) -> DoctorFinding:
-    """Of a bucket of which the credential, or the store, tells nothing."""
+    """Skip a check: the credential may not read, or the store does not offer, the settings of the bucket."""
     hint = error.hint if isinstance(error, Refused) else ""
     return skipped("store", what, f"not told: {error.code}", "ask whoever owns the bucket", hint)
 
 
 def is_over(prefix: str, root: str) -> bool:
-    """Whether keys under `root` may begin with `prefix`."""
+    """True if keys under `root` may begin with `prefix`."""
     return prefix.startswith(root) or root.startswith(prefix)
 
 
@@ -654,7 +654,7 @@ def _told(rule: LifecycleRule) -> str:
 
 
 def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFinding]:
-    """Blocking. Writes one file of 64 KiB into the spool, and removes it."""
+    """Probe the disk; blocking. Writes one file of 64 KiB into the spool, and removes it."""
     from common.segments.writer import Spool, spool_error
     from common.settings.types import size_words
 

@@ -1,4 +1,4 @@
-"""`floe doctor`: examines all that a configuration needs, and says of each result what it means and what to do."""
+"""`floe doctor`: examines everything that a configuration needs, and explains each result and its remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from common.settings.root import Role, Settings
     from common.settings.service import ServiceSettings
 
-#: Loads what only one part knows: `target` and `spark` of `floe.PROBES`.
+#: Loaders of functions that only one role has: `target` and `spark` of `floe.PROBES`.
 Probes = Mapping[str, Callable[[], Any]]
 
 COLUMNS = ("part", "check", "result", "found")
@@ -48,7 +48,7 @@ COLOURS = {
     DoctorState.PROBLEM: "red",
     DoctorState.SKIPPED: "dim",
 }
-TRIED = (2, 10)  # the oldest nats-server that every test of Floe runs with
+TRIED = (2, 10)  # the oldest nats-server with which every test of Floe runs
 NEVER = 2**62  # a revision that no key has
 NEARLY = 0.9  # of a limit of the account
 THREADS = 3  # store, disk, Spark
@@ -63,11 +63,11 @@ THREADS = 3  # store, disk, Spark
 @click.pass_obj
 @run_command
 def doctor(probes: Probes, roles: tuple[str, ...], config: str, as_json: bool) -> int:
-    """Examine the store, NATS, Spark and the disk, and say of each result what it means and what to do.
+    """Examine the store, NATS, Spark and the disk; explain each result and its remedy.
 
-    Without --role for the roles of the file: egress where it has feeds, ingress where it has targets, else
-    compaction. Nothing of the archive is changed. Exit 0: all is well, or only warned of; 1: something did not
-    answer; 3: a problem was found. Every check: docs/doctor.md.
+    Without --role for the roles of the file: egress if it has feeds, ingress if it has targets, else
+    compaction. Nothing of the archive is changed. Exit 0: all is well, or there are only warnings; 1: something
+    did not answer; 3: a problem was found. Every check: docs/doctor.md.
 
     \b
     Example: floe doctor -c site.yaml
@@ -99,7 +99,7 @@ def _show(found: Examination) -> None:
 
 
 async def examine(settings: Settings, roles: Collection[str], probes: Probes) -> Examination:
-    """All parts at the same time: what does not answer holds up none of the others. `roles` empty: as the file has."""
+    """Examine all parts at the same time: one without an answer delays no other. `roles` empty: as the file has."""
     from common.clock import SystemClock
     from common.service.process import Threads
 
@@ -144,7 +144,7 @@ async def _examine_nats(settings: Settings, role: Role, probes: Probes) -> list[
     async with aclosing(client), aclosing(_of_server(client, settings, role, probes)) as findings:
         async for each in findings:
             found.append(each)
-            if each.unreached:  # what stands behind would only wait, too
+            if each.unreached:  # the checks that follow would only wait, too
                 break
     return found
 
@@ -178,7 +178,7 @@ async def _of_server(
 
 
 def _stops(settings: Settings, target: str) -> Mapping[Chain, str]:
-    """Why chains of the target have stopped; nothing where that cannot be read, which is told of the store."""
+    """Return why chains of the target have stopped; empty if unreadable, which the checks of the store report."""
     from common.open import open_view
 
     with suppress(FloeError):
@@ -196,7 +196,7 @@ def _version(client: FloeClient) -> DoctorFinding:
 
 
 async def _account(client: FloeClient) -> dict[str, Any] | DoctorFinding:
-    """What JetStream says of the account, or why it does not."""
+    """Return JetStream's information on the account, or the finding why there is none."""
     try:
         found = await jetstream_account(client)
     except ConfigError as error:
@@ -241,8 +241,8 @@ def _domain(account: Mapping[str, Any], asked: str) -> DoctorFinding:
 
 
 async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorFinding:
-    """Asks what the role asks, in a way that changes nothing: requests without a body, which a server refuses only
-    after it has let them pass, and a write on a condition that cannot hold.
+    """Send the requests of the role in a way that changes nothing: requests without a body, which a server rejects only
+    after it has authorized them, and a write on a condition that cannot hold.
     """
     from common.errors import OutcomeUnknown
     from common.jetstream.kv import KeyValue
@@ -270,7 +270,7 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
             await client.api(call, None if call.split(".")[1] == "INFO" else {})
         except Refused:
             refused.append(client.api_subject(call))
-        except ApiError:  # it was let pass
+        except ApiError:  # the request was authorized
             pass
         except (Unavailable, OutcomeUnknown) as error:
             if error.code != NOBODY:
@@ -282,7 +282,7 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
             refused.append(f"$KV.{bucket}.>")
         except OutcomeUnknown as error:
             return failed("nats", "rights", error)
-        except FloeError:  # the bucket is not there yet, or it was let pass
+        except FloeError:  # the bucket does not exist yet, or the request was authorized
             pass
     if not refused:
         return well("nats", "rights", f"{len(calls) + len(buckets)} requests of {role} were let pass")
@@ -302,7 +302,7 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
 
 
 def _sizes(account: Mapping[str, Any]) -> tuple[bool, int]:
-    """Whether each stream of the account must have `max_bytes`, and how many it may have at most, 0: any."""
+    """Return True if each stream of the account must have `max_bytes`, and the most that it may have, 0: any."""
     parts = [account, *(account.get("tiers") or {}).values()]  # an account with tiers has its limits there
     limits = [each.get("limits") or {} for each in parts]
     most = [size for each in limits if (size := int(each.get("storage_max_stream_bytes") or 0)) > 0]
@@ -310,7 +310,7 @@ def _sizes(account: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 async def _buckets(client: FloeClient, section: ServiceSettings, sizes: tuple[bool, int]) -> DoctorFinding:
-    """How full the buckets are that have `max_bytes`, and how large a missing one is made."""
+    """Find how full the buckets with `max_bytes` are, and how large a missing one is made."""
     from common.jetstream.api import STREAM_NOT_FOUND, find
 
     (are_demanded, most_allowed), told, full = sizes, list[str](), list[str]()

@@ -7,7 +7,7 @@ import msgspec
 
 T = TypeVar("T")
 
-#: Levels of objects and arrays in a document. The interpreter's own limit is another one in each version of Python.
+#: Levels of objects and arrays in a document. The interpreter's own limit differs between versions of Python.
 MAX_DEPTH = 100
 
 _SQUARE = bytes.maketrans(b"{}", b"[]")
@@ -17,12 +17,12 @@ _AT_ONCE = 16
 
 
 def is_too_deep(raw: bytes, most: int = MAX_DEPTH) -> bool:
-    """Whether JSON has more than `most` levels of objects and arrays. What is no JSON may pass, with few more."""
+    """True if JSON has more than `most` levels of objects and arrays. Other text may pass with a few levels more."""
     if raw.count(b"[") + raw.count(b"{") <= most:
         return False
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    # What stands between texts; most texts have no bracket, and go first. Then the innermost levels, all at once.
+    # Drop texts: first those without a bracket, as most are. Then remove the innermost levels, all of a level at once.
     brackets, taken = b"".join(raw.translate(_SQUARE, _OTHER).replace(b'""', b"").split(b'"')[::2]), 0
     while taken < _AT_ONCE and len(outer := brackets.replace(b"[]", b"")) < len(brackets):
         brackets, taken = outer, taken + 1
@@ -30,7 +30,7 @@ def is_too_deep(raw: bytes, most: int = MAX_DEPTH) -> bool:
 
 
 def check_depth(raw: bytes) -> None:
-    """Raises ValueError where JSON has more than MAX_DEPTH levels; what is no JSON may pass."""
+    """Raise ValueError if JSON has more than MAX_DEPTH levels; text that is not JSON may pass."""
     if is_too_deep(raw):
         raise ValueError("nested too deeply")
 
@@ -40,7 +40,7 @@ _VERSIONS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_VERSIONED)
 
 
 class JsonForm(Generic[T]):
-    """Reads and writes values of `kind`, a msgspec struct tagged with `format_version` 1.
+    """Encoder and decoder for values of `kind`, a msgspec struct tagged with `format_version` 1.
 
     Create it at import: if two threads decode a type for the first time at once, the process ends.
     """
@@ -49,14 +49,14 @@ class JsonForm(Generic[T]):
         self._decoder, self._encoder = msgspec.json.Decoder(kind), msgspec.json.Encoder(order="sorted")
 
     def encode(self, value: T) -> bytes:
-        """The keys are in order: the same value gives the same bytes."""
+        """Encode with sorted keys: equal values give equal bytes."""
         return self._encoder.encode(msgspec.to_builtins(value, str_keys=True))
 
     def decode(self, raw: bytes) -> T:
-        """Raises ValueError for a value of another form or version, or with more than MAX_DEPTH levels."""
+        """Decode `raw`. Raises ValueError for another form or version, or for more than MAX_DEPTH levels."""
         check_depth(raw)
         try:
-            # The version first, alone: another version may have other fields.
+            # Decode the version first, alone: another version may have other fields.
             if (found := _VERSIONS.decode(raw).format_version) != 1:
                 raise ValueError(f"format_version: expected 1, found {found}")
             return self._decoder.decode(raw)

@@ -1,17 +1,17 @@
-"""Errors, by what the operator does about them (`docs/operations.md` lists the codes).
+"""Error classes, one for each action of the operator (`docs/operations.md` lists the codes).
 
 FloeError
-├── ConfigError          78  fix the configuration
-├── UsageError            2  call it differently
-├── Refused              77  a credential or a permission is missing
-├── Unavailable          75  wait: retried with backoff, then given up
-│   ├── StoreAway        75  the object store gives no answer
-│   └── LeaseLost        75  another instance holds the work
-├── OutcomeUnknown       75  neither done nor not done: settled by reading, never by guessing
-├── AnotherWriter         4  another writer writes where only this program may
+├── ConfigError          78  correct the configuration
+├── UsageError            2  correct the command line
+├── Refused              77  provide the missing credential or permission
+├── Unavailable          75  wait: Floe retries with backoff, then fails
+│   ├── StoreAway        75  the object store does not answer
+│   └── LeaseLost        75  another instance has the work
+├── OutcomeUnknown       75  unknown if it is done: settled by reading, never by guessing
+├── AnotherWriter         4  another writer changes data that only this program may change
 ├── Stopped               1  a verdict that needs an operator; names the choices
-├── Unforeseen            1  a defect, or no memory: what it ended begins again (`common/tasks.py`)
-└── DataError             3  the data is not what it must be
+├── Unforeseen            1  a defect, or no memory left: the work that failed is restarted (`common/tasks.py`)
+└── DataError             3  stored data is invalid
     └── SegmentCorrupt    3
 """
 
@@ -21,8 +21,8 @@ from __future__ import annotations
 class FloeError(Exception):
     """An error that Floe explains in one line.
 
-    `message` is lower case without a full stop and says both sides ("expected 1, found 2"); `hint` is what to do next,
-    or empty: a sentence, then commands to paste, each on its own line; `code` is the stable name of the cause, such as
+    `message` is lower case without a full stop and names both sides ("expected 1, found 2"). `hint` is the next step or
+    empty: a sentence, then commands to paste, each on its own line. `code` is the stable name of the cause, such as
     `E-SEG-CORRUPT`.
     """
 
@@ -38,7 +38,7 @@ class FloeError(Exception):
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
     def line(self) -> str:
-        """What is printed to stderr: one line, then the further lines of the hint.
+        """Return the text for stderr: one line, then the further lines of the hint.
 
         Control characters are escaped, so that data cannot forge lines.
         """
@@ -48,7 +48,7 @@ class FloeError(Exception):
 
 
 class ConfigError(FloeError):
-    """The configuration is wrong. `problems` holds a line for each fault found, all at once."""
+    """An invalid configuration. `problems` has one line for each fault; all faults are found at once."""
 
     exit_code = 78
     default_code = "E-CONFIG"
@@ -66,45 +66,45 @@ class ConfigError(FloeError):
 
 
 class UsageError(FloeError):
-    """The command line is wrong."""
+    """An invalid command line."""
 
     exit_code = 2
     default_code = "E-USAGE"
 
 
 class Refused(FloeError):
-    """A server refused the credential, or the credential lacks a right."""
+    """A refusal by a server: of the credential, or of a request for which the credential lacks the right."""
 
     exit_code = 77
     default_code = "E-REFUSED"
 
 
 class Unavailable(FloeError):
-    """A server cannot be reached or cannot serve now; nothing was done."""
+    """A server that cannot be reached or cannot serve now; nothing was done."""
 
     exit_code = 75
     default_code = "E-UNAVAILABLE"
 
 
 class StoreAway(Unavailable):
-    """The object store cannot be reached, or gives no answer in time."""
+    """An object store that cannot be reached, or does not answer in time."""
 
 
 class LeaseLost(Unavailable):
-    """The lease is held by another owner, or could not be renewed before its deadline."""
+    """A lease that another owner holds, or that was not renewed before its deadline."""
 
     default_code = "E-LEASE"
 
 
 class OutcomeUnknown(FloeError):
-    """A request was sent and its answer lost: it is neither done nor not done."""
+    """A request that was sent and got no answer: it may be done or not done."""
 
     exit_code = 75
     default_code = "E-UNKNOWN"
 
 
 class AnotherWriter(FloeError):
-    """Another writer changes what only this program may change."""
+    """Another writer that changes data that only this program may change."""
 
     exit_code = 4
     default_code = "E-WRITER"
@@ -117,15 +117,15 @@ class Stopped(FloeError):
 
 
 class Unforeseen(FloeError):
-    """An error that was not foreseen: a defect, or memory that ran out."""
+    """An unexpected error: a defect, or memory that ran out."""
 
     default_code = "E-UNEXPECTED"
 
     @classmethod
     def of(cls, error: BaseException, where: str = "") -> Unforeseen:
-        """Wraps `error`, or the first error of a group. `where`: the work that it ended."""
+        """Wrap `error`, or one error of a group; return an Unforeseen as it is. `where`: the work that it ended."""
         while isinstance(error, BaseExceptionGroup):
-            # Of several errors, the unforeseen one says most.
+            # Of several errors, one that is not a FloeError explains most.
             error = min(error.exceptions, key=lambda each: isinstance(each, FloeError))
         if isinstance(error, Unforeseen):
             return error
@@ -138,21 +138,22 @@ class Unforeseen(FloeError):
 
 
 class DataError(FloeError):
-    """Stored data is not what its name or its footer promises."""
+    """Stored data that does not match its name or its footer."""
 
     exit_code = 3
     default_code = "E-DATA"
 
 
 class SegmentCorrupt(DataError):
-    """A segment's bytes, schema, footer or rows are wrong; it is left out of covers and reported."""
+    """A segment with wrong bytes, schema, footer or rows; covers leave it out, and it is reported."""
 
     default_code = "E-SEG-CORRUPT"
 
 
 def certificate_hint(said: str, address: str, server: str) -> str:
-    """What to do about the certificate of `server` that OpenSSL did not believe, as it `said`; empty where
-    its authority is not known, or something else. `address`: the key that names the server.
+    """Return a remedy for the certificate of `server` that OpenSSL rejected with the message `said`.
+
+    Empty if its authority is unknown, or for any other cause. `address`: the configuration key that names the server.
     """
     if any(words in said for words in ("mismatch", "not valid for", "doesn't match", "no appropriate subjectAltName")):
         return f"have {address} name the {server} as its certificate does"
@@ -162,7 +163,7 @@ def certificate_hint(said: str, address: str, server: str) -> str:
 
 
 def is_out_of_date(said: str) -> bool:
-    """Whether a certificate was refused for its dates only: a renewal, or a clock set after boot, ends that without a
-    change here.
+    """True if a certificate was rejected only for its dates: a renewal, or a clock that is set after boot, ends that
+    without a change here.
     """
     return "expired" in said or "not yet valid" in said

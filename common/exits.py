@@ -1,7 +1,7 @@
-"""How a command ends: its errors as lines on stderr, its exit code, and the commands to paste next.
+"""The end of a command: its errors as lines on stderr, its exit code, and the commands to paste next.
 
 0 done, 1 failure, 2 usage, 3 differences found, 4 another writer, 75 try again later, 77 refused,
-78 configuration; 130 interrupted, 141 nobody reads the output any more.
+78 configuration; 130 interrupted, 141 the reader of the output is gone.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ import click
 
 from common.errors import FloeError
 
-DIFFERENCES = 3  # done, and something is missing, damaged or to be decided
-LATER = 75  # the same command goes on later
+DIFFERENCES = 3  # done, but something is missing, damaged or needs a decision
+LATER = 75  # the same command, run again later, continues
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -36,7 +36,7 @@ class CommandEnding:
 
 @contextmanager
 def end_with() -> Iterator[CommandEnding]:
-    """Runs a block, then exits: with the code it set, or as `report` says. Click's own exceptions pass through."""
+    """Run a block, then exit: with the code that it set, or that of `report`. Click's own exceptions pass through."""
     ending = CommandEnding()
     try:
         yield ending
@@ -65,17 +65,17 @@ def report(error: BaseException) -> int:
 
 
 def is_debug() -> bool:
-    """Whether tracebacks are wanted: `floe --debug …` or FLOE_DEBUG=1."""
+    """True if tracebacks are wanted: `floe --debug …` or FLOE_DEBUG=1."""
     return _is_asked("debug") or os.environ.get("FLOE_DEBUG", "") not in ("", "0")
 
 
 def is_verbose() -> bool:
-    """Whether a command that ends by itself shows its log: `floe -v …`, or as `is_debug`."""
+    """True if a command that ends by itself shows its log: `floe -v …`, or as `is_debug`."""
     return _is_asked("verbose") or is_debug()
 
 
 def _is_asked(flag: str) -> bool:
-    """Whether a flag stands before the command."""
+    """True if a flag is given before the command."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.find_root().params.get(flag))
 
@@ -103,12 +103,12 @@ def _explained(error: BaseException) -> FloeError:
 
 
 def _to_stderr(text: str) -> None:
-    with suppress(OSError, ValueError):  # stderr may be closed; the exit code still tells
+    with suppress(OSError, ValueError):  # stderr may be closed; the exit code still reports the error
         click.echo(text, err=True)
 
 
 def _nobody_reads() -> bool:
-    """Whether the reader of stdout is gone; a broken pipe may also be one of our connections."""
+    """True if the reader of stdout is gone; a broken pipe may also be one of this process's connections."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
@@ -118,31 +118,31 @@ def _nobody_reads() -> bool:
 
 
 def _discard_output() -> None:
-    # What is still buffered would raise again when the interpreter ends.
+    # The rest of the buffer would raise again when the interpreter ends.
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
 
 
-_source = _path = "site.yaml"  # until something is read from a file
+_source = _path = "site.yaml"  # until a configuration is read from a file
 _context = ""
-CONTEXT = "floe.context"  # of the option, in what click keeps for a call
+CONTEXT = "floe.context"  # key of the option `--context` in the `meta` of click's context
 
 
 def remember(path: str, context: str | None = None) -> None:
-    """The configuration was read from `path`, for use in `context` (None: what was asked for). The last call wins."""
+    """Remember that `path` holds the configuration, for use in `context` (None: as `--context`). The last call wins."""
     global _source, _path, _context
     _source, _path, _context = path, os.path.abspath(path), asked_context() if context is None else context
 
 
 def remembered() -> tuple[str, str]:
-    """What `command` names: for `remember` in another process that makes hints."""
+    """Return the file and the context that `command` names, for `remember` in another process that makes hints."""
     return _path, _context
 
 
 def asked_context() -> str:
-    """What `--context` names; empty without it."""
+    """Return the context that `--context` names; empty without it."""
     called = click.get_current_context(silent=True)
     return "" if called is None else str(called.meta.get(CONTEXT, ""))
 
@@ -151,12 +151,12 @@ def source() -> str:
     return _source
 
 
-#: The command that installs what an extra holds, from the lock of a checkout: the package is on no index.
+#: The command that installs the packages of every extra, from the lock of a checkout: no package index has Floe.
 INSTALL_ALL = "in a checkout of Floe: pip install --require-hashes -r requirements.lock"
 
 
 def ways(*found: str | tuple[str, ...]) -> str:
-    """A hint that lists ways to go on, each on its own lines: words, or a tuple of words and commands.
+    """Return a hint that lists choices, each on its own lines: words, or a tuple of words and commands.
 
     Each command has a line for itself, so that the whole line can be pasted.
     """
@@ -164,6 +164,6 @@ def ways(*found: str | tuple[str, ...]) -> str:
 
 
 def command(words: str, *rest: str) -> str:
-    """`floe {words} -c FILE {rest}`, the file quoted for a shell and found from any folder; in the same context."""
+    """Return `floe {words} -c FILE {rest}`, in the same context; FILE is quoted for a shell and valid in any folder."""
     context = ["--context", shlex.quote(_context)] if _context else []
     return " ".join(["floe", words, "-c", shlex.quote(_path), *context, *filter(None, rest)])

@@ -1,6 +1,6 @@
-"""Named places where a test may kill, stop, fail or delay the program.
+"""Failpoints: named places at which a test may kill, stop, fail or delay the program.
 
-Enabled only by the environment: `FLOE_FAILPOINTS="egress.after_put=kill,ingress.mid_batch=stop@3"`. Actions:
+Only the environment enables them: `FLOE_FAILPOINTS="egress.after_put=kill,ingress.mid_batch=stop@3"`. Actions:
 `kill` (SIGKILL to itself), `stop` (SIGSTOP to itself), `raise` (FailpointRaised), `sleep:SECONDS` (blocks the
 calling thread). `@N` acts on the N-th pass only (1 is the first and the default); `@*` acts on every pass.
 """
@@ -13,7 +13,7 @@ from common.clock import SystemClock
 
 
 class FailpointRaised(RuntimeError):
-    """What the action `raise` raises."""
+    """The error that the action `raise` raises."""
 
 
 _points: dict[str, tuple[str, str]] = {}
@@ -21,7 +21,7 @@ _passes: Counter[str] = Counter()
 
 
 def enable(text: str) -> None:
-    """Acts from now on as `text` says, in the format of FLOE_FAILPOINTS; forgets what was set before."""
+    """Set the failpoints to `text`, in the format of FLOE_FAILPOINTS; forget those that were set before."""
     _points.clear()
     for part in filter(None, text.split(",")):
         name, _, action = part.partition("=")
@@ -45,12 +45,12 @@ def _act(name: str, action: str) -> None:
     if action == "kill":
         signal.raise_signal(signal.SIGKILL)
     elif action == "stop":
-        # To this thread: one that is sent to the process leaves this thread time to take a lock first.
+        # Sent to this thread: a signal to the process leaves this thread time to take a lock first.
         signal.raise_signal(signal.SIGSTOP)
     elif action == "raise":
         raise FailpointRaised(name)
     elif action.startswith("sleep:"):
-        # In pieces: a signal that another thread takes does not wake this one, and is handled between two of them.
+        # In pieces: a signal that another thread receives does not end this sleep; it is handled between two pieces.
         clock = SystemClock()
         until = clock.monotonic() + float(action.removeprefix("sleep:"))
         while (left := until - clock.monotonic()) > 0:

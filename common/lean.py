@@ -1,4 +1,4 @@
-"""Keeps out of a service what it never uses."""
+"""Memory savings for services: unused packages are hidden from imports, and Arrow gets another allocator."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 class _Without:
-    """Import finder that is asked first and says of one package that it is not installed."""
+    """Import finder that comes first and reports one package as not installed."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -18,10 +18,10 @@ class _Without:
 
 
 def slim() -> None:
-    """Makes a service process small. Call it before anything imports pyarrow.
+    """Make a service process small. Call it before anything imports pyarrow.
 
-    Arrow's default pool keeps the memory it was given: at its peak ingress used 298 to 322 MB, with jemalloc 237 to
-    254.
+    Arrow's default pool keeps the memory that it allocated: at its peak ingress used 298 to 322 MB, with jemalloc 237
+    to 254.
     """
     without("pandas")
     without("numpy")
@@ -30,10 +30,10 @@ def slim() -> None:
 
 
 def without(package: str) -> None:
-    """Hides `package` from imports, unless it is loaded already; libraries that use it optionally then do without it.
+    """Hide `package` from imports, unless it is already loaded; libraries that use it optionally then work without it.
 
     `pandas`: for every command except those that start Spark; pyarrow would import it needlessly, which costs half a
-    second and 40 to 50 MB. `numpy`: for services, likewise 13 MB; a restore needs it. `rich`: for services, where
+    second and 40 to 50 MB. `numpy`: for services, likewise 13 MB; a restore needs it. `rich`: for services, because
     structlog would import it; commands show tables with it.
     """
     sys.meta_path.insert(0, _Without(package))

@@ -1,9 +1,9 @@
-"""How leases are shared: the members that are alive, the fair share, the group that takes and gives back.
+"""Sharing of leases: the members that are alive, the fair share, the group that takes and gives back leases.
 
-Each member holds a key of its own, like a lease, and counts the others'. It takes free leases up to its
-share, and gives back what is above it. It looks at all leases three times in the life of one, so that it
-takes over soon after one has expired; between that it wakes for what the watch tells. Where the bucket cannot
-be reached it keeps what it has.
+Each member holds a key of its own, like a lease, and counts the keys of the others. It takes free leases up to its
+share, and gives back those above it. It checks all leases three times in the life of one, so that it
+takes over soon after one has expired; in between it wakes for the events of the watch. If the bucket cannot
+be reached, it keeps the leases that it has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 
 class Members:
-    """This process as a member of a group, whose keys begin with `prefix`, and how many there are.
+    """This process as a member of a group with keys that begin with `prefix`, and the keys of all members.
 
     A member that was killed counts until its key expires, one lease time at most.
     """
@@ -41,7 +41,7 @@ class Members:
         self._keeping: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
-        """Becomes a member (again); does nothing if it is one. Raises Unavailable, OutcomeUnknown."""
+        """Become a member (again); do nothing if it is one. Raises Unavailable, OutcomeUnknown."""
         if self._lease is not None and not self._lease.lost.is_set:
             return
         await self.aclose()
@@ -50,15 +50,15 @@ class Members:
             self._keeping = watched(self._lease.keep(), orphaned, name="member")
 
     async def listed(self) -> set[str]:
-        """The keys of all members, including this one's. Raises Unavailable where they cannot be read."""
+        """Return the keys of all members, including this one's. Raises Unavailable if they cannot be read."""
         try:
             return {*await self._leases.keys(self._prefix), self.key}
         except BucketGone:
-            await self.aclose()  # the own key is gone with the bucket, although it had time left
+            await self.aclose()  # this member's key is gone with the bucket, although it had time left
             raise
 
     async def leave(self) -> None:
-        """Where it fails, the key expires by itself."""
+        """Leave the group; if the release fails, the key expires by itself."""
         lease = self._lease
         await self.aclose()
         if lease is not None:
@@ -71,18 +71,18 @@ class Members:
         self._lease = None
 
 
-RETRY = 10.0  # seconds until a subscription that failed is tried again
+RETRY = 10.0  # seconds until a failed subscription is retried
 
 
 class LeaseWatcher:
-    """Watches the leases `keys` under `pattern`, and members whose keys begin with `prefix`.
+    """Watch on the leases `keys` under `pattern`, and on members with keys that begin with `prefix`.
 
-    `woken` is set when there is a reason to look; `released` holds the keys that became free.
+    `woken` is set when there is a reason to check; `released` holds the keys that became free.
 
-    `taken` collects the keys that were written; its reader empties it. `yields_until`: a lease time behind the last
+    `taken` holds the keys that were written; its reader removes them. `yields_until`: one lease time after the last
     time that the connection came back or the bucket was gone (monotonic seconds). `is_missed`: the reason concerns
-    every lease: members changed, or nothing was heard for a while. `members`: the member keys that are known already,
-    so that their renewals wake no task.
+    every lease: members changed, or the connection was down for a while. `members`: the member keys that are already
+    known, so that their renewals wake no task.
     """
 
     def __init__(self, leases: Leases, client: FloeClient, pattern: str, prefix: str, keys: Collection[str]) -> None:
@@ -95,7 +95,7 @@ class LeaseWatcher:
         self.is_missed = False
 
     async def run(self, stop: Stop) -> None:
-        """Listens until `stop` is set; without the permission it never hears anything."""
+        """Listen until `stop` is set; without the permission it never receives anything."""
         patterns: dict[str, Callable[[str, bytes | None], None]] = {
             self._pattern: self._on_lease,
             self._prefix + "*": self._on_member,
@@ -117,7 +117,7 @@ class LeaseWatcher:
     async def _subscribe(
         self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell, stop: Stop
     ) -> RawSubscription | None:
-        """The subscription once the server has it; None where it is refused or `stop` came first."""
+        """Return the subscription once the server has it; None if it is refused or `stop` is set first."""
         while not stop.is_set:
             try:
                 return await self._leases.listen(pattern, heard, tell)
@@ -130,7 +130,7 @@ class LeaseWatcher:
         return None
 
     def wake(self, *, at_all: bool = False) -> None:
-        """Wakes the waiting task: to look at the released leases, or with `at_all` at every lease."""
+        """Wake the waiting task, to check the released leases, or with `at_all` every lease."""
         self.is_missed |= at_all
         self.woken.set()
 
@@ -160,12 +160,12 @@ class LeaseWatcher:
             self.wake(at_all=True)
 
     def on_loss(self) -> None:
-        """What the bucket holds now may not be what it held."""
+        """Record that the bucket may have lost entries: former holders come first until `yields_until`."""
         self.yields_until = self._leases.clock.monotonic() + self._leases.ttl
 
 
 def fair_share(chains: int, members: int) -> int:
-    """The most leases of `chains` that one member holds: enough that all are held.
+    """Return the most leases of `chains` that one member holds: enough that all are held.
 
     Fewer than one member counts as one, the caller.
     """
@@ -173,12 +173,12 @@ def fair_share(chains: int, members: int) -> int:
 
 
 def surplus(held: Collection[str], share: int) -> list[str]:
-    """The keys of `held` above `share`; the same keys whenever the same are held."""
+    """Return the keys of `held` above `share`; the same keys whenever the same are held."""
     return sorted(held)[share:]
 
 
 def group_name(keys: Iterable[str]) -> str:
-    """A name for a set of leases, in any order: members with the same set share it among themselves.
+    """Return a name for a set of leases, in any order: members with the same set share it among themselves.
 
     A member with another configuration is in another group. If they were counted together, a chain that only one of
     them has could be above its share, and would have no owner.
@@ -188,7 +188,7 @@ def group_name(keys: Iterable[str]) -> str:
 
 
 class Told(Protocol):
-    """Gets the reason why a slot has no lease."""
+    """Observer of a slot: receives the reason why it has no lease."""
 
     def standby(self, holder: str | None) -> None: ...
 
@@ -196,11 +196,12 @@ class Told(Protocol):
 
 
 class LeaseSlot:
-    """The place of the lease `key`. `told` hears who else holds it.
+    """The slot of the lease `key`. `told` receives the name of another holder.
 
-    `lease`: what this member holds, from the moment it is acquired until `vacate`. `rests_until`: it was given back,
-    and is not taken again before (monotonic seconds). `offered`: it was acquired, and `occupy` has not returned it yet.
-    `holder`: who else was seen to have it last; None: no other owner.
+    `lease`: the lease that this member holds, from its acquisition until `vacate`. `rests_until`: the lease was given
+    back, and is not taken again before this time (monotonic seconds) unless another member has had it since. `offered`:
+    it was acquired, and `occupy` has not returned it yet. `holder`: the last other owner that was seen to have it;
+    None: no other owner.
     """
 
     def __init__(self, key: str, told: Told, vacated: Callable[[LeaseSlot, bool], None]) -> None:
@@ -211,7 +212,7 @@ class LeaseSlot:
         self.offered = asyncio.Event()
 
     async def occupy(self, stop: Stop) -> Lease | None:
-        """The lease, as soon as this member holds it; None if `stop` is set first."""
+        """Return the lease as soon as this member holds it; None if `stop` is set first."""
         if not stop.is_set:
             await first_of(self.offered.wait(), stop.wait())
         self.offered.clear()
@@ -232,15 +233,15 @@ class LeaseSlot:
         return lease
 
 
-HAND_OVERS = ("drained", "surplus", "lost")  # why a lease was given up
+HAND_OVERS = ("drained", "surplus", "lost")  # reasons why a lease changes hands
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseScope:
     """A kind of work that is divided by leases.
 
-    `leases`: the pattern of their keys in the bucket, such as `egress.us-east.*.*`. `members`: how the keys of members
-    begin; the name of their group and the owner follow, so it must not match `leases`. `part`: the name of all this in
+    `leases`: the pattern of their keys in the bucket, such as `egress.us-east.*.*`. `members`: the prefix of the member
+    keys; the name of the group and the owner follow, so it must not match `leases`. `part`: the name of this group in
     /status.
     """
 
@@ -251,8 +252,8 @@ class LeaseScope:
 
 @dataclass(frozen=True, slots=True)
 class LeaseMetrics:
-    """The metrics of one group. `hand_overs`: the counter for a reason, one of HAND_OVERS. `take_overs`: counts leases
-    that another member was seen to hold before.
+    """The metrics of one group. `hand_overs`: returns the counter for a reason, one of HAND_OVERS. `take_overs`: counts
+    leases that another member was seen to hold before.
     """
 
     members: Gauge
@@ -262,19 +263,19 @@ class LeaseMetrics:
     take_overs: Counter
 
 
-JITTER = 0.02  # seconds, so that members that hear of one release do not all ask at once
-AT_ONCE = 16  # leases that are asked for side by side
-BESIDE_OTHERS = 4  # the same where other members ask too
+JITTER = 0.02  # seconds, so that members that receive one release do not all acquire it at once
+AT_ONCE = 16  # leases that are acquired in parallel
+BESIDE_OTHERS = 4  # the same while other members acquire leases too
 FOR_SIBLINGS = 3.0  # seconds to wait for the other processes of this host before the first lease is taken
-# Also the answers of a cluster that is still forming, and a bucket that an operator may make larger.
+# Includes the answers of a cluster that is still forming, and a bucket that an operator may enlarge.
 NO_ANSWER = (Unavailable, OutcomeUnknown, ApiError, BucketFull)
 
 
 class LeaseGroup:
-    """Shares the leases `keys` of `scope` with all members that have the same keys.
+    """Group that shares the leases `keys` of `scope` among all members that have the same keys.
 
-    `siblings`: how many processes were started together; the first leases wait until all of them are members. `owner`:
-    the name under which this member holds leases.
+    `siblings`: the number of processes that were started together; the first leases wait until all of them are members,
+    FOR_SIBLINGS seconds at most. `owner`: the name under which this member holds leases.
     """
 
     def __init__(
@@ -299,25 +300,25 @@ class LeaseGroup:
         self._share, self._count, self._asking, self._failure = 0, 0, 0, ""
 
     def slot(self, key: str, told: Told) -> LeaseSlot:
-        """Call once for each key."""
+        """Return a new slot for `key`. Call it once for each key."""
         self._slots[key] = LeaseSlot(key, told, self._vacated)
         return self._slots[key]
 
     async def claim(self, slot: LeaseSlot) -> Lease | None:
-        """The lease once more, for what a drain left; None where another member has it. Raises as the bucket does."""
+        """Acquire the lease again, for work that a drain left; None if another member has it. Raises as the bucket."""
         slot.lease = await self._leases.acquire(slot.key)
         return slot.lease
 
     async def retire(self, slot: LeaseSlot) -> None:
-        """This process does not work on this key any more; the key still counts for the fair share."""
+        """End this process's work on the key, and release its lease; the key still counts for the fair share."""
         self._slots.pop(slot.key, None)
         if (lease := slot.clear()) is not None:
             await lease.release()
 
     async def run(self, stop: Stop) -> None:
-        """Takes and gives back leases until `stop` is set; then it first leaves the group.
+        """Take and give back leases until `stop` is set; then leave the group before anything else.
 
-        Begins again after an unforeseen error.
+        Starts again after an unexpected error.
         """
         await again("sharing", lambda: self._share_out(stop), self._clock)
 
@@ -329,7 +330,7 @@ class LeaseGroup:
             await self._look_on(stop)
             await self._members.leave()
             for slot in self._slots.values():
-                # Acquired while its chain had ended already.
+                # Acquired after its chain had ended.
                 if slot.offered.is_set() and (lease := slot.clear()) is not None:
                     await lease.release()
         finally:
@@ -358,7 +359,7 @@ class LeaseGroup:
             await first_of(stop.wait(), self._watcher.woken.wait(), seconds=0.2)
             self._watcher.look()
 
-    # One look
+    # One check of all leases
 
     async def _look(self, stop: Stop) -> None:
         if await self._recount():
@@ -367,7 +368,7 @@ class LeaseGroup:
         self._show()
 
     async def _recount(self) -> bool:
-        """Joins again if needed, and counts the members; False where the bucket cannot be asked."""
+        """Join again if needed, and count the members; return False if the bucket does not answer."""
         try:
             await self._members.join()
             found = await self._members.listed()
@@ -404,8 +405,8 @@ class LeaseGroup:
         waiting = [slot for key, slot in self._slots.items() if key in keys and slot.lease is None]
         self._rng.shuffle(waiting)
         while waiting and not stop.is_set:
-            # No more at a time than there is room for: a key that finds no room is not asked for again now,
-            # and the one lease that was asked for may be another's.
+            # Never more at a time than there is room for: a key that finds no room is not requested again in this pass,
+            # and the one lease that was requested may be another member's.
             pace = AT_ONCE if self._count == 1 or self._room() <= 0 else min(BESIDE_OTHERS, self._room())
             batch, waiting = waiting[:pace], waiting[pace:]
             await asyncio.gather(*(self._try(slot) for slot in batch))
@@ -429,7 +430,7 @@ class LeaseGroup:
         slot.offer(lease)
 
     async def _ask(self, slot: LeaseSlot) -> Lease | None:
-        """None where the lease is not free, or this member may not take it now."""
+        """Acquire the lease of `slot`; return None if it is not free, or if this member may not take it now."""
         # Given back just now, and no other member has had it since.
         rests = self._clock.monotonic() < slot.rests_until and slot.key not in self._watcher.taken
         if self._room() <= 0 or rests or self._yields(slot):
@@ -441,8 +442,10 @@ class LeaseGroup:
             self._asking -= 1
 
     def _yields(self, slot: LeaseSlot) -> bool:
-        """Whether who held it before may still hold it, and comes first. A server that comes back without what it
-        stored shows it as free at once; what that holder received and did not put may exist nowhere else.
+        """True if the former holder may still have the lease, and comes first.
+
+        A server that comes back without its stored data shows the lease as free at once. The messages that the former
+        holder received and did not put may exist nowhere else.
         """
         was_released = slot.key in self._watcher.released
         is_others = slot.holder not in (None, self.owner)
@@ -451,13 +454,13 @@ class LeaseGroup:
     def _room(self) -> int:
         return self._share - len(self._held()) - self._asking
 
-    # What is held
+    # Held leases
 
     def _held(self) -> list[str]:
         return [key for key, slot in self._slots.items() if slot.lease is not None]
 
     def _vacated(self, slot: LeaseSlot, lost: bool) -> None:
-        """A lease that was given back is left to others for a while; a lost one is looked for at once."""
+        """Clear the slot. A lease that was given back is left to others for one lease time; others are retried now."""
         lease = slot.clear()
         given_back = lease is not None and lease.give_back.is_set
         self._counts.hand_overs("lost" if lost else "surplus" if given_back else "drained").inc()

@@ -2,7 +2,7 @@
 
 JSON or text, the same keys in both: `ts` (RFC 3339 UTC, milliseconds), `level`, `logger`, `event` (a short
 constant text), then the fields of the event, among them `action` to search by. Libraries (nats, boto3) take
-the same road, at warning and above whatever the level of Floe: below it botocore prints what it signs with.
+the same path, at warning and above even if Floe logs more: below it botocore prints the data that it signs with.
 Payloads, headers and secrets are never logged.
 """
 
@@ -25,14 +25,14 @@ from structlog.stdlib import BoundLogger, ProcessorFormatter
 from common.errors import FloeError
 from common.metrics import counter
 
-CAPACITY = 10_000  # lines waiting; beyond it lines are dropped and counted
+CAPACITY = 10_000  # lines in the queue; beyond it lines are dropped and counted
 FLUSH_TIMEOUT = 1.0  # seconds
 
 dropped_lines = counter("log_lines_dropped", "Log lines dropped because nobody reads the log fast enough")
 
 
 class LineHandler(QueueHandler):
-    """Formats in the caller's thread; a thread of its own writes. `dropped`: lines lost so far."""
+    """Handler that formats in the caller's thread and writes in a thread of its own. `dropped`: lines lost so far."""
 
     def __init__(self, stream: TextIO, capacity: int = CAPACITY) -> None:
         self._lines: queue.Queue[Any] = queue.Queue(capacity)
@@ -44,7 +44,7 @@ class LineHandler(QueueHandler):
         return self.format(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
-        """The queue is full, or a value's str() failed; neither must fail the service."""
+        """Drop the line: the queue is full, or a value's str() failed; neither must fail the service."""
         self.drop()
 
     def drop(self) -> None:
@@ -63,12 +63,12 @@ class LineHandler(QueueHandler):
 
 
 class _Writer(QueueListener):
-    """Writes the lines of a handler, and reports how many were dropped."""
+    """Writer of the lines of a handler; it reports the number of dropped lines."""
 
     def __init__(self, stream: TextIO, handler: LineHandler) -> None:
         super().__init__(handler.queue)
         self._stream, self._handler, self._told = stream, handler, 0
-        # Past Python's buffer: a thread stuck in its lock would keep the interpreter from ending.
+        # Bypass Python's buffer: a thread stuck in its lock would keep the interpreter from ending.
         self._descriptor: int | None = None
         with suppress(OSError, ValueError, AttributeError):
             self._descriptor = stream.fileno()
@@ -95,13 +95,13 @@ class _Writer(QueueListener):
 
 
 def escaped(text: str) -> str:
-    """`text` with control characters and line ends escaped: data cannot forge lines or move the cursor."""
+    """Return `text` with control characters and line ends escaped: data cannot forge lines or move the cursor."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-MAX_URL = 100  # characters; of a longer one the host is kept
+MAX_URL = 100  # characters; only the host of a longer URL is kept
 _URL = re.compile(r"""(https?://[^/\s"'?]+)[^\s"']*""")
 MAX_VALUE = 4096  # characters of one value; longer ones are cut, so that no event floods the log
 
@@ -114,7 +114,7 @@ _always: dict[str, Any] = {}
 _level = logging.NOTSET
 _handler: LineHandler | None = None
 
-# Set at import: until `configure` is called, or if it never is, structlog alone would print to stdout.
+# Set at import: without this, structlog alone would print to stdout until `configure` is called, if it ever is.
 structlog.configure(
     processors=[
         structlog.stdlib.filter_by_level,
@@ -135,9 +135,9 @@ def get_logger(name: str) -> BoundLogger:
 
 
 def configure(level: str = "info", format: str = "auto", *, instance: str = "", stream: TextIO | None = None) -> None:
-    """Logs from `level` up, as `format` (`json`, `text`, `plain`, `auto`: text on a terminal) to `stream` (stderr).
+    """Log from `level` up, as `format` (`json`, `text`, `plain`, `auto`), to `stream` (default: stderr).
 
-    `plain`: a line for people, without time and logger.
+    `plain`: a line for people, without time and logger. `auto`: `text` on a terminal, else `json`.
 
     `instance`, if given, is in every line. May be called again: the last call wins.
     """
@@ -163,7 +163,7 @@ def reset() -> None:
 
 
 def log_from(level: str) -> None:
-    """Log from `level` up from now on, all else as it was configured."""
+    """Log from `level` up from now on; everything else stays as configured."""
     _log_from(getattr(logging, level.upper()))
 
 
@@ -176,12 +176,12 @@ def _log_from(level: int) -> None:
 
 
 def always(**fields: Any) -> None:
-    """Adds these fields to every line from now on, also to those of libraries."""
+    """Add these fields to every line from now on, also to the lines of libraries."""
     _always.update(fields)
 
 
 def flush() -> None:
-    """Waits until the lines so far are written, a second at most."""
+    """Wait until the lines so far are written, FLUSH_TIMEOUT seconds at most."""
     if _handler is not None:
         _handler.flush()
 
@@ -205,7 +205,7 @@ def _arrange(event: Event, instance: str) -> dict[str, Any]:
 
 
 def _explain(event: Event) -> None:
-    """Replaces `exc_info` by error and error_type; an unforeseen error keeps its traceback."""
+    """Replace `exc_info` by error and error_type; an error that is not a FloeError keeps its traceback."""
     if (info := event.pop("exc_info", None)) is True:
         info = sys.exc_info()
     error = info[1] if isinstance(info, tuple) else info

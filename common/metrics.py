@@ -1,4 +1,4 @@
-"""The metrics registry and Floe's version. Each part declares its metrics once, at import, with these.
+"""The metrics registry and Floe's version. Each component declares its metrics once, at import, with these functions.
 
 Every name gets the prefix `floe_`. Labels are site, feed, partition, target and small fixed sets (reason,
 level, op, result); never a subject, a sender or a segment, which would grow without bound. Base units only:
@@ -25,7 +25,7 @@ DISTRIBUTION = "floe-jetstream"
 
 @cache
 def version() -> str:
-    """The version of the installed distribution, or of the checkout that runs; else `unknown`."""
+    """Return the version of the installed distribution, or of the checkout that runs; else `unknown`."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -54,9 +54,9 @@ GCCollector(registry=REGISTRY)
 
 
 def counter(name: str, help: str, labels: Sequence[str] = (), *, kind: str = "", **sets: Iterable[str]) -> Counter:
-    """A counter `floe_{name}_total`; `name` may end in `_total`. Raises ValueError if it exists.
+    """Create the counter `floe_{name}_total`; `name` may end in `_total`. Raises ValueError if it exists.
 
-    `sets`: the values of labels that have a small fixed set. `kind`: see `begin`.
+    `sets`: the values of labels that have a small fixed set; ValueError for another label. `kind`: see `begin`.
     """
     if unknown := sets.keys() - set(labels):
         raise ValueError(f"metric {name}: expected sets of its labels, found {unknown}")
@@ -64,7 +64,7 @@ def counter(name: str, help: str, labels: Sequence[str] = (), *, kind: str = "",
 
 
 def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
-    """A gauge `floe_{name}`. Raises ValueError if it exists."""
+    """Create the gauge `floe_{name}`. Raises ValueError if it exists."""
     return Gauge(PREFIX + name, help, labels, registry=REGISTRY)
 
 
@@ -77,25 +77,25 @@ def histogram(
     buckets: Sequence[float] = SECONDS_BUCKETS,
     **sets: Iterable[str],
 ) -> Histogram:
-    """A histogram `floe_{name}` of seconds. Raises ValueError if it exists.
+    """Create the histogram `floe_{name}` of seconds. Raises ValueError if it exists.
 
-    `kind`: see `begin`; `sets`: as of `counter`.
+    `kind`: see `begin`; `sets`: as in `counter`.
     """
     made = Histogram(PREFIX + name, help, labels, registry=REGISTRY, buckets=buckets)
     return _noted(made, name, labels, kind, sets)
 
 
 def total(found: Counter, **labels: str) -> float:
-    """What `found` has counted under all labels, or those that have the values `labels`."""
+    """Return the count of `found` over all labels, or over those that have the values `labels`."""
     samples = (sample for metric in found.collect() for sample in metric.samples if sample.name.endswith("_total"))
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
-# Beginning at 0: a counter without a sample has no increase at its first event, which no alert then sees
+# Counters begin at 0: without a sample before its first event, a counter has no increase that an alert could see
 
 
 class Counted(NamedTuple):
-    """A counter or a histogram. `labels`: those that `begin` is given; `sets`: all values of the others."""
+    """A counter or a histogram. `labels`: those that `begin` receives; `sets`: all values of the others."""
 
     metric: Counter | Histogram
     name: str
@@ -110,13 +110,13 @@ COUNTED: list[Counted] = []
 def _noted(metric: M, name: str, labels: Sequence[str], kind: str, sets: Mapping[str, Iterable[str]]) -> M:
     free = tuple(label for label in labels if label not in sets)
     fixed = {label: tuple(map(str, values)) for label, values in sets.items()}
-    if labels:  # without any it shows 0 from its declaration on
+    if labels:  # without labels it shows 0 from its declaration on
         COUNTED.append(Counted(metric, name, free, kind, fixed))
     return metric
 
 
 def begin(prefix: str, kind: str = "", **labels: str) -> None:
-    """Shows 0 for all counters and histograms `floe_{prefix}…` that have just these labels, and labels with fixed sets.
+    """Show 0 for all counters and histograms `floe_{prefix}…` with exactly these labels, besides those with fixed sets.
 
     `kind`: only those that were declared with it, because they do not concern every owner of these labels.
     """

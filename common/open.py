@@ -1,4 +1,4 @@
-"""Makes components from settings, for the command modules; imports what is heavy only when asked for it."""
+"""Construction of components from settings, for the command modules; heavy modules are imported only on use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def load_settings(path: str, *, quiet: bool = False) -> Settings:
-    """The configuration at `path`, in the context that `--context` names, with logs set up as it says.
+    """Read the configuration at `path`, in the context that `--context` names, and set up logs as it requires.
 
-    Raises ConfigError.
+    Raises ConfigError; UsageError for an invalid name of a context.
 
     `quiet`: for a command that ends by itself. Unless `-v` or `--debug` is given it has no log: warnings and errors
     come as lines for people.
@@ -31,7 +31,7 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     document = loader.load_document(path)
     try:
         settings = document.settings.in_context(name := exits.asked_context())
-    except ValueError:  # not a ConfigError: no file is looked at
+    except ValueError:  # not a ConfigError: the name is checked before any file is read
         raise UsageError(f"--context: expected the name of a context, found {name!r:.80}") from None
     exits.remember(path)
     is_plain = quiet and not exits.is_verbose()
@@ -43,8 +43,9 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
 
 
 class Reload:
-    """What SIGHUP does with the configuration of a running service: the file is read and checked again; what can
-    be taken over at once is, and each other key that changed is named, with a restart as the way to take it.
+    """SIGHUP handler for the configuration of a running service: it reads and checks the file again.
+
+    A change that can take effect at once does; each other key that changed is logged as one that needs a restart.
 
     Secrets are read again by themselves (`common.settings.types`), and shown nowhere.
     """
@@ -53,7 +54,7 @@ class Reload:
         self._path, self._settings = path, settings
 
     def __call__(self) -> None:
-        """A file that is wrong changes nothing; its problems are logged, each in a line."""
+        """Read the file again. An invalid file changes nothing; its problems are logged, one in each line."""
         from common import exits, logs
         from common.errors import ConfigError
         from common.settings import loader
@@ -84,7 +85,7 @@ TAKEN_AT_ONCE = ("log.level",)
 
 @contextmanager
 def reloaded_on_hangup(path: str, settings: Settings) -> Iterator[None]:
-    """SIGHUP has the configuration at `path`, read as `settings`, read again within the block."""
+    """Make SIGHUP read the configuration at `path` again, within the block. `settings`: the values in use."""
     from common.service.process import hangups
 
     hangups.append(reload := Reload(path, settings))
@@ -95,7 +96,7 @@ def reloaded_on_hangup(path: str, settings: Settings) -> Iterator[None]:
 
 
 def open_store(settings: Settings, objects: ObjectStore | None = None) -> SegmentStore:
-    """`objects`, if given, is used instead of opening the configured store again."""
+    """Open the segment store, on `objects` if given, else on the configured object store."""
     from common.objects.open import open_objects
     from common.segments.keys import Layout
     from common.segments.store import SegmentStore
@@ -109,7 +110,7 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
 
 
 def open_patiently(settings: Settings) -> tuple[SegmentStore, ChainStore]:
-    """The store for a command that works on it: it waits as services do, and says what it waits for."""
+    """Open the store for a command that works on it: it waits as services do, and logs requests without an answer."""
     from common.objects.open import open_objects
 
     objects = open_objects(settings.store, is_told=True)
@@ -117,7 +118,7 @@ def open_patiently(settings: Settings) -> tuple[SegmentStore, ChainStore]:
 
 
 def open_view(settings: Settings) -> tuple[SegmentStore, ChainStore]:
-    """The store for a command that somebody waits for: it gives up after some ten seconds without an answer."""
+    """Open the store for a command that somebody waits for: it fails after some ten seconds without an answer."""
     from common.objects.open import VIEW_TIMEOUT, open_objects
 
     objects = open_objects(settings.store, timeout=VIEW_TIMEOUT)

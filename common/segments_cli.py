@@ -1,5 +1,6 @@
-"""`floe segments ls | info | cat` and `floe consumers ls`: look into the archive, changing nothing; and what `floe
-status` shows of it.
+"""`floe segments ls | quarantine | info | cat`, `floe consumers ls`, and the archive in `floe status`.
+
+Only `quarantine` changes the archive.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ _COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
 _WIDE = ("chain", "level", "first", "last", "rows", "first_time", "last_time", "bytes", "modified", "name")
 FOOTERS_AT_ONCE = 8
 Part = tuple[Sequence[SegmentRef], SequenceRange]
-POLL = 2.0  # seconds between two looks of `cat --follow`
+POLL = 2.0  # seconds between two listings of `cat --follow`
 SHOWN_BYTES = 64  # of a payload that is no text, on a terminal
 VIEWS = {"duckdb": duckdb_view, "polars": polars_frame}
 
@@ -98,13 +99,13 @@ def list_segments(
     until: Moment | None,
     as_json: bool,
 ) -> int:
-    """List segments, of all chains or of WHAT; what they add up to goes to stderr.
+    """List segments, of all chains or of those that the argument names; the totals go to stderr.
 
     A listing reads no segment. --since and --until read the footers of some segments of each chain, -o wide
     that of every segment listed: rows, and the time of the first and the last message (with --json too).
 
-    A glob over the bucket counts every merged row twice; the cover does not. A view holds no secret: how it
-    gets at keys for S3 stands in its first lines.
+    A glob over the bucket counts every merged row twice; the cover does not. A view holds no secret: its first
+    lines explain how it gets keys for S3.
 
     \b
     Examples:
@@ -149,7 +150,7 @@ Bounds = tuple[int | None, int | None]
 
 
 def _bounds(since: Moment | None, until: Moment | None) -> Bounds:
-    """From (inclusive) and to (exclusive), ns since 1970. Raises click.UsageError where nothing lies between."""
+    """Return from (inclusive) and to (exclusive), ns since 1970. Raises click.UsageError if nothing lies between."""
     now = SystemClock().now()
     begin, end = moment(now, since), moment(now, until)
     if begin is not None and end is not None and begin >= end:
@@ -158,8 +159,8 @@ def _bounds(since: Moment | None, until: Moment | None) -> Bounds:
 
 
 def _between(store: SegmentStore, refs: Sequence[SegmentRef], bounds: Bounds) -> SequenceRange | Literal[False] | None:
-    """The sequences of one chain between two times, by the footers of some of `refs`, with what is missing or damaged
-    right before them; None for no bound, False where there are none.
+    """Return the sequences of one chain between two times, by the footers of some of `refs`, with those that are
+    missing or damaged right before them; None for no bound, False if there are none.
     """
     if bounds == (None, None):
         return None
@@ -174,7 +175,7 @@ def _between(store: SegmentStore, refs: Sequence[SegmentRef], bounds: Bounds) ->
 def _widen(
     store: SegmentStore, refs: Sequence[SegmentRef], rows: Sequence[dict[str, object]], problems: list[str]
 ) -> None:
-    """Add to each of `rows` what the footer of its segment says; None where it cannot be read."""
+    """Add values from the footer of its segment to each of `rows`; None if the footer cannot be read."""
 
     def footer(ref: SegmentRef) -> Footer | str:
         try:
@@ -208,10 +209,10 @@ def _total(refs: Sequence[SegmentRef], rows: Sequence[Mapping[str, Any]]) -> str
 @config_option
 @run_command
 def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
-    """Put a damaged or false segment, or an object that is none of Floe's, away.
+    """Move a damaged or false segment, or an object that Floe did not write, to quarantine.
 
-    It is copied below _floe/quarantine/, read back, and then deleted; on a terminal it asks before. Refused for
-    documents that rule a chain, and without --yes where no other undamaged segment covers the sequences.
+    It is copied below _floe/quarantine/, read back, and then deleted; on a terminal the command asks before. Refused
+    for documents that rule a chain, and without --yes if no other undamaged segment covers the sequences.
 
     \b
     Example:
@@ -241,9 +242,9 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
 @config_option
 @run_command
 def info(config: str, what: str, as_json: bool) -> int:
-    """Show what one segment says of itself, or what is there of one chain.
+    """Show the footer of one segment, or the state of one chain in the archive.
 
-    Of a feed, the newest incarnation, where none is named. Exit 3 where a chain has holes.
+    Of a feed, the newest incarnation, if none is named. Exit 3 if a chain has holes.
 
     \b
     Examples:
@@ -289,12 +290,12 @@ def cat(
 ) -> int:
     """Print messages, of one segment or of a chain in sequence order; of a feed, the newest incarnation.
 
-    A feed has with it the incarnations before that the newest one continues.
+    A feed includes the earlier incarnations that the newest one continues.
 
     Columns, or with --json one object a line: sequence, timestamp, subject, headers (a list of [name, value]),
     payload. Bytes that are not text come as base64, as `payload_base64` in JSON; on a terminal as their number
-    and the first of them in hex. Exit 3 where a segment is damaged or sequences are not covered; stderr says
-    which. --follow goes on until Ctrl-C, and then ends with the same codes.
+    and the first of them in hex. Exit 3 if a segment is damaged or sequences are not covered; stderr names
+    them. --follow continues until Ctrl-C, and then ends with the same codes.
 
     \b
     Examples:
@@ -335,7 +336,7 @@ def cat(
             limit = _print(store, rows, subjects, limit, form, problems)
         elif to_sequence is not None and bounds == (None, None) and not before:
             problems.append(f"no segment covers {SequenceRange(position, to_sequence)}")
-        elif follow and within is False:  # what comes is later than all that there is
+        elif follow and within is False:  # new messages come after all existing ones
             position = max((each.coverage.last + 1 for each in refs), default=position)
         while follow and chain and limit != 0:
             for problem in problems:
@@ -361,7 +362,7 @@ def _refuse_asked(
     subjects: Sequence[str],
     follow: bool,
 ) -> None:
-    """Raises click.UsageError for options that contradict each other."""
+    """Raise click.UsageError for options that contradict each other."""
     for one, other, names in (
         (first, since, "--from-sequence and --since"),
         (last, until, "--to-sequence and --until"),
@@ -385,8 +386,8 @@ def _print(
     form: Callable[[Message], str],
     problems: list[str],
 ) -> int | None:
-    """Print the messages of `parts` by sequence that one of `subjects` takes, all where there are none; how many more
-    may be printed, None for any number.
+    """Print the messages of `parts` by sequence that match one of `subjects`, all if there are none; return how many
+    more may be printed, None for any number.
     """
     batches = [read_cover(store, refs, rows, problems.append) for refs, rows in parts]
     rows = ((message for batch in each for message in messages(batch)) for each in batches)
@@ -403,7 +404,7 @@ def _print(
 def _before(
     store: SegmentStore, chains: ChainStore, newest: Chain, asked: tuple[int | None, int | None], bounds: Bounds
 ) -> list[Part]:
-    """What is asked for of the incarnations that the one of `newest` continues, all partitions."""
+    """Return the requested parts of the incarnations that the one of `newest` continues, all partitions."""
     found = list[Part]()
     for each, end in history(chains, newest).items():
         if each.incarnation == newest.incarnation or (refs := store.list(each, position=asked[0] or 1)) == []:
@@ -417,7 +418,7 @@ def _before(
 
 
 def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef | None:
-    """The segment whose key, path or URL is `what`; None where it is not one."""
+    """Return the segment with the key, path or URL `what`; None if it is none. Raises SegmentGone if it is missing."""
     key = _key(settings, what)
     if (name := store.layout.parse_segment(key)) is None:
         return None
@@ -435,7 +436,7 @@ def _chain(settings: Settings, chains: ChainStore, what: str) -> Chain:
     try:
         return find_chain(chains, what, configured(settings))
     except UsageError as error:
-        if "=" in what:  # no site is called so
+        if "=" in what:  # no site has such a name
             raise UsageError(f"{what}: expected the key of a segment, or a chain") from None
         raise error
 
@@ -458,7 +459,7 @@ def _listed(stretch: Stretch[SegmentRef], settings: Settings) -> dict[str, objec
 
 
 def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
-    """The footer of one segment and what the store says of the object. Raises SegmentCorrupt."""
+    """Return the footer of one segment, and size and time of its object in the store. Raises SegmentCorrupt."""
     with store.open(ref) as reader:
         footer = json.loads(reader.footer.to_json())
         groups = [
@@ -474,9 +475,9 @@ def _begin(chains: ChainStore, chain: Chain) -> int:
 
 
 def _reach(chains: ChainStore, chain: Chain, refs: Sequence[SegmentRef]) -> SequenceRange | None:
-    """From where the chain begins, as far as that is known, to the last sequence of `refs`; None without segments."""
+    """Return the range from the begin of the chain, if known, to the last sequence of `refs`; None without segments."""
     whole = span(refs)
-    with suppress(DataError):  # `segments verify` tells
+    with suppress(DataError):  # `segments verify` reports it
         if whole and chains.read_chain(chain):
             return SequenceRange(min(_begin(chains, chain), whole.first), whole.last)
     return whole
@@ -567,14 +568,14 @@ def _json_bytes(name: str, raw: bytes | None) -> dict[str, object]:
 
 
 def _json_headers(block: bytes | None) -> dict[str, object]:
-    """The headers as pairs, in order and with repeats; None without a block."""
+    """Return the headers as pairs, in order and with repeats; null without a block, base64 if it is no text."""
     if block is None or not is_text(block):
         return _json_bytes("headers", block)
     return {"headers": [[name.decode(), value.decode()] for name, value in parse_block(block)]}
 
 
 def text_of(message: Message, *, width: int | None = None) -> str:
-    """One line. `width`: of the terminal at which it is read, where the line ends; None: a program reads it whole."""
+    """Format one line. `width`: of the terminal, at which the line is cut; None: a program reads all of it."""
     headers, is_read = "-", width is not None
     if message.headers is not None:
         pairs = [b": ".join(pair) for pair in parse_block(message.headers)]
@@ -597,9 +598,9 @@ LISTED_AT_ONCE = 8  # chains
 
 
 async def archive_view(settings: Settings) -> StatusView:
-    """What the store holds of each chain. Asks no NATS."""
+    """Return the archive view: the contents of the store, by chain. Sends no request to NATS."""
     (store, documents), clock = open_view(settings), SystemClock()
-    # A site may list what is its own.
+    # A site may list only its own keys.
     site = settings.site if settings.egress.feeds and not settings.ingress.targets else None
     with closing(store), closing(Threads("archive", LISTED_AT_ONCE)) as threads:
         tails = await threads.run(documents.listed_tails, site)
@@ -628,7 +629,7 @@ async def archive_view(settings: Settings) -> StatusView:
 
 
 def _compaction(run: CompactionRun | None, now: float) -> object:
-    """When it last succeeded, in red with the exit code where its last run did not."""
+    """Return the time of the last success, in red with the exit code if the last run failed."""
     if run is None:
         return None
     done = ago(None if run.succeeded is None else now - run.succeeded) or "never"
@@ -636,7 +637,7 @@ def _compaction(run: CompactionRun | None, now: float) -> object:
 
 
 def _archived(store: SegmentStore, chain: Chain, tail: ObjectInfo | None) -> dict[str, Any]:
-    """One chain, all its levels together. Blocking."""
+    """Return the figures of one chain, all its levels together. Blocking."""
     end, count, size, modified = 0, 0, 0, tail.modified if tail else 0.0
     for page in store.walk(chain):
         for ref in page:
@@ -649,7 +650,7 @@ def _archived(store: SegmentStore, chain: Chain, tail: ObjectInfo | None) -> dic
 
 @click.group()
 def consumers() -> None:
-    """Show where the consumers of a stream were."""
+    """Show the captured positions of the consumers of a stream."""
 
 
 _CONSUMER_COLUMNS = ("consumer", "delivered", "ack_floor", "ack_pending", "redelivered", "filter", "paused")
@@ -662,10 +663,10 @@ _CONSUMER_COLUMNS = ("consumer", "delivered", "ack_floor", "ack_pending", "redel
 @config_option
 @run_command
 def list_consumers(config: str, feed: str, to_sequence: int | None, as_json: bool) -> None:
-    """List the consumers of a feed's stream as egress captured them last; how old that is goes to stderr.
+    """List the consumers of a feed's stream as egress captured them last; the age of the capture goes to stderr.
 
-    Of the newest incarnation, where none is named. Sequences are those of the stream: the last one delivered, and the
-    one up to which all are acknowledged. What a consumer did since is not in it.
+    Of the newest incarnation, if none is named. Sequences are those of the stream: the last one delivered, and the
+    one up to which all are acknowledged. Progress of a consumer since the capture is not shown.
 
     \b
     Examples:

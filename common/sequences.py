@@ -1,7 +1,7 @@
-"""Ranges of stream sequences, and the one rule by which segments are chosen to account for them.
+"""Ranges of stream sequences, and the one rule that chooses the segments that account for them.
 
 A *sequence* is a JetStream stream sequence, 1 .. 2^63-1. *Coverage* is not rows: a segment that covers
-1..1000 may hold 37 messages or none, and everything here speaks of coverage.
+1..1000 may hold 37 messages or none, and everything here is about coverage.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class SequenceRange:
         return self.first <= other.first and other.last <= self.last
 
     def intersection(self, other: SequenceRange) -> SequenceRange | None:
-        """None if no sequence is in both."""
+        """Return the sequences that are in both ranges; None if there are none."""
         first, last = max(self.first, other.first), min(self.last, other.last)
         return SequenceRange(first, last) if first <= last else None
 
 
 class Covering(Protocol):
-    """What the cover rule needs to know of a segment."""
+    """The properties of a segment that the cover rule needs."""
 
     @property
     def coverage(self) -> SequenceRange: ...
@@ -73,12 +73,12 @@ class Stretch(Generic[S]):
 
 
 def extends(coverage: SequenceRange, position: int) -> bool:
-    """Whether `coverage` accounts for `position`; it may begin below. For reading across levels."""
+    """True if `coverage` accounts for `position`; it may begin below. For reading across levels."""
     return position in coverage
 
 
 def holes(ranges: Iterable[SequenceRange], within: SequenceRange) -> list[SequenceRange]:
-    """The parts of `within` that no range accounts for, ascending; empty if all is covered."""
+    """Return the parts of `within` that no range accounts for, ascending; empty if all is covered."""
     found, position = [], within.first
     for current in sorted(ranges):
         if current.first > within.last:
@@ -92,7 +92,7 @@ def holes(ranges: Iterable[SequenceRange], within: SequenceRange) -> list[Sequen
 
 
 class Covered:
-    """Which sequences the added ranges account for. Its size grows with the number of holes, not of ranges."""
+    """The sequences that the added ranges account for. Its size grows with the number of holes, not of ranges."""
 
     def __init__(self) -> None:
         self._firsts: list[int] = []  # of stretches without a hole, ascending
@@ -111,7 +111,7 @@ class Covered:
 
     def add(self, coverage: SequenceRange) -> None:
         first, last = coverage.first, coverage.last
-        begin = bisect_left(self._lasts, first - 1)  # of those that it touches
+        begin = bisect_left(self._lasts, first - 1)  # the first stretch that it touches
         behind = bisect_right(self._firsts, last + 1)
         if begin < behind:
             first, last = min(first, self._firsts[begin]), max(last, self._lasts[behind - 1])
@@ -131,23 +131,23 @@ def preference(segment: Covering) -> tuple[int, int, str]:
 
 
 def choose(segments: Iterable[S], position: int) -> S | None:
-    """The segment that the cover rule takes at `position`; None if none contains it (a hole)."""
+    """Return the segment that the cover rule takes at `position`; None if none contains it (a hole)."""
     containing = [s for s in segments if extends(s.coverage, position)]
     return max(containing, key=preference, default=None)
 
 
 def cover(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[Stretch[S]]:
-    """The stretches that account once for each covered sequence of first..last, ascending.
+    """Return the stretches that account once for each covered sequence of first..last, ascending.
 
     At each position: among the segments that contain it, the one that reaches furthest; ties go to the higher
-    level, then to the larger name; rows before the position are skipped. A hole is stepped over: the next
-    stretch then does not begin where the one before ends (`holes` names it, `until_hole` stops there).
+    level, then to the larger name; rows before the position are skipped. A hole is skipped: the next
+    stretch then does not begin at the end of the one before (`holes` names it, `until_hole` stops there).
     """
     return list(_sweep(sorted(segments, key=lambda s: s.coverage.first), first, last))
 
 
 def leading(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[Stretch[S]]:
-    """The stretches of the cover from `first` to its first hole; what is behind is not computed."""
+    """Return the stretches of the cover from `first` to its first hole; nothing behind the hole is computed."""
     return until_hole(_sweep(sorted(segments, key=lambda s: s.coverage.first), first, last), first)
 
 
@@ -180,7 +180,7 @@ class _Descending:
 
 
 def until_hole(stretches: Iterable[Stretch[S]], position: int) -> list[Stretch[S]]:
-    """The leading stretches that continue from `position` without a hole; empty if it begins with one."""
+    """Return the leading stretches that continue from `position` without a hole; empty if it begins with one."""
     taken: list[Stretch[S]] = []
     for stretch in stretches:
         if stretch.rows.first != position:

@@ -1,13 +1,13 @@
-"""Which subjects a filter takes, by the rules of NATS."""
+"""Subject filters and the subjects that they match, by the rules of NATS."""
 
 from collections.abc import Sequence
 from itertools import combinations, zip_longest
 
 
 def matches(filter_subject: str, subject: bytes | str) -> bool:
-    """Whether `filter_subject` takes the literal `subject`; the empty filter takes all.
+    """True if `filter_subject` matches the literal `subject`; the empty filter matches all.
 
-    `*` stands for one token, a last `>` for one or more; elsewhere they are ordinary letters.
+    `*` matches one token, a last `>` one or more; elsewhere they are ordinary letters.
     """
     if not filter_subject:
         return True
@@ -24,7 +24,7 @@ def _agree(wanted: list[bytes], tokens: list[bytes]) -> bool:
 
 
 def covers(wide: str, narrow: str) -> bool:
-    """Whether `wide` takes every subject that `narrow` takes; the empty filter takes all."""
+    """True if `wide` matches every subject that `narrow` matches; the empty filter matches all."""
     if not wide or wide == ">":
         return True
     outside, inside = wide.split("."), (narrow or ">").split(".")
@@ -37,14 +37,14 @@ def covers(wide: str, narrow: str) -> bool:
 
 
 def overlaps(one: str, other: str) -> bool:
-    """Whether some subject matches both filters, by the rules of NATS; the empty filter takes all."""
+    """True if some subject matches both filters, by the rules of NATS; the empty filter matches all."""
     if not one or not other:
         return True
     for left, right in zip_longest(one.split("."), other.split(".")):
         if left is None or right is None:
-            return False  # the shorter one takes no subject with so many tokens
+            return False  # the shorter one matches no subject with so many tokens
         if ">" in (left, right):
-            return True  # it takes whatever is left of the other, one token at least
+            return True  # it matches the rest of the other, which has one token at least
         if left != right and "*" not in (left, right):
             return False
     return True

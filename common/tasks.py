@@ -1,4 +1,4 @@
-"""Tasks with an owner: waiting, ending, what becomes of their errors, and the one signal that stops them."""
+"""Tasks with an owner: waiting, ending, the handling of their errors, and the one signal that stops them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 
 class StopReason(StrEnum):
-    """Why work ends."""
+    """The reason why work ends."""
 
     SHUTDOWN = "shutdown"  # of the process
-    GIVE_BACK = "give_back"  # of the lease, to the member that is to have it
+    GIVE_BACK = "give_back"  # of the lease, to the member that receives it next
     LEASE_LOST = "lease_lost"
-    RESET = "reset"  # the work is to begin again from the start
+    RESET = "reset"  # the work starts again from the beginning
     DECISION = "decision"  # an operator's
 
 
 class Stop:
-    """The one signal that work is to end, with its reason: the first one stays, except GIVE_BACK, which leaves time and
-    is replaced by any other.
+    """The one signal that work is to end, with its reason.
 
-    `parents`: signals of the callers; it is set with the first of them, for the same reason.
+    The first reason stays, except GIVE_BACK, which leaves time and is replaced by any other. `parents`: signals of the
+    callers; it is set with the first of them, for the same reason.
     """
 
     def __init__(self, *parents: Stop) -> None:
@@ -51,7 +51,7 @@ class Stop:
         return self.reason is not None
 
     def set(self, reason: StopReason = StopReason.SHUTDOWN) -> None:
-        """On the event loop only; where there is none, from any thread."""
+        """Set the reason. Call it on the event loop only; without an event loop, from any thread."""
         if self.reason is None or (self.reason is StopReason.GIVE_BACK and reason is not self.reason):
             self.reason = reason
             self._event.set()
@@ -59,7 +59,7 @@ class Stop:
                 child.set(reason)
 
     def check(self) -> None:
-        """Raises Unavailable where it is set: for work without an event loop."""
+        """Raise Unavailable if it is set: for work without an event loop."""
         if self.is_set:
             raise Unavailable("stopped by a signal before the end", hint="what is done stays; the next run goes on")
 
@@ -70,7 +70,7 @@ class Stop:
 
 
 async def wait_for(event: asyncio.Event | Stop, seconds: float) -> bool:
-    """Waits until `event` is set or `seconds` have passed; returns whether it is set.
+    """Wait until `event` is set or `seconds` have passed; return True if it is set.
 
     Does not use `asyncio.wait_for`, which in Python 3.11 loses a cancellation that comes together with the event.
     """
@@ -84,7 +84,7 @@ def _is_set(event: asyncio.Event | Stop) -> bool:
 
 
 async def within(future: asyncio.Future[T], seconds: float) -> T:
-    """The result of `future`. Raises TimeoutError, and cancels it, where it does not come in `seconds`.
+    """Return the result of `future`. Raises TimeoutError, and cancels it, if it does not come in `seconds`.
 
     Used instead of `asyncio.wait_for`, for the reason that `wait_for` gives.
     """
@@ -98,7 +98,7 @@ async def within(future: asyncio.Future[T], seconds: float) -> T:
 
 
 async def done_in(work: asyncio.Future[Any], seconds: float, clock: Clock) -> bool:
-    """Wait until `work` is done or `seconds` have passed by `clock`; return whether it is done. It is not cancelled."""
+    """Wait until `work` is done or `seconds` have passed by `clock`; return True if it is done. It is not cancelled."""
     pause = asyncio.ensure_future(clock.sleep(seconds))
     try:
         await asyncio.wait({work, pause}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,16 +119,16 @@ async def first_of(*waits: Awaitable[object], seconds: float | None = None) -> N
 
 P = ParamSpec("P")
 
-AGAIN = 0.5  # seconds until a task that goes on is cancelled once more
-PAUSES = doubling(1.0, 60.0)  # seconds until what was ended by an error begins again
-MAX_TRACE = 4000  # characters: the end of a traceback says where
-GOOD_WHILE = 60.0  # seconds that it ran before its end counts as the first
+AGAIN = 0.5  # seconds until a task that has not ended is cancelled once more
+PAUSES = doubling(1.0, 60.0)  # seconds until work that an error ended is restarted
+MAX_TRACE = 4000  # characters; the end of a traceback names the place
+GOOD_WHILE = 60.0  # seconds of running, after which an error counts as the first again
 
-#: Takes an error on behalf of its owner.
+#: Receives an error on behalf of its owner.
 Tell = Callable[[Exception], None]
 
 
-#: The parts that an error may end; `service`: it had no owner.
+#: The components that an error may end; `service`: the error had no owner.
 PARTS = (
     "alive",
     "captures",
@@ -155,7 +155,7 @@ begin("unexpected_errors")
 def told(error: BaseException, part: str, where: str = "", **context: object) -> Unforeseen:
     unexpected.labels(part).inc()
     known = Unforeseen.of(error, where)
-    # Not by exc_info: the log keeps tracebacks only of errors that are not FloeErrors, and the cause is what counts.
+    # Not by exc_info: the log keeps tracebacks only of errors that are not FloeErrors, and the cause matters here.
     cause = known.__cause__ or error
     trace = "".join(traceback.format_exception(cause))
     log.error(
@@ -171,13 +171,13 @@ def told(error: BaseException, part: str, where: str = "", **context: object) ->
 
 
 def orphaned(error: BaseException) -> None:
-    """Takes an error without an owner: it ends the service (`to_its_end`). Call it on the event loop."""
+    """Hand over an error without an owner: it ends the service (`to_its_end`). Call it on the event loop."""
     context = {"message": "an error without an owner", "exception": error}
     asyncio.get_running_loop().call_exception_handler(context)
 
 
 def guarded(callback: Callable[P, None], tell: Tell) -> Callable[P, None]:
-    """Wraps `callback` for others to call: its errors go to its owner by `tell`, not to the caller."""
+    """Wrap `callback` for other callers: its errors go to its owner by `tell`, not to the caller."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -210,7 +210,7 @@ class Trouble:
         self._error: Exception | None = None
 
     def tell(self, error: Exception) -> None:
-        """Only the first error counts."""
+        """Keep `error` if it is the first, and set the event."""
         self._error = self._error or error
         self.told.set()
 
@@ -219,15 +219,15 @@ class Trouble:
             raise self._error
 
     async def wait(self) -> None:
-        """Waits until an error is told, then raises it."""
+        """Wait until there is an error, then raise it."""
         await self.told.wait()
         self.check()
 
 
 async def again(part: str, work: Callable[[], Coroutine[Any, Any, None]], clock: Clock) -> None:
-    """Runs `work` to its end; after an unforeseen error it begins again, after a pause that grows.
+    """Run `work` to its end; after an unexpected error, restart it after a pause that grows.
 
-    Raises a FloeError that is not `Unforeseen`: that one is for the caller to handle.
+    Raises a FloeError that is not `Unforeseen`: the caller handles it.
     """
     backoff = Backoff(None, PAUSES)
     while True:
@@ -246,7 +246,7 @@ async def again(part: str, work: Callable[[], Coroutine[Any, Any, None]], clock:
 
 
 async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
-    """Runs the main work of a process; an error without an owner cancels it, and is raised as Unforeseen."""
+    """Run the main work of a process; an error without an owner cancels it, and is raised as Unforeseen."""
     loop = asyncio.get_running_loop()
     orphan: asyncio.Future[BaseException] = loop.create_future()
 
@@ -262,7 +262,7 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
         ):
             log.warning("event loop", action="loop", error=str(error or context.get("message")))
         else:
-            # A task that was never awaited is found by the garbage collection, which may run in any thread.
+            # The garbage collector finds a task that was never awaited, and may run in any thread.
             loop.call_soon_threadsafe(keep, error)
 
     former = loop.get_exception_handler()
@@ -280,10 +280,10 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels `tasks` and returns when they have ended; drops what they raise.
+    """Cancel `tasks` and return when they have ended; drop the errors that they raise.
 
     Cancels more than once, because `asyncio.wait_for` of Python 3.11 loses a cancellation that comes together with the
-    result it waits for: the task goes on.
+    result that it waits for: the task continues.
     """
     while running := [task for task in tasks if not task.done()]:
         for task in running:
@@ -295,7 +295,7 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def unless(stop: asyncio.Event | Stop, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None where `stop` is set first: then `work` is cancelled."""
+    """Return the result of `work`; None if `stop` is set first: `work` is then cancelled."""
     task = asyncio.create_task(work)
     try:
         await first_of(stop.wait(), asyncio.wait({task}))
@@ -305,7 +305,7 @@ async def unless(stop: asyncio.Event | Stop, work: Coroutine[Any, Any, T]) -> T 
 
 
 async def told_late(work: Awaitable[T], seconds: float, tell: Callable[[], None]) -> T:
-    """The result of `work`; `tell` is called, once, where it is not there after `seconds`."""
+    """Return the result of `work`; call `tell`, once, if `work` is not done after `seconds`."""
     timer = asyncio.get_running_loop().call_later(seconds, tell)
     try:
         return await work
@@ -315,7 +315,7 @@ async def told_late(work: Awaitable[T], seconds: float, tell: Callable[[], None]
 
 @asynccontextmanager
 async def either(*events: asyncio.Event | Stop) -> AsyncIterator[Stop]:
-    """A new signal that is set as soon as one of `events` is, while the block runs."""
+    """Yield a new `Stop` that is set as soon as one of `events` is, while the block runs."""
     one = Stop()
 
     async def pass_on(event: asyncio.Event | Stop) -> None:
@@ -332,17 +332,17 @@ async def either(*events: asyncio.Event | Stop) -> AsyncIterator[Stop]:
 
 
 async def together(*works: Coroutine[Any, Any, object]) -> None:
-    """Runs `works` side by side to their ends; the first that fails ends the others.
+    """Run `works` side by side to their ends; the first that fails ends the others.
 
-    Raises a BaseExceptionGroup of what failed. Unlike asyncio's TaskGroup it certainly ends a task.
+    Raises a BaseExceptionGroup of the errors. Unlike asyncio's TaskGroup, it cancels a task until the task has ended.
     """
     await _run(works, len(works))
 
 
 async def beside(main: Coroutine[Any, Any, object], *sides: Coroutine[Any, Any, object]) -> None:
-    """Runs `main` to its end, and the `sides` as long; one of them that fails ends everything.
+    """Run `main` to its end, and the `sides` for as long; one of them that fails ends everything.
 
-    Raises a BaseExceptionGroup of what failed.
+    Raises a BaseExceptionGroup of the errors.
     """
     await _run((main, *sides), 1)
 

@@ -1,18 +1,18 @@
-"""Subject transforms as nats-server has them: which subject becomes which, the same one each time.
+"""Subject transforms as in nats-server, which map a subject to another one, the same each time.
 
-Tokens of the destination are text, `$n`, or a function of the tokens that wildcards of the source stand for:
+Tokens of the destination are text, `$n`, or a function of the tokens that match wildcards of the source:
 
     {{wildcard(n)}}              the token itself, as `$n`
     {{partition(c,n,…)}}         a number below c, by hash of these tokens; without any: of the whole subject
-    {{split(n,text)}}            the token cut wherever `text` stands
+    {{split(n,text)}}            the token cut at each `text`
     {{splitFromLeft(n,p)}}       the token cut behind p bytes; splitFromRight: before the last p bytes
     {{sliceFromLeft(n,s)}}       the token cut into pieces of s bytes; sliceFromRight: counted from its end
     {{left(n,l)}} {{right(n,l)}} the first, or last, l bytes of the token
 
-`{{random(…)}}` is refused: a message is sent again after an unclear outcome, and must then be the same. What
-the server takes but can only be a mistake (an index below 1, half a function, an empty text to split at) is
-refused too; what is taken maps as the server maps it. A subject that the source does not match stays as it
-is.
+`{{random(…)}}` is refused: a message is sent again after an unclear outcome, and must then be the same. A
+destination that the server accepts but that can only be a mistake (an index below 1, half a function, an empty
+text to split at) is refused too; all others map as on the server. A subject that the source does not match stays
+as it is.
 """
 
 import re
@@ -30,12 +30,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _MAX_INT32 = 2**31 - 1
 
 _SPELT = "wildcard partition split splitFromLeft splitFromRight sliceFromLeft sliceFromRight left right random"
-# Capitals, and first letters, may be small or capital for the server.
+# The server accepts capitals, and first letters, in either case.
 _NAMES = {n.lower(): re.sub("^.|[A-Z]", lambda c: f"[{c[0].lower()}{c[0].upper()}]", n) for n in _SPELT.split(" ")}
 
 
 class TransformError(ValueError):
-    """Why a transform cannot be taken; `where` is `source` or `destination`."""
+    """A transform that is refused, and why; `where` is `source` or `destination`."""
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(f"{where}: {why}")
@@ -44,7 +44,7 @@ class TransformError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """One transform. `pattern`: a filter that takes every subject it makes of matching ones."""
+    """One transform. `pattern`: a filter that matches every subject that it makes of matching ones."""
 
     source: str
     destination: str
@@ -53,7 +53,7 @@ class Transform:
     _rest: int | None
 
     def apply(self, subject: bytes) -> bytes:
-        """A subject that the source does not match is returned as it is."""
+        """Map `subject`; return it as it is if it is not literal, or if the source does not match it."""
         tokens = subject.split(b".")
         literal = all(token and token not in (b"*", b">") for token in tokens)
         if not literal or not matches(self.source, subject):
@@ -63,7 +63,7 @@ class Transform:
 
 
 def compile_transform(source: str, destination: str) -> Transform:
-    """Raises TransformError."""
+    """Compile a transform. Raises TransformError."""
     wanted, given = _tokens("source", source), _tokens("destination", destination)
     if "*" in given:
         raise TransformError("destination", "expected $n or {{wildcard(n)}} in the place of *")
@@ -143,7 +143,7 @@ def _at(place: int) -> Part:
 
 
 def _place(text: str, number: int, wildcards: Sequence[int]) -> int:
-    """Where wildcard `number` (1 is the first) is in the source."""
+    """Return the index in the source of wildcard `number` (1 is the first)."""
     if not 1 <= number <= len(wildcards):
         found = f"source has {len(wildcards)}" if wildcards else "source has none"
         raise TransformError("destination", f"{text}: expected the number of a * of the source, {found}")
@@ -161,7 +161,7 @@ def _partition(text: str, arguments: list[str], wildcards: Sequence[int], *, who
     if not 0 <= count <= _MAX_INT32:
         raise TransformError("destination", f"{text}: expected 0 to {_MAX_INT32} partitions, found {count}")
     numbers = [_number(text, argument) for argument in arguments[1:]]
-    # Without a wildcard in the source the server takes the whole subject, whatever tokens are named.
+    # Without a wildcard in the source, the server hashes the whole subject, even if tokens are named.
     places = [] if whole else [_place(text, number, wildcards) for number in numbers]
     if not places:
         return lambda tokens: _bucket(b".".join(tokens), count)
@@ -169,7 +169,7 @@ def _partition(text: str, arguments: list[str], wildcards: Sequence[int], *, who
 
 
 def _bucket(key: bytes, count: int) -> bytes:
-    """FNV-1a of 32 bits, modulo `count`; 0 for no partitions."""
+    """Return FNV-1a of 32 bits, modulo `count`, as decimal digits; 0 for no partitions."""
     value = 2166136261
     for byte in key:
         value = (value ^ byte) * 16777619 & 0xFFFFFFFF
@@ -184,9 +184,7 @@ def _split(text: str, at: str, place: int) -> Part:
 
 
 def _split_at(token: bytes, at: bytes) -> bytes:
-    """The pieces of `token`, with dots where the server puts them: none after an empty first piece, none before an
-    empty piece.
-    """
+    """Join the pieces of `token` as the server does: no dot after an empty first piece, none before an empty one."""
     pieces, made = token.split(at), b""
     for index, piece in enumerate(pieces):
         made += piece

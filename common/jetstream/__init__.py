@@ -1,1 +1,1 @@
-"""NATS and JetStream: raw messages in, validated raw frames out, state and leases."""
+"""Access to NATS and JetStream: raw messages, streams and consumers, key-value state, and leases."""

@@ -1,4 +1,4 @@
-"""Streams and consumers as the JetStream API describes them. All reads go to the leader."""
+"""Streams and consumers through the JetStream API. All reads go to the leader."""
 
 import asyncio
 import base64
@@ -19,24 +19,25 @@ STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
 MESSAGE_NOT_FOUND = 10037
 
-# A stream that `floe restore` fills: its only subject, before its name, and the key in its metadata.
+# For a stream that `floe restore` fills: the prefix of its only subject (the stream's name follows), and the key in
+# its metadata.
 GUARD = "_floe.restore."
 MARKER = "floe.restore"
 
-MAX_BYTES_REQUIRED = 10113  # the account takes no stream without max_bytes
-IDLES_TOO_LONG = 10153  # inactive_threshold is above the one in the stream's consumer_limits
+MAX_BYTES_REQUIRED = 10113  # the account refuses a stream without max_bytes
+IDLES_TOO_LONG = 10153  # inactive_threshold is above the limit in the stream's consumer_limits
 
-ATTEMPTS = 3  # of a question whose answer was lost
+ATTEMPTS = 3  # at a read request, if its answer is lost
 
 
 @dataclass(frozen=True, slots=True)
 class StreamInfo:
-    """What STREAM.INFO says of a stream; a leader that was deposed and does not know it yet may answer too.
+    """The answer to STREAM.INFO. It may come from a former leader that does not know yet that it was deposed.
 
-    `first_sequence`, `last_sequence`: 0 where the stream never held a message; `first_sequence` is above
-    `last_sequence` where it is empty now. `deleted`: how many sequences between the two it does not hold. `created`,
-    `first_timestamp`, `last_timestamp`: RFC 3339, as given. `leader`: empty on a single server and where there is none
-    now. `time`: the server's, when it answered; empty before 2.10.
+    `first_sequence`, `last_sequence`: 0 if the stream never held a message; `first_sequence` is above `last_sequence`
+    if the stream is empty now. `deleted`: the number of sequences between the two that the stream does not hold.
+    `created`, `first_timestamp`, `last_timestamp`: RFC 3339, as received. `leader`: empty on a single server, and if
+    there is no leader now. `time`: the server's clock at the answer; empty before 2.10.
     """
 
     name: str
@@ -53,18 +54,18 @@ class StreamInfo:
 
     @property
     def marker(self) -> str:
-        """What a restore that is not done says of itself; empty for any other stream."""
+        """The restore's own marker in the metadata while `floe restore` fills the stream; empty otherwise."""
         return str((self.config.get("metadata") or {}).get(MARKER) or "")
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerInfo:
-    """What CONSUMER.INFO says of a consumer; sequences are 0 before the first message.
+    """The answer to CONSUMER.INFO. Sequences are 0 before the first message.
 
-    `stream_sequence`, `consumer_sequence`: of the last message delivered; `pending`: matching messages that
-    were not delivered yet, by the consumer's leader. `ack_floor`: the consumer sequence up to which every
-    message is acknowledged, `acknowledged`: the stream sequence of that one; `ack_pending`: how many were
-    delivered and are not acknowledged. `leader`: as of StreamInfo.
+    `stream_sequence`, `consumer_sequence`: of the last message delivered. `pending`: the number of matching messages
+    not yet delivered, as counted by the consumer's leader. `ack_floor`: the consumer sequence up to which every message
+    is acknowledged; `acknowledged`: the stream sequence of the same message. `ack_pending`: the number of messages that
+    are delivered and not acknowledged. `leader`: as in `StreamInfo`.
     """
 
     name: str
@@ -80,16 +81,17 @@ class ConsumerInfo:
 
     @property
     def max_batch(self) -> int:
-        """The messages that a pull request may ask for, 0: as many as it likes; the server's limit counts too."""
+        """The most messages that one pull request may ask for; 0: no limit. The server's own limit applies too."""
         return int(self.config.get("max_batch") or 0)
 
 
 async def ask(
     client: FloeClient, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0
 ) -> dict[str, Any]:
-    """Asks a question that changes nothing, so a lost answer is asked for again.
+    """Send a request that changes nothing and return the answer; if the answer is lost, send the request again.
 
-    Raises Unavailable where no answer comes within `timeout` seconds, else as `FloeClient.api`.
+    Raises Unavailable if no answer comes within `timeout` seconds or in `ATTEMPTS` attempts, otherwise as
+    `FloeClient.api`.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout):
@@ -102,7 +104,7 @@ async def ask(
 async def find(
     client: FloeClient, name: str, *absent: int, request: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """As `ask`; None where JetStream answers with one of the errors `absent`."""
+    """Call `ask`; return None if JetStream answers with one of the error codes `absent`."""
     try:
         return await ask(client, name, request)
     except ApiError as error:
@@ -112,7 +114,7 @@ async def find(
 
 
 async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
-    """None if there is no such stream."""
+    """Return the stream's state and configuration, or None if there is no such stream."""
     answer = await find(client, f"STREAM.INFO.{token(stream)}", STREAM_NOT_FOUND)
     return None if answer is None else _stream_info(answer)
 
@@ -121,7 +123,7 @@ RESTORING = "E-RESTORING"
 
 
 async def unguarded_info(client: FloeClient, stream: str) -> StreamInfo | None:
-    """As `stream_info`. Raises Unavailable too while `floe restore` fills the stream: it cannot be judged yet."""
+    """Call `stream_info`. Raises Unavailable also while `floe restore` fills the stream: its content is incomplete."""
     if (info := await stream_info(client, stream)) is not None and info.marker:
         raise Unavailable(
             f"stream {info.name} is being restored ({info.marker})",
@@ -132,8 +134,8 @@ async def unguarded_info(client: FloeClient, stream: str) -> StreamInfo | None:
 
 
 async def deleted_sequences(client: FloeClient, stream: str) -> tuple[StreamInfo, list[int]] | None:
-    """With the sequences between the first and the last that the stream does not hold, ascending. None if there is no
-    such stream. Raises DataError for an answer of another form.
+    """Return the stream's info and, ascending, the sequences between its first and last that it does not hold. None if
+    there is no such stream. Raises DataError if the answer has another form.
     """
     request = {"deleted_details": True}
     answer = await find(client, f"STREAM.INFO.{token(stream)}", STREAM_NOT_FOUND, request=request)
@@ -141,22 +143,22 @@ async def deleted_sequences(client: FloeClient, stream: str) -> tuple[StreamInfo
         return None
     info = _stream_info(answer)
     try:
-        # A server says 0 of a stream that never held a message.
+        # A server lists sequence 0 as deleted if the stream never held a message.
         return info, sorted(filter(None, map(_count, answer["state"].get("deleted") or [])))
     except (TypeError, ValueError) as error:
         raise DataError(f"STREAM.INFO: expected deleted sequences, found {error!r:.80}") from None
 
 
 async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
-    """The replicas of the most replicated of the streams; 1 where none of them exists."""
+    """Return the highest replica count among the streams; 1 if none of them exists."""
     found = [await stream_info(client, stream) for stream in sorted(set(streams))]
     return max((int(info.config.get("num_replicas", 1)) for info in found if info), default=1)
 
 
 async def create_stream(client: FloeClient, config: dict[str, Any], max_bytes: int = 0) -> StreamInfo:
-    """Creates the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError.
+    """Create the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError.
 
-    `max_bytes`: of the stream where the account takes none without; 0: that is refused then.
+    `max_bytes`: set on the stream if the account refuses one without it; 0: raise that refusal.
     """
     try:
         return _stream_info(await client.api(f"STREAM.CREATE.{token(config['name'])}", config))
@@ -167,7 +169,7 @@ async def create_stream(client: FloeClient, config: dict[str, Any], max_bytes: i
 
 
 async def delete_stream(client: FloeClient, stream: str, timeout: float = 5.0) -> bool:
-    """False if it did not exist."""
+    """Delete the stream; return False if it did not exist."""
     try:
         await client.api(f"STREAM.DELETE.{token(stream)}", timeout=timeout)
     except ApiError as error:
@@ -178,24 +180,24 @@ async def delete_stream(client: FloeClient, stream: str, timeout: float = 5.0) -
 
 
 async def next_message(client: FloeClient, stream: str, sequence: int, filter_subject: str = "") -> Message | None:
-    """The first message at or after `sequence` that the filter takes (empty: any); None if there is none.
+    """Return the first message at or after `sequence` that matches the filter (empty: any); None if there is none.
 
-    Raises ApiError where there is no such stream.
+    Raises ApiError if there is no such stream.
     """
     request = {"seq": sequence, "next_by_subj": filter_subject or ">"}
     return await message_of(client, stream, request)
 
 
 async def message_of(client: FloeClient, stream: str, request: dict[str, Any]) -> Message | None:
-    """None if there is no such message."""
+    """Return the message that a STREAM.MSG.GET request names, or None if there is no such message."""
     answer = await find(client, f"STREAM.MSG.GET.{token(stream)}", MESSAGE_NOT_FOUND, request=request)
     return None if answer is None else stored_message(answer)
 
 
 async def absent(client: FloeClient, stream: str, within: SequenceRange) -> list[SequenceRange]:
-    """The sequences of `within` that the stream does not hold; one request for each that it holds.
+    """Return the sequences of `within` that the stream does not hold. Sends about one request for each that it holds.
 
-    Raises ApiError where there is no such stream.
+    Raises ApiError if there is no such stream.
     """
     found, position = [], within.first
     while position <= within.last:
@@ -208,7 +210,7 @@ async def absent(client: FloeClient, stream: str, within: SequenceRange) -> list
 
 
 def stored_message(answer: dict[str, Any]) -> Message:
-    """The message in an answer of STREAM.MSG.GET. Raises DataError."""
+    """Return the message in an answer to STREAM.MSG.GET. Raises DataError."""
     try:
         stored = answer["message"]
         headers = stored.get("hdrs")
@@ -226,9 +228,9 @@ def stored_message(answer: dict[str, Any]) -> Message:
 async def create_consumer(
     client: FloeClient, stream: str, config: dict[str, Any], action: str = "create"
 ) -> ConsumerInfo:
-    """Creates the consumer `config["name"]` (or `durable_name`). `action`: `update` for one that must exist.
+    """Create the consumer `config["name"]` (or `durable_name`). `action`: `update` for a consumer that must exist.
 
-    Raises ApiError, also where one of that name exists with another configuration.
+    Raises ApiError, also if a consumer of that name exists with another configuration.
     """
     name = token(config.get("name") or config["durable_name"])
     subject = f"CONSUMER.CREATE.{token(stream)}.{name}"
@@ -239,8 +241,8 @@ async def create_consumer(
 
 
 async def create_ephemeral(client: FloeClient, stream: str, config: dict[str, Any]) -> ConsumerInfo:
-    """As `create_consumer`, for a consumer with an `inactive_threshold` (ns) that ends with its reader: where the
-    stream's `consumer_limits` allow less, it has theirs.
+    """Create a consumer with an `inactive_threshold` (ns), so that it ends with its reader; if the stream's
+    `consumer_limits` allow less, the consumer gets that limit. Otherwise as `create_consumer`.
     """
     try:
         return await create_consumer(client, stream, config)
@@ -253,14 +255,14 @@ async def create_ephemeral(client: FloeClient, stream: str, config: dict[str, An
 
 
 async def consumer_info(client: FloeClient, stream: str, consumer: str) -> ConsumerInfo | None:
-    """None if the stream or the consumer does not exist."""
+    """Return the consumer's state and configuration; None if the stream or the consumer does not exist."""
     name = f"CONSUMER.INFO.{token(stream)}.{token(consumer)}"
     answer = await find(client, name, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
     return None if answer is None else _consumer_info(answer)
 
 
 async def consumer_names(client: FloeClient, stream: str) -> list[str]:
-    """Raises ApiError where there is no such stream."""
+    """Return the names of the stream's consumers. Raises ApiError if there is no such stream."""
     names: list[str] = []
     while True:
         answer = await ask(client, f"CONSUMER.NAMES.{token(stream)}", {"offset": len(names)})
@@ -271,9 +273,9 @@ async def consumer_names(client: FloeClient, stream: str) -> list[str]:
 
 
 async def list_consumers(client: FloeClient, stream: str) -> list[dict[str, Any]]:
-    """What CONSUMER.LIST says of every consumer, as it says it, each once.
+    """Return the entry of every consumer in CONSUMER.LIST, unchanged and each once.
 
-    Raises ApiError where there is no such stream, Unavailable where a consumer's leader did not answer the server.
+    Raises ApiError if there is no such stream, Unavailable if a consumer's leader did not answer the server.
     """
     found: dict[str, dict[str, Any]] = {}
     asked = 0
@@ -289,7 +291,7 @@ async def list_consumers(client: FloeClient, stream: str) -> list[dict[str, Any]
 
 
 async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
-    """False if it did not exist."""
+    """Delete the consumer; return False if the consumer or the stream did not exist."""
     try:
         await client.api(f"CONSUMER.DELETE.{token(stream)}.{token(consumer)}")
     except ApiError as error:
@@ -345,7 +347,7 @@ def _count(value: Any) -> int:
 
 
 def token(name: str) -> str:
-    """`name`, if it is one token of an API subject; else raises ValueError."""
+    """Return `name` if it is one token of an API subject. Raises ValueError otherwise."""
     if not re.fullmatch(r"[^\s.*>/\\\x00-\x1f\x7f]+", name):
         raise ValueError(f"name {name!r}: expected no space . * > / or \\")
     return name

@@ -20,8 +20,8 @@ from common.settings.service import ServiceSettings
 
 
 async def kv_replicas(client: FloeClient, settings: ServiceSettings, target: str = "") -> int:
-    """What the configuration says; else as many as the most replicated of its streams has, or will have when it is
-    created. `target`: of a replay; it counts as well.
+    """Return the configured `kv_replicas`; if 0, the highest replica count of the service's streams, with the planned
+    count of a target that does not exist. `target`: the target stream of a replay; it counts too.
     """
     if settings.kv_replicas:
         return settings.kv_replicas
@@ -40,14 +40,14 @@ async def _replicas(client: FloeClient, target: TargetSettings) -> int:
 
 
 async def open_state(client: FloeClient, settings: ServiceSettings, *, target: str = "") -> KeyValue:
-    """The bucket of the state, created if it is missing. `target`: as in `kv_replicas`."""
+    """Return the state bucket; create it if it is missing. `target`: as in `kv_replicas`."""
     replicas = partial(kv_replicas, client, settings, target)
     most = settings.kv_max_bytes
     return await KeyValue(client, settings.state_bucket, replicas=replicas, max_bytes=most).ensure()
 
 
 def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
-    """For a command that may only read: a missing bucket is empty, and is created by the first write."""
+    """The state bucket for a command that may only read. A missing bucket is empty; the first write creates it."""
     replicas = partial(kv_replicas, client, settings)
     most = settings.kv_max_bytes
     return KeyValue(client, settings.state_bucket, replicas=replicas, optional=True, max_bytes=most)
@@ -56,8 +56,8 @@ def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
 async def open_leases(
     client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock, *, target: str = "", replicas: int = 0
 ) -> Leases:
-    """The leases of `owner`; their bucket is created if it is missing. `target`: as in `kv_replicas`; `replicas`: of a
-    bucket that is created, for who may not ask for the streams (0: as `kv_replicas`).
+    """Return the leases of `owner`; create their bucket if it is missing. `target`: as in `kv_replicas`; `replicas`: of
+    a bucket that is created, for a caller that may not read the streams (0: as `kv_replicas`).
     """
     ttl, most, size = (
         settings.lease_ttl,
@@ -75,14 +75,14 @@ def optional_leases(client: FloeClient, settings: ServiceSettings, owner: str, c
 
 
 T = TypeVar("T")
-CLAIM_TRIES = 5  # each lost to a claim that was settled meanwhile, or to an answer that was lost
-CLAIM_TIMEOUT = 60.0  # seconds for all of them; each request has a limit of its own
+CLAIM_TRIES = 5  # a try fails if the claim is settled between `create` and `get`, or if an answer is lost
+CLAIM_TIMEOUT = 60.0  # seconds for all tries; each request has its own limit
 
 
 class BucketClaims:
-    """Documents that are put once, claimed under `claims.` in the bucket `state`: `PutOnceClaims` of the chain store.
+    """Claims on documents that are put once, under `claims.` in the bucket `state`: `PutOnceClaims` of the chain store.
 
-    Made in the event loop, called in threads.
+    Create it in the event loop; call it from threads.
     """
 
     def __init__(self, state: KeyValue) -> None:
@@ -93,7 +93,7 @@ class BucketClaims:
 
     async def _claim(self, key: str, body: bytes) -> tuple[bytes, int]:
         for _ in range(CLAIM_TRIES):
-            with suppress(OutcomeUnknown):  # the value tells
+            with suppress(OutcomeUnknown):  # the read below settles it
                 if (revision := await self._state.create(_claim_key(key), body)) is not None:
                     return body, revision
             if (entry := await self._state.get(_claim_key(key))) is not None:
@@ -119,9 +119,9 @@ def _claim_key(key: str) -> str:
 
 @asynccontextmanager
 async def state_of_ingress(settings: Settings, name: str) -> AsyncIterator[tuple[FloeClient, KeyValue]]:
-    """A connection for the command `name`, and through it the bucket with the states of the targets.
+    """Open a connection for the command `name`, and through it the bucket with the states of the targets.
 
-    Raises what `connect` raises.
+    Raises the errors of `connect`.
     """
     client = await connect(settings.nats_for("ingress"), name=name)
     try:

@@ -1,10 +1,10 @@
-"""The NATS connection: raw messages in, raw frames out, endless reconnects.
+"""A NATS connection that sends and receives raw messages and reconnects without end.
 
-A subclass of nats-py's `Client`, which parses, retries and closes in ways that Floe cannot live with: its
-public API drops repeated headers and strips values, one subject that is not UTF-8 ends its read loop while
-`is_connected` stays true, most `-ERR` lines close it for good, and closing a dead connection waits for its
-unsent bytes. What is overridden here are internals, so the dependency is pinned to one minor version, and
-`tests/unit/test_nats_pin.py` fails when it moves.
+A subclass of nats-py's `Client`. Floe cannot use how that client parses, retries and closes: its public API drops
+repeated headers and strips values, one subject that is not UTF-8 ends its read loop while `is_connected` stays true,
+most `-ERR` lines close it for good, and closing a dead connection waits for its unsent bytes. The methods overridden
+here are internals, so the dependency is pinned to one minor version, and `tests/unit/test_nats_pin.py` fails when that
+version changes.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ reconnects = counter("nats_reconnects", "Connections to NATS that were lost and 
 PING_INTERVAL = 10.0  # seconds; a dead connection is noticed within twice that
 READ_SIZE = 256 * 1024  # bytes of one read
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts, before jitter
-GOOD_WHILE = 1.0  # seconds after which the loss of a connection counts as the first
-CLOSE_TIMEOUT = 2.0  # seconds for the server to take what is still buffered
+GOOD_WHILE = 1.0  # seconds; losing a connection that lasted this long resets the backoff
+CLOSE_TIMEOUT = 2.0  # seconds for the server to take the bytes that are still buffered
 SUBSCRIBE_TIMEOUT = 5.0  # seconds
-MOST_REFUSALS = 1000  # subjects whose refusal is remembered
+MOST_REFUSALS = 1000  # subjects with a remembered refusal
 NO_RESPONDERS = b"NATS/1.0 503"
 
 _VIOLATION = re.compile(r'Permissions Violation for (?:Publish|Subscription) to "([^"]*)"')
@@ -66,14 +66,14 @@ async def connect(
     rng: random.Random | None = None,
     ping_interval: float = PING_INTERVAL,
 ) -> FloeClient:
-    """Connects, trying all servers for `settings.connect_timeout`; then the client reconnects by itself.
+    """Connect, trying all servers for `settings.connect_timeout` seconds; the client then reconnects by itself.
 
-    `name` is what the server shows of this connection. Raises Unavailable where no server answers in time, Refused for
-    a credential or certificate that is refused, ConfigError for TLS that cannot work and for a server without headers.
+    `name`: the name that the server shows for this connection. Raises Unavailable if no server answers in time, Refused
+    if the credential or certificate is refused, ConfigError for TLS that cannot work and for a server without headers.
     """
     clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), with_context(settings)
     auth = credentials.credential(settings, clock)
-    if settings.tls.files.ca or settings.tls.files.cert:  # else there is nothing to check, and 50 ms to save
+    if settings.tls.files.ca or settings.tls.files.cert:  # otherwise there is nothing to check, and it costs 50 ms
         credentials.tls_context(settings)
     if settings.tls.insecure:
         log.warning("certificate of the NATS server is not checked", action="nats_insecure")
@@ -110,24 +110,24 @@ def no_headers() -> ConfigError:
 
 
 class RawSubscription:
-    """A subscription whose messages go to a sink, or several; it outlives reconnects."""
+    """A subscription that passes its messages to a sink, or several such subscriptions; it survives reconnects."""
 
     def __init__(self, client: FloeClient, *sids: int) -> None:
         self._client, self._sids = client, sids
 
     def joined(self, other: RawSubscription) -> RawSubscription:
-        """This one and another of the same connection, ended together."""
+        """Return this subscription and another one on the same connection as one, to be ended together."""
         return RawSubscription(self._client, *self._sids, *other._sids)
 
     async def unsubscribe(self) -> None:
-        """End it: no message reaches the sink any more."""
+        """End the subscription: no message reaches the sink any more."""
         for sid in self._sids:
             self._client.drop(sid)
 
 
 class _Transport(TcpTransport):
     def writelines(self, payload: list[bytes]) -> None:
-        # Many pieces hold no writer back under Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 (CVE-2024-12254).
+        # In Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 `writelines` applies no back pressure (CVE-2024-12254).
         cast(Any, self)._io_writer.write(b"".join(payload))
 
 
@@ -135,7 +135,7 @@ class FloeClient(Client):
     """A NATS connection, made by `connect` and closed by `aclose`.
 
     `generation` rises with each attempt to reconnect, before any message of the new connection reaches a sink: answers
-    to requests of a former generation may be lost. Until all subscriptions exist again `is_up` is False, and `send`
+    to requests of an earlier generation may be lost. Until all subscriptions exist again, `is_up` is False and `send`
     raises Unavailable.
     """
 
@@ -154,7 +154,7 @@ class FloeClient(Client):
         self._refusals: dict[bytes, str] = {}
         self._up, self._received, self._up_since, self._last_error = asyncio.Event(), 0, 0.0, ""
 
-    # What the roles use
+    # The public interface
 
     @property
     def is_up(self) -> bool:
@@ -172,15 +172,15 @@ class FloeClient(Client):
 
     @property
     def is_clustered(self) -> bool:
-        """Whether the server that this connection is to is one of several."""
+        """True if the connected server is part of a cluster."""
         return bool(self._server_info.get("cluster"))
 
     async def wait_up(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds; returns `is_up`."""
+        """Wait at most `timeout` seconds for the connection; return `is_up`."""
         return self.is_up or (await wait_for(self._up, timeout) and self.is_up)
 
     def add_listener(self, listener: Callable[[bool], None]) -> Callable[[], None]:
-        """Calls `listener` with False when the connection is lost, with True when it is up again.
+        """Call `listener` with False when the connection is lost, and with True when it is up again.
 
         It must not raise: that would end the service. Returns a function that removes it; closing the client removes
         all.
@@ -195,10 +195,10 @@ class FloeClient(Client):
         return forget
 
     def send(self, frames: bytes) -> None:
-        """Buffers bytes made by `frame`; they are written soon. Raises Unavailable while not `is_up`.
+        """Buffer bytes made by `frame`; they are written soon. Raises Unavailable while `is_up` is False.
 
-        The buffer is unbounded: who sends much awaits `flush_writes` now and then. What is still buffered when the
-        connection is lost is dropped, never sent later.
+        The buffer is unbounded: a caller that sends much awaits `flush_writes` now and then. Frames that are still
+        buffered when the connection is lost are dropped, never sent later.
         """
         if not self.is_up:
             raise Unavailable("the NATS connection is down")
@@ -209,9 +209,9 @@ class FloeClient(Client):
             self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
 
     async def flush_writes(self) -> None:
-        """Returns when all that was sent is with the operating system, however long that takes.
+        """Wait until the operating system has all frames that were sent, however long that takes.
 
-        Raises Unavailable where the connection was lost meanwhile; it is then unknown what arrived.
+        Raises Unavailable if the connection was lost meanwhile; it is then unknown which frames arrived.
         """
         generation = self.generation
         if self.is_up:
@@ -225,12 +225,12 @@ class FloeClient(Client):
     async def request_raw(
         self, subject: bytes, payload: bytes, headers: bytes | None = None, *, timeout: float
     ) -> Answer:
-        """Sends one message and returns payload and header block of the answer.
+        """Send one message and return the payload and the header block of the answer.
 
-        Raises Unavailable where nothing was sent (a message that is too large for the server would end the connection;
-        another server may take it) or no one listens on the subject, Refused without the permission, OutcomeUnknown
-        where it was sent and no answer came within `timeout` seconds or before the connection was lost, ValueError for
-        what the wire cannot carry.
+        Raises Unavailable if nothing was sent or no one listens on the subject, Refused without the permission,
+        OutcomeUnknown if the message was sent and no answer came within `timeout` seconds or before the connection was
+        lost, ValueError for a message that the wire cannot carry. A message that is too large for the server is not
+        sent (Unavailable): it would end the connection, and another server may take it.
         """
         if not await self.wait_up(timeout):
             raise Unavailable("the NATS connection is down")
@@ -253,9 +253,9 @@ class FloeClient(Client):
         return answer, block
 
     async def api(self, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0) -> dict[str, Any]:
-        """Asks the JetStream API, `name` without `$JS.API.`, and returns the document of the answer.
+        """Send a request to the JetStream API, `name` without `$JS.API.`, and return the document in the answer.
 
-        Raises ApiError where JetStream refuses, else as `request_raw`.
+        Raises ApiError if JetStream refuses, otherwise as `request_raw`.
         """
         subject = self.api_subject(name)
         payload = b"" if request is None else json.dumps(request).encode()
@@ -263,15 +263,15 @@ class FloeClient(Client):
         return api_answer(subject, answer)
 
     def api_subject(self, name: str) -> str:
-        """The subject of the JetStream API call `name`, such as `CONSUMER.MSG.NEXT.S.C`, in this domain."""
+        """Return the subject of the JetStream API call `name`, such as `CONSUMER.MSG.NEXT.S.C`, in this domain."""
         return f"{self.api_prefix}.{name}"
 
     async def subscribe_raw(self, subject: str, sink: Sink, tell: Tell = orphaned) -> RawSubscription:
-        """Gives every message on `subject` to `sink`, from the read loop, status messages included.
+        """Pass every message on `subject` to `sink`, from the read loop, status messages included.
 
-        Where the sink raises, the subscription ends and its owner is told; without an owner the service ends. Returns
-        when the server has accepted the subscription. Raises Refused without the permission, Unavailable where the
-        connection stays down, ValueError for an invalid subject.
+        If the sink raises, the subscription ends and its owner gets the error through `tell`; without an owner the
+        service ends. Returns when the server has accepted the subscription. Raises Refused without the permission,
+        Unavailable if the connection stays down, ValueError for an invalid subject.
         """
         check_subject(subject.encode())
         if not await self.wait_up(SUBSCRIBE_TIMEOUT):
@@ -280,7 +280,7 @@ class FloeClient(Client):
         self._sid += 1
         sid = self._sid
         self._sinks[b"%d" % sid], self._owners[b"%d" % sid] = sink, tell
-        self._subs[sid] = Subscription(self, sid, subject)  # from here reconnects send it again
+        self._subs[sid] = Subscription(self, sid, subject)  # from now on, reconnects send it again
         self.send(b"SUB %b  %d\r\n" % (subject.encode(), sid))
         settled = await self.round_trip(SUBSCRIBE_TIMEOUT)
         if (refused := self.refusal(subject.encode())) is not None or not settled:
@@ -295,15 +295,15 @@ class FloeClient(Client):
             self.send(b"UNSUB %d\r\n" % sid)
 
     def refusal(self, subject: bytes) -> Refused | None:
-        """The server's complaint about this connection's right to `subject`; None if there was none."""
+        """Return the server's refusal of `subject` to this connection, or None if there was none."""
         if (text := self._refusals.get(subject)) is None:
             return None
-        # The subject is in quotes, unchanged: upper and lower case make different subjects.
+        # Only the words before the quoted subject become lower case: case is significant in a subject.
         text = re.sub(r'^[^"]*', lambda words: words[0].lower(), text)
         return Refused(text, hint=f"grant it to {self._auth.label}", code="E-NATS-PERMISSION")
 
     async def aclose(self) -> None:
-        """Lets the server take what is buffered (if it does so soon) and closes.
+        """Give the server up to `CLOSE_TIMEOUT` seconds to take the buffered bytes, then close.
 
         Waiting requests end with OutcomeUnknown.
         """
@@ -323,7 +323,7 @@ class FloeClient(Client):
     # Connecting
 
     async def open(self, servers: list[str], name: str, timeout: float) -> None:
-        """One attempt at the first of `servers`; from then on it reconnects for ever, to any of them."""
+        """Make one attempt at the first of `servers`; after that, reconnect to any of them without end."""
         self._public_nkey = self._auth.public_nkey or None
         await super().connect(
             servers,
@@ -346,7 +346,7 @@ class FloeClient(Client):
         await self.subscribe_raw((self._inbox + b"*").decode(), self._requests.sink)
 
     def cause(self, error: BaseException) -> BaseException:
-        """What the server said of a certificate, where `error` only says that the connection was lost meanwhile."""
+        """Return the TLS error of the transport if `error` only reports that the connection was lost meanwhile."""
         reader = getattr(self._transport, "_io_reader", None)
         found = reader.exception() if reader is not None else None
         return found if isinstance(error, OSError) and isinstance(found, ssl.SSLError) else error
@@ -387,11 +387,11 @@ class FloeClient(Client):
         if initial_connection and info.get("tls_available") and credentials.wants_tls(self._settings):
             info["tls_required"] = True
         await super()._process_info(info, initial_connection)
-        # A server with a changed configuration says so on open connections.
+        # A server sends INFO on open connections when its configuration changes.
         self._max_payload = info.get("max_payload", self._max_payload)
 
     def _connect_command(self) -> bytes:
-        """The line that carries the credential. Before it is made, TLS is up or will not come."""
+        """Return the CONNECT line, with the credential. By now TLS is up, or the connection stays plaintext."""
         writer = self._wire._io_writer
         if writer.get_extra_info("ssl_object") is None:
             if credentials.wants_tls(self._settings):
@@ -423,13 +423,11 @@ class FloeClient(Client):
     async def _flusher(self) -> None:
         try:
             await super()._flusher()
-        except Exception as error:  # nothing would be written any more, while messages still arrive
+        except Exception as error:  # otherwise nothing would be written any more, while messages still arrive
             await self._process_op_err(error)
 
     async def _ping_interval(self) -> None:
-        """The watchdog of one connection: it reconnects when no answers come any more, and when it fails itself:
-        nothing else would notice.
-        """
+        """Reconnect if the server no longer answers, and if this watchdog itself fails: nothing else would notice."""
         try:
             while True:
                 await self.clock.sleep(self._interval)
@@ -448,7 +446,7 @@ class FloeClient(Client):
         try:
             self._went_down("the connection was lost")
             await super()._process_op_err(e)
-        except Exception as failure:  # no one would reconnect, and the task that asked for it is not awaited
+        except Exception as failure:  # nothing else would reconnect, and no one awaits the calling task
             orphaned(failure)
 
     async def _attempt_reconnect(self) -> None:
@@ -457,7 +455,7 @@ class FloeClient(Client):
             try:
                 await super()._attempt_reconnect()
                 return
-            except Exception as error:  # what nats-py does not expect would end its reconnecting for good
+            except Exception as error:  # nats-py's own reconnecting ends for good at an error it does not expect
                 await self._on_error(error)
                 self._status = Client.RECONNECTING
 
@@ -494,16 +492,16 @@ class FloeClient(Client):
             listener(up)
 
     def _abort(self) -> None:
-        """Drops the socket at once: an orderly close of a dead connection waits for its unsent bytes.
+        """Drop the socket at once: an orderly close of a dead connection waits for its unsent bytes.
 
-        It does not wait for the end either; nats-py would wait for ever after a TLS handshake that failed.
+        It does not wait for the socket to close either; nats-py would wait for ever after a failed TLS handshake.
         """
         if (writer := getattr(self._transport, "_io_writer", None)) is not None:
             writer.transport.abort()
         self._transport = None
 
     async def round_trip(self, timeout: float) -> bool:
-        """Whether a PING, sent after all that is buffered, is answered within `timeout` seconds."""
+        """Send a PING after all buffered bytes; return True if it is answered within `timeout` seconds."""
         pong: Future[bool] = asyncio.get_running_loop().create_future()
         try:
             self.send(b"PING\r\n")
@@ -512,7 +510,7 @@ class FloeClient(Client):
         except (TimeoutError, Unavailable):
             return False
 
-    # What the server sends
+    # Messages and lines from the server
 
     async def _on_line(self, line: bytes) -> None:
         word, _, rest = line.partition(b" ")
@@ -536,7 +534,7 @@ class FloeClient(Client):
             log.warning("message dropped", action="nats_poison", subject=repr(subject), error=reason(error))
 
     def _on_broken(self, sid: bytes, error: Exception) -> None:
-        """An error of a sink is not a fault of the connection, which serves others too."""
+        """Drop the subscription and pass the error to its owner; the connection stays, since it serves other sinks."""
         tell = self._owners.get(sid, orphaned)
         self.drop(int(sid))
         tell(error)
@@ -560,17 +558,17 @@ class FloeClient(Client):
             self._requests.fail(refused, self._with_prefix(subject))
 
     def _with_prefix(self, subject: bytes) -> bytes:
-        """What was asked, of what a server inside the domain makes of it before it judges."""
+        """Return the subject as it was sent. A server inside the domain reports it without the domain's part."""
         prefix = self.api_prefix.encode()
         is_api = subject.startswith(API_PREFIX.encode() + b".")
         return prefix + (subject.removeprefix(API_PREFIX.encode()) if is_api else b"." + subject)
 
     async def _on_error(self, error: Exception) -> None:
-        """A failed attempt to connect: reported once for each new reason, not twice a second for an hour."""
+        """Report a failed attempt to connect: once for each new reason, not twice a second for an hour."""
         text = reason(error)
         if credentials.is_refusal(text):
             self._auth.renew()  # for the next attempt
-        is_first_connect = not self.options["allow_reconnect"]  # whose error is raised
+        is_first_connect = not self.options["allow_reconnect"]  # `connect` raises its error
         level = log.debug if is_first_connect or text == self._last_error else log.warning
         self._last_error = text
         level("nats not connected", action="nats_error", error=text)

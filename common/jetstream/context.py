@@ -1,7 +1,7 @@
-"""Contexts of the `nats` command: what `nats.context` and `--context` stand for.
+"""Contexts of the `nats` command, as selected by `nats.context` and `--context`.
 
-`$XDG_CONFIG_HOME/nats/context/NAME.json` (else `~/.config/nats/context/NAME.json`), in the fields that the
-command writes. Messages name the file and the field, never the content.
+They are read from `$XDG_CONFIG_HOME/nats/context/NAME.json` (otherwise `~/.config/nats/context/NAME.json`), in the
+fields that the command writes. Error messages name the file and the field, never the content.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from common.settings.types import FileSecret, regular
 if TYPE_CHECKING:
     from common.settings.service import NatsSettings
 
-# Field of a context, and the key of `nats:` that it stands for.
+# Field of a context, and the key of `nats:` that it sets.
 _PATHS = {"creds": "credentials_file", "nkey": "nkey_seed_file"}
 _TLS_PATHS = ("ca", "cert", "key")
 _SECRETS = ("token", "password")
 _TEXTS = ("user", "jetstream_domain", "jetstream_api_prefix", "inbox_prefix")
-# What Floe has no way for: another program is asked, or a file of Windows, or a secret stands in no file of its own.
+# Not supported: another program provides the secret, it is in a Windows store, or it has no file of its own.
 _REFUSED = (
     "nsc", "socks_proxy", "user_jwt", "user_seed", "windows_cert_store", "windows_cert_match_by", "windows_cert_match",
     "windows_ca_certs_match",
 )  # fmt: skip
-# Of each of these the configuration's replace the context's, all together.
+# If the configuration sets one key of a group, the context's keys of that group are all ignored.
 _GROUPS = (
     ("credentials_file", "nkey_seed_file", "jwt_file", "token", "user", "password"),
     ("jetstream_domain", "jetstream_api_prefix"),
@@ -38,10 +38,10 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
 def with_context(settings: NatsSettings) -> NatsSettings:
-    """`settings`, where a key that is not set there comes from the context they name.
+    """Return `settings`, with each key that is not set there taken from the context that they name.
 
-    A way to authenticate in `settings` replaces that of the context. Raises ConfigError where there is no such
-    context, or it cannot be read or asks what Floe cannot do.
+    Authentication in `settings` replaces all of the context's. Raises ConfigError if there is no such context, if it
+    cannot be read, or if it uses something that Floe does not support.
     """
     if not settings.context:
         return settings
@@ -94,7 +94,7 @@ class _Context:
         self._path, self._document = path, document
 
     def keys(self) -> dict[str, Any]:
-        """The keys of `nats:` that it stands for, `tls` always among them. Raises ConfigError."""
+        """Return the keys of `nats:` that the context sets, always including `tls`. Raises ConfigError."""
         for field in _REFUSED:
             if self._document.get(field):
                 raise self._refused(field, "is not supported", "set the keys of nats: instead")
@@ -118,14 +118,14 @@ class _Context:
         return value
 
     def _file(self, field: str) -> str:
-        """A path as the command reads it: `file://` or none before it, `~` and variables in it; empty for none."""
+        """Return a path as the command reads it: without `file://`, with `~` and variables expanded; empty for none."""
         text = self._text(field).removeprefix("file://")
         if _SCHEME.match(text):
             raise self._refused(field, "expected a path, found a reference of another kind", "put it into a file")
         return os.path.expanduser(os.path.expandvars(text))
 
     def _secret(self, field: str) -> FileSecret:
-        """A secret of the context, read again from it as one of any other file."""
+        """Return a secret of the context; like a secret in any other file, it can be read again."""
 
         def read(path: str) -> str:
             try:
@@ -148,7 +148,7 @@ class _Context:
 
 
 def _first_problem(error: ValueError) -> str:
-    """What is wrong with which key; pydantic's own text would show the values, secrets among them."""
+    """Return the first wrong key and the reason; pydantic's own text would show the values, secrets included."""
     problems: list[dict[str, Any]] = getattr(error, "errors", list)()
     first = problems[0] if problems else {}
     return f"{'.'.join(str(part) for part in first.get('loc', ()))}: {first.get('msg', 'not valid')}".strip(": ")

@@ -1,7 +1,7 @@
-"""What a connection needs from files: the credential and the TLS context, checked before anything is sent.
+"""The credential and the TLS context of a NATS connection, checked before anything is sent.
 
-Files are read again at each connect, so that they may be rotated. Messages name the file and the reason,
-never the content.
+Files are read again at each connect, so that they may be rotated. Messages name the file and the reason, never the
+content.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ _SEED = re.compile(rb"-----BEGIN USER NKEY SEED-----\s+(\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """`label`: how messages name it, such as `credentials_file /etc/floe.creds`; `options`: for the NATS client.
-    `is_secret`: whether what is sent to the server is a secret itself (a password, a token), not a signature; `file`:
-    the file with the secret, which may be read again.
+    """A credential for the NATS client.
 
-    `public_nkey`: the public key to send where a bare NKEY is the credential, else empty.
+    `label`: its name in messages, such as `credentials_file /etc/floe.creds`. `options`: for the NATS client.
+    `is_secret`: True if the value sent to the server is itself a secret (a password, a token), not a signature.
+    `public_nkey`: the public key to send if the credential is a bare NKEY, otherwise empty. `file`: the file with the
+    secret, which may be read again.
     """
 
     label: str
@@ -53,14 +54,14 @@ class Credential:
     file: FileSecret | None = None
 
     def renew(self) -> str:
-        """Reads a refused secret again and returns it; empty where it is not in a file."""
+        """Read a refused secret again and return it; empty if it is not in a file."""
         if self.file is not None:
             self.file.read_again()
         return self.in_file
 
     @property
     def in_file(self) -> str:
-        """The secret that is sent, if it is in a file that may be read again; else empty."""
+        """The secret that is sent, if it is in a file that may be read again; otherwise empty."""
         return "" if self.file is None else self.file.get_secret_value()
 
     @property
@@ -69,9 +70,9 @@ class Credential:
 
 
 def credential(settings: NatsSettings, clock: Clock) -> Credential:
-    """The credential that `settings` name.
+    """Return the credential that `settings` name.
 
-    Raises Refused where a file is missing, unreadable or does not hold a credential.
+    Raises Refused if a file is missing, unreadable or holds no credential.
     """
     seed = _File("nkey_seed_file", settings.nkey_seed_file)
     if settings.credentials_file or settings.jwt_file:
@@ -107,7 +108,7 @@ class _File:
         return f"{self.key} {self.path}"
 
     def jwt(self) -> bytes:
-        """The user JWT of a credentials file, or the whole content of a file that holds nothing else."""
+        """Return the user JWT of a credentials file, or the whole content of a file that holds nothing else."""
         content = self._read()
         found = _JWT.search(content)
         jwt = found[1] if found else content.strip()
@@ -136,7 +137,7 @@ class _File:
         found = _SEED.search(content)
         try:
             return nkeys.from_seed(bytearray(found[1] if found else content.strip()))
-        except Exception:  # whatever the library says might carry the seed
+        except Exception:  # the library's own message might contain the seed
             raise self._refused("expected an NKEY seed, found none that is valid") from None
 
     def _read(self) -> bytes:
@@ -171,7 +172,7 @@ def plaintext(server: str, auth: Credential) -> ConfigError:
 
 
 def wants_tls(settings: NatsSettings) -> bool:
-    """Whether the connection must be encrypted; else it is when the server asks for it."""
+    """True if the connection must be encrypted; otherwise it is encrypted only if the server requires it."""
     tls = settings.tls
     return (
         any(tls.files) or tls.handshake_first or tls.insecure or any(url.startswith("tls://") for url in settings.url)
@@ -179,7 +180,7 @@ def wants_tls(settings: NatsSettings) -> bool:
 
 
 def tls_context(settings: NatsSettings) -> ssl.SSLContext:
-    """The context that `nats.tls` describes. Raises ConfigError naming the file and the reason."""
+    """Return the context that `nats.tls` describes. Raises ConfigError with the file and the reason."""
     tls, files = settings.tls, settings.tls.files
     try:
         context = ssl.create_default_context(cafile=regular(files.ca) if files.ca else None)
@@ -210,7 +211,7 @@ def reason(error: BaseException) -> str:
 
 
 def host(url: str) -> str:
-    """`HOST:PORT` of a server's URL, never a credential in it."""
+    """Return `HOST:PORT` of a server's URL, without any credential in it."""
     return urlsplit(url if "://" in url else f"nats://{url}").netloc.rpartition("@")[2]
 
 
@@ -235,10 +236,10 @@ def explain(error: BaseException, server: str, auth: Credential, settings: NatsS
 
 
 def _unreached(error: Exception, text: str, settings: NatsSettings) -> str:
-    """What to do about a server that does not answer."""
+    """Return the hint for a server that cannot be reached."""
     if isinstance(error, TimeoutError) or text.startswith("empty response"):
         first = "nats.tls.handshake_first: true where it begins with TLS"
-        if wants_tls(settings):  # each side may wait for the other's first word
+        if wants_tls(settings):  # each side may wait for the other to begin
             other = "false" if settings.tls.handshake_first else "true"
             first = f"nats.tls.handshake_first: {other}, unless the server has it as it is here"
         return (
@@ -253,7 +254,7 @@ def _unreached(error: Exception, text: str, settings: NatsSettings) -> str:
     return "see what the server logs of it"
 
 
-# The last two by the versions of OpenSSL.
+# The last two depend on the version of OpenSSL.
 _NO_TLS = ("the server offers no tls", "wrong version number", "record layer failure")
 
 

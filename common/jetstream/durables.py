@@ -1,7 +1,7 @@
-"""The durables of egress on interest streams and work queues: their names and their configuration.
+"""Names and configurations of the durables that egress uses on interest streams and work queues.
 
-Egress makes one for each of its sessions. `floe restore` makes one where egress will read on, because an interest
-stream keeps nothing for a consumer that does not exist yet.
+Egress creates one for each of its sessions. `floe restore` creates one at the sequence that egress will read next,
+because an interest stream keeps nothing for a consumer that does not exist yet.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from common.clock import NS_PER_S
 
 LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
-# Seconds. A message delivered again while it is still being read resets the reader, so this exceeds the
-# longest that a message may wait for its segment, a lease and an upload together.
+# Seconds. A message that is delivered again while it is still being read resets the reader, so this exceeds the
+# longest time that a message may wait for its segment, a lease and an upload together.
 ACK_WAIT = 7 * 86_400.0
-ACKNOWLEDGES_ALL = (2, 15, 0)  # 2.10.26, 2.11.11 and 2.12.8 count as older here
+ACKNOWLEDGES_ALL = (2, 15, 0)  # first server version to get ack policy `all`; 2.10.26, 2.11.11 and 2.12.8 cannot use it
 READING = "Floe egress; replaced by each of its sessions"
 RANDOM = 4  # bytes at the end of a name
 
@@ -25,10 +25,10 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 
 def durable_name(site: str, feed: str, partition: int) -> str:
-    """What the names of the durables of a partition begin with, before a random end.
+    """Return the prefix of the names of a partition's durables; a random suffix follows.
 
-    Legal, and unique: the hashes distinguish sites and feeds whose joined names are alike (`A_1` and `B`, `A` and
-    `1_B`).
+    The prefix is a legal name and unique: the hashes distinguish sites and feeds with the same joined names (`A_1` and
+    `B`, `A` and `1_B`).
     """
     mark = name_hash(site) + name_hash(f"{site}/{feed}/{partition}")
     return f"floe_{site}_{_UNSAFE.sub('-', feed)[:100]}_{partition}_{mark}"
@@ -46,10 +46,11 @@ def durable_config(
     version: tuple[int, int, int],
     description: str = READING,
 ) -> dict[str, Any]:
-    """A consumer that outlives its reader, with storage and replicas like the stream's. `name`: before its random end.
+    """Return the configuration of a consumer that outlives its reader, with storage and replicas like the stream's.
 
-    `first`: where it begins, on an interest stream. `version`: the server's. Older servers assume that a durable which
-    acknowledges all up to a message still wants what lies before its beginning, and keep that for it.
+    `name`: without the random suffix. `first`: its first sequence; used on an interest stream only. `version`: the
+    server's. Older servers keep the messages before the first sequence for a durable that acknowledges all up to a
+    message: they assume that it still wants them. So there each message is acknowledged explicitly.
     """
     if retention == INTEREST:
         policy = "all" if version >= ACKNOWLEDGES_ALL else "explicit"

@@ -1,20 +1,19 @@
-"""Header blocks, byte for byte: the provenance that Floe adds, and the escape that keeps a copy from acting.
+"""Header blocks, byte for byte: the provenance that Floe adds, and the escape that makes copied headers inert.
 
-A block is `NATS/1.0`, lines, an empty line, each ended by CR LF. nats-server acts on a header where its name,
-with exactly this spelling, follows a CR LF and is followed by a colon; servers before 2.11 look at the first
-place only where the name occurs at all. So `Floe-Original: Nats-Rollup: sub` is text, and what Floe wants to
-act stands first.
+A block is `NATS/1.0`, lines, an empty line, each ended by CR LF. nats-server acts on a header if its name, with exactly
+this spelling, follows a CR LF and is followed by a colon; servers before 2.11 check only the first occurrence of the
+name. So `Floe-Original: Nats-Rollup: sub` is text, and the headers that Floe wants to act come first.
 
     NATS/1.0
     Nats-Expected-Last-Sequence: 41          first lines: Floe's own, they act
     Floe-Source: us-east NODE_DATA 0000 0 7 1700000000000000001
-    Floe-Replay: 3f0c9a1be27d4455            only of a replay into the feed's own source
-    Floe-Source: …                           former hops, only of a relay
+    Floe-Replay: 3f0c9a1be27d4455            only in a replay into the feed's own source
+    Floe-Source: …                           former hops, only in a relay
     Content-Type: text/plain                 as the publisher wrote it
     Floe-Original: Nats-Msg-Id: a            as the publisher wrote it, escaped
 
-A block that is not of this form, or whose lines hold a lone CR or LF (for some readers that begins another
-header), travels as `Floe-Block: {Base64}`; an empty block as an empty `Floe-Original:`.
+A block of another form, or with a lone CR or LF in its lines (some readers start a new header there), is carried as
+`Floe-Block: {Base64}`; an empty block as an empty `Floe-Original:`.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ _FLOE = (_SOURCE_PREFIX, _ORIGINAL_PREFIX, _EMPTY, _BLOCK_PREFIX)
 
 
 def lines(block: bytes) -> list[bytes]:
-    """The lines of any block, without its first and without empty ones."""
+    """Return the lines of any block, without its first line and without empty lines."""
     return [line for line in block.split(CRLF)[1:] if line]
 
 
 def parse_block(block: bytes) -> list[tuple[bytes, bytes]]:
-    """Names and values in order, with repeats, as written: one space after the colon belongs to the separator.
+    """Return names and values in order, with repeats, as written; one space after the colon belongs to the separator.
 
     A line without a colon is a name with an empty value.
     """
@@ -56,7 +55,7 @@ def parse_block(block: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def build_block(block_lines: Iterable[bytes]) -> bytes:
-    """A block of these lines, each `Name: value` without its CR LF.
+    """Return a block of these lines, each `Name: value` without its CR LF.
 
     Raises ValueError for a line with CR or LF, and for an empty line.
     """
@@ -68,7 +67,7 @@ def build_block(block_lines: Iterable[bytes]) -> bytes:
 
 
 def header(block: bytes | None, name: bytes) -> bytes | None:
-    """The first value of `name` (any case), without surrounding spaces; None if there is none."""
+    """Return the first value of `name` (any case), without surrounding spaces; None if there is none."""
     wanted = name.lower()
     for key, value in parse_block(block) if block is not None else []:
         if key.strip().lower() == wanted:
@@ -77,9 +76,9 @@ def header(block: bytes | None, name: bytes) -> bytes | None:
 
 
 def status(block: bytes | None) -> tuple[int, bytes] | None:
-    """Code and description of a status line such as `NATS/1.0 404 No Messages`; None where the block has none.
+    """Return code and description of a status line such as `NATS/1.0 404 No Messages`; None if the block has none.
 
-    A stored message may have such a line too: a status of the server itself comes without a `$JS.ACK…` reply.
+    A stored message may have such a line too: a status from the server itself comes without a `$JS.ACK…` reply.
     """
     first = (block or b"").partition(CRLF)[0]
     version, _, rest = first.partition(b" ")
@@ -89,7 +88,7 @@ def status(block: bytes | None) -> tuple[int, bytes] | None:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a message was first stored: its chain, its sequence and its timestamp (ns) there."""
+    """The place of first storage of a message: its chain, and its sequence and timestamp (ns) there."""
 
     site: str
     feed: str
@@ -100,11 +99,11 @@ class Provenance:
 
     @property
     def chain(self) -> Chain:
-        """Raises ValueError where the parts are not a chain."""
+        """The chain. Raises ValueError if the parts are not a valid chain."""
         return Chain(self.site, self.feed, self.incarnation, self.partition)
 
     def line(self) -> bytes:
-        """`Floe-Source: {site} {feed} {incarnation} {partition} {sequence} {timestamp_ns}`."""
+        """Return `Floe-Source: {site} {feed} {incarnation} {partition} {sequence} {timestamp_ns}`."""
         return b"%b%b %b %04d %d %d %d" % (
             _SOURCE_PREFIX,
             self.site.encode(),
@@ -117,7 +116,7 @@ class Provenance:
 
     @classmethod
     def parse(cls, line: bytes) -> Provenance:
-        """The reverse of `line`, with or without the header's name. Raises ValueError."""
+        """Parse the output of `line`, with or without the header's name. Raises ValueError."""
         words = line.removeprefix(_SOURCE_PREFIX).split(b" ")
         if len(words) != 6 or not all(word.isdigit() for word in words[2:]):
             raise ValueError(f"provenance {line!r:.120}: expected site, feed and four numbers")
@@ -126,10 +125,10 @@ class Provenance:
 
 
 def escaped_lines(block: bytes | None, control_headers: frozenset[bytes], *, relay: bool = False) -> bytes:
-    """What the block of a copy takes from `block`, the message's own: lines, each with its CR LF; empty for None.
+    """Return the lines for the block of a copy, from `block`, the message's own; each with its CR LF; empty for None.
 
-    `control_headers`: lower-case names of headers that may act again. `relay`: the stream was itself written by Floe:
-    its `Floe-Source` lines stay hops, what it escaped stays escaped, other lines that Floe added then are dropped.
+    `control_headers`: lower-case names of headers that may act again. `relay`: Floe itself wrote the stream. Its
+    `Floe-Source` lines stay hops, lines that it escaped stay escaped, and other lines that it added are dropped.
     """
     if block is None:
         return b""
@@ -156,7 +155,7 @@ def _escaped_line(line: bytes, control_headers: frozenset[bytes]) -> bytes:
 
 
 def _inner(block: bytes) -> bytes | None:
-    """The lines, each with its CR LF, of a block that `build_block` would give back; None for any other."""
+    """Return the lines, each with its CR LF, of a block that `build_block` would build; None for any other block."""
     if not block.startswith(VERSION) or not block.endswith(b"\r\n\r\n"):
         return None
     inner = block[len(VERSION) : -2]
@@ -167,13 +166,13 @@ def _inner(block: bytes) -> bytes | None:
 
 
 def restore(block: bytes | None) -> tuple[Provenance | None, bytes | None]:
-    """The newest provenance and the block that the publisher wrote; (None, `block`) if Floe did not write it."""
+    """Return the newest provenance and the publisher's own block; (None, `block`) if Floe did not write the block."""
     provenances, original = _read(block)
     return (provenances[0], original) if provenances else (None, block)
 
 
 def hops(block: bytes | None) -> list[Provenance]:
-    """All provenances, the newest first; more than one only behind a relay.
+    """Return all provenances, the newest first; more than one only after a relay.
 
     Empty for a block that Floe did not write.
     """
@@ -181,9 +180,9 @@ def hops(block: bytes | None) -> list[Provenance]:
 
 
 def is_replayed(block: bytes) -> bool:
-    """Whether Floe wrote the block when it replayed a feed into its own source.
+    """True if Floe wrote the block when it replayed a feed into its own source.
 
-    Ask only where `Floe-*` headers are believed; a publisher's own header of that name is escaped.
+    Valid only if the source of `Floe-*` headers is trusted; a publisher's own header of that name is escaped.
     """
     return any(line.startswith(_REPLAY_PREFIX) for line in _floe_lines(block) or [])
 
@@ -209,7 +208,7 @@ def _original(written: list[bytes]) -> bytes | None:
 
 
 def _floe_lines(block: bytes) -> list[bytes] | None:
-    """The lines from `Floe-Source` on, if only `Nats-*` lines come before; None for other blocks."""
+    """Return the lines from `Floe-Source` on, if only `Nats-*` lines come before; None for other blocks."""
     found = (_inner(block) or b"").split(CRLF)[:-1]
     for index, line in enumerate(found):
         if line.startswith(_SOURCE_PREFIX):

@@ -1,7 +1,7 @@
 """Small state in a JetStream key-value bucket (ADR-8), changed by compare-and-set and read from the leader.
 
-The buckets are those that the `nats kv` command shows. nats-py's own key-value object is not used: it reads
-by direct gets, which any replica answers with what it has, and it takes a lost acknowledgement for a failure.
+The buckets are those that the `nats kv` command shows. nats-py's own key-value object is not used: it reads by direct
+gets, which any replica answers from its own copy, and it treats a lost acknowledgement as a failure.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from common.tasks import Tell, orphaned
 
 NAME_IN_USE = 10058
 TOO_LARGE = 10122  # max_bytes, for a stream of the account
-STATE_BYTES = 64 * 2**20  # max_bytes of a bucket of an account that demands them
+STATE_BYTES = 64 * 2**20  # max_bytes of a bucket, if the account requires a limit
 REQUEST_TIMEOUT = 5.0  # seconds
 PARALLEL_READS = 64
 PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4)  # seconds before a write that no server received is sent again
-KEYS_OF_ONE_ANSWER = 100_000  # the server's limit of subjects in one STREAM.INFO
+KEYS_OF_ONE_ANSWER = 100_000  # the server's limit on subjects in one STREAM.INFO
 
 T = TypeVar("T")
 
@@ -37,18 +37,18 @@ _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 _FOREIGN = re.compile(rb"[^-_a-zA-Z0-9]")
 
 
-#: Replicas of a bucket that is created; a function is called only then.
+#: Replicas of a bucket; a function is called only if the bucket is created.
 Replicas = int | Callable[[], Awaitable[int]]
 
 
 class BucketGone(Unavailable):
-    """The bucket was deleted. What it held is unknown: this is not an empty bucket."""
+    """The bucket was deleted. Its former content is unknown: do not treat it as an empty bucket."""
 
     default_code = "E-KV-BUCKET"
 
 
 class BucketFull(Stopped):
-    """A write needs more than the `max_bytes` of the bucket, or the bucket more than its account allows: not done."""
+    """A write exceeds the bucket's `max_bytes`, or a new bucket exceeds the limits of its account: nothing was done."""
 
     default_code = "E-KV-FULL"
 
@@ -62,13 +62,13 @@ class KvEntry:
 
 
 class KeyValue:
-    """One bucket.
+    """One key-value bucket.
 
-    Every method raises Unavailable where nothing was done, OutcomeUnknown where a change was sent and its
-    answer lost (read the key to settle it), BucketGone where the bucket was deleted, BucketFull where it has
-    no room, Refused without the right. `ttl`: seconds until the server removes an entry, None: never.
-    `optional`: for a command that may only look: a missing bucket is empty, and is created by the first
-    write. `max_bytes`: of a bucket that is created for an account that demands them.
+    Every method raises Unavailable if nothing was done, OutcomeUnknown if a change was sent and its answer was lost
+    (read the key to settle it), BucketGone if the bucket was deleted, BucketFull if it has no room, Refused without the
+    permission. `ttl`: seconds until the server removes an entry; None: never. `optional`: for a command that may only
+    read: a missing bucket is empty, and the first write creates it. `max_bytes`: of a bucket that is created, if the
+    account requires a limit.
     """
 
     def __init__(
@@ -82,17 +82,16 @@ class KeyValue:
     ) -> None:
         self._client, self.bucket, self.ttl, self._replicas, self._max_bytes = client, bucket, ttl, replicas, max_bytes
         self._stream, self._prefix, self._is_optional = f"KV_{bucket}", f"$KV.{bucket}.", optional
-        # The subjects of a bucket behind another prefix than `$JS.API` stand behind that one too (ADR-19).
+        # With an API prefix other than `$JS.API`, the bucket's subjects carry that prefix too (ADR-19).
         is_here = client.api_prefix == API_PREFIX
         self._written = self._prefix if is_here else f"{client.api_prefix}.{self._prefix}"
-        # An answer about something that lives `ttl` must not be waited for as long as that.
+        # A request must time out well before an entry with this `ttl` expires.
         self._timeout = min(REQUEST_TIMEOUT, (ttl or REQUEST_TIMEOUT * 5) / 5)
 
     async def ensure(self) -> Self:
-        """Creates the bucket if it is missing.
+        """Create the bucket if it is missing.
 
-        Raises ConfigError where the bucket exists with another time to live: leases would be held too long, or state
-        would vanish.
+        Raises ConfigError if the bucket has another time to live: leases would be held too long, or state would vanish.
         """
         info = await stream_info(self._client, self._stream)
         max_age = round((self.ttl or 0) * NS_PER_S)
@@ -118,12 +117,12 @@ class KeyValue:
         return self
 
     async def get(self, key: str) -> KvEntry | None:
-        """The value at the leader; None where there is none, it was deleted, or it expired."""
+        """Return the value at the leader; None if there is none, it was deleted, or it expired."""
         last = await self._last(key)
         return None if last is None or _is_marker(last) else KvEntry(last.payload, last.sequence)
 
     async def create(self, key: str, value: bytes) -> int | None:
-        """Sets `key` unless it has a value; returns the revision, or None where it has one."""
+        """Set `key` unless it has a value; return the revision, or None if it has a value."""
         if (revision := await self._write(key, value, 0)) is not None:
             return revision
         if (last := await self._last(key)) is not None and not _is_marker(last):
@@ -131,7 +130,7 @@ class KeyValue:
         return await self._write(key, value, 0 if last is None else last.sequence)
 
     async def update(self, key: str, value: bytes, revision: int) -> int | None:
-        """Replaces the value of that revision; returns the new revision, or None where the key has changed."""
+        """Replace the value of that revision; return the new revision, or None if the key has changed."""
         return await self._write(key, value, revision)
 
     async def put(self, key: str, value: bytes) -> int:
@@ -140,17 +139,17 @@ class KeyValue:
         return revision
 
     async def delete(self, key: str, revision: int | None = None) -> bool:
-        """Deletes `key`, if `revision` is given only at that revision; False where the key has changed."""
+        """Delete `key`, but only at `revision` if one is given; return False if the key has changed."""
         return await self._write(key, b"", revision, b"KV-Operation: DEL") is not None
 
     async def listen(
         self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell = orphaned
     ) -> RawSubscription:
-        """Calls `heard` with key and value (None: deleted) of each write on keys like `pattern`, at once.
+        """Call `heard` at once with key and value (None: deleted) of each write to a key that matches `pattern`.
 
-        `*` stands for any token. A hint: a write that the server refuses is heard too, one may be missed, and
-        nothing is heard of what expires, nor of what is written on the other side of a border between domains.
-        `tell`, and what it raises, as of `subscribe_raw`.
+        `*` matches any token. This is only a hint: it includes writes that the server refuses, a write may be missed,
+        and there is no call for an entry that expires or for a write on the other side of a domain border. `tell`, and
+        the errors raised: as in `subscribe_raw`.
         """
 
         def sink(subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
@@ -161,7 +160,7 @@ class KeyValue:
         if self._written == self._prefix:
             return here
         try:
-            # A server inside the domain takes the prefix off, one outside hands on what was sent.
+            # A server inside the domain removes the prefix; one outside forwards the subject as it was sent.
             return here.joined(await self._client.subscribe_raw(self._written + pattern, sink, tell))
         except BaseException:
             await here.unsubscribe()
@@ -194,13 +193,13 @@ class KeyValue:
                 raise Unavailable(f"keys of {self.bucket}: expected more behind {before}, found the same again")
 
     async def _last(self, key: str) -> Message | None:
-        """The last message of `key`, a marker too."""
+        """Return the last message of `key`, even if it is a deletion marker."""
         request = {"last_by_subj": self._subject(key, self._prefix)}
         answer = await self._ask(f"STREAM.MSG.GET.{self._stream}", request, MESSAGE_NOT_FOUND)
         return None if answer is None else stored_message(answer)
 
     async def _ask(self, name: str, request: dict[str, Any], *absent: int) -> dict[str, Any] | None:
-        """The answer; None for one of the errors `absent`, and for a missing bucket that is optional."""
+        """Return the answer; None for one of the error codes `absent`, and for a missing bucket that is optional."""
         try:
             return await ask(self._client, name, request, timeout=self._timeout)
         except ApiError as error:
@@ -232,7 +231,7 @@ class KeyValue:
         )
 
     async def _publish(self, subject: bytes, value: bytes, block: bytes) -> bytes:
-        """The server's answer. A bucket created just now may not be known yet at the server we are connected to."""
+        """Return the server's answer. Retry, since the connected server may not know a new bucket yet."""
         for pause in (*PAUSES, None):
             try:
                 return (await self._client.request_raw(subject, value, block, timeout=self._timeout))[0]
@@ -247,7 +246,7 @@ class KeyValue:
         raise AssertionError("unreachable")
 
     def _revision(self, key: str, answer: bytes, expected: int | None) -> int | None:
-        """The revision that the server acknowledged; None where it says that the condition does not hold."""
+        """Return the acknowledged revision, or None if the server answers that the condition does not hold."""
         try:
             document = json.loads(answer)
             if error := document.get("error"):
@@ -291,14 +290,14 @@ class KeyValue:
 
 
 class Form(Protocol[T]):
-    """How values of one type are written and read, such as `common.documents.JsonForm`."""
+    """A codec for the values of one type, such as `common.documents.JsonForm`."""
 
     def encode(self, value: T) -> bytes: ...
     def decode(self, raw: bytes) -> T: ...
 
 
 class Bucket(Protocol):
-    """What a document needs of `KeyValue`."""
+    """The methods of `KeyValue` that a document uses."""
 
     async def get(self, key: str) -> KvEntry | None: ...
     async def create(self, key: str, value: bytes) -> int | None: ...
@@ -307,17 +306,17 @@ class Bucket(Protocol):
 
 
 class KvDocument(Generic[T]):
-    """One key whose value is a T. Methods raise what the bucket raises.
+    """One key that holds a value of type T. Methods raise the errors of the bucket.
 
-    `unreadable` makes the error for an invalid value, from what is wrong with it: `get` and `change` raise it.
+    `unreadable` makes the error for an invalid value from a description of the problem; `get` and `change` raise it.
     """
 
     def __init__(self, bucket: Bucket, key: str, form: Form[T], unreadable: Callable[[str], Exception]) -> None:
         self._bucket, self.key, self._form, self._unreadable = bucket, key, form, unreadable
 
     async def get(self, *, anew: bool = False) -> tuple[T | None, int]:
-        """The value and its revision; None and 0 where there is none. `anew`: an unreadable value counts as none, with
-        its revision, so that it can be replaced.
+        """Return the value and its revision; None and 0 if there is none. `anew`: an unreadable value counts as None,
+        with its revision, so that it can be replaced.
         """
         if (entry := await self._bucket.get(self.key)) is None:
             return None, 0
@@ -335,15 +334,15 @@ class KvDocument(Generic[T]):
         return await self._bucket.create(self.key, self._form.encode(value))
 
     async def update(self, value: T, revision: int) -> int | None:
-        """As `KeyValue.update`; as `create` where `revision` is 0."""
+        """Replace the value as in `KeyValue.update`; create it as in `create` if `revision` is 0."""
         if revision == 0:
             return await self.create(value)
         return await self._bucket.update(self.key, self._form.encode(value), revision)
 
     async def change(self, step: Callable[[T | None], T | None], *, anew: bool = False) -> T | None:
-        """Replaces the value by what `step` makes of it (None: there is none), also while others change it; returns the
-        value that is there then. Where `step` returns None or an equal value, the value stays. Raises what `step`
-        raises. `anew`: as in `get`.
+        """Replace the value by the result of `step` (its argument None: there is no value), even while others change
+        it. Return the value that is then stored: the old one if `step` returns None or an equal value. Raises the
+        errors of `step`. `anew`: as in `get`.
         """
         while True:
             found, revision = await self.get(anew=anew)
@@ -358,7 +357,8 @@ def _is_marker(message: Message) -> bool:
 
 
 def state_key(*parts: str) -> str:
-    """One key of all `parts`, each a token: other characters become `=XX`, so that different parts never collide.
+    """Return one key of all `parts`, each a token: other characters become `=XX`, so that different parts never
+    collide.
 
     Raises ValueError for an empty part.
     """

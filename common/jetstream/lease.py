@@ -1,8 +1,8 @@
-"""Leases in a bucket whose entries expire: who may work on what, for a while.
+"""Leases in a bucket with entries that expire: the right to work on something for a limited time.
 
-A lease saves work, it does not guard data (promise I9): another instance may believe that it holds the same
-lease, so nothing is decided by it alone. Its holder uses it until its deadline less a margin, on the
-monotonic clock; a paused process therefore finds it unusable the moment it wakes.
+A lease saves work, it does not guard data (promise I9): another instance may believe that it holds the same lease, so
+no decision depends on the lease alone. Its holder uses it until its deadline less a margin, on the monotonic clock; a
+paused process therefore finds it unusable the moment it wakes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from common.tasks import Stop, StopReason, Tell, orphaned, told
 
 log = get_logger(__name__)
 
-SETTLING_READS = 3  # tries to learn what became of a write whose answer was lost
+SETTLING_READS = 3  # attempts to settle a write after its answer was lost
 
 
 def new_owner(instance: str) -> str:
-    """A name that no other process has, on any host: `instance/host/pid/random`."""
+    """Return a name that no other process has, on any host: `instance/host/pid/random`."""
     return f"{instance or '-'}/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
 
 
 def owner_text(owner: str) -> str:
-    """An owner for people: `label on host (process 370)`; text that `new_owner` did not make stays as it is."""
+    """Return an owner for people: `label on host (process 370)`; text that `new_owner` did not make stays as it is."""
     parts = owner.rsplit("/", 3)
     if len(parts) < 4:
         return owner
@@ -40,9 +40,9 @@ def owner_text(owner: str) -> str:
 
 
 class Leases:
-    """The leases of one owner in one bucket, whose time to live must be `ttl` seconds.
+    """The leases of one owner in one bucket with a time to live of `ttl` seconds.
 
-    Methods raise what the bucket raises.
+    Methods raise the errors of the bucket.
     """
 
     def __init__(self, kv: KeyValue, owner: str, ttl: float, clock: Clock) -> None:
@@ -51,7 +51,7 @@ class Leases:
         self._kv, self.owner, self.ttl, self.clock = kv, owner, ttl, clock
 
     async def acquire(self, key: str) -> Lease | None:
-        """None where another owner holds it. Raises Unavailable, OutcomeUnknown."""
+        """Acquire the lease; return None if another owner holds it. Raises Unavailable, OutcomeUnknown."""
         try:
             return await self._acquire(key)
         except BucketGone:
@@ -63,9 +63,9 @@ class Leases:
         try:
             revision = await self._kv.create(key, self.owner.encode())
         except OutcomeUnknown:
-            revision = None  # it may have been done; the value tells
+            revision = None  # the write may have happened; the value below settles it
         if revision is None:
-            # A lease that this owner holds already is written again: how much of its time is left is unknown.
+            # If this owner already holds the lease, write it again: its remaining time is unknown.
             started = self.clock.monotonic()
             if (entry := await self._kv.get(key)) is None or entry.value != self.owner.encode():
                 return None
@@ -82,20 +82,20 @@ class Leases:
         return await self._kv.listen(pattern, heard, tell)
 
     async def holder(self, key: str) -> str | None:
-        """The owner; None where the lease is free."""
+        """Return the owner; None if the lease is free."""
         entry = await self.entry(key)
         return None if entry is None else entry.value.decode("utf-8", "backslashreplace")
 
     async def entry(self, key: str) -> KvEntry | None:
-        """The owner with the revision, which rises when the lease is renewed; None where the lease is free."""
+        """Return the owner with the revision, which rises when the lease is renewed; None if the lease is free."""
         return await self._kv.get(key)
 
 
 class Lease:
     """One lease that this owner held at `started` (monotonic seconds).
 
-    `lost` is set when another owner holds it, when it was deleted, or when the deadline passed; it stays set.
-    `give_back` is set by the group that shares leases: the work is to end at the next good place.
+    `lost` is set when another owner holds the lease, when it was deleted, or when the deadline passed; it stays set.
+    The group that shares leases sets `give_back`: the work then ends at the next suitable point.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class Lease:
         self._is_late = False
 
     def is_usable(self) -> bool:
-        """Whether new work may begin under this lease: at least a third of its time is left."""
+        """True if new work may begin under this lease: more than a third of its time is left."""
         return not self.lost.is_set and self._clock.monotonic() < self._deadline - self._ttl / 3
 
     async def keep(self) -> None:
-        """Renews it every third of its time until it is lost; run it as a task, and cancel it before `release`.
+        """Renew the lease every third of its time until it is lost. Run it as a task; cancel it before `release`.
 
         One cancellation ends it: a lease must not be renewed without a holder. If it ends in any other way, the lease
         counts as lost, and the holder sees that.
@@ -130,12 +130,12 @@ class Lease:
                 self._lose("its time ran out")
             else:
                 pause = self._ttl / (3 if await self._renew() else 10)
-            # `asyncio.wait_for` of Python 3.11 loses a cancellation that comes together with its result.
+            # `asyncio.wait_for` in Python 3.11 loses a cancellation that comes together with its result.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError
 
     async def release(self) -> None:
-        """Gives it up, so that another owner need not wait; if this fails, it expires."""
+        """Delete the lease, so that another owner need not wait; if this fails, it expires."""
         held = not self.lost.is_set
         self.lost.set(StopReason.LEASE_LOST)
         for _ in range(SETTLING_READS if held else 0):
@@ -147,7 +147,7 @@ class Lease:
                 return
 
     async def _renew(self) -> bool:
-        """Whether a renewal that began now was done; if not, it is lost or is tried again."""
+        """Renew the lease; return False if that failed: the lease is lost, or the next attempt follows."""
         try:
             for _ in range(SETTLING_READS):
                 started = self._clock.monotonic()
@@ -160,16 +160,16 @@ class Lease:
                 if not await self._adopt():
                     self._lose("another owner holds it, or it expired")
                     return False
-        except FloeError as error:  # whatever the error, the time that is left decides
+        except FloeError as error:  # after any error, the remaining time decides
             log.warning("lease not renewed", action="lease_renew", key=self.key, error=str(error))
             self._is_late = True
         return False
 
     async def _written(self) -> int | None:
-        """The revision of the value, written again; None where another value, or a deletion, stands there.
+        """Write the value again and return its revision; None if the key holds another value or a deletion.
 
-        Where nothing does, though its time is not over, the server came back without what it stored. Then it is still
-        ours: nobody else knows that it is free.
+        If the key holds nothing although the lease has not expired, the server restarted without its stored data. The
+        lease is then still ours: no other process knows that it is free.
         """
         try:
             if (revision := await self._kv.update(self.key, self._value, self._revision)) is not None:
@@ -179,9 +179,9 @@ class Lease:
         return await self._kv.update(self.key, self._value, 0)
 
     async def _adopt(self) -> bool:
-        """Takes over the revision of our own write whose answer was lost; False where the value is not ours.
+        """Take the revision of our own write if its answer was lost; return False if the value is not ours.
 
-        The deadline stays: it is unknown which of several attempts wrote it, so the next renewal sets it.
+        The deadline stays: it is unknown which of several attempts wrote the value. The next renewal sets the deadline.
         """
         if (entry := await self._kv.get(self.key)) is None or entry.value != self._value:
             return False

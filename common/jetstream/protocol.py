@@ -1,9 +1,8 @@
-"""Messages as bytes on a NATS connection, out and in, without a connection.
+"""NATS protocol messages as bytes: building them and parsing them, without a connection.
 
-Out: `frame` builds one PUB or HPUB and checks every byte that the protocol would act on, because subjects and
-headers come from segment files and from publishers. In: `FrameParser` splits what the server sends; it takes
-any bytes that a subject may carry (the public client's parser takes `\\s` for a separator and dies on what is
-not UTF-8).
+Out: `frame` builds one PUB or HPUB. It checks every byte that the protocol would act on, because subjects and headers
+come from segment files and from publishers. In: `FrameParser` splits the bytes from the server; it accepts any bytes
+that a subject may carry (nats-py's own parser treats `\\s` as a separator and fails on bytes that are not UTF-8).
 """
 
 import re
@@ -11,14 +10,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import lt
 
-# Called synchronously with subject, reply (b"" if none), payload and raw header block (None if none). What it
-# raises concerns its owner, never the connection.
+# Called synchronously with subject, reply (b"" if none), payload and raw header block (None if none). An error that it
+# raises goes to its owner and never affects the connection.
 Sink = Callable[[bytes, bytes, bytes, bytes | None], None]
 
 MAX_CONTROL_LINE = 4096  # bytes; the server's default, beyond which it closes the connection
-MAX_SERVER_LINE = 4 << 20  # bytes; an INFO that names many servers is the longest line a server sends
-# Bytes of one message from the server, which may be larger than today's max_payload: stored messages have up to 64 MiB,
-# which an answer of the JetStream API holds in base64.
+MAX_SERVER_LINE = 4 << 20  # bytes; the longest line is an INFO that names many servers
+# Bytes of one message from the server. It may be larger than the current max_payload: a stored message has up to
+# 64 MiB, and an answer of the JetStream API holds it in base64.
 MAX_SERVER_MESSAGE = (64 << 20) * 4 // 3 + (1 << 20)
 HEADER_START, HEADER_END = b"NATS/1.0\r\n", b"\r\n\r\n"
 
@@ -30,7 +29,7 @@ class WireError(Exception):
 
 
 def check_subject(subject: bytes) -> None:
-    """Raises ValueError where `subject` is empty or holds a byte that would end it on the wire."""
+    """Raise ValueError if `subject` is empty or contains a byte that would end it on the wire."""
     if not subject:
         raise ValueError("subject: expected at least one byte, found none")
     if (found := _UNSAFE_IN_SUBJECT.search(subject)) is not None:
@@ -38,7 +37,7 @@ def check_subject(subject: bytes) -> None:
 
 
 def check_headers(headers: bytes) -> None:
-    """Raises ValueError where `headers` is not one header block: version, lines, an empty line."""
+    """Raise ValueError if `headers` is not one header block: version, lines, an empty line."""
     if not headers.startswith(HEADER_START) or not headers.endswith(HEADER_END):
         raise ValueError(
             f"header block {headers[:40]!r}: expected it to begin with NATS/1.0 and to end with an empty line"
@@ -48,10 +47,10 @@ def check_headers(headers: bytes) -> None:
 
 
 def frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: bytes | None = None) -> bytes:
-    """The bytes that publish one message; `headers` is a whole block, None for none.
+    """Return the bytes that publish one message; `headers` is a whole block, None for none.
 
-    Raises ValueError for what the wire cannot carry. The caller checks that header block and payload together fit the
-    server's max_payload: `FloeClient.max_payload`.
+    Raises ValueError for a message that the wire cannot carry. The caller checks that header block and payload together
+    fit the server's max_payload: `FloeClient.max_payload`.
     """
     if _UNSAFE_IN_SUBJECT.search(subject) is not None or not subject:
         check_subject(subject)
@@ -68,11 +67,11 @@ def frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: b
 
 
 class FrameParser:
-    """Splits the server's bytes into messages and protocol lines.
+    """A parser that splits the server's bytes into messages and protocol lines.
 
-    A message whose subscription is in `sinks` (by sid in ASCII digits) goes to its sink at once, without a
-    turn of the event loop; every other goes to `on_message`, and every other line to `on_line`. `on_broken`
-    is called with the sid of a sink that raises, and what it raised.
+    A message of a subscription in `sinks` (by sid in ASCII digits) goes to its sink at once, without a turn of the
+    event loop. Every other message goes to `on_message`, and every other line to `on_line`. If a sink raises,
+    `on_broken` is called with its sid and the error.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class FrameParser:
         self._epoch = object()
 
     async def parse(self, data: bytes) -> None:
-        """Raises WireError."""
+        """Process the next bytes of the connection. Raises WireError."""
         self._parts.append(data)
         self._have += len(data)
         if self._have < self._need:
@@ -101,12 +100,12 @@ class FrameParser:
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         used, need = await self._split(data)
         if epoch is not self._epoch:
-            return  # a line closed this connection; the rest is dropped
+            return  # a line ended this connection; the rest is dropped
         rest = data[used:]
         self._parts, self._have, self._need = [rest] if rest else [], len(rest), max(need, len(rest) + 1)
 
     async def _split(self, data: bytes) -> tuple[int, int]:
-        """How many bytes were used, and how many bytes after these the next whole message needs (0: unknown)."""
+        """Return the number of bytes used, and the bytes after these that the next whole message needs (0: unknown)."""
         sinks, epoch, position, size = self._sinks, self._epoch, 0, len(data)
         while (end := data.find(b"\r\n", position)) >= 0:
             if (kind := data[position : position + 4]) == b"HMSG" or kind == b"MSG ":
@@ -123,7 +122,7 @@ class FrameParser:
                     return position, stop + 2 - position
                 if data[stop : stop + 2] != b"\r\n" or not start <= body <= stop:
                     raise WireError(f"malformed message {data[position:end]!r:.200}")
-                # MSG subject sid [reply] size, HMSG subject sid [reply] header-size size: one word more each
+                # MSG subject sid [reply] size, HMSG subject sid [reply] header-size size: a reply is one more word
                 reply = words[3] if len(words) == (6 if kind == b"HMSG" else 5) else b""
                 headers = data[start:body] if kind == b"HMSG" else None
                 position = stop + 2
@@ -148,8 +147,8 @@ _ACK = (b"$JS", b"ACK")
 
 
 def layout(reply: bytes) -> tuple[int, int]:
-    """How many words the replies of one consumer have, and where in them stream, consumer, deliveries, sequence,
-    consumer sequence, timestamp and the pending count begin: the layout with or without a domain (ADR-15).
+    """Return the number of words in a consumer's replies, and the index of the first of: stream, consumer, deliveries,
+    sequence, consumer sequence, timestamp, pending count. The layout is with or without a domain (ADR-15).
 
     Raises ValueError for another form of reply.
     """
@@ -163,7 +162,7 @@ def layout(reply: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Acks:
-    """What the replies of consecutive messages say; the first `contiguous` of them continue the consumer's sequence."""
+    """The content of consecutive replies; the first `contiguous` of them continue the consumer's sequence."""
 
     sequences: list[int]
     timestamps_ns: list[int]
@@ -171,12 +170,14 @@ class Acks:
 
 
 def parse_acks(replies: Sequence[bytes], consumer: bytes, expected: int) -> Acks:
-    """Sequences and times of the messages with `replies`; `consumer` should have numbered the first one `expected`.
+    """Return sequences and times of the messages with `replies`, the first of which `consumer` should have numbered
+    `expected`.
 
-    All at once, because this runs for every message. Raises ValueError for a reply of another form or consumer.
+    All at once, because this runs for every message. Raises ValueError for a reply of another form or consumer, and for
+    sequences that do not ascend.
     """
     count, (step, begin) = len(replies), layout(replies[0])
-    # A stream's and a consumer's name hold no dot, so the words of all replies can be split in one go.
+    # Names of streams and consumers contain no dot, so one split separates the words of all replies.
     words = b".".join(replies).split(b".")
     if len(words) != step * count or words[begin + 1 :: step].count(consumer) != count:
         raise ValueError(f"replies such as {replies[0]!r:.200}: expected all of consumer {consumer.decode()}")
@@ -206,7 +207,7 @@ class Heartbeat:
 class RequestOver:
     """A pull request ended with `undelivered` messages to go; `too_small`: the next message did not fit.
 
-    `most`: it was refused, as it asked for more messages than this; 0: it was not.
+    `most`: the request was refused because it asked for more messages than this; 0: it was not refused.
     """
 
     undelivered: int
@@ -222,7 +223,7 @@ class ConsumerTrouble:
 
     @property
     def is_unheard(self) -> bool:
-        """Nobody listens where the consumer is asked: it is gone, or its server is not yet there for it."""
+        """True if no one listens on the consumer's subject: it is gone, or its server is not ready for it yet."""
         return self.text.startswith("503")
 
 

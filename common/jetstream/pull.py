@@ -1,4 +1,4 @@
-"""Reads a stream from a time or a sequence on, through an ephemeral consumer, a bounded piece at a time."""
+"""Reading a stream from a sequence or a time on, through an ephemeral consumer, in pieces of bounded size."""
 
 import asyncio
 import json
@@ -16,17 +16,17 @@ from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, p
 from common.segments.segment import Message
 from common.tasks import Trouble, wait_for
 
-SILENT = 10  # heartbeats that may fail to come
+SILENT = 10  # missing heartbeats after which the consumer is lost
 MESSAGE_ROOM = 16 * 1024  # bytes of subject and reply, counted on top of a payload
 EXPIRES = 30  # seconds that a pull request stays open
-MOST_UNHEARD, AGAIN = 50, 0.1  # pulls that nobody hears of a consumer that was just made, seconds between them
-PLACINGS = 60  # tries until a consumer is on the server that is wanted
+MOST_UNHEARD, AGAIN = 50, 0.1  # pulls without responder while the consumer is new; seconds between them
+PLACINGS = 60  # attempts to get a consumer on the requested server
 INACTIVE = 60  # seconds without a pull request after which the server removes the consumer
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a pull request asks for: `batch` messages or `window` bytes at a time; `heartbeat` in seconds."""
+    """The limits of a pull request: `batch` messages or `window` bytes at a time; `heartbeat` in seconds."""
 
     batch: int = 2000
     window: int = 4 * 1024 * 1024
@@ -35,9 +35,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class From:
-    """Where to begin: at a sequence, or, where that is 0, at the first message stored at `time_ns` or
-    later.
-    """
+    """The start of a scan: `sequence`, or, if that is 0, the first message stored at `time_ns` or later."""
 
     sequence: int = 0
     time_ns: int = 0
@@ -59,12 +57,11 @@ async def scan(
     asked: Asked | None = None,
     server: str = "",
 ) -> AsyncGenerator[Sequence[Message]]:
-    """The messages on `subject` (empty: all) in pieces, up to sequence `until` or for ever.
+    """Yield the messages on `subject` (empty: all) in pieces, up to sequence `until` or for ever.
 
-    A piece may be empty: the stream is quiet. `headers_only`: payloads are empty. `server`: whose copy of the stream is
-    read, one of its replicas; empty: any. Raises Unavailable where the consumer
-    or the connection is lost, ApiError where there is no such stream or no such right. The caller must close it
-    (`contextlib.aclosing`).
+    An empty piece means that no message arrived. `headers_only`: payloads are empty. `server`: the replica of the
+    stream to read from; empty: any. Raises Unavailable if the consumer or the connection is lost, ApiError if there is
+    no such stream or no permission. The caller must close the generator (`contextlib.aclosing`).
     """
     if until is not None and until < max(1, start.sequence):
         return
@@ -89,7 +86,7 @@ async def read_through(
     after: int = 0,
     headers_only: bool = False,
 ) -> None:
-    """Gives each message after sequence `after`, up to `until`, to `take`. Raises what `scan` and `take` raise."""
+    """Pass each message after sequence `after`, up to `until`, to `take`. Raises the errors of `scan` and `take`."""
     async with aclosing(scan(client, stream, From(after + 1), until=until, headers_only=headers_only)) as pieces:
         async for piece in pieces:
             for message in piece:
@@ -97,9 +94,9 @@ async def read_through(
 
 
 async def get_message(client: FloeClient, stream: str, sequence: int) -> Message | None:
-    """The message of that sequence, read from the leader; None if the stream does not hold it.
+    """Return the message of that sequence, read from the leader; None if the stream does not hold it.
 
-    Raises ApiError where there is no such stream.
+    Raises ApiError if there is no such stream.
     """
     message = await message_of(client, stream, {"seq": sequence})
     if message is None or "\ufffd".encode() not in message.subject:
@@ -111,7 +108,7 @@ async def get_message(client: FloeClient, stream: str, sequence: int) -> Message
 
 
 class _Reading:
-    """One consumer and the pull request that is open on it."""
+    """One consumer and the open pull request on it."""
 
     def __init__(self, client: FloeClient, stream: str, asked: Asked, server: str) -> None:
         self._client, self._stream, self._asked, self._server = client, stream, asked, server
@@ -120,10 +117,10 @@ class _Reading:
         self._frames: list[tuple[bytes, bytes, bytes, bytes | None]] = []
         self._arrived = asyncio.Event()
         self._trouble, self._next, self._owed = Trouble(self._arrived), 1, 0
-        self._unheard: int | None = 0  # pulls that nobody heard, None once one was
+        self._unheard: int | None = 0  # pulls without responder; None once the consumer has answered
         self._batch = asked.batch
         self._window = max(asked.window, client.max_payload + MESSAGE_ROOM)
-        #: Everything up to this sequence was handed over, or is not on the subject.
+        #: Every message up to this sequence was returned, or is not on the subject.
         self.passed = 0
 
     async def open(self, config: dict[str, Any], subject: str) -> None:
@@ -132,7 +129,7 @@ class _Reading:
             "ack_policy": "none",
             "replay_policy": "instant",
             "inactive_threshold": INACTIVE * NS_PER_S,
-            "mem_storage": True,  # and as many replicas as the server wants, which is one but for interest
+            "mem_storage": True,  # the server chooses the replicas: one, except on an interest stream
         }
         if subject:
             config["filter_subject"] = subject
@@ -144,7 +141,7 @@ class _Reading:
                 self._batch = min(self._batch, consumer.max_batch or self._batch)
                 self._pull()
                 return
-            # Where it is placed is up to the cluster, which takes any of the replicas.
+            # The cluster places it on any of the replicas.
             await delete_consumer(self._client, self._stream, self._name)
             self._name = config["name"] = f"floe-{secrets.token_hex(8)}"
         raise Unavailable(f"stream {self._stream}: no consumer was placed on {self._server} in {PLACINGS} tries")
@@ -213,7 +210,7 @@ class _Reading:
         if isinstance(status, ConsumerTrouble):
             if self._unheard is None or self._unheard >= MOST_UNHEARD or not status.is_unheard:
                 raise Unavailable(f"stream {self._stream}: the server says: {status.text}")
-            # A cluster answers that a consumer is made before the server that has it listens.
+            # A cluster confirms a new consumer before its server listens.
             self._unheard, self._owed = self._unheard + 1, 0
             return
         self._unheard = None

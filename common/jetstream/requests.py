@@ -1,4 +1,4 @@
-"""Requests over one connection, and what an answer of the JetStream API means."""
+"""Pending requests on one connection, and the errors in answers of the JetStream API."""
 
 import json
 from asyncio import Future
@@ -8,9 +8,9 @@ from common.errors import FloeError, OutcomeUnknown, Unavailable
 
 Answer = tuple[bytes, bytes | None]  # payload, raw header block or None
 
-# Error codes of a write that expects another last sequence; the second where another write is in flight.
+# Error codes of a write that expects another last sequence; the second if another write is in flight.
 WRONG_LAST_SEQUENCE = (10071, 10164)
-NOBODY = "E-NO-RESPONDERS"  # the code of Unavailable where no one listens on the subject
+NOBODY = "E-NO-RESPONDERS"  # the code of Unavailable if no one listens on the subject
 # No leader at the moment; a cluster that is incomplete or moves its peers; a write in flight on the same subject.
 TEMPORARILY_UNAVAILABLE = (10004, 10008, 10075, 10163)
 
@@ -18,8 +18,8 @@ TEMPORARILY_UNAVAILABLE = (10004, 10008, 10075, 10163)
 class ApiError(FloeError):
     """JetStream refused a request; nothing was done.
 
-    `status`: as in HTTP, such as 404; `err_code`: JetStream's own number of the cause, such as 10059 (no such
-    stream); `description`: the server's words. `code` is `E-JS-` and the number.
+    `status`: as in HTTP, such as 404; `err_code`: JetStream's own number of the cause, such as 10059 (no such stream);
+    `description`: the server's words. `code` is `E-JS-` and `err_code`, or the status if there is none.
     """
 
     def __init__(self, code: int, err_code: int, description: str, *, asked: str = "") -> None:
@@ -50,15 +50,15 @@ class Requests:
             found[1].set_result((payload, headers))
 
     def fail(self, error: FloeError, subject: bytes | None = None) -> None:
-        """Raises `error` in all waiting requests, or only in those on `subject`."""
+        """Raise `error` in all waiting requests, or only in those on `subject`."""
         for asked, answer in self._waiting.values():
             if subject in (None, asked) and not answer.done():
                 answer.set_exception(error)
-                answer.exception()  # a waiting caller still gets it; one that was cancelled just now does not need it
+                answer.exception()  # marks it as retrieved; a waiting caller still gets it, a cancelled one needs none
 
 
 def api_answer(asked: str, payload: bytes) -> dict[str, Any]:
-    """The document of a JetStream answer. Raises ApiError, Unavailable; OutcomeUnknown where it is invalid."""
+    """Return the document of a JetStream answer. Raises ApiError, Unavailable; OutcomeUnknown if it is invalid."""
     try:
         document = json.loads(payload)
     except (ValueError, RecursionError):
@@ -71,7 +71,7 @@ def api_answer(asked: str, payload: bytes) -> dict[str, Any]:
 
 
 def api_error(error: Any, asked: str) -> FloeError:
-    """The error for the `error` object of an answer: ApiError, or Unavailable where it is temporary."""
+    """Return the error for the `error` object of an answer: ApiError, or Unavailable if the error is temporary."""
     if not isinstance(error, dict):
         error = {}
     code, err_code = error.get("code"), error.get("err_code")

@@ -1,1 +1,1 @@
-"""From other replicators' configuration files to Floe's."""
+"""Conversion of other replicators' configuration files to Floe's."""

@@ -1,4 +1,4 @@
-"""YAML with comments, and where each of its values came from."""
+"""YAML with comments, and the origin of each of its values."""
 
 import re
 import textwrap
@@ -8,7 +8,7 @@ from typing import Any
 
 from common.settings.yaml import Mark, Scalar
 
-# Lines of comment, of 100 characters.
+# Comment lines of 100 characters.
 _WRAPPER = textwrap.TextWrapper(
     100, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
 )
@@ -21,7 +21,7 @@ class YamlEntry:
     """A key of a mapping.
 
     `value`: text, a number, true or false; a list of text; entries of a mapping; or a list of such mappings.
-    `mark`: where the value came from. `notes`: comments that stand above it.
+    `mark`: the origin of the value. `notes`: comments above it.
     """
 
     key: str
@@ -37,7 +37,7 @@ class Variable(str):
 
 
 class Entries(list[YamlEntry]):
-    """A mapping. `notes`: comments that stand above it, where it is an item of a list."""
+    """A mapping. `notes`: comments above it, if it is an item of a list."""
 
     def __init__(self, entries: Iterable[YamlEntry] = (), notes: Sequence[str] = ()) -> None:
         super().__init__(entries)
@@ -73,13 +73,13 @@ def _item(entries: Entries) -> Iterator[str]:
     yield from comment(entries.notes)
     lines = list(_mapping(entries))
     first = next((n for n, line in enumerate(lines) if not line.startswith("#")), 0)
-    yield from lines[:first]  # the dash stands before the first key
+    yield from lines[:first]  # the dash comes before the first key
     yield f"- {lines[first]}"
     yield from (f"  {line}" for line in lines[first + 1 :])
 
 
 def comment(notes: Sequence[str]) -> Iterator[str]:
-    """The notes as comment lines, wrapped; nothing in them can end the comment."""
+    """Write the notes as comment lines, wrapped; nothing in them can end the comment."""
     for note in notes:
         yield from _WRAPPER.wrap(_printable(note)) or ["#"]
 
@@ -89,7 +89,7 @@ def _printable(text: str) -> str:
 
 
 def scalar(value: Any) -> str:
-    """A value on one line; text is quoted wherever it could be read as something else."""
+    """Write a value on one line; text is quoted if it could be read as something else."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Which sites, feeds, centres and targets the entries of `streams` become; heartbeats too. Pure.
+"""Plan of an import: the sites, feeds, centres, targets and heartbeats that the entries of `streams` become. Pure.
 
 An entry of stream-replicator is a path from one stream to another. In Floe the way to the bucket (a feed) and the way
 from it (a source of a target) are separate, so one feed may serve several targets, and entries that are partitions of
@@ -43,20 +43,21 @@ class Path:
 
     @property
     def wishes(self) -> str:
-        """Equal for entries that want the same feed settings, apart from filters."""
+        """The feed settings, apart from filters: equal for entries that want the same ones."""
         return render(self.feed)
 
     @property
     def route(self) -> tuple[object, str, str, str]:
-        """Equal for entries that lead to the same place in the same way."""
+        """The target and the changes of subjects: equal for entries that lead to the same place in the same way."""
         prefix, removed = (self.given.text(f"target_subject_{key}") for key in ("prefix", "remove"))
         return self.target.identity, self.target_stream, prefix, removed
 
 
 @dataclass(slots=True)
 class PlannedFeed:
-    """A feed of a site: its `paths` want the same settings and lead to different targets, or are its partitions,
-    which `filters` then holds in their order.
+    """A feed of a site: its `paths` want the same settings and lead to different targets, or are its partitions.
+
+    `filters`: those of the partitions, in order.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Site:
 
 @dataclass(slots=True)
 class PlannedTarget:
-    """A target stream. `sources`: the site and feed that flow into it, with the path that says how."""
+    """A target stream. `sources`: the site and feed that flow into it, with the path that determines how."""
 
     stream: str
     sources: list[tuple[Site, PlannedFeed, Path]] = field(default_factory=list)
@@ -163,7 +164,7 @@ _ZERO_TIME = "0001-01-01T00:00:00Z"
 
 
 def feed_of(stream: Given) -> tuple[Entries, list[Note]]:
-    """The keys of the feed except name and filter, and notes about differences; problems are noted."""
+    """Return the keys of the feed except name and filter, and notes about differences; problems are noted."""
     entries, notes = Entries([stream.entry("stream", stream.text("stream"))]), stream.left_out(LEFT_OUT)
     entries += [*_start(stream, notes), *stream.duration("max_age")]
     if mode := _mode(stream, notes):
@@ -184,7 +185,7 @@ def _start(stream: Given, notes: list[Note]) -> list[YamlEntry]:
 
 
 def _mode(stream: Given, notes: list[Note]) -> str:
-    """The key that sampling goes by; empty where nothing is sampled."""
+    """Return the key by which the feed samples; empty if nothing is sampled."""
     found = [key for key in _MODES if stream.get(key)]
     if len(found) > 1:
         stream.refuse(found[1], f"expected at most one key to sample by, found {' and '.join(found)}")
@@ -199,7 +200,7 @@ def _has_period(stream: Given) -> bool:
     try:
         return convert(stream.text("inspect_duration")) != "0s"
     except ValueError:
-        return True  # the problem is noted where the key is read
+        return True  # reading the key notes the problem
 
 
 def _sampling(stream: Given, mode: str, notes: list[Note]) -> list[YamlEntry]:
@@ -221,7 +222,7 @@ def _sampling(stream: Given, mode: str, notes: list[Note]) -> list[YamlEntry]:
     return entries
 
 
-#: Who publishes them (None: no site does), the section `heartbeats`, and what differs.
+#: The site that publishes them (None: no site does), the section `heartbeats`, and the differences.
 Beats = tuple[Site | None, Entries, list[Note]]
 
 _SECRET = re.compile(r"auth|token|secret|passw|credential|cookie|api-?key", re.IGNORECASE)
@@ -233,7 +234,7 @@ _LEFT_OUT = {
 
 
 def heartbeats(given: Given | None, sites: Sequence[Site]) -> Beats:
-    """The heartbeats of the section `given`; empty where there is no such section."""
+    """Return the heartbeats of the section `given`; empty if there is no such section."""
     if given is None:
         return None, Entries(), []
     notes = given.left_out(_LEFT_OUT)

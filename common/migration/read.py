@@ -1,4 +1,4 @@
-"""A configuration of stream-replicator as it is written: its keys, durations, URLs and credentials."""
+"""Reader of stream-replicator's configuration: its keys, durations, URLs and credentials."""
 
 import difflib
 import math
@@ -15,7 +15,7 @@ from common.migration.entries import Entries, Variable, YamlEntry
 from common.settings.types import MAX_DURATION, format_duration
 from common.settings.yaml import Items, Keys, Mark, Node, Problems, Scalar, meant
 
-# What a key holds; the value is how a message calls it.
+# The kinds of values; the text names the kind in messages.
 TEXT = "text"
 WHOLE = "a whole number from 0"
 ANY_WHOLE = "a whole number"
@@ -23,7 +23,7 @@ NUMBER = "a number from 0"
 FLAG = "true or false"
 HEADERS = "a mapping of text"
 
-Shape = Mapping[str, Any]  # a kind, the shape of a section, or a list with that of any number of sections
+Shape = Mapping[str, Any]  # a kind, the shape of a section, or a list with the shape that each of its sections has
 
 
 def _all(kind: str | Shape, keys: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ FILE: Shape = (
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A key that has no counterpart, or one that works otherwise; `text` says why and what to do."""
+    """A key without a counterpart, or one that works differently; `text` gives the reason and the remedy."""
 
     path: str
     mark: Mark
@@ -83,18 +83,18 @@ class Given:
         return key in self.values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value: text, int, float, bool, a mapping of headers, a section, or a tuple of sections."""
+        """Return the value: text, int, float, bool, a mapping of headers, a section, or a tuple of sections."""
         return self.values.get(key, default)
 
     def text(self, key: str) -> str:
-        """Empty where it is not given."""
+        """Return the value as text; empty if it is not given."""
         return str(self.values.get(key, ""))
 
     def place(self, key: str) -> str:
         return f"{self.path}.{key}" if self.path else key
 
     def at(self, key: str) -> Mark:
-        """The place of the value; that of the section where it is not given."""
+        """Return the place of the value; that of the section if it is not given."""
         return self.marks.get(key, self.mark)
 
     def note(self, key: str, text: str) -> Note:
@@ -110,7 +110,7 @@ class Given:
         return YamlEntry(key, self.get(key) if value is None else value, self.at(key))
 
     def duration(self, key: str) -> list[YamlEntry]:
-        """The key with its duration as Floe writes it; empty where the duration is 0, or invalid, which is noted."""
+        """Return the key with its duration as Floe writes it; empty for 0, and for an invalid one, which is noted."""
         try:
             value = convert(self.text(key))
         except ValueError as error:
@@ -120,7 +120,7 @@ class Given:
 
 
 def read(node: Keys, problems: Problems, shape: Shape = FILE, path: str = "") -> Given:
-    """The section `node`; unknown keys and values of a wrong kind are noted and left out."""
+    """Read the section `node`; unknown keys and values of a wrong kind are noted and left out."""
     given: dict[str, Any] = {}
     for key, below in node.entries.items():
         where = f"{path}.{key}" if path else key
@@ -133,7 +133,7 @@ def read(node: Keys, problems: Problems, shape: Shape = FILE, path: str = "") ->
 
 
 def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path: str) -> Any:
-    """None, with a problem noted, for a value of another kind."""
+    """Return the value of `node`; None, with a problem noted, if it is not of this kind."""
     if isinstance(kind, list):
         if isinstance(node, Items):
             found = [_value(item, kind[0], problems, f"{path}.{n}") for n, item in enumerate(node.items)]
@@ -151,7 +151,7 @@ def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path
         if _fits(value, kind):
             return value
         expected = kind + ("; quote it" if kind == TEXT and isinstance(value, bool | int | float) else "")
-    # Never the value found: a password may be in a wrong place.
+    # Never name the value found: it may be a password in a wrong place.
     problems.add(node.mark, (path,), f"expected {expected}, found something else")
     return None
 
@@ -175,9 +175,9 @@ _SECONDS = dict.fromkeys(("us", "µs", "μs"), "1e-6") | {"ns": "1e-9", "ms": "1
 
 
 def convert(text: str) -> str:
-    """The duration as Floe writes it; `0s` for an empty text. Raises ValueError that says what was expected.
+    """Convert to a duration as Floe writes it; `0s` for an empty text. Raises ValueError that names the expected form.
 
-    As in stream-replicator, a month is 30 days and a year 365, and fractions of an hour of such a number are dropped.
+    As in stream-replicator, a month is 30 days and a year 365; days and longer units are rounded down to whole hours.
     """
     text = text.strip()
     if not text or text == "0":
@@ -212,7 +212,7 @@ _FALSE = ("0", "f", "F", "FALSE", "false", "False", "")
 class Connection:
     """The servers of one side. Equal connections are one place; the secret is compared, and never shown.
 
-    `login`: the keys for authentication. `secret_key`: `password` or `token` where `secret` is one.
+    `login`: the keys for authentication. `secret_key`: `password` or `token`, for a `secret` that is not empty.
     """
 
     servers: tuple[str, ...]
@@ -224,7 +224,7 @@ class Connection:
 
     @property
     def identity(self) -> object:
-        """Equal for the same servers, in any order, and the same way to connect to them."""
+        """A value that is equal for the same servers, in any order, and the same way to connect to them."""
         return frozenset(self.servers), self.login, self.secret, self.tls, self.connect_timeout
 
     @property
@@ -248,9 +248,7 @@ class Connection:
 
 
 def connection(stream: Given, top: Given, side: Side) -> tuple[Connection | None, list[Note]]:
-    """The connection of one side of a stream, and notes about what is left out; None, with problems noted, where it
-    is invalid.
-    """
+    """Return the connection of one side of a stream, and notes on omitted keys; else None, with problems noted."""
     key, notes, tls = f"{side}_url", [], {}
     if not stream.text(key):
         stream.refuse(key, "expected a URL (required), found nothing")
@@ -274,7 +272,7 @@ def _inherited(stream: Given, top: Given, side: Side, key: str) -> list[tuple[Gi
 
 
 def read_url(given: Given, key: str, tls: Mapping[str, str]) -> tuple[Connection | None, list[str]]:
-    """The connection that a URL and the TLS keys ask for, and remarks; None with the problem noted.
+    """Return the connection that a URL and the TLS keys describe, and remarks; else None, with the problem noted.
 
     No message holds a part of the URL before its host is known to be valid.
     """
@@ -309,7 +307,7 @@ def _options(parts: list[SplitResult]) -> dict[str, str]:
     for part in parts:
         for name, value in parse_qsl(part.query, keep_blank_values=True):
             if name not in PARAMETERS:
-                # Named only where it cannot be a part of a password with a ? in it.
+                # Named only if it cannot be a part of a password with a ? in it.
                 close = difflib.get_close_matches(name, PARAMETERS, n=1, cutoff=0.7)
                 found_one = f"{name!r}; did you mean {close[0]}?" if close else "another"
                 raise ValueError(f"expected the parameters {', '.join(PARAMETERS)}, found {found_one}")

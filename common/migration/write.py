@@ -1,4 +1,4 @@
-"""The import: a plan as configuration files, one for each site and centre, checked as Floe reads them."""
+"""Import of a configuration: a plan becomes files, one for each site and centre, checked as Floe reads them."""
 
 import re
 from collections.abc import Iterable
@@ -128,7 +128,7 @@ def _centre_file(top: Given, centre: plan.Centre, number: int, came_from: str) -
 
 
 def _created(centre: plan.Centre) -> dict[str, list[str]]:
-    """The subjects of the targets that are to be created, by stream: no target takes the subjects of another."""
+    """Return the subjects of the targets that are to be created, by stream: no target takes the subjects of another."""
     found = {
         target.stream: _subjects(target)
         for target in centre.targets
@@ -164,7 +164,7 @@ def _source(site: plan.Site, feed: plan.PlannedFeed, path: plan.Path, notes: lis
 
 
 def _subjects(target: plan.PlannedTarget) -> list[str]:
-    """The subjects of the messages of all sources; empty where they are not known."""
+    """Return the subjects of the messages of all sources; empty if they are unknown, or would overlap."""
     found = [subject for _, feed, path in target.sources for subject in _mapped(feed, path)]
     if "" in found:
         return []
@@ -174,7 +174,7 @@ def _subjects(target: plan.PlannedTarget) -> list[str]:
 
 
 def _mapped(feed: plan.PlannedFeed, path: plan.Path) -> list[str]:
-    """The subjects of one source at the target; contains an empty one where they are not known."""
+    """Return the subjects of one source at the target; one of them is empty if they are unknown."""
     prefix = path.given.text("target_subject_prefix").rstrip(".")
     if not (removed := path.given.text("target_subject_remove")):
         return [f"{prefix}.{each or '>'}" if prefix else each for each in feed.filters]
@@ -200,7 +200,7 @@ class Imported:
 
 
 def import_stream_replicator(data: bytes, name: str) -> Imported:
-    """What the file with the content `data` becomes; messages call it `name`.
+    """Convert the file with the content `data`; messages call it `name`.
 
     Raises ConfigFileError with a line for each problem, placed in that file; never with a secret. Opens no file that is
     named in it, and reads no environment variable.
@@ -214,7 +214,7 @@ def import_stream_replicator(data: bytes, name: str) -> Imported:
     top = read(roots[0], problems)
     refuse(problems)
     paths = [path for stream in top.get("streams", ()) if (path := _path(stream, top)) is not None]
-    # As a site may be called: other characters as `-`.
+    # The name in the form of a site name: other characters become `-`.
     own = re.sub(r"[^A-Za-z0-9_-]", "-", top.text("name")).lstrip("_-")[:63] or "site"
     if not top.text("name"):
         top.refuse("name", "expected a value (required), found nothing")
@@ -244,7 +244,7 @@ def _path(stream: Given, top: Given) -> plan.Path | None:
     return plan.Path(stream, source, target, feed, [*source_notes, *notes], target_notes)
 
 
-# What Floe's checks say of the result, reported for the file that it was made from
+# Findings of Floe's checks on the result, reported for the file that it was made from
 
 
 def _check(made: Iterable[File], top: Given, name: str) -> None:

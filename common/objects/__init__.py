@@ -1,1 +1,1 @@
-"""The object store port and its two implementations."""
+"""The object store port and its two implementations: S3 and a local directory."""

@@ -1,7 +1,7 @@
-"""The object store port over a local directory: an object is a file whose path under the root is its key.
+"""The object store port over a local directory: the path of a file under the root is the key of an object.
 
-Files that are copied into the tree are objects too; that is how a bucket is restored by hand. What Floe adds is in
-one hidden folder, and a tree without it is complete except for the objects' metadata.
+Files that are copied into the tree are objects too, so a bucket can be restored by hand. Floe's own files are in one
+hidden folder; a tree without it is complete except for the objects' metadata.
 """
 
 import builtins
@@ -36,7 +36,7 @@ from common.objects.port import (
 )
 
 HIDDEN = ".floe-objects"
-ABANDONED_AFTER = 86_400.0  # seconds until a file that a crash left half-written is removed
+ABANDONED_AFTER = 86_400.0  # seconds until a file that a crash left incomplete is removed
 _MODE = 0o700
 
 
@@ -57,7 +57,7 @@ class HiddenFolder:
             path.unlink(missing_ok=True)
 
     def remove_abandoned(self) -> None:
-        """Removes what crashed processes left half-written, judged by the file system's own clock."""
+        """Remove incomplete files of crashed processes; their age is judged by the file system's own clock."""
         with self.new_file() as (_, path):
             newest = path.stat().st_mtime
             for other in path.parent.iterdir():
@@ -67,7 +67,7 @@ class HiddenFolder:
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Locks the key against other threads and processes; some keys share a lock."""
+        """Lock the key against other threads and processes; some keys share a lock."""
         path = make_folder(self._path / "locks") / _digest(key)[:2]
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         try:
@@ -77,13 +77,13 @@ class HiddenFolder:
             os.close(descriptor)
 
     def metadata(self, key: str, sha256: str) -> dict[str, str]:
-        """What `keep_metadata` got for these bytes under this key; empty if nothing."""
+        """Return the metadata that `keep_metadata` stored for these bytes under this key; empty if there is none."""
         with suppress(FileNotFoundError):
             return dict(json.loads((self._metadata_folder(key) / sha256).read_bytes()))
         return {}
 
     def keep_metadata(self, key: str, sha256: str, metadata: Mapping[str, str]) -> None:
-        """Keeps it beside the metadata of other bytes of the same key, so that a crash loses neither."""
+        """Store it beside the metadata of other bytes of the same key, so that a crash loses neither."""
         path = self._metadata_folder(key) / sha256
         if not metadata:
             path.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ class HiddenFolder:
 
 
 def make_folder(path: Path) -> Path:
-    """Makes `path` and the folders above it, durably; returns `path`."""
+    """Create `path` and the folders above it, durably; return `path`."""
     if not path.is_dir():
         make_folder(path.parent)
         with suppress(FileExistsError):
@@ -122,25 +122,25 @@ def sync(file: BinaryIO) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, where its file system can."""
+    """Make the names in a folder durable, if its file system can."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # as SMB answers for a folder
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # SMB's errors for a folder
             raise
     finally:
         os.close(descriptor)
 
 
-# The answers to a hard link of file systems without them: exFAT, SMB, many of FUSE.
+# The errors at a hard link on file systems without them: exFAT, SMB, many of FUSE.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def link_or_rename(new: Path, path: Path) -> None:
-    """Give the file `new` the name `path`, under the lock of its key. Raises FileExistsError where there is one.
+    """Give the file `new` the name `path`, under the lock of its key. Raises FileExistsError if there is one.
 
-    Without hard links it is renamed: then the lock alone, which other hosts may not see, keeps two writers apart.
+    Without hard links the file is renamed. Then only the lock, which other hosts may not see, keeps two writers apart.
     """
     try:
         os.link(new, path)
@@ -153,14 +153,14 @@ def link_or_rename(new: Path, path: Path) -> None:
 
 
 def _open_file(path: Path) -> BufferedIOBase:
-    """Open what was a file a moment ago; a link is not followed, and a pipe not waited for."""
+    """Open a path that was a regular file a moment ago; do not follow a link, and do not wait for a pipe."""
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` at the end of the block, at once and durably; not at all where that
-    raises. Processes take turns, so what one that was killed has left of a new file is written over. Raises OSError.
+    """Open a new file that replaces `path` at the end of the block, atomically and durably, unless the block raises.
+    Processes take turns, so a new file that a killed process left is overwritten. Raises OSError.
     """
     new, folder = path.with_name(f".{path.name}.new"), os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -178,9 +178,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def set_unique_time(path: Path) -> None:
-    """Sets a modification time, precise to the millisecond, that no other version of the file has."""
-    # The kernel's clock ticks every few milliseconds and inodes are used again, so two versions written one
-    # after the other could else look the same to `put_if_match`.
+    """Set a modification time, precise to the millisecond, that no other version of the file has."""
+    # The kernel's clock ticks every few milliseconds and inodes are reused, so two successive versions could otherwise
+    # look the same to `put_if_match`.
     changed = path.stat().st_mtime_ns
     unique = changed - changed % 1_000_000 + secrets.randbelow(1_000_000)
     os.utime(path, ns=(unique, unique))
@@ -191,7 +191,7 @@ def _digest(key: str) -> str:
 
 
 _NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-# What an error of the file system means by its number: the error, its hint and its code.
+# For an errno of the file system: the error to raise, its hint and its code.
 _MEANINGS: Mapping[int, tuple[type[FloeError], str, str]] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), (Unavailable, "make room in the store", "E-STORE-FULL")),
     **dict.fromkeys(
@@ -208,7 +208,7 @@ _MEANINGS: Mapping[int, tuple[type[FloeError], str, str]] = {
 class LocalObjects:
     """The objects under `root`, which is created (mode 0700) if it is missing.
 
-    What a writing verb did is on the disk when it returns. `sha256` is computed from the file at each `head`.
+    When a writing verb returns, its change is on the disk. `head` computes `sha256` from the file each time.
     """
 
     def __init__(self, root: Path) -> None:
@@ -241,7 +241,7 @@ class LocalObjects:
         with self._reading("get", key) as file:
             if file is None:
                 return False
-            # Unlike those of the store, errors of `path` are the caller's and pass as they are.
+            # Unlike errors of the store, errors of `path` belong to the caller and pass unchanged.
             with path.open("wb") as copy:
                 while chunk := self._read_chunk(key, file):
                     copy.write(chunk)
@@ -284,7 +284,7 @@ class LocalObjects:
                 return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
 
     def now(self, _prefix: str) -> float:
-        """The times of files are this host's."""
+        """Return this host's time, which is also the time of the files."""
         return SystemClock().now()
 
     def has_links(self) -> bool:
@@ -308,9 +308,9 @@ class LocalObjects:
         return self._root / key
 
     def _infos(self, folder: str, stem: str, after: bytes, limit: int | None) -> Iterator[ObjectInfo]:
-        """The objects after `after` in `folder` (empty, or ending in a slash), in key order.
+        """Yield the objects after `after` in `folder` (empty, or ending in a slash), in key order.
 
-        A folder is read when its turn comes, as a server does it: an object that is put into a later folder and then
+        A folder is read when its turn comes, as a server does it. So an object that is put into a later folder and then
         deleted from an earlier one meanwhile is seen in one of them. With a `limit`, names beyond it are not kept.
         """
         under = folder.encode()
@@ -335,8 +335,8 @@ class LocalObjects:
             begin = names[-1]
 
     def _names(self, folder: str, stem: str, after: bytes, begin: bytes) -> Iterator[bytes]:
-        """The names in `folder` that begin with `stem`, in no order; a folder's name ends in a slash, so that names
-        sort as keys do. Leaves out what ends at `after` or before, and names up to `begin`.
+        """Yield the names in `folder` that begin with `stem`, in no order, without those up to `begin` or `after`. A
+        folder's name ends in a slash, so that names sort as keys do; a folder that contains `after` is kept.
         """
         try:
             entries = os.scandir(self._root / folder)
@@ -357,7 +357,7 @@ class LocalObjects:
         return None if status is None else _info(key, status)
 
     def _status(self, key: str) -> os.stat_result | None:
-        """None where there is no object, or a folder of others. Raises Refused for a link, a pipe or a device."""
+        """Return the file's status; None if there is no file. Raises Refused for a link, a pipe or a device."""
         with suppress(*_NOT_THERE):
             status = (path := self._root / key).lstat()
             if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
@@ -381,7 +381,7 @@ class LocalObjects:
             return file.read(CHUNK_BYTES)
 
     def _check_root(self, key: str = "") -> None:
-        """Raise Unavailable where the store is gone, Refused where a link stands for a folder above `key`."""
+        """Raise Unavailable if the store is gone, Refused if a folder above `key` is a link."""
         if not self._root.is_dir():
             hint = "mount or create it, or correct store.url"
             raise Unavailable(f"store {self._root}: no such folder", hint=hint, code="E-STORE-ROOT")
@@ -401,7 +401,7 @@ class LocalObjects:
         install: Callable[[Path, Path], object],
         may_follow: Callable[[ObjectInfo | None], bool],
     ) -> bool:
-        """Writes unless `may_follow` refuses what is there, or `install` finds a file that came meanwhile."""
+        """Write the object; return False if `may_follow` refuses the present one, or `install` finds a new one."""
         path = self._path(key)
         with opened(body) as source, self._calling("put", key):
             self._check_root(key)

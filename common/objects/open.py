@@ -1,4 +1,4 @@
-"""From the settings of the store to the store."""
+"""Opening the object store and the queue of notifications that the settings name."""
 
 import hashlib
 import threading
@@ -19,17 +19,17 @@ from common.settings.types import FileSecret
 
 log = get_logger(__name__)
 
-TOLD_EVERY = 10.0  # seconds between two lines that say what a command waits for
-VIEW_TIMEOUT = 5.0  # seconds for an answer of the store, asked twice, where somebody waits for it
+TOLD_EVERY = 10.0  # seconds between two log lines that name the call a command waits for
+VIEW_TIMEOUT = 5.0  # seconds for an answer of the store, in each of two attempts, if a person waits for it
 
 
 def open_objects(settings: StoreSettings, *, timeout: float | None = None, is_told: bool = False) -> ObjectStore:
-    """The object store that `settings` name. Sends no request to an S3 store yet.
+    """Return the object store that `settings` name. Sends no request to an S3 store yet.
 
-    `timeout`: for who does not wait for a store as services do: seconds for a connection, and for an answer to begin; a
-    request is sent at most twice. `is_told`: the log says every TOLD_EVERY seconds what has no answer yet.
+    `timeout`: for a caller that does not wait as long as services do: seconds for a connection, and for an answer to
+    begin; a request is sent at most twice. `is_told`: log every TOLD_EVERY seconds which call has no answer yet.
 
-    Raises ConfigError for an invalid address, and for a `file://` store what LocalObjects raises.
+    Raises ConfigError for an invalid address, and for a `file://` store the errors of `LocalObjects`.
     """
     scheme, _, rest = settings.url.partition("://")
     secret = settings.secret_access_key
@@ -51,10 +51,10 @@ def open_objects(settings: StoreSettings, *, timeout: float | None = None, is_to
 
 
 def open_queue(address: str, settings: StoreSettings) -> SqsQueue:
-    """The queue `address`, a name or a whole address, with credential, region and TLS of the store.
+    """Return the queue `address`, a name or a whole address, with credential, region and TLS of the store.
 
-    Sends no request yet. Its service is at Amazon's address, or at the one that AWS tools are told
-    (`AWS_ENDPOINT_URL_SQS`), because the store's `endpoint_url` is that of a store. Raises ConfigError.
+    Sends no request yet. The service is at Amazon's address, or at the one set for AWS tools (`AWS_ENDPOINT_URL_SQS`),
+    because the store's `endpoint_url` is that of a store. Raises ConfigError.
     """
     return SqsQueue(address, _account(settings, ""))
 
@@ -73,7 +73,7 @@ _answers: WeakKeyDictionary[ObjectStore, bool] = WeakKeyDictionary()
 
 
 def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
-    """`verifies_checksums`, tested once for each `objects`; False where the credential may not test it."""
+    """True if the store `verifies_checksums`, tested once for each store; False if the credential may not test it."""
     with _guard:
         if (answer := _answers.get(objects)) is None:
             try:
@@ -81,7 +81,7 @@ def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
                 if not answer:
                     log.warning("store takes wrong checksums: reading back whole", action="read_back_whole")
             except Refused:
-                # A credential that may only read finds out by reading.
+                # A credential that may only read cannot test this, so objects are read back.
                 log.info("no right to try the store: reading back whole", action="read_back_whole")
                 answer = False
             _answers[objects] = answer
@@ -89,10 +89,10 @@ def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
 
 
 def verifies_checksums(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
-    """Whether the store refuses bytes with another SHA-256; if not, only a full GET proves a put.
+    """True if the store refuses bytes with another SHA-256; if not, only a full GET proves a put.
 
-    Puts one object under `prefix`, always the same, and removes it where that is allowed. Raises what `ObjectStore.put`
-    raises.
+    Puts one object under `prefix`, always the same, and removes it if that is allowed. Raises the errors of
+    `ObjectStore.put`.
     """
     key = f"{prefix}wrong-checksum"
     try:

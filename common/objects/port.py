@@ -20,12 +20,12 @@ from common.metrics import begin, counter, histogram
 Body = bytes | Path
 
 
-class ObjectInfo(NamedTuple):  # a listing gives a million
-    """What a listing or a HEAD says of an object.
+class ObjectInfo(NamedTuple):  # a tuple, since a listing returns a million
+    """The properties of an object, from a listing or a HEAD.
 
-    `modified`: seconds since 1970 UTC by the store's clock. `etag`: opaque, only for `put_if_match`, never
-    for integrity. `sha256`: 64 hex digits that the *server* computed and keeps, None where it does not (and
-    always None in a listing). `metadata`: lower-case names; empty in a listing.
+    `modified`: seconds since 1970 UTC by the store's clock. `etag`: opaque, only for `put_if_match`, never for
+    integrity. `sha256`: 64 hex digits that the *server* computed and keeps; None if it does not (and always None in a
+    listing). `metadata`: lower-case names; empty in a listing.
     """
 
     key: str
@@ -39,53 +39,53 @@ class ObjectInfo(NamedTuple):  # a listing gives a million
 class ObjectStore(Protocol):
     """A flat store of immutable-by-convention objects.
 
-    Every verb raises `Unavailable` when the store cannot be reached or asks to come back later (after its own
-    bounded retries), `Refused` for credentials and permissions, `ConfigError` where the bucket does not
-    exist, `OutcomeUnknown` only from the four writing verbs when the answer was lost, `ConditionsRefused` from the
-    two with a condition where the store takes none.
+    Every verb raises `Unavailable` if the store cannot be reached or asks for a later retry (after its own bounded
+    retries), `Refused` for credentials and permissions, `ConfigError` if the bucket does not exist. Only the four
+    writing verbs raise `OutcomeUnknown`: the answer was lost. The two with a condition raise `ConditionsRefused` if the
+    store supports none.
     """
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
-        """All objects whose key begins with `prefix` and sorts after `start_after`, in order of UTF-8 bytes, which is
-        the order of str.
+        """Return all objects with a key that begins with `prefix` and sorts after `start_after`, in the order of UTF-8
+        bytes, which is the order of str.
 
         At most `limit`, if given. A failed or invalid page discards the whole listing (Unavailable, code
         E-LIST-INVALID): a part is never returned as the whole.
         """
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
-        """The bytes from offset `first`, `length` of them or to the end; None if there is no such object.
+        """Return the bytes from offset `first`, `length` of them or to the end; None if there is no such object.
 
-        If fewer bytes come than the server announced, it tries again, then raises Unavailable; it never returns them.
+        If fewer bytes arrive than the server announced, it retries, then raises Unavailable; it never returns them.
         """
 
     def download(self, key: str, path: Path) -> bool:
-        """Write the whole object to the new file `path` in bounded memory; False if there is no object."""
+        """Write the whole object to the new file `path` in bounded memory; return False if there is no object."""
 
     def put(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Write the object, replacing any; the server checks `sha256` (64 hex digits) where it can."""
+        """Write the object, replacing any; the server checks `sha256` (64 hex digits) if it can."""
 
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
-        """Writes the object unless there is one; False if there is. Not the only protection: some servers ignore the
-        condition.
+        """Write the object unless there is one; return False if there is. Do not rely on it alone: some servers ignore
+        the condition.
         """
 
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
-        """Replace the object if its etag is still `etag`; False if it is not, or the object is gone."""
+        """Replace the object if its ETag is still `etag`; return False if it is not, or if the object is gone."""
 
     def delete(self, key: str) -> None:
         """Remove the object; no error if it is not there."""
 
     def head(self, key: str) -> ObjectInfo | None:
-        """What the store keeps of the object, the server's own checksum included; None if there is none."""
+        """Return the stored properties of the object, with the server's own checksum; None if there is no object."""
 
 
 def store_now(objects: ObjectStore, key: str) -> float:
-    """Seconds since 1970 UTC by the store's clock, taken from the object `key`, which is written for it."""
+    """Return seconds since 1970 UTC by the store's clock, read from the object `key`, which is written for this."""
     objects.put(key, b"")
     if (info := objects.head(key)) is None:
         raise Unavailable(f"object {key}: written and not found", code="E-READ-BACK")
@@ -94,7 +94,7 @@ def store_now(objects: ObjectStore, key: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HiddenObject:
-    """An object behind a delete marker. `version`: the newest that is kept, stored at `modified`; `marker`: the version
+    """An object behind a delete marker. `version`: the newest version kept, stored at `modified`. `marker`: the version
     of the marker; removing that brings the object back.
     """
 
@@ -104,7 +104,7 @@ class HiddenObject:
     marker: str
 
 
-# What is counted of every store: calls, not tries; "there is no such object" is an answer too.
+# The metrics of every store count calls, not tries; "there is no such object" is an answer too.
 
 OPS = ("list", "get", "put", "delete", "head")
 RESULTS = ("ok", "refused", "unavailable", "unknown", "failed")
@@ -126,7 +126,7 @@ request_seconds = histogram(
 begin("store_")
 
 
-#: The calls of all stores of this process that have not ended.
+#: The calls of all stores in this process that have not ended.
 in_flight: set[object] = set()
 
 
@@ -153,7 +153,7 @@ def instrumented(op: str) -> Iterator[None]:
         requests.labels(op, result).inc()
 
 
-# What a store may offer besides these verbs; callers work without it where it is missing.
+# Optional capabilities of a store; callers work without them.
 
 
 @runtime_checkable
@@ -161,7 +161,7 @@ class Paged(Protocol):
     """A store that lists page by page."""
 
     def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
-        """What `list(prefix)` gives, page by page: in no order, and never all of it in memory."""
+        """Yield the result of `list(prefix)` page by page: in no order, and never all of it in memory."""
 
 
 @runtime_checkable
@@ -169,27 +169,27 @@ class Versioned(Protocol):
     """A store that may keep former versions of objects."""
 
     def hidden(self, prefix: str, *, start_after: str = "") -> builtins.list[HiddenObject]:
-        """The first objects under `prefix` that a delete marker hides, by one request.
+        """Return the first objects under `prefix` that a delete marker hides, by one request.
 
-        Empty where the bucket keeps no versions, the store does not support them, or the credential may not see them.
+        Empty if the bucket keeps no versions, the store does not support them, or the credential may not see them.
         """
 
 
 @runtime_checkable
 class Linked(Protocol):
-    """A folder whose file system may lack hard links. Raises as the verbs."""
+    """A folder on a file system that may lack hard links. Raises as the verbs."""
 
     def has_links(self) -> bool:
-        """Whether it has them: without them only one host may write, whose locks keep its writers apart."""
+        """True if it has hard links. Without them only one host may write: its locks keep its own writers apart."""
 
 
 @runtime_checkable
 class Timekeeping(Protocol):
-    """A store that tells its time to who may only read."""
+    """A store that reports its time to a caller that may only read."""
 
     def now(self, prefix: str) -> float | None:
-        """Seconds since 1970 UTC by the store's clock, as its answer to a listing of `prefix` says; None where it says
-        nothing of it. Raises as the verbs.
+        """Return seconds since 1970 UTC by the store's clock, from its answer to a listing of `prefix`; None if the
+        answer has no time. Raises as the verbs.
         """
 
 
@@ -197,8 +197,8 @@ class Timekeeping(Protocol):
 class LifecycleRule:
     """One enabled rule of a bucket, for keys that begin with `prefix`; `is_partial`: for some of them, by tag or size.
 
-    `deletes`: current objects, after a time; `archives`: the storage class that they are moved to and cannot be read
-    from at once, empty: none; `drops_versions`: former versions, after a time; `aborts`: uploads that never ended.
+    `deletes`: current objects, after a time. `archives`: the storage class that they move to and cannot be read from at
+    once; empty: none. `drops_versions`: former versions, after a time. `aborts`: uploads that never ended.
     """
 
     name: str
@@ -212,13 +212,13 @@ class LifecycleRule:
 
 @runtime_checkable
 class Governed(Protocol):
-    """A store whose bucket may change objects by itself. Raises as the verbs; ConfigError where it does not tell."""
+    """A store with a bucket that may change objects itself. Raises as the verbs; ConfigError if it reports nothing."""
 
     def versioning(self) -> str:
-        """`Enabled`, `Suspended`, or empty: never switched on."""
+        """Return `Enabled`, `Suspended`, or empty: never switched on."""
 
     def lifecycle(self) -> builtins.list[LifecycleRule]:
-        """The enabled rules; none where there are none."""
+        """Return the enabled rules, an empty list if there are none."""
 
 
 MAX_KEY_BYTES = 1024
@@ -227,12 +227,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def check_key(key: str) -> None:
-    """Raises ConfigError unless `key` is up to 1024 bytes of UTF-8, no part empty, `.` or `..`."""
+    """Raise ConfigError unless `key` is 1 to 1024 bytes of UTF-8, no control character, no part empty, `.` or `..`."""
     _check(key, key.split("/"))
 
 
 def check_prefix(prefix: str) -> None:
-    """Raises ConfigError unless keys can begin with `prefix`, which may be empty or end inside a part."""
+    """Raise ConfigError unless keys can begin with `prefix`, which may be empty or end inside a part."""
     _check(prefix, prefix.split("/")[:-1])
 
 
@@ -257,7 +257,7 @@ CHUNK_BYTES = 1024 * 1024
 
 
 class ConditionsRefused(ConfigError):
-    """The store takes no put with a condition; nothing was done. What is put plainly must be agreed on elsewhere."""
+    """The store refuses a put with a condition; nothing was done. Writers of a plain put must agree by other means."""
 
     default_code = "E-STORE-CONDITIONS"
 
@@ -284,6 +284,6 @@ def chunks(file: io.BufferedIOBase, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 
 
 def sha256_of(body: Body) -> str:
-    """64 hex digits."""
+    """Return the SHA-256 of the body, as 64 hex digits."""
     with opened(body) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

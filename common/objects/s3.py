@@ -1,7 +1,7 @@
 """The object store port over S3, by boto3.
 
-Answers are doubted: a listing must say what it lists, a body must be as long as announced, and a write whose
-answer was lost is `OutcomeUnknown`, also where a later try of it was refused.
+Answers are not trusted: a listing must name its bucket and prefix, a body must be as long as announced, and a write is
+`OutcomeUnknown` if its answer was lost, even if a later try of it was refused.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class S3Options:
-    """How to speak to a store.
+    """The options of requests to a store.
 
-    `checksum`: what the server is asked to check on a put. `attempts`: per request, the first included.
-    `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many as threads use the store.
-    Bodies above `multipart_bytes` go up in parts of `part_bytes`. `told_every`: seconds between two lines of the log
-    that say what is waited for; 0: none. `conditional_puts`: `no` sends no condition, `auto` none after the first that
-    was refused: ConditionsRefused; with `yes` such a refusal is a mistake of the configuration.
+    `checksum`: the kind that the server checks on a put. `attempts`: per request, the first included.
+    `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many as threads use the store. Bodies above
+    `multipart_bytes` are uploaded in parts of `part_bytes`. `told_every`: seconds between two log lines that name a
+    call without an answer; 0: none. `conditional_puts`: `no` sends no condition, `auto` none after the first refusal:
+    ConditionsRefused; with `yes` such a refusal is a configuration error.
     """
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
@@ -102,24 +102,24 @@ class S3Options:
         return {name: value for name, value in fields.items() if value}
 
 
-# "Not implemented", "busy" and "full" say that nothing was done; other failures may come after the work.
+# "Not implemented", "busy" and "full" mean that nothing was done; other failures may come after the work.
 _NOT_DONE = {501, 503, 507}
 
 
 class Doubts(threading.local):
-    """Whether a try of this thread's current request may have been done although its answer was lost.
+    """Doubt about this thread's current request: one of its tries may have been done although its answer was lost.
 
-    boto3 shows the outcome of the last try only, and a first try whose answer was lost may have been done: then `412`
-    on the second means "it is there", perhaps because of this very request.
+    boto3 shows the outcome of the last try only. If a first try was done and its answer was lost, then `412` on the
+    second means "it is there", perhaps because of this very request.
     """
 
     def __init__(self, not_sent: tuple[type[Exception], ...]) -> None:
         self._not_sent = not_sent
-        #: Of any try since this was last set to False; each request does that when it begins.
+        #: True if any try since the last reset is in doubt; each request resets it to False when it begins.
         self.found = False
 
     def note(self, response: Any = None, caught_exception: Exception | None = None, **_: object) -> None:
-        """Takes the outcome of one try; boto3 calls this after each (its event `needs-retry`)."""
+        """Record the outcome of one try; boto3 calls this after each (its event `needs-retry`)."""
         if caught_exception is not None:
             self.found |= not isinstance(caught_exception, self._not_sent)
         elif response is not None:
@@ -134,9 +134,9 @@ __all__ = ["BotoCoreError", "ClientError", "S3Account", "make_client"]
 class S3Account:
     """Credential and address.
 
-    Without `access_key_id` the credential comes from where AWS tools find theirs. `endpoint_url` None: the address that
-    AWS tools use, so `AWS_ENDPOINT_URL_SQS` and the like count. `region` None: theirs, else us-east-1. `verify`: which
-    certificates are trusted, as boto3 takes it.
+    Without `access_key_id` the credential comes from the sources of AWS tools. `endpoint_url` None: the address that
+    AWS tools use, so `AWS_ENDPOINT_URL_SQS` and similar variables apply. `region` None: theirs, otherwise us-east-1.
+    `verify`: the trusted certificates, as boto3 takes them.
     """
 
     access_key_id: str | None = None
@@ -147,17 +147,17 @@ class S3Account:
 
 
 def make_session(account: S3Account) -> boto3.session.Session:
-    """What knows the credential; of a file it is read once, and what expires renews itself where it came from."""
+    """Return a session with the credential. A file is read once; an expiring credential renews itself at its source."""
     return boto3.session.Session(account.access_key_id, account.secret_access_key)
 
 
 def make_client(
     service: str, account: S3Account, place: str, session: boto3.session.Session | None = None, **config: Any
 ) -> Any:
-    """A client of `service`, `s3` or `sqs`; sends no request to it yet. `config`: as botocore's Config takes it.
+    """Return a client of `service`, `s3` or `sqs`; sends no request to it yet. `config`: as botocore's Config takes it.
 
-    Raises ConfigError, which names `place`, where the address or the region is invalid, or no file holds the
-    certificates that are trusted.
+    Raises ConfigError, which names `place`, if the address or the region is invalid; also if the file of trusted
+    certificates cannot be read.
     """
     if isinstance(account.verify, str):
         try:
@@ -165,9 +165,9 @@ def make_client(
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             raise ConfigError(f"store.tls.ca {account.verify}: {why}", code="E-S3-TLS") from None
-    logging.getLogger("urllib3.connection").setLevel(logging.ERROR)  # the error says of a certificate what it warns of
+    logging.getLogger("urllib3.connection").setLevel(logging.ERROR)  # the error reports a bad certificate itself
     session = session or make_session(account)
-    client: Any = session.client  # one signature for all services; the stubs know one for each
+    client: Any = session.client  # one signature for all services; the stubs have one for each
     try:
         made = client(
             service,
@@ -203,9 +203,9 @@ T = TypeVar("T")
 class S3Objects:
     """One bucket.
 
-    `secret_file`: the file with the secret, if there is one: its new content is used once it was read again, which is
-    when the former was refused. So is another credential of the files of AWS tools. Raises ConfigError where the
-    address or the region is invalid.
+    `secret_file`: the file with the secret, if there is one. It is read again when the secret was refused, or on
+    SIGHUP, and its new content is then used. After a refusal, so is another credential in the files of AWS tools.
+    Raises ConfigError if the address or the region is invalid.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class S3Objects:
         self._doubts = Doubts(not_sent=(boto.EndpointConnectionError, boto.ConnectTimeoutError))
         self._secret_file, self._renewing = secret_file, threading.Lock()
         self._client = self._make_client()
-        # Before the first answer the address may be wrong; later the same errors mean trouble on the network.
+        # Before the first answer the address may be wrong; later the same errors mean a network problem.
         self._has_answered = False
         self._told_at = self._clock.monotonic()
         self._refuses_conditions = self._options.conditional_puts == "no"
@@ -244,22 +244,22 @@ class S3Objects:
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
-        asked: Any = self._pause_before  # the stubs know no handler that answers
+        asked: Any = self._pause_before  # the stubs have no handler that returns a value
         client.meta.events.register_first("needs-retry.s3", asked)
         client.meta.events.register("needs-retry.s3", self._doubts.note)
-        if self._account.endpoint_url:  # another server's redirect names no region: boto3 would ask for it forever
+        if self._account.endpoint_url:  # such a server's redirect names no region: boto3 would retry for ever
             client.meta.events.register("before-parameter-build.s3", _as_redirected)
-        self._credential = session.get_credentials()  # as the client has it: looked for once
+        self._credential = session.get_credentials()  # the client's own: searched for once
         return client
 
     def _pause_before(self, attempts: int, response: Any = None, **_: object) -> float | None:
-        """Seconds until boto3 sends the request again; None leaves that to its own handler, which is asked next."""
+        """Return seconds until boto3 sends the request again; None leaves it to boto3's own handler, called next."""
         if response is None or attempts >= self._options.attempts:
             return None
         return s3_errors.pause_before(attempts, response[1], self._options.read_timeout)
 
     def _renew(self) -> bool:
-        """Uses the new content of the secret's file from now on; returns whether it is another secret."""
+        """Use the new content of the secret's file from now on; return True if it is another secret."""
         if self._secret_file is None:
             return False
         with self._renewing:
@@ -270,7 +270,9 @@ class S3Objects:
         return True
 
     def _read_again(self, refused: S3Client) -> str:
-        """Where another credential was found than the one of `refused`, and is used from now on; empty: nowhere."""
+        """Use another credential than that of `refused` from now on, if there is one; return its source, or an empty
+        text.
+        """
         if self._secret_file is not None:
             self._secret_file.read_again()
             self._renew()
@@ -280,7 +282,7 @@ class S3Objects:
         with self._renewing:
             if self._client is refused:
                 before = self._credential
-                with suppress(ConfigError):  # half written
+                with suppress(ConfigError):  # the file may be incomplete
                     client = self._make_client()
                     if self._credential is not None and _parts_of(before) != _parts_of(self._credential):
                         self._client = client
@@ -292,8 +294,8 @@ class S3Objects:
 
     @instrumented("list")
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
-        """SeaweedFS begins in the wrong place where `start_after` is among folders; among the objects of one folder,
-        where Floe uses it, it does not.
+        """List as the port requires. SeaweedFS begins in the wrong place if `start_after` is among folders, but not if
+        it is among the objects of one folder, as in Floe.
         """
         check_prefix(prefix)
         listing = Listing(self._bucket, prefix, start_after, limit)
@@ -309,7 +311,7 @@ class S3Objects:
         return listing.objects()
 
     def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
-        """Raises Unavailable (E-LIST-INVALID) where the server gives one page twice."""
+        """Yield the pages. Raises Unavailable (E-LIST-INVALID) if two successive pages have the same token."""
         check_prefix(prefix)
         listing, more = Listing(self._bucket, prefix, "", None), dict[str, Any]()
         while True:
@@ -401,7 +403,7 @@ class S3Objects:
             try:
                 answer = self._client.head_object(Bucket=self._bucket, Key=key, **asked)
             except ClientError as error:
-                # The answer to a HEAD has no body, so it says neither what is missing nor why it is refused.
+                # The answer to a HEAD has no body: it names neither the missing thing nor the reason of a refusal.
                 if status_of(error.response) < 500 and not self._is_there(key):
                     return None
                 raise
@@ -470,7 +472,7 @@ class S3Objects:
             return self._send(upload, condition)
 
     def _send(self, upload: Upload, condition: Mapping[str, str]) -> bool:
-        """Whether the condition was met."""
+        """Send the upload; return True if the condition was met."""
         try:
             if size_of(upload.body) <= self._options.multipart_bytes:
                 upload.whole(condition)
@@ -493,14 +495,14 @@ class S3Objects:
             try:
                 parts = upload.send_parts(self._options.part_bytes)
             finally:
-                self._doubts.found = False  # whatever became of the parts, no object has changed
+                self._doubts.found = False  # with or without the parts, no object has changed
             upload.commit(parts, condition)
         finally:
             in_doubt = self._doubts.found
             try:
                 upload.abort()
             except (BotoCoreError, ClientError) as error:
-                # Costs space until the bucket's rule for incomplete uploads removes it, and nothing else.
+                # The upload only takes space until the bucket's rule for incomplete uploads removes it.
                 log.warning("upload not aborted", action="upload_not_aborted", error=without_paths(str(error)))
             self._doubts.found = in_doubt
 
@@ -536,7 +538,7 @@ class S3Objects:
 
     @contextmanager
     def _telling(self, what: str) -> Iterator[None]:
-        """Tells again and again that `what` has no answer yet: of several that wait, one for all."""
+        """Log repeatedly that the call `what` has no answer yet; if several calls wait, one line serves for all."""
         every, done, began = self._options.told_every, threading.Event(), self._clock.monotonic()
 
         def tell() -> None:
@@ -553,7 +555,7 @@ class S3Objects:
             done.set()
 
     def _explained(self, verb: str, key: str, error: ClientError, writes: bool, used: S3Client) -> FloeError:
-        if code_of(error.response) == "400" and self._is_plain_on_tls():  # said by no S3: it names its errors
+        if code_of(error.response) == "400" and self._is_plain_on_tls():  # not from S3, which names its errors
             return self._wrong_scheme(verb, key)
         self._has_answered = True
         explained = s3_errors.explain(verb, self._place(key), error.response)
@@ -576,7 +578,7 @@ class S3Objects:
         if isinstance(error, boto.SSLError):
             hint = certificate_hint(told, "store.endpoint_url", "store")
             if hint or "CERTIFICATE_VERIFY_FAILED" in told:
-                # A certificate that was believed before is no fault of the configuration.
+                # If this store's certificate was accepted before, the configuration is not at fault.
                 kind = away if is_out_of_date(told) or self._has_answered else ConfigError
                 return kind(text, hint=hint or "name the authority in store.tls.ca", code="E-S3-TLS")
         if isinstance(error, boto.EndpointConnectionError):
@@ -603,7 +605,7 @@ class S3Objects:
         return str(self._client.meta.endpoint_url)
 
     def _is_plain_on_tls(self) -> bool:
-        """Whether the address is `http://` and the server there speaks TLS; not asked after a first answer."""
+        """True if the address is `http://` and the server there speaks TLS; not tested after a first answer."""
         plain = not self._has_answered and self._endpoint.startswith("http:")
         return plain and s3_errors.speaks_tls(self._endpoint)
 
@@ -615,5 +617,5 @@ class S3Objects:
 
 
 def _parts_of(credential: Any) -> tuple[str | None, ...]:
-    """Key, secret and session token; nothing where there is no credential."""
+    """Return key, secret and session token; an empty tuple if there is no credential."""
     return () if credential is None else tuple(credential.get_frozen_credentials())

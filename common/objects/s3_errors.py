@@ -1,6 +1,6 @@
-"""What an S3 server's refusals mean to the operator, and what it means that no answer came.
+"""Explanations of S3 errors and of missing answers, for the operator.
 
-One line each, naming the operation and the key, and of an address scheme, host and port only.
+Each is one line that names the operation and the key. Of an address it contains scheme, host and port only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PERMISSIONS = {
 
 
 class Meaning(NamedTuple):
-    """A refusal, for the operator: the error to raise, what to do, and its code (empty: that of `kind`)."""
+    """The meaning of a refusal for the operator: the error to raise, a hint, and a code (empty: that of `kind`)."""
 
     kind: type[FloeError]
     hint: str = ""
@@ -38,7 +38,7 @@ class Meaning(NamedTuple):
 
 
 LATER = Meaning(Unavailable, "", "E-S3-LATER")
-DENIED = Meaning(Refused, "", "E-S3-DENIED")  # the hint names the right that the verb needs
+DENIED = Meaning(Refused, "", "E-S3-DENIED")  # the hint names the permission that the verb needs
 ELSEWHERE = Meaning(ConfigError, "", "E-S3-REGION")  # the hint names the region
 _SIGNATURE = "the secret key is not the one of this access key, or a proxy changes requests"
 _REFUSED = Meaning(Refused, "check the credential, its rights, and the state of the account", "E-S3-DENIED")
@@ -64,7 +64,7 @@ _LATER = (
     "InternalException KMSInternalException DependencyTimeoutException KeyUnavailableException"
 )
 
-#: The meaning of each code that a store may answer. A code of AWS KMS stands without its `KMS.`.
+#: The meaning of each code that a store may answer. A code of AWS KMS is listed without its `KMS.`.
 CODES: Mapping[str, Meaning] = {
     **dict.fromkeys(_LATER.split(), LATER),
     "RequestTimeTooSkewed": Meaning(Unavailable, "set this host's clock: it and the store's differ", "E-S3-CLOCK"),
@@ -92,7 +92,7 @@ CODES: Mapping[str, Meaning] = {
     ),
 }
 
-# The meaning of a code that is unknown, by the status of its answer; of others from 500 on LATER, else _INVALID.
+# The meaning of an unknown code, by the status of its answer. For other statuses: LATER from 500 on, else _INVALID.
 STATUSES: Mapping[int, Meaning] = {
     **dict.fromkeys((307, 404, 408, 409, 423, 425, 429), LATER),
     **dict.fromkeys((401, 403), _REFUSED),
@@ -101,14 +101,14 @@ STATUSES: Mapping[int, Meaning] = {
     501: _UNABLE,
     507: _FULL,
 }
-_SURE = {408, 409, 425, 429}  # what these say, and 5xx but 501, counts more than the code beside it
+_SURE = {408, 409, 425, 429}  # these, and 5xx except 501, take precedence over the code in the answer
 _CAP_EXCEEDED = re.compile(r"\b(cap|quota)\b.{0,20}\bexceeded\b", re.IGNORECASE)
 
 
 def meaning_of(code: str, status: int, message: str = "") -> Meaning:
-    """The meaning of an answer with `code` and HTTP `status`.
+    """Return the meaning of an answer with `code` and HTTP `status`.
 
-    `code`: empty or the status in digits where the answer has no body. `message`: in the server's words.
+    `code`: empty or the status in digits if the answer has no body. `message`: in the server's words.
     """
     known = CODES.get(code.removeprefix("KMS.")) or (DENIED if code in ("401", "403") else None)
     of_status = STATUSES.get(status, LATER if status >= 500 else _INVALID)
@@ -118,23 +118,23 @@ def meaning_of(code: str, status: int, message: str = "") -> Meaning:
         return of_status
     if "kms" in f"{code} {message}".lower():
         return _KMS
-    if _CAP_EXCEEDED.search(message):  # Backblaze says AccessDenied then
+    if _CAP_EXCEEDED.search(message):  # Backblaze answers AccessDenied for it
         return _CAPPED
     return known or of_status
 
 
-# What stores say of a condition that they do not know, beside 501.
+# Error codes from stores that do not know a condition, besides status 501.
 _CONDITION_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedHeader", "400"}
 
 
 def refuses_conditions(response: Mapping[str, Any]) -> bool:
-    """Whether this answer to a put with a condition may mean that the store takes none; a put without tells."""
+    """True if this answer to a conditional put may mean that the store supports none; a plain put settles it."""
     status = status_of(response)
     return status == 501 or (status == 400 and code_of(response) in _CONDITION_UNKNOWN)
 
 
 def code_of(response: Mapping[str, Any]) -> str:
-    """S3's name of the error, or the HTTP status where the answer has no body."""
+    """Return S3's name of the error, or the HTTP status if the answer has no body."""
     return str(response.get("Error", {}).get("Code", ""))
 
 
@@ -143,9 +143,9 @@ def status_of(response: Mapping[str, Any]) -> int:
 
 
 def explain(verb: str, place: str, response: Mapping[str, Any]) -> FloeError:
-    """The FloeError for an error answer, as if its outcome were known.
+    """Return the FloeError for an error answer, as if its outcome were known.
 
-    `verb`: of the object store port. `place`: `s3://bucket/key`. `response`: what boto3's ClientError holds.
+    `verb`: of the object store port. `place`: `s3://bucket/key`. `response`: of boto3's ClientError.
     """
     told, status, code = response.get("Error", {}), status_of(response), code_of(response)
     message = str(told.get("Message", ""))
@@ -163,21 +163,22 @@ def explain(verb: str, place: str, response: Mapping[str, Any]) -> FloeError:
 
 
 def is_conflict(response: Mapping[str, Any]) -> bool:
-    """Whether the answer reports a conflict with another write: nothing was done, and the same request may succeed."""
+    """True if the answer reports a conflict with another write: nothing was done, and the same request may succeed."""
     return status_of(response) == 409 and meaning_of(code_of(response), 409) is LATER
 
 
-# Asking again
+# Retries
 
-PAUSES = (0.1, 0.4, 1.6)  # seconds before the next try of what boto3 itself does not try again
-MOST_ASKED = 30.0  # seconds that a request waits because its answer names a time
-_RETRIED = {409, 429, 500, 502, 503, 504}  # by boto3; 409 by who writes
+PAUSES = (0.1, 0.4, 1.6)  # seconds before the next try of a request that boto3 itself does not retry
+MOST_ASKED = 30.0  # seconds; the longest pause because an answer names a time
+_RETRIED = {409, 429, 500, 502, 503, 504}  # by boto3; 409 by the caller that writes
 
 
 def pause_before(attempt: int, response: Mapping[str, Any], most: float) -> float | None:
-    """Seconds until a request is sent again after `response` to try number `attempt` (from 1); None: boto3 decides.
+    """Return seconds until a request is sent again after `response` to try number `attempt` (from 1); None: boto3
+    decides.
 
-    An answer that means "later" may name the time (`Retry-After`), of which at most `most` seconds count.
+    An answer that means "later" may name the time (`Retry-After`); at most `most` seconds of it count.
     """
     status, message = status_of(response), str(response.get("Error", {}).get("Message", ""))
     if status in (307, 404) or meaning_of(code_of(response), status, message) is not LATER:
@@ -189,7 +190,7 @@ def pause_before(attempt: int, response: Mapping[str, Any], most: float) -> floa
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds, 0 or more; None where the answer names no time. A date is compared with the answer's own."""
+    """Return seconds, 0 or more; None if the answer names no time. A date is compared with the answer's own date."""
     text = headers.get("retry-after", "").strip()
     if text.isdecimal():
         return float(text)
@@ -200,7 +201,7 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def _headers_of(response: Mapping[str, Any]) -> Mapping[str, str]:
-    """Names in lower case."""
+    """Return the headers, with names in lower case."""
     found: Mapping[str, str] = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     return found
 
@@ -209,19 +210,19 @@ def _headers_of(response: Mapping[str, Any]) -> Mapping[str, str]:
 
 _URL = re.compile(r"""(https?://)(?:[^/\s"'@]*@)?([^/\s"'?]+)[^\s"']*""")
 _UNKNOWN_HOST = re.compile(r"failed to resolve|name or service not known|nodename nor servname|getaddrinfo", re.I)
-# What a server that does not speak TLS makes of a handshake, by the versions of OpenSSL.
+# Errors of a handshake with a server that does not speak TLS, by the versions of OpenSSL.
 _NOT_TLS = re.compile(r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|record layer failure|UNKNOWN_PROTOCOL|HTTP_REQUEST")
 _ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
 PROBE_TIMEOUT = 3.0  # seconds
 
 
 def without_paths(text: str) -> str:
-    """`text` with each address in it reduced to scheme, host and port."""
+    """Return `text` with each address in it reduced to scheme, host and port."""
     return _URL.sub(r"\1\2", text)
 
 
 def why_not_connected(endpoint: str, cause: str) -> tuple[str, str]:
-    """Why no connection to the address `endpoint` was made, and what to do. `cause`: boto3's text."""
+    """Return the reason why no connection to the address `endpoint` was made, and a hint. `cause`: boto3's text."""
     host = urlsplit(endpoint).hostname or endpoint
     where = f"store {without_paths(endpoint)}"
     if f"[Errno {int(socket.EAI_AGAIN)}]" in cause:
@@ -246,7 +247,7 @@ def is_not_tls(cause: str) -> bool:
 
 
 def speaks_tls(endpoint: str) -> bool:
-    """Whether the server at the address answers a TLS handshake, with any certificate. Blocking."""
+    """True if the server at the address answers a TLS handshake, with any certificate. Blocking."""
     address = urlsplit(endpoint)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -274,9 +275,10 @@ VERBS = ("list", "get", "download", "put", "put_if_absent", "put_if_match", "del
 
 
 class AnsweringStore:
-    """`objects`; after each call it calls `told`, in the same thread, with whether the server gave an answer.
+    """A wrapper of `objects`. After each call it calls `told`, in the same thread: True if the server gave an answer.
 
-    A refusal is an answer, and so is "there is no such object". It has only the verbs of the port.
+    "There is no such object" is an answer, and so is a refusal, except that of the credential (E-S3-AUTH). The wrapper
+    has only the verbs of the port.
     """
 
     def __init__(self, objects: ObjectStore, told: Callable[[bool], None]) -> None:

@@ -1,7 +1,7 @@
-"""The bytes that go to S3 and come back: uploads, bodies, listings; what an answer says is doubted.
+"""Transfers to and from S3: uploads, bodies and listings, with a check of each answer.
 
-A server, a proxy or a wrong address can answer 200 with HTML, with nothing, or for another bucket, and boto3
-reads all of these as an empty listing: "nothing is there yet". So a page must say what it is.
+A server, a proxy or a wrong address can answer 200 with HTML, with nothing, or for another bucket, and boto3 reads all
+of these as an empty listing: "nothing is there yet". So each page must name its bucket and prefix.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from common.objects.port import (
 )
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024  # of a page of a listing, an error or a receipt: all but the body of an object
-MAX_EMPTY_PAGES = 1000  # of one listing, one after the other: a store passes over what is deleted
+MAX_EMPTY_PAGES = 1000  # in succession in one listing: a store skips deleted objects
 
 
 class BoundedSession:
-    """boto3's HTTP session, which reads at most MAX_ANSWER_BYTES of an answer that it keeps whole in memory.
+    """boto3's HTTP session, limited to MAX_ANSWER_BYTES of an answer that it keeps whole in memory.
 
-    `too_long`, `lost`: boto3's errors for an answer that it cannot read, and for one that does not come to its end.
+    `too_long`, `lost`: boto3's errors for an answer that it cannot read, and for one that ends too early.
     """
 
     def __init__(self, session: Any, too_long: Callable[[str], Exception], lost: Callable[..., Exception]) -> None:
@@ -50,11 +50,11 @@ class BoundedSession:
         self.close = session.close
 
     def send(self, request: Any) -> Any:
-        """Raises `too_long`, `lost`, and what boto3's own session raises."""
+        """Send the request. Raises `too_long`, `lost`, and the errors of boto3's own session."""
         is_whole, request.stream_output = not request.stream_output, True
         response = self._session.send(request)
         if is_whole or response.status_code >= 300:
-            response._content = b"".join(self._chunks(response.raw))  # where boto3 itself keeps it
+            response._content = b"".join(self._chunks(response.raw))  # boto3's own field for it
         return response
 
     def _chunks(self, body: Any) -> Iterator[bytes]:
@@ -76,19 +76,19 @@ class Listing:
         self._bucket, self._prefix, self._start_after, self._limit = bucket, prefix, start_after, limit
         self._found: dict[str, ObjectInfo] = {}
         self._passed: set[str] = set()  # unwanted keys, from a server that begins in the wrong place
-        self._token, self._empty = "", 0  # of the page before; pages without keys up to here
+        self._token, self._empty = "", 0  # token of the previous page; empty pages in succession
 
     def is_full(self) -> bool:
         return self._limit is not None and len(self._found) >= self._limit
 
     def add(self, page: Mapping[str, Any]) -> str | None:
-        """Adds a page; returns the token of the next one, None after the last. Raises Unavailable.
+        """Add a page; return the token of the next one, None after the last. Raises Unavailable.
 
-        Each key comes once, wanted or not: with a server that repeats itself this would never end.
+        No key may come twice, wanted or not: with a server that repeats itself the listing would never end.
         """
         contents = page.get("Contents", [])
         self._expect("Name", page.get("Name"), self._bucket)
-        # boto3 asks for encoded keys and decodes the echoed prefix too, which SeaweedFS does not encode.
+        # boto3 requests encoded keys and decodes the echoed prefix too, but SeaweedFS does not encode the prefix.
         if (prefix := page.get("Prefix")) != unquote_plus(self._prefix):
             self._expect("Prefix", prefix, self._prefix)
         self._expect("KeyCount", page.get("KeyCount"), len(contents))
@@ -97,11 +97,11 @@ class Listing:
         return self._next_token(page, len(contents))
 
     def objects(self) -> builtins.list[ObjectInfo]:
-        # SeaweedFS lists `a/1` before `a-b`, folder by folder, so the order of the pages is not the keys'.
+        # SeaweedFS lists folder by folder, `a/1` before `a-b`, so pages are not in key order.
         return [self._found[key] for key in sorted(self._found)][: self._limit]
 
     def take(self) -> builtins.list[ObjectInfo]:
-        """The objects since the last call, in order."""
+        """Return the objects since the last call, in order."""
         taken = self.objects()
         self._found.clear()
         return taken
@@ -110,7 +110,7 @@ class Listing:
         info = None
         with suppress(KeyError, AttributeError, ValueError):
             etag = str(entry.get("ETag", "")).strip('"')
-            # Whole seconds, as the answer to a HEAD has them: MinIO lists milliseconds.
+            # Whole seconds, as in the answer to a HEAD: MinIO lists milliseconds.
             modified = float(int(entry["LastModified"].timestamp()))
             info = ObjectInfo(str(entry["Key"]), int(entry["Size"]), modified, etag)
         is_known = info is not None and (info.key in self._found or info.key in self._passed)
@@ -145,11 +145,11 @@ class Listing:
 
 
 def head_info(key: str, answer: Mapping[str, Any]) -> ObjectInfo | None:
-    """What the answer to a HEAD says; None where it lacks what every store gives."""
+    """Return the properties in the answer to a HEAD; None without a size or a time, which every store gives."""
     modified, size = answer.get("LastModified"), answer.get("ContentLength")
     if modified is None or size is None:
         return None
-    is_composite = answer.get("ChecksumType") == "COMPOSITE"  # of the parts' checksums, not of the bytes
+    is_composite = answer.get("ChecksumType") == "COMPOSITE"  # a checksum of the parts' checksums, not of the bytes
     sha256 = None if is_composite else _sha256_in(str(answer.get("ChecksumSHA256", "")))
     etag = str(answer.get("ETag", "")).strip('"')
     metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
@@ -157,7 +157,7 @@ def head_info(key: str, answer: Mapping[str, Any]) -> ObjectInfo | None:
 
 
 def _sha256_in(text: str) -> str | None:
-    """64 hex digits; None if `text` is not one SHA-256, such as the composite of a multipart upload."""
+    """Return 64 hex digits; None if `text` is not one SHA-256, such as the composite of a multipart upload."""
     try:
         digest = base64.b64decode(text, validate=True)
     except ValueError:
@@ -181,7 +181,7 @@ def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
     return [found[key] for key in sorted(found)]
 
 
-_COLD = ("GLACIER", "DEEP_ARCHIVE")  # classes whose objects must be restored before they can be read
+_COLD = ("GLACIER", "DEEP_ARCHIVE")  # storage classes with objects that must be restored before they can be read
 
 
 def enabled_rules(answer: Mapping[str, Any]) -> list[LifecycleRule]:
@@ -208,9 +208,9 @@ MAX_PARTS = 10_000
 
 @dataclass(slots=True)
 class Upload:
-    """What is to be put under one key. Raises what boto3 raises, ChecksumMismatch and OutcomeUnknown."""
+    """One body to put under one key. Raises the errors of boto3, ChecksumMismatch and OutcomeUnknown."""
 
-    client: Any  # the stubs know no dictionaries of fields
+    client: Any  # the stubs accept no dictionary of fields
     target: Mapping[str, str]
     body: Body
     sha256: str | None
@@ -228,7 +228,7 @@ class Upload:
             self._expect_etag(self.client.put_object(**self.target, Body=body, **fields))
 
     def send_parts(self, part_bytes: int) -> list[dict[str, Any]]:
-        """Begins an upload and sends all parts; nothing of it is visible before `commit`."""
+        """Begin a multipart upload and send all parts; nothing of it is visible before `commit`."""
         algorithm = {} if self.checksum == "none" else {"ChecksumAlgorithm": self.checksum.upper()}
         begun = self.client.create_multipart_upload(**self.target, **self.common, **algorithm)
         self._id = begun["UploadId"]
@@ -238,7 +238,7 @@ class Upload:
             for number, part in enumerate(chunks(file, size), start=1):
                 digest.update(part)
                 parts.append(self._send_part(number, part))
-        # The server checks each part only, so the sum over all of them is checked here, before the commit.
+        # The server checks each part only, so the checksum of the whole body is checked here, before the commit.
         if self.checksum == "sha256" and self.sha256 not in (None, digest.hexdigest()):
             raise ChecksumMismatch(f"put {self.place}: expected {self.sha256}, found {digest.hexdigest()}")
         return parts
@@ -281,7 +281,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class CutShortError(Unavailable):
-    """The body ended before the length that was announced, or is not the range that was asked for."""
+    """The body ended before the announced length, or is not the requested range."""
 
     default_code = "E-S3-CUT"
 
@@ -297,7 +297,7 @@ class ByteRange:
         return f"bytes={self.first}-{'' if self.length is None else self.first + self.length - 1}"
 
     def size_in(self, content_range: str) -> int:
-        """The bytes in an answer with this `Content-Range`. Raises CutShortError for another range."""
+        """Return the number of bytes in an answer with this `Content-Range`. Raises CutShortError for another range."""
         if not (match := _CONTENT_RANGE.fullmatch(content_range)):
             raise CutShortError(f"expected {self.header()}, found Content-Range {content_range!r:.80}")
         first, last, total = (int(number) for number in match.groups())
@@ -308,14 +308,14 @@ class ByteRange:
 
 
 class AnswerBody:
-    """A body and the length it must have, of which at most one byte more is read."""
+    """A body and its required length; at most one byte more than that is read."""
 
     def __init__(self, stream: io.BufferedIOBase, expected: int) -> None:
         self._stream, self._expected, self._found = stream, expected, 0
 
     @classmethod
     def of(cls, answer: Mapping[str, Any], wanted: ByteRange | None, size: Callable[[], int | None]) -> AnswerBody:
-        """The body of `answer`; `size` finds the object's size where the answer announces no length."""
+        """Return the body of `answer`; `size` finds the object's size if the answer announces no length."""
         stream = answer["Body"]
         try:
             if wanted:
@@ -329,7 +329,7 @@ class AnswerBody:
             raise
 
     def use(self, how: Callable[[AnswerBody], T]) -> T:
-        """The result of `how` for the body. Raises CutShortError unless the body is as long as announced."""
+        """Return the result of `how` for the body. Raises CutShortError unless the body is as long as announced."""
         with closing(self):
             result = how(self)
         if self._found != self._expected:

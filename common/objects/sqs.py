@@ -1,4 +1,4 @@
-"""A queue of Amazon SQS, as far as listening to notifications needs it."""
+"""A queue of Amazon SQS, reduced to the calls that receiving notifications needs."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ _REGION = re.compile(r"sqs\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?")
 
 
 class Received(NamedTuple):
-    """A message, and the handle by which it is deleted."""
+    """A message, and the handle to delete it by."""
 
     body: str
     receipt: str
@@ -39,8 +39,8 @@ class Received(NamedTuple):
 class SqsQueue:
     """One queue: its name, or its address without `https://` (`sqs.REGION.amazonaws.com/ACCOUNT/NAME`).
 
-    Blocking; for one thread. An address tells the region, whatever `account` says. Raises ConfigError where address or
-    region is invalid; every method raises ConfigError (no such queue), Refused (credential or right) and Unavailable.
+    Blocking; for one thread. The region in an address overrides that of `account`. Raises ConfigError if address or
+    region is invalid. Every method raises ConfigError (no such queue), Refused (credential or right), Unavailable.
     """
 
     def __init__(self, address: str, account: S3Account) -> None:
@@ -59,7 +59,7 @@ class SqsQueue:
         self.region = str(self._client.meta.region_name)
 
     def receive(self, wait: int = LONGEST_WAIT) -> list[Received]:
-        """Up to ten messages, as soon as there is one; empty after `wait` seconds (0 to 20)."""
+        """Return up to ten messages, as soon as there is one; empty after `wait` seconds (0 to 20)."""
         with self._calling("receive"):
             answer = self._client.receive_message(
                 QueueUrl=self.address(), MaxNumberOfMessages=BATCH, WaitTimeSeconds=wait
@@ -68,7 +68,7 @@ class SqsQueue:
         return [Received(str(each.get("Body", "")), str(each.get("ReceiptHandle", ""))) for each in found]
 
     def delete(self, messages: Sequence[Received]) -> int:
-        """Removes received messages; returns how many the queue refused to remove: they come again."""
+        """Remove received messages; return the number that the queue failed to remove: they are delivered again."""
         if not messages:
             return 0
         entries = [{"Id": str(n), "ReceiptHandle": each.receipt} for n, each in enumerate(messages)]

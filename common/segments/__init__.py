@@ -1,1 +1,1 @@
-"""Segments: values, names, files, and the store that keeps them."""
+"""Segments: values, names, files, and their store."""

@@ -1,13 +1,14 @@
-"""The signs of life of egress: one small object for each process, put again every half minute.
+"""Heartbeats of egress: one small object for each process, written again every 30 seconds.
 
     {prefix}/_floe/alive/{site}/{host}[.{label}][.{worker}]
 
-The time that the store notes of it (LastModified) is the sign of life; its content tells the centre what no other
-object does: why a chain does not go on, and how far the stream itself is. A process that is started again has the same
-name and replaces its object. Objects of processes that never come back are passed over: of each chain the newest object
-that names it counts, and an object that is FORGOTTEN older than the newest of its site is not read at all.
+The time that the store records for it (LastModified) is the heartbeat. Its content gives the centre two facts that no
+other object has: why a chain does not continue, and how far the stream itself is. A restarted process has the same name
+and replaces its object. Objects of processes that never come back are ignored: for each chain the newest object that
+names it counts, and an object FORGOTTEN older than the newest of its site is not read at all.
 
-Every program that can write to the bucket can write these: they are read up to a size, and only shown and measured by.
+Every program that can write to the bucket can write these objects. So the size of a read is limited, and their content
+is used only for display and measurement.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from common.documents import JsonForm
 from common.objects.port import ObjectInfo
 from common.sequences import MAX_SEQUENCE
 
-FORGOTTEN = 7 * 86_400.0  # seconds behind the newest object of the same site
+FORGOTTEN = 7 * 86_400.0  # seconds by which an object is older than the newest of its site
 MAX_CHAINS = 20_000  # of one process
 STANDBY = "standby"
-EVERY = 30.0  # seconds between two signs of one process
-LATEST = 45.0  # seconds behind one by which the next is there, unless something is wrong
-OVERDUE, SILENT = "overdue", "silent"  # what stands in place of the state of a process that gave no sign for so long
+EVERY = 30.0  # seconds between two heartbeats of one process
+LATEST = 45.0  # seconds after one by which the next is there, unless something is wrong
+OVERDUE, SILENT = "overdue", "silent"  # replace the state of a process without a recent heartbeat
 
 _TEXT = 1000  # characters of a reason, at most
 
@@ -65,12 +66,12 @@ _FORM = JsonForm(_AliveWire)
 
 
 class ChainSign(_Said, frozen=True, kw_only=True):
-    """What a process says of one chain. `state`, `code`, `why`: as in its /status, since `since`.
+    """The report of a process about one chain. `state`, `code`, `why`: as in its /status, since `since`.
 
-    `end`: the last archived sequence, None where that was not looked up yet. `source_last`: the last sequence of the
-    stream when it was last asked, at `source_asked`. `first`: where the chain begins, None where that was not looked up
-    yet. Times in seconds since 1970 by the clock of the process.
-    `incarnation` of `chain`: the one that was written last; 0 where none was found yet.
+    `end`: the last archived sequence, None if it was not looked up yet. `source_last`: the last sequence of the
+    stream at the last query, made at `source_asked`. `first`: the first sequence of the chain, None if it was not
+    looked up yet. Times are in seconds since 1970, by the clock of the process.
+    `incarnation` of `chain`: the last one that was written; 0 if none was found yet.
     """
 
     chain: Chain
@@ -80,9 +81,10 @@ class ChainSign(_Said, frozen=True, kw_only=True):
         return self.state != STANDBY
 
     def source_at_least(self, incarnation: int, archived: int) -> int | None:
-        """The last sequence of the stream as far as it is known: as it was asked, or what was archived since.
+        """Return the last known sequence of the stream: as queried, or `archived` if that is greater; None if unknown.
 
-        Less than what is archived only where the process saw it so: then the stream was rolled back.
+        It is as queried, even if less, if the process itself saw less than it had archived (the stream was rolled
+        back), or if `incarnation` is not that of the chain.
         """
         last = self.source_last
         if last is None or self.chain.incarnation != incarnation or last < (self.end or 0):
@@ -90,23 +92,23 @@ class ChainSign(_Said, frozen=True, kw_only=True):
         return max(last, archived)
 
     def not_archived(self, incarnation: int, archived: int) -> int | None:
-        """Sequences of the stream behind what is archived; None where the end of the stream is unknown.
+        """Return the number of sequences of the stream after the archive; None if the end of the stream is unknown.
 
         `incarnation`, `archived`: the newest incarnation that the reader knows, and the end of its coverage (0: none).
         """
         if self.source_last is None:
             return None
-        end = max(self.end or 0, (self.first or 1) - 1)  # what the stream had before the chain is not owed
+        end = max(self.end or 0, (self.first or 1) - 1)  # the chain leaves out sequences before its first
         if self.chain.incarnation > incarnation:
             return max(0, self.source_last - end)
-        # A process that was restarted, and stopped before it looked, knows no incarnation and says 0.
+        # A process that restarted and stopped before its first lookup knows no incarnation and reports 0.
         known = max(archived, end) if self.chain.incarnation == incarnation else archived
         return max(0, self.source_last - known)
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """One object. `owner`: the process that wrote it, at `time` by its own clock."""
+    """The heartbeat object of one process. `owner`: the process that wrote it, at `time` by its own clock."""
 
     site: str
     owner: str
@@ -122,7 +124,7 @@ class Alive:
 
     @classmethod
     def from_json(cls, raw: bytes) -> Alive:
-        """Reads what this version wrote, or a later one that added fields. Raises ValueError."""
+        """Parse an object of this version, or of a later one that added fields. Raises ValueError."""
         wire = _FORM.decode(raw)
         if len(wire.chains) > MAX_CHAINS:
             raise ValueError(f"chains: expected at most {MAX_CHAINS}, found {len(wire.chains)}")
@@ -137,13 +139,13 @@ def _sign(site: str, wire: _ChainWire) -> ChainSign:
 
 
 def process_name(host: str, instance: str = "", worker: int | None = None) -> str:
-    """The name of a process in its key: the same after a restart, different from those of its siblings."""
+    """Return the name of a process in its key: the same after a restart, different from those of its siblings."""
     return ".".join([host, *([instance] if instance else []), *([] if worker is None else [str(worker)])])
 
 
 def to_read(found: Iterable[tuple[str, ObjectInfo]]) -> list[ObjectInfo]:
-    """The objects that may still be useful, of (site, object): without those FORGOTTEN older than the newest of
-    their site.
+    """Return the objects that may still be useful, from pairs (site, object): without those that are more than
+    FORGOTTEN older than the newest of their site.
     """
     objects = list(found)
     newest: dict[str, float] = {}
@@ -154,8 +156,8 @@ def to_read(found: Iterable[tuple[str, ObjectInfo]]) -> list[ObjectInfo]:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What one object says of one chain. `modified`: its sign of life, by the store's clock; `age`: how long ago
-    that was, in seconds; `time`: when it was written, by the clock of the process.
+    """The report of one object about one chain. `modified`: the heartbeat, by the store's clock; `age`: seconds since
+    then; `time`: the time of writing, by the clock of the process.
     """
 
     sign: ChainSign
@@ -164,8 +166,8 @@ class Sighting:
     time: float
 
     def state(self, silent_after: float) -> str:
-        """What the process said, unless it said nothing since: OVERDUE, then SILENT after `silent_after` seconds.
-        A stop stays one until then.
+        """Return the reported state. Without a newer heartbeat it becomes OVERDUE, then SILENT after `silent_after`
+        seconds; "stopped" remains until then.
         """
         if self.age > silent_after:
             return SILENT
@@ -173,13 +175,13 @@ class Sighting:
 
     @property
     def lasts(self) -> float:
-        """Seconds, by the clock of the process alone."""
+        """Seconds that the state had lasted at the time of writing, by the clock of the process alone."""
         return max(0.0, self.time - self.sign.since)
 
 
 def newest(sightings: Iterable[Sighting]) -> dict[Chain, Sighting]:
-    """The sighting that counts for each partition, by its chain in incarnation 0000: the newest from a process that
-    has the chain; one from a process that stands by counts only where there is no other.
+    """Return the sighting that counts for each partition, by its chain in incarnation 0000: the newest from a process
+    that holds the chain. One from a standby counts only if there is no other.
     """
     found: dict[Chain, Sighting] = {}
     for each in sorted(sightings, key=lambda each: (each.sign.works, each.modified), reverse=True):

@@ -1,4 +1,4 @@
-"""A chain read as its archive: over all levels, each row once, around what is damaged."""
+"""Read a chain from its archive: across all levels, each row once, without the damaged segments."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 
 def select_chains(chains: ChainStore, text: str | None, feeds: Collection[Pair] = ()) -> list[Chain]:
-    """The chains that `SITE[/FEED[/INCARNATION[/PARTITION]]]` means; None means all.
+    """Return the chains that `SITE[/FEED[/INCARNATION[/PARTITION]]]` names; None means all.
 
-    `feeds`: those of the configuration, which may have no archive yet. A chain that is named in full need not have a
-    `chain.json`. Raises UsageError, with the names that exist, for one that does not.
+    `feeds`: those of the configuration, which may have no archive yet. A chain that is named in full needs no
+    `chain.json` if it has a segment. Raises UsageError, with the names that exist, for one that does not.
     """
     if text is None:
         return chains.chains()
@@ -47,9 +47,9 @@ def select_chains(chains: ChainStore, text: str | None, feeds: Collection[Pair] 
 
 
 def find_chain(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> Chain:
-    """The chain that `SITE/FEED[/INCARNATION[/PARTITION]]` means; without an incarnation, the newest.
+    """Return the chain that `SITE/FEED[/INCARNATION[/PARTITION]]` names; without an incarnation, the newest.
 
-    Raises UsageError as `select_chains`, and where several partitions match.
+    Raises UsageError as `select_chains`, and if several partitions match.
     """
     site, feed, incarnation, partition = parse_of_feed(text)
     if None not in (incarnation, partition):
@@ -58,9 +58,9 @@ def find_chain(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> C
 
 
 def find_incarnation(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> Chain:
-    """Partition 0 of the incarnation that `SITE/FEED[/INCARNATION]` means; the newest, where none is named.
+    """Return partition 0 of the incarnation that `SITE/FEED[/INCARNATION]` names; of the newest, if none is named.
 
-    Raises UsageError as `select_chains`, and where a partition is named.
+    Raises UsageError as `select_chains`, and if a partition is named.
     """
     site, feed, incarnation, partition = parse_of_feed(text)
     if partition is not None:
@@ -70,22 +70,22 @@ def find_incarnation(chains: ChainStore, text: str, feeds: Collection[Pair] = ()
 
 
 def among(chains: ChainStore, site: str | None, feed: str | None, find: Callable[[Collection[Chain]], T]) -> T:
-    """What `find` finds among the chains of a site or feed; if nothing, its error lists all chains."""
+    """Return the result of `find` for the chains of a site or feed. If it finds none, its error lists all chains."""
     try:
         return find(chains.chains(site, feed))
     except UsageError as error:
         try:
             known = chains.chains()
-        except Refused:  # a credential of one site
+        except Refused:  # the credential is for one site only
             raise error from None
         return find(known)
 
 
 def history(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
-    """The chains of the stream that the incarnation of `newest` is of, each with the last sequence that counts of it:
-    all of that incarnation (MAX_SEQUENCE), and of those before that it continues. Blocking.
+    """Return the chains of the stream up to the incarnation of `newest`, each with the last of its sequences that
+    counts: all of that incarnation (MAX_SEQUENCE), and those of the earlier ones that it continues. Blocking.
 
-    Raises what the store raises, DataError for a spoiled document.
+    Raises the errors of the store, and DataError for an invalid document.
     """
     known, found, number = chains.chains(newest.site, newest.feed), dict[Chain, int](), newest.incarnation
     of = {chain: MAX_SEQUENCE for chain in known if chain.incarnation == number}
@@ -100,7 +100,7 @@ def history(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
         before = chains.read_stream(replace(newest, incarnation=former, partition=0))
         cuts = [[each.filters for each in found.chains] for found in (document, before) if found is not None]
         if len({*reach.values()}) > 1 and cuts[0] != cuts[-1]:
-            break  # one partition's end says nothing of others that took other subjects
+            break  # the end of one partition implies nothing about others with other subjects
         least, number = min(reach.values()), former
         ends = {chain: reach.get(chain.partition, least) for chain in known if chain.incarnation == former}
         of = {chain: end for chain, end in ends.items() if end > 0}
@@ -108,7 +108,7 @@ def history(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
 
 
 def span(refs: Sequence[SegmentRef]) -> SequenceRange | None:
-    """From the first to the last sequence that `refs` cover, holes included; None without segments."""
+    """Return the range from the first to the last sequence that `refs` cover, holes included; None without segments."""
     if not refs:
         return None
     return SequenceRange(min(r.coverage.first for r in refs), max(r.coverage.last for r in refs))
@@ -116,8 +116,8 @@ def span(refs: Sequence[SegmentRef]) -> SequenceRange | None:
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """Fetches segments by the threads of `pool` before they are read: at most `count` of one reading, and `size` bytes
-    of the store, or one segment that is larger.
+    """Prefetch of segments by the threads of `pool`: at most `count` segments for one reader, and `size` stored bytes,
+    or one larger segment.
     """
 
     pool: Executor
@@ -132,7 +132,9 @@ class ReadAhead:
 def _opened(
     store: SegmentStore, stretches: Sequence[Stretch[SegmentRef]], refs: Sequence[SegmentRef], ahead: ReadAhead | None
 ) -> Generator[tuple[Stretch[SegmentRef], Callable[[], StretchReader]]]:
-    """Each stretch, with what opens it: close the reader that it returns. Those behind it are fetched `ahead`."""
+    """Yield each stretch with a function that opens it: close the reader that it returns. The next ones are fetched
+    `ahead`.
+    """
     if ahead is None:
         yield from ((stretch, partial(open_stretch, store, stretch, refs=refs)) for stretch in stretches)
         return
@@ -158,10 +160,11 @@ def read_cover(
     columns: Sequence[str] | None = None,
     ahead: ReadAhead | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of `within` by the cover of `refs`, in sequence order, each once; `columns` with `sequence`, None: all.
+    """Yield the rows of `within` by the cover of `refs`, in sequence order, each once. `columns` must contain
+    `sequence`; None: all.
 
-    A segment that is damaged or gone is left out and reported, and its rows are read from others that cover them; a
-    stretch that no segment covers is reported and skipped.
+    A segment that is damaged or gone is reported and left out, and its rows are read from others that cover them. A
+    range that no segment covers is reported and skipped.
     """
     usable, position = list(refs), within.first
     while position <= within.last:
@@ -187,20 +190,20 @@ def read_cover(
 
 
 MARGIN_NS = 60_000_000_000
-_LISTINGS = 3  # compaction may delete what a listing named
+_LISTINGS = 3  # attempts: compaction may delete a segment after it was listed
 _COLUMNS = ("sequence", "timestamp_ns")
 
 
 def search(
     store: SegmentStore, chain: Chain, moment_ns: int, position: int = 1, listings: int = _LISTINGS
 ) -> tuple[int | None, int]:
-    """The first sequence of the chain whose row's timestamp is at or after `moment_ns` (ns since 1970 UTC), among the
-    segments that reach `position` only; and the position for the next search if nothing was found and the chain has
-    grown, so that earlier segments are not listed again.
+    """Return the sequence of the first row at or after `moment_ns` (ns since 1970 UTC), among the segments that reach
+    `position` only; and the position for the next search. The position is for a search after the chain has grown, if
+    nothing was found: earlier segments are not listed again.
 
-    None: all rows of the archive are earlier, or there are none. What is damaged right before that row counts: whoever
-    reads on from there meets it. Blocking. Raises SegmentGone where segments vanish repeatedly, and what the store
-    raises.
+    None: all rows of the archive are earlier, or there are none. If damaged segments lie right before that row, return
+    the first sequence that they hide: a reader from there on finds the damage. Blocking. Raises SegmentGone if segments
+    vanish repeatedly, and the errors of the store.
     """
     timeline = Timeline(store, store.list(chain, position=position), position)
     try:
@@ -213,7 +216,7 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """The times in one segment, inclusive; without rows, those of its last examined message.
+    """The first and last time in one segment, inclusive; without rows, the time of its last examined message.
 
     `is_mixed`: some of the rows come from other segments, because this one did not read them.
     """
@@ -225,9 +228,7 @@ class _Times:
 
 
 class Timeline:
-    """The segments `refs` of one chain by time, from sequence `first` on; keeps the footers that it has read.
-    Blocking.
-    """
+    """The segments `refs` of one chain by time, from sequence `first` on. Keeps the times it has read. Blocking."""
 
     def __init__(self, store: SegmentStore, refs: Iterable[SegmentRef], first: int = 1) -> None:
         self._store, self._usable, self._first = store, list(refs), first
@@ -235,7 +236,9 @@ class Timeline:
         self._times: dict[str, _Times | None] = {}
 
     def first_at(self, moment_ns: int) -> int | None:
-        """As the function `search`. Raises SegmentGone for a segment that does not exist any more."""
+        """Return the sequence of the first row at or after `moment_ns`, without the damaged segments; None if there is
+        none. Raises SegmentGone for a segment that no longer exists.
+        """
         while True:
             try:
                 return self._first_at(cover(self._usable, self._first), moment_ns)
@@ -243,9 +246,8 @@ class Timeline:
                 self._usable.remove(damaged.ref)
 
     def begin_at(self, moment_ns: int, *, only_damage: bool = False) -> int | None:
-        """As `first_at`; but where messages are missing right before that row, from there on: they may be as late.
-
-        `only_damage`: only where segments that cannot be read were met.
+        """Return the same as `first_at`; but if messages are missing right before that row, the first of these, which
+        may be as late. `only_damage`: only if some segments could not be read.
         """
         if (found := self.first_at(moment_ns)) is None or (only_damage and len(self._usable) == self._listed):
             return found
@@ -257,7 +259,7 @@ class Timeline:
         return behind if least >= moment_ns and behind < stretch.rows.first else found
 
     def telling(self, upto: int) -> tuple[Stretch[SegmentRef], tuple[int, int]] | None:
-        """The last stretch of the cover up to sequence `upto` that holds times, and these; None: there is none."""
+        """Return the last stretch of the cover up to sequence `upto` that holds times, and these; None if none does."""
         refs = list(self._usable)
         while found := cover(refs, self._first, upto)[-1:]:
             if (times := self.times_of(found[0].segment)) is not None:
@@ -270,7 +272,7 @@ class Timeline:
         return max((ref.coverage.last + 1 for ref in self._usable), default=self._first)
 
     def times_of(self, ref: SegmentRef) -> tuple[int, int] | None:
-        """The least and the greatest timestamp (ns) in a segment; None where it holds no times."""
+        """Return the least and the greatest timestamp (ns) in a segment; None if it holds no times or is damaged."""
         try:
             times = self._of(ref)
         except _DamagedError:
@@ -280,11 +282,11 @@ class Timeline:
     def between(
         self, begin: int | None, end: int | None, last: int = MAX_SEQUENCE, margin_ns: int = MARGIN_NS
     ) -> list[Stretch[SegmentRef]]:
-        """The stretches of the cover up to sequence `last` that may hold rows of `begin` <= time < `end` (ns; None: no
-        such bound), ascending.
+        """Return the stretches of the cover up to sequence `last` that may hold rows of `begin` <= time < `end` (ns;
+        None: no such bound), ascending.
 
-        None is missing as long as no message is more than `margin_ns` earlier than one before it in the chain. What
-        only a damaged segment covers is among them, whatever its time. Raises SegmentGone as `first_at`.
+        The result is complete as long as no message is more than `margin_ns` earlier than one before it in the chain.
+        Stretches that only a damaged segment covers are always included. Raises SegmentGone as `first_at`.
         """
         every = list(self._usable)
         while True:
@@ -306,7 +308,7 @@ class Timeline:
         return sorted(taken, key=lambda each: each.rows)
 
     def is_at_edge(self, ref: SegmentRef, begin: int | None, end: int | None) -> bool:
-        """Whether the times of the segment were looked up, and not all are in `begin` <= time < `end`."""
+        """True if the times of the segment were looked up, and not all are in `begin` <= time < `end`."""
         if (times := self._times.get(ref.key)) is None:
             return False
         return (begin is not None and times.first < begin) or (end is not None and times.last >= end)
@@ -322,7 +324,9 @@ class Timeline:
         return None
 
     def _bisected(self, stretches: list[Stretch[SegmentRef]], is_reached: Callable[[_Times], bool]) -> int:
-        """The first index from which on `is_reached` holds of all with times, if it holds of none before."""
+        """Return the first index from which on `is_reached` is true for all stretches with times. It must be false for
+        all before.
+        """
         low, high = 0, len(stretches)
         while low < high:
             middle = probe = (low + high) // 2
@@ -344,7 +348,7 @@ class Timeline:
         return begin
 
     def _of(self, ref: SegmentRef) -> _Times | None:
-        """None where the segment holds no times: no message was examined for it."""
+        """Return the times of a segment; None if it holds none, because no message was examined for it."""
         if ref.key not in self._times:
             try:
                 self._times[ref.key] = self._read(ref)
@@ -388,7 +392,7 @@ class Timeline:
 
 
 class _DamagedError(Exception):
-    """The segment `ref` cannot be read."""
+    """Failure to read the segment `ref`."""
 
     def __init__(self, ref: SegmentRef) -> None:
         super().__init__(ref.key)
@@ -405,9 +409,9 @@ def _first(batch: pa.RecordBatch, moment_ns: int) -> int | None:
 def behind(
     coverages: Iterable[SequenceRange], end: int | None, accepted: Iterable[SequenceRange] = ()
 ) -> list[SequenceRange]:
-    """The covered ranges after `end` that were not given up, ascending.
+    """Return the covered ranges after `end` without the `accepted` gaps, ascending.
 
-    `end`: where the incarnation ended, None while it has not.
+    `end`: the last sequence of the ended incarnation, None while it has not ended.
     """
     ranges = list(coverages)
     last = max((each.last for each in ranges), default=0)

@@ -1,18 +1,18 @@
-"""Captures: what egress saw of a stream beside its messages, so that the stream can be restored as it was.
+"""Captures: the state of a stream beside its messages, recorded so that the stream can be restored as it was.
 
-    config/…       the configuration of the stream, whenever it differed
+    config/…       the configuration of the stream, after each change
     consumers/…    its consumers: configuration and positions
-    deletions/…    which messages were deleted, of streams where that leaves no row in the archive
-    restored/…     written by `floe restore`: which stream it made from the archive
+    deletions/…    the deleted messages, for streams in which a deletion leaves no row in the archive
+    restored/…     written by `floe restore`: the stream that it made from the archive
 
-Each is one small object of an incarnation, named by the sequence up to which the archive covered when it was taken
-(`end`): what was asked of the server before `end` was read. So a restore of the messages up to a sequence takes the
-newest capture at or below it. Positions are as old as their capture: a consumer restored from it gets again what it
-acknowledged since, and skips nothing. They may lie behind `end`, where the archive was behind the stream. Deletions
-count from where the archive has what the stream had then: a message may have gone because of one that is not archived.
+Each is one small object of an incarnation. Its name holds `end`, the sequence up to which the archive covered at the
+time. Egress queries the server before it reads `end`. So a restore of the messages up to a sequence takes the newest
+capture at or below it. Positions are as old as their capture: a restored consumer receives again the messages that it
+acknowledged since, and skips none. Positions may be after `end`, if the archive was behind the stream. Deletions count
+only once the archive has all that the stream had then: a message may be gone because of one that is not archived.
 
-Every program that can write to the bucket can write these: they are read up to a size, every field is checked, and one
-that is not as it must be is never acted on (DataError, code E-STATE-JSON).
+Every program that can write to the bucket can write these objects. So the size of a read is limited, every field is
+checked, and an invalid capture is never acted on (DataError, code E-STATE-JSON).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = get_logger(__name__)
 MAX_CAPTURE_BYTES = 32 * 1024 * 1024  # some 50,000 consumers
 CONFIG, CONSUMERS, DELETIONS, RESTORED = "config", "consumers", "deletions", "restored"
 
-_TOGETHER = 2.0  # seconds: objects of one end that were stored within them are told apart by what they say
+_TOGETHER = 2.0  # seconds: objects of one end that were stored within them are ordered by their content
 
 # Keys of a stream's or a consumer's configuration that Floe acts on, by the type of their values.
 _KEYS: tuple[tuple[Any, str], ...] = (
@@ -69,8 +69,8 @@ _DIGITS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a configuration of a stream or consumer with a key of another type than the server's, or
-    with a name that is none: a restore makes names of files from them.
+    """Raise ValueError for a configuration of a stream or consumer with a key of another type than the server's, or
+    with an invalid name: a restore makes file names from them.
     """
     _KNOWN.decode(_JSON.encode(config))
     for key in ("name", "durable_name"):
@@ -94,7 +94,7 @@ class _Capture(_Origin, frozen=True, omit_defaults=True, tag_field="format_versi
 
     @property
     def moment(self) -> str:
-        """The time of the capture: `ts`, the server's own, else `at`."""
+        """Time of the capture: `ts`, the server's own, else `at`."""
         return self.ts or self.at
 
     @property
@@ -103,14 +103,14 @@ class _Capture(_Origin, frozen=True, omit_defaults=True, tag_field="format_versi
 
 
 class CapturedConfig(_Capture, frozen=True):
-    """The stream as STREAM.INFO had it: `config`, and when it was `created` (RFC 3339).
+    """The stream as in STREAM.INFO: `config`, and the time at which it was `created` (RFC 3339).
 
-    `at`: when it was asked (RFC 3339, by the clock of egress); `ts`: the `ts` of the answer (RFC 3339, by the clock of
-    the server); `end`: as in its key; `chain`: partition 0 of its incarnation. `ts` and `chain` are empty in captures
-    of before they were recorded, `ts` also for a server that does not send it.
+    `at`: the time of the query (RFC 3339, by the clock of egress); `ts`: the `ts` of the answer (RFC 3339, by the clock
+    of the server); `end`: as in its key; `chain`: partition 0 of its incarnation. `ts` and `chain` are empty in
+    captures from before they were recorded, `ts` also for a server that does not send it.
 
-    `first`, `last`, `messages`: of its state in the same answer; `before`: its last sequence when the same egress saw
-    the configuration before this one; None where they are not known. Raises ValueError for a value outside its range.
+    `first`, `last`, `messages`: of its state in the same answer; `before`: its last sequence when the same egress last
+    saw the configuration before this one; None if they are unknown. Raises ValueError for a value outside its range.
     """
 
     created: str
@@ -129,9 +129,9 @@ class CapturedConfig(_Capture, frozen=True):
 
 
 class CapturedConsumer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One consumer as CONSUMER.LIST had it: consumer and stream sequence of the last message delivered, and of that up
-    to which all are acknowledged, 0: none. `ack_pending`: delivered and not acknowledged; `redelivered`: of these, how
-    many were delivered more than once.
+    """One consumer as in CONSUMER.LIST. `delivered_…`: consumer and stream sequence of the last message delivered;
+    `ack_floor_…`: of the last message up to which all are acknowledged; 0: none. `ack_pending`: number of messages
+    delivered and not acknowledged; `redelivered`: number of these that were delivered more than once.
 
     Raises ValueError for a value outside its range.
     """
@@ -162,22 +162,22 @@ class CapturedConsumer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def declared(self) -> tuple[dict[str, Any], str, bool]:
-        """What people set: all but where it is."""
+        """The part that people set: everything except its position."""
         return self.config, self.created, self.paused
 
 
 class CapturedConsumers(_Capture, frozen=True):
-    """The consumers of the stream but Floe's own, by name. All else as of CapturedConfig."""
+    """The consumers of the stream except Floe's own, by name. Other fields are as in CapturedConfig."""
 
     consumers: tuple[CapturedConsumer, ...]
 
 
 class CapturedDeletions(_Capture, frozen=True):
-    """The messages of `first` to `last` that the stream did not hold (`first`, `last`: as STREAM.INFO had them; nothing
-    was held where `first` is above `last`).
+    """The messages of `first` to `last` that the stream did not hold. `first`, `last`: as in STREAM.INFO; the stream
+    held nothing if `first` is above `last`.
 
-    `deleted`: ranges of them, both ends included, ascending. All else as of CapturedConfig. Raises ValueError where
-    they are not as that says.
+    `deleted`: ranges of them, both ends included, ascending. Other fields are as in CapturedConfig. Raises ValueError
+    for other ranges, and for a value outside its range.
     """
 
     first: int
@@ -199,13 +199,12 @@ class CapturedDeletions(_Capture, frozen=True):
 
 
 class CapturedRestore(_Capture, frozen=True):
-    """The stream was restored by `floe restore` up to sequence `end`: the one created at `created` is what the archive
-    holds. `was`: when the lost one was created; `ends`: for each partition of the incarnation, where its archive ended.
-    `seen`: where a cluster holds it, when it was looked at last, else empty: each server of a cluster may say another
-    time of its creation, all of them between `was` and `seen`. `skipped_to`: the sequences behind `end` up to this one
-    were lost and are given to no message (0: none).
+    """The result of `floe restore` up to sequence `end`: the stream created at `created` is the archived one.
 
-    Raises ValueError for a value outside its range.
+    `was`: the creation time of the lost stream; `ends`: for each partition of the incarnation, the end of its archive.
+    `seen`: the time of the last check of a stream in a cluster, else empty: each server of a cluster may report
+    another creation time, all of them between `was` and `seen`. `skipped_to`: the sequences after `end` up to this one
+    were lost and no message gets them (0: none). Raises ValueError for a value outside its range.
     """
 
     created: str
@@ -224,7 +223,7 @@ class CapturedRestore(_Capture, frozen=True):
             _expect("ends", end)
 
     def is_of(self, created: str) -> bool:
-        """Whether a stream that says that it was created then is the one that was restored."""
+        """True if a stream with this creation time is the restored one."""
         if created == self.created or not self.seen:
             return created == self.created
         return parse_time(self.was) < parse_time(created) < parse_time(self.seen)
@@ -233,7 +232,7 @@ class CapturedRestore(_Capture, frozen=True):
 Captured = CapturedConfig | CapturedConsumers | CapturedDeletions | CapturedRestore
 C = TypeVar("C", CapturedConfig, CapturedConsumers, CapturedDeletions, CapturedRestore)
 
-#: What each kind is called in keys and metrics.
+#: The name of each kind in keys and metrics.
 KINDS: dict[type[Captured], str] = {
     CapturedConfig: CONFIG,
     CapturedConsumers: CONSUMERS,
@@ -244,17 +243,17 @@ _FORMS: dict[str, JsonForm[Any]] = {kind: JsonForm(of) for of, kind in KINDS.ite
 
 
 def named(chain: Chain, document: Captured) -> Captured:
-    """The document with the name of the chain that it is of."""
+    """Return the document with the name of its chain, partition 0."""
     return msgspec.structs.replace(document, chain=str(replace(chain, partition=0)))
 
 
 def elsewhere(
     name: str, config: Mapping[str, Any], pushed: Mapping[str, str], unknown: Collection[str] = ()
 ) -> Iterator[str]:
-    """In words, one line each, effects outside of its own subjects of a stream that is made with this configuration.
+    """Describe, one line each, the effects of a stream with this configuration outside of its own subjects.
 
-    `name`: expected of the stream; `pushed`: to where its push consumers deliver, by their names; `unknown`: the
-    sources that it reads again, by `source_key`.
+    `name`: the expected name of the stream; `pushed`: the deliver subjects of its push consumers, by their names;
+    `unknown`: the sources that it reads again from the start, by `source_key`.
     """
     if (found := str(config.get("name") or name)) != name and found.startswith(("KV_", "OBJ_")):
         yield f"stream {found!r:.80}: the name of a bucket, expected {name}"
@@ -268,7 +267,7 @@ def elsewhere(
 
 
 def source_key(source: Mapping[str, Any]) -> str:
-    """The name, filters and destinations of a source of a stream, as `Nats-Stream-Source` has them."""
+    """Return the name, filters and destinations of a source of a stream, in the form of `Nats-Stream-Source`."""
     name, pairs = str(source["name"]), [(source.get("filter_subject"), "")]
     for mark, of, key in ((":", "external", "api"), (":C=", "consumer", "name")):
         if of_it := source.get(of):
@@ -284,7 +283,7 @@ def to_json(document: Captured) -> bytes:
 
 
 def deleted_ranges(sequences: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending `sequences` as ranges, both ends included."""
+    """Return ascending `sequences` as ranges, both ends included."""
     ranges: list[tuple[int, int]] = []
     for each in sequences:
         if ranges and ranges[-1][1] == each - 1:
@@ -296,7 +295,7 @@ def deleted_ranges(sequences: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class CaptureRef:
-    """A capture that a listing shows. `modified`: seconds since 1970 UTC by the store's clock."""
+    """A capture in the store. `modified`: seconds since 1970 UTC by the store's clock."""
 
     name: CaptureName
     key: str
@@ -315,18 +314,18 @@ class CaptureRef:
 class CaptureStore:
     """The captures under one layout. Blocking; safe to use from several threads.
 
-    The partition of a chain does not matter. A method that reads gives the newest capture at or below `end` and at or
-    before `moment_ns` (ns since 1970 UTC), where these are not None; None where there is none. Every method raises what
-    the object store raises, and DataError (E-STATE-JSON) for an invalid document.
+    The partition of a chain does not matter. A method that reads returns the newest capture at or below `end` and at or
+    before `moment_ns` (ns since 1970 UTC; None: no such bound); None if there is none. Every method raises the errors
+    of the object store, and DataError (E-STATE-JSON) for an invalid document.
     """
 
     def __init__(self, layout: Layout, objects: ObjectStore) -> None:
         self.layout, self.objects = layout, objects
 
     def put(self, chain: Chain, document: Captured) -> bool:
-        """Put the document with the name of its chain; False where the same is there.
+        """Put the document with the name of its chain. Return False if the same is there.
 
-        Raises DataError where it is larger than what is read.
+        Raises DataError if it is larger than the limit of a read.
         """
         body = to_json(document := named(chain, document))
         sha256 = hashlib.sha256(body).hexdigest()
@@ -338,7 +337,7 @@ class CaptureStore:
             )
         try:
             return self.objects.put_if_absent(key, body, sha256=sha256)
-        except ConditionsRefused:  # the name carries the content: who else puts it puts the same
+        except ConditionsRefused:  # the name holds the digest: another writer puts the same content
             if self.objects.head(key) is not None:
                 return False
         self.objects.put(key, body, sha256=sha256)
@@ -350,7 +349,9 @@ class CaptureStore:
         return self.newest(CapturedConfig, chain, end, moment_ns)
 
     def configs(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> list[CapturedConfig]:
-        """All that `config` chooses from, oldest first, without the state of a stream that was restored since."""
+        """Return all captures that `config` chooses from, oldest first. If a restore undid the state of the stream,
+        `first` and `last` are None.
+        """
         restores, found = [self.read(ref) for ref in self.ls(chain, RESTORED)], list[CapturedConfig]()
         for each in (self.read(ref) for ref in self.ls(chain, CONFIG) if end is None or ref.end <= end):
             if isinstance(each, CapturedConfig) and (moment_ns is None or each.moment_ns <= moment_ns):
@@ -362,8 +363,9 @@ class CaptureStore:
         return self.newest(CapturedConsumers, chain, end, moment_ns)
 
     def deletions(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedDeletions | None:
-        """With `end` also the stream itself had ended at or below it, and no restore has set it back since: what is
-        missing later may have lived at `end`, and have gone because of a message behind it.
+        """Return the newest deletions. With `end`, the stream itself must also have ended at or below it, and no later
+        restore may have set it back: a message that is missing later may have existed at `end`, and have gone because
+        of a message after it.
         """
         if end is None:
             return self.newest(CapturedDeletions, chain)
@@ -380,12 +382,12 @@ class CaptureStore:
         moment_ns: int | None = None,
         fits: Callable[[C], bool] = lambda _: True,
     ) -> C | None:
-        """`fits`: which ones count."""
+        """Return the newest capture of a kind. Only those count for which `fits` is true."""
         left = [ref for ref in self.ls(chain, KINDS[kind]) if end is None or ref.end <= end]
         if moment_ns is not None:
             left = left[: self._count_before(left, moment_ns)]
         while left:
-            # Of one end several are told apart by the store's clock, which may tell whole seconds.
+            # Several of one end are ordered by the store's clock, which may have only whole seconds.
             last = left[-1]
             close = [ref for ref in left if ref.end == last.end and ref.modified >= last.modified - _TOGETHER]
             found = [each for ref in close if isinstance(each := self.read(ref), kind) and fits(each)]
@@ -395,18 +397,18 @@ class CaptureStore:
         return None
 
     def _count_before(self, refs: list[CaptureRef], moment_ns: int) -> int:
-        """How many of `refs` may be of at or before the moment: the first ones, by few reads."""
+        """Return the number of `refs`, the first ones, that may be from the moment or before, with few reads."""
         count = bisect_right(refs, moment_ns, key=lambda ref: each.moment_ns if (each := self.read(ref)) else 0)
         while 0 < count < len(refs) and refs[count].modified <= refs[count - 1].modified + _TOGETHER:
             count += 1
         return count
 
     def restored(self, chain: Chain) -> CapturedRestore | None:
-        """The last restore."""
+        """Return the last restore; None if there is none."""
         return self.newest(CapturedRestore, chain)
 
     def ls(self, chain: Chain, kind: str) -> list[CaptureRef]:
-        """The oldest first: by end, then by when they were stored. Foreign keys are skipped."""
+        """List the captures, oldest first: by end, then by time of storage. Foreign keys are skipped."""
         found = []
         for info in self.objects.list(self.layout.captures_prefix(chain, kind)):
             if (name := self.layout.parse_capture(info.key)) is None:
@@ -416,7 +418,7 @@ class CaptureStore:
         return sorted(found, key=lambda ref: (ref.end, ref.modified, ref.key))
 
     def read(self, ref: CaptureRef) -> Captured | None:
-        """None where it is gone."""
+        """Read a capture; None if it is gone."""
         raw = self.objects.get(ref.key, length=MAX_CAPTURE_BYTES + 1)
         if raw is None:
             return None
@@ -436,7 +438,7 @@ class CaptureStore:
 
 
 def _undone(found: CapturedConfig | CapturedDeletions, restores: Iterable[Captured | None]) -> bool:
-    """Whether they tell of messages that were lost: their sequences have other ones since a restore."""
+    """True if they describe lost messages: since a restore, other messages have their sequences."""
     at, last = found.moment_ns, found.last or 0
     return any(each and at < each.moment_ns and each.end < last for each in restores)
 

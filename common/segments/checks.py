@@ -1,4 +1,4 @@
-"""What must hold of a segment file before its rows are believed. Each check raises SegmentCorrupt."""
+"""Checks that a segment file must pass before its rows are trusted. Each of them raises SegmentCorrupt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INT64_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """One row group, as the file's metadata claims it.
+    """One row group, as claimed by the file's metadata.
 
     `range`: from the least to the greatest sequence of its rows. `rows`: at least 1. `raw_bytes`: decoded
     size of its pages. All are claims until the row group is read.
@@ -40,7 +40,7 @@ class RowGroup:
 
 
 def check_trailer(trailer: bytes, size: int, limits: ParquetLimits) -> int:
-    """The stored size of the Parquet metadata, from the last eight bytes of a file of `size` bytes."""
+    """Return the stored size of the Parquet metadata, from the last eight bytes of a file of `size` bytes."""
     if (magic := trailer[4:]) == ENCRYPTED_MAGIC:
         raise SegmentCorrupt("expected plain Parquet metadata, found an encrypted footer", code="E-SEG-CODEC")
     if size < 2 * TRAILER_BYTES or magic != MAGIC:
@@ -54,7 +54,7 @@ def check_trailer(trailer: bytes, size: int, limits: ParquetLimits) -> int:
 
 
 def check_schema(found: pa.Schema) -> None:
-    """All columns of `SCHEMA` with type and nullability; further columns are allowed if they are nullable."""
+    """Require all columns of `SCHEMA` with type and nullability; further columns are allowed if they are nullable."""
     if found.equals(SCHEMA):  # the common case, and ten times faster
         return
     wrong = [problem for field in SCHEMA if (problem := _field_problem(field, found))]
@@ -81,7 +81,7 @@ def _describe(field: pa.Field[Any]) -> str:
 
 
 def read_footer(metadata: Metadata, expected: SegmentName) -> Footer:
-    """Floe's footer, if it agrees with the key `expected`, the rows and itself (I7)."""
+    """Return Floe's footer if it agrees with the key `expected`, the number of rows and itself (I7)."""
     if (raw := metadata.values.get(FOOTER_KEY)) is None:
         raise _meta("footer floe.segment: expected one, found none")
     try:
@@ -120,7 +120,7 @@ def _check_counts(footer: Footer, rows: int) -> None:
 
 
 def row_groups(metadata: Metadata, sequence_column: int, footer: Footer) -> tuple[RowGroup, ...]:
-    """The row groups, if their statistics of `sequence` ascend within the coverage."""
+    """Return the row groups if their statistics of `sequence` ascend within the coverage."""
     groups: list[RowGroup] = []
     after = footer.coverage.first - 1
     for index, group in enumerate(metadata.groups):
@@ -151,7 +151,7 @@ def _bounds(index: int, column: Chunk) -> tuple[int, int]:
 
 
 def check_order(sequences: pa.Array[Any], after: int, within: SequenceRange) -> None:
-    """Sequences ascend strictly, and are greater than `after` and inside `within`."""
+    """Require sequences that ascend strictly, are greater than `after` and are inside `within`."""
     if not len(sequences):
         return
     first, last = sequences[0].as_py(), sequences[-1].as_py()
@@ -175,7 +175,9 @@ def check_text(batch: pa.RecordBatch) -> None:
 
 
 def check_values(batch: pa.RecordBatch) -> None:
-    """Nulls only where allowed, timestamps that agree, raw subjects where needed; for the columns that `batch` has."""
+    """Require nulls only in nullable columns, timestamps that agree, and raw subjects only for invalid UTF-8. Columns
+    that `batch` lacks are not checked.
+    """
     for name in batch.schema.names:
         if (nulls := batch.column(name).null_count) and not SCHEMA.field(name).nullable:
             raise _rows(f"column {name}: expected no nulls, found {nulls}")
@@ -206,13 +208,13 @@ def _rows(cause: str) -> SegmentCorrupt:
     return SegmentCorrupt(cause, code="E-SEG-ROWS")
 
 
-SHOWN = 100  # keys that are named
+SHOWN = 100  # foreign keys that are listed, at most
 
 
 @dataclass(slots=True)
 class Foreign:
-    """The number of foreign keys, and the first of them. `looked_at`: the number of keys examined; `is_whole`:
-    whether these were all keys; `chains`: how many stand among the objects of a chain.
+    """The number of foreign keys, and the first of them. `looked_at`: the number of keys examined; `is_whole`: true if
+    these were all keys; `chains`: the number of foreign keys among the objects of each chain.
     """
 
     keys: list[str]
@@ -222,7 +224,7 @@ class Foreign:
     chains: Counter[Chain] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        """Lines for people; empty where there are no foreign keys."""
+        """Return lines for people; empty if there are no foreign keys."""
         if not self.count:
             return []
         of = "" if self.is_whole else f" among the first {self.looked_at}; `floe segments verify` looks at all"
@@ -234,7 +236,7 @@ class Foreign:
 def look_for_foreign(
     objects: ObjectStore, layout: Layout, prefixes: Iterable[str] = (), limit: int | None = None
 ) -> Foreign:
-    """The foreign keys under `prefixes` (empty: the layout's prefix), among about `limit` keys at most."""
+    """Find the foreign keys under `prefixes` (empty: the layout's prefix), among about `limit` keys at most."""
     found = Foreign([])
     for page in _pages(objects, list(prefixes) or [layout.root]):
         if limit is not None and found.looked_at >= limit:

@@ -1,4 +1,4 @@
-"""Rows in memory, both directions: lists of a stream's messages to record batches, and back."""
+"""Rows in memory: conversion of lists of a stream's messages to record batches, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _field(number: int, name: str, kind: pa.DataType, *, nullable: bool = False)
     return pa.field(name, kind, nullable, metadata={"PARQUET:field_id": str(number)})
 
 
-# Ids never change: a new column gets the next number, is the last one and may be null.
+# Ids never change: a new column gets the next number, comes last and is nullable.
 SCHEMA: pa.Schema = pa.schema(
     [
         _field(1, "sequence", pa.int64()),
@@ -33,7 +33,7 @@ SCHEMA: pa.Schema = pa.schema(
 
 DELTA_COLUMNS = ("sequence", "timestamp", "timestamp_ns")
 DICTIONARY_COLUMNS = ("subject",)
-# The least and greatest payload and header block in the metadata would show contents to who reads only metadata.
+# Statistics of payloads and header blocks would show contents to readers of the metadata alone.
 STATISTICS_COLUMNS = (*DELTA_COLUMNS, "subject")
 TEXT_COLUMNS = ("subject", "sample_key")
 RAW_COLUMNS = ("subject", "subject_raw", "headers", "payload")
@@ -44,7 +44,7 @@ _ZERO = pa.scalar(0, pa.int64())
 
 
 def microseconds(timestamps_ns: pa.Array[Any]) -> pa.Array[Any]:
-    """Whole microseconds, rounded down (also before 1970, where integer division would round up)."""
+    """Return whole microseconds, rounded down (also before 1970, when integer division would round up)."""
     negative = pc.less(timestamps_ns, _ZERO)
     if negative.true_count:
         timestamps_ns = pc.if_else(negative, pc.subtract(timestamps_ns, _ROUND_DOWN), timestamps_ns)
@@ -52,7 +52,7 @@ def microseconds(timestamps_ns: pa.Array[Any]) -> pa.Array[Any]:
 
 
 def row_sizes(batch: pa.RecordBatch) -> pa.Array[Any]:
-    """Bytes of each row: its subject, header block and payload, as the footer's `raw_bytes` counts them.
+    """Return the bytes of each row: its subject, header block and payload, as the footer's `raw_bytes` counts them.
 
     A missing column counts as 0.
     """
@@ -73,7 +73,7 @@ def _subject_sizes(batch: pa.RecordBatch) -> pa.Array[Any]:
 
 
 def lengths(values: pa.Array[Any]) -> pa.Array[Any]:
-    """Bytes of each value, null where it is null; a dictionary's values are not expanded."""
+    """Return the bytes of each value, null for a null; a dictionary's values are not expanded."""
     if isinstance(values, pa.DictionaryArray):
         return pc.take(lengths(values.dictionary), values.indices)
     sizes: pa.Array[Any] = pc.binary_length(values)  # type: ignore[call-overload]
@@ -88,7 +88,7 @@ def raw_size(batch: pa.RecordBatch) -> int:
     return total(row_sizes(batch))
 
 
-# What a message is. `timestamp` follows from `timestamp_ns`; `sample_key` from the settings it was read with.
+# The content of a message. `timestamp` derives from `timestamp_ns`, `sample_key` from the settings at the read.
 CONTENT_COLUMNS = ("timestamp_ns", "subject", "subject_raw", "headers", "payload")
 
 
@@ -100,9 +100,9 @@ def record_batch(
     payloads: Sequence[bytes],
     sample_keys: Sequence[str | None] | None = None,
 ) -> pa.RecordBatch:
-    """One batch of `SCHEMA` from lists of equal length; without `sample_keys` every key is null.
+    """Return one batch of `SCHEMA` from lists of equal length; without `sample_keys` every key is null.
 
-    Raises ValueError where a list is shorter, a subject or payload is None, or one column passes 2 GiB.
+    Raises ValueError if a list has another length, a subject or payload is None, or one column exceeds 2 GiB.
     """
     nanoseconds = pa.array(timestamps_ns, pa.int64())
     text, raw = _subjects(subjects)
@@ -135,7 +135,7 @@ def _check(columns: dict[str, Any], rows: int) -> None:
 def _subjects(subjects: Sequence[bytes]) -> tuple[pa.Array[Any], pa.Array[Any]]:
     raw = pa.array(subjects, pa.binary())
     try:
-        # The cast checks UTF-8 for all rows at once; an array made as text would take any bytes.
+        # The cast checks UTF-8 for all rows at once; an array created as text would accept any bytes.
         return raw.cast(pa.string()), pa.nulls(len(subjects), pa.binary())
     except pa.ArrowInvalid:
         text = pa.array([decode_subject(subject) for subject in subjects], pa.string())
@@ -154,7 +154,7 @@ def is_text(raw: bytes) -> bool:
 class Columns:
     """A batch as lists of equal length, in sequence order: the form that a publisher loops over.
 
-    `sample_keys`: the keys by which the sampler tells messages apart; None where they were not sampled.
+    `sample_keys`: the keys by which the sampler distinguishes messages; None if they were not sampled.
     """
 
     sequences: list[int]
@@ -178,13 +178,13 @@ class Columns:
 
     @property
     def last(self) -> Message:
-        """There must be at least one message."""
+        """The last message. There must be at least one."""
         return Message(
             self.sequences[-1], self.timestamps_ns[-1], self.subjects[-1], self.headers[-1], self.payloads[-1]
         )
 
     def part(self, first: int, last: int) -> Columns:
-        """The messages from index `first` up to, not including, `last`."""
+        """Return the messages from index `first` up to, not including, `last`."""
         keys = self.sample_keys
         return Columns(
             self.sequences[first:last],
@@ -196,7 +196,7 @@ class Columns:
         )
 
     def chosen(self, selected: Sequence[bool] | bytes | bytearray, keys: list[str | None] | None = None) -> Columns:
-        """The messages where `selected` is true, with their part of `keys` as sample keys."""
+        """Return the messages for which `selected` is true, with their part of `keys` as sample keys."""
         return Columns(
             list(compress(self.sequences, selected)),
             list(compress(self.timestamps_ns, selected)),
@@ -207,7 +207,7 @@ class Columns:
         )
 
     def extend(self, more: Columns) -> None:
-        """Appends `more`; its sample keys only if there are some here."""
+        """Append `more`; its sample keys only if `sample_keys` is not None."""
         self.sequences.extend(more.sequences)
         self.timestamps_ns.extend(more.timestamps_ns)
         self.subjects.extend(more.subjects)
@@ -233,7 +233,7 @@ def _list(values: pa.Array[Any]) -> list[Any]:
 
 
 def messages(batch: pa.RecordBatch) -> Iterator[Message]:
-    """The messages one by one, byte for byte as they were read; `columns` is faster."""
+    """Return the messages one by one, byte for byte as they were read; `columns` is faster."""
     lists = columns(batch)
     return map(Message, lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads)
 
@@ -249,7 +249,7 @@ def batch_of(*rows: Message) -> pa.RecordBatch:
 
 
 def first_difference(left: Any, right: Any) -> int | None:
-    """The first row in which two columns differ, null being equal to null only; None if none does."""
+    """Return the first row in which two columns differ; None if none does. Null equals only null."""
     if left.equals(right):
         return None
     both_null = pc.and_(pc.is_null(left), pc.is_null(right))

@@ -1,4 +1,4 @@
-"""What the archive holds of the chains that a process shows, level by level, for readers of its status page."""
+"""Coverage of the chains that a process shows, level by level, for readers of its status page."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from common.tasks import Stop, again, unless, wait_for
 
 log = get_logger("segments.coverage")
 
-EVERY = 300.0  # seconds from the end of one look to the next
-GLANCE = 1.0  # seconds between two glances whether somebody reads the page
-READ_FOR = 900.0  # seconds that a page counts as read after it was asked for
-MOST_CHAINS = 100  # of a look; further ones are not shown
-MOST_SEGMENTS = 50_000  # of a chain in one look: 50 requests
-MOST_RANGES = 200  # of a level in the picture; what lies closer together is drawn as one
+EVERY = 300.0  # seconds from the end of one scan to the next
+GLANCE = 1.0  # seconds between two checks for a reader of the page
+READ_FOR = 900.0  # seconds for which a page counts as read after a request
+MOST_CHAINS = 100  # of a scan; further ones are not shown
+MOST_SEGMENTS = 50_000  # of a chain in one scan: 50 requests
+MOST_RANGES = 200  # of a level in the picture; closer ones are drawn as one
 
 
 def summed(refs: Iterable[SegmentRef], now: float) -> dict[str, Any]:
-    """What `refs`, of one chain, cover, as /status shows it: by level the number of segments, their bytes, when
-    the newest was put and the ranges that they cover; and the holes between all of them.
+    """Return the coverage of `refs`, of one chain, as /status shows it: for each level the number of segments, their
+    bytes, the time of the newest put and the covered ranges; and the holes between all of them.
 
-    `compacted`: when the newest segment above level 0 was put, None where there is none; `at`: `now`. Times in
-    seconds since 1970. Of more than MOST_RANGES ranges those close together become one.
+    `compacted`: the time at which the newest segment above level 0 was put, None if there is none; `at`: `now`. Times
+    in seconds since 1970. Of more than MOST_RANGES ranges, those close together become one; `missing` is cut there.
     """
     refs = iter(refs)
     levels: dict[int, dict[str, Any]] = {}
@@ -68,7 +68,7 @@ def summed(refs: Iterable[SegmentRef], now: float) -> dict[str, Any]:
 
 
 def _drawable(stretches: list[SequenceRange], span: SequenceRange) -> list[SequenceRange]:
-    """`stretches`, or where they are too many, fewer: neighbours with little between them become one."""
+    """Return `stretches`; if there are more than MOST_RANGES, with close neighbours merged into one."""
     if len(stretches) <= MOST_RANGES:
         return stretches
     near, found = len(span) // MOST_RANGES, stretches[:1]
@@ -81,13 +81,13 @@ def _drawable(stretches: list[SequenceRange], span: SequenceRange) -> list[Seque
 
 
 class CoverageWatch:
-    """Shows in `health` what `store` holds of the chains that `health` shows, while somebody reads the page."""
+    """Periodic scan of `store` that shows in `health` the coverage of its chains, while somebody reads the page."""
 
     def __init__(self, store: SegmentStore, health: Health, clock: Clock) -> None:
         self._store, self._health, self._clock = store, health, clock
 
     async def run(self, stop: Stop) -> None:
-        """Look until `stop` is set; after an error that nobody foresaw it begins again."""
+        """Scan until `stop` is set; restart after an unexpected error."""
         await again("coverage", lambda: self._watch(stop), self._clock)
 
     async def _watch(self, stop: Stop) -> None:
@@ -101,7 +101,7 @@ class CoverageWatch:
                 await wait_for(stop, GLANCE)
 
     async def look(self, threads: Threads, stop: Stop) -> None:
-        """Look at all chains; of what cannot be listed the former look stays."""
+        """Scan all chains, up to MOST_CHAINS. If one cannot be listed, its former result stays."""
         found = self._health.coverage()
         names = self._health.chains()[:MOST_CHAINS]
         runs: CompactionRuns = {}

@@ -1,17 +1,17 @@
-"""The small JSON objects beside the segments: what a chain is, where it begins, where it ends.
+"""The small JSON documents beside the segments: definition, beginning and end of each chain, and more.
 
-    stream.json   one for each incarnation: the stream as it was found, where the one before ended, and where
-                  each partition begins
-    chain.json    one for each chain: filters, number of partitions, first sequence, whether it is a relay
+    stream.json   one for each incarnation: the stream as it was found, the end of the incarnation before, and
+                  the beginning of each partition
+    chain.json    one for each chain: filters, number of partitions, first sequence, relay or not
     floor.json    the first sequence that retention has left
-    tails/…       the end of a chain's coverage; a hint that tells when a listing is worth while
-    gaps/…        sequences that are given up
-    alive/…       what each process of egress says of itself every half minute (`common.segments.alive`)
-    ingress/…     how far each target is
-    tombstones/runs/…   how the last run of compaction ended
+    tails/…       the end of a chain's coverage; a hint that a listing is worthwhile
+    gaps/…        accepted gaps: sequences that are skipped
+    alive/…       the heartbeat of each egress process, every 30 seconds (`common.segments.alive`)
+    ingress/…     the positions of each target
+    tombstones/runs/…   the result of the last compaction run
 
-Every program that can write to the bucket can write these: they are read up to a size, every field is checked, and one
-that is not as it must be is never acted on (DataError, code E-STATE-JSON).
+Every program that can write to the bucket can write these objects. So the size of a read is limited, every field is
+checked, and an invalid document is never acted on (DataError, code E-STATE-JSON).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = get_logger(__name__)
 
 
 class _Versioned(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
-    """A document of the first version."""
+    """Base of the documents with format version 1."""
 
 
 class _BeginWire(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -69,10 +69,10 @@ class _TailWire(_Versioned, frozen=True):
 
 
 class ChainDocument(_Versioned, frozen=True):
-    """What a chain is. `filters`: its filter subjects, none for the whole stream. `partitions`: of its feed.
+    """The definition of a chain. `filters`: its filter subjects, none for the whole stream. `partitions`: of its feed.
 
     `first`: the sequence at which the chain begins. `relay`: the stream is itself a target of Floe, so its
-    `Floe-*` headers are believed. Raises ValueError where a number is outside its range.
+    `Floe-*` headers are trusted. Raises ValueError if a number is outside its range.
     """
 
     filters: tuple[str, ...]
@@ -89,24 +89,24 @@ class ChainDocument(_Versioned, frozen=True):
 
     @classmethod
     def from_json(cls, raw: bytes) -> ChainDocument:
-        """Raises ValueError."""
+        """Parse `chain.json`. Raises ValueError."""
         return _CHAIN.decode(raw)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamDocument:
-    """One incarnation of a stream. `config`, `created`: as STREAM.INFO had them when it was first seen.
+    """One incarnation of a stream. `config`, `created`: as in STREAM.INFO when it was first seen.
 
     `previous`: for each partition of the incarnation before, the last sequence it covered (0: none); None
-    where there is no incarnation before. `chains`: what each partition's `chain.json` says, by its number, so
-    that all hosts begin alike, in any order; empty in documents of the first version. `continues`: it
-    is the same history as the incarnation before, only cut otherwise.
+    if there is no incarnation before. `chains`: the content of each partition's `chain.json`, by its number, so
+    that all hosts begin alike, in any order; empty in the oldest documents. `continues`: the history is that of the
+    incarnation before, only divided into other partitions.
 
-    `continues_from`: for each partition, the sequence below which egress found the stream to be as an incarnation
-    before has it, None where nothing was compared; `continued`: that incarnation, None for the one before.
-    `stream_first`: the first sequence of the stream when this was written, None where that was not recorded.
+    `continues_from`: for each partition, the sequence below which egress found the stream equal to an earlier
+    incarnation, None if nothing was compared; `continued`: that incarnation, None for the one before.
+    `stream_first`: the first sequence of the stream at the time of writing, None if it was not recorded.
 
-    Raises ValueError where a number is outside its range.
+    Raises ValueError if a number is outside its range.
     """
 
     config: Mapping[str, Any]
@@ -138,7 +138,7 @@ class StreamDocument:
 
     @classmethod
     def from_json(cls, raw: bytes) -> StreamDocument:
-        """Raises ValueError."""
+        """Parse `stream.json`. Raises ValueError."""
         wire = _STREAM.decode(raw)
         count = len(wire.chains)
         chains = tuple(ChainDocument(each.filters, count, each.first, each.relay) for each in wire.chains)
@@ -147,26 +147,26 @@ class StreamDocument:
 
     @property
     def joins(self) -> Mapping[int, int]:
-        """For each partition, the sequence below which an incarnation before has the messages; empty where none has."""
+        """The sequence below which an earlier incarnation has the messages, by partition; empty if none has them."""
         if self.continues:
             return {number: chain.first for number, chain in enumerate(self.chains)}
         return self.continues_from or {}
 
 
 def floor_to_json(first: int) -> bytes:
-    """Raises ValueError."""
+    """Encode `floor.json`. Raises ValueError."""
     return _FLOOR.encode(_FloorWire(_expect("first", first, 1, MAX_SEQUENCE)))
 
 
 def floor_from_json(raw: bytes) -> int:
-    """Raises ValueError."""
+    """Parse `floor.json`. Raises ValueError."""
     return _expect("first", _FLOOR.decode(raw).first, 1, MAX_SEQUENCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What retention left of a chain: sequences from `first` on. `raised`: when the last of what was before went, in
-    seconds since 1970 by the store's clock.
+    """The floor of a chain: retention left the sequences from `first` on. `raised`: the time of its last rise, in
+    seconds since 1970 by the store's clock; 0.0 if unknown.
     """
 
     first: int
@@ -177,12 +177,12 @@ class Floor:
 
 
 def tail_to_json(end: int) -> bytes:
-    """`end` 0: nothing is covered. Raises ValueError."""
+    """Encode a tail. `end` 0: nothing is covered. Raises ValueError."""
     return _TAIL.encode(_TailWire(_expect("end", end, 0, MAX_SEQUENCE)))
 
 
 def tail_from_json(raw: bytes) -> int:
-    """Raises ValueError."""
+    """Parse a tail. Raises ValueError."""
     return _expect("end", _TAIL.decode(raw).end, 0, MAX_SEQUENCE)
 
 
@@ -210,8 +210,9 @@ class _GapWire(_Versioned, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedGap:
-    """`range` is given up. `by`: who decided; `at`: when, RFC 3339 by that person's clock; empty: not known; `note`:
-    why, or empty. `from_hole`: segments cover it, and lack some of what was lost there.
+    """An accepted gap: the sequences `range` are no longer required. `by`: the person that decided, or `ingress`;
+    `at`: the time, RFC 3339 by the clock of that host; empty: not known; `note`: the reason, or empty. `from_hole`:
+    segments cover the range, but lack some of the messages that were lost there.
 
     Raises ValueError for texts that are too long, and for an invalid `at`.
     """
@@ -234,13 +235,13 @@ class AcceptedGap:
 
     @classmethod
     def from_json(cls, raw: bytes) -> AcceptedGap:
-        """Raises ValueError."""
+        """Parse an accepted gap. Raises ValueError."""
         wire = _GAP.decode(raw)
         return cls(SequenceRange(wire.first, wire.last), wire.note, wire.by, wire.at, wire.from_hole)
 
 
 def of_chain(chain: Chain) -> str:
-    """The options that name a chain, in full: without an incarnation they would mean the newest."""
+    """Return the options that name a chain in full: without an incarnation they would mean the newest."""
     of_feed = f"--site {chain.site} --feed {shlex.quote(chain.feed)}"
     return f"{of_feed} --incarnation {chain.incarnation} --partition {chain.partition}"
 
@@ -250,7 +251,7 @@ def accept_command(chain: Chain, hole: SequenceRange) -> str:
 
 
 def way_out(chain: Chain, hole: SequenceRange) -> str:
-    """What to do about a hole, the cheapest first: giving up comes last."""
+    """Return the remedies for a hole, the cheapest first: accepting the gap comes last."""
     return (
         f"{BEFORE_GIVING_UP}; only when nobody has them any more, give them up for all targets:\n"
         f"{accept_command(chain, hole)}"
@@ -275,7 +276,7 @@ def carry_late(chain: Chain, rows: SequenceRange) -> str:
 
 
 def accepted_part(hole: SequenceRange, gaps: Iterable[SequenceRange]) -> SequenceRange | None:
-    """The first part of `hole` that `gaps` account for without a break; None where they lack its first sequence."""
+    """Return the first part of `hole` that `gaps` account for without a break; None if they lack its first sequence."""
     reach = hole.first - 1
     for gap in sorted(gaps):
         if gap.first > reach + 1:
@@ -289,9 +290,9 @@ _SAMPLING = "sampling"
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRef:
-    """A snapshot that a listing shows.
+    """A snapshot in the store.
 
-    `size`: stored bytes. `modified`: seconds since 1970 UTC by the *store's* clock, 0.0 where it was put and
+    `size`: stored bytes. `modified`: seconds since 1970 UTC by the *store's* clock, 0.0 if it was put and
     not listed.
     """
 
@@ -306,7 +307,7 @@ class SnapshotRef:
 
     @property
     def position(self) -> int:
-        """The first sequence that is not folded into it."""
+        """The first sequence that the snapshot does not include."""
         return self.state.position
 
     def log_context(self) -> dict[str, object]:
@@ -319,7 +320,7 @@ def newest_first(ref: SnapshotRef) -> tuple[int, float, str]:
 
 
 def list_snapshots(objects: ObjectStore, layout: Layout, chain: Chain) -> list[SnapshotRef]:
-    """The snapshots of a chain, newest first. Foreign keys are skipped; raises what the store raises."""
+    """List the snapshots of a chain, newest first. Foreign keys are skipped. Raises the errors of the store."""
     found = []
     for info in objects.list(layout.states_prefix(chain)):
         if (name := layout.parse_state(info.key)) is None:
@@ -330,12 +331,12 @@ def list_snapshots(objects: ObjectStore, layout: Layout, chain: Chain) -> list[S
 
 
 def snapshot_metadata(sampling_digest: str, sha256: str) -> dict[str, str]:
-    """What the object says of itself without being opened. Only a hint: what counts is in the snapshot."""
+    """Return the object metadata of a snapshot, readable without opening it. Only a hint: its content counts."""
     return {"format": "1", _SAMPLING: sampling_digest, "sha256": sha256}
 
 
 def sampling_of(metadata: Mapping[str, str]) -> str:
-    """The digest of the settings with which the snapshot was made; empty where the object does not say."""
+    """Return the digest of the settings with which the snapshot was made; empty if the metadata lack it."""
     return metadata.get(_SAMPLING, "")
 
 
@@ -353,11 +354,11 @@ class _PositionsWire(_Versioned, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TargetPositions:
-    """One object, written at `time` (seconds since 1970 by the clock of ingress).
+    """The positions of one target, written at `time` (seconds since 1970 by the clock of ingress).
 
     `positions`: by chain, the first sequence that the target does not hold yet. `sources`: the `site/feed` that may
     flow in; a chain of them without a position has not begun, and needs everything. `released`: an operator released
-    the target, which needs nothing any more. `stopped`: why chains have stopped, with what lets them go on; each text
+    the target; it needs nothing any more. `stopped`: the reasons why chains have stopped, with the remedies; each text
     is cut at MAX_TEXT characters.
     """
 
@@ -369,9 +370,9 @@ class TargetPositions:
     stopped: Mapping[Chain, str] = field(default_factory=dict)
 
     def need(self, chain: Chain, first: int, sources: Collection[str] = ()) -> int | None:
-        """From which sequence on it needs `chain`, which begins at `first`; None where it needs nothing of it.
+        """Return the first sequence that it needs of `chain`, which begins at `first`; None if it needs nothing of it.
 
-        `sources`: the `site/feed` that its configuration lets flow in; what it said may be older.
+        `sources`: the `site/feed` that its configuration lets flow in; this document may be older.
         """
         if self.released:
             return None
@@ -387,7 +388,7 @@ class TargetPositions:
 
     @classmethod
     def from_json(cls, raw: bytes) -> TargetPositions:
-        """Reads what this version wrote, or a later one that added fields. Raises ValueError."""
+        """Parse a document of this version, or of a later one that added fields. Raises ValueError."""
         wire = _POSITIONS.decode(raw)
         for chain, at in wire.positions.items():
             if not 0 <= at <= MAX_SEQUENCE + 1:
@@ -401,10 +402,10 @@ _MOST_SECONDS = 253_402_300_799  # since 1970: the year 9999
 
 
 class CompactionRun(_Versioned, frozen=True):
-    """How a run of compaction ended, with exit code `code`, at `ended` by the clock of its host (seconds since 1970).
+    """The result of a compaction run: exit code `code`, at `ended` by the clock of its host (seconds since 1970).
 
-    `seconds`: how long it took. `succeeded`: when a run of the same chains last ended with 0, None where none has.
-    Raises ValueError where a number is outside its range.
+    `seconds`: its duration. `succeeded`: the time at which a run of the same chains last ended with 0, None if none
+    has. Raises ValueError if a number is outside its range.
     """
 
     ended: float
@@ -422,7 +423,7 @@ class CompactionRun(_Versioned, frozen=True):
 
     @classmethod
     def from_json(cls, raw: bytes) -> CompactionRun:
-        """Raises ValueError."""
+        """Parse a run. Raises ValueError."""
         return _RUN.decode(raw)
 
 
@@ -431,7 +432,7 @@ CompactionRuns = Mapping[tuple[str | None, str | None], CompactionRun]
 
 
 def run_of(runs: CompactionRuns, chain: Chain) -> CompactionRun | None:
-    """The last run among `runs` that looked at `chain`, with the newest success of all that do; None where none did."""
+    """Return the last of `runs` that included `chain`, with the newest success of all that did; None if none did."""
     names = ((None, None), (chain.site, None), (chain.site, chain.feed))
     found = [run for name in names if (run := runs.get(name)) is not None]
     if not found:
@@ -447,7 +448,7 @@ _GAP, _POSITIONS = JsonForm(_GapWire), JsonForm(_PositionsWire)
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
 _PAGE = 1000  # keys of one listing
-_ROUNDS = 5  # of compare-and-set, each lost to another writer
+_ROUNDS = 5  # attempts at compare-and-set, each lost to another writer
 
 D = TypeVar("D")
 
@@ -456,28 +457,29 @@ class PutOnceClaims(Protocol):
     """Arbiter between writers of one document, for stores that refuse conditions. Blocking; not for the event loop."""
 
     def claim(self, key: str, body: bytes) -> tuple[bytes, int]:
-        """The bytes that were claimed first for `key`, which are `body` where none were, and the claim's revision.
+        """Claim `key`. Return the bytes that were claimed first, `body` if none were, and the claim's revision.
 
         Raises Unavailable, OutcomeUnknown.
         """
 
     def settle(self, key: str, revision: int) -> None:
-        """Remove the claim: its document is there. Where that fails it stays, which harms nobody."""
+        """Remove the claim: its document is there. If this fails, the claim stays, which is harmless."""
 
 
 class ChainStore:
     """The documents under one layout. Blocking; safe to use from several threads.
 
-    `claims`: needed for a `create_…` and `put_once` where the store refuses conditions: ConditionsRefused without.
+    `claims`: needed for a `create_…` and `put_once` if the store refuses conditions; they raise ConditionsRefused
+    without.
 
-    A `read_…` method gives None where there is no such document; a `create_…` method writes the document unless there
-    is one, and gives the one that is there afterwards. Every method raises what the object store raises, and DataError
-    (E-STATE-JSON) for an invalid document.
+    A `read_…` method returns None if there is no such document; a `create_…` method writes the document unless there
+    is one, and returns the one that is there afterwards. Every method raises the errors of the object store, and
+    DataError (E-STATE-JSON) for an invalid document.
     """
 
     def __init__(self, objects: ObjectStore, layout: Layout, claims: PutOnceClaims | None = None) -> None:
         self.objects, self.layout, self.claims = objects, layout, claims
-        self._ignored: dict[str, str] = {}  # spoiled gaps and signs of life by key, and why
+        self._ignored: dict[str, str] = {}  # the key and error of invalid gaps, heartbeats and runs
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         return self._create(self.layout.stream_document(chain), document.to_json(), StreamDocument.from_json)
@@ -486,18 +488,18 @@ class ChainStore:
         return self._read(self.layout.stream_document(chain), StreamDocument.from_json)
 
     def is_followed(self, chain: Chain) -> bool:
-        """Whether the next incarnation exists: nothing is put into this one any more. One HEAD request."""
+        """True if the next incarnation exists: nothing is put into this one any more. One HEAD request."""
         return self.followed_since(chain) is not None
 
     def followed_since(self, chain: Chain) -> float | None:
-        """When the next incarnation began, in seconds since 1970 by the store's clock; None where there is none."""
+        """Return the start of the next incarnation, seconds since 1970 by the store's clock; None if there is none."""
         if chain.incarnation == MAX_INCARNATION:
             return None
         info = self.objects.head(self.layout.stream_document(chain.next_incarnation()))
         return info.modified if info else None
 
     def read_end(self, chain: Chain) -> int | None:
-        """Where the chain ended with its incarnation (0: nothing was covered); None while it has not."""
+        """Return the end of the chain if its incarnation has ended (0: nothing was covered); None while it has not."""
         following = None if chain.incarnation == MAX_INCARNATION else self.read_stream(chain.next_incarnation())
         previous = None if following is None else following.previous
         return None if previous is None else previous.get(chain.partition, 0)
@@ -509,21 +511,21 @@ class ChainStore:
         return self._read(self.layout.chain_document(chain), ChainDocument.from_json)
 
     def read_floor(self, chain: Chain) -> int | None:
-        """The first sequence that retention left; None where retention never ran."""
+        """Return the first sequence that retention left; None if there is no floor."""
         return self._read(self.layout.floor_document(chain), floor_from_json)
 
     def floor(self, chain: Chain) -> Floor | None:
-        """As `read_floor`, with its time."""
+        """Return the floor with its time; None as for `read_floor`."""
         if (first := self.read_floor(chain)) is None:
             return None
         info = self.objects.head(self.layout.floor_document(chain))
         return Floor(first, info.modified if info else 0.0)
 
     def raise_floor(self, chain: Chain, first: int) -> None:
-        """Raises the floor to `first` unless it is that high already: it never falls. Raises Unavailable too."""
+        """Raise the floor to `first` unless it is that high already: it never falls. Raises also Unavailable."""
         key, body = self.layout.floor_document(chain), floor_to_json(first)
         for _ in range(_ROUNDS):
-            # The etag before the content: a change between the two makes the write fail, not the check.
+            # Read the ETag before the content: a change between the two makes the write fail, not the check.
             info = self.objects.head(key)
             if (self.read_floor(chain) or 0) >= first:
                 return
@@ -535,9 +537,9 @@ class ChainStore:
         self.objects.put(self.layout.tail(chain), tail_to_json(end))
 
     def read_tail(self, chain: Chain) -> int | None:
-        """The end of coverage when the tail was written; None if there is none, or it is invalid.
+        """Return the end of coverage at the time the tail was written; None if there is none, or it is invalid.
 
-        It is only a hint: a spoiled tail is written again, and stops nothing.
+        It is only a hint: an invalid tail is written again, and stops nothing.
         """
         try:
             return self._read(self.layout.tail(chain), tail_from_json)
@@ -546,28 +548,28 @@ class ChainStore:
             return None
 
     def tails(self) -> dict[Chain, str]:
-        """The etag of every tail, by one listing: what changed since the last call has a new one."""
+        """Return the ETag of every tail, from one listing: a tail that changed since the last call has a new one."""
         return {chain: info.etag for chain, info in self.listed_tails().items()}
 
     def listed_tails(self, site: str | None = None) -> dict[Chain, ObjectInfo]:
-        """The tails of a site, or of all, as one listing shows them; `modified` is when something was last archived."""
+        """Return the tails of a site, or of all, from one listing; `modified` is the time of the last archiving."""
         listing = self.objects.list(self.layout.tails_prefix(site))
         found = ((self.layout.parse_tail(info.key), info) for info in listing)
         return {chain: info for chain, info in found if chain is not None}
 
-    # Signs of life
+    # Heartbeats
 
     def write_alive(self, process: str, alive: Alive) -> None:
         self.objects.put(self.layout.alive(alive.site, process), alive.to_json())
 
     def listed_alive(self, site: str | None = None) -> list[ObjectInfo]:
-        """Those of a site, or of all."""
+        """Return the heartbeat objects of a site, or of all, without those that are too old (`to_read`)."""
         listing = self.objects.list(self.layout.alive_prefix(site))
         parsed = ((self.layout.parse_alive(info.key), info) for info in listing)
         return to_read((name[0], info) for name, info in parsed if name is not None)
 
     def read_alive(self, key: str) -> Alive | None:
-        """None if there is none at `key`, or it is invalid: it stops nothing."""
+        """Read a heartbeat; None if there is none at `key`, or it is invalid: it stops nothing."""
         name = self.layout.parse_alive(key)
         try:
             alive = self._read(key, Alive.from_json)
@@ -592,7 +594,7 @@ class ChainStore:
         return found
 
     def targets_with_positions(self) -> list[str]:
-        """Released targets too."""
+        """Return the targets that have a positions document, released ones too."""
         listing = self.objects.list(self.layout.ingress_targets_prefix())
         return [t for info in listing if (t := self.layout.parse_ingress_positions(info.key)) is not None]
 
@@ -602,7 +604,7 @@ class ChainStore:
         self.objects.put(self.layout.run(site, feed), run.to_json())
 
     def read_run(self, site: str | None, feed: str | None) -> CompactionRun | None:
-        """None if there is none, or it is invalid: it stops nothing."""
+        """Read a run; None if there is none, or it is invalid: it stops nothing."""
         key = self.layout.run(site, feed)
         try:
             run = self._read(key, CompactionRun.from_json)
@@ -613,7 +615,7 @@ class ChainStore:
         return run
 
     def runs(self) -> CompactionRuns:
-        """The last run of each selection; none where they may not be read."""
+        """Return the last run of each selection; none if access is refused."""
         try:
             names = [self.layout.parse_run(info.key) for info in self.objects.list(self.layout.runs_prefix())]
             return {name: run for name in names if name is not None and (run := self.read_run(*name)) is not None}
@@ -621,7 +623,7 @@ class ChainStore:
             return {}
 
     def chains(self, site: str | None = None, feed: str | None = None, incarnation: int | None = None) -> list[Chain]:
-        """Those that have a `chain.json`; None means all."""
+        """Return the chains that have a `chain.json`, ascending; None means all."""
         found, after, prefix = list[Chain](), "", self.layout.documents_prefix(site, feed, incarnation)
         while True:
             page = self.objects.list(prefix, start_after=after, limit=_PAGE)
@@ -632,28 +634,28 @@ class ChainStore:
             after = self.layout.behind_captures(page[-1].key)
 
     def partitions(self, chain: Chain) -> set[Chain]:
-        """The partitions of the chain's incarnation that have any segment: one listing, which skips most of them."""
+        """Return the partitions of the chain's incarnation that have any segment. The listing skips most segments."""
         found, after = set[Chain](), ""
         while page := self.objects.list(self.layout.incarnation_prefix(chain), start_after=after, limit=_PAGE):
             places = [self.layout.place_of(info.key) for info in page]
             found.update(place for place in places if place is not None)
             last = places[-1]
-            # "0" sorts right behind the slash: the next page begins with the next partition.
+            # "0" sorts right after the slash: the next page begins with the next partition.
             after = page[-1].key if last is None else self.layout.partition_prefix(last).removesuffix("/") + "0"
         return found
 
-    # Gaps that are given up
+    # Accepted gaps
 
     def gaps(self, chain: Chain, *, position: int = 1) -> list[AcceptedGap]:
-        """The accepted gaps that reach `position`, by where they end; spoiled ones are skipped."""
+        """Return the accepted gaps that reach `position`, by their end; invalid ones are skipped."""
         return self._gaps(self.layout.gaps_prefix(chain), position)
 
     def accept_gap(self, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
-        """Writes an accepted gap unless its range is accepted already; returns what is there, read back."""
+        """Write an accepted gap unless its range is accepted already. Return the stored one, read back."""
         prefix = self.layout.gaps_prefix(chain)
         try:
             return self._keep_gap(prefix, gap)
-        except ConditionsRefused:  # who accepts it at the same time says the same by its name: only the notes differ
+        except ConditionsRefused:  # a concurrent writer accepts the same range, which is the key: only the notes differ
             self.objects.put(self.layout.gap(prefix, gap.range), gap.to_json())
             return self._keep_gap(prefix, gap)
 
@@ -680,7 +682,7 @@ class ChainStore:
         return gap
 
     def _ignore(self, key: str, why: str, what: str) -> None:
-        """Reported once: a chain that waits has its gaps read again and again."""
+        """Log an invalid object once: a chain that waits has its gaps read again and again."""
         if self._ignored.get(key) != why:
             self._ignored[key] = why
             log.warning(f"{what} ignored", action=f"{what.replace(' ', '_')}_ignored", error=why)
@@ -691,7 +693,7 @@ class ChainStore:
     def _create(self, key: str, body: bytes, parse: Callable[[bytes], D]) -> D:
         if len(body) > MAX_DOCUMENT_BYTES:
             raise DataError(f"{key}: expected at most {MAX_DOCUMENT_BYTES} bytes, found {len(body)}")
-        # Looked for first, because some servers ignore the condition of the put.
+        # Check first, because some servers ignore the condition of the put.
         if self.objects.head(key) is None:
             self.put_once(key, body)
         if (document := self._read(key, parse)) is None:
@@ -699,8 +701,8 @@ class ChainStore:
         return document
 
     def put_once(self, key: str, body: bytes) -> None:
-        """Writes the object unless there is one, or another writer has claimed it: then what that one claimed. The
-        caller reads to learn what is there.
+        """Write the object unless there is one. If another writer has claimed it, write the bytes of that claim. The
+        caller reads the object to find its content.
         """
         try:
             self._replace(key, body, None)
@@ -712,7 +714,7 @@ class ChainStore:
     def _put_claimed(self, claims: PutOnceClaims, key: str, body: bytes) -> None:
         claimed, revision = claims.claim(key, body)
         failpoint("documents.claimed")
-        # Looked for behind the claim: who put it may have settled its own before, or the bucket of claims was lost.
+        # Check after the claim: another writer may have settled its own before, or the bucket of claims was lost.
         if self.objects.head(key) is None:
             failpoint("documents.put_claimed")
             try:
@@ -724,7 +726,7 @@ class ChainStore:
             claims.settle(key, revision)
 
     def _replace(self, key: str, body: bytes, etag: str | None) -> None:
-        """Writes if the object still has `etag` (None: does not exist); the caller reads to learn the outcome."""
+        """Write if the object still has `etag` (None: does not exist). The caller reads it to find the outcome."""
         try:
             if etag is None:
                 self.objects.put_if_absent(key, body, sha256=hashlib.sha256(body).hexdigest())

@@ -1,4 +1,4 @@
-"""Keys of the objects in a bucket, both directions: what is formatted here is parsed here.
+"""Keys of the objects in a bucket: formatting and parsing, and the lookup of chains by name.
 
     {chain} = site={site}/feed={feed}/incarnation={k:04d}/partition={n}
 
@@ -15,12 +15,12 @@
     {prefix}/_floe/alive/{site}/{process}
     {prefix}/_floe/verify/{chain}/{shallow,deep}.json
 
-The end of the coverage stands first in a segment's name, so listing with `start_after(position)` yields
+The end of the coverage comes first in a segment's name, so a listing with `start_after(position)` returns
 exactly the segments that reach the position. Parts that people name are percent-encoded by an allow-list.
 
-An operator's name of a chain is looked up among the chains that there are: one that is not there is an error
-that says which are, or a slip would look like an empty archive. Only a feed of the configuration may be named
-before anything of it is archived. Where one chain is wanted, that of the newest incarnation is meant.
+An operator's name of a chain is looked up among the existing chains. An unknown name is an error that lists the
+existing ones: otherwise a typing error would look like an empty archive. Only a feed of the configuration may be named
+before anything of it is archived. If one chain is wanted, that of the newest incarnation is meant.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _CHAIN_OBJECT = re.compile(
 )
 _SIGN_OFF = re.compile(rf"_floe/verify/{_CHAIN}/(?:shallow|deep)\.json")
 _IN_CHAIN = re.compile(rf"(?:_floe/(?:tombstones/|verify/)?)?{_CHAIN}/.+", re.DOTALL)
-# Objects under these have rules of their own.
+# Objects under these prefixes have rules of their own.
 _OTHER_OBJECTS = re.compile(
     rf"_floe/(?:probe|ingress|alive|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/(?:reported|runs))/.+"
     "|_floe/tombstones/clock",
@@ -76,8 +76,8 @@ _RUN = re.compile(rf"_floe/tombstones/runs/(?:site=(?P<site>{_ENCODED})/(?:feed=
 _POSITIONS = re.compile(rf"_floe/ingress/(?P<target>{_ENCODED})/positions\.json")
 
 
-class SegmentName(NamedTuple):  # a million are made in a moment: see SegmentRef
-    """What a segment's key says. `digest`: the first 16 hex digits of the SHA-256 of its bytes."""
+class SegmentName(NamedTuple):  # a listing may create a million: see SegmentRef
+    """The parts of a segment's key. `digest`: the first 16 hex digits of the SHA-256 of its bytes."""
 
     chain: Chain
     level: int
@@ -87,7 +87,7 @@ class SegmentName(NamedTuple):  # a million are made in a moment: see SegmentRef
 
 @dataclass(frozen=True, slots=True)
 class StateName:
-    """What a snapshot's key says. `position`: the first sequence that is not folded into it.
+    """The parts of a snapshot's key. `position`: the first sequence that the snapshot does not include.
 
     `digest`: the first 16 hex digits of the SHA-256 of its bytes.
     """
@@ -99,8 +99,8 @@ class StateName:
 
 @dataclass(frozen=True, slots=True)
 class CaptureName:
-    """What a capture's key says. `chain`: partition 0 of the incarnation. `kind`: one of CAPTURES. `end`: the sequence
-    up to which the archive covered when it was taken, 0: nothing.
+    """The parts of a capture's key. `chain`: partition 0 of the incarnation. `kind`: one of CAPTURES. `end`: the
+    sequence up to which the archive covered at the time of the capture, 0: nothing.
 
     `digest`: the first 16 hex digits of the SHA-256 of its bytes.
     """
@@ -113,7 +113,7 @@ class CaptureName:
 
 @functools.lru_cache(4096)
 def encode(part: str) -> str:
-    """`part` with all but `A-Z a-z 0-9 _ -` as `%XX` of its UTF-8."""
+    """Return `part` with every character except `A-Z a-z 0-9 _ -` as `%XX` of its UTF-8."""
     return "".join(
         chr(byte) if chr(byte).isascii() and (chr(byte).isalnum() or chr(byte) in "_-") else f"%{byte:02X}"
         for byte in part.encode()
@@ -121,7 +121,7 @@ def encode(part: str) -> str:
 
 
 def decode(part: str) -> str | None:
-    """The text that `encode` wrote as `part`; None for any other `part`."""
+    """Return the text that `encode` wrote as `part`; None for any other `part`."""
     try:
         text = unquote_to_bytes(part).decode()
     except UnicodeDecodeError:
@@ -133,8 +133,8 @@ def decode(part: str) -> str | None:
 class Layout:
     """Every key under one `prefix`, which may be empty and has no slash at either end.
 
-    `…_prefix`: how the keys of those objects begin; ends in a slash, except that of all documents. `parse_…`: the
-    reverse of the method that makes the key; None for any other key.
+    `…_prefix`: the common beginning of the keys of those objects; ends in a slash, except that of all documents.
+    `parse_…`: the reverse of the method that makes the key; None for any other key.
     """
 
     prefix: str = ""
@@ -147,7 +147,7 @@ class Layout:
         return self.root + path
 
     def _relative(self, key: str) -> str:
-        """Empty for a key that is not under the prefix."""
+        """Return the key below the prefix; empty for a key that is not under it."""
         root = self.root
         return key[len(root) :] if key.startswith(root) else ""
 
@@ -157,13 +157,13 @@ class Layout:
         return tuple(self._under(f"{place}{path}/") for place in folders)
 
     def place_of(self, key: str) -> Chain | None:
-        """The chain among whose objects the key stands, whatever it is."""
+        """Return the chain that the path of the key names, also for a foreign key; None if it names none."""
         return _chain(_IN_CHAIN.fullmatch(self._relative(key)))
 
-    # Which keys are Floe's
+    # Ownership of keys
 
     def is_foreign(self, key: str) -> bool:
-        """Whether the key is not one of Floe's: a segment or document of another name, or junk.
+        """True if the key is not one of Floe's: a segment or document of another name, or junk.
 
         Empty objects that consoles create as folders end in a slash; they are not counted.
         """
@@ -173,9 +173,7 @@ class Layout:
         return self.parse_segment(key) is None and not self._is_document(key) and not is_tombstone
 
     def may_be_put_away(self, key: str) -> bool:
-        """Whether an operator may put the object away: not a document that rules a chain, and not a key outside the
-        prefix.
-        """
+        """True if an operator may quarantine the object: a segment, a tombstone or a foreign key, under the prefix."""
         return bool(self._relative(key)) and not self._is_document(key)
 
     def _is_document(self, key: str) -> bool:
@@ -193,7 +191,7 @@ class Layout:
         return f"{self.partition_prefix(chain)}level={level}/"
 
     def segment(self, name: SegmentName) -> str:
-        """Raises ValueError where a part is outside its range."""
+        """Return the key of a segment. Raises ValueError if a part is outside its range."""
         if not 0 <= name.level <= MAX_LEVEL:
             raise ValueError(f"level {name.level}: expected 0 to {MAX_LEVEL}")
         _check_digest(name.digest)
@@ -211,7 +209,7 @@ class Layout:
         return SegmentName(*found, SequenceRange(first, last), match["digest"])
 
     def start_after(self, chain: Chain, level: int, position: int) -> str:
-        """A key that sorts after all segments that end before `position` and before all others."""
+        """Return a key that sorts after all segments that end before `position` and before all others."""
         return f"{self.segments_prefix(chain, level)}{position:020d}"
 
     # Documents about a chain
@@ -226,7 +224,7 @@ class Layout:
         return self._under(f"_floe/{_incarnation_path(chain)}/stream.json")
 
     def incarnation_prefix(self, chain: Chain) -> str:
-        """Of the segments of all partitions of the chain's incarnation."""
+        """Return the prefix of the segments of all partitions of the chain's incarnation."""
         return self._under(f"{_incarnation_path(chain)}/")
 
     def chain_document(self, chain: Chain) -> str:
@@ -238,7 +236,7 @@ class Layout:
     def floor_document(self, chain: Chain) -> str:
         return self._under(f"_floe/{_chain_path(chain)}/floor.json")
 
-    # Gaps that are given up
+    # Accepted gaps
 
     def gaps_prefix(self, chain: Chain) -> str:
         return self._under(f"_floe/{_chain_path(chain)}/gaps/")
@@ -263,7 +261,7 @@ class Layout:
         return self._under(f"_floe/{_chain_path(chain)}/state/")
 
     def state(self, name: StateName) -> str:
-        """Raises ValueError where a part is outside its range."""
+        """Return the key of a snapshot. Raises ValueError if a part is outside its range."""
         if not 1 <= name.position <= MAX_SEQUENCE:
             raise ValueError(f"position {name.position}: expected 1 to 2^63-1")
         _check_digest(name.digest)
@@ -283,7 +281,7 @@ class Layout:
         return self._under(f"_floe/{_incarnation_path(chain)}/{kind}/")
 
     def capture(self, name: CaptureName) -> str:
-        """Raises ValueError where a part is outside its range."""
+        """Return the key of a capture. Raises ValueError if a part is outside its range."""
         if name.kind not in CAPTURES or not 0 <= name.end <= MAX_SEQUENCE:
             raise ValueError(f"capture {name.kind} at {name.end}: expected one of {CAPTURES}, at 0 to 2^63-1")
         _check_digest(name.digest)
@@ -297,7 +295,7 @@ class Layout:
         return CaptureName(chain, match["kind"], end, match["digest"])
 
     def behind_captures(self, key: str) -> str:
-        """`key`, or where it is a capture's, what sorts behind all captures of its incarnation that may be many, and
+        """Return `key`; for a capture, a key that sorts after all captures of its incarnation that may be numerous, and
         before its partitions.
         """
         if (name := self.parse_capture(key)) is None:
@@ -323,7 +321,7 @@ class Layout:
         return f"{self.alive_prefix(site)}{encode(process)}"
 
     def parse_alive(self, key: str) -> tuple[str, str] | None:
-        """Site and process."""
+        """Return the site and the process."""
         match = _ALIVE.fullmatch(self._relative(key))
         site, process = (decode(match["site"]), decode(match["process"])) if match else (None, None)
         if site is None or process is None or not SITE_PATTERN.fullmatch(site):
@@ -334,7 +332,7 @@ class Layout:
         return self._under(f"_floe/tombstones/{_chain_path(chain)}/")
 
     def reported_prefix(self, chain: Chain | None = None) -> str:
-        """Of the problems that compaction has reported: of all chains, or of one."""
+        """Return the prefix of the problems that compaction has reported: of all chains, or of one."""
         path = "_floe/tombstones/reported/"
         return self._under(f"{path}{_chain_path(chain)}/" if chain else path)
 
@@ -345,13 +343,13 @@ class Layout:
         return self._under("_floe/tombstones/runs/")
 
     def run(self, site: str | None, feed: str | None) -> str:
-        """Of compaction: of all sites, of one, or of one feed of it."""
+        """Return the key of a compaction run: of all sites, of one, or of one feed of it."""
         of_site = "" if site is None else f"site={encode(site)}/"
         of_feed = "" if site is None or feed is None else f"feed={encode(feed)}/"
         return f"{self.runs_prefix()}{of_site}{of_feed}all.json"
 
     def parse_run(self, key: str) -> tuple[str | None, str | None] | None:
-        """Site and feed, None for all."""
+        """Return the site and the feed, each None for all."""
         if (match := _RUN.fullmatch(self._relative(key))) is None:
             return None
         site, feed = (None if part is None else decode(part) for part in match.group("site", "feed"))
@@ -361,7 +359,7 @@ class Layout:
         return self._under(f"_floe/verify/{_chain_path(chain)}/{'deep' if deep else 'shallow'}.json")
 
     def quarantined(self, key: str, digest: str) -> str:
-        """Where the object at `key`, with this SHA-256, is kept once it is put away.
+        """Return the key in quarantine of the object at `key` with this SHA-256.
 
         Raises ValueError for a key that is not under the prefix.
         """
@@ -406,7 +404,7 @@ def _chain(match: re.Match[str] | None) -> Chain | None:
     return match and _parsed(match["site"], match["feed"], match["incarnation"], match["partition"] or "0")
 
 
-@functools.lru_cache(4096)  # a listing names one folder a thousand times
+@functools.lru_cache(4096)  # a listing repeats one folder a thousand times
 def _chain_and_level(folder: str) -> tuple[Chain, int] | None:
     match = _LEVEL.fullmatch(folder)
     chain = _chain(match)
@@ -429,7 +427,7 @@ if TYPE_CHECKING:
 
 Pair = tuple[str, str]  # site, feed
 
-MOST_NAMES = 20  # that an error lists
+MOST_NAMES = 20  # in the text of one error
 
 
 def configured(settings: Settings) -> frozenset[Pair]:
@@ -446,7 +444,7 @@ def chosen(
     incarnation: int | None = None,
     partition: int | None = None,
 ) -> list[Chain]:
-    """Those of `known` that the parts name, None means all; empty where only `feeds`, of the configuration, has it.
+    """Return those of `known` that the parts name, None means all; empty if only `feeds`, of the configuration, has it.
 
     Raises UsageError with the names that exist.
     """
@@ -470,9 +468,9 @@ def one(
     incarnation: int | None = None,
     partition: int | None = None,
 ) -> Chain:
-    """The one chain that is meant: the newest incarnation and the only partition, where they are not named.
+    """Return the one chain that is meant: the newest incarnation and the only partition, if they are not named.
 
-    Raises UsageError as `chosen`, and where several partitions match.
+    Raises UsageError as `chosen`, and if several partitions match.
     """
     if not (there := chosen(known, feeds, site, feed, incarnation)):
         return Chain(site, feed, incarnation or 0, partition or 0)
@@ -487,7 +485,7 @@ def one(
 
 
 def parse(text: str) -> tuple[str, str | None, int | None, int | None]:
-    """The parts of `SITE[/FEED[/INCARNATION[/PARTITION]]]`, None for those not named. Raises UsageError."""
+    """Return the parts of `SITE[/FEED[/INCARNATION[/PARTITION]]]`, None for those not named. Raises UsageError."""
     try:
         return named_parts(text)
     except ValueError as error:
@@ -495,7 +493,7 @@ def parse(text: str) -> tuple[str, str | None, int | None, int | None]:
 
 
 def parse_of_feed(text: str) -> tuple[str, str, int | None, int | None]:
-    """As `parse`, where the feed has to be named."""
+    """Return the same as `parse`, but require the feed."""
     site, feed, incarnation, partition = parse(text)
     if feed is None:
         raise UsageError(f"chain {text!r:.80}: expected {CHAIN_FORM}")

@@ -1,9 +1,9 @@
-"""Before pyarrow: metadata parsed within limits, pages walked before they are decoded: what decoding can cost at most.
+"""Checks before pyarrow: parse the metadata within limits, and bound the cost of decoding from the page headers.
 
 Sizes in the metadata of a Parquet file are claims. A dictionary of one 10 MiB value, used a hundred times,
 decodes to 1 GiB from 700 bytes; an encoding that shares prefixes does worse; a forged count makes a decoder
-allocate for it. The page headers say what a decoder will really meet, so they are read first: only the
-encodings the writer uses, as many values as the row group has rows, a checksum on each page. Then decoded
+allocate for it. The page headers are the real input of a decoder, so they are read first. They must have only the
+encodings that the writer uses, as many values as the row group has rows, and a checksum on each page. Then decoded
 bytes <= page bytes.
 """
 
@@ -20,7 +20,7 @@ from common.segments.columns import DELTA_COLUMNS, TEXT_COLUMNS
 from common.segments.segment import SegmentRef
 
 _STOP, _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(13)
-_BITS = {_I16: 15, _I32: 31, _I64: 63}  # of an integer, without its sign
+_BITS = {_I16: 15, _I32: 31, _I64: 63}  # of an integer, without the sign
 _MAX_VARINT_BYTES = 10
 _LONG_LIST = 15
 
@@ -28,12 +28,12 @@ Struct = dict[int, Any]
 
 
 class TruncatedError(ValueError):
-    """The bytes end inside the structure; it may be complete with more bytes."""
+    """Bytes that end inside the structure; it may be complete with more bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`values`: in all, list elements included. `elements`: of one list. `depth`: of nesting."""
+    """Limits of a structure. `values`: in all, list elements included. `elements`: of one list. `depth`: of nesting."""
 
     values: int
     elements: int
@@ -41,7 +41,7 @@ class Bounds:
 
 
 def read_struct(data: bytes, bounds: Bounds) -> tuple[Struct, int]:
-    """The structure at the start of `data`, and its size in bytes. Raises TruncatedError, ValueError."""
+    """Return the structure at the start of `data`, and its size in bytes. Raises TruncatedError, ValueError."""
     reader = _Reader(data, bounds)
     try:
         return reader.struct(0), reader.position
@@ -50,8 +50,8 @@ def read_struct(data: bytes, bounds: Bounds) -> tuple[Struct, int]:
 
 
 class _Reader:
-    """Raises IndexError at the end of `data`. Most numbers take one byte: they are read where they are met, because
-    calls take most of the time.
+    """Reader of the Thrift compact protocol. Raises IndexError at the end of `data`. Most numbers take one byte: they
+    are read inline, because calls take most of the time.
     """
 
     def __init__(self, data: bytes, bounds: Bounds) -> None:
@@ -88,7 +88,7 @@ class _Reader:
             return self.struct(depth + 1)
         if kind == _LIST:
             return self._list(depth + 1)
-        if kind in (_BYTE, _TRUE, _FALSE):  # an element of a list of truths is one byte, like any other
+        if kind in (_BYTE, _TRUE, _FALSE):  # a Boolean in a list takes one byte, like `_BYTE`
             return self._take(1)[0]
         raise ValueError(f"type {kind}, which Parquet does not use")
 
@@ -132,34 +132,34 @@ class _Reader:
 
 MIB = 2**20
 
-# What the writer puts into one row group: raw bytes, which limit the memory of a reader.
+# Raw bytes that the writer puts into one row group: they limit the memory of a reader.
 ROW_GROUP_BYTES_LEVEL_0 = 32 * MIB
 ROW_GROUP_BYTES_MERGED = 64 * MIB
 _ROW_GROUP_BYTES_BEFORE = 128 * MIB  # of merged segments that former versions wrote
-# The columns of a row that are not raw bytes: so that a million empty messages are not one row group.
+# Counted for the other columns of a row, so that a million empty messages are not one row group.
 ROW_OVERHEAD_BYTES = 64
-# The largest message that is archived and carried, subject and headers included; none is split over row groups.
+# The largest message that is archived and replayed, subject and headers included; none is split over row groups.
 MAX_MESSAGE_BYTES = 64 * MIB
-# What a row costs a reader in memory beside its bytes.
+# Memory that a row costs a reader beside its bytes.
 ROW_BYTES = 256
-# The writer closes a page at 1 MiB. Many tiny ones cost more time than what they hold.
+# The writer closes a page at 1 MiB. Many tiny pages cost more time than their content.
 FEW_PAGES, LEAST_PAGE_ROWS, LEAST_PAGE_BYTES = 64, 256, 64 * 1024
 
 
 def row_group_bytes(level: int) -> int:
-    """The raw bytes at which the writer closes a row group of a segment of `level`."""
+    """Return the raw bytes at which the writer closes a row group of a segment of `level`."""
     return ROW_GROUP_BYTES_LEVEL_0 if level == 0 else ROW_GROUP_BYTES_MERGED
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetLimits:
-    """Bounds on one file; a file beyond any of them is refused as corrupt, code E-SEG-BOMB.
+    """Bounds on one file; a file beyond any of them is rejected as corrupt, code E-SEG-BOMB.
 
     `footer_bytes`: stored size of the Parquet metadata. `row_groups`, `columns`: their number.
     `footer_value_bytes`: one string in the metadata, Floe's own footer included. `metadata_values`: numbers,
     strings and lists in the metadata. `row_group_bytes`: decoded bytes of one row group, of one page and of
     one dictionary; a row group as the writer makes it, with the largest message on top, fits.
-    `page_header_bytes`: one page header. `batch_bytes`, `batch_rows`: what one batch aims at; a large
+    `page_header_bytes`: one page header. `batch_bytes`, `batch_rows`: the intended size of one batch; a large
     message, or rows of very uneven size, make it larger, but never larger than a row group.
     """
 
@@ -178,15 +178,13 @@ DEFAULT_LIMITS = ParquetLimits()
 
 
 class SegmentGone(DataError):
-    """The segment is not in the store any more: it was deleted after it was listed, most likely because it was
-    superseded.
-    """
+    """A segment that is no longer in the store: deleted after it was listed, most likely because it was superseded."""
 
     default_code = "E-SEG-GONE"
 
 
 class Forked(DataError):
-    """Two segments hold different messages under one sequence; `keys` names both."""
+    """A fork: two segments hold different messages under one sequence; `keys` names both."""
 
     default_code = "E-FORK"
 
@@ -213,7 +211,7 @@ def bomb(cause: str) -> SegmentCorrupt:
 
 @contextmanager
 def explained(key: str) -> Iterator[None]:
-    """Turns what reading untrusted bytes may raise into SegmentCorrupt that names `key`.
+    """Turn the errors of reading untrusted bytes into SegmentCorrupt that names `key`.
 
     Other errors of Floe (such as an unreachable store) and of the disk under the file pass unchanged.
     """
@@ -227,7 +225,7 @@ def explained(key: str) -> Iterator[None]:
         raise bomb(f"segment {key}: needs more memory than there is: {_first_line(error)}") from error
     except NotImplementedError as error:
         raise SegmentCorrupt(f"segment {key}: {_first_line(error)}", code="E-SEG-CODEC") from error
-    except Exception as error:  # pyarrow's own errors, and the built-in ones that it raises too
+    except Exception as error:  # pyarrow raises its own errors and built-in ones
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise SegmentCorrupt(f"segment {key}: {_first_line(error)}") from error
@@ -250,7 +248,7 @@ _MAX_VALUE, _MIN_VALUE = 5, 6
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One column of one row group, as the metadata claims it: `first` offset, `size` in bytes, `rows`.
+    """One column of one row group, as claimed by the metadata: `first` offset, `size` in bytes, `rows`.
 
     `data`: offset of the first data page. `least`, `greatest`: bytes of the statistics, None without.
     """
@@ -266,7 +264,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One row group, as the metadata claims it. `size`: its pages, decompressed."""
+    """One row group, as claimed by the metadata. `size`: its pages, decompressed."""
 
     rows: int
     size: int
@@ -283,9 +281,9 @@ class Metadata:
 
 
 def parse(raw: bytes, limits: ParquetLimits) -> Metadata:
-    """Reads the metadata; `raw` is all of its bytes. Raises SegmentCorrupt.
+    """Parse the metadata; `raw` is all of its bytes. Raises SegmentCorrupt.
 
-    The file may not bring an Arrow schema: types come from the Parquet schema alone.
+    The file must not contain an Arrow schema: types come from the Parquet schema alone.
     """
     bounds = Bounds(values=limits.metadata_values, elements=max(limits.row_groups, limits.columns))
     try:
@@ -316,7 +314,7 @@ def _count(fields: Struct, number: int) -> int:
 
 
 def check_shape(metadata: Metadata, columns: int, limits: ParquetLimits) -> None:
-    """Raises SegmentCorrupt for a wrong number of row groups or of `columns`, and for empty row groups."""
+    """Raise SegmentCorrupt for too many row groups or `columns`, for empty row groups, and for counts that disagree."""
     groups = ("row groups", len(metadata.groups), limits.row_groups)
     for what, found, most in (groups, ("columns", columns, limits.columns)):
         if found > most:
@@ -331,7 +329,7 @@ def check_shape(metadata: Metadata, columns: int, limits: ParquetLimits) -> None
 
 
 def chunk(name: str, group: Group, index: int) -> Chunk:
-    """What `group` claims of column `name`, number `index` of the schema. Raises SegmentCorrupt."""
+    """Return the claims of `group` about column `name`, number `index` of the schema. Raises SegmentCorrupt."""
     try:
         return _chunk(name, group, index)
     except (ValueError, TypeError, AttributeError) as error:
@@ -351,7 +349,7 @@ def _chunk(name: str, group: Group, index: int) -> Chunk:
     if data.get(_TYPE) != kind or _count(data, _VALUES) != group.rows:
         found = f"{data.get(_VALUES)} of {data.get(_TYPE)}"
         raise ValueError(f"expected {group.rows} values of type {kind}, found {found}")
-    # The same start that pyarrow takes, whatever order the two offsets come in.
+    # The same start as in pyarrow, in any order of the two offsets.
     pages, dictionary = _count(data, _DATA_OFFSET), data.get(_DICTIONARY_OFFSET, 0)
     first = dictionary if 0 < dictionary < pages else pages
     bounds = data.get(_STATISTICS, {})
@@ -393,7 +391,7 @@ class _Page:
     header_size: int
 
 
-# Of one column chunk: for each page its values, 0 for a dictionary, and the bytes that decoding it takes.
+# The pages of one column chunk: for each its values, 0 for a dictionary, and the bytes that decoding it takes.
 Pages = list[tuple[int, int]]
 
 
@@ -401,8 +399,9 @@ Pages = list[tuple[int, int]]
 class DecodingCost:
     """Bytes that decoding one row group takes, at most, in batches of `rows` rows.
 
-    `size`: all of its pages, dictionaries included but not expanded. `held`: the largest page of each column, in memory
-    as long as the row group is read. `batch`: the pages of one batch. `text`: of one batch, dictionaries expanded.
+    `size`: all of its pages, dictionaries included but not expanded. `held`: the largest page and the dictionary of
+    each column, in memory while the row group is read. `batch`: the pages of the largest batch. `text`: that of one
+    batch, dictionaries expanded.
     """
 
     rows: int
@@ -413,12 +412,12 @@ class DecodingCost:
 
     @property
     def need(self) -> int:
-        """Everything at once. A row costs something beside its bytes, and its text is copied twice."""
+        """Memory for all of it at once: a row costs ROW_BYTES beside its bytes, or two copies of its text, if more."""
         return self.held + self.batch + max(ROW_BYTES * self.rows, 3 * self.text)
 
 
 def decoding_cost(columns: Sequence[Pages], rows: int, limits: ParquetLimits) -> DecodingCost:
-    """What decoding a row group of `rows` rows takes, by the page headers of its columns."""
+    """Return the cost of decoding a row group of `rows` rows, from the page headers of its columns."""
     size = sum(taken for pages in columns for _, taken in pages)
     step = max(1, min(limits.batch_rows, limits.batch_bytes * rows // max(1, size), rows))
     held, batches = 0, [0] * -(-rows // step)
@@ -426,7 +425,7 @@ def decoding_cost(columns: Sequence[Pages], rows: int, limits: ParquetLimits) ->
         held += max(taken for values, taken in pages if values) + sum(taken for values, taken in pages if not values)
         begin = 0
         for values, taken in pages:
-            # A page that one row of a batch stands in may hold most of its bytes in that row.
+            # A page that holds one row of a batch may have most of its bytes in that row.
             for batch in range(begin // step, -(-(begin + values) // step) if values else 0):
                 batches[batch] += taken
             begin += values
@@ -434,10 +433,10 @@ def decoding_cost(columns: Sequence[Pages], rows: int, limits: ParquetLimits) ->
 
 
 def pages(source: Any, chunk: Chunk, limits: ParquetLimits) -> Pages:
-    """The pages of `chunk`, by their headers.
+    """Return the pages of `chunk`, from their headers.
 
-    `source`: what pyarrow calls a NativeFile, or what reads bytes at offsets as it does.
-    Raises SegmentCorrupt where a page is not one the writer makes, or there are more than it would make.
+    `source`: a NativeFile of pyarrow, or an object with the same `read_at`.
+    Raises SegmentCorrupt if a page is not one the writer makes, or there are more than it would make.
     """
     found: Pages = []
     size = values = 0
@@ -509,7 +508,7 @@ def _check_page(chunk: Chunk, page: _Page, position: int, *, is_first_data: bool
     elif page.values == 0:
         raise _bomb(chunk, "a page holds no values")
     elif is_first_data and position != chunk.data:
-        # A reader that leaves the dictionary out begins here: it must not meet other pages than these.
+        # A reader that skips the dictionary begins here: it must find the same pages.
         raise _bomb(chunk, f"expected the first data page at {chunk.data}, found it at {position}")
 
 

@@ -1,7 +1,7 @@
-"""Reading one segment file, which is untrusted: anybody who can write to the bucket may have made it.
+"""Reader of one segment file, which is untrusted: any program that can write to the bucket may have made it.
 
-A file is believed in this order: size and magic, size of the metadata, shape, schema, footer against key;
-then for each row group its page headers (`common.segments.parquet_guard`), and only then its rows, batch by batch.
+A file is checked in this order: size and magic, size of the metadata, schema, shape, footer against key; then for
+each row group its page headers (`common.segments.parquet_guard`), and only then its rows, batch by batch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from common.segments.segment import Footer
 from common.sequences import SequenceRange
 from common.subjects import matches
 
-# Makes `length` bytes from offset `first` readable in the source; for files of which only parts are here.
+# Makes `length` bytes from offset `first` readable in the source; for files that are present only in parts.
 Fetch = Callable[[int, int], None]
 
-# Called with a `Scan` before it decodes a row group, and before it expands the text of a batch, with what that takes in
-# memory; what it raises ends the reading.
+# Called with a `Scan` before it decodes a row group, and before it expands the text of a batch, with the memory that
+# this takes; an error that it raises ends the read.
 Admit = Callable[[object, RowGroup, parquet_guard.DecodingCost], None]
 
-# The stubs know an older pyarrow.
+# The stubs describe an older pyarrow.
 _ParquetFile: Any = pq.ParquetFile
 _READ_AHEAD = 2**20  # bytes of a column chunk that pyarrow holds at a time
 _SCHEMA_DEPTH = 8
@@ -44,12 +44,12 @@ def all_present(first: int, length: int) -> None:
 
 
 def admit_all(scan: object, group: RowGroup, cost: parquet_guard.DecodingCost) -> None:
-    """`admit` for whoever reads one segment at a time."""
+    """`admit` for a caller that reads one segment at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentSource:
-    """The bytes of a segment. `key`: what errors call it. `cleanup`: runs when the reader is closed."""
+    """The bytes of a segment. `key`: its name in errors. `cleanup`: runs when the reader is closed."""
 
     file: Any
     key: str
@@ -59,7 +59,7 @@ class SegmentSource:
     admit: Admit = admit_all
 
     def metadata(self) -> Metadata:
-        """The metadata at the end of the bytes. Raises SegmentCorrupt."""
+        """Read the metadata at the end of the bytes. Raises SegmentCorrupt."""
         size = self.file.size()
         tail = min(size, TRAILER_BYTES)
         self.fetch(size - tail, tail)
@@ -68,9 +68,9 @@ class SegmentSource:
         return parse(self.file.read_at(stored, size - tail - stored), self.limits)
 
     def parquet(self) -> Any:
-        """The pyarrow ParquetFile over the bytes, its schema checked. Raises whatever pyarrow raises.
+        """Return the pyarrow ParquetFile over the bytes, with its schema checked. Raises any error of pyarrow.
 
-        Call it only after `metadata`: see there what pyarrow does with bad ones.
+        Call it only after `metadata`, which checks that pyarrow can parse the metadata within limits.
         """
         metadata = _ParquetFile(
             self.file,
@@ -87,7 +87,7 @@ class SegmentSource:
             read_dictionary=list(TEXT_COLUMNS),
             pre_buffer=False,
             buffer_size=_READ_AHEAD,
-            # Without them a flipped bit reads back as good data.
+            # Without checksums a flipped bit reads back as good data.
             page_checksum_verification=True,
             arrow_extensions_enabled=False,
         )
@@ -95,7 +95,7 @@ class SegmentSource:
 
 @dataclass(frozen=True, slots=True)
 class OpenedSegment:
-    """A segment whose metadata are checked. `leaves`: the number of each column, by name."""
+    """A segment with checked metadata. `leaves`: the number of each column, by name."""
 
     source: SegmentSource
     file: Any
@@ -106,8 +106,8 @@ class OpenedSegment:
 
 @dataclass(frozen=True, slots=True)
 class RowFilter:
-    """Rows by time and subject: `begin` <= `timestamp_ns` < `end` (None: no such bound), and a subject that one of
-    `subjects` takes, filters of NATS (empty: any).
+    """A filter of rows: `begin` <= `timestamp_ns` < `end` (None: no such bound), and a subject that matches one of
+    `subjects`, NATS subject filters (empty: any).
     """
 
     begin: int | None = None
@@ -120,11 +120,11 @@ class RowFilter:
 
     @property
     def columns(self) -> set[str]:
-        """Those that `selected` looks at."""
+        """The columns that `selected` needs."""
         return {*(("timestamp_ns",) if self.has_time else ()), *(("subject", "subject_raw") if self.subjects else ())}
 
     def selected(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows of `batch` that are wanted, maybe none."""
+        """Return the rows of `batch` that match, maybe none."""
         if self.begin is not None:
             batch = batch.filter(pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(self.begin, pa.int64())))
         if self.end is not None:
@@ -137,9 +137,7 @@ class RowFilter:
         return batch
 
     def may_take(self, times: tuple[int, int], subjects: tuple[bytes, bytes] | None) -> bool:
-        """Whether it may take a row of those between the least and the greatest time (ns) and subject; `subjects` None:
-        unknown.
-        """
+        """True if a row between the least and greatest time (ns) and subject may match. `subjects` None: unknown."""
         if (self.begin is not None and times[1] < self.begin) or (self.end is not None and times[0] >= self.end):
             return False
         return not self.subjects or subjects is None or any(_may_match(each, *subjects) for each in self.subjects)
@@ -155,10 +153,9 @@ def _may_match(subject: str, least: bytes, greatest: bytes) -> bool:
 
 
 class Scan:
-    """Reads the columns `names` of the rows in `rows` (None: all) once.
+    """One pass over the columns `names` of the rows in `rows` (None: all).
 
-    The order of rows is always checked, and a subject is never read without its raw bytes, which say how much it
-    counts.
+    The order of rows is always checked. A subject is never read without its raw bytes, which define its size.
     """
 
     def __init__(self, opened: OpenedSegment, names: list[str], rows: SequenceRange | None) -> None:
@@ -170,7 +167,7 @@ class Scan:
         self._totals = _Totals(footer, set(self._schema.names), opened.source.limits.row_group_bytes)
 
     def batches(self, groups: Iterable[RowGroup]) -> Iterator[pa.RecordBatch]:
-        """The rows in those of `groups` that may hold some. Raises SegmentCorrupt."""
+        """Yield the rows in those of `groups` that may hold some. Raises SegmentCorrupt."""
         with explained(self._source.key):
             for group in groups:
                 if self._rows is None or self._rows.overlaps(group.range):
@@ -232,7 +229,7 @@ def _expanded(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 class _Totals:
-    """What was read so far, to compare with what the footer claims of the whole."""
+    """Totals of the rows read so far, to compare with the claims of the footer."""
 
     def __init__(self, footer: Footer, names: set[str], most_in_a_batch: int) -> None:
         self.last_sequence, self._footer, self._names, self._most = 0, footer, names, most_in_a_batch
@@ -240,8 +237,8 @@ class _Totals:
         self._times: tuple[int | None, int | None] = (None, None)
 
     def count(self, batch: pa.RecordBatch) -> int:
-        """Adds up raw bytes before dictionaries are expanded: every row may use one long text. Returns the bytes of
-        the expanded text.
+        """Add up raw bytes before dictionaries are expanded: every row may use one long text. Return the bytes of the
+        expanded text. Raises SegmentCorrupt if they exceed the claims or limits.
         """
         raw = raw_size(batch)
         self._raw_bytes += raw
@@ -273,7 +270,7 @@ def _claim(name: str, found: object, claimed: object) -> SegmentCorrupt:
 
 
 class SegmentReader(AbstractContextManager["SegmentReader"]):
-    """An open segment; a context manager. Made by `open_file`; used by one thread at a time.
+    """An open segment; a context manager. Created by `open_file`; for one thread at a time.
 
     `footer` agrees with the key and the row counts; `row_groups` are the claims of the file's metadata.
     """
@@ -286,13 +283,13 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
     def batches(
         self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """The rows in sequence order, of `columns` in the schema's order; all those inside `rows`.
+        """Yield the rows inside `rows`, in sequence order, with `columns` in the schema's order.
 
         Without `rows`: inside those that the segment was opened for, or all of it.
 
-        Row groups outside `rows` are not read. A batch aims at `ParquetLimits.batch_bytes` and never passes a
-        row group; none is empty. Raises SegmentCorrupt at the first batch that is not as footer, key and
-        order say; ValueError for a column that the schema does not have.
+        Row groups outside `rows` are not read. A batch has about `ParquetLimits.batch_bytes`, at most one row group,
+        and is never empty. Raises SegmentCorrupt at the first batch that does not agree with footer, key and order;
+        ValueError for a column that the schema does not have.
         """
         if unknown := set(columns or ()) - set(SCHEMA.names):
             raise ValueError(f"columns {sorted(unknown)}: expected some of {SCHEMA.names}")
@@ -300,17 +297,17 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
         return Scan(self._opened, names, rows or self._rows).batches(self.row_groups)
 
     def times(self) -> list[tuple[int, int]]:
-        """The least and the greatest timestamp (ns) of each row group, as the file's metadata claims them.
+        """Return the least and the greatest timestamp (ns) of each row group, as claimed by the file's metadata.
 
-        Raises SegmentCorrupt where there are no such statistics.
+        Raises SegmentCorrupt if there are no such statistics.
         """
         with explained(self._opened.source.key):
             return checks.times(self._opened.metadata, self._opened.leaves["timestamp_ns"])
 
     def ranges(self, wanted: RowFilter) -> list[SequenceRange]:
-        """Where rows that `wanted` takes may be, ascending, as the file's metadata claim.
+        """Return the ranges that may hold rows of `wanted`, ascending, as claimed by the file's metadata.
 
-        The whole coverage where no row group can be left out. Raises SegmentCorrupt without statistics of times.
+        The whole coverage if no row group can be left out. Raises SegmentCorrupt without statistics of times.
         """
         bounds = zip(self.row_groups, self.times(), self._subjects(), strict=True)
         taken = [group for group, times, subjects in bounds if wanted.may_take(times, subjects)]
@@ -325,7 +322,7 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
         return ranges
 
     def _subjects(self) -> list[tuple[bytes, bytes] | None]:
-        """The least and the greatest subject of each row group; None where it has no such statistics."""
+        """Return the least and the greatest subject of each row group; None for one without such statistics."""
         number = self._opened.leaves["subject"]
         chunks = [parquet_guard.chunk("subject", group, number) for group in self._opened.metadata.groups]
         bounds = ((each.least, each.greatest) for each in chunks)
@@ -349,18 +346,17 @@ def open_file(
     on_close: Callable[[], None] | None = None,
     admit: Admit = admit_all,
 ) -> SegmentReader:
-    """Opens the segment at `source`, its path or all of its bytes, whose key says `expected`; errors name it `key`.
+    """Open the segment at `source`, its path or all of its bytes, with the name `expected`; errors name it `key`.
 
-    `rows` is what `batches` gives unless it is called with others. `fetch` is called before bytes are read, for a
-    source of which only parts are present; `admit` before rows are decoded; `on_close` when the reader is closed, or
-    when opening fails. Raises SegmentCorrupt that names the cause; what `fetch` and `admit` raise; OSError where the
-    disk under the file fails.
+    `rows`: the default of `batches`. `fetch` is called before bytes are read, for a source that is present only in
+    parts; `admit` before rows are decoded; `on_close` when the reader is closed, or when opening fails. Raises
+    SegmentCorrupt that names the cause; the errors of `fetch` and `admit`; OSError if the disk under the file fails.
     """
     name = key or Layout().segment(expected)
     with ExitStack() as cleanup, explained(name):
         if on_close is not None:
             cleanup.callback(on_close)
-        # Either is read without the interpreter.
+        # Native code reads both, without the interpreter.
         file: pa.NativeFile = cleanup.enter_context(
             pa.OSFile(str(source), mode="r") if isinstance(source, Path) else pa.BufferReader(source)
         )

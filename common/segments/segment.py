@@ -1,4 +1,4 @@
-"""The values of a segment: a message as it was read, the ledger, the tip, the footer, the reference.
+"""Values of a segment: message, ledger, tip, footer and reference.
 
 The footer is JSON in the Parquet key-value metadata under `floe.segment`; readers treat it as untrusted.
 """
@@ -29,7 +29,7 @@ class Message:
     """One JetStream message, byte for byte (I6).
 
     `timestamp_ns`: nanoseconds since 1970 UTC. `headers`: the raw header block
-    (`NATS/1.0\\r\\n…\\r\\n\\r\\n`), or None where the message has none. `payload`: may be empty, never None.
+    (`NATS/1.0\\r\\n…\\r\\n\\r\\n`), or None if the message has none. `payload`: may be empty, never None.
     """
 
     sequence: int
@@ -40,7 +40,7 @@ class Message:
 
 
 class Reason(StrEnum):
-    """Why a covered sequence has no row (I7)."""
+    """The reason why a covered sequence has no row (I7)."""
 
     SAMPLED_OUT = "sampled_out"
     TOO_OLD = "too_old"
@@ -53,15 +53,15 @@ class Reason(StrEnum):
     UNATTRIBUTED = "unattributed"
 
 
-# Sequences that may have held messages which the segment's writer never received: other segments may have them.
+# For sequences with messages that the segment's writer may never have received: other segments may have them.
 UNREAD = (Reason.GONE_BEFORE_READ, Reason.GONE_FROM_HOLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """How many covered sequences have no row, by reason; reasons with 0 are left out.
+    """The number of covered sequences without a row, by reason; reasons with 0 are left out.
 
-    A reason that a newer Floe wrote is a plain text, and counts like any other.
+    A reason from a newer Floe is plain text, and counts like any other.
     """
 
     counts: Mapping[Reason | str, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Tip:
-    """The last message examined for a segment: what tells one history of a stream from another.
+    """The last message examined for a segment: it distinguishes one history of a stream from another.
 
     `digest`: 32 hex digits of a SHA-256 over subject, headers and payload.
     """
@@ -96,12 +96,12 @@ class Tip:
         return cls(message.sequence, message.timestamp_ns, message_digest(message))
 
     def to_text(self) -> str:
-        """`sequence:timestamp_ns:digest`, as object metadata holds it: at most 73 bytes."""
+        """Return `sequence:timestamp_ns:digest`, the form in object metadata: at most 73 bytes."""
         return f"{self.sequence}:{self.timestamp_ns}:{self.digest}"
 
     @classmethod
     def from_text(cls, text: str) -> Tip:
-        """The reverse of `to_text`. Raises ValueError."""
+        """Parse the text of `to_text`. Raises ValueError."""
         sequence, timestamp_ns, digest = text.split(":")
         if len(digest) != 32:
             raise ValueError(f"tip {text!r}: expected 32 hex digits, found {len(digest)}")
@@ -109,7 +109,7 @@ class Tip:
 
 
 def message_digest(message: Message) -> str:
-    """32 hex digits over subject, headers and payload, each with its length, so that none runs into the next."""
+    """Return 32 hex digits over subject, headers and payload, each with its length, so that none runs into the next."""
     digest = hashlib.sha256()
     for part in (message.subject, message.headers, message.payload):
         digest.update(b"-" if part is None else len(part).to_bytes(8, "big"))
@@ -119,7 +119,7 @@ def message_digest(message: Message) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Which segments a merge read: their number, and one SHA-256 over their sorted names."""
+    """The segments that a merge read: their number, and one SHA-256 over their sorted names."""
 
     count: int
     digest: str
@@ -131,14 +131,14 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What a segment says of itself.
+    """The footer of a segment.
 
     `raw_bytes`: of subjects, header blocks and payloads. `first_timestamp_ns`, `last_timestamp_ns`: of the
-    first and the last row, None without rows. `tip`: None where no message was examined. `sampling`: the
+    first and the last row, None without rows. `tip`: None if no message was examined. `sampling`: the
     settings by which messages were left out, None for a whole copy; `sampling_digest`: a SHA-256 over them,
     empty for a whole copy. `inputs`: None at level 0. `unread`: the least range with every sequence that the
-    ledger counts as `gone_before_read` or `gone_from_hole`, None without any: of these sequences other
-    segments may hold the rows, and a reader of this one takes them from there (`common.segments.unread`).
+    ledger counts as `gone_before_read` or `gone_from_hole`, None without any. Other segments may hold the rows
+    of these sequences, and a reader of this one takes them from there (`common.segments.unread`).
     """
 
     chain: Chain
@@ -158,11 +158,13 @@ class Footer:
     format_version: int = FORMAT_VERSION
 
     def is_balanced(self) -> bool:
-        """I7: rows and ledger together account for the coverage."""
+        """True if rows and ledger together account for the coverage (I7)."""
         return self.rows + self.ledger.total() == len(self.coverage)
 
     def is_unread_named(self) -> bool:
-        """I7: where the ledger counts unread sequences, `unread` is set, can hold them all, and is covered."""
+        """True if `unread` agrees with the ledger (I7): None if that counts no unread sequences, else covered and large
+        enough for all of them.
+        """
         count = self.ledger.unread()
         if self.unread is None:
             return count == 0
@@ -190,7 +192,7 @@ class Footer:
 
     @classmethod
     def from_json(cls, raw: bytes) -> Footer:
-        """Raises SegmentCorrupt, naming the field, where `raw` is not a footer that this version reads."""
+        """Parse a footer. Raises SegmentCorrupt, naming the field, if `raw` is not a footer that this version reads."""
         try:
             check_depth(raw)
             document = json.loads(raw)
@@ -242,7 +244,7 @@ def _field(document: Mapping[str, Any], name: str, kind: type, *, optional: bool
 
 def _unread(bounds: list[Any] | None, coverage: SequenceRange, ledger: Ledger) -> SequenceRange | None:
     if bounds is None:
-        # Written before footers had `unread`: they may be anywhere.
+        # Written before footers had `unread`: the sequences may be anywhere in the coverage.
         return coverage if ledger.unread() else None
     if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
         raise ValueError(f"unread: expected two sequences, found {bounds!r:.60}")
@@ -259,8 +261,8 @@ def _ledger(counts: Mapping[str, Any]) -> Ledger:
 _KNOWN = {reason.value: reason for reason in Reason}
 
 
-class SegmentRef(NamedTuple):  # made in a third of the time that a frozen dataclass takes
-    """A segment that a listing shows.
+class SegmentRef(NamedTuple):  # created in a third of the time of a frozen dataclass
+    """A segment in the store.
 
     `size`: stored bytes. `modified`: seconds since 1970 UTC by the *store's* clock; the age of an object
     comes from here and never from a footer.
@@ -293,7 +295,7 @@ class SegmentRef(NamedTuple):  # made in a third of the time that a frozen datac
 
 
 def decode_subject(subject: bytes) -> str:
-    """`subject` for people: UTF-8, other bytes as `\\xNN`."""
+    """Return `subject` for people: UTF-8, other bytes as `\\xNN`."""
     return subject.decode("utf-8", "backslashreplace")
 
 

@@ -1,14 +1,14 @@
-"""Segments in the object store: listed, put and read back, opened, deleted.
+"""Store of segments: list, put and read back, open, delete and quarantine.
 
-The listing is the index, and the name carries the content: nothing is ever overwritten with other bytes, so a
-put that is repeated, doubled or late can only put right what is there.
+The listing is the index, and the name holds the digest of the content: nothing is ever overwritten with other bytes,
+so a put that is repeated, doubled or late can only repair the object.
 
-Quarantine puts an object away that does harm where it is: copied, read back, and only then deleted.
+Quarantine moves a harmful object out of the way: it is copied, read back, and only then deleted.
 
     {prefix}/_floe/quarantine/{sha256[:16]}/{its key below the prefix}
 
-For segments (damaged, or one side of a fork) and for keys that are none of Floe's. Documents that rule a
-chain are an operator's to mend, never to put away.
+It is for segments (damaged, or one side of a fork) and for keys that are none of Floe's. Documents that rule a
+chain are repaired by an operator, never quarantined.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_GET_BYTES = 32 * MIB
 
 
 class SparseCopy:
-    """The file `path` of `size` bytes, into which blocks of the object `key` are copied when wanted.
+    """A file `path` of `size` bytes that receives blocks of the object `key` on demand.
 
     Blocks are counted from the end, so that the last bytes, which are read first, come with the footer.
     """
@@ -60,9 +60,9 @@ class SparseCopy:
         self._file.truncate(size)
 
     def fetch(self, first: int, length: int) -> None:
-        """Makes `length` bytes from offset `first` readable, as far as the object reaches.
+        """Make `length` bytes from offset `first` readable, as far as the object reaches.
 
-        Raises SegmentGone, SegmentCorrupt where the object is shorter than listed, Unavailable (E-SPOOL too).
+        Raises SegmentGone, SegmentCorrupt if the object is shorter than listed, Unavailable (E-SPOOL too).
         """
         last = min(first + length, self._size) - 1
         if first < 0 or last < first:
@@ -99,14 +99,14 @@ def _runs(blocks: list[int]) -> list[range]:
     return runs
 
 
-# Up to this size a segment is fetched whole, which lets its name prove its bytes; beyond it, by ranges.
+# Up to this size a segment is fetched whole, so that its name proves its bytes; beyond it, by ranges.
 WHOLE_BYTES = 256 * MIB
-IN_MEMORY_BYTES = 64 * 1024  # up to here without a file, which takes half of the time
-FETCH_PAUSES = (0.1, 0.5)  # seconds before what arrived damaged is fetched again
+IN_MEMORY_BYTES = 64 * 1024  # up to this size without a file, in half of the time
+FETCH_PAUSES = (0.1, 0.5)  # seconds before damaged bytes are fetched again
 
 
 class WrongBytes(SegmentCorrupt):
-    """The fetched bytes are not those that the name promises."""
+    """Fetched bytes that do not match the listed size or the digest of the name."""
 
 
 __all__ = ["SegmentGone", "SegmentStore", "object_metadata"]
@@ -115,8 +115,8 @@ _bad_read_backs = counter(
     "segment_read_back_failures", "Puts whose object did not read back as it was sent.", ("site", "feed")
 )
 
-PAGE = 1000  # segments that are listed at a time
-TABLE_PAGE = 5000  # the same where all are wanted: a folder is read anew for each page
+PAGE = 1000  # segments of one listing
+TABLE_PAGE = 5000  # the same if all are wanted: a folder is read again for each page
 PUT_PAUSES = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
 
 
@@ -124,8 +124,8 @@ class SegmentStore:
     """The segments under one layout. Blocking; safe to use from several threads.
 
     A file in the spool is unlinked as soon as it is open, so that a killed process leaves none. Every
-    method raises what the object store raises. `spool_dir` None: the system's temporary folder.
-    `subject_statistics`: for who writes segments here, as `SegmentWriter` has it.
+    method raises the errors of the object store. `spool_dir` None: the system's temporary folder.
+    `subject_statistics`: for writers of segments here, as in `SegmentWriter`.
     """
 
     def __init__(
@@ -144,18 +144,18 @@ class SegmentStore:
         self._admit: Admit = admit_all
 
     def in_parts(self, *, always: bool = False) -> SegmentStore:
-        """The same store, where `open` with `rows` fetches only those parts of a segment that are read.
+        """Return the same store, but `open` with `rows` fetches only those parts of a segment that are read.
 
-        `always`: also without `rows`, or with all of them, for who reads few of its columns or row groups.
-        For reading a little of an archive: the bytes of such a part are proved by page checksums and the footer, not by
-        the segment's name. Closing either closes both.
+        `always`: also without `rows`, or with all of them, for readers of few columns or row groups.
+        For reading a little of an archive: page checksums and the footer prove the bytes of such a part, not the
+        segment's name. Closing either closes both.
         """
         view = copy.copy(self)
         view._in_parts, view._always_in_parts = True, always
         return view
 
     def admitting(self, admit: Admit) -> SegmentStore:
-        """The same store, whose open segments ask `admit` before they decode rows. Closing either closes both."""
+        """Return the same store, but open segments call `admit` before they decode rows. Closing either closes both."""
         view = copy.copy(self)
         view._admit = admit
         return view
@@ -165,7 +165,7 @@ class SegmentStore:
     def list(
         self, chain: Chain, *, position: int = 1, level: int | None = None, limit: int | None = None
     ) -> builtins.list[SegmentRef]:
-        """The segments that reach `position`, by level and within a level by where they end.
+        """List the segments that reach `position`, by level and within a level by their end.
 
         `level` None: all levels. `limit`: of each level. Foreign keys are skipped.
         """
@@ -179,14 +179,14 @@ class SegmentStore:
     def pages(
         self, chain: Chain, level: int, *, position: int = 1, size: int = PAGE
     ) -> Iterator[builtins.list[SegmentRef]]:
-        """The segments of one level that reach `position`, by where they end, `size` at a time."""
+        """Yield the segments of one level that reach `position`, by their end, `size` at a time."""
         page = self.list(chain, position=position, level=level, limit=size)
         while page:
             yield page
             page = self.list_behind(page[-1], size) if len(page) >= size else []
 
     def walk(self, chain: Chain, size: int = PAGE) -> Iterator[builtins.list[SegmentRef]]:
-        """All segments, `size` at a time; one listing where there are fewer.
+        """Yield all segments, `size` at a time; from one listing if there are fewer.
 
         Level by level from the bottom: a segment that a merge moves up meanwhile is seen in the higher level.
         """
@@ -198,14 +198,14 @@ class SegmentStore:
             yield from self.pages(chain, level, size=size)
 
     def table(self, chain: Chain) -> SegmentTable:
-        """What `list(chain)` gives, in a sixteenth of the memory: no page is kept."""
+        """Return the segments of `list(chain)` in a sixteenth of the memory: no page is kept."""
         return SegmentTable(ref for page in self.walk(chain, TABLE_PAGE) for ref in page)
 
     def covering(self, chain: Chain, within: SequenceRange) -> builtins.list[SegmentRef]:
-        """The segments of all levels that cover some of `within`.
+        """Return the segments of all levels that cover some of `within`.
 
-        Everything behind its first sequence is listed, page by page, because a segment that ends far behind may begin
-        before it; only matching segments are kept.
+        All segments that end after its first sequence are listed, page by page, because one that ends far after it may
+        begin before it; only matching segments are kept.
         """
         levels = (self.pages(chain, level, position=within.first) for level in range(MAX_LEVEL + 1))
         return [ref for pages in levels for page in pages for ref in page if ref.coverage.overlaps(within)]
@@ -214,7 +214,7 @@ class SegmentStore:
         prefix = self.layout.segments_prefix(chain, level)
         found: builtins.list[SegmentRef] = []
         while True:
-            # A foreign key takes a place in a limited page; without going on it would hide a segment.
+            # A foreign key takes a place in a limited page: without another page it would hide a segment.
             wanted = None if limit is None else limit - len(found)
             page = self.objects.list(prefix, start_after=after, limit=wanted)
             found += [ref for info in page if (ref := self._ref(info)) is not None]
@@ -230,18 +230,18 @@ class SegmentStore:
     # Writing
 
     def new_spool(self) -> Path:
-        """A new empty file in a private folder; the caller removes it. Raises Unavailable, code E-SPOOL."""
+        """Return a new empty file in a private folder; the caller removes it. Raises Unavailable, code E-SPOOL."""
         return self._spool.new_file()
 
     def spooled_bytes(self) -> int:
-        """Bytes of the files in the private folder: what is being written, and what is not put yet."""
+        """Return the bytes of the files in the private folder: segments being written, and segments not yet put."""
         return self._spool.size()
 
     def put(self, spooled: SpooledSegment) -> SegmentRef:
-        """Puts the segment and reads it back; when it returns, the store holds these very bytes.
+        """Put the segment and read it back; on return, the store holds these very bytes.
 
-        Raises Unavailable, code E-READ-BACK, where it never reads back as it was sent; then, and after every other
-        error, the same call may be made again. The spooled file stays.
+        Raises Unavailable, code E-READ-BACK, if it never reads back as it was sent; then, and after every other
+        error, the same call may be repeated. The spooled file stays.
         """
         name = spooled.segment_name
         ref = SegmentRef(name, self.layout.segment(name), spooled.size, 0.0)
@@ -251,10 +251,10 @@ class SegmentStore:
     def put_verified(
         self, ref: SegmentRef | SnapshotRef, body: Path | bytes, metadata: Mapping[str, str], *, point: str
     ) -> ObjectInfo:
-        """Puts `body`, whose `sha256` is in `metadata`, and reads it back; repeats this a few times if needed.
+        """Put `body`, with its `sha256` in `metadata`, and read it back; repeat this a few times if needed.
 
-        When it returns, the store holds these very bytes. `point`: how its failpoints begin. Raises Unavailable, with
-        code E-READ-BACK where a put was done and never reads back as it was sent.
+        On return, the store holds these very bytes. `point`: the prefix of its failpoints. Raises Unavailable, with
+        code E-READ-BACK if a put succeeded and never reads back as it was sent.
         """
         what, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
         for number, pause in enumerate((*PUT_PAUSES, 0.0)):
@@ -264,7 +264,7 @@ class SegmentStore:
             try:
                 put(ref.key, body, sha256=sha256, metadata=metadata)
             except (OutcomeUnknown, ChecksumMismatch) as error:
-                # Reading back tells the outcome.
+                # Reading back shows the outcome.
                 doubt = error if isinstance(error, OutcomeUnknown) else None
                 log.warning("put in doubt", action="put_in_doubt", error=str(error), **ref.log_context())
             failpoint(f"{point}read_back")
@@ -286,17 +286,17 @@ class SegmentStore:
     def _put_new(self, key: str, body: Path | bytes, *, sha256: str, metadata: Mapping[str, str]) -> None:
         try:
             self.objects.put_if_absent(key, body, sha256=sha256, metadata=metadata)
-        except ConditionsRefused:  # the name carries the content: who else puts it puts the same
+        except ConditionsRefused:  # the name holds the digest: another writer puts the same content
             self.objects.put(key, body, sha256=sha256, metadata=metadata)
 
     def delete(self, ref: SegmentRef) -> None:
-        """No error if the segment is gone."""
+        """Delete the segment; no error if it is gone."""
         self.objects.delete(ref.key)
 
     # Reading back
 
     def is_intact(self, ref: SegmentRef) -> bool:
-        """Whether the segment exists, with the size of the listing and the bytes that its name promises."""
+        """True if the segment exists, with the size of the listing and the bytes that its name promises."""
         return self._read_back(ref, ref.segment.digest) is not None
 
     def _read_back(self, ref: SegmentRef | SnapshotRef, digest: str) -> ObjectInfo | None:
@@ -308,7 +308,7 @@ class SegmentStore:
         return info if sha256 is not None and sha256.startswith(digest) else None
 
     def _stored_sha256(self, ref: SegmentRef | SnapshotRef) -> str | None:
-        """64 hex digits; None if there is no such object."""
+        """Return 64 hex digits; None if there is no such object."""
         with self._downloaded(ref) as path:
             return hash_file(path)[1] if path else None
 
@@ -327,10 +327,11 @@ class SegmentStore:
     # Opening
 
     def open(self, ref: SegmentRef, *, rows: SequenceRange | None = None, whole: bool = False) -> SegmentReader:
-        """Opens the segment; `rows`: what `batches` then gives (None: all).
+        """Open the segment; `rows`: the default rows of `batches` (None: all).
 
-        Up to 256 MiB, and where it is wanted `whole`, it is fetched whole and its SHA-256 compared with its name; a
-        larger one is fetched by ranges as it is read, under the page checksums. Raises SegmentCorrupt, SegmentGone.
+        Up to 256 MiB, and with `whole`, it is fetched whole and its SHA-256 compared with its name. A larger one is
+        fetched by ranges as it is read, under the page checksums (for smaller ones see `in_parts`). Raises
+        SegmentCorrupt, SegmentGone.
         """
         is_part = self._in_parts and rows is not None and not rows.encloses(ref.coverage)
         if not whole and (is_part or self._always_in_parts or ref.size > WHOLE_BYTES):
@@ -339,7 +340,7 @@ class SegmentStore:
             try:
                 return self._open_whole(ref, rows)
             except WrongBytes as error:
-                # The network may have damaged what is intact in the store.
+                # The network may have damaged bytes that are intact in the store.
                 log.warning("segment read damaged", action="read_damaged", error=str(error), **ref.log_context())
                 self._clock.pause(pause)
         return self._open_whole(ref, rows)
@@ -352,7 +353,7 @@ class SegmentStore:
             return self._proven(ref, path, rows)
 
     def _proven(self, ref: SegmentRef, source: Path | bytes | None, rows: SequenceRange | None) -> SegmentReader:
-        """Opens `source`, the fetched bytes, None where there is no such object, once the name has proved them."""
+        """Open `source`, the fetched bytes, None if there is no such object, once the name has proved them."""
         if source is None:
             raise SegmentGone(f"segment {ref.key}: not in the store any more")
         whole = hash_file(source) if isinstance(source, Path) else (len(source), hashlib.sha256(source).hexdigest())
@@ -365,7 +366,7 @@ class SegmentStore:
         return open_file(source, ref.segment, key=ref.key, rows=rows, admit=self._admit)
 
     def open_part(self, ref: SegmentRef, *, rows: SequenceRange | None = None) -> SegmentReader:
-        """As `open`, but fetches only the parts of the object that are read, whatever its size.
+        """Open as `open` does, but fetch only the parts of the object that are read, at any size.
 
         The name cannot prove bytes that are incomplete: page checksums and the footer do.
         """
@@ -379,14 +380,14 @@ class SegmentStore:
             path.unlink(missing_ok=True)
 
     def footer(self, ref: SegmentRef) -> Footer:
-        """The footer, from the end of the object only. Raises SegmentCorrupt, SegmentGone."""
+        """Read the footer, from the end of the object only. Raises SegmentCorrupt, SegmentGone."""
         with self.open_part(ref) as reader:
             return reader.footer
 
     def tip(self, ref: SegmentRef) -> Tip | None:
-        """The last message examined for the segment, None if there was none.
+        """Return the last message examined for the segment; None if there was none.
 
-        From the object's metadata; from the footer where a copy of the bucket lost them. Raises SegmentGone,
+        From the object's metadata; from the footer if a copy of the bucket lost them. Raises SegmentGone,
         SegmentCorrupt.
         """
         if (info := self.objects.head(ref.key)) is None:
@@ -397,12 +398,12 @@ class SegmentStore:
         return self.footer(ref).tip
 
     def close(self) -> None:
-        """Removes the spool folder. Open readers stay usable."""
+        """Remove the spool folder. Open readers stay usable."""
         self._spool.close()
 
 
 def object_metadata(spooled: SpooledSegment) -> dict[str, str]:
-    """What the object says of itself without being opened; far below the 2 KB that S3 takes."""
+    """Return the object metadata of a segment, readable without opening it; far below the 2 KB limit of S3."""
     footer, sha256 = spooled.footer, spooled.sha256
     numbers = {"format": footer.format_version, "rows": footer.rows, "bytes": footer.raw_bytes}
     tip = {"tip": footer.tip.to_text()} if footer.tip else {}
@@ -414,8 +415,8 @@ AGAIN = "egress reads them again while the source holds them; otherwise every ta
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """What happened to the object at `key`. `uncovered`: sequences that nothing else covers now. `note`: what egress
-    needs before it goes on; empty where it needs nothing.
+    """The result for the object at `key`. `uncovered`: sequences that nothing else covers now. `note`: the decision
+    that egress needs before it continues; empty if it needs none.
     """
 
     key: str
@@ -431,11 +432,11 @@ def quarantine_command(key: str) -> str:
 
 
 def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> Quarantined:
-    """Puts the object at `key` away.
+    """Quarantine the object at `key`.
 
-    Raises UsageError (E-QUARANTINE) for a document that rules a chain, and unless `accept_hole` for a segment with
-    sequences that no other undamaged segment covers; SegmentGone where there is no such object; OutcomeUnknown where
-    the copy does not read back. The object stays until the copy reads back; it is safe to repeat.
+    Raises UsageError (E-QUARANTINE) unless `Layout.may_be_put_away`, and unless `accept_hole` for a segment with
+    sequences that no other undamaged segment covers; SegmentGone if there is no such object; OutcomeUnknown if the copy
+    does not read back. The object stays until the copy reads back; it is safe to repeat.
     """
     if (info := store.objects.head(key)) is None:
         raise SegmentGone(f"object {key}: not in the store")
@@ -463,7 +464,9 @@ def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> Q
 
 
 def _at_the_end(store: SegmentStore, segment: SegmentRef) -> str:
-    """What egress needs afterwards if nothing else reaches the end of `segment`: the high-water mark may be there."""
+    """Return the decision that egress needs if no other segment reaches the end of `segment`: the mark may be there.
+    Else return an empty text.
+    """
     last = segment.coverage.last
     if any(ref.key != segment.key for ref in store.list(segment.chain, position=last, limit=2)):
         return ""
@@ -492,13 +495,13 @@ def _is_sound(store: SegmentStore, segment: SegmentRef) -> bool:
 
 
 def _copy(store: SegmentStore, key: str, metadata: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the copy's key, and the SHA-256 of both. Raises OutcomeUnknown where the copy does not read back."""
+    """Copy the object. Return the key of the copy and the SHA-256. Raises OutcomeUnknown if it does not read back."""
     spool = store.new_spool()
     try:
         sha256 = _fetched(store, key, spool)
         kept_at = store.layout.quarantined(key, sha256)
         store.objects.put(kept_at, spool, sha256=sha256, metadata=metadata)
-        # The network may damage what is intact in the store: the original is read again too.
+        # The network may damage bytes that are intact in the store: the original is read again too.
         if {_fetched(store, each, spool) for each in (kept_at, key)} != {sha256}:
             raise OutcomeUnknown(f"object {kept_at}: what was read back is not what was written")
     finally:

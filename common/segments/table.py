@@ -1,8 +1,8 @@
-"""Very many segments in little memory: 40 bytes for each, where a SegmentRef takes about 690.
+"""Table of very many segments in little memory: 40 bytes for each; a SegmentRef takes about 690.
 
-A chain may have a million segments. Who has to know all of them keeps one listing so, and makes references of
-a *window* of it at a time: of segments that no segment of another window overlaps. What is said of a window,
-which segments are outstanding, contained, damaged or not covered by others, is said of the whole chain.
+A chain may have a million segments. A caller that needs all of them keeps one listing in this form, and creates
+references for one *window* of it at a time. Segments of different windows never overlap. So a result for a window (the
+segments that are outstanding, contained, damaged or not covered by others) is valid for the whole chain.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
-WINDOW = 2000  # segments of a window at least; as many more as overlap at its end
+WINDOW = 2000  # segments of a window, at least; more if they overlap at its end
 
 Window = list[range]
 
 
 class _Folder:
-    """The segments of one chain and level: what they have in common, and a column for each other value."""
+    """The segments of one chain and level: their common values, and a column for each other value."""
 
     def __init__(self, prefix: str, chain: Chain, level: int) -> None:
         self.prefix, self.chain, self.level = prefix, chain, level
@@ -49,7 +49,7 @@ class _Folder:
         return SegmentRef(name, key, self.sizes[row], self.modified[row])
 
     def find(self, name: SegmentName) -> int | None:
-        """The row of `name`; the rows must ascend by name. None if it is not here."""
+        """Return the row of `name`; None if it is not here. The rows must ascend by name."""
         digest = int(name.digest, 16)
         begin, end = (side(self.lasts, name.coverage.last) for side in (bisect_left, bisect_right))
         same = (row for row in range(begin, end) if self.firsts[row] == name.coverage.first)
@@ -57,11 +57,11 @@ class _Folder:
 
 
 class SegmentTable(Sequence[SegmentRef]):
-    """Segments, grouped by chain and level in the order in which these first came; a reference is made when it is asked
-    for. The *place* of a segment is its index.
+    """Segments, grouped by chain and level in the order of their first appearance. References are created on access.
+    The *place* of a segment is its index.
 
-    Searching and cutting windows expect the segments of one chain, each level ascending by name, as a listing gives
-    them.
+    Searching and cutting windows require the segments of one chain, each level ascending by name, as a listing
+    returns them.
     """
 
     def __init__(self, refs: Iterable[SegmentRef] = ()) -> None:
@@ -80,7 +80,7 @@ class SegmentTable(Sequence[SegmentRef]):
             folder.add(ref)
 
     def absorb(self, other: SegmentTable) -> None:
-        """Takes all of `other`, which must not be used any more: a chain and level that is new here is only moved."""
+        """Take all of `other`, which must not be used any more: a chain and level that is new here is only moved."""
         for prefix, folder in other._folders.items():
             if self._folders.setdefault(prefix, folder) is not folder:
                 self.extend(map(folder.ref, range(len(folder))))
@@ -132,11 +132,11 @@ class SegmentTable(Sequence[SegmentRef]):
 
     @property
     def newest(self) -> float:
-        """When the newest was stored, seconds since 1970 by the store's clock; 0 without segments."""
+        """Storage time of the newest segment, seconds since 1970 by the store's clock; 0 without segments."""
         return max((max(folder.modified) for folder in self._folders.values()), default=0.0)
 
     def place(self, ref: SegmentRef) -> int | None:
-        """None if it is not here."""
+        """Return the place of `ref`; None if it is not here."""
         prefix, offset = ref.key[: -len(ref.name)], 0
         for folder in self._folders.values():
             if folder.prefix == prefix:
@@ -146,7 +146,7 @@ class SegmentTable(Sequence[SegmentRef]):
         return None
 
     def windows(self, size: int | None = None) -> Iterator[Window]:
-        """The places of all segments, window by window, ascending; in each a range for each level.
+        """Yield the places of all segments, window by window, ascending; a window has a range for each level.
 
         A window holds `size` segments (None: WINDOW) and those that overlap them: if overlaps connect all segments,
         there is one window, as large as the chain.
@@ -163,14 +163,14 @@ class SegmentTable(Sequence[SegmentRef]):
                 yield window
 
     def _cuts(self, size: int) -> list[int]:
-        """Sequences, descending, that no segment covers together with the next sequence; between two of them end at
-        least `size` segments.
+        """Return sequences, descending, that no segment covers together with the next sequence. At least `size`
+        segments end between two of them.
         """
         cuts: list[int] = []
         if len(self) <= size:
             return cuts
-        count, least = 0, MAX_SEQUENCE + 1  # `least`: where the first of those behind begins
-        # From the end, because there it is known where the segments behind begin.
+        count, least = 0, MAX_SEQUENCE + 1  # `least`: the first sequence of the later segments
+        # From the end: the first sequences of all later segments are known there.
         descending = (zip(reversed(f.lasts), reversed(f.firsts), strict=True) for f in self._folders.values())
         for last, first in heapq.merge(*descending, reverse=True):
             if count >= size and last < least:

@@ -1,9 +1,9 @@
-"""The rows of a stretch of a cover: those of its segment, and those that others have of what it did not read.
+"""Rows of a stretch of a cover: those of its own segment, and those of other segments for its unread sequences.
 
-The cover goes by names. A segment whose writer never received some sequences of its coverage (they had left the source
-by then) says so in its footer, `unread`; a segment that arrives later, from a slower writer, may hold their messages.
-So readers of a stretch open it here: for those sequences the rows of all undamaged segments count. For the others no
-other segment is read.
+The cover follows from names alone. The writer of a segment may never have received some sequences of its coverage (they
+had left the source by then): the footer records them in `unread`. A segment that arrives later, from a slower writer,
+may hold their messages. So readers of a stretch open it here: for the unread sequences, the rows of all undamaged
+segments count. For the other sequences, no other segment is read.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NOTHING: frozenset[str] = frozenset()
 class UnreadPart:
     """Some rows of a stretch, ascending, all from `segment`.
 
-    `segment` has no other rows between the part before, or `since` if that is greater, and the last of these: so its
-    name and a range are enough to find exactly the same rows again.
+    Between the part before (or `since`, if that is greater) and the last of these rows, `segment` has no other rows. So
+    its name and a range are enough to find exactly the same rows again.
     """
 
     segment: SegmentRef
@@ -47,7 +47,7 @@ class UnreadPart:
 
 
 class StretchReader(AbstractContextManager["StretchReader"]):
-    """An open stretch; a context manager. Made by `open_stretch`; used by one thread at a time.
+    """An open stretch; a context manager. Created by `open_stretch`; for one thread at a time.
 
     `footer`: that of the stretch's own segment.
     """
@@ -66,15 +66,15 @@ class StretchReader(AbstractContextManager["StretchReader"]):
 
     @property
     def unread(self) -> SequenceRange | None:
-        """The part of the stretch of which other segments may hold rows; None: all of it was read."""
+        """The part of the stretch for which other segments may hold rows; None if all of it was read."""
         return self.footer.unread and self.footer.unread.intersection(self._stretch.rows)
 
     @property
     def others(self) -> Sequence[SegmentRef]:
-        """Raises what the store raises."""
+        """The other segments that may hold rows of `unread`. Raises the errors of the store."""
         if (unread := self.unread) is None:
             return []
-        if self._refs is None:  # no `cached_property`: in Python 3.11 all instances wait for one that is computed
+        if self._refs is None:  # no `cached_property`: in Python 3.11 one computation blocks all instances
             self._refs = self._store.covering(self._stretch.segment.chain, unread)
         return [ref for ref in self._refs if ref.coverage.overlaps(unread) and ref.key not in self._avoided]
 
@@ -85,9 +85,9 @@ class StretchReader(AbstractContextManager["StretchReader"]):
             yield part.batch
 
     def parts(self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None) -> Iterator[UnreadPart]:
-        """As `batches`, with the segment that each comes from.
+        """Yield the same as `batches`, each with its segment.
 
-        Raises SegmentCorrupt and SegmentGone for the stretch's own segment, DataError (E-FORK) where two
+        Raises SegmentCorrupt and SegmentGone for the stretch's own segment, DataError (E-FORK) if two
         segments have different messages under one sequence; other segments that cannot be read are left out.
         """
         wanted = rows or self._stretch.rows
@@ -102,7 +102,7 @@ class StretchReader(AbstractContextManager["StretchReader"]):
             yield from self._own(SequenceRange(unread.last + 1, wanted.last), columns)
 
     def ranges(self, wanted: RowFilter) -> list[SequenceRange]:
-        """Where rows of the stretch that `wanted` takes may be, ascending. Raises SegmentCorrupt."""
+        """Return the ranges of the stretch that may hold rows of `wanted`, ascending. Raises SegmentCorrupt."""
         found = Covered()
         for each in [*self._reader.ranges(wanted), *filter(None, [self.unread])]:
             if (part := each.intersection(self._stretch.rows)) is not None:
@@ -110,16 +110,16 @@ class StretchReader(AbstractContextManager["StretchReader"]):
         return found.stretches()
 
     def late(self) -> Iterator[UnreadPart]:
-        """What other segments have of what the stretch's own had not read: only the sequences. Raises as `parts`."""
+        """Yield the rows of other segments for `unread`, only their sequences. Raises as `parts`."""
         for part in self.parts(self.unread, ("sequence",)) if self.others else ():
             if part.segment.key != self._stretch.segment.key:
                 yield part
 
     def still_missing(self, within: SequenceRange) -> int:
-        """The most sequences in `within` that may still be missing: the segment's ledger counts them as gone, and no
-        segment has their rows.
+        """Return the greatest number of sequences in `within` that may still be missing: the segment's ledger counts
+        them as gone, and no segment has their rows.
 
-        The ledger has only numbers, not sequences: where other reasons apply in the same range, rows that are missing
+        The ledger has only numbers, not sequences: if other reasons apply in the same range, rows that are missing
         for those reasons count too.
         """
         unread = self.unread and self.unread.intersection(within)
@@ -169,17 +169,17 @@ def open_stretch(
     refs: Sequence[SegmentRef] | None = None,
     avoided: AbstractSet[str] = NOTHING,
 ) -> StretchReader:
-    """Opens what a cover takes of a segment.
+    """Open a stretch of a cover.
 
     `refs`: the segments of the chain, if they are listed already (None: listed when needed). `avoided`: keys of
-    segments that do not count. Raises SegmentCorrupt, SegmentGone, what the store raises.
+    segments that do not count. Raises SegmentCorrupt, SegmentGone, and the errors of the store.
     """
     reader = store.open(stretch.segment, rows=stretch.rows)
     return StretchReader(store, stretch, reader, refs, avoided)
 
 
 class _UnusableError(Exception):
-    """A segment beside the stretch's own cannot be read."""
+    """Failure to read a segment other than the stretch's own."""
 
     def __init__(self, segment: SegmentRef) -> None:
         super().__init__(segment.key)
@@ -190,9 +190,9 @@ _Taken = list[tuple[SegmentRef, pa.RecordBatch]]
 
 
 class _Uniting:
-    """The rows of `own` and of `others` inside `within`, each sequence once; used once.
+    """A merge of the rows of `own` and of `others` inside `within`, each sequence once. It is used once.
 
-    Of equal rows it takes the one from the segment that the row before came from, so that there are few changes.
+    Of equal rows it takes the one from the segment of the row before, so that the segment changes rarely.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class _Uniting:
         places = [{sequence: row for row, sequence in enumerate(_sequences(batch))} for _, batch in taken]
         _check_forks(taken, places)
         number = next((n for n, (segment, _) in enumerate(taken) if segment is self._current), 0)
-        begin, end = 0, 0  # of what is taken from `number` and not given out yet
+        begin, end = 0, 0  # of the rows that are taken from `number` and not yet yielded
         for sequence in sorted(set().union(*places)):
             if sequence not in places[number]:
                 if end > begin:

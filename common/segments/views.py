@@ -1,6 +1,6 @@
 """The cover for tools that read Parquet files and cannot choose among them: a view for DuckDB, a frame for Polars.
 
-Both name the files of the cover in its order, with a range of sequences where a file also holds rows that others
+Both name the files of the cover in its order, with a range of sequences if a file also holds rows that others
 account for. A file has no columns for its chain; they are taken from its path, with one type for all archives.
 """
 
@@ -44,13 +44,13 @@ _UNIONS = 100  # parts of one statement; more are nested, because DuckDB limits 
 
 
 def address(store: StoreSettings, key: str) -> str:
-    """Of an object for other tools: `s3://…`, or a path."""
+    """Return the address of an object for other tools: `s3://…`, or a path."""
     scheme, _, rest = store.url.partition("://")
     return f"{unquote(rest).rstrip('/')}/{key}" if scheme == "file" else f"{store.url.rstrip('/')}/{key}"
 
 
 def duckdb_view(cover: Cover, store: StoreSettings, name: str) -> str:
-    """SQL that makes the view `name`, with what reaches an S3 store as comments, without secrets."""
+    """Return SQL that creates the view `name`. Comments hold statements for access to an S3 store, without secrets."""
     settings = ["--", *(f"-- {line}" for line in _secret(store))] if store.url.startswith("s3:") else []
     nulls = ", ".join(f"NULL::{_DUCKDB[kind]} AS {name}" for name, kind in _COLUMNS.items())
     selects = [_select(*part) for part in _parts(cover, store)] or [f"SELECT {nulls} WHERE false"]
@@ -66,7 +66,7 @@ def _union(selects: Sequence[str]) -> str:
 
 
 def _secret(store: StoreSettings) -> Iterator[str]:
-    """How DuckDB reaches the store, with places for keys."""
+    """Yield the statements for access of DuckDB to the store, with placeholders for keys."""
     yield "Once in a session, with keys that may read the bucket:"
     yield "INSTALL httpfs; LOAD httpfs;"
     scheme, _, host = store.endpoint_url.rstrip("/").partition("://")
@@ -91,7 +91,9 @@ def _quoted(text: str) -> str:
 
 
 def polars_frame(cover: Cover, store: StoreSettings, name: str) -> str:
-    """Python that makes the LazyFrame `name`. Of S3 it has all but the keys, which Polars finds as AWS's tools do."""
+    """Return Python that creates the LazyFrame `name`. For S3 it has all settings except the keys, which Polars finds
+    as the tools of AWS do.
+    """
     lines = [f"# {_said(cover, 'polars')}"]
     options = None
     if store.url.startswith("s3:"):
@@ -103,7 +105,7 @@ def polars_frame(cover: Cover, store: StoreSettings, name: str) -> str:
             options["aws_virtual_hosted_style_request"] = str(store.addressing_style == "virtual").lower()
     lines += ["import polars", ""]
     columns = [f'    "{column}": {_POLARS[kind]},' for column, kind in _COLUMNS.items()]
-    # Polars wants to know of every such part of a path, also before Floe's.
+    # Polars needs a type for every such part of a path, also for those before Floe's.
     parts = [*dict.fromkeys(re.findall(r"([^/=]+)=", address(store, cover[0].segment.key)))] if cover else []
     lines += ["_columns = {", *columns, "}", f"_hive = {{name: _columns.get(name, polars.String) for name in {parts}}}"]
     lines += [f"_options = {options}", "", "", "def _scan(*files):", "    return polars.scan_parquet("]
@@ -119,7 +121,7 @@ def polars_frame(cover: Cover, store: StoreSettings, name: str) -> str:
 
 
 def _parts(cover: Cover, store: StoreSettings) -> Iterator[Part]:
-    """Neighbours that are taken whole together, each other one alone with the rows that it accounts for."""
+    """Yield neighbours that are taken whole together, each other stretch alone with the rows that it accounts for."""
     for is_whole, stretches in groupby(cover, key=lambda each: each.rows == each.segment.coverage):
         found = [([address(store, each.segment.key)], each.rows) for each in stretches]
         yield from [([file for [file], _ in found], None)] if is_whole else found

@@ -1,4 +1,4 @@
-"""Writing one segment file into the spool: rows in, a hashed file with its footer out."""
+"""Writer of one segment file in the spool: rows in, a hashed file with its footer out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOCK = "lock"
 class Spool:
     """A folder of mode 0700 under `parent` (None: the system's temporary folder), created at first use.
 
-    It is removed when the process ends. Safe to use from several threads. Raises Unavailable, code E-SPOOL, where the
+    It is removed when the process ends. Safe to use from several threads. Raises Unavailable, code E-SPOOL, if the
     disk is full or read-only.
     """
 
@@ -52,14 +52,14 @@ class Spool:
         return Path(name)
 
     def new_folder(self) -> Path:
-        """Raises as `new_file`."""
+        """Create a folder in the spool. Raises as `new_file`."""
         try:
             return Path(tempfile.mkdtemp(dir=self._private_folder()))
         except OSError as error:
             raise spool_error(self._parent, error) from error
 
     def size(self) -> int:
-        """Bytes of the files in the folder."""
+        """Return the bytes of the files in the folder."""
         with self._guard:
             folder = self._folder
         total = 0
@@ -70,11 +70,11 @@ class Spool:
         return total
 
     def close(self) -> None:
-        """Removes the folder with its content; `new_file` makes another."""
+        """Remove the folder with its content; `new_file` creates another."""
         with self._guard:
             folder, lock = self._folder, self._lock
             self._folder = self._lock = None
-        # A process that was forked from the owner has a copy of this object, and no right to the folder.
+        # A process that was forked from the owner has a copy of this object, but does not own the folder.
         if folder is not None and lock is not None and os.getpid() == self._owner:
             atexit.unregister(self.close)
             shutil.rmtree(folder, ignore_errors=True)
@@ -96,7 +96,7 @@ def spool_error(folder: Path, error: OSError) -> Unavailable:
 
 
 def _lock_folder(folder: Path) -> int:
-    # Locked under another name first: when `lock` becomes visible it is locked, unless its owner is dead.
+    # Lock under another name first: once `lock` is visible it is locked, unless its owner is dead.
     handle = os.open(folder / "locking", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.rename(folder / "locking", folder / _LOCK)
@@ -121,7 +121,7 @@ def _remove_if_dead(folder: Path) -> None:
         os.close(handle)
 
 
-# A page is compressed alone: documents of one fleet repeat each other, so a merged segment has them in larger ones.
+# A page is compressed alone. Messages of one fleet repeat each other, so merged segments have larger pages.
 _PAGE_BYTES, _PAGE_BYTES_MERGED = MIB, 4 * MIB
 _MAX_ROWS_PER_WRITE = 1024
 FIRST_GROUP = 8  # the first row group of a merged segment is this many times smaller, so that writing begins early
@@ -143,14 +143,14 @@ class SpooledSegment:
 
 
 class SegmentWriter:
-    """Writes rows of ascending sequences into the file `path`, holding at most one row group in memory.
+    """Writer of rows of ascending sequences into the file `path`; holds at most one row group in memory.
 
-    `rows`, `raw_bytes`: what was appended so far (raw bytes: subjects, header blocks and payloads). Every
-    call raises Unavailable, code E-SPOOL, where the disk is full or fails; then `abort`.
-    `subject_statistics`: whether the least and the greatest subject of each row group and page stand in its
-    metadata, for readers that skip what they do not look for. `group_bytes`: raw bytes of a row group; 0: as the
-    level has it. `aside`: a pool of one thread in which a row group is written while the next is gathered, so that
-    two are in memory, and an error is raised by a later call; None: the caller's thread writes.
+    `rows`, `raw_bytes`: totals of the appended rows (raw bytes: subjects, header blocks and payloads). Every
+    call raises Unavailable, code E-SPOOL, if the disk is full or fails; then call `abort`.
+    `subject_statistics`: put the least and the greatest subject of each row group and page into its metadata, for
+    readers that skip by subject. `group_bytes`: raw bytes of a row group; 0: the default of the level. `aside`: a
+    pool of one thread that writes a row group while the next is gathered. Then two are in memory, and an error is
+    raised by a later call. None: the caller's thread writes.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class SegmentWriter:
         self._writing.set_result(None)
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Adds rows of `SCHEMA`. Raises ValueError unless the sequences ascend, and after those before."""
+        """Append rows of `SCHEMA`. Raises ValueError unless the sequences ascend and follow those before."""
         if not batch.schema.equals(SCHEMA):
             raise ValueError(f"batch: expected columns {SCHEMA.names} with their types, found {batch.schema}")
         if not batch.num_rows:
@@ -199,7 +199,7 @@ class SegmentWriter:
         ends = pc.cumulative_sum(weights)
         begin, before = 0, 0
         while begin < batch.num_rows:
-            # How many of the ascending `ends` still fit.
+            # The number of the ascending `ends` that still fit.
             most = pa.scalar(before + self._limit - self._pending_bytes, pa.int64())
             if (end := pc.less_equal(ends, most).true_count) <= begin and not self._pending:
                 end = begin + 1
@@ -245,16 +245,16 @@ class SegmentWriter:
                 # A page is closed only between writes: after 1,024 large messages it would be huge.
                 write_batch_size=max(1, min(_MAX_ROWS_PER_WRITE, self._page_bytes // row_bytes)),
                 sorting_columns=[pq.SortingColumn(SCHEMA.get_field_index("sequence"))],
-                # Every type comes back from the Parquet schema alone; readers need no Arrow one.
+                # The Parquet schema alone restores every type; readers need no Arrow schema.
                 store_schema=False,
             )
         return self._file
 
     def finish(self, footer: Footer) -> SpooledSegment:
-        """Writes pending rows and the footer, closes the file and hashes it.
+        """Write pending rows and the footer, close the file and hash it.
 
-        The footer's `rows`, coverage and ledger must agree with what was appended, else ValueError; its `raw_bytes` and
-        timestamps are taken from the rows, whatever it says.
+        The footer's `rows`, coverage and ledger must agree with the appended rows, else ValueError; its `raw_bytes` and
+        timestamps are replaced by those of the rows.
         """
         first, last = self._times or (None, None)
         footer = replace(footer, raw_bytes=self.raw_bytes, first_timestamp_ns=first, last_timestamp_ns=last)
@@ -294,7 +294,7 @@ class SegmentWriter:
 
 
 def hash_file(path: Path) -> tuple[int, str]:
-    """Size in bytes, and SHA-256 in hex."""
+    """Return the size in bytes, and the SHA-256 in hex."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return file.tell(), digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The life of a process in its log: a line at the start, one a minute with what was carried, one at the end."""
+"""Log lines on the life of a process: one at the start, one a minute with the amounts carried, one at the end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-MINUTE = 60.0  # seconds between two looks at what was carried
+MINUTE = 60.0  # seconds between two lines with the amounts carried
 
 Totals = Mapping[str, Callable[[], float]]
 
 
 class Life:
-    """Logs what a process is and what it carries; as a context manager also its start and its end.
+    """Log lines of a process: the amounts that it carries; as a context manager also its start and its end.
 
-    `fields`: what it works on. `totals`: what was carried since the process began, by the name of the field that it is
-    logged as. `health`, if given, says what is wrong.
+    `fields`: the objects that it works on. `totals`: the amounts carried since the process began, by the name of their
+    log field. `health`, if given, names the problems.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Life:
         log.info(f"{self._what} ended", action="ended", **lasted, **done, **self._result, **failure)
 
     def results(self, **fields: object) -> None:
-        """What the line at the end says, too."""
+        """Add fields to the line at the end."""
         self._result.update(fields)
 
     async def run(self) -> None:
-        """A line each minute in which anything was carried or is wrong; until cancelled."""
+        """Log a line for each minute in which anything was carried or is wrong; until cancelled."""
         while True:
             await self._clock.sleep(MINUTE)
             self.look()
 
     def look(self) -> None:
-        """The line of what was carried since the last look; none where nothing was and all is well."""
+        """Log the amounts since the last call; no line if all are 0 and all is well."""
         now, counts = self._clock.monotonic(), self._counts()
         done, seconds = _difference(counts, self._before), round(now - self._at, 1)
         self._before, self._at = counts, now

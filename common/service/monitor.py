@@ -1,6 +1,6 @@
 """Health of the process, and the pages that show it.
 
-Pages are answered from threads, so also when the event loop hangs; no request reads NATS or the object store, and no
+Threads answer requests, so also while the event loop hangs; no request reads NATS or the object store, and no
 page shows the configuration.
 """
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 log = get_logger("common.monitor")
 
 MAX_REQUEST = 8192  # bytes of a request's head; bodies are not read
-MAX_REQUESTS = 16  # at the same time; a further one takes the place of who has been silent longest
-LEAVE_TIMEOUT = 1.0  # seconds for that one to leave; without one the further request is turned away
+MAX_REQUESTS = 16  # at the same time; a further one takes the place of the client that has been silent longest
+LEAVE_TIMEOUT = 1.0  # seconds for that client to leave; without a free place the further request is refused
 REQUEST_TIMEOUT = 5.0  # seconds to send a request, and to take each part of the answer
 
 HTML = "text/html; charset=utf-8"
@@ -47,7 +47,7 @@ Answer = tuple[int, str, bytes]  # HTTP status, content type, body
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Answers each request with `answer(path, accept)`, in a thread of its own."""
+    """HTTP server that answers each request with `answer(path, accept)`, in a thread of its own."""
 
     daemon_threads = True
     block_on_close = False  # a scraper that never reads must not hold the shutdown
@@ -59,13 +59,13 @@ class HttpServer(ThreadingHTTPServer):
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.answer, self._tls, self._free = answer, tls, threading.BoundedSemaphore(MAX_REQUESTS)
-        # By address, the oldest first: whose request has not come. Copies, because TLS takes the sockets themselves.
+        # Clients without a request so far, by address, the oldest first. Copies, because TLS takes over the sockets.
         self._silent: dict[Any, socket.socket] = {}
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks the name service for this host's name, which may take seconds.
+        # HTTPServer's own method asks the name service for this host's name, which may take seconds.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
@@ -83,7 +83,7 @@ class HttpServer(ThreadingHTTPServer):
             raise
 
     def _take_place(self) -> bool:
-        """Whether whoever has been silent longest has left in favour of another."""
+        """Cut off the client that has been silent longest; return True if a place becomes free."""
         with self._lock:
             if (oldest := next(iter(self._silent), None)) is None:
                 return False
@@ -92,7 +92,7 @@ class HttpServer(ThreadingHTTPServer):
         return self._free.acquire(timeout=LEAVE_TIMEOUT)
 
     def heard(self, client_address: Any) -> None:
-        """Its request has come, or it is gone."""
+        """Forget a silent client: its request has come, or it is gone."""
         with self._lock:
             if (line := self._silent.pop(client_address, None)) is not None:
                 line.close()
@@ -102,14 +102,14 @@ class HttpServer(ThreadingHTTPServer):
             if self._tls is not None:
                 request = self._tls.wrap(request)
             super().process_request_thread(request, client_address)
-        except OSError:  # no handshake: TLS is not spoken, or the certificate is none that was asked for
+        except OSError:  # no handshake: the client does not speak TLS, or lacks the required certificate
             self.shutdown_request(request)
         finally:
             self.heard(client_address)
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that disconnected is not an error."""
+        """Ignore the error: a client that disconnected is not one."""
 
 
 def _cut_off(line: socket.socket) -> None:
@@ -118,10 +118,10 @@ def _cut_off(line: socket.socket) -> None:
 
 
 class ServerTls:
-    """The monitor's side of TLS. Raises ConfigError where the files cannot be used at the start.
+    """The monitor's side of TLS. Raises ConfigError if the files cannot be used at the start.
 
-    Whether a file is another one is looked up for each client; what cannot be used then is told once, and the former
-    files stay in use.
+    Each connection checks the files for changes. New files that cannot be used are logged once, and the former ones
+    stay in use.
     """
 
     def __init__(self, settings: MonitorTlsSettings) -> None:
@@ -130,7 +130,7 @@ class ServerTls:
         self._context = self._loaded()
 
     def wrap(self, request: socket.socket) -> ssl.SSLSocket:
-        """The connection once the handshake is done, within REQUEST_TIMEOUT seconds; else OSError."""
+        """Return the connection once the handshake is done, within REQUEST_TIMEOUT seconds; else raise OSError."""
         with self._lock:
             if (stamps := self._stamps()) != self._seen:
                 self._seen = stamps
@@ -179,7 +179,7 @@ class ServerTls:
 
 
 class ServedAt(Protocol):
-    """The settings of a monitor: where it listens, and with which certificate."""
+    """The settings of a monitor: its address and its certificate."""
 
     @property
     def listen(self) -> str: ...
@@ -192,9 +192,9 @@ ASK_TIMEOUT = 2.0  # seconds
 
 
 def fetch(settings: ServedAt, path: str, timeout: float = ASK_TIMEOUT) -> str:
-    """What the process that serves `settings` on this host answers on `path`; blocking.
+    """Return the answer to `path` of the process that serves `settings` on this host; blocking.
 
-    With TLS only a server that shows the configured certificate is believed, whatever its name; where clients need a
+    With TLS only a server that shows the configured certificate is trusted, under any name; if clients need a
     certificate, the same one is shown. Raises OSError, http.client.HTTPException, ValueError.
     """
     if (address := parse_listen(settings.listen)) is None:
@@ -218,7 +218,7 @@ def fetch(settings: ServedAt, path: str, timeout: float = ASK_TIMEOUT) -> str:
 
 
 def _stamp(file: str) -> tuple[int, int] | None:
-    """What changes when a file is written or replaced; None where it is not there."""
+    """Return values that change when a file is written or replaced; None if it does not exist."""
     try:
         found = os.stat(file)
     except OSError:
@@ -240,7 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         try:
             status, content_type, body = self.server.answer(self.path, self.headers.get("Accept", ""))
-        except Exception as error:  # the server goes on with the next request
+        except Exception as error:  # the server continues with the next request
             known = told(error, "monitor", f"monitor {self.path.partition('?')[0]:.80}")
             status, content_type, body = 500, "text/plain; charset=utf-8", f"{known.line()}\n".encode()
         self.send_response(status)
@@ -257,11 +257,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815  (the name that the server looks for)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
+        """Do nothing: requests are not logged."""
 
 
 def _read_head(connection: socket.socket) -> bytes:
-    """The head of a request. Raises OSError unless it comes within REQUEST_TIMEOUT seconds and MAX_REQUEST bytes."""
+    """Read the head of a request. Raises OSError if it takes over REQUEST_TIMEOUT seconds or MAX_REQUEST bytes."""
     clock = SystemClock()
     deadline = clock.monotonic() + REQUEST_TIMEOUT
     head = b""
@@ -276,31 +276,31 @@ def _read_head(connection: socket.socket) -> bytes:
 
 
 BEAT = 1.0  # seconds between two heartbeats of an event loop
-MAX_BEAT_AGE = 30.0  # seconds without one before /healthz says so
+MAX_BEAT_AGE = 30.0  # seconds without one before /healthz reports that the process hangs
 
 
 class Health:
-    """What the process knows of its own health. The event loop writes, the monitor's threads read."""
+    """State of health of the process. The event loop writes it, the monitor's threads read it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._lock, self._beat = clock, threading.Lock(), clock.monotonic()
-        self._not_ready: dict[str, str] = {}  # by part, why; empty where it is ready
+        self._not_ready: dict[str, str] = {}  # by part, the reason; empty if it is ready
         self._status: dict[str, Mapping[str, Any]] = {}
         self._coverage: dict[str, Mapping[str, Any]] = {}
         self._read = float("-inf")
 
     def beat(self) -> None:
-        """The event loop runs; to be called every few seconds."""
+        """Record that the event loop runs; call it every few seconds."""
         self._beat = self._clock.monotonic()
 
     async def keep_beating(self) -> None:
-        """Beat for ever, as long as this task's event loop turns."""
+        """Beat for ever, as long as this task's event loop runs."""
         while True:
             self.beat()
             await self._clock.sleep(BEAT)
 
     def beat_age(self) -> float:
-        """Seconds since the last beat, or since the start."""
+        """Return the seconds since the last beat, or since the start."""
         return self._clock.monotonic() - self._beat
 
     def set_ready(self, part: str, ready: bool, why: str = "") -> None:
@@ -308,54 +308,54 @@ class Health:
             self._not_ready[part] = "" if ready else why or "not ready"
 
     def why(self, part: str) -> str:
-        """Why `part` is not ready; empty where it is, or has not reported."""
+        """Return the reason why `part` is not ready; empty if it is, or has not reported."""
         with self._lock:
             return self._not_ready.get(part, "")
 
     def forget(self, part: str) -> None:
-        """`part` does not belong to this process any more: it is neither ready nor not, and has no status."""
+        """Remove `part`, which left this process: it is neither ready nor not, and has no status."""
         with self._lock:
             self._not_ready.pop(part, None)
             self._status.pop(part, None)
 
     def problems(self) -> list[str]:
-        """`part: why` for each part that is not ready, by name; empty when all are."""
+        """Return `part: why` for each part that is not ready, by name; empty if all are. "starting" before a report."""
         with self._lock:
             if not self._not_ready:
                 return ["starting: nothing has reported yet"]
             return [f"{part}: {why}" for part, why in sorted(self._not_ready.items()) if why]
 
     def set_status(self, part: str, status: Mapping[str, Any]) -> None:
-        """What /status shows for `part`: values that JSON can hold, no secrets, no payloads.
+        """Set the status of `part` in /status: values that JSON can hold, no secrets, no payloads.
 
-        In place of a value may stand what gives it whenever the page is asked, from any thread.
+        A value may be a function that returns it each time the page is requested; it is called from any thread.
         """
         with self._lock:
             self._status[part] = dict(status)
 
-    # Coverage, which is looked at while somebody reads the page
+    # Coverage, which is read from the store while somebody reads the page
 
     def note_reader(self) -> None:
-        """Somebody reads the page."""
+        """Record that somebody reads the page."""
         self._read = self._clock.monotonic()
 
     def read_age(self) -> float:
-        """Seconds since the page was read; infinite where it never was."""
+        """Return the seconds since the page was read; infinite if it never was."""
         return self._clock.monotonic() - self._read
 
     def chains(self) -> list[str]:
-        """The chains that the parts show, as `SITE/FEED/INCARNATION/PARTITION`."""
+        """Return the chains that the parts show, as `SITE/FEED/INCARNATION/PARTITION`."""
         with self._lock:
             parts = [*self._status.values()]
         return sorted({name for part in parts for name in (part.get("chain"), *part.get("chains", ())) if name})
 
     def coverage(self) -> dict[str, Mapping[str, Any]]:
-        """What was seen last of each chain; see `common.segments.coverage`."""
+        """Return the last known coverage of each chain; see `common.segments.coverage`."""
         with self._lock:
             return dict(self._coverage)
 
     def set_coverage(self, found: Mapping[str, Mapping[str, Any]]) -> None:
-        """What there is of each chain, in place of what was known."""
+        """Replace the coverage of all chains by `found`."""
         with self._lock:
             self._coverage = dict(found)
 
@@ -376,10 +376,10 @@ class Health:
 
 
 class Monitor:
-    """Serves /metrics /healthz /readyz /status and a status page on `listen`, such as `127.0.0.1:9464`.
+    """Server of /metrics /healthz /readyz /status and a status page on `listen`, such as `127.0.0.1:9464`.
 
-    An empty `listen` serves nothing. Port 0 takes a free one; `port` tells which (0 while nothing is served).
-    `pages`: others than those of `health`. `tls`: HTTPS only, where it names a certificate.
+    An empty `listen` serves nothing. Port 0 takes a free one; `port` returns it (0 while nothing is served).
+    `pages`: others than those of `health`. `tls`: HTTPS only, if it names a certificate.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class Monitor:
         return 0 if self._server is None else int(self._server.server_address[1])
 
     def start(self) -> None:
-        """Bind and serve. Raises Unavailable where the address is taken or not there yet, else ConfigError."""
+        """Bind and serve. Raises Unavailable if the address is taken or not there yet, else ConfigError."""
         if (address := parse_listen(self._listen)) is None:
             return
         tls = ServerTls(self._tls) if self._tls else None
@@ -415,12 +415,12 @@ class Monitor:
         self._thread.start()
 
     def says(self, path: str) -> tuple[int, str]:
-        """Status and text of the page at `path`, whether or not anything is served."""
+        """Return status and text of the page at `path`, even if nothing is served."""
         status, _, body = self._pages.answer(path, "")
         return status, body.decode()
 
     def close(self) -> None:
-        """No error if nothing is served."""
+        """Stop serving; no error if nothing is served."""
         if self._server is None or self._thread is None:
             return
         self._server.shutdown()
@@ -430,8 +430,8 @@ class Monitor:
 
 
 def _cannot_listen(listen: str, error: OSError) -> FloeError:
-    """Unavailable where another process has the address; it may be the one that this process replaces. So it is where
-    this host has no such address: after boot, it may come later than the service.
+    """Return Unavailable if another process has the address, which may be the one that this process replaces; also if
+    this host has no such address, because after boot it may come later than the service. Else ConfigError.
     """
     reason = {
         errno.EADDRINUSE: "another process listens there",
@@ -460,9 +460,9 @@ class Pages:
         }
 
     def answer(self, path: str, accept: str) -> Answer:
-        """The answer to a GET of `path` by a client that takes `accept`.
+        """Return the answer to a GET of `path` by a client that accepts `accept`.
 
-        `/status?coverage` is asked by who shows it to a reader: then coverage is looked at.
+        A program that shows coverage to a reader requests `/status?coverage`: it counts as a reader of the page.
         """
         name, _, query = path.partition("?")
         if name == "/" or query == "coverage":
@@ -490,7 +490,7 @@ class Pages:
         return 200, "application/json", _json(self.document())
 
     def read_document(self) -> dict[str, Any]:
-        """`document`, for somebody who reads the page."""
+        """Return `document` for a reader of the page."""
         return self.document()
 
     def _page(self, _accept: str) -> Answer:

@@ -1,4 +1,4 @@
-"""The status page: what /status says, for people. Server-rendered, without scripts or anything from elsewhere."""
+"""The status page: the content of /status for people. Server-rendered, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from common.clock import NS_PER_S, format_time
 from common.settings.types import counted, duration_words, size_words
 
-REFRESH = 10  # seconds until a browser asks again
+REFRESH = 10  # seconds until a browser reloads the page
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --pale: #5d6b7a; --line: #d5dce4; --paper: #fff; --good: #1a7f4b;
@@ -46,7 +46,7 @@ Part = Mapping[str, Any]
 
 
 def parts_of(document: Part) -> dict[str, Part]:
-    """The parts of what /status answers by their names, those of all workers where there are several."""
+    """Return the parts in an answer of /status by name; with several workers, those of all workers."""
     found = dict(document.get("parts", {}))
     for worker, said in document.get("workers", {}).items():
         found |= {f"{name} (worker {worker})": part for name, part in said.get("parts", {}).items()}
@@ -54,13 +54,13 @@ def parts_of(document: Part) -> dict[str, Part]:
 
 
 def coverage_of(document: Part) -> dict[str, Part]:
-    """The coverage of each chain that /status knows of, by the chain."""
+    """Return the coverage of each chain in an answer of /status, by chain."""
     said = [document, *document.get("workers", {}).values()]
     return {chain: found for each in said for chain, found in each.get("coverage", {}).items()}
 
 
 def rendered(document: Part, paths: Iterable[str]) -> bytes:
-    """The page of `document`, which is what /status answers. `paths`: of the other pages."""
+    """Render the page of `document`, an answer of /status. `paths`: those of the other pages."""
     parts = parts_of(document)
     feeds = {name: part for name, part in parts.items() if "stream" in part}
     targets = {name: part for name, part in parts.items() if name.startswith("target ")}
@@ -93,7 +93,7 @@ def _top(document: Part, paths: Iterable[str]) -> Iterator[str]:
 
 
 def _stops(parts: Mapping[str, Part]) -> Iterator[str]:
-    """What waits for somebody, each with the command that lets it go on."""
+    """Show each part that waits for an operator, with the command that lets it continue."""
     found = [(name, each) for name, part in parts.items() for name, each in _and_chains(name, part)]
     for name, each in found:
         if hint := each.get("hint"):
@@ -202,7 +202,7 @@ def _about(found: Part) -> str:
 
 
 def _compacted(found: Part) -> str:
-    """When compaction last succeeded, as its last run says, else as the newest merged segment shows."""
+    """Return the time of the last successful compaction: by its last run, else by the newest merged segment."""
     run, merged = found.get("compaction") or {}, found.get("compacted")
     at = run.get("succeeded") or merged
     failed = f", its last run, {_time(run['ended'])}, ended with exit code {run['code']}" if run.get("code") else ""
@@ -210,7 +210,7 @@ def _compacted(found: Part) -> str:
 
 
 def drawing(found: Part) -> str:
-    """An SVG of what each level covers, and of the holes that no level fills."""
+    """Return an SVG of the coverage of each level, and of the holes that no level fills."""
     levels, first, last = found["levels"], int(found["first"]), int(found["last"])
     height = (BAR + GAP) * len(levels)
     lines = [f'<svg viewBox="0 0 {WIDTH} {height + GAP}" role="img" aria-label="coverage by level">']
@@ -237,7 +237,7 @@ def _bar(kind: str, level: str, rows: Sequence[int], span: tuple[int, int], y: i
 
 
 class _Marked(str):
-    """A text, in red where it is `bad`."""
+    """A text, in red if it is bad, else in green."""
 
     is_bad: bool
 
@@ -265,13 +265,13 @@ def _cell(kind: str, value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """`value` for the page, whatever it holds; a dash for nothing."""
+    """Escape any value for the page; a dash for nothing."""
     return escape("–" if value is None or value == "" else str(value))
 
 
 def _pairs(value: object) -> str:
-    """A mapping as `key value`, one after the other, with durations, sizes and times for people; other values as they
-    are, empty for nothing.
+    """Return a mapping as `key value`, one after the other, with durations, sizes and times for people; a list with
+    commas; other values as they are, empty for nothing.
     """
     if isinstance(value, Mapping):
         return " · ".join(_pair(key, each) for key, each in value.items() if each not in (None, ""))
@@ -292,7 +292,7 @@ def _pair(key: str, value: object) -> str:
 
 
 def _duration(seconds: object) -> object:
-    """For people, where it is a number."""
+    """Format seconds for people; return anything but a number as it is."""
     return duration_words(seconds) if isinstance(seconds, int | float) else seconds
 
 

@@ -1,8 +1,8 @@
-"""Signals and threads of a process: how it is asked to stop, what it must wait for, what it tells its supervisor.
+"""Signals and threads of a process: requests to stop, work to wait for, and messages to its supervisor.
 
-The first SIGTERM or SIGINT asks the service to drain, the second ends the process at once. SIGHUP ends
-nothing: it calls what `hangups` holds, such as reading secrets again. Nor does SIGQUIT: it logs where every task
-and every thread stands. SIGUSR1 ends nothing either: where no `on_signal` takes it, a line says so.
+The first SIGTERM or SIGINT makes the service drain, the second ends the process at once. SIGHUP ends nothing: it
+calls the functions in `hangups`, such as reading secrets again. SIGQUIT ends nothing either: it logs the stack of every
+task and every thread. Nor does SIGUSR1: if no `on_signal` handles it, a log line reports that.
 """
 
 import asyncio
@@ -31,24 +31,24 @@ log = get_logger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-#: Called on the event loop, one after the other, when SIGHUP comes while a service runs.
+#: Called one after the other when SIGHUP comes: on the event loop of a service, or in a thread without a loop.
 hangups: list[Callable[[], None]] = [read_all_again]
 
-_taken: set[int] = set()  # signals that an `on_signal` takes now
+_taken: set[int] = set()  # signals that an `on_signal` handles now
 
-#: Called beside what is logged of this process, when SIGQUIT comes.
+#: Called when SIGQUIT comes, before the tasks and threads of this process are logged.
 quits: list[Callable[[], None]] = []
 
 
 def exit_at_once(number: int) -> None:
-    """What the second signal does: 143 after SIGTERM, 130 after SIGINT."""
+    """End the process at the second signal, with 143 for SIGTERM, 130 for SIGINT."""
     os._exit(128 + number)
 
 
 @contextmanager
 def _handling(handlers: Mapping[signal.Signals, Any], afterwards: Any = None) -> Iterator[None]:
-    """Handle signals by these within the block, then as before, or by `afterwards`. Anywhere but in the main thread,
-    which alone hears signals, nothing is handled.
+    """Handle signals by `handlers` within the block, then as before, or by `afterwards`. Outside the main thread,
+    which alone receives signals, nothing is handled.
     """
     here = threading.current_thread() is threading.main_thread()
     former = {number: signal.signal(number, handler) for number, handler in handlers.items() if here}
@@ -63,11 +63,11 @@ def _handling(handlers: Mapping[signal.Signals, Any], afterwards: Any = None) ->
 async def stop_on_signals(
     second: Callable[[int], None] = exit_at_once, *, deaf_afterwards: bool = False
 ) -> AsyncIterator[Stop]:
-    """A signal that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
+    """Yield a `Stop` that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
 
     SIGHUP calls `hangups`, SIGQUIT logs tasks and threads. On leaving, the former handlers are back; with
     `deaf_afterwards` signals are ignored from then on: a process that has done its work ends with its own exit code.
-    Anywhere but in the main thread, which alone hears signals, nothing is ever asked.
+    Outside the main thread, which alone receives signals, it is never set.
     """
     stop, loop = Stop(), asyncio.get_running_loop()
     received: list[int] = []
@@ -92,8 +92,8 @@ async def stop_on_signals(
 
 @contextmanager
 def on_signal(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
-    """Within the block, call `call` on the event loop for each signal `number`; afterwards it is ignored: a process
-    that ends is not killed by it. Anywhere but in the main thread nothing is handled.
+    """Call `call` on the event loop for each signal `number` within the block; ignore the signal afterwards, so that it
+    does not kill a process that ends. Outside the main thread nothing is handled.
     """
     loop = asyncio.get_running_loop()
     with _handling({number: lambda *_: loop.call_soon_threadsafe(call)}, signal.SIG_IGN):
@@ -106,13 +106,15 @@ def on_signal(number: signal.Signals, call: Callable[[], object]) -> Iterator[No
 
 @contextmanager
 def stop_asked(cancel: Callable[[], None] = lambda: None) -> Iterator[Stop]:
-    """As `stop_on_signals`, for a command without an event loop, which calls `Stop.check` where it can stop; `cancel`
-    is called once, in a thread, when the first signal comes.
+    """Yield a `Stop` as `stop_on_signals` does, for a command without an event loop.
+
+    The command calls `Stop.check` at points at which it can stop. `cancel` is called once, in a thread, when the
+    first signal comes.
     """
     asked = Stop()
 
     def beside(work: Callable[[], None], name: str) -> None:
-        # Not in the handler: what it interrupts may hold the very lock that the work needs.
+        # Not in the handler: the code that it interrupts may hold the very lock that the work needs.
         threading.Thread(target=work, name=name, daemon=True).start()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -138,7 +140,7 @@ def _tell_not_taken() -> None:
 
 
 def _dump_beside(loop: asyncio.AbstractEventLoop | None) -> None:
-    """In a thread of its own: it also says where a loop stands that does not turn."""
+    """Log tasks and threads from a thread of its own, which works even if the loop is blocked."""
     threading.Thread(target=_dump, args=(loop,), name="dump", daemon=True).start()
 
 
@@ -148,7 +150,7 @@ def _dump(loop: asyncio.AbstractEventLoop | None) -> None:
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()) if loop else []
     frames, here = sys._current_frames(), threading.get_ident()
     threads = [(each.name, frames.get(each.ident or 0)) for each in threading.enumerate() if each.ident != here]
-    # A warning, so that it is seen where little is logged: somebody asked for it.
+    # A warning, so that it is logged even if little is: an operator requested it.
     log.warning("tasks and threads", action="dump", tasks=len(tasks), threads=len(threads))
     for task in tasks:
         log.warning("task", action="dump_task", task=task.get_name(), stack=_awaiting(task.get_coro()))
@@ -158,7 +160,7 @@ def _dump(loop: asyncio.AbstractEventLoop | None) -> None:
 
 
 def _awaiting(work: Any) -> list[str]:
-    """Where a coroutine stands, the innermost first, and what it waits for where that is none."""
+    """Return the type of a last awaitable without a frame, if there is one, then the frames, innermost first."""
     places: list[str] = []
     while (frame := getattr(work, "cr_frame", None) or getattr(work, "gi_frame", None)) is not None:
         code = frame.f_code
@@ -176,7 +178,7 @@ def _hang_up() -> None:
     for call in hangups:
         try:
             call()
-        except Exception as error:  # the service goes on with what it had
+        except Exception as error:  # the service continues with the former values
             told(error, "service", "hangup")
 
 
@@ -185,15 +187,15 @@ def _ask(stop: Stop, number: int) -> None:
     stop.set()
 
 
-TELL = 2.0  # seconds between two looks at what there is to tell the service manager
+TELL = 2.0  # seconds between two checks for news to the service manager
 MAX_STATUS = 300  # characters
 
 
 class SystemdNotifier:
-    """Tells the service manager how the service is, as sd_notify(3) does: `Type=notify` and its watchdog.
+    """Notifier of the service manager, as in sd_notify(3): `Type=notify` and its watchdog.
 
-    `says`: status and text of the monitor's page of a path; may take seconds, so it is called in a thread. Nothing is
-    told where `environment` has no NOTIFY_SOCKET, and no watchdog is fed where WATCHDOG_PID is another process.
+    `says`: returns status and text of the monitor's page at a path; may take seconds, so it is called in a thread.
+    Without NOTIFY_SOCKET in `environment` nothing is sent. The watchdog is not fed if WATCHDOG_PID is another process.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class SystemdNotifier:
     ) -> None:
         self._says, self._clock, self._told = says, clock, ""
         address = environment.get("NOTIFY_SOCKET", "")
-        # `@` begins an abstract name; what is neither that nor a file is no socket of this kind.
+        # `@` begins an abstract name, `/` a file; anything else is no socket of this kind.
         self._address = "\0" + address[1:] if address[:1] == "@" else address if address[:1] == "/" else ""
         is_mine = environment.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
         microseconds = environment.get("WATCHDOG_USEC", "")
@@ -209,7 +211,7 @@ class SystemdNotifier:
 
     @asynccontextmanager
     async def while_running(self, stop: Stop) -> AsyncIterator[None]:
-        """Ready now, stopping once `stop` is set; alive as long as /healthz says so and this event loop turns."""
+        """Report ready now, stopping once `stop` is set, alive as long as /healthz is 200 and this event loop runs."""
         if not self._address:
             yield
             return
@@ -253,7 +255,7 @@ class SystemdNotifier:
         self._send("RELOADING=1", f"MONOTONIC_USEC={int(self._clock.monotonic() * 1e6)}")
 
     def _send(self, *words: str) -> None:
-        """Never waits: a service manager that does not read must not hold the event loop."""
+        """Send without waiting: a service manager that does not read must not block the event loop."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
                 line.sendto("\n".join(words).encode(), socket.MSG_DONTWAIT, self._address)
@@ -264,13 +266,13 @@ class SystemdNotifier:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_running: set[Future[Any]] = set()  # calls of all pools, those of forgotten pools included
+_running: set[Future[Any]] = set()  # calls of all pools, including pools that were dropped
 
 
 class Threads:
     """A pool of `workers` threads. Cancelling an awaited call does not stop its thread: `idle` waits for it.
 
-    So a lease must not be given up before `idle` returns: an upload may still be on its way.
+    So a lease must not be released before `idle` returns: an upload may still be running.
     """
 
     def __init__(self, name: str, workers: int) -> None:
@@ -278,7 +280,7 @@ class Threads:
         self._calls: set[Future[Any]] = set()
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls `fn(*args, **kwargs)` in a thread with the task's context variables; returns or raises what it does.
+        """Call `fn(*args, **kwargs)` in a thread with the task's context variables; return or raise as it does.
 
         If cancelled while it waits for a free thread, `fn` is never called.
         """
@@ -294,13 +296,13 @@ class Threads:
         return len(self._calls)
 
     async def idle(self) -> None:
-        """Returns when no call is running, including those whose await was cancelled."""
+        """Return when no call is running, including calls with a cancelled await."""
         while calls := set(self._calls):
             # asyncio.wait cancels nothing when it is cancelled itself.
             await asyncio.wait({_settled(call) for call in calls})
 
     def close(self) -> None:
-        """Takes no more calls and drops those that have not begun; does not wait for running ones."""
+        """Take no more calls and drop those that have not begun; do not wait for running ones."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -312,5 +314,5 @@ def _settled(call: Future[Any]) -> asyncio.Future[Any]:
 
 
 def busy_threads() -> int:
-    """Calls still running in all pools of this process: after the end of the event loop, abandoned ones."""
+    """Return the number of calls that still run in all pools: after the end of the event loop, abandoned ones."""
     return len(_running)

@@ -1,1 +1,1 @@
-"""What a user tunes: a frozen model for each section of the configuration, its attributes the keys."""
+"""The configuration: a frozen model for each section, with the keys of the section as its attributes."""

@@ -1,4 +1,4 @@
-"""Egress: which streams are frozen, and how."""
+"""Settings of egress: the streams that are frozen, and how."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,14 +17,14 @@ _VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]{0,4096}")
 
 
 class HeartbeatSubjectSettings(Section):
-    """One subject that heartbeats go to."""
+    """One subject to publish heartbeats on."""
 
     subject: Annotated[t.Subject, t.Required] = needed("the subject")
     interval: Annotated[t.Duration, t.Range("1s", "1d", or_zero=True)] = option("0s", "0s: that of `heartbeats`")
 
 
 class HeartbeatSettings(Section):
-    """Messages that keep a quiet stream moving."""
+    """Heartbeats: messages that keep a quiet stream moving."""
 
     interval: Annotated[t.Duration, t.Range("1s", "1d")] = option("10s", "between two of them")
     headers: dict[t.Text, t.Text] = option({}, "headers of each")
@@ -52,7 +52,7 @@ class EgressMonitorSettings(Section):
 
 
 class SegmentSettings(Section):
-    """When a segment is closed, whichever comes first."""
+    """The limits at which a segment is closed; the first one reached applies."""
 
     max_messages: Annotated[t.Whole, t.Range(1, 100_000_000)] = option(1000000, "messages in one segment")
     max_size: Annotated[t.Size, t.Range("64K", "4G", "smaller ones cost more requests than they carry")] = option(
@@ -64,8 +64,8 @@ class SegmentSettings(Section):
     compression_level: Annotated[t.Whole, t.Range(1, 22)] = option(1, "of zstd")
 
 
-CAPTURE_DELETES = 600.0  # seconds, of streams where deleting leaves no message
-PARTITION = "{partition}"  # stands for the number in a template
+CAPTURE_DELETES = 600.0  # seconds, for streams in which a deletion leaves no message
+PARTITION = "{partition}"  # placeholder for the number in a template
 
 
 class PartitionSettings(Section):
@@ -86,12 +86,12 @@ class PartitionSettings(Section):
             yield "subject", f"expected {expected}, found {self.subject!r}"
 
     def filters(self) -> tuple[str, ...]:
-        """The filter of each, by its number. No two overlap: they differ in a token that is not a wildcard."""
+        """Return the filter of each, by its number. No two overlap: they differ in a token that is not a wildcard."""
         return tuple(self.subject.replace(PARTITION, str(number)) for number in range(self.count))
 
 
 class AdvisorySettings(Section):
-    """Documents about who was seen when."""
+    """Documents that report when each value of the sampling key was seen."""
 
     subject: t.AdvisorySubject = option("", "where they are published; `%s` the event, `%v` the value; empty: none")
     reliable: t.Flag = option(False, "try again until they are stored")
@@ -104,7 +104,7 @@ Partitions = Annotated[
 
 
 class FeedSettings(StartSettings):
-    """One named way of freezing a stream. `name` is never empty: without one it is the stream's."""
+    """One named way of freezing a stream. `name` is never empty: by default it is the stream's name."""
 
     name: t.StreamName = option("", "the feed's name in the store; default: the stream")
     stream: Annotated[t.StreamName, t.Required] = needed("the stream")
@@ -151,18 +151,18 @@ class FeedSettings(StartSettings):
         return given
 
     def filters(self) -> tuple[str, ...]:
-        """The filter subject of each partition, by its number; empty: all subjects. Never without one."""
+        """Return the filter subject of each partition, by its number; empty: all subjects. There is at least one."""
         if isinstance(self.partitions, tuple):
             return self.partitions
         return self.partitions.filters() if self.partitions.subject else (self.filter_subject,)
 
     @property
     def consumers_period(self) -> float:
-        """Seconds between two looks at the consumers; 0: never."""
+        """Seconds between two captures of the consumers; 0: never."""
         return t.period(self.capture_consumers)
 
     def deletes_period(self, retention: str) -> float:
-        """Seconds between two looks at what was deleted; 0: never. `retention`: of the stream."""
+        """Return seconds between two captures of deleted sequences; 0: never. `retention`: of the stream."""
         if self.capture_deletes:
             return t.period(self.capture_deletes)
         return CAPTURE_DELETES if self.stream.startswith("OBJ_") or retention == "workqueue" else 0.0
@@ -173,7 +173,7 @@ class FeedSettings(StartSettings):
 
     @property
     def sampling_key(self) -> str:
-        """The setting that names the sampling key, such as `inspect_field`; empty where the feed is not sampled."""
+        """The setting that names the sampling key, such as `inspect_field`; empty if the feed is not sampled."""
         return next(iter(self._sampling_keys()), "")
 
     def _sampling_keys(self) -> list[str]:
@@ -210,7 +210,7 @@ def _problems_of(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 class EgressSettings(ServiceSettings):
-    """What a site freezes."""
+    """The feeds that a site freezes."""
 
     monitor: EgressMonitorSettings = option({}, "the monitor")
     workers: Annotated[t.Whole, t.Range(1, 64)] = option(1, "processes, under one monitor")

@@ -1,4 +1,4 @@
-"""Ingress: which chains melt into which streams."""
+"""Settings of ingress: the chains that flow into each target stream."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,14 +14,14 @@ from common.transforms import TransformError, compile_transform
 _AFFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
 _FIELD = re.compile(r"\{(site|feed|incarnation|partition)\}")
 _REMOVED = re.compile(r"[^\s*>\x00-\x1f\x7f]+")
-# A subject, or the name of a queue, or its whole address.
+# A subject, or a queue by its name or its whole address.
 _EVENTS = re.compile(
     r"nats://[^\s.@:/>\x00-\x1f\x7f]+(\.[^\s.@:/>\x00-\x1f\x7f]+)*(\.>)?"
     r"|sqs://([A-Za-z0-9.:-]+/([0-9]{12}/)?)?[A-Za-z0-9_-]{1,80}"
 )
 _POLL_BESIDE_EVENTS = 60.0  # seconds
 
-# They steer how a message is stored, so one that came along would break the promises of the publishers.
+# They control how a message is stored, so a copied one would break the promises of the publishers.
 _NEVER_CONTROL = ("nats-expected-", "nats-batch-", "nats-msg-id", "nats-required-api-level")
 
 
@@ -47,7 +47,7 @@ class IngressMonitorSettings(Section):
 
 
 class CreateSettings(Section):
-    """How a target stream that does not exist is created."""
+    """The configuration with which a missing target stream is created."""
 
     replicas: Annotated[t.Whole, t.Range(1, 5)] = option(1, "copies in the cluster")
     storage: Literal["file", "memory"] = option("file", "where the server keeps it")
@@ -61,7 +61,7 @@ class CreateSettings(Section):
 
 
 class SubjectTransformSettings(Section):
-    """A subject transform as NATS writes it."""
+    """A subject transform in the notation of NATS."""
 
     source: t.SubjectFilter = option("", "subjects it applies to; with `destination`")
     destination: t.Text = option("", "what becomes of them; with `source`")
@@ -115,12 +115,12 @@ class SourceSettings(StartSettings):
                 yield f"{name}.{index}", f"expected each {name} once, found {values[index]!r} twice"
 
     def prefix_of(self, site: str, feed: str, incarnation: int | str, partition: int | str) -> str:
-        """`subject_prefix` with the fields of one chain filled in. None of them holds a dot."""
+        """Return `subject_prefix` with the fields of one chain filled in. No field contains a dot."""
         fields = {"site": site, "feed": feed, "incarnation": incarnation, "partition": partition}
         return _FIELD.sub(lambda found: str(fields[found[1]]), self.subject_prefix)
 
     def prefix_patterns(self) -> tuple[str, ...]:
-        """The prefixes of all its chains; `*` for a token that holds an incarnation or a partition."""
+        """Return the prefixes of all its chains, with `*` for a token that contains an incarnation or a partition."""
         found = (self.prefix_of(site, feed, "*", "*") for site, feed in self.pairs())
         return tuple(dict.fromkeys(".".join("*" if "*" in each else each for each in p.split(".")) for p in found))
 
@@ -134,7 +134,7 @@ class SourceSettings(StartSettings):
 
 
 class TargetSettings(Section):
-    """A target stream and what flows into it."""
+    """A target stream and the sources that flow into it."""
 
     stream: Annotated[t.StreamName, t.Required] = needed("the target stream")
     create: CreateSettings | None = option(None, "create the stream where it does not exist; null: stop instead")
@@ -156,7 +156,7 @@ class TargetSettings(Section):
         return {pair: source for source in self.sources for pair in source.pairs()}
 
     def subjects_to_create(self) -> tuple[str, ...]:
-        """The subjects of the stream when it is created; empty without `create`."""
+        """Return the subjects of the stream when it is created; empty without `create`."""
         if self.create is None:
             return ()
         given = (prefix for source in self.sources for prefix in source.prefix_patterns())
@@ -177,7 +177,7 @@ class TargetSettings(Section):
 
 
 class IngressSettings(ServiceSettings):
-    """What flows into which streams."""
+    """The target streams, and the chains that flow into each."""
 
     monitor: IngressMonitorSettings = option({}, "the monitor")
     poll_interval: Annotated[t.Duration, t.Range("1s", "1h", "each poll lists the store")] = option(
@@ -201,7 +201,7 @@ class IngressSettings(ServiceSettings):
 
     @property
     def poll_seconds(self) -> float:
-        """Between two polls: `poll_interval`; longer where events are set and it is not."""
+        """Seconds between two polls: `poll_interval`; if that is not set and `events` is, 60."""
         is_set = "poll_interval" in self.model_fields_set
         return _POLL_BESIDE_EVENTS if self.events and not is_set else self.poll_interval
 

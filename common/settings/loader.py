@@ -1,4 +1,4 @@
-"""Reads configuration files: all problems at once, each with its place, never a secret in a message."""
+"""Reading configuration files: all problems at once, each with its place, never a secret in a message."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from common.settings.types import FROM_FILE, Expanded, FileSecret, Section, is_i
 
 @dataclass(frozen=True, slots=True)
 class ConfigDocument:
-    """One YAML document that is a valid configuration. `warnings`: what is allowed but not advised."""
+    """One YAML document that is a valid configuration. `warnings`: allowed settings that are not advised."""
 
     settings: Settings
     root: yaml.Keys
@@ -33,10 +33,10 @@ _EXPRESSION = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<defaul
 
 
 def expand(text: str, environment: Mapping[str, str]) -> str:
-    """`text` with `${VAR}` and `${VAR:-default}` replaced, `$${` as `${`; `text` itself where there is nothing to
+    """Return `text` with `${VAR}` and `${VAR:-default}` replaced, `$${` as `${`; `text` itself if there is nothing to
     replace.
 
-    Raises ValueError where a variable is not set or an expression is neither of the two.
+    Raises ValueError if a variable is not set or an expression is neither of the two.
     """
     if "${" not in text:
         return text
@@ -57,9 +57,9 @@ def _replacement(match: re.Match[str], environment: Mapping[str, str]) -> str:
 
 
 def read_secret(path: str) -> Expanded:
-    """The content of the file `path` without one line end after it.
+    """Return the content of the file `path` without one line end after it.
 
-    Raises ValueError, never with the content, nor with what a variable in `path` holds: it may be the secret itself.
+    Raises ValueError, never with the content or the value of a variable in `path`, which may be the secret itself.
     """
     said = path.source if isinstance(path, Expanded) else path
     try:
@@ -78,11 +78,11 @@ def read_secret(path: str) -> Expanded:
     return Expanded(text, path)
 
 
-_UNKNOWN = "?"  # in place of a secret that has its problem already: the key is set
+_UNKNOWN = "?"  # in place of a secret with a recorded problem: the key counts as set
 
 
 class _Values:
-    """The values of a document; values that cannot be expanded or read are noted as problems.
+    """The values of a document; a value that cannot be expanded or read is recorded as a problem.
 
     `inline`: the keys that hold a secret directly; `files`: the secret files that are named.
     """
@@ -120,14 +120,14 @@ class _Values:
         return expanded if isinstance(expanded, Expanded) else node.value()
 
     def _given(self, value: Any, mark: yaml.Mark, path: yaml.KeyPath) -> Any:
-        """Notes a problem for a secret that a variable or file left empty."""
+        """Return the secret; record a problem if a variable or file left it empty."""
         if not isinstance(value, Expanded) or value:
             return value
         self._problems.add(mark, path, f"expected a secret in {value.source}, found nothing")
         return _UNKNOWN
 
     def _from_file(self, file: Any, secret: str, node: yaml.Keys, path: yaml.KeyPath) -> str | FileSecret:
-        """The secret in `file`; an empty name means none, as with every key that names a file."""
+        """Return the secret in `file`; an empty name means none, as with every key that names a file."""
         if secret in node.entries:
             problem = f"expected either {secret} or {path[-1]}, found both"
         elif not isinstance(file, str):
@@ -150,11 +150,11 @@ _EXPECTED = {
     **dict.fromkeys(("tuple_type", "list_type"), _LIST),
 }
 _SECRET_NAME = re.compile(r"secret|passw", re.IGNORECASE)
-_FREE = ("conf", "headers")  # mappings whose keys are the user's, secrets perhaps among them
+_FREE = ("conf", "headers")  # mappings with keys of the user, which may be secret
 
 
 def explain(error: ValidationError, root: yaml.Keys, problems: yaml.Problems) -> None:
-    spoiled = problems.marks()  # values that could not be expanded have their problem already
+    spoiled = problems.marks()  # values that could not be expanded already have their problem
     for detail in error.errors(include_url=False, include_input=False):
         location = detail["loc"]
         if detail["type"] == "floe_combination":
@@ -189,7 +189,7 @@ def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
 
 
 def _unknown(location: Sequence[str | int]) -> str:
-    """Checked at the place where the key counts; for a key of defaults that is the entry."""
+    """Return the message for an unknown key. The section that uses the key decides; for `defaults`, the entry."""
     return f"unknown key; {yaml.meant(str(location[-1]), _known(_section(location[:-1])))}"
 
 
@@ -203,7 +203,7 @@ def _section(location: Sequence[str | int]) -> type[Section] | None:
 
 
 def found_text(place: yaml.Place) -> str:
-    """The value at `place`, for a message: no secret, no password of a URL, no content of a variable."""
+    """Return the value at `place`, for a message: no secret, no password of a URL, no content of a variable."""
     node = place.node
     if isinstance(node, yaml.Keys):
         return _MAPPING
@@ -226,7 +226,7 @@ def _is_private(path: yaml.KeyPath) -> bool:
 
 
 def refuse_unrunnable(document: ConfigDocument) -> None:
-    """Raises ConfigError with a line for each key whose feature is not built, and each target that flows into
+    """Raise ConfigError with a line for each key with a feature that is not built, and for each target that flows into
     itself.
     """
     problems = yaml.Problems(document.name)
@@ -251,15 +251,15 @@ def note_unbuilt(document: ConfigDocument, problems: yaml.Problems) -> None:
 
 
 def load(path: str) -> Settings:
-    """The configuration in the file `path`, which holds one document.
+    """Return the configuration in the file `path`, which holds one document.
 
-    Raises ConfigError with a line for each problem, including keys whose feature this version does not have.
+    Raises ConfigError with a line for each problem, including keys with a feature that this version does not have.
     """
     return load_document(path).settings
 
 
 def load_document(path: str) -> ConfigDocument:
-    """As `load`, with the places of all values, and warnings."""
+    """Load the document as `load` does, with the places of all values, and warnings."""
     documents = read_documents(path)
     if len(documents) != 1:
         raise ConfigError(
@@ -271,10 +271,11 @@ def load_document(path: str) -> ConfigDocument:
 
 
 def changed(before: Settings, now: Settings) -> dict[str, tuple[str | None, str | None]]:
-    """The keys whose values differ, dotted, each with both values as text; None where there is none.
+    """Return the dotted keys with different values, each with both values as text; None if there is none.
 
-    Each once: not again where another key is completed from it, and an entry that only one side has as a whole. Of what
-    is or may be a secret only that it differs; of a secret in a file, which file.
+    Each change appears once: not again at a key that is completed from it. An entry that only one side has appears as a
+    whole. For a secret, and for a value that may be one, the text shows only that it changed; for a secret in a file,
+    the file.
     """
     found = dict(_differences(before, now, ""))
     return {
@@ -307,12 +308,12 @@ def _differences(former: Any, later: Any, path: str) -> Iterator[tuple[str, _Bot
 
 
 def _by_name(entries: tuple[Any, ...]) -> dict[str, Any]:
-    """Entries of a list, by name where they have one, else by number: `[NODES]`, `[0]`."""
+    """Return the entries of a list, by name if they have one, otherwise by number: `[NODES]`, `[0]`."""
     names = [getattr(each, "name", "") or getattr(each, "stream", "") for each in entries]
     return {f"[{name or number}]": each for number, (name, each) in enumerate(zip(names, entries, strict=True))}
 
 
-# Keys that are completed from another one, and that one.
+# Keys that are completed from another key, and that key.
 _COMPLETED = (
     (re.compile(r"(?:egress|ingress)\.(nats\..+)"), r"\1"),
     (re.compile(r"egress\.feeds\[[^.]*\]\.(.+)"), r"egress.defaults.\1"),
@@ -323,13 +324,13 @@ _COMPLETED = (
 def _is_completed(key: str, found: Mapping[str, _Both]) -> bool:
     for pattern, origin in _COMPLETED:
         if (match := pattern.fullmatch(key)) and (above := found.get(match.expand(origin))) is not None:
-            # Defaults are compared as they are written, the keys of entries as they are read.
+            # Defaults are compared as written, the keys of entries as parsed.
             return "defaults" in origin or [*map(_bare, above)] == [*map(_bare, found[key])]
     return False
 
 
 def _bare(value: Any) -> Any:
-    """What is compared; a file is read again by itself."""
+    """Return the value to compare. A secret in a file counts by its path: its content is read again separately."""
     if isinstance(value, FileSecret):
         return ("file", value.path)
     return value.get_secret_value() if isinstance(value, SecretStr) else value
@@ -351,21 +352,21 @@ def _said(key: str, value: Any) -> str | None:
 
 
 def parse(text: str, name: str) -> list[Settings]:
-    """The configurations of all YAML documents in `text`; messages call it `name`.
+    """Return the configurations of all YAML documents in `text`; messages call it `name`.
 
-    Raises ConfigError with a line for each problem. Does not check whether a key's feature is built.
+    Raises ConfigError with a line for each problem. Does not check if the feature of a key is built.
     """
     return [document.settings for document in parse_documents(text.encode(), name)]
 
 
 def read_documents(path: str) -> list[ConfigDocument]:
-    """Raises ConfigError as `parse`."""
+    """Return the documents in the file `path`, with warnings. Raises ConfigError as `parse`."""
     data, warnings = read_file(path)
     return [replace(each, warnings=(*warnings, *each.warnings)) for each in parse_documents(data, path)]
 
 
 def parse_documents(data: bytes, name: str, environment: Mapping[str, str] = os.environ) -> list[ConfigDocument]:
-    """As `parse`, with the places of all values. `environment`: for `${VAR}`."""
+    """Parse as `parse` does, with the places of all values. `environment`: for `${VAR}`."""
     problems = yaml.Problems(name)
     roots = yaml.parse_yaml(data, problems)
     found = [_document(root, _Values(problems, environment), problems) for root in roots]
@@ -378,7 +379,7 @@ def _document(root: yaml.Keys, values: _Values, problems: yaml.Problems) -> Conf
         settings = Settings.model_validate(values.mapping(root, ()), context=FROM_FILE)
     except ValidationError as error:
         explain(error, root, problems)
-        # The file is refused; what is wrong below a mistyped section is told with the rest.
+        # The file is refused. Another pass under the intended names also reports problems in mistyped sections.
         return _document(root, values, problems) if _put_right(error, root) else None
     cautions = (f"compaction.{key}: {text}" for key, text in settings.compaction.cautions())
     warnings = (*_insecure(settings), *_exposed(values, problems.name, settings), *cautions)
@@ -386,11 +387,11 @@ def _document(root: yaml.Keys, values: _Values, problems: yaml.Problems) -> Conf
 
 
 def _put_right(error: ValidationError, root: yaml.Keys) -> bool:
-    """Gives mistyped sections the names that were meant, where these are free; whether there was one."""
+    """Rename mistyped sections to the intended names, if these are free; return True if any was renamed."""
     found = False
     for detail in error.errors(include_url=False, include_input=False):
         *above, name = detail["loc"]
-        # Where it stands, which may be in defaults.
+        # The mapping that contains the key; it may be `defaults`.
         keys = yaml.locate(root, yaml.locate(root, detail["loc"]).path[:-1]).node
         if detail["type"] != "extra_forbidden" or not isinstance(keys, yaml.Keys):
             continue
@@ -427,7 +428,8 @@ def _exposed(values: _Values, name: str, settings: Settings) -> list[str]:
 
 
 def chmod_against_others(path: str) -> str:
-    """The command that removes the others' right to read a file; empty where they have none, or there is no such file.
+    """Return the command that removes the others' right to read a file; empty if they have none, or if there is no
+    file.
 
     The group of the file counts as others only if it is the owner's own group, the default for new files: a file of
     another owner is read through its group, and another group was chosen on purpose.
@@ -444,12 +446,12 @@ def chmod_against_others(path: str) -> str:
 
 
 def read_file(path: str) -> tuple[bytes, list[str]]:
-    """The content of a file, only one byte more than 1 MiB of a larger one, and warnings about its mode.
+    """Return the content of a file, but only one byte more than 1 MiB of a larger one, and warnings about its mode.
 
     Raises ConfigError.
     """
     try:
-        # A pipe, as a shell makes of <(…), is one that somebody writes already: to open another would take for ever.
+        # Not blocking: to open a pipe without a writer would take for ever. A pipe of a shell's <(…) has a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISFIFO(mode):

@@ -1,4 +1,4 @@
-"""The whole configuration: store, compaction, log, what is agreed but not built yet, and what its keys are."""
+"""The whole configuration: store, compaction, log, keys that are not built yet, and lookups of keys."""
 
 import json
 import re
@@ -17,10 +17,10 @@ from common.settings.ingress import IngressSettings
 from common.settings.service import NatsSettings
 from common.settings.types import Section, merged, needed, option, plain, repeated
 
-# What is encoded nowhere: no engine needs more, and names beginning with _ or . are skipped by most.
+# Characters that need no encoding anywhere. No engine needs more, and most skip names that begin with `_` or `.`.
 _PREFIX = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._=-]*(/[A-Za-z0-9-][A-Za-z0-9._=-]*)*")
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
-# What a file needs no quotes for: a word, a duration, a size with its unit.
+# Values without quotes in a file: a word, a duration, a size with its unit.
 _BARE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*|[0-9]+[A-Za-z]+")
 _STORAGE_CLASS = re.compile(r"[A-Z0-9_-]{1,64}")
 
@@ -43,7 +43,7 @@ class EncryptionSettings(Section):
 
 
 class StoreSettings(Section):
-    """Where segments are kept."""
+    """The object store that holds the segments."""
 
     url: Annotated[t.Text, AfterValidator(t.check_store_url), t.TypeName("URL")] = needed(
         "`s3://bucket` or `file:///folder`"
@@ -111,7 +111,7 @@ class SparkSettings(Section):
 
 
 class LevelSettings(Section):
-    """When segments of one level are merged into one of a higher level. `from_` is the key `from`."""
+    """The limits at which segments of one level are merged into one of a higher level. `from_` is the key `from`."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -147,7 +147,7 @@ LEAST_KEPT = t.Range("1d", or_zero=True)
 
 
 class FeedRetentionSettings(Section):
-    """How long one feed is kept, in place of what `retention` says of all."""
+    """The retention of one feed, in place of the limits that `retention` sets for all."""
 
     site: t.SiteName = option("", "the site; empty: the feed at every site that has no entry of its own")
     feed: Annotated[t.StreamName, t.Required] = needed("the feed")
@@ -157,7 +157,7 @@ class FeedRetentionSettings(Section):
 
 
 class RetentionSettings(Section):
-    """When segments are deleted for good, feed by feed."""
+    """The limits at which segments are deleted for good, feed by feed."""
 
     max_age: Annotated[t.Duration, LEAST_KEPT] = option(
         "0s", "segments whose newest message is older are deleted; 0s: however old they are, they stay"
@@ -175,8 +175,8 @@ class RetentionSettings(Section):
         return bool(self.max_age or self.max_bytes or self.feeds)
 
     def of(self, site: str, feed: str) -> tuple[float, int, int | None]:
-        """The age (seconds) and the stored bytes above which the feed is deleted, 0 for no limit, and from which time
-        on (ns since 1970 UTC) nothing is; None: no such time.
+        """Return the age (seconds) and the stored bytes above which the feed is deleted, 0 for no limit, and the time
+        (ns since 1970 UTC) from which nothing is deleted; None: no such time.
         """
         entries = {each.site: each for each in self.feeds if each.feed == feed}
         own = entries.get(site) or entries.get("")
@@ -194,7 +194,7 @@ class RetentionSettings(Section):
 
 
 class CompactionSettings(Section):
-    """How segments are merged."""
+    """The merging of segments."""
 
     engine: Literal["spark", "local"] = option("spark", "Spark, or this process without Java")
     spark: SparkSettings = option({}, "the Spark session")
@@ -243,7 +243,7 @@ class LogSettings(Section):
 
 
 class Settings(Section):
-    """One document of a configuration file; a site has one, the centre has one, a test has both in one.
+    """One document of a configuration file. A site has one, the centre has one, a test has both in one.
 
     `egress.nats` and `ingress.nats` are whole connections: `nats` with the overrides of the role.
     """
@@ -269,7 +269,7 @@ class Settings(Section):
         return (self.egress if role == "egress" else self.ingress).nats
 
     def in_context(self, name: str) -> Self:
-        """The same, connected as the context `name` of the `nats` command says; with an empty one itself."""
+        """Return the settings, connected by the context `name` of the `nats` command; unchanged if `name` is empty."""
         if not name:
             return self
         parts = {part: getattr(self, part) for part in ("egress", "ingress")}
@@ -284,9 +284,10 @@ class Settings(Section):
             yield "ingress.events", "expected none beside a file:// store, found some"
 
     def loops(self) -> Iterator[tuple[str, str]]:
-        """Targets that are also the source of the feed that flows into them: they would grow for ever.
+        """Yield a problem for each target that is also the stream of a feed that flows into it: it would grow for ever.
 
-        As `combinations`; separate because the file with every default has one stream on both sides.
+        Problems have the form of `combinations`. The check is separate because the file with every default has one
+        stream on both sides.
         """
         ours, theirs = self.egress.nats, self.ingress.nats
         if ours.context != theirs.context or ours.api_prefix != theirs.api_prefix:
@@ -307,7 +308,7 @@ def _with_nats(nats: Any, role: Any) -> Any:
     return {**role, "nats": merged(nats, role.get("nats", {}))} if isinstance(role, Mapping) else role
 
 
-UNBUILT: tuple[str, ...] = ()  # keys that are agreed and refused until what they switch on is there
+UNBUILT: tuple[str, ...] = ()  # keys that are defined, but refused until their feature is built
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
@@ -321,7 +322,7 @@ def fields_of(section: type[Section]) -> dict[str, FieldInfo]:
 
 
 def section_at(path: Sequence[str | int]) -> type[Section] | None:
-    """None if there is no such section."""
+    """Return the section at `path`, or None if there is no such section."""
     section: type[Section] | None = Settings
     for part in path:
         if isinstance(part, str) and section is not None:
@@ -332,7 +333,7 @@ def section_at(path: Sequence[str | int]) -> type[Section] | None:
 
 @cache
 def default_of(section: type[Section], key: str) -> Any:
-    """The default as the program sees it; None for a key without one."""
+    """Return the default as the program sees it; None for a key without one."""
     field = fields_of(section)[key]
     if field.default is PydanticUndefined:
         return None
@@ -346,7 +347,7 @@ def is_secret(section: type[Section] | None, key: str) -> bool:
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default of a key as in a file; `required` for a key without one."""
+    """Return the default of a key as in a file; `required` for a key without one."""
     return yaml_text(_written(field))
 
 

@@ -1,4 +1,4 @@
-"""What egress and ingress have in common as services: starts, the connection to NATS, leases."""
+"""Settings that egress and ingress share as services: start positions, the NATS connection, leases."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from common.settings.types import Section, option, repeated
 
 
 class StartSettings(Section):
-    """The four keys; without any of them, everything in the stream."""
+    """The four keys for a start position; without any of them, the whole stream."""
 
     start_sequence: Annotated[t.Whole, t.Range(0, MAX_SEQUENCE)] = option(0, "begin at this sequence")
     start_time: t.Time = option("", "begin with the first message at or after this time")
@@ -35,7 +35,7 @@ _TOKEN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
 NatsUrl = Annotated[t.Text, t.host_url(("nats", "tls"), "user and password_file"), t.TypeName("URL")]
 
 
-API_PREFIX = "$JS.API"  # where nobody asks for another
+API_PREFIX = "$JS.API"  # by default
 PUPPET_SSL = "/etc/puppetlabs/puppet/ssl"
 
 
@@ -48,7 +48,7 @@ class TlsPaths(NamedTuple):
 
 
 class NatsTlsSettings(Section):
-    """TLS to NATS. `files` says which files are meant, whatever the scheme."""
+    """TLS to NATS. `files` gives the paths for every scheme."""
 
     scheme: Literal["files", "puppet"] = option(
         "files", "where the files are; puppet: where the agent of Puppet keeps this host's, in place of the three keys"
@@ -71,7 +71,7 @@ class NatsTlsSettings(Section):
 
     @property
     def files(self) -> TlsPaths:
-        """The files that `scheme` means."""
+        """The files that `scheme` selects."""
         if self.scheme == "files":
             return TlsPaths(self.ca, self.cert, self.key)
         home, pem = self.ssl_dir or PUPPET_SSL, f"{self.identity or gethostname().lower()}.pem"
@@ -79,7 +79,7 @@ class NatsTlsSettings(Section):
 
 
 class NatsSettings(Section):
-    """A connection: `url` is a tuple of servers of one cluster; one way to authenticate, or none."""
+    """A connection: `url` is a tuple of servers of one cluster; at most one way to authenticate."""
 
     url: Annotated[tuple[NatsUrl, ...], t.OneOrMore, t.Required] = option(
         "nats://127.0.0.1:4222", "the server, or a list of servers of one cluster"
@@ -106,12 +106,12 @@ class NatsSettings(Section):
 
     @property
     def api_prefix(self) -> str:
-        """What every subject of the JetStream API begins with, without a dot at its end."""
+        """The beginning of every subject of the JetStream API, without a dot at its end."""
         domain = self.jetstream_domain
         return self.jetstream_api_prefix or (f"$JS.{domain}.API" if domain else API_PREFIX)
 
     def replaced_by(self, context: str) -> Self:
-        """The connection of a context alone; of this one only what no context can say stays."""
+        """Return the connection of a context alone; only the keys that no context can hold are kept from this one."""
         kept = self.model_dump(exclude_unset=True, include={"allow_plaintext", "connect_timeout"})
         return type(self).model_validate({**kept, "context": context})
 
@@ -131,7 +131,7 @@ class NatsSettings(Section):
 
 
 class MonitorTlsSettings(Section):
-    """TLS of the monitor's pages; without a certificate they are served in clear."""
+    """TLS of the monitor's pages; without a certificate they are served over plain HTTP."""
 
     cert: t.Path = option("", "the certificate of this server; with `key`; empty: HTTP without TLS")
     key: t.Path = option("", "its private key; with `cert`")
@@ -144,7 +144,7 @@ class MonitorTlsSettings(Section):
 
 
 class ServiceSettings(Section):
-    """The keys of a service; it adds `monitor`, with a port of its own."""
+    """The common keys of a service; each service adds `monitor`, with its own port."""
 
     nats: NatsSettings = option({}, "overrides of `nats`, key by key")
     memory_limit: Annotated[
@@ -165,7 +165,7 @@ class ServiceSettings(Section):
 
     @property
     def lease_bytes(self) -> int:
-        """`max_bytes` of the lease bucket, where they are needed."""
+        """`max_bytes` of the lease bucket, if the account requires a limit."""
         return self.kv_max_bytes // 8
 
     def combinations(self) -> Iterator[tuple[str, str]]:

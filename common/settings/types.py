@@ -1,8 +1,8 @@
-"""The types of configuration values, and what every section is: frozen, no unknown keys.
+"""The types of configuration values, and the base of every section: frozen, no unknown keys.
 
-A file is read strictly: text is text, a duration needs its unit. In code the same models also take a duration
-in seconds, so that a dumped model can be read back. What is refused is told as `expected …`; the loader adds
-what it found, and never a secret.
+A file is read strictly: text is text, a duration needs its unit. In code the same models also take a duration in
+seconds, so that a dumped model can be read back. A refusal states `expected …`; the loader adds the value that it
+found, and never a secret.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LISTEN = re.compile(r"(?:\[([\w.:%-]*)\]|([\w.%-]*)):([0-9]{1,5})")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds, from one or more numbers, each with its unit (ms s m h d w). Raises ValueError."""
+    """Return seconds, from one or more numbers, each with its unit (ms s m h d w). Raises ValueError."""
     if not _DURATION.fullmatch(text):
         raise ValueError(f"expected {DURATION_FORM}, found {text!r:.60}")
     parts = _DURATION_PART.findall(text)
@@ -69,7 +69,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """The shortest text that `parse_duration` reads as `seconds`, to the millisecond; `0s` for nothing."""
+    """Return the shortest text that `parse_duration` reads as `seconds`, to the millisecond; `0s` for nothing."""
     left, text = round(seconds * 1000), ""
     for unit, length in _MILLISECONDS.items():
         count, left = divmod(left, length)
@@ -78,7 +78,7 @@ def format_duration(seconds: float) -> str:
 
 
 def duration_words(seconds: float) -> str:
-    """`seconds` for people, to two units: `0.2 s`, `12 s`, `4m31s`, `3d2h`."""
+    """Return `seconds` for people, to two units: `0.2 s`, `12 s`, `4m31s`, `3d2h`."""
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     left, said = round(seconds), list[str]()
@@ -90,7 +90,7 @@ def duration_words(seconds: float) -> str:
 
 
 def size_words(size: float) -> str:
-    """Bytes for people, in the largest unit that leaves at least one: `812 B`, `2.1 KiB`, `100 MiB`."""
+    """Return bytes for people, in the largest unit that leaves at least one: `812 B`, `2.1 KiB`, `100 MiB`."""
     if size < 1023.5:
         return f"{size:,.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
@@ -101,12 +101,12 @@ def size_words(size: float) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """`1 segment`, `2,000 segments`."""
+    """Return a count with its noun: `1 segment`, `2,000 segments`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def parse_size(text: str) -> int:
-    """Bytes: a number, alone or with K M G T P, each with or without B or iB; all binary. Raises ValueError."""
+    """Return bytes: a number, alone or with K M G T P, each with or without B or iB; all binary. Raises ValueError."""
     match = _SIZE.fullmatch(text)
     size = int(Decimal(match[1]) * _BYTES[match[2]]) if match else -1
     if not match or size > MAX_SIZE:
@@ -120,8 +120,8 @@ def format_size(size: int) -> str:
 
 
 def parse_listen(text: str) -> tuple[str, int] | None:
-    """Host and port to listen on (port 0: any free one); `:9464`: all addresses; None for an empty text: no
-    listener.
+    """Return host and port to listen on (port 0: any free one); `:9464`: all addresses; None for an empty text: no
+    listener. Raises ValueError.
     """
     if not text:
         return None
@@ -135,7 +135,7 @@ FROM_FILE = {"source": "file"}
 
 
 class Expanded(str):
-    """Text that `${VAR}` or a file replaced `source` with; it may stand for a number or a truth value."""
+    """Text that `${VAR}` or a file replaced `source` with; it may represent a number or a truth value."""
 
     __slots__ = ("source",)
     source: str
@@ -146,7 +146,7 @@ class Expanded(str):
         return self
 
     def __reduce__(self) -> tuple[type[Expanded], tuple[str, str]]:
-        """Settings travel to Spark's executors."""
+        """Support pickling: settings travel to Spark's executors."""
         return Expanded, (str(self), self.source)
 
 
@@ -156,14 +156,14 @@ def refuse(expected: str, **context: Any) -> PydanticCustomError:
 
 @dataclass(frozen=True, slots=True)
 class TypeName:
-    """What a type is called in the documentation."""
+    """The name of a type in the documentation."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Range:
-    """A value from `minimum` to `maximum` as they are written in a file; `why` is part of the message.
+    """A value from `minimum` to `maximum`, both as written in a file; `why` is part of the message.
 
     `or_zero`: 0 is allowed below the minimum, and switches the feature off.
     """
@@ -177,7 +177,7 @@ class Range:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, value: float) -> float:
-        # The type of the value says how a bound is read: durations are float, sizes and numbers int.
+        # The type of the value decides how a bound is parsed: durations are float, sizes and numbers int.
         read: Callable[[str], float] = parse_duration if isinstance(value, float) else parse_size
         low, high = (read(b) if isinstance(b, str) else b for b in (self.minimum, self.maximum))
         inside = (low is None or value >= low) and (high is None or value <= high)
@@ -236,7 +236,7 @@ def _parsed(value: Any, parse: Callable[[str], Any], form: str) -> Any:
 
 
 def matching(pattern: re.Pattern[str], form: str) -> AfterValidator:
-    """A validator: empty text, or text that matches all of `pattern`; messages describe it as `form`."""
+    """Return a validator for empty text, or text that matches all of `pattern`; messages describe it as `form`."""
 
     def check(value: str) -> str:
         if value and not pattern.fullmatch(value):
@@ -260,7 +260,7 @@ SHORTEST, LONGEST = "1s", "1d"  # of a period
 
 
 def period(text: str) -> float:
-    """Seconds; 0 for `never`. Raises ValueError."""
+    """Return seconds; 0 for `never`. Raises ValueError."""
     return 0.0 if text == NEVER else parse_duration(text)
 
 
@@ -273,7 +273,7 @@ def _check_period(text: str) -> str:
     return text
 
 
-# Lists come as tuples: what is loaded never changes.
+# Lists become tuples: a loaded configuration never changes.
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 
 Text = Annotated[str, BeforeValidator(_text), TypeName("text")]
@@ -305,18 +305,18 @@ SubjectFilter = Annotated[
     Text, matching(_FILTER, "a subject, * and a last > allowed, without empty tokens"), TypeName("subject")
 ]
 Time = Annotated[Text, readable(parse_time, TIME_FORM), TypeName("time")]
-#: How often, or `never`; empty where the meaning of the key says what then.
+#: An interval, or `never`; empty if the key's description gives a default for it.
 Period = Annotated[Text, AfterValidator(_check_period), TypeName("duration or never")]
 Listen = Annotated[Text, readable(parse_listen, LISTEN_FORM), TypeName("address")]
 
 
 def is_subject(text: str) -> bool:
-    """Whether messages can be published to `text`: no wildcards, spaces, control characters or empty tokens."""
+    """True if messages can be published to `text`: no wildcards, spaces, control characters or empty tokens."""
     return bool(_SUBJECT.fullmatch(text))
 
 
 def is_filter(text: str) -> bool:
-    """Whether `text` is a subject filter: a subject, `*` and a last `>` allowed, without empty tokens."""
+    """True if `text` is a subject filter: a subject, `*` and a last `>` allowed, without empty tokens."""
     return bool(_FILTER.fullmatch(text))
 
 
@@ -337,7 +337,7 @@ _IP = re.compile(r"[0-9]+(\.[0-9]+){3}")
 
 
 def host_url(schemes: Sequence[str], credentials: str, *, or_empty: bool = False) -> AfterValidator:
-    """`scheme://host[:port]` only; `credentials`: where user and password belong instead."""
+    """Return a validator for `scheme://host[:port]` only; `credentials`: the keys for user and password instead."""
     form = " or ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
 
     def check(text: str) -> str:
@@ -358,7 +358,7 @@ def host_url(schemes: Sequence[str], credentials: str, *, or_empty: bool = False
 
 
 def is_in_clear(url: str) -> bool:
-    """Whether what goes to `url` leaves this host without TLS."""
+    """True if data sent to `url` leaves this host without TLS."""
     host = urlsplit(url).hostname or ""
     with suppress(ValueError):
         return url.startswith("http:") and not ipaddress.ip_address(host).is_loopback
@@ -401,7 +401,7 @@ def _check_advisory(template: str) -> str:
         raise refuse("%s for the event, %v for the value, and % before no other letter")
     first = template.partition(".")[0]
     if VALUE in first or first.startswith("$"):
-        # A value comes from a publisher: it must not be able to choose the beginning of the subject, such as $JS.API.
+        # A value comes from a publisher, so it must not choose the beginning of the subject, such as $JS.API.
         raise refuse("a first token of its own: without %v, and not beginning with $")
     if len(template.replace(VALUE, "v" * MAX_VALUE).encode()) > MAX_SUBJECT:
         raise refuse(f"at most {MAX_SUBJECT} bytes, counting {MAX_VALUE} for each %v")
@@ -415,17 +415,17 @@ _KNOWN: weakref.WeakValueDictionary[int, FileSecret] = weakref.WeakValueDictiona
 
 
 def regular(path: str | FilePath) -> FilePath:
-    """`path`, a file that ends. Raises OSError for what is missing, and for a pipe, a device or a folder."""
+    """Return `path` if it is a regular file. Raises OSError if it is missing, and for a pipe, a device or a folder."""
     if not stat.S_ISREG((found := FilePath(path)).stat().st_mode):
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     return found
 
 
 class FileSecret(SecretStr):
-    """What `read` found in the file `path`. It stays until the file is read again: when it was refused, or on SIGHUP.
-    So a file that is newer than the server's secret does no harm.
+    """A secret that `read` found in the file `path`.
 
-    `read` raises ValueError for what is not a secret, never with the content.
+    It stays until the file is read again: after the secret was refused, or on SIGHUP. So a file that is newer than the
+    server's secret does no harm. `read` raises ValueError for content that is not a secret, never with the content.
     """
 
     def __init__(self, value: str, path: str, read: Callable[[str], str]) -> None:
@@ -434,7 +434,7 @@ class FileSecret(SecretStr):
         _KNOWN[id(self)] = self
 
     def read_again(self) -> bool:
-        """Reads the file again; returns whether the secret is another one now. From any thread."""
+        """Read the file again; return True if the secret is another one now. From any thread."""
         try:
             found = self._read(self.path)
         except ValueError as error:
@@ -461,19 +461,19 @@ def needed(meaning: str) -> Any:
 
 
 class Section(BaseModel):
-    """A section of the configuration. Defaults are validated too, so they are values as a file would have them."""
+    """A section of the configuration. Defaults are validated too, so they have the form of values in a file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
     def combinations(self) -> Iterator[tuple[str, str]]:
-        """Problems between keys: the key to point at (dotted, within the section) and the problem.
+        """Yield problems between keys: the key to point at (dotted, within the section) and the problem.
 
         Called once every value is valid by itself.
         """
         yield from ()
 
     def given(self, *names: str) -> list[str]:
-        """Those of the keys that are set (not empty, not 0, not false)."""
+        """Return those of the keys that are set (not empty, not 0, not false)."""
         return [name for name in names if getattr(self, name)]
 
     def together(self, one: str, other: str) -> Iterator[tuple[str, str]]:
@@ -485,7 +485,7 @@ class Section(BaseModel):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Any:
-        """What is given, completed from other keys; called before any value is validated."""
+        """Return the given keys, completed from other keys; called before any value is validated."""
         return given
 
     @model_validator(mode="before")
@@ -506,7 +506,7 @@ def plain(value: Any) -> Any:
 
 
 def merged(defaults: Any, entry: Any) -> Any:
-    """`entry` over `defaults`, nested mappings key by key; where either is not a mapping, `entry` wins."""
+    """Return `entry` over `defaults`, nested mappings key by key; if either is not a mapping, `entry` wins."""
     defaults, entry = plain(defaults), plain(entry)
     if not isinstance(defaults, Mapping) or not isinstance(entry, Mapping):
         return entry

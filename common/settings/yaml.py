@@ -1,7 +1,7 @@
-"""YAML as a tree that knows where everything stands in the file.
+"""YAML as a tree that records the place of every value in the file.
 
-A strict part of YAML 1.2's core schema: no anchors, aliases, merge keys and tags, no duplicate keys, and
-plain text is null, true, false, a decimal number or text; never a date, an octal number or `no`.
+A strict part of YAML 1.2's core schema: no anchors, aliases, merge keys and tags, no duplicate keys, and plain text is
+null, true, false, a decimal number or text; never a date, an octal number or `no`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A mapping; `marks`: where each key stands."""
+    """A mapping; `marks`: the place of each key."""
 
     mark: Mark
     entries: dict[str, Node] = field(default_factory=dict)
@@ -79,7 +79,7 @@ Node = Scalar | Items | Keys
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem. Line and column 0: the file as a whole; `path`: empty where there is none."""
+    """One problem. Line and column 0: the file as a whole; `path`: empty if there is none."""
 
     name: str
     line: int
@@ -100,7 +100,7 @@ class Problems:
         self._found: dict[tuple[Mark, str, str], Problem] = {}
 
     def add(self, mark: Mark, path: KeyPath, message: str) -> None:
-        # What stands once and counts at several paths is told once; two keys that a section lacks are two problems.
+        # A value that applies at several paths is reported once; two keys that a section lacks are two problems.
         key = str(path[-1]) if path else ""
         self._found.setdefault((mark, message, key), Problem(self.name, *mark, ".".join(map(str, path)), message))
 
@@ -108,7 +108,7 @@ class Problems:
         return {mark for mark, _, _ in self._found}
 
     def __iter__(self) -> Iterator[Problem]:
-        """In the order of the file."""
+        """Iterate in the order of the file."""
         return iter(self._found[found] for found in sorted(self._found))
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class ConfigFileError(ConfigError):
 
 
 def closest(found: str, known: Collection[str]) -> str:
-    """Of keys, all in lower case; empty where none is close."""
+    """Return the known key closest to `found`, all in lower case; empty if none is close."""
     return next(iter(difflib.get_close_matches(found.lower(), known, n=1)), "")
 
 
@@ -134,17 +134,17 @@ def meant(found: str, known: Collection[str]) -> str:
 
 
 def refuse(problems: Problems) -> None:
-    """Raises ConfigFileError if there are problems."""
+    """Raise ConfigFileError if there are problems."""
     if problems:
         raise ConfigFileError(problems)
 
 
 def parse_yaml(data: bytes, problems: Problems) -> list[Keys]:
-    """The documents of a file; problems are noted, and a document that is not a mapping is left out."""
+    """Return the documents of a file; problems are recorded, and a document that is not a mapping is left out."""
     if (text := _text(data, problems)) is None:
         return []
     try:
-        # Event by event: what is too deep or too much is refused before the parser, slow at it, has gone through it.
+        # Event by event, so a file that is too deep or too large is refused before the slow parser has read all of it.
         return _Builder(yaml.parse(text, Loader=yaml.SafeLoader), problems).documents()
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
@@ -152,13 +152,13 @@ def parse_yaml(data: bytes, problems: Problems) -> list[Keys]:
         problems.add(mark, (), f"expected text, found the character {error.character!r}")
         return []
     except yaml.MarkedYAMLError as error:
-        # The library's own message quotes the line, and a secret may stand in it.
+        # The library's own message quotes the line, which may contain a secret.
         problems.add(_mark(error.problem_mark), (), f"expected YAML: {error.context or ''} {error.problem}")
         return []
 
 
 def _text(data: bytes, problems: Problems) -> str | None:
-    """`data` without a byte order mark; None, with a problem noted, where it is not UTF-8 text."""
+    """Return `data` without a byte order mark; None, with a problem recorded, if it is not UTF-8 text."""
     if len(data) > MAX_BYTES:
         problem = f"expected at most {MAX_BYTES} bytes, found more"
     elif data.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -177,7 +177,7 @@ def _mark(mark: Any) -> Mark:
 
 
 class _Builder:
-    """Makes trees of the parser's events."""
+    """A builder of trees from the parser's events."""
 
     def __init__(self, events: Iterable[Any], problems: Problems) -> None:
         self._events, self._problems = iter(events), problems
@@ -253,7 +253,7 @@ class _Builder:
         return False
 
 
-#: A section, and where the keys come from that it does not have itself (`*`: any entry of a list).
+#: A section, and the source of keys that it does not have itself (`*`: any entry of a list).
 FALLBACKS: tuple[tuple[KeyPath, KeyPath], ...] = (
     (("egress", "nats"), ("nats",)),
     (("ingress", "nats"), ("nats",)),
@@ -264,7 +264,7 @@ FALLBACKS: tuple[tuple[KeyPath, KeyPath], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A value in the file. `node`: None where the file has no such key; `mark` then is the section's."""
+    """A value in the file. `node`: None if the file has no such key; then `mark` is the section's."""
 
     mark: Mark
     key_mark: Mark
