@@ -1,1 +1,1 @@
-"""Freezes JetStream streams at a site into ordered segments."""
+"""Freeze JetStream streams at a site into ordered segments."""

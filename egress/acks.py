@@ -1,8 +1,8 @@
-"""What was delivered through a durable and is not acknowledged yet.
+"""Acknowledgement of the messages that a durable consumer delivers.
 
-Only sequences are kept, eight bytes each: the replies of one consumer differ in the sequence and in the
-consumer's own number, and that number is the message's place. Whether the server has taken acknowledgements is
-found out by asking the consumer, never assumed because they were sent.
+Only sequences are kept, eight bytes each. The replies of one consumer differ in the stream sequence and the consumer
+sequence, and the consumer sequence follows from the order of delivery. A sent acknowledgement is never assumed to have
+arrived: the consumer is queried until the server has applied it.
 """
 
 import asyncio
@@ -26,22 +26,23 @@ REASONS = (
 
 
 class ReaderResetError(Exception):
-    """The consumer or the stream behind it may have changed; `reason` is one of REASONS, for metrics."""
+    """Error if the consumer or its stream may have changed; `reason` is one of REASONS, for metrics."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
 
 
-ENTRY = 8  # bytes kept for a message
-AT_ONCE = 2000  # acknowledgements in one frame
-PATIENCE = 10.0  # seconds without progress until what was sent counts as lost
-PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2)  # seconds between two questions; the last again and again
+ENTRY = 8  # bytes kept for each message
+AT_ONCE = 2000  # acknowledgements in one write
+PATIENCE = 10.0  # seconds without progress until the acknowledgements that were sent count as lost
+PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2)  # seconds between two queries; the last one repeats
 
 
 def archived(first: int, place: Position) -> tuple[SequenceRange, ...]:
-    """What a segment accounts for below the position, in a chain that begins at `first`: it is not needed in the
-    stream any more. Sequences in a hole are left out.
+    """Return the sequences below the position that a segment accounts for, in a chain that begins at `first`.
+
+    The stream need not keep them. Sequences in a hole are left out.
     """
     if place.first <= first:
         return ()
@@ -49,10 +50,10 @@ def archived(first: int, place: Position) -> tuple[SequenceRange, ...]:
 
 
 class Acknowledging:
-    """Acknowledges what `consumer` delivers: each message, or all up to one where that is its policy.
+    """Acknowledgements to `consumer`: one for each message, or one for all up to a message if its policy is `all`.
 
-    `archived`: what may be acknowledged of the messages before `first`; the others are acknowledged as far as `upto`
-    says. `account`: charged for what is kept.
+    `archived`: the sequences before `first` that may be acknowledged. From `first` on, all messages up to the argument
+    of `upto` are acknowledged. `account`: charged for the sequences that are kept.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Acknowledging:
         self._account, self._first, self._archived = account, first, tuple(archived)
         self._whole = consumer.config.get("ack_policy") == "all"
         self._kept = array("q")
-        self._number = 1  # of the first one kept, by the consumer's count
+        self._number = 1  # consumer sequence of the first one kept
         self._left = 0
         self._head = self._tail = b""
         self._generation, self._is_permitted, self._lock = client.generation, False, asyncio.Lock()
@@ -79,17 +80,17 @@ class Acknowledging:
         return self._left
 
     def delivered(self, reply: bytes, sequences: Sequence[int]) -> None:
-        """The consumer's next messages; `reply`: the reply subject of any of them."""
+        """Record the next messages of the consumer. `reply`: the reply subject of any of them."""
         if not self._head:
             self._head, self._tail = _ends(reply)
         self._kept.extend(sequences)
         self._account.charge(ENTRY * len(sequences))
 
     async def upto(self, last: int) -> None:
-        """Acknowledge what was delivered up to `last`, and return when the server has taken it.
+        """Acknowledge the messages delivered up to `last`, and return once the server has applied it.
 
-        Raises Unavailable, OutcomeUnknown (it may be called again), ReaderResetError where the consumer is gone,
-        Refused without the right to acknowledge.
+        Raises Unavailable, OutcomeUnknown (it may be called again), ReaderResetError if the consumer or the connection
+        is gone, Refused without the right to acknowledge.
         """
         async with self._lock:
             size = bisect_right(self._kept, last)
@@ -127,7 +128,7 @@ class Acknowledging:
         return b"".join([b"%b%d.%d%b" % (head, each, next(numbers), tail) for each in chosen])
 
     async def _probe(self, stretch: range) -> None:
-        """Send one acknowledgement and raise Refused where it is not permitted, before a million are sent."""
+        """Send one acknowledgement and raise Refused if it is not permitted, before a million are sent."""
         self._client.send(self.frames_of(stretch[:1]))
         await self._info()
         number = self._number + stretch.start
@@ -137,7 +138,7 @@ class Acknowledging:
         self._is_permitted = True
 
     async def _settle(self, number: int, left: int) -> None:
-        """Returns when nothing up to the consumer's `number` is pending, except `left` messages that stay."""
+        """Wait until nothing up to the consumer sequence `number` is pending, except `left` messages that remain."""
         pauses, lowest, since = iter(PAUSES), None, self._clock.monotonic()
         while True:
             if self._client.generation != self._generation:

@@ -1,6 +1,6 @@
-"""One chain's place in the object store, and its high-water mark in the state bucket.
+"""Segments of one chain in the object store, and its high-water mark in the state bucket.
 
-The listing says what is archived; the mark detects a listing that shows less than was put once.
+The listing names the archived segments; the mark detects a listing that omits a segment put before.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from egress.partition import believe_listing
 log = get_logger(__name__)
 
 
-KEPT = 1000  # segments of a view, those that reach furthest
-FIRST_PAGE = 100  # segments that are listed where a handful are wanted
-WIDER = 4  # times as far back, where a look back has not found enough
+KEPT = 1000  # segments kept by a view: those that reach furthest
+FIRST_PAGE = 100  # segments to list if a handful are wanted
+WIDER = 4  # factor by which a search back widens if it has not found enough
 
 
 class ListingView:
-    """What was listed. `covered`: by all of it; `newest`: the segments that reach furthest, at most KEPT."""
+    """Result of a listing. `covered`: by all segments; `newest`: the segments that reach furthest, at most KEPT."""
 
     def __init__(self, pages: Iterable[Iterable[SegmentRef]] = ()) -> None:
         self.covered = Covered()
@@ -66,17 +66,17 @@ class ListingView:
                 heapq.heapreplace(self._heap, entry)
 
 
-NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as reliable as ours
+NEWER = "E-SEG-VERSION"  # written by a newer Floe; its segment names are as reliable as ours
 
 
 class Archive:
-    """What is archived of one chain, and the steps that add to it. It keeps no list of segments.
+    """Archived segments of one chain, and the steps that add to them. It keeps no list of all segments.
 
     `end`: the last sequence covered, 0 if none is. `holes`: known holes below it, ascending; only a walk finds those
-    before the high-water mark. `newest`: the segments that reach furthest, the newest first, complete from some
-    sequence on; empty only where nothing is archived. `damaged`: segments that reach beyond the mark and do not match
-    their names, by key, and why. They do not count: what they claim to cover is read again.
-    `missing`: the key of the newest segment, once it is found to be gone; empty before.
+    before the high-water mark. `newest`: the segments that reach furthest, newest first, complete from some sequence
+    on; empty only if nothing is archived. `damaged`: by key, the error of each segment that reaches beyond the mark and
+    does not match its name. Such a segment does not count: the range that it claims to cover is read again. `missing`:
+    the key of the newest segment, once it is found to be gone; empty before.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Archive:
         self.damaged: dict[str, str] = {}
         self.missing = ""
         self._looked_back = False
-        self._near: deque[tuple[int, Sequence[SegmentRef]]] = deque(maxlen=2)  # sequences asked for
-        self._sound: set[str] = set()  # keys of segments that were put here, or looked into
+        self._near: deque[tuple[int, Sequence[SegmentRef]]] = deque(maxlen=2)  # (sequence, segments) of `at`
+        self._sound: set[str] = set()  # keys of segments that were put here, or that match their names
         self._mark: int | None = None
         self._store, self._chains, self._marks, self._threads = store, chains, marks, threads
 
@@ -101,9 +101,9 @@ class Archive:
         return cls(current.chain, first, deps.store, deps.chains, marks, deps.pools.io)
 
     async def load(self) -> None:
-        """List the chain from the mark on; all of it where there is none.
+        """List the chain from the mark on, or all of it if there is no mark.
 
-        Raises Unavailable, E-LISTING, where the listing does not show what was put.
+        Raises Unavailable, E-LISTING, if no listed segment contains the mark.
         """
         self._mark = mark = await self._marks.get(self.chain)
         if mark is None:
@@ -123,7 +123,7 @@ class Archive:
         self.end, self.newest, self._looked_back = view.covered.end, view.newest, True
 
     async def survey(self) -> None:
-        """List all of the chain, and trust the listing whatever the mark says."""
+        """List the whole chain, and trust the listing regardless of the mark."""
         await self._look(lambda: ListingView(self.pages()), None, self.first)
 
     async def _look(self, listing: Callable[[], ListingView], mark: int | None, since: int) -> ListingView:
@@ -135,9 +135,9 @@ class Archive:
         return view
 
     def _all_sound(self, view: ListingView, mark: int | None) -> bool:
-        """Whether the segments beyond the mark match their names.
+        """True if the segments beyond the mark match their names.
 
-        Without a mark only the end counts: it is that of the first sound segment, from the top down.
+        Without a mark only the end counts: it is the end of the first sound segment, from the top down.
         """
         are_sound = True
         for ref in view.newest:
@@ -162,7 +162,7 @@ class Archive:
             self._sound.add(ref.key)
         return ref.key in self._sound
 
-    # Looking further
+    # Further lookups
 
     async def look_back(self, least: int) -> Sequence[SegmentRef]:
         if not self._looked_back and self.newest and self.end >= least:
@@ -190,7 +190,7 @@ class Archive:
     async def uncovered(self, within: SequenceRange) -> list[SequenceRange]:
         return await self._threads.run(self._uncovered, within)
 
-    # Blocking
+    # Blocking calls
 
     def pages(self) -> Iterator[list[SegmentRef]]:
         return map(self._undamaged, self._store.walk(self.chain))
@@ -202,9 +202,9 @@ class Archive:
         return [ref for ref in refs if ref.key not in self.damaged]
 
     def _reaching(self, position: int) -> ListingView:
-        """What reaches `position`: of level 0, and of the others where level 0 does not contain it.
+        """List the segments that reach `position`: level 0, and the other levels if level 0 does not contain it.
 
-        The segment that reaches the end of a chain stays in level 0 until there is a newer one.
+        The segment that reaches the end of a chain remains in level 0 until there is a newer one.
         """
         view = ListingView()
         for level in range(MAX_LEVEL + 1):
@@ -215,8 +215,10 @@ class Archive:
         return view
 
     def _newest(self, within: SequenceRange, width: int) -> list[SegmentRef]:
-        """The FIRST_PAGE segments that reach furthest, or all that reach `within` where these are fewer, the newest
-        first. `width`: how many sequences they may cover together, to begin with.
+        """Return the FIRST_PAGE segments that reach furthest, newest first, or all that reach `within` if these are
+        fewer.
+
+        `width`: the number of sequences at the end of `within` to search first.
         """
         while True:
             position = max(within.first, within.last + 1 - width)
@@ -247,8 +249,8 @@ class Archive:
         return covered.holes(within)
 
     def is_hollow(self, source_first: int) -> bool:
-        """Whether an empty listing may hide what was archived: no mark says that nothing was put, and the source no
-        longer holds everything from the chain's beginning on.
+        """True if an empty listing may hide an archive: there is no mark to prove that nothing was put, and the source
+        no longer holds everything from the chain's beginning on.
         """
         return not self.end and self._mark is None and source_first > self.first
 
@@ -269,11 +271,11 @@ class Archive:
             await self._threads.run(self._chains.write_tail, self.chain, self.end)
 
     async def is_covered(self, sequence: int) -> bool:
-        """Whether a sound segment that egress wrote covers `sequence`, by a listing from there."""
+        """True if a sound segment that egress wrote covers `sequence`. Lists from there; sets `missing`."""
         return await self._threads.run(self._is_covered, sequence)
 
     def _is_covered(self, sequence: int) -> bool:
-        # The listing begins at the newest segment, which stays in level 0 until there is a newer one.
+        # The listing begins at the newest segment, which remains in level 0 until there is a newer one.
         newest = next((ref for ref in self.newest[:1] if not ref.level and ref.coverage.last == sequence - 1), None)
         position = sequence if newest is None else newest.coverage.last
         refs = self._store.list(self.chain, position=position, level=0, limit=FIRST_PAGE)
@@ -282,13 +284,14 @@ class Archive:
         return any(extends(ref.coverage, sequence) and self._is_sound(ref) for ref in refs)
 
     async def look_for_newest(self) -> None:
-        """Set `missing` where the newest segment is gone. Raises what the store raises."""
+        """Set `missing` if the newest segment is gone. Raises the errors of the store."""
         if self.newest and await self._threads.run(self._store.objects.head, self.newest[0].key) is None:
             self.missing = self.newest[0].key
 
     async def lacks(self, spooled: SpooledSegment) -> int:
-        """How many rows of `spooled` are not those that segments have where they cover them: messages of another life
-        of the stream, or ones that were gone when they were read. Of a sampled feed only those that have another row.
+        """Count the rows of `spooled` that existing segments cover, but do not hold: messages of another incarnation of
+        the stream, or messages that were gone when the segments were read. Of a sampled feed, count only rows for which
+        a segment holds another row.
         """
         return await self._threads.run(self._lacks, spooled)
 
@@ -317,19 +320,18 @@ class Archive:
                     break
 
     async def is_closed(self) -> bool:
-        """Whether the next incarnation exists: segments put into this one would not be delivered."""
+        """True if the next incarnation exists: segments put into this one would not be delivered."""
         return await self._threads.run(self._chains.is_followed, self.chain)
 
-    # The order in which a segment is put: the object, read back; then the tail, by which readers notice it;
-    # then the mark, which says that the listing must show it. A crash in between leaves a tail or a mark
-    # behind: `mend`.
+    # Order of a put: the object, read back; then the tail, by which readers notice it; then the mark, from which on the
+    # listing must show the segment. A crash in between leaves an old tail or mark; `mend` raises them.
 
     async def put(self, spooled: SpooledSegment) -> SegmentRef:
         """Put the segment and read it back. May be called again after any error."""
         failpoint("egress.before_put")
         ref = await self._threads.run(self._store.put, spooled)
         self._sound.add(ref.key)
-        if ref.coverage.last > self.end:  # not one that fills a hole: other segments are in between
+        if ref.coverage.last > self.end:  # a segment that fills a hole is followed by others
             self.newest = [ref, *self.newest[: FIRST_PAGE - 1]]
             self.end = ref.coverage.last
         self.damaged.pop(ref.key, None)  # put again, it matches its name
@@ -346,22 +348,22 @@ class Archive:
 
 
 def _times(reader: SegmentReader) -> tuple[Any, Any]:
-    """Sequences and their times (ns)."""
+    """Return the sequences and their times (ns)."""
     found = [*reader.batches(columns=["sequence", "timestamp_ns"])]
     sequences, times = (pa.chunked_array([batch.column(n) for batch in found], pa.int64()) for n in (0, 1))
     return sequences.combine_chunks(), times.combine_chunks()
 
 
 class _Walk:
-    """One walk, as far as it has come."""
+    """Progress of one walk."""
 
     def __init__(self, archive: Archive) -> None:
         self.archive, self.end, self.covered = archive, archive.end, Covered()
         self._pages = archive.pages()
-        self._lock = threading.Lock()  # a call that is not awaited any more may still be running
+        self._lock = threading.Lock()  # a call that is no longer awaited may still be running
 
     def step(self) -> bool:
-        """False where there is no next page. Blocking."""
+        """Read the next page; return False if there is none. Blocking."""
         with self._lock:
             page = next(self._pages, None)
             for ref in page or ():
@@ -374,8 +376,8 @@ class _Walk:
 
 
 class ArchiveWalks:
-    """The walks of one partition. `news`: set when one has ended, for the reader; `holes`: what it found, ascending,
-    looked at twice.
+    """Walks of one partition. `news`: set when a walk has ended, for the reader; `holes`: the holes that it found,
+    ascending, each checked twice.
     """
 
     def __init__(self, threads: Threads, clock: Clock, pace: EgressTuning) -> None:
@@ -384,7 +386,7 @@ class ArchiveWalks:
         self._progress: _Walk | None = None
         self._turned = asyncio.Event()
         self._due = 0.0  # by the monotonic clock
-        self._looked = self._missed = ""  # keys of newest segments: at the last look, and the last that was gone
+        self._looked = self._missed = ""  # keys of newest segments: at the last check, and the last one that was gone
         self.news = asyncio.Event()
         self.holes: tuple[SequenceRange, ...] = ()
 
@@ -402,7 +404,7 @@ class ArchiveWalks:
         archive.holes = tuple(known.stretches())
 
     async def run(self) -> None:
-        """Until cancelled; called again, it goes on where it was. A failed listing is tried again later."""
+        """Walk until cancelled; a later call continues the walk. A failed listing is retried later."""
         while True:
             self._turned.clear()
             left = self._due - self._clock.monotonic()
@@ -418,16 +420,16 @@ class ArchiveWalks:
                 log.info("walk put off", action="walk_put_off", error=str(error))
                 pause = self._pace.walk_again
             except Exception:
-                self._progress = None  # its listing has ended
+                self._progress = None  # the error has ended its listing
                 raise
             if self._archive.chain == chain:
                 self._progress = None
                 self._due = self._clock.monotonic() + pause
 
     async def _look_for_newest(self) -> None:
-        """Have the next walk now where the newest segment is gone, as in a bucket that was set back to an older copy.
+        """Make the next walk due now if the newest segment is gone, as in a bucket that was set back to an older copy.
 
-        A put looks for the segment before it; where nothing was put since the last look, this asks for the newest.
+        A put checks for the segment before it; if nothing was put since the last check, this one checks for the newest.
         """
         if (archive := self._archive) is None or not archive.newest:
             return
@@ -451,7 +453,7 @@ class ArchiveWalks:
         await archive.begin_at_floor()
         found: list[SequenceRange] = []
         for hole in progress.holes():
-            # Again, because the pages of a listing are from different moments.
+            # Check again, because the pages of a listing are from different moments.
             found += await archive.uncovered(hole)
         if self._archive is not None and self._archive.chain == archive.chain:
             self.holes = tuple(found)

@@ -1,4 +1,4 @@
-"""Received messages, and which of them are kept. Hot: whole lists at once."""
+"""Batch of received messages, and the choice of those that are kept. Hot path: it works on whole lists."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from common.segments.columns import Columns
 from common.segments.segment import Reason
 
-# One byte for each examined message: 0 is kept, the others say why it is left out.
+# One byte for each examined message: 0 if it is kept, else the reason to leave it out.
 KEPT, LOOPED, TOO_OLD, SAMPLED_OUT = range(4)
 REASONS = {LOOPED: Reason.LOOPED, TOO_OLD: Reason.TOO_OLD, SAMPLED_OUT: Reason.SAMPLED_OUT}
 
 
 @dataclass(frozen=True, slots=True)
 class MessageBatch:
-    """`examined`: received messages. `codes`: one for each. `kept`: those with code 0, with sample keys."""
+    """Received messages (`examined`), one code for each (`codes`), and those with code 0, with sample keys (`kept`)."""
 
     examined: Columns
     codes: bytes | bytearray
@@ -29,7 +29,7 @@ class MessageBatch:
         return len(self.examined)
 
     def part(self, first: int, last: int) -> MessageBatch:
-        """The examined messages from `first` to `last` (exclusive), by place."""
+        """Return the examined messages from index `first` to `last` (exclusive)."""
         if len(self.kept) == len(self):
             rows = self.kept.part(first, last)
         else:
@@ -38,7 +38,7 @@ class MessageBatch:
         return MessageBatch(self.examined.part(first, last), self.codes[first:last], rows)
 
     def behind(self, rows: int) -> int:
-        """How many examined messages it takes until `rows` (at least 1) are kept."""
+        """Count the examined messages up to the one that is kept as number `rows` (at least 1)."""
         if len(self.kept) == len(self):
             return rows
         return bisect_right(self.examined.sequences, self.kept.sequences[rows - 1])

@@ -1,8 +1,8 @@
-"""The open segment of one chain: takes what the reader hands over, and says when it closes.
+"""Open segment of one chain: takes messages from the reader, and decides when the segment closes.
 
-Synchronous, and called for every batch of messages: it only moves lists. It emits, in order, pieces (rows and
-coverage, for the encoder) and, after the last piece of a segment, why the segment closed. An error in the middle
-of a batch leaves it torn, that is inconsistent: it emits nothing any more, and what it holds is read again.
+Synchronous, and called for every batch of messages: it only moves lists. It emits, in order, pieces (rows and coverage,
+for the encoder) and, after the last piece of a segment, the reason that the segment closed. An error in the middle of a
+batch leaves it torn, that is inconsistent: it then emits nothing more, and its messages are read again.
 """
 
 import math
@@ -25,17 +25,17 @@ from egress.partition import Position
 
 PIECE_BYTES = 4 * 2**20  # raw bytes handed to the encoder at once
 PIECE_MESSAGES = 16_384
-# Seconds until a piece with gaps is handed over before it is full, so that its gaps are judged by a first
-# sequence of the source that is hardly newer than they are.
+# Seconds until a piece with gaps is handed over before it is full. The first sequence of the source, by which its gaps
+# are judged, is then hardly newer than they are.
 GAP_AGE = 5.0
-# Python's own bytes for one message: five objects and their places in the lists.
+# Python's own bytes for one message: five objects and their entries in the lists.
 MESSAGE_OVERHEAD = 300
-# What is kept of a message that is left out: its sequence, and why.
+# Bytes kept of a message that is left out: its sequence, and the reason.
 EXAMINED_OVERHEAD = 48
 
 
 class Close(StrEnum):
-    """Why a segment closed."""
+    """Reason that a segment closed."""
 
     MESSAGES = "max_messages"
     SIZE = "max_size"
@@ -51,9 +51,9 @@ class Close(StrEnum):
 class Piece:
     """Part of a segment; the pieces of a segment follow each other without a gap.
 
-    `examined`: the sequences of all messages received, of which `rows` are those kept. `last`: the last message
-    received, None where there is none. `size`: raw bytes of the rows; `memory`: what is charged for all of it.
-    `codes`: as in `MessageBatch`, one for each examined message; empty: all are kept.
+    `examined`: the sequences of all messages received; `rows`: those that are kept. `last`: the last message received,
+    None if there is none. `size`: raw bytes of the rows; `memory`: bytes charged for the piece. `codes`: as in
+    `MessageBatch`, one for each examined message; empty if all are kept.
     """
 
     coverage: SequenceRange
@@ -74,10 +74,10 @@ Emitted = Piece | Close
 
 @dataclass(frozen=True, slots=True)
 class OpenSegment:
-    """What is received and in no finished segment yet: the sequences from `first` to `last`.
+    """Sequences from `first` to `last`, which are received and in no finished segment yet.
 
-    `messages`, `size`: what is kept of them, in raw bytes. `age`: seconds since the first of them came; after
-    `due_in` more it closes by age. `closing`: the limits that close it sooner.
+    `messages`, `size`: the rows kept of them, and their raw bytes. `age`: seconds since the first of them was received;
+    after `due_in` more seconds it closes by age. `closing`: the limits that close it sooner.
     """
 
     first: int
@@ -89,7 +89,7 @@ class OpenSegment:
     closing: SegmentSettings
 
     def told(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the fields for JSON output."""
         return {
             "first": self.first,
             "last": self.last,
@@ -103,10 +103,10 @@ class OpenSegment:
 
 
 class Builder:
-    """Builds segments that cover everything from `position` on. `closed`: how many.
+    """Builder of segments that cover everything from `position` on. `closed`: the number of segments closed.
 
-    `closing`: when a segment closes, by rows, raw bytes, and seconds since it began to cover anything. `sampled`:
-    rows have sample keys. `hurry`: the greatest age of the first segment, where that is less than that of the others.
+    `closing`: when a segment closes, by rows, raw bytes, and seconds since it began to cover anything. `sampled`: rows
+    have sample keys. `hurry`: the greatest age of the first segment, if it is less than that of the others.
     """
 
     def __init__(
@@ -142,7 +142,9 @@ class Builder:
 
     @property
     def open_segment(self) -> OpenSegment | None:
-        """None where it covers nothing. For any thread: while messages come, its figures may differ by a batch."""
+        """Open segment; None if it covers nothing. Safe in any thread: while messages arrive, figures may differ by a
+        batch.
+        """
         if (opened := self._opened) is None:
             return None
         age = max(0.0, self._clock.monotonic() - opened)
@@ -150,13 +152,13 @@ class Builder:
         return OpenSegment(self._first, self._end, self._count, self._size, age, due_in, self._closing)
 
     def messages(self, columns: Columns) -> None:
-        """In sequence order, all behind `end`; all of them are kept."""
+        """Take messages in sequence order, all after `end`, and keep all of them."""
         self.sifted(MessageBatch.whole(columns))
 
     def sifted(self, batch: MessageBatch) -> None:
-        """Take received messages, in sequence order, all behind `end`, and keep some of them.
+        """Take received messages in sequence order, all after `end`, and keep some of them.
 
-        Only what is kept counts for the limits of a segment, which closes behind the message that reaches them.
+        Only kept messages count towards the limits of a segment, which closes after the message that reaches them.
         """
         with self._changing():
             while len(batch) and not self.is_done:
@@ -175,7 +177,7 @@ class Builder:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """For steps that may fail halfway when memory runs out: rows would be without coverage, or counted twice."""
+        """Guard steps that may fail halfway if memory runs out: rows would be without coverage, or counted twice."""
         if self._is_torn:
             raise RuntimeError("builder: expected nothing more after an error")
         self._is_torn = True
@@ -203,13 +205,13 @@ class Builder:
 
     @property
     def due_in(self) -> float:
-        """Seconds until the open segment is old enough to close; infinite where it covers nothing."""
+        """Seconds until the open segment is old enough to close; infinite if it covers nothing."""
         if self._opened is None:
             return math.inf
         return max(0.0, self._opened + self._max_age - self._clock.monotonic())
 
     def close(self, why: Close) -> None:
-        """Does nothing where the segment covers nothing, or the builder is torn."""
+        """Close the open segment. Does nothing if it covers nothing, or if the builder is torn."""
         if not self._is_torn:
             with self._changing():
                 self._close(why)
@@ -290,13 +292,14 @@ def _filled(columns: Columns, room: int) -> int:
 def attribute(
     piece: Piece, source_first: int, *, filtered: bool, from_hole: Sequence[SequenceRange] = (), given: int = 0
 ) -> Ledger:
-    """The ledger of `piece`: what was received and left out, what the consumer passed, what was gone before.
+    """Return the ledger of `piece`: messages left out, sequences skipped by the consumer, sequences gone before
+    reading.
 
-    `source_first`: the source's first sequence, asked for after the piece was received; it has no effect where
-    nothing is missing. Sequences that were not received and lie below it expired or were purged; the others are
-    interior gaps. `from_hole`: what is missing in a hole under existing coverage, where it is not known whether it
-    was deleted before it was archived; nothing else of the piece is gone then. `given`: the first sequence that a
-    restored stream gave to a message; all below was lost with the stream before it, which is no fault of reading.
+    `source_first`: the source's first sequence, read after the piece was received; it has no effect if nothing is
+    missing. Sequences that were not received and are below it expired or were purged; the others are interior gaps.
+    `from_hole`: the ranges missing in a hole under existing coverage. It is unknown if they were deleted before they
+    were archived; nothing else of the piece is gone then. `given`: the first sequence that a restored stream gave to a
+    message; everything below was lost with the stream before it, which is no fault of reading.
     """
     gone = 0 if from_hole else gone_before_read(piece, source_first, given)
     lost = sum(map(len, from_hole))
@@ -323,7 +326,7 @@ def gaps(piece: Piece) -> Iterator[SequenceRange]:
 def unread(
     piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = (), given: int = 0
 ) -> SequenceRange | None:
-    """The least range with all that `attribute` counts as gone; None where nothing is."""
+    """Return the least range with all sequences that `attribute` counts as gone; None if there are none."""
     if from_hole:
         return SequenceRange(from_hole[0].first, from_hole[-1].last)
     if not gone_before_read(piece, source_first, given):
@@ -339,9 +342,9 @@ def gone_before_read(piece: Piece, source_first: int, given: int = 0) -> int:
 
 
 def before_first_gap(piece: Piece) -> Piece | None:
-    """The leading part of `piece` in which nothing is missing, up to a row; None if there is no such row.
+    """Return the leading part of `piece` in which nothing is missing, up to a row; None if there is no such row.
 
-    For a hole under existing coverage, where nothing may be covered as gone.
+    For a hole under existing coverage: nothing there may be covered as gone.
     """
     first = piece.coverage.first
     count = next((i for i, s in enumerate(piece.examined) if s != first + i), len(piece.examined))

@@ -1,11 +1,11 @@
-"""What egress captures of a stream beside its messages (`common.segments.captures`): the holder of partition 0 does.
+"""Captures of a stream's configuration, consumers and deletions, made by the holder of partition 0.
 
-    look at the consumers → look at the stream → is it still the same? → how far is the archive? → put what differs
+    read the consumers → read the stream → check that it is the same → read the archive's end → put the differences
 
-The configuration is put when it differs from the newest capture. Consumers are put when what people set of them
-differs, else when a position moved and the newest is old enough, and at the drain; what was deleted, when it differs,
-and is looked at with each change of the configuration too.
-What is to be put is decided by pure functions. A capture that fails never stops carrying: it is told, and tried again.
+The configuration is put if it differs from the newest capture. Consumers are put if a declared setting differs; else,
+if a position moved, once the newest capture is old enough, or at the drain. Deletions are put if they differ; they are
+also read at each change of the configuration. Pure functions decide which captures to put. A capture that fails never
+stops the archiving: it is logged and retried. Documents: `common.segments.captures`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = get_logger(__name__)
 DRAIN = 5.0  # seconds that the last capture may take
 
 
-# What is to be put. Pure.
+# Decisions. Pure.
 
 
 def config_differs(newest: CapturedConfig | None, found: CapturedConfig) -> bool:
@@ -57,8 +57,9 @@ def config_differs(newest: CapturedConfig | None, found: CapturedConfig) -> bool
 
 
 def consumers_are_due(newest: CapturedConsumers | None, found: CapturedConsumers, every: float, drains: bool) -> bool:
-    """`every`: seconds between two captures of which only positions differ. Ephemeral consumers come and go, so their
-    configuration counts as a position.
+    """True if the consumers are to be put. `every`: seconds between two captures of which only positions differ.
+
+    Ephemeral consumers come and go, so their configuration counts as a position.
     """
     if newest is None or _declared(newest) != _declared(found):
         return True
@@ -73,12 +74,12 @@ def _declared(captured: CapturedConsumers) -> list[tuple[dict[str, Any], str, bo
 
 
 def deletions_differ(newest: CapturedDeletions | None, found: CapturedDeletions) -> bool:
-    """New messages alone are no difference: none of them is deleted."""
+    """True if the deletions or the first sequence differ. New messages alone are no difference: none is deleted."""
     return newest is None or (newest.first, newest.deleted) != (found.first, found.deleted)
 
 
 def captured_consumers(answers: Sequence[dict[str, Any]]) -> tuple[CapturedConsumer, ...]:
-    """The consumers but Floe's own, by name, from what CONSUMER.LIST says. Raises DataError."""
+    """Return the consumers except Floe's own, by name, from the answer of CONSUMER.LIST. Raises DataError."""
     try:
         found = [_captured(each) for each in answers if not is_own(each["name"])]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -102,12 +103,12 @@ def _captured(answer: dict[str, Any]) -> CapturedConsumer:
 
 
 def fits(info: StreamInfo, max_payload: int) -> bool:
-    """Whether the server's answer with what was deleted is no larger than a message of `max_payload` bytes."""
+    """True if the deleted sequences take at most half of a message of `max_payload` bytes in the server's answer."""
     return info.deleted * (len(str(info.last_sequence)) + 1) <= max_payload // 2
 
 
 def check_size(info: StreamInfo, max_payload: int) -> None:
-    """Raises DataError unless it `fits`."""
+    """Raise DataError if the deleted sequences do not fit (`fits`)."""
     if not fits(info, max_payload):
         raise DataError(
             f"stream {info.name}: expected fewer deleted messages than one answer of {max_payload} bytes holds, found "
@@ -118,39 +119,39 @@ def check_size(info: StreamInfo, max_payload: int) -> None:
 
 
 class Captures:
-    """Captures the stream of a partition, into the incarnation of the archive that it follows."""
+    """Captures of a partition's stream, put into the incarnation of the archive passed to `follow`."""
 
     def __init__(self, deps: PartitionDeps) -> None:
         self._deps, self._partition, self._clock = deps, deps.partition, deps.clock
         self._store = CaptureStore(deps.chains.layout, deps.objects)
         chain = deps.partition.chain
         self._labels = chain.site, chain.feed, str(chain.partition)
-        self._troubles: dict[str, str] = {}  # what fails, and the code of the error that was told
+        self._troubles: dict[str, str] = {}  # the kinds that fail, and the code of the error that was logged
         self._turn = asyncio.Lock()
 
     def follow(self, archive: Archive, created: str, lease: Lease) -> None:
-        """`created`: of the stream that was found to be that of the archive."""
+        """Capture into the incarnation of `archive`. `created`: of the stream that was identified as the archive's."""
         self._archive, self._created, self._lease = archive, created, lease
-        self._newest: dict[type[Captured], Captured | None] = {}  # once it was read
-        self._unchanged: int | None = None  # the last sequence when the stream had the newest captured configuration
+        self._newest: dict[type[Captured], Captured | None] = {}  # filled at the first read
+        self._unchanged: int | None = None  # last sequence when the configuration last equalled its newest capture
         self._due = {CONSUMERS: -math.inf, DELETIONS: -math.inf}  # by the monotonic clock
 
     async def run(self) -> None:
-        """Looks every now and then, until cancelled."""
+        """Check periodically, until cancelled."""
         while True:
             await self._look()
             await self._clock.sleep(self._pause)
 
     @property
     def _pause(self) -> float:
-        """Seconds until the next look: a period may be shorter than the pace of looks."""
+        """Seconds until the next check: a period may be shorter than the pace of checks."""
         settings = self._partition.settings
-        # Without a key a stream's retention may give a period, which is longer than the pace.
+        # Without a key, the stream's retention may set a period, which is longer than the pace.
         given = settings.consumers_period, settings.deletes_period("")
         return min(filter(None, (self._deps.tuning.pace.check, *given)))
 
     async def drain(self) -> None:
-        """One last look, once all is put; not for long."""
+        """Capture once more after all segments are put, for at most DRAIN seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN):
                 await self._look(drains=True)
@@ -160,7 +161,7 @@ class Captures:
             client, settings, stream = self._deps.client, self._partition.settings, self._partition.stream
             if not client.is_up:
                 return
-            # Before the end of the archive is read: so no capture is older than its name says.
+            # Before the end of the archive is read, so that no capture is older than its name claims.
             consumers: tuple[CapturedConsumer, ...] | None = None
             if self._is_due(CONSUMERS, settings.consumers_period, drains):
                 with self._telling(CONSUMERS):
@@ -182,7 +183,7 @@ class Captures:
                         return
                     info, deleted = answer
                     if is_changed:
-                        self._newest[CapturedDeletions] = None  # put in any case: it shows the state at the change
+                        self._newest[CapturedDeletions] = None  # put in any case: it records the state at the change
             await self._write(info, consumers, deleted, drains=drains)
 
     def _is_due(self, kind: str, period: float, drains: bool) -> bool:
@@ -193,15 +194,15 @@ class Captures:
         return True
 
     async def _is_changed(self, info: StreamInfo) -> bool:
-        """Whether the configuration was changed and the deletions can be captured with it: what a limit dropped before
-        it was raised leaves no other trace.
+        """True if the configuration changed and the deletions can be captured with it. Messages that a limit dropped
+        before it was raised leave no other trace.
         """
         newest, is_wanted = await self._known(CapturedConfig), self._partition.settings.capture_deletes != "never"
         is_wanted = is_wanted and fits(info, self._deps.client.max_payload)
         return is_wanted and newest is not None and newest.config != info.config
 
     def _is_same(self, info: StreamInfo) -> bool:
-        """Not a stream that was made again, or set back, and that the session has not judged yet."""
+        """True unless the stream was recreated or set back, and the session has not judged it yet."""
         return info.created == self._created and info.last_sequence >= self._archive.end
 
     async def _write(
@@ -232,7 +233,7 @@ class Captures:
                 await self._put(gone, is_due=deletions_differ(await self._known(CapturedDeletions), gone))
 
     async def _known(self, kind: type[C]) -> C | None:
-        """The newest capture; None also for one that is damaged, which is then followed by another."""
+        """Return the newest capture. None if there is none, or if it is damaged: another then follows it."""
         if kind not in self._newest:
             try:
                 found = await self._deps.pools.io.run(self._store.newest, kind, self._archive.chain)
@@ -262,7 +263,7 @@ class Captures:
 
     @contextmanager
     def _telling(self, kind: str) -> Iterator[None]:
-        """An error of the server or the store is counted, and told once for each reason until it is over."""
+        """Count an error of the server or the store, and log it once for each code until the capture succeeds."""
         try:
             yield
         except (FloeError, ValueError) as failure:

@@ -1,4 +1,4 @@
-"""`floe egress …`: freezes the streams of a site."""
+"""Commands of `floe egress`, which freezes the streams of a site."""
 
 import click
 
@@ -28,8 +28,8 @@ egress.add_command(resolve)
 async def flush(config: str, feed: str, wait: bool | None, timeout: float, as_json: bool) -> int:
     """Close the open segment of FEED now, or of all feeds, and wait until it is stored.
 
-    Whichever process holds the lease closes it within a second or two. Exit 75 where nobody holds it, or where it is
-    not stored in time: what was asked stays asked, and is done by whoever takes the lease.
+    The process that holds the lease closes it within a second or two. Exit 75 if no process holds the lease, or if the
+    segment is not stored in time. The request then remains, and the next process that takes the lease carries it out.
 
     \b
     Example: floe egress flush -c site.yaml us-east/NODE_DATA
@@ -46,10 +46,10 @@ async def flush(config: str, feed: str, wait: bool | None, timeout: float, as_js
 @click.option("--worker", hidden=True, default="", help="Which of them this is; set by their parent.")
 @run_command
 async def run(config: str, workers: int | None, worker: str) -> int:
-    """Freeze until SIGTERM; then store what was read, and end.
+    """Freeze until SIGTERM; then store the messages that were read, and exit.
 
-    SIGHUP checks the configuration again and takes over what it can (log.level, secrets), SIGQUIT logs where every
-    task stands.
+    SIGHUP checks the configuration again and applies the keys that can change (log.level, secrets). SIGQUIT logs the
+    stack of every task.
 
     \b
     Example: floe egress run -c site.yaml
@@ -81,7 +81,7 @@ COLUMNS = ("what", "name", "stream", "result", "note")
 @json_option
 @run_command
 async def init(config: str, as_json: bool) -> int:
-    """Make the buckets, and the durables of interest and work-queue streams, before anything is published.
+    """Create the buckets, and the durables of interest and work-queue streams, before anything is published.
 
     Safe to run again, and beside a running egress.
 

@@ -1,16 +1,16 @@
-"""The consumer that a session reads through, by the retention of its stream.
+"""Consumer that a session reads through, by the retention of its stream.
 
 | retention | consumer | acknowledges |
 |---|---|---|
 | limits | ephemeral, in memory, from the position on | nothing |
-| work queue | durable, of all that the queue holds | each message |
-| interest | durable, from what is not acknowledged on, or from the position | all up to a message |
+| work queue | durable, of all messages in the queue | each message |
+| interest | durable, from the first message not acknowledged, or from the position | all up to a message |
 
-A durable that was kept would deliver new messages before those that were delivered and not acknowledged. So
-each session replaces it, and delivery begins again, in order. On an interest stream the next one is created
-before the former is deleted, so that the stream never stops keeping messages for Floe; a work queue allows
-one consumer for each subject, so there the former is deleted first. Every one has a fresh name: a paused
-instance that wakes up cannot pull from its successor's.
+A durable that survived would deliver new messages before those that were delivered and not acknowledged. So each
+session replaces it, and delivery begins again, in order. On an interest stream the next durable is created before the
+former one is deleted, so that the stream never stops keeping messages for Floe. A work queue allows one consumer for
+each subject, so there the former one is deleted first. Each durable has a fresh name: a paused instance that wakes up
+cannot pull from its successor's.
 """
 
 import secrets
@@ -42,10 +42,9 @@ from egress.partition import Partition, partitions_of
 
 
 async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSettings, clock: Clock) -> int:
-    """The sequence at which a new feed of the stream begins; without start keys, the first it holds.
+    """Return the sequence at which a new feed of the stream begins; without start keys, the first it holds.
 
-    A start before the first message held begins there: messages that were gone before the feed existed are not
-    missing.
+    A start before the first message held begins there: messages that were gone before the feed existed are not missing.
     """
     held = max(1, info.first_sequence)
     if start.start_at_end:
@@ -73,17 +72,17 @@ async def _at(client: FloeClient, stream: str, moment: str) -> int:
     return consumer.stream_sequence + 1
 
 
-TAKEN = (10099, 10100)  # the work queue has a consumer for these subjects already
+TAKEN = (10099, 10100)  # the work queue already has a consumer for these subjects
 HOLDING = "Floe egress; keeps messages until it is known which stream this is"
 
 
 @dataclass(frozen=True, slots=True)
 class WantedMessages:
-    """What is to be read: the messages of `partition`, from a stream of that `retention`.
+    """Messages to read: those of `partition`, from a stream of that `retention`.
 
-    `first`: where to read from, if the retention leaves the choice; on an interest stream, messages that a former
-    durable did not acknowledge come before that, but not before `begin`. `inactive`: seconds until the server drops
-    an idle ephemeral.
+    `first`: the sequence to read from, if the retention leaves the choice. On an interest stream, messages that a
+    former durable did not acknowledge come before that, but not before `begin`. `inactive`: seconds until the server
+    drops an idle ephemeral.
     """
 
     partition: Partition
@@ -114,9 +113,7 @@ class WantedMessages:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The consumer to read through, and the durables of the partition that it has replaced, except those that `hold`
-    made.
-    """
+    """Consumer to read through, and the partition's durables that it has replaced, except those created by `hold`."""
 
     consumer: ConsumerInfo
     former: tuple[str, ...] = ()
@@ -142,9 +139,10 @@ def durable(wanted: WantedMessages, version: tuple[int, int, int], description: 
 
 
 async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
-    """A consumer to read through; on an interest stream and a work queue it replaces the partition's former ones.
+    """Create a consumer to read through; on an interest stream and a work queue it replaces the partition's former
+    ones.
 
-    Raises ReaderResetError where another instance was faster, Stopped where the stream does not allow it, else as
+    Raises ReaderResetError if another instance was faster, Stopped if the stream does not allow it, else as
     `create_consumer`.
     """
     if not wanted.is_durable:
@@ -168,10 +166,11 @@ async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
 
 
 def first(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:
-    """Where the durable of an interest stream begins: behind what a former one has acknowledged.
+    """Return the first sequence of an interest stream's durable: `wanted.first`, or an earlier one that follows the
+    acknowledgements of a former durable.
 
-    Servers before 2.15 keep for ever what is behind that and before a new durable, so it is delivered to the new one,
-    and acknowledged by it.
+    Servers before 2.15 keep for ever any message after these and before a new durable. It is therefore delivered to the
+    new durable, and acknowledged by it.
     """
     if not former:
         return wanted.first
@@ -187,10 +186,10 @@ async def keep_for_all(client: FloeClient, partition: Partition, retention: str)
 
 
 async def hold(client: FloeClient, partition: Partition) -> None:
-    """Let an interest stream without a durable of the partition keep messages for it from now on.
+    """Make an interest stream without a durable of the partition keep messages for it from now on.
 
-    Called before the stream is judged, which takes time, and where the chain stops until an operator decides: a
-    recreated stream would drop what is published meanwhile.
+    Called before the stream is judged, which takes time, and if the chain stops until an operator decides: a recreated
+    stream would drop the messages published meanwhile.
     """
     info = await unguarded_info(client, partition.stream)
     if info is None or info.config.get("retention") != INTEREST:
@@ -205,7 +204,7 @@ async def ours(client: FloeClient, wanted: WantedMessages) -> list[str]:
 
 
 async def drop_strays(client: FloeClient, wanted: WantedMessages, kept: str) -> None:
-    """Delete durables of the partition other than `kept`: a paused instance made them when it woke up, and an
+    """Delete durables of the partition other than `kept`: a paused instance created them when it woke up, and an
     interest stream would keep messages for them for ever.
     """
     await _delete(client, wanted, [name for name in await ours(client, wanted) if name != kept])
@@ -217,7 +216,7 @@ async def _delete(client: FloeClient, wanted: WantedMessages, names: list[str]) 
 
 
 async def create(client: FloeClient, wanted: WantedMessages, description: str = READING) -> ConsumerInfo:
-    """A new durable, beside others. Raises as `take`."""
+    """Create a durable, beside others. Raises as `take`."""
     config = durable(wanted, client.server_version, description)
     try:
         consumer = await create_consumer(client, wanted.stream, config)
@@ -232,14 +231,13 @@ async def create(client: FloeClient, wanted: WantedMessages, description: str = 
 
 
 def unfit(wanted: WantedMessages, config: dict[str, Any]) -> Stopped | None:
-    """Why a durable cannot be read through as the server made it (`config`): the stream limits consumers.
-
-    None if it can.
+    """Return the error for a durable that cannot be read through as the server made it (`config`): the stream limits
+    consumers. None if it can.
     """
     limits = {"inactive_threshold": 0, "max_ack_pending": -1}
     for key, expected in limits.items():
         found = config.get(key, expected)
-        # What a work queue holds does not depend on its consumer.
+        # A work queue keeps its messages regardless of its consumer.
         harmless = key == "inactive_threshold" and wanted.retention == WORK_QUEUE
         if found != expected and not harmless:
             return Stopped(
@@ -269,13 +267,13 @@ async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
 
 
 def filters(config: dict[str, Any]) -> list[str]:
-    """The filters of a consumer; an empty one matches all subjects."""
+    """Return the filters of a consumer; an empty one matches all subjects."""
     return list(config.get("filter_subjects") or [config.get("filter_subject", "")])
 
 
 def check_start(info: StreamInfo, start: StartSettings) -> None:
-    """Raises Stopped where a feed would begin in the middle of a work queue: no consumer would ever take the messages
-    before, and to acknowledge them would throw them away.
+    """Raise Stopped if a feed would begin in the middle of a work queue: no consumer would ever take the messages
+    before, and acknowledging them would discard them.
     """
     if info.config.get("retention") == WORK_QUEUE and start.is_set:
         raise Stopped(

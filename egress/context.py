@@ -1,4 +1,4 @@
-"""The components of egress for a command that ends by itself: what cannot be reached ends it."""
+"""Components of egress for a command that ends by itself: an unreachable server or store ends the command."""
 
 import random
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ from egress.report import FeedReport
 
 @dataclass(frozen=True, slots=True)
 class CommandContext:
-    """What a command works with; its reports go nowhere."""
+    """Components that a command works with; its reports are not published."""
 
     settings: Settings
     deps: EgressDeps
@@ -42,7 +42,7 @@ class CommandContext:
 
 
 async def connected(settings: Settings, name: str, clock: Clock) -> FloeClient:
-    """Raises Unavailable, Refused."""
+    """Connect to the NATS server of egress. Raises Unavailable, Refused."""
     title = f"floe egress {settings.site} {name}"
     return await connect(settings.nats_for("egress"), name=title, clock=clock)
 
@@ -73,7 +73,8 @@ def make_deps(
 
 @asynccontextmanager
 async def opened(settings: Settings, *, is_view: bool = False) -> AsyncIterator[CommandContext]:
-    """`is_view`: somebody waits for what it shows, so it gives up a silent store after some ten seconds.
+    """Open the components of a command. `is_view`: a person waits for the output, so a silent store fails after some
+    ten seconds.
 
     Raises Unavailable, Refused, ConfigError.
     """
@@ -92,10 +93,10 @@ async def opened(settings: Settings, *, is_view: bool = False) -> AsyncIterator[
 
 
 def feed_meant(settings: Settings, text: str) -> tuple[str, int | None, int | None]:
-    """The name of the feed of this site that `FEED` or `SITE/FEED[/INCARNATION[/PARTITION]]` names, and the
-    numbers, None where they are not named. Raises UsageError for another site, and for what names no chain.
+    """Return the feed of this site named by `FEED` or `SITE/FEED[/INCARNATION[/PARTITION]]`, and the numbers, None if
+    they are absent. Raises UsageError for another site, and for a text that names no chain.
     """
-    if "/" not in text:  # which no feed has in its name
+    if "/" not in text:  # no feed name contains it
         return text, None, None
     site, feed, incarnation, partition = parse(text)
     if site != settings.site:
@@ -104,7 +105,7 @@ def feed_meant(settings: Settings, text: str) -> tuple[str, int | None, int | No
 
 
 def feed_named(settings: Settings, name: str) -> FeedSettings:
-    """Raises UsageError where the configuration has no such feed."""
+    """Return the settings of a feed. Raises UsageError if the configuration has no such feed."""
     feeds = {feed.name: feed for feed in settings.egress.feeds}
     if name in feeds:
         return feeds[name]

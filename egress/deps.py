@@ -1,4 +1,4 @@
-"""What the workers of one process share, what those of one partition do, and what no user tunes."""
+"""Components shared by the workers of a process, components of one partition, and the tuning that no user sets."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Pulling:
-    """How messages are requested.
+    """Limits of pull requests.
 
-    `batch`: greatest number of messages outstanding; half of it is requested again when half is used up. `heartbeat`,
-    `expires`, `inactive`: seconds between idle heartbeats, until a request ends, and until the server drops an idle
+    `batch`: greatest number of messages outstanding; half of it is requested again once half is used up. In seconds:
+    `heartbeat` between idle heartbeats, `expires` until a request ends, `inactive` until the server drops an idle
     consumer.
     """
 
@@ -40,14 +40,15 @@ class Pulling:
 
 @dataclass(frozen=True, slots=True)
 class EgressTuning:
-    """Seconds: how often time is looked at, and between two checks that the stream is the same.
+    """Intervals, in seconds.
 
-    `hand_over`: how long a lease that others wait for may be kept for the sake of the open segment. `advance`:
-    between two looks at which values have fallen silent; `idle`: between two questions whether nothing comes because
-    there is nothing. `stalled`: without progress while messages wait, until a chain counts as stalled. `alive`:
-    between two signs of life. `reexamine`: until a stopped chain is looked at again.
-    `flush`: between two looks whether a flush is asked for. `captured`: between two captures of consumers of which only
-    positions differ. `newest`: between two looks for the newest segment.
+    `tick`: between two checks of the clock. `check`: between two checks that the stream is the same. `hand_over`:
+    longest time to keep a lease that others wait for, for the sake of the open segment. `advance`: between two checks
+    for silent values. `idle`: between two queries for the state of a stream without new messages. `stalled`: without
+    progress while messages wait, until a chain counts as stalled. `walk`, `walk_again`: from a walk, or a failed one,
+    to the next. `newest`: between two checks for the newest segment. `page`: between two pages of a walk. `alive`:
+    between two heartbeats. `reexamine`: until a stopped chain is examined again. `flush`: between two checks for flush
+    requests. `captured`: between two captures of consumers of which only positions differ.
     """
 
     tick: float = 0.5
@@ -68,9 +69,9 @@ class EgressTuning:
 
 @dataclass(frozen=True, slots=True)
 class Confirming:
-    """How an answer with consequences is confirmed: the same `times`, `span` seconds from first to last.
+    """Confirmation of an answer with consequences: the same one `times` times, `span` seconds from first to last.
 
-    After `attempts` without agreement it is given up.
+    It fails after `attempts` without agreement.
     """
 
     times: int = 3
@@ -80,7 +81,7 @@ class Confirming:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What no user tunes, and tests shorten."""
+    """Tuning that no user sets, and tests shorten."""
 
     pulling: Pulling = field(default_factory=Pulling)
     pace: EgressTuning = field(default_factory=EgressTuning)
@@ -89,15 +90,15 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The threads of one feed. `io`: one puts, one looks, one writes a snapshot, one walks, one captures. `encoder`:
-    one thread, so that pieces stay in order and only one heap keeps what encoding has freed.
+    """Threads of one partition. `io`: for a put, a check, a snapshot, a walk and a capture at once. `encoder`: one
+    thread, so that pieces stay in order and only one heap keeps the memory that encoding has freed.
     """
 
     io: Threads
     encoder: Threads
 
     async def idle(self) -> None:
-        """Returns when no call is running, including calls whose await was cancelled."""
+        """Wait until no call is running, including calls with a cancelled await."""
         await self.io.idle()
         await self.encoder.idle()
 
@@ -108,9 +109,9 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class EgressDeps:
-    """The components.
+    """Components shared by the workers of one process.
 
-    `connect` opens a fresh connection to the stream's server; `writer` is named in footers.
+    `connect` opens a fresh connection to the stream's server; `writer` is recorded in footers.
     """
 
     client: FloeClient
@@ -136,7 +137,7 @@ class EgressDeps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionDeps(EgressDeps):
-    """The components of whatever works on one partition."""
+    """Components for the work on one partition."""
 
     partition: Partition
     report: FeedReport

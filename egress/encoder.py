@@ -1,4 +1,4 @@
-"""From what the builder emits to finished segments in the spool, in the feed's encoder thread."""
+"""Encoding of the builder's pieces into finished segments in the spool, in the partition's encoder thread."""
 
 import asyncio
 from collections import deque
@@ -43,13 +43,13 @@ from egress.sampling.settings import Sampling
 
 T = TypeVar("T")
 
-# Rows of one batch at least: where nearly everything is left out, a piece holds a few, and a batch of those
-# costs more memory than they do.
+# Least number of rows in one batch. If nearly everything is left out, a piece holds a few rows, and a batch of so few
+# costs more memory than the rows.
 BATCH_ROWS = 1024
 
 
 class SegmentFile:
-    """One level-0 segment of `chain`, written as the settings of the partition say."""
+    """Level-0 segment of `chain` in the spool, written by the settings of the partition."""
 
     def __init__(self, deps: PartitionDeps, chain: Chain) -> None:
         settings, store = deps.partition.settings, deps.store
@@ -66,12 +66,12 @@ class SegmentFile:
 
     @property
     def held(self) -> int:
-        """Approximate bytes in memory that wait for a row group to be full."""
+        """Approximate bytes in memory that wait for a full row group."""
         written = self._file.raw_bytes + self._file.rows * ROW_OVERHEAD_BYTES
         return min(written, ROW_GROUP_BYTES_LEVEL_0) + self._few_bytes
 
     def add(self, piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = (), given: int = 0) -> None:
-        """Append the piece, which follows the one before. Raises Unavailable where the disk is full.
+        """Append the piece, which follows the one before. Raises Unavailable if the disk is full.
 
         `source_first`, `from_hole`, `given`: as in `attribute`.
         """
@@ -103,7 +103,7 @@ class SegmentFile:
         self._few, self._few_bytes = Columns.empty(sampled=self._sampling is not None), 0
 
     def finish(self) -> SpooledSegment:
-        """Raises ValueError if nothing was added."""
+        """Write the footer and return the spooled segment. Raises ValueError if nothing was added."""
         if self._coverage is None:
             raise ValueError("segment: expected at least one piece")
         self._append(self._few)
@@ -131,16 +131,16 @@ class SegmentFile:
 
 
 def _let_go() -> None:
-    """Return freed memory: the allocator keeps a row group or two that this thread has freed, until told."""
+    """Return freed memory to the system: the allocator keeps a row group or two that this thread has freed."""
     pa.default_memory_pool().release_unused()
 
 
-QUEUE_BYTES = 24 * 2**20  # of memory waiting to be encoded; more would not make anything faster
-AHEAD = 2  # finished segments waiting in the spool, the one being put included; then encoding waits
+QUEUE_BYTES = 24 * 2**20  # bytes of memory that wait to be encoded; more would not make anything faster
+AHEAD = 2  # finished segments in the spool, including the one being put; then encoding waits
 
 
 class SourceQuestions:
-    """What the encoder asks of the stream. Once the session has `ended`, an answer that cannot be had any more is
+    """Queries of the encoder to the stream. Once the session has `ended`, an answer that is no longer available is
     replaced by the least that is known.
     """
 
@@ -148,7 +148,7 @@ class SourceQuestions:
         self._deps, self._inquiry, self._ended = deps, inquiry, ended
         self._first, self._is_kept = source.first, source.retention == LIMITS
         self._loops, self._chain, self._created = Loops(deps, chain), chain, source.created
-        self._skipped: tuple[SequenceRange, ...] | None = None  # once it was asked for
+        self._skipped: tuple[SequenceRange, ...] | None = None  # filled at the first query
 
     async def first(self) -> int:
         if self._deps.partition.filter_subject and not self._is_kept:
@@ -158,26 +158,26 @@ class SourceQuestions:
         return self._first
 
     async def given(self, piece: Piece) -> int:
-        """As in `attribute`."""
+        """Return the argument `given` of `attribute` for the piece."""
         if self._skipped is None:
             self._skipped = await self._asked(self._deps.pools.io.run(self._read_skipped), ())
         return max((each.last + 1 for each in self._skipped if piece.coverage.first in each), default=0)
 
     def _read_skipped(self) -> tuple[SequenceRange, ...]:
-        with suppress(DataError):  # what cannot be read says nothing
+        with suppress(DataError):  # an unreadable document proves nothing
             found = CaptureStore(self._deps.chains.layout, self._deps.chains.objects).restored(self._chain)
             if found is not None and found.skipped_to > found.end and found.is_of(self._created):
                 return (SequenceRange(found.end + 1, found.skipped_to),)
         return ()
 
     async def without_looped(self, piece: Piece) -> Piece:
-        """The piece without looped messages; what cannot be compared is archived as it is."""
+        """Return the piece without looped messages; messages that cannot be compared are archived as they are."""
         return await self._asked(self._loops.without(piece), piece)
 
     async def gone(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
-        """Which of the sequences that were not received the stream no longer holds.
+        """Return the parts of `missing` (ranges not received) that the stream no longer holds.
 
-        A filtered consumer passes what it does not match, so the stream is asked for each of them.
+        A filtered consumer skips messages that it does not match, so the stream is queried for each of them.
         """
         return await self._asked(self._absent(missing), missing)
 
@@ -201,11 +201,12 @@ class SourceQuestions:
 
 
 class Encoder:
-    """Encodes segments of `chain`, in order. `sealed`: the finished ones, oldest first; the uploader removes each one
-    after putting it.
+    """Encoder of the segments of `chain`, in order. `sealed`: the finished ones, oldest first; the uploader removes
+    each one after putting it.
 
-    `fills_hole`: the segments stand under existing coverage: what was archived once may be gone from the source now.
-    What lies below its first sequence is not covered again; of a gap above, the source says what it no longer holds.
+    `fills_hole`: the segments are under existing coverage: messages archived once may be gone from the source now. The
+    part below the source's first sequence is not covered again; for a gap above it, the source is queried for the
+    sequences that it no longer holds.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class Encoder:
         return self._queued < QUEUE_BYTES
 
     async def next(self) -> bool:
-        """False where the segment was ended because the source moved on in a hole."""
+        """Encode the next item. Return False if the segment was ended because the source moved on in a hole."""
         item, first, given = self._outbox[0], 1, 0
         from_hole: Sequence[SequenceRange] = ()
         if isinstance(item, Piece):

@@ -1,4 +1,4 @@
-"""Gathers what `egress.identity` judges: what the source holds in the places of archived messages."""
+"""Evidence for `egress.identity`: the messages that the source holds at the sequences of archived messages."""
 
 from bisect import bisect_left
 from collections import deque
@@ -46,25 +46,25 @@ T = TypeVar("T")
 Question = Callable[[FloeClient], Awaitable[T]]
 
 
-KEPT = 10_000  # tips and rows
+KEPT = 10_000  # tips and rows kept in memory
 ABSENT_TIPS = 100  # tips that the source does not hold, after which a row of the archive is compared instead
-PROBED = 20  # rows, one behind the other, that are looked for in the source
-ABSENT_ROWS = 100  # messages of the stream, one behind the other, that the archive has no row of
+PROBED = 20  # consecutive rows to look up in the source
+ABSENT_ROWS = 100  # consecutive messages of the stream without a row in the archive, after which a search ends
 
 
 class ArchivedMessages:
-    """Tips and rows of segments, read from the store once."""
+    """Tips and rows of segments, each read from the store once."""
 
     def __init__(self, deps: PartitionDeps) -> None:
         self._store, self._threads = deps.store, deps.pools.io
         self._known: dict[tuple[str, int], Tip | None] = {}
 
     async def tip(self, ref: SegmentRef) -> Tip | None:
-        """None where no message was examined. Raises DataError."""
+        """Return the tip of a segment; None if no message was examined. Raises DataError."""
         return await self._once((ref.key, 0), self._store.tip, ref)
 
     async def row(self, ref: SegmentRef, sequence: int) -> Tip | None:
-        """The archived message of that sequence, which the cover takes from `ref`; None if there is none.
+        """Return the archived message of that sequence, which the cover takes from `ref`; None if there is none.
 
         Raises DataError.
         """
@@ -85,7 +85,7 @@ class ArchivedMessages:
         return None
 
     async def sequences(self, stretch: Stretch[SegmentRef]) -> list[int]:
-        """The sequences of the messages that the stretch holds. Raises DataError."""
+        """Return the sequences of the messages in the stretch. Raises DataError."""
 
         def read() -> list[int]:
             with open_stretch(self._store, stretch) as reader:
@@ -94,7 +94,7 @@ class ArchivedMessages:
         return await self._threads.run(read)
 
     async def some(self, ref: SegmentRef, rows: SequenceRange, *, newest: bool = False) -> list[int]:
-        """Of the first rows of the segment within `rows`, or of the last, newest first. Raises DataError."""
+        """Return the sequences of the first rows within `rows`, or of the last, newest first. Raises DataError."""
 
         def read() -> list[int]:
             with self._store.open_part(ref, rows=rows) as reader:
@@ -111,9 +111,7 @@ def _sequences(reader: SegmentReader | StretchReader, rows: SequenceRange) -> It
 
 
 class StreamLook:
-    """One look at the stream, over `client`: what it holds where the archive has messages. `source`: the stream as it
-    was then.
-    """
+    """Comparison of the stream with the archive, over `client`. `source`: the state of the stream at that moment."""
 
     def __init__(
         self, deps: PartitionDeps, archived: ArchivedMessages, client: FloeClient, source: SourceStream
@@ -122,9 +120,9 @@ class StreamLook:
         self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
 
     async def narrow(self) -> None:
-        """Where acknowledgements decide what is held, let the stream begin at this feed's first message.
+        """Let the stream begin at this feed's first message, if acknowledgements decide which messages it holds.
 
-        The stream's first message may be one that another partition has not taken yet, older than all of ours.
+        The stream's first message may be one that another partition has not received yet, older than all of ours.
         """
         if self._filter and self.source.retention != LIMITS:
             found, behind = await self._next(self.source.first), self.source.last + 1
@@ -132,7 +130,7 @@ class StreamLook:
             self.source = replace(self.source, first=first, first_timestamp_ns=at)
 
     async def _next(self, sequence: int) -> Message | None:
-        """The first message at or after `sequence` that the feed would get; None if there is none."""
+        """Return the first message at or after `sequence` that the feed would receive; None if there is none."""
         return await next_message(self._client, self._stream, sequence, self._filter)
 
     async def _message(self, sequence: int) -> Message | None:
@@ -147,13 +145,13 @@ class StreamLook:
         found = await self._witnesses(archive)
         if archive.end and _all_absent(found):
             found += await self._beside(current.siblings, end)
-        if _all_absent(found):  # this incarnation has nothing to compare, the one before it may have
+        if _all_absent(found):  # nothing to compare in this incarnation; the one before it may have something
             former = [await self._former(chain, self.source.first) for chain in current.continued]
             found += _newest_first([witness for each in former for witness in await self._witnesses(each)])
         return [*await self._revenants(archive.newest), *found]
 
     async def _revenants(self, refs: Sequence[SegmentRef]) -> list[Witness]:
-        """A message at the end of the newest segment, where the consumer passed and found none.
+        """Find a message at the end of the newest segment's coverage, after its tip: the consumer found none there.
 
         A message cannot appear there later, unless the stream was set back and written again.
         """
@@ -169,10 +167,10 @@ class StreamLook:
         return [Witness(Tip.of(found), HeldMessage.DIFFERENT)]
 
     async def _beside(self, siblings: Sequence[Chain], end: int) -> list[Witness]:
-        """Of the first other partition that has something to compare: it is the same stream, so its messages prove as
-        much.
+        """Return the witnesses of the first other partition with something to compare: it is the same stream, so its
+        messages prove as much.
 
-        What differs behind this partition's end proves nothing about it.
+        A difference after this partition's end proves nothing about it.
         """
         for chain in siblings:
             held = [w for w in await self._walk((await self._former(chain, end)).newest) if w.is_held]
@@ -181,7 +179,7 @@ class StreamLook:
         return []
 
     async def matching(self, current: Chain, first: int) -> int | None:
-        """The newest older incarnation of which a message is there, where this one has its own."""
+        """Return the newest older incarnation with a message in the stream at or after `first`; None if none has."""
         for chain in older(current):
             witnesses = await self._witnesses(await self._former(chain, self.source.first))
             if any(each.held is HeldMessage.EQUAL and each.tip.sequence >= first for each in witnesses):
@@ -195,12 +193,13 @@ class StreamLook:
         return archive
 
     async def _witnesses(self, archive: Archive) -> list[Witness]:
-        """From the newest tip back to the first that is held; where that differs, the oldest held one too.
+        """Return the witnesses from the newest tip back to the first that is held, and the oldest held one if that
+        differs.
 
-        In one history, everything older than an equal message is equal, so the oldest held one shows whether any is.
-        Where tips do not decide, rows of the archive do: the newest that is held where the newest tip is not, and the
-        oldest where none is equal. Where the newest tip is equal, as it is except in streams that drop single
-        messages, nothing is listed for all this.
+        In one history, everything older than an equal message is equal, so the oldest held tip shows if any is equal.
+        If tips do not decide, rows of the archive do: the newest held row if the newest tip is not held, and the oldest
+        held row if nothing is equal. If the newest tip is equal, nothing is listed for this. It is equal except in
+        streams that drop single messages.
         """
         found, row = await self._walk(archive.newest), list[Witness]()
         if found and not found[0].is_held:
@@ -217,9 +216,9 @@ class StreamLook:
         return _newest_first(found)
 
     async def _walk(self, refs: Iterable[SegmentRef]) -> list[Witness]:
-        """The witnesses in the order of `refs`, up to the first that the source holds.
+        """Return the witnesses in the order of `refs`, up to the first that the source holds.
 
-        None of a segment of which no message was examined, which a merge replaced, or which is damaged.
+        A segment has none if no message of it was examined, if a merge replaced it, or if it is damaged.
         """
         found: list[Witness] = []
         for ref in refs:
@@ -233,10 +232,10 @@ class StreamLook:
         return found
 
     async def _newest_row(self, archive: Archive) -> list[Witness]:
-        """The newest message that the source holds of what is archived, beside its row.
+        """Return the newest archived message that the source holds, compared with its row.
 
-        An older tip that is equal says nothing about what came behind it. For a sample, where few messages have rows,
-        the newest of the last rows that is held.
+        An older tip that is equal proves nothing about later messages. In a sample few messages have rows, so the
+        newest held message of the last rows is compared instead.
         """
         message = await self._newest_held(min(self.source.last, archive.end))
         near = () if message is None else await archive.at(message.sequence)
@@ -247,8 +246,8 @@ class StreamLook:
         return await self._first_held(ref, ref.coverage, newest=True)
 
     async def _newest_held(self, end: int) -> Message | None:
-        """The last message that the source holds up to `end`, by bisection; None if it holds none."""
-        low, high, found = self.source.first - 1, end, None  # none is held behind `high`
+        """Return the last message that the source holds up to `end`, by bisection; None if it holds none."""
+        low, high, found = self.source.first - 1, end, None  # no message is held from `high` + 1 to `end`
         while low < high:
             middle = (low + high + 1) // 2
             if (message := await self._next(middle)) is None or message.sequence > high:
@@ -274,9 +273,10 @@ class StreamLook:
         return await _unless_damaged("no row", ref, self._archived.row(ref, sequence))
 
     async def first_unlike(self, refs: Sequence[SegmentRef], end: int) -> int | None:
-        """The first sequence from which on the stream holds what `refs`, up to `end`, do not.
+        """Return the first sequence at which the stream may differ from `refs`, up to `end`: the one after the last
+        equal.
 
-        None where nothing agrees. Raises what the stream and the store raise, DataError for a damaged segment.
+        None if nothing is equal. Raises the errors of the stream and the store, DataError for a damaged segment.
         """
         first, end = self.source.first, min(self.source.last, end)
         for stretch in reversed(cover(refs, first, end)) if end >= first else []:
@@ -303,10 +303,11 @@ class StreamLook:
         return equal
 
     async def _next_held(self, sequences: Sequence[int], first: int, end: int) -> int | None:
-        """The first place in first..end-1 of `sequences` whose message the stream holds; None if none is.
+        """Return the first index in first..end-1 of `sequences` at which the stream holds the message; None if there is
+        none.
 
-        The stream is asked for what it holds next, so a stretch that it dropped costs one question. The search is
-        given up behind many messages that were archived without a row, as in a sample.
+        The stream is queried for its next message, so a stretch that it dropped costs one query. The search ends after
+        many messages that were archived without a row, as in a sample.
         """
         place = first
         for _ in range(ABSENT_ROWS):
@@ -320,7 +321,7 @@ class StreamLook:
 
 
 async def _unless_damaged(event: str, ref: SegmentRef, reading: Awaitable[T]) -> T | None:
-    """None too where the segment is damaged: that is logged."""
+    """Return the result of `reading`; None also if the segment is damaged, which is logged."""
     try:
         return await reading
     except DataError as error:
@@ -354,11 +355,11 @@ def source_of(info: StreamInfo) -> SourceStream:
 async def confirm(
     deps: EgressDeps, ask: Question[T], harmless: Callable[[T], bool], outline: Callable[[T], Hashable]
 ) -> T:
-    """The answer that `ask`, on a fresh connection each time, gives again and again; equal answers have one
+    """Return the answer that `ask`, on a fresh connection each time, gives repeatedly. Equal answers have one
     `outline`.
 
-    A harmless answer is taken at once, because nothing is stopped, created or skipped for it. The others need
-    agreement over time: the STREAM.INFO of a deposed leader is stale. Raises Unavailable where answers keep changing.
+    A harmless answer is accepted at once, because nothing is stopped, created or skipped for it. The others need
+    agreement over time: the STREAM.INFO of a deposed leader is stale. Raises Unavailable if answers keep changing.
     """
     answers: list[T] = []
     confirming = deps.tuning.confirming
@@ -385,9 +386,9 @@ Answer = tuple[Evidence, SourceVerdict]
 
 
 class Proposal(NamedTuple):
-    """Where the next incarnation should begin so that nothing is missed and nothing archived twice.
+    """Beginning of the next incarnation at which nothing is missed and nothing archived twice.
 
-    `is_agreed`: the message before is as archived, and so is all that comes before it in one history.
+    `is_agreed`: the message before is as archived, and so is everything before that message in one history.
     """
 
     first: int
@@ -395,7 +396,7 @@ class Proposal(NamedTuple):
 
 
 class Inquiry:
-    """The questions about the stream of one partition of a feed. `acceptance`: what an operator accepted."""
+    """Queries about the stream of one partition of a feed. `acceptance`: the stream that an operator accepted."""
 
     def __init__(self, deps: PartitionDeps) -> None:
         self._deps, self._threads, self._archived = deps, deps.pools.io, ArchivedMessages(deps)
@@ -405,26 +406,26 @@ class Inquiry:
         self.acceptance: Acceptance | None = None
 
     async def info(self) -> StreamInfo | None:
-        """Raises Unavailable while the stream is being restored."""
+        """Return the state of the stream, None if there is none. Raises Unavailable while it is being restored."""
         return await unguarded_info(self._deps.client, self._stream)
 
     async def first(self, client: FloeClient | None = None) -> int:
-        """Raises Unavailable where there is no stream."""
+        """Return the first sequence of the stream. Raises Unavailable if there is no stream."""
         if (info := await stream_info(client or self._deps.client, self._stream)) is None:
             raise Unavailable(f"stream {self._stream} does not exist any more")
         return source_of(info).first
 
     async def is_gone(self) -> bool:
-        """Whether there is nothing to read: no stream, or one that is being restored; one look. Raises what the server
-        raises.
+        """True if there is nothing to read: no stream, or one that is being restored. One check; raises the errors of
+        the server.
         """
         info = await stream_info(self._deps.client, self._stream)
         return info is None or bool(info.marker)
 
     async def can_read_again(self, received: Tip, first: int) -> bool:
-        """Whether the stream still holds what was received, from `first` up to this tip: one look.
+        """True if the stream still holds the messages received, from `first` up to this tip. One check.
 
-        False too while it is being restored. Raises what the server raises.
+        False also while it is being restored. Raises the errors of the server.
         """
         if (info := await stream_info(self._deps.client, self._stream)) is None or info.marker:
             return False
@@ -435,7 +436,7 @@ class Inquiry:
     async def judge(
         self, current: Incarnation, archive: Archive, received: Tip | None, doubted: Callable[[str], None]
     ) -> Answer:
-        """The verdict; `doubted` is called with the reason where it is confirmed first."""
+        """Return evidence and verdict; `doubted` is called with the reason if the verdict has to be confirmed first."""
         answer = await self.look(current, archive, received)
         if answer[1].is_same:
             return answer
@@ -451,10 +452,10 @@ class Inquiry:
     async def look(
         self, current: Incarnation, archive: Archive, received: Tip | None = None, client: FloeClient | None = None
     ) -> Answer:
-        """The verdict on one look at the stream, over the shared connection unless another one is given.
+        """Return evidence and verdict of one comparison, over the shared connection unless another one is given.
 
-        `received`: the tip of what was received and not archived yet. Raises Unavailable where source or store cannot
-        be asked.
+        `received`: the tip of the messages received and not archived yet. Raises Unavailable if source or store cannot
+        be reached.
         """
         evidence = await self._gathered(client or self._deps.client, current, archive, received)
         verdict = judge_with(evidence, self.acceptance)
@@ -463,10 +464,10 @@ class Inquiry:
         return evidence, verdict
 
     def _reaches(self, chain: Chain) -> bool:
-        """Whether a restore of the stream has effects elsewhere, by its captures, read once while it is gone."""
+        """True if a restore of the stream has effects elsewhere, by its captures, read once while it is gone."""
         if chain not in self._elsewhere:
             found, captures = False, CaptureStore(self._deps.chains.layout, self._deps.chains.objects)
-            with suppress(DataError):  # which a restore reports
+            with suppress(DataError):  # a restore reports it
                 config, held = captures.config(chain), captures.consumers(chain)
                 durable = [each.config for each in (held.consumers if held else ()) if each.config.get("durable_name")]
                 pushed = {str(each["durable_name"]): "" for each in durable if each.get("deliver_subject")}
@@ -475,11 +476,11 @@ class Inquiry:
         return self._elsewhere[chain]
 
     def _as_restored(self, chain: Chain, evidence: Evidence, verdict: SourceVerdict) -> SourceVerdict:
-        """The verdict, where `floe restore` made the stream and its limits left nothing that was archived."""
+        """Accept a stream that `floe restore` made, if its limits left no archived message; else return `verdict`."""
         restored = CaptureStore(self._deps.chains.layout, self._deps.chains.objects).restored(chain)
         if restored is None or evidence.source is None or not restored.is_of(evidence.source.created):
             return verdict
-        # A partition without an end had no segment then, and may have covered nothing.
+        # A partition without an end had no segment at the restore, and may have covered nothing.
         end = restored.ends.get(chain.partition, min(restored.end, evidence.end))
         found = judge_with(evidence, Acceptance(evidence.source.created, end))
         return replace(found, why=f"restored from the archive: {found.why}") if found.is_same else verdict
@@ -488,7 +489,7 @@ class Inquiry:
         self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
     ) -> Evidence:
         created = current.stream.created
-        # The coverage of this history, whether or not this incarnation has covered anything yet.
+        # The coverage of this history, even if this incarnation has covered nothing yet.
         end = archive.end or (archive.first - 1 if current.continued else 0)
         if (info := await unguarded_info(client, self._stream)) is None:
             return Evidence(None, created, end, reaches=await self._threads.run(self._reaches, current.chain))
@@ -522,7 +523,7 @@ class Inquiry:
     async def proposal(
         self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: SourceVerdict
     ) -> Proposal | None:
-        """None where there is no stream or it is not known."""
+        """Return the proposed beginning; None if there is no stream or the beginning is not known."""
         source = evidence.source
         if source is None or verdict.kind not in (VerdictKind.ROLLED_BACK, VerdictKind.FORKED, VerdictKind.UNKNOWN):
             return None if source is None else Proposal(source.first)
@@ -548,11 +549,11 @@ class Inquiry:
         return [(listed(each), ends[each.partition]) for each in chains] or [([], 0)]
 
     async def place(self, archive: Archive, source: SourceStream) -> Position:
-        """Where to read. Raises Stopped where an empty listing may hide an archive.
+        """Return the position. Raises Stopped if an empty listing may hide an archive.
 
-        Where acknowledged messages leave the stream, its first sequence says nothing about what it holds behind: a
-        hole was archived once and acknowledged, so none of it is held. What comes before the first sequence may have
-        been another partition's.
+        If acknowledged messages leave the stream, its first sequence proves nothing about the later ones: a hole was
+        archived once and acknowledged, so none of it is held. Messages before the first sequence may have been another
+        partition's.
         """
         is_kept, source_first = source.retention == LIMITS, source.first
         if source.retention == WORK_QUEUE:
@@ -582,7 +583,7 @@ class Inquiry:
         return place
 
     async def _is_hole(self, archive: Archive, place: Position) -> bool:
-        """Whether the hole still exists; if not, the archive forgets it."""
+        """True if the hole still exists; otherwise remove it from the archive's holes."""
         hole = next(hole for hole in archive.holes if place.first in hole)
         if (left := await archive.uncovered(hole)) == [hole]:
             return True
@@ -590,8 +591,8 @@ class Inquiry:
         return False
 
     async def _waiting_holes(self, archive: Archive, first: int) -> tuple[SequenceRange, ...]:
-        """The known holes, and those among what was delivered and never acknowledged: messages in them must not be
-        acknowledged, they are nowhere else.
+        """Return the known holes, and those among the messages that were delivered and never acknowledged: messages in
+        them must not be acknowledged, because there is no other copy.
         """
         client, end = self._deps.client, archive.end
         held = await next_message(client, self._stream, first, self._filter) if first <= end else None

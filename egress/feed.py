@@ -1,8 +1,8 @@
-"""The egress service: one task for each partition of a feed, under its lease; readiness, drain.
+"""Run of the partitions of all feeds: one task for each, under its lease; readiness and drain.
 
-A feed never ends the service. What only an operator can repair stops its own chain and is looked at again; what
-is unreachable is tried again; an instance without the lease stands by; an unexpected error ends the session,
-which begins again after a pause that grows (`common/clock.py`).
+A feed never ends the service. An error that only an operator can repair stops its own chain, which is examined again
+later. An unreachable server or store is retried. An instance without the lease is a standby. An unexpected error ends
+the session, which begins again after a growing pause (`common/clock.py`).
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from egress.worker import Worker
 log = get_logger(__name__)
 
 BEAT = 1.0  # seconds
-RESCUE = 2.0  # seconds between tries to put what the lease was lost with
-RENEWED = 0.2  # seconds between looks whether a lease that was not renewed in time is usable again
-ABANDON = 2.0  # seconds to release what was not drained in time
+RESCUE = 2.0  # seconds between attempts to put the messages that were left at the loss of a lease
+RENEWED = 0.2  # seconds between checks if a lease that was not renewed in time is usable again
+ABANDON = 2.0  # seconds for cancelled tasks to end after the shutdown timeout
 
 
 class Feed:
-    """One partition of a feed in this process: waits for its lease, works under it, gives it back."""
+    """Partition of a feed in this process: waits for its lease, works under it, gives it back."""
 
     def __init__(self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health) -> None:
         self.chain = self._chain = partition.chain
@@ -48,7 +48,7 @@ class Feed:
         self._worker, self._backoff = Worker(self._deps), Backoff(deps.rng)
 
     def flush(self, incarnation: int = 0, least: int = 0) -> Flush | None:
-        """As `Session.flush`; None too where this process does not read the partition."""
+        """Flush as `Session.flush`; return None also if this process does not read the partition."""
         return self._worker.flush(incarnation, least)
 
     async def run(self, stop: Stop) -> None:
@@ -62,7 +62,7 @@ class Feed:
             self._worker.end()
 
     async def _occupy(self, stop: Stop) -> Lease | None:
-        """The lease; None at a stop. Meanwhile what was in hand when another was lost is put, if its stream is gone."""
+        """Return the lease; None at a stop. Meanwhile, put messages left from a lost lease if their stream is gone."""
         rescue = again("rescue", self._rescue, self._deps.clock)
         side = watched(rescue, orphaned, name=f"rescue {self._chain}")
         try:
@@ -83,7 +83,7 @@ class Feed:
         self._report.holds(None)
 
     async def _put_left(self, stop: Stop) -> None:
-        """Another try at a drain. The deadline of the drain ends it."""
+        """Retry the drain. The deadline of the drain ends it."""
         try:
             if await self._worker.needs_nothing():
                 self._worker.discard()
@@ -99,7 +99,7 @@ class Feed:
     async def _hold(self, lease: Lease, stop: Stop) -> None:
         """Work under the lease until it is lost or to be given back, or `stop` is set.
 
-        It is given back only when no upload is in progress any more: another instance would begin beside it.
+        It is given back only once no upload is in progress: another instance would begin beside it.
         """
         self._report.working()
         leave = Stop(stop, lease.lost, lease.give_back)
@@ -111,7 +111,7 @@ class Feed:
             while not lease.lost.is_set and (not leave.is_set or self._worker.is_holding):
                 if lease.is_usable():
                     await self._work(lease, leave)
-                else:  # not given up: another would take it before its time is over, and what is held here is not there
+                else:  # not released: another would take it before it expires, without the messages held here
                     await wait_for(lease.lost, RENEWED)
             await self._pools.idle()
         finally:
@@ -126,7 +126,7 @@ class Feed:
         leave.set(StopReason.SHUTDOWN)
 
     async def _pause(self, lease: Lease, leave: Stop, seconds: float) -> None:
-        # At a drain what is left is tried again, and not all the time.
+        # At a drain `leave` is set already: the pause lasts all the same, so that retries are not continuous.
         await wait_for(lease.lost if leave.is_set and self._worker.is_holding else leave, seconds)
 
     async def _work(self, lease: Lease, leave: Stop) -> None:
@@ -152,7 +152,7 @@ class Feed:
 
 
 class Runs(Protocol):
-    """What runs until `stop` is set and it has come to an end."""
+    """Task that runs until `stop` is set and its work is finished."""
 
     async def run(self, stop: Stop) -> None: ...
 
@@ -160,11 +160,11 @@ class Runs(Protocol):
 async def run_feeds(
     feeds: Sequence[Runs], deps: EgressDeps, health: Health, stop: Stop, shutdown_timeout: float
 ) -> bool:
-    """Run until `stop` is set and all `feeds` have drained. Returns whether they have, within `shutdown_timeout`
+    """Run until `stop` is set and all `feeds` have drained. Return True if they have, within `shutdown_timeout`
     seconds.
 
-    `feeds` includes other tasks that run as long as the feeds do. A feed that was not drained keeps its lease until
-    it expires: its uploads may still be in progress.
+    `feeds` includes other tasks that run as long as the feeds do. A feed that was not drained keeps its lease until it
+    expires: its uploads may still be in progress.
     """
     tasks = {
         asyncio.create_task(_run_all(feeds, stop), name="feeds"),

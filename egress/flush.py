@@ -1,10 +1,10 @@
-"""Closes open segments at once, instead of by age or size: when a command asks, or SIGUSR1.
+"""Flush of open segments on request of a command or SIGUSR1, instead of by age or size.
 
-    egress.flush.{site}    in the state bucket: what was asked of each feed, and what became of it in each partition
+    egress.flush.{site}    in the state bucket: the request to each feed, and its outcome in each partition
 
-Every process of the site looks at that one key and answers for the partitions whose lease it holds: first what it
-closed, then that it is stored. Where a session ends in between, the next one of that partition is flushed again. What
-is asked while nobody holds a lease is done by whoever takes it next.
+Every process of the site reads this one key and answers for the partitions under its leases: first with the range that
+it closed, then that it is stored. If a session ends in between, the next session of that partition is flushed again. If
+no process holds the lease, the next one that takes it carries out the request.
 """
 
 import secrets
@@ -37,15 +37,15 @@ from egress.session import Flush
 
 log = get_logger("egress.flush")
 
-POLL = 0.2  # seconds between two looks of a command that waits
-TELL = 10.0  # seconds between two of its lines
+POLL = 0.2  # seconds between two checks of a command that waits
+TELL = 10.0  # seconds between two of its progress lines
 
 CLOSING, STORED, EMPTY, ASKED, NOBODY = "closing", "stored", "nothing open", "asked", "no holder"
 
 
 class FlushAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of one partition: what was closed, from `first` (None where nothing was open) to `last`, up to where all was
-    received; and whether all up to there is stored.
+    """Outcome in one partition: the segment closed, from `first` (None if nothing was open) to `last`, up to which
+    everything was received. `is_stored`: everything up to `last` is stored.
     """
 
     incarnation: int
@@ -57,12 +57,12 @@ class FlushAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def state(self) -> str:
-        """It as one word."""
+        """State as one word."""
         return CLOSING if not self.is_stored else EMPTY if self.first is None else STORED
 
 
 class FlushRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of one feed. `answers`: by partition; `only`: the partitions that are asked, empty for all."""
+    """Request to flush one feed. `answers`: by partition; `only`: the partitions that it is for, empty for all."""
 
     id: str
     asked: float
@@ -70,19 +70,19 @@ class FlushRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     only: tuple[int, ...] = ()
 
     def asks(self, partition: int) -> bool:
-        """Whether that is still to be done."""
+        """True if the partition has still to be flushed."""
         answer = self.answers.get(partition)
         return partition in (self.only or (partition,)) and not (answer and answer.is_stored)
 
 
 class FlushRequests(msgspec.Struct, frozen=True, tag_field="format_version", tag=1):
-    """The newest of each feed of a site."""
+    """Newest request to each feed of a site."""
 
     feeds: dict[str, FlushRequest]
 
     def asking(self, chains: Iterable[Chain], counts: Mapping[str, int], number: str, now: float) -> "FlushRequests":
-        """With a new request of these partitions, and of those of the same feeds that are asked still; what was
-        answered for others stays. `counts`: how many partitions each feed has.
+        """Return a copy with a new request to these partitions, and to those of the same feeds with an open request;
+        answers of the others remain. `counts`: the number of partitions of each feed.
         """
         feeds, wanted = dict(self.feeds), {name: set[int]() for name in counts}
         for chain in chains:
@@ -96,7 +96,7 @@ class FlushRequests(msgspec.Struct, frozen=True, tag_field="format_version", tag
         return FlushRequests(feeds)
 
     def answered(self, answers: Mapping[Chain, tuple[str, FlushAnswer]]) -> "FlushRequests":
-        """With these answers, by partition, each with the request that it is for; to another one it says nothing."""
+        """Return a copy with these answers, each with the id of its request; answers to other requests are dropped."""
         feeds = dict(self.feeds)
         for chain, (number, answer) in answers.items():
             if (found := feeds.get(chain.feed)) is not None and found.id == number:
@@ -108,12 +108,12 @@ _FORM = JsonForm(FlushRequests)
 
 
 def flush_requests(state: KeyValue, site: str) -> KvDocument[FlushRequests]:
-    """What is asked of the feeds of a site. Read it `anew`: what cannot be read asks nothing."""
+    """Return the document of requests to the feeds of a site. Read with `anew`, an unreadable one requests nothing."""
     return KvDocument(state, state_key("egress", "flush", site), _FORM, unreadable(f"flush of {site}", ""))
 
 
 class FlushWatch:
-    """Does what is asked of the `feeds` of this process, `every` so many seconds."""
+    """Execution of the requests to the `feeds` of this process, checked at intervals of `every` seconds."""
 
     def __init__(self, site: str, feeds: Sequence[Feed], state: KeyValue, clock: Clock, every: float) -> None:
         self._feeds, self._clock, self._every = feeds, clock, every
@@ -122,13 +122,13 @@ class FlushWatch:
         self._failure = ""
 
     def flush_all(self) -> None:
-        """Close what is open in every feed that this process holds."""
+        """Close the open segment of every feed that this process holds."""
         flushes = [flush for feed in self._feeds if (flush := feed.flush()) is not None]
         closed = sum(flush.closed is not None for flush in flushes)
         log.info("flushed by signal", action="flush", partitions=len(flushes), closed=closed)
 
     async def run(self, stop: Stop) -> None:
-        """Until `stop` is set; after an error that nobody foresaw it begins again."""
+        """Carry out requests until `stop` is set; begin again after an unexpected error."""
         await again("flush", lambda: self._watch(stop), self._clock)
 
     async def _watch(self, stop: Stop) -> None:
@@ -156,8 +156,8 @@ class FlushWatch:
             await self._requests.change(lambda found: found and found.answered(answers), anew=True)
 
     def _flush(self, feed: Feed, number: str, before: FlushAnswer | None) -> FlushAnswer | None:
-        """What became of the request in one partition; None where this process does not read it, or not as far yet
-        as whoever answered `before`, who has put nothing.
+        """Return the outcome of the request in one partition. None if this process does not read it, or has not read as
+        far yet as the process that answered `before`, which has put nothing.
         """
         known, flush = self._done.get(feed.chain, ("", None))
         if flush is None or known != number or (flush.is_over and not flush.is_stored):
@@ -172,7 +172,7 @@ class FlushWatch:
 
 
 class FlushCommand:
-    """Asks for a flush of `partitions`, all of one site, and sees what becomes of it."""
+    """Request for a flush of `partitions`, all of one site, and its outcome."""
 
     def __init__(self, partitions: Sequence[Partition], state: KeyValue, clock: Clock) -> None:
         self._chains, self._clock = [each.chain for each in partitions], clock
@@ -181,12 +181,12 @@ class FlushCommand:
         self._found, self._held = FlushRequests({}), set(self._chains)
 
     async def look_for_holders(self, leases: Leases) -> bool:
-        """Wait for those partitions only whose lease somebody holds; whether there are any."""
+        """Wait only for the partitions with a held lease. Return True if there are any."""
         self._held = {each for each in self._chains if await leases.holder(lease_key(each)) is not None}
         return bool(self._held)
 
     async def ask(self) -> None:
-        """Have it asked of all of them."""
+        """Write the request for all partitions."""
         number, now = secrets.token_hex(8), self._clock.now()
 
         def asked(found: FlushRequests | None) -> FlushRequests:
@@ -195,9 +195,9 @@ class FlushCommand:
         self._found = await self._requests.change(asked, anew=True) or self._found
 
     async def wait(self, seconds: float, tell: Callable[[str], None]) -> bool:
-        """Whether all that are waited for are stored within `seconds`; `tell` gets lines about how far it is.
+        """Return True if all awaited partitions are stored within `seconds`; `tell` receives lines about the progress.
 
-        Where another command asks anew meanwhile, its answer is waited for: it closes later than this one.
+        If another command requests a flush meanwhile, its answer is awaited: it closes later than this one.
         """
         began = told = self._clock.monotonic()
         while (left := sum(row["state"] in (ASKED, CLOSING) for row in self.rows())) > 0:
@@ -211,7 +211,7 @@ class FlushCommand:
         return True
 
     def rows(self) -> list[dict[str, Any]]:
-        """What is known of each partition."""
+        """Return the known state of each partition."""
         return [self._row(chain) for chain in self._chains]
 
     def _row(self, chain: Chain) -> dict[str, Any]:
@@ -223,11 +223,11 @@ class FlushCommand:
 
 
 async def ask_for_flush(settings: Settings, name: str, wait: bool | None, timeout: float, as_json: bool) -> int:
-    """What `floe egress flush` does for the feed or chain of that name (empty: all feeds), and prints. `wait`: also
-    for a holder; False: for nothing.
+    """Run `floe egress flush` for the feed or chain of that name (empty: all feeds), and print the outcome. `wait`:
+    True waits for a holder too, False for nothing.
 
-    Raises Unavailable where nobody holds a lease, or what was asked is not stored after `timeout` seconds; UsageError
-    for another name, and for an incarnation that has ended.
+    Raises Unavailable if no process holds a lease, or if the segments are not stored after `timeout` seconds;
+    UsageError for another name, and for an incarnation that has ended.
     """
     require_feeds(settings.egress.feeds)
     feed, incarnation, number = feed_meant(settings, name)

@@ -1,4 +1,4 @@
-"""From one incarnation to the next, together with the other partitions of the feed."""
+"""Handover of one partition from one incarnation to the next, together with the other partitions of the feed."""
 
 from common.chain import Chain
 from common.failpoints import failpoint
@@ -13,11 +13,11 @@ from egress.incarnations import Closing, Closings, End, EndDecision, History, In
 
 log = get_logger(__name__)
 
-POLL = 2.0  # seconds between two looks at what the other partitions have done, at most
+POLL = 2.0  # seconds between two checks of the progress of the other partitions, at most
 
 
 class Handover:
-    """Closes incarnations of one partition, and begins the next when all partitions are closed."""
+    """Closing of one partition's incarnations, and beginning of the next once all partitions are closed."""
 
     def __init__(self, deps: PartitionDeps, history: History) -> None:
         self._deps, self._number, self._history = deps, deps.partition.number, history
@@ -27,16 +27,16 @@ class Handover:
         return await self._closings.get(current.chain)
 
     async def begin(self, current: Incarnation, closing: Closing) -> None:
-        """Begin the incarnation behind `current`, which is closed. Raises Stopped."""
+        """Begin the incarnation after `current`, which is closed. Raises Stopped."""
         minted = await self._history.mint(current, closing)
         context = {"first": minted.document.first, **minted.chain.log_context()}
         log.warning("incarnation closed", action="recreated", **context)
         self._deps.report.recreated()
 
     async def reopen(self, current: Incarnation, closing: Closing) -> bool:
-        """Let this partition read on: its noted end is withdrawn. False where it is too late.
+        """Withdraw this partition's noted end, so that it reads on. Return False if it is too late.
 
-        A decision about a partition that goes on by itself again is void.
+        A decision about a partition that continues by itself again is void.
         """
         number, decision = self._number, closing.decision
 
@@ -52,10 +52,10 @@ class Handover:
     async def close(
         self, current: Incarnation, archive: Archive, info: StreamInfo, first: int, decision: EndDecision | None
     ) -> Closing:
-        """Note that the partition ends where `archive` does, and goes on at `first` of the stream `info`.
+        """Note that the partition ends at the end of `archive`, and continues at `first` of the stream `info`.
 
-        Begins the next incarnation if this is the last partition to end. Nothing is noted where the decision behind
-        it was taken back.
+        Begins the next incarnation if this is the last partition to end. Nothing is noted if `decision` is no longer
+        the current one.
         """
         end = End(archive.end, first, info.created)
         stream = NextStream(info.created, info.config)
@@ -72,7 +72,7 @@ class Handover:
         return closing
 
     async def wait(self, current: Incarnation, closing: Closing, created: str, lease: Lease, stop: Stop) -> None:
-        """Wait for the other partitions, for as long as this one's own verdict may stand unchecked."""
+        """Wait for the other partitions, until this one's own verdict has to be checked again."""
         self._deps.report.closing(closing.missing(self._count, created))
         clock, check = self._deps.clock, self._deps.tuning.pace.check
         until = clock.monotonic() + check
@@ -85,7 +85,7 @@ class Handover:
         return (await self._closings.get(chain)).decision_for(created) is not None
 
     def adopt(self, evidence: Evidence, verdict: SourceVerdict, closing: Closing) -> SourceVerdict:
-        """The verdict of another partition of the same stream, where this one's own evidence decides nothing.
+        """Return the verdict of another partition of the same stream if this one's own evidence decides nothing.
 
         A partition without messages has none to compare.
         """

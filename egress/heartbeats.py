@@ -1,7 +1,7 @@
-"""Heartbeats: one member of the site publishes a small message to each configured subject, again and again.
+"""Heartbeats: messages that one member of the site publishes to each configured subject, and an object of each process.
 
-A lease elects the member. A paused leader finds its lease unusable as soon as it wakes, so two heartbeats for one
-turn are rare; a heartbeat whose acknowledgement was lost is not sent again.
+A lease elects the member. A paused leader finds its lease unusable as soon as it wakes up, so two heartbeats in one
+turn are rare. A heartbeat is not sent again if its acknowledgement was lost.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def heartbeat_key(site: str) -> str:
 
 
 class Heartbeats:
-    """The heartbeats of the site, as published from `host`."""
+    """Heartbeats of the site, published from `host`."""
 
     def __init__(
         self, settings: Settings, leases: Leases, client: FloeClient, host: str, rng: random.Random, health: Health
@@ -54,9 +54,9 @@ class Heartbeats:
         self._is_leader = False
 
     async def run(self, stop: Stop) -> None:
-        """Publish while this member leads, stand by while another does, until `stop` is set.
+        """Publish while this member leads, and wait while another does, until `stop` is set.
 
-        After an unexpected error it begins again.
+        Begins again after an unexpected error.
         """
         await again("heartbeats", lambda: self._take_part(stop), self._clock)
 
@@ -78,7 +78,7 @@ class Heartbeats:
                 await hearing.unsubscribe()
 
     async def _hear(self, trouble: Trouble) -> RawSubscription | None:
-        """Listen for a leader that steps down. None without the right to: the lease is then tried now and then."""
+        """Listen for a leader that steps down. None without the right to: the lease is then tried periodically."""
         try:
             return await self._leases.listen(self._key, self._on_write, trouble.tell)
         except FloeError as error:
@@ -90,7 +90,7 @@ class Heartbeats:
             self._released.set()
 
     async def _elect(self) -> Lease | None:
-        """None where another member leads, or the leader is not known."""
+        """Return the lease; None if another member leads, or if the leader is not known."""
         try:
             return await self._leases.acquire(self._key)
         except (Unavailable, OutcomeUnknown, ApiError) as error:
@@ -150,19 +150,19 @@ class Heartbeats:
 
 
 def header_block(headers: dict[str, str], host: str, subject: str) -> bytes:
-    """Raises ValueError for a value that a header cannot carry."""
+    """Return the header block. Raises ValueError for a value that a header cannot carry."""
     own = {"Floe-Originator": host, "Floe-Subject": subject}
     return build_block(f"{name}: {value}".encode() for name, value in {**headers, **own}.items())
 
 
 def next_due(due: float, interval: float, now: float) -> float:
-    """When the heartbeat after that of `due` is due; turns that have passed by `now` are skipped."""
+    """Return the time of the heartbeat after the one at `due`; turns that have passed by `now` are skipped."""
     missed = max(0.0, now - due) // interval
     return due + interval * (missed + 1)
 
 
 def check_stored(answer: bytes, subject: str) -> None:
-    """Raises ApiError, Unavailable or OutcomeUnknown unless `answer` says that a stream stored it."""
+    """Raise ApiError, Unavailable or OutcomeUnknown unless `answer` confirms that a stream stored it."""
     try:
         document = json.loads(answer)
     except (ValueError, RecursionError):
@@ -178,10 +178,10 @@ BEGINNING = (STANDBY, "starting", "checking")
 
 
 class SignOfLife:
-    """The sign of life of this process, under the name `process`.
+    """Heartbeat object of this process, under the name `process`.
 
-    `reports`: of all its chains; `owner`: as its leases name it; `late`: called where the store has not answered after
-    half of the interval.
+    `reports`: of all its chains; `owner`: the name of this process in its leases; `late`: called if the store has not
+    answered after half of the interval.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class SignOfLife:
             while not stop.is_set:
                 began = self._clock.monotonic()
                 await unless(stop, self._once(threads))
-                # The site looks silent at the centre until it is put: so put it soon after the store is back.
+                # Until it is stored, the site appears silent at the centre: so put it soon after the store is back.
                 until = began + self._every * (SOON if self._is_put_off else 1)
                 while (left := until - self._clock.monotonic()) > 0 and not stop.is_set:
                     await wait_for(stop, min(left, self._every * SOON))
@@ -225,7 +225,7 @@ class SignOfLife:
         except FloeError as error:
             metrics.alive_errors.labels(self._site).inc()
             self._is_put_off = isinstance(error, Unavailable | OutcomeUnknown)
-            if self._failure != error.code:  # logged once for each reason, until it works again
+            if self._failure != error.code:  # logged once for each code, until it works again
                 self._failure = code = error.code
                 log.warning("sign of life not stored", action="alive_failed", code=code, error=str(error))
         else:
@@ -236,12 +236,12 @@ class SignOfLife:
                 log.info("sign of life stored again", action="over")
 
     def _has_taken_over(self) -> bool:
-        """Whether a chain is worked on that the last sign of life shows as standby, or as only just begun."""
+        """True if a chain is worked on that the last heartbeat shows as standby, or as only just begun."""
         pairs = zip(self._told, self._reports, strict=True)
         return any(told.state in BEGINNING and report.sign().state not in BEGINNING for told, report in pairs)
 
     async def _asking_until(self, put: asyncio.Task[None]) -> None:
-        """The result of `put`. As long as the store is silent, the lag that its silence makes is measured on."""
+        """Return the result of `put`. While the store is silent, keep measuring the lag that its silence causes."""
         try:
             while not (await asyncio.wait({put}, timeout=self._every))[0]:
                 await self._ask_sources()
@@ -258,7 +258,7 @@ class SignOfLife:
                 report.source(*answer)
 
     async def _ask(self, stream: str) -> tuple[int, int | None] | None:
-        """Sequence and time of its last message; None where it cannot be asked, or there is no such stream."""
+        """Return sequence and time of the last message; None if it cannot be queried, or if there is no such stream."""
         if not self._client.is_up:
             return None
         try:
@@ -272,8 +272,8 @@ class SignOfLife:
 
 
 class Reachability:
-    """Whether the store and NATS can be reached, as metrics of this process; both begin as not reached. The store as
-    `health` too.
+    """Reachability of the store and NATS, as metrics of this process; both begin as not reached. That of the store is
+    in `health` too.
     """
 
     def __init__(self, clock: Clock, health: Health) -> None:
@@ -282,7 +282,7 @@ class Reachability:
             each.set(0)
 
     def store(self, has_answered: bool) -> None:
-        """From any thread."""
+        """Record an answer of the store, or its absence. Callable from any thread."""
         metrics.store_reachable.set(has_answered)
         why = "the store does not answer, or not with this credential"
         self._health.set_ready("objects", has_answered, why)

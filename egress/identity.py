@@ -1,4 +1,4 @@
-"""Is this still the stream that the chain was frozen from? A pure verdict from what was read.
+"""Pure verdict on the identity of a stream, compared with the one that the chain was archived from.
 
 | evidence | verdict |
 |---|---|
@@ -9,14 +9,13 @@
 | tips held, none equal, `created` differs | RECREATED |
 | the source ends earlier, `created` differs, no tip equal | RECREATED |
 | nothing archived yet | SAME if `created` is equal, else RECREATED |
-| no tip held, `created` equal, the first held message behind the newest tip, and later | UNVERIFIED |
+| no tip held, `created` equal, the first held message after the newest tip, and later | UNVERIFIED |
 | no such stream | GONE |
 | anything else | UNKNOWN |
 
-A message found where the archive covers a stretch without messages counts as a tip that differs.
-`created` alone proves nothing: it drifts on the same data, and a recreated stream may already be longer than
-the archive. Nothing here waits or asks; `egress.evidence` gathers, and asks again before a verdict has
-consequences.
+A message in a stretch that the archive covers without messages counts as a tip that differs. `created` alone proves
+nothing: it drifts on the same data, and a recreated stream may already be longer than the archive. Nothing here waits
+or queries. `egress.evidence` gathers the evidence, and gathers it again before a verdict has consequences.
 """
 
 import shlex
@@ -38,7 +37,7 @@ from egress.partition import Partition, believe_listing, bring_back, resolve, un
 
 
 class HeldMessage(StrEnum):
-    """What the source holds at the sequence of a tip."""
+    """Comparison of a tip with the source's message at its sequence."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
@@ -47,7 +46,7 @@ class HeldMessage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """A message that was archived (or received), and what the source holds in its place."""
+    """Message that was archived (or received), and its comparison with the source."""
 
     tip: Tip
     held: HeldMessage
@@ -63,12 +62,12 @@ def is_any_equal(witnesses: Iterable[Witness]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceStream:
-    """The stream as it is now.
+    """Present state of the stream.
 
-    `first`: its first sequence. `last`: the last one it assigned, whether or not it is held. `first_timestamp_ns`: of
-    the first message held, None where none is. `last_timestamp_ns`: likewise for the last message. `retention`:
-    `limits`, `interest` or `workqueue`. `asked_ns`: the server's time of the answer, None where it does not say
-    (before 2.10).
+    `first`: its first sequence. `last`: the last one it assigned, even if that message is gone. `first_timestamp_ns`:
+    of the first message held, None if none is. `last_timestamp_ns`: likewise for the last message. `retention`:
+    `limits`, `interest` or `workqueue`. `asked_ns`: the server's time of the answer, None if it is absent (before
+    2.10).
     """
 
     created: str
@@ -82,14 +81,13 @@ class SourceStream:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a verdict is made from.
+    """Input of a verdict.
 
-    `source`: None if there is no such stream. `created`: as `stream.json` has it. `end`: the last sequence
-    that the archive covers, 0 if it covers none. `tips`: of the archive, newest first. `received`: the last
-    message received and not yet archived, if any. `older`: the incarnation before this one of which a held
-    tip is equal, or which was made for a stream with this very `created`; `is_before`: it is compared where the
-    source ends before this incarnation began. `reaches`: the stream that is gone had
-    effects outside of its own subjects, which a restore asks about.
+    `source`: None if there is no such stream. `created`: from `stream.json`. `end`: the last sequence that the archive
+    covers, 0 if it covers none. `tips`: of the archive, newest first. `received`: the last message received and not yet
+    archived, if any. `older`: the incarnation before this one of which a held tip is equal, or which was made for a
+    stream with the same `created`; `is_before`: the source ends before this incarnation began. `reaches`: the stream
+    that is gone had effects outside of its own subjects, so a restore needs `--allow-elsewhere`.
     """
 
     source: SourceStream | None
@@ -114,7 +112,7 @@ class VerdictKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceVerdict:
-    """What the source is, and `why`, in words. `drifted`: the same data under another `created`."""
+    """Identity of the source, and the reason (`why`) in words. `drifted`: the same data under another `created`."""
 
     kind: VerdictKind
     why: str
@@ -140,7 +138,7 @@ def judge(evidence: Evidence) -> SourceVerdict:
         return SourceVerdict(VerdictKind.FORKED, f"{why}: two sources under one name, or an old disk")
     if not evidence.end and source.created == evidence.created:
         return SourceVerdict(VerdictKind.SAME, "nothing is archived yet")
-    if not evidence.end:  # nothing of the old history is archived that the new one could be confused with
+    if not evidence.end:  # no archived message that the new history could be confused with
         return SourceVerdict(VerdictKind.RECREATED, f"nothing is archived yet, {_created(evidence, source)}")
     return _judge_unmatched(evidence, source)
 
@@ -202,8 +200,8 @@ def _created(evidence: Evidence, source: SourceStream) -> str:
 
 
 class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
-    """The stream created at `created` counts as the one that was archived up to `end`, even if messages up to there
-    differ.
+    """Acceptance of the stream created at `created` as the one that was archived up to `end`, even if messages up to
+    there differ.
     """
 
     created: str
@@ -224,10 +222,10 @@ def acceptance_of(state: KeyValue, chain: Chain) -> KvDocument[Acceptance]:
 
 
 def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdict:
-    """The verdict, where an acceptance replaces the evidence for all that was archived up to its end.
+    """Return the verdict; an acceptance replaces the evidence for all that was archived up to its end.
 
-    It says nothing about another stream, or about one that ends before what was accepted, or about what was archived
-    since: that is judged as usual.
+    It has no effect for another stream, or if the stream or the archive ends before the accepted end. Messages archived
+    since are judged as usual.
     """
     source = evidence.source
     if acceptance is None or source is None or source.created != acceptance.created:
@@ -252,7 +250,7 @@ CLOSABLE = (VerdictKind.RECREATED, VerdictKind.ROLLED_BACK, VerdictKind.FORKED, 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way on: the options of `floe egress resolve`, and what they mean."""
+    """Possible decision: the options of `floe egress resolve`, and their meaning."""
 
     options: str
     meaning: str
@@ -264,8 +262,8 @@ def bounds(source: SourceStream) -> SequenceRange:
 
 
 def can_be_same(evidence: Evidence, verdict: SourceVerdict) -> bool:
-    """Whether the stream may be declared the same: no archived message is known to differ, and nothing that is
-    archived lies behind its end.
+    """True if the stream may be declared the same: no archived message is known to differ, and the archive does not
+    reach beyond the stream's end.
     """
     source = evidence.source
     is_long = source is not None and source.last >= evidence.end
@@ -277,8 +275,8 @@ def _differs(evidence: Evidence) -> bool:
 
 
 def choices(evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *, is_cut: bool = False) -> list[Choice]:
-    """The ways on by command, the one that loses nothing first; empty where there is no stream, or where nothing is
-    wrong. `proposal`: the first sequence that is not as archived, None where that is not known. `is_cut`: into
+    """Return the possible decisions, the one that loses nothing first; empty if there is no stream, or if nothing is
+    wrong. `proposal`: the first sequence that is not as archived, None if it is not known. `is_cut`: the feed has
     partitions, each with its own beginning: one `--from` would not fit all.
     """
     source, found = evidence.source, list[Choice]()
@@ -325,7 +323,7 @@ def never_begun(partition: Partition) -> Stopped:
 
 
 def gone_advice(partition: Partition, chain: Chain, *, reaches: bool) -> str:
-    """The ways on where the stream of a feed that has begun does not exist any more. `reaches`: as of Evidence."""
+    """Return the possible steps if the stream of a feed that has begun no longer exists. `reaches`: as in Evidence."""
     again = "create it again: then its next incarnation begins by itself"
     if partition.settings.on_recreated == "halt":
         again = "create it again and look again with the last command: `on_recreated` is halt"
@@ -341,7 +339,7 @@ def gone_advice(partition: Partition, chain: Chain, *, reaches: bool) -> str:
 def stopped_error(
     partition: Partition, chain: Chain, evidence: Evidence, verdict: SourceVerdict, proposal: int | None
 ) -> Stopped:
-    """Why the chain stops on a verdict, with the possible choices."""
+    """Return the error that stops the chain on a verdict, with the possible choices."""
     where = f"{chain}: stream {partition.stream}"
     text = f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.why}{parting(evidence, proposal)}"
     if evidence.source is None:
@@ -352,7 +350,7 @@ def stopped_error(
 
 
 def parting(evidence: Evidence, proposal: int | None) -> str:
-    """The first sequence that is not as archived, in words; empty where it is not known."""
+    """Return the first sequence that is not as archived, in words; empty if it is not known, or if no tip differs."""
     source = evidence.source
     if proposal is None or source is None or not _differs(evidence):
         return ""

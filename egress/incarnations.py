@@ -1,10 +1,10 @@
-"""The incarnations of a feed: which one is current, how the first and the next come to be.
+"""Incarnations of a feed: the current one, and the creation of the first and the next.
 
-A new incarnation is a high-water mark at 0 for each partition, a `stream.json`, and a `chain.json` for each
-partition, in that order, all put only if absent; existing ones count. `stream.json` says of every partition
-what its `chain.json` will say, so that all hosts begin alike, and the next start completes what a crash between
-the two leaves. The marks come first because the source may drop the beginning as soon as `stream.json` has fixed
-it: a mark distinguishes an archive into which nothing was put from one that was lost.
+A new incarnation is a high-water mark at 0 for each partition, a `stream.json`, and a `chain.json` for each partition,
+put in that order and only if absent; existing ones count. `stream.json` holds the contents of every `chain.json`, so
+that all hosts begin alike, and the next start completes an incarnation after a crash between the two. The marks come
+first because the source may drop the beginning as soon as `stream.json` has fixed it: a mark distinguishes an archive
+into which nothing was put from one that was lost.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ First = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCE)]
 
 
 class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a partition ends (`end` 0: nothing is covered), and its `first` in the next incarnation, which
-    is of the stream created at `created`.
+    """End of a partition's coverage (`end` 0: nothing is covered), and its `first` in the next incarnation, which is of
+    the stream created at `created`.
     """
 
     end: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
@@ -44,10 +44,10 @@ class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EndDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An operator lets the incarnation end for the stream created at `created`.
+    """Decision of an operator to end the incarnation for the stream created at `created`.
 
-    `first`: where the partitions that cannot go on by themselves begin; the others begin behind their ends.
-    `continues_from`: of these partitions, as in StreamDocument, empty where nothing was compared; `continued`,
+    `first`: the beginnings of the partitions that cannot continue by themselves; the others begin after their ends.
+    `continues_from`: of these partitions, as in StreamDocument, empty if nothing was compared; `continued`,
     `stream_first`: as there.
     """
 
@@ -59,14 +59,14 @@ class EndDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class NextStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The stream of the next incarnation, as STREAM.INFO had it."""
+    """Stream of the next incarnation, from STREAM.INFO."""
 
     created: str
     config: dict[str, Any]
 
 
 class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
-    """How far closing is. `next`: set once all partitions have their ends; nothing changes after that."""
+    """Progress of closing. `next`: set once all partitions have their ends; nothing changes after that."""
 
     ends: dict[int, End] = {}
     decision: EndDecision | None = None
@@ -80,7 +80,7 @@ class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return msgspec.structs.replace(self, ends=ends, next=stream if agree else None)
 
     def withdrawn(self, partition: int) -> Closing:
-        """Without the end of the partition: it reads on. Unchanged once the incarnation is closed."""
+        """Return a copy without the end of the partition, which reads on. Unchanged once the incarnation is closed."""
         if self.next is not None or partition not in self.ends:
             return self
         others = {number: end for number, end in self.ends.items() if number != partition}
@@ -90,7 +90,7 @@ class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return self if self.next is not None else msgspec.structs.replace(self, decision=decision)
 
     def decision_for(self, created: str) -> EndDecision | None:
-        """None unless the decision is about the stream created at `created`."""
+        """Return the decision; None unless it is about the stream created at `created`."""
         return self.decision if self.decision is not None and self.decision.created == created else None
 
     def missing(self, count: int, created: str) -> list[int]:
@@ -104,7 +104,7 @@ FILTERS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One history of a stream, as the store has it, for one partition."""
+    """History of a stream for one partition, from the documents in the store."""
 
     chain: Chain
     stream: StreamDocument
@@ -129,7 +129,7 @@ class Incarnation:
 
 
 class _MarkForm:
-    """How the bucket holds a mark."""
+    """Encoding of a mark in the bucket."""
 
     def encode(self, end: int) -> bytes:
         return json.dumps({"end": end}).encode()
@@ -163,15 +163,15 @@ class HighWaterMarks:
         return KvDocument(self._state, self.key(chain), _MarkForm(), unreadable(f"high-water mark of {chain}", hint))
 
     async def get(self, chain: Chain) -> int | None:
-        """None if there is no mark."""
+        """Return the mark; None if there is none."""
         return (await self._of(chain).get())[0]
 
     async def begin(self, chain: Chain) -> int:
-        """Write a mark of 0 unless there is one. Returns the mark that is stored."""
+        """Write a mark of 0 unless there is one. Return the stored mark."""
         return 0 if await self._of(chain).create(0) is not None else await self.get(chain) or 0
 
     async def set(self, chain: Chain, end: int) -> None:
-        """Even if that lowers the mark."""
+        """Set the mark, even if that lowers it."""
         await self._of(chain).put(end)
 
     async def raise_to(self, chain: Chain, end: int) -> None:
@@ -179,7 +179,7 @@ class HighWaterMarks:
 
 
 class History:
-    """The incarnations of one partition of a feed."""
+    """Incarnations of one partition of a feed."""
 
     def __init__(self, deps: PartitionDeps) -> None:
         self._partition, self._feed = deps.partition, deps.partition.chain
@@ -187,7 +187,7 @@ class History:
         self._threads, self._clock = deps.pools.io, deps.clock
 
     async def load(self) -> Incarnation | None:
-        """The newest incarnation; None for a new feed. Raises Stopped where its partitions are not those of the
+        """Return the newest incarnation; None for a new feed. Raises Stopped if its partitions are not those of the
         configuration.
         """
         return await self._threads.run(self._load)
@@ -197,9 +197,9 @@ class History:
         return None if number is None else self._read(replace(self._feed, incarnation=number))
 
     def _read(self, chain: Chain) -> Incarnation | None:
-        """The incarnation; its `chain.json` is made if a crash prevented that.
+        """Return the incarnation; create its `chain.json` if a crash prevented that.
 
-        None where there is only a `stream.json` of the first version: its partition has not begun.
+        None if there is only a `stream.json` of the first version: its partition has not begun.
         """
         stream, document = self._chains.read_stream(chain), self._chains.read_chain(chain)
         if stream is None:
@@ -214,7 +214,7 @@ class History:
         return Incarnation(chain, stream, document)
 
     def _cut_of_old(self, chain: Chain, document: ChainDocument | None) -> tuple[ChainDocument, ...]:
-        """The chains where `stream.json` does not name them: there was one partition then."""
+        """Return the chains if `stream.json` does not name them: there was one partition then."""
         if document is None and chain.partition:
             document = self._chains.read_chain(replace(chain, partition=0))
         if document is None and chain.incarnation:
@@ -222,7 +222,7 @@ class History:
         return () if document is None else (document,)
 
     def _check(self, chain: Chain, cut: Sequence[ChainDocument]) -> None:
-        """Raises Stopped (E-FILTERS) where the partitions are not those of the configuration."""
+        """Raise Stopped (E-FILTERS) if the partitions are not those of the configuration."""
         found, expected = outline(cut), outline(configured(self._partition))
         if found != expected:
             now = cut_text(configured(self._partition))
@@ -255,16 +255,16 @@ class History:
     # Beginning
 
     async def begin(self, info: StreamInfo, first: int) -> Incarnation:
-        """Make incarnation 0000 begin at `first`, or load what another instance made.
+        """Make incarnation 0000 begin at `first`, or load the one that another instance made.
 
-        Raises Stopped where its archive was lost.
+        Raises Stopped if its archive was lost.
         """
         cut, stream_first = configured(self._partition, first), max(1, info.first_sequence)
         document = StreamDocument(info.config, info.created, None, cut, stream_first=stream_first)
         found = await self._create_stream(self._feed, document)
         if found.chains:
             return await self._threads.run(self._loaded, self._feed)
-        # Of the first version, which determined its beginning only afterwards.
+        # In the first version, `stream.json` did not fix the beginning: `chain.json` does.
         own = document.chains[self._feed.partition]
         return await self._threads.run(self._create_chain, self._feed, found, own)
 
@@ -276,10 +276,10 @@ class History:
         return found
 
     async def _begin_marks(self, chain: Chain, count: int) -> None:
-        """Note for each partition of an incarnation that does not exist yet that nothing was put.
+        """Record for each partition of an incarnation that does not exist yet that nothing was put.
 
-        Where a document exists already, a missing mark was lost: it proves nothing. Raises Stopped where a mark says
-        that something was put: what other instances make and put meanwhile shows in `stream.json`, which comes first.
+        If a document exists already, a missing mark was lost: it proves nothing. Raises Stopped if a mark records a put
+        and there is still no `stream.json`: another instance writes it before its first put.
         """
         if await self._threads.run(self._exists, chain):
             return
@@ -296,7 +296,7 @@ class History:
         return any(each.incarnation == chain.incarnation for each in listed)
 
     async def lost(self, chain: Chain) -> Stopped | None:
-        """The error where something was put into a chain and no document of its incarnation exists any more.
+        """Return the error if something was put into a chain and no document of its incarnation exists any more.
 
         Raises DataError for an invalid mark.
         """
@@ -314,9 +314,9 @@ class History:
         )
 
     async def mint(self, current: Incarnation, closing: Closing) -> Incarnation:
-        """Make the incarnation behind `current`, which `closing` has closed, or load it.
+        """Make the incarnation after `current`, which `closing` has closed, or load it.
 
-        Raises Stopped where it exists for another stream, or was lost.
+        Raises Stopped if it exists for another stream, or was lost.
         """
         stream, chain = closing.next, current.chain.next_incarnation()
         if stream is None:
@@ -324,7 +324,7 @@ class History:
         previous = {number: end.end for number, end in closing.ends.items()}
         cut = [msgspec.structs.replace(each, first=closing.ends[n].first) for n, each in enumerate(current.chains)]
         decision = closing.decision_for(stream.created) or EndDecision(stream.created, {})
-        # A partition that goes on by itself is the same up to its end.
+        # A partition that continues by itself is the same up to its end.
         joins = {n: decision.continues_from.get(n, end.first) for n, end in closing.ends.items()}
         more = False, joins if decision.continues_from else None, decision.continued, decision.stream_first
         document = StreamDocument(stream.config, stream.created, previous, tuple(cut), *more)
@@ -332,7 +332,7 @@ class History:
         return await self._threads.run(self._loaded, chain)
 
     async def open_next(self, chain: Chain, document: StreamDocument) -> None:
-        """Raises Stopped where there is a `stream.json` of another stream."""
+        """Create the next incarnation's documents. Raises Stopped if there is a `stream.json` of another stream."""
         found = await self._create_stream(chain, document)
         if (found.created, found.previous) == (document.created, document.previous):
             return
@@ -348,7 +348,7 @@ class History:
         )
 
     async def check_interval(self, current: Chain, source_first: int) -> None:
-        """Raises Stopped where the current incarnation was itself made less than an hour ago.
+        """Raise Stopped if the current incarnation was itself made less than an hour ago.
 
         `source_first`: first sequence of the stream, proposed to the operator as the beginning of the next one.
         """
@@ -380,7 +380,7 @@ class History:
 
 
 def newest_incarnation(chains: ChainStore, feed: Chain) -> int | None:
-    """The newest incarnation that has a `stream.json` or a `chain.json`; None for a new feed."""
+    """Return the newest incarnation that has a `stream.json` or a `chain.json`; None for a new feed."""
     listed = chains.chains(feed.site, feed.feed)
     newest = max((chain.incarnation for chain in listed), default=-1)
     following = min(newest + 1, MAX_INCARNATION)
@@ -404,7 +404,7 @@ def cut_text(cut: Sequence[ChainDocument]) -> str:
 
 
 def filters_text(filters: Sequence[str]) -> str:
-    """Empty means all subjects."""
+    """Describe filters in words; an empty one means all subjects."""
     if len(filters) == 1:
         return f"the filter {filters[0]}" if filters[0] else "the whole stream"
     more = f" and {len(filters) - FILTERS_SHOWN} more" if len(filters) > FILTERS_SHOWN else ""
@@ -416,7 +416,7 @@ def older(current: Chain) -> Sequence[Chain]:
 
 
 class Closings:
-    """The closing of each incarnation. Methods raise what the bucket raises, and DataError (E-STATE-KV)."""
+    """Closing of each incarnation. Methods raise the errors of the bucket, and DataError (E-STATE-KV)."""
 
     def __init__(self, state: KeyValue) -> None:
         self._state = state
@@ -431,12 +431,12 @@ class Closings:
         return KvDocument(self._state, self.key(chain), CLOSING, error)
 
     async def get(self, chain: Chain) -> Closing:
-        """An empty one where closing has not begun."""
+        """Return the closing; an empty one if it has not begun."""
         return (await self._of(chain).get())[0] or Closing()
 
     async def change(self, chain: Chain, step: Callable[[Closing], Closing]) -> Closing:
-        """Store what `step` makes of the current value; repeated if another instance was faster. Returns what is
-        stored.
+        """Store the result of `step` for the current value; repeat if another instance was faster. Return the stored
+        value.
         """
 
         def changed(found: Closing | None) -> Closing | None:

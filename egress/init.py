@@ -1,4 +1,4 @@
-"""What `floe egress init` makes: the buckets, and the durables of interest and work-queue streams."""
+"""Setup by `floe egress init`: the buckets, and the durables of interest and work-queue streams."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MADE, THERE, UNNEEDED, REFUSED = "made", "there", "not needed", "refused"
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """One thing that egress needs: `result` is `made`, `there`, `not needed` or `refused`."""
+    """Outcome for one thing that egress needs: `result` is `made`, `there`, `not needed` or `refused`."""
 
     what: str
     name: str
@@ -83,7 +83,7 @@ async def _durable(client: FloeClient, partition: Partition, info: StreamInfo) -
 
 
 def dropped(info: StreamInfo) -> str:
-    """What an interest stream shows of messages that it did not keep; empty where it shows none."""
+    """Describe the messages that an interest stream did not keep; empty if it shows none."""
     if info.config.get("retention") != INTEREST or not info.last_sequence:
         return ""
     if info.messages and info.first_sequence <= 1:
@@ -93,7 +93,7 @@ def dropped(info: StreamInfo) -> str:
 
 
 async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Partition]) -> list[Done]:
-    """Durables of this site that no configured partition reads: an interest stream keeps messages for them."""
+    """List durables of this site that no configured partition reads: an interest stream keeps messages for them."""
     names = [name for name in await consumer_names(client, stream) if is_of_site(name, site)]
     return [
         Done("durable", name, THERE, stream, f"of no configured slice: nats consumer rm {stream} {name}")

@@ -1,12 +1,12 @@
-"""Looped messages: archived here, carried to another site, and copied back into the stream.
+"""Removal of looped messages: archived here, carried to another site, and copied back into the stream.
 
-On a relay their hops are trusted. Elsewhere any publisher may have written them: what a header claims is only
-checked. A message is left out as `looped` where the message that it names exists: of this site, feed and
-incarnation, of a lower sequence, with the same time and payload. Everything else is archived, and so is what
-cannot be compared, so a forged header hides nothing.
+On a relay, hops are trusted. Elsewhere any publisher may have written them, so a claim in a header is only checked. A
+message is left out as `looped` if the message that it names exists: of this site, feed and incarnation, of a lower
+sequence, with the same time and payload. Everything else is archived, including messages that cannot be compared, so a
+forged header hides nothing.
 
-The header alone decides which messages claim to be copies. A sampler is never shown those, whatever the check
-finds, so it chooses the same when the stream is read again (I8).
+The header alone decides which messages claim to be copies. A sampler never receives those, regardless of the check, so
+it chooses the same when the stream is read again (I8).
 """
 
 import asyncio
@@ -33,8 +33,8 @@ log = get_logger(__name__)
 
 MOST_CLAIMS = 4  # claims checked for one message: a genuine message has one, a forged one may have a thousand
 ASKED_BYTES = 16 * 2**20  # of messages requested at once, each as large as the server allows
-MOST_SEGMENTS = 8  # opened for one piece; messages that would need more are archived
-LISTED = 4  # segments that reach a sequence; one of them contains it, unless many overlap
+MOST_SEGMENTS = 8  # segments opened for one piece; messages that would need more are archived
+LISTED = 4  # segments listed that reach a sequence; one of them contains it, unless many overlap
 
 _SOURCE_PREFIX = SOURCE + b": "
 _ORIGINAL_PREFIX = ORIGINAL + b": "
@@ -42,7 +42,7 @@ _REPLAY_PREFIX = REPLAY + b":"
 
 
 class Claims:
-    """Which messages claim to be copies of older messages of `chain`'s feed, in its incarnation. Pure."""
+    """Claims of messages to be copies of older messages of `chain`'s feed, in its incarnation. Pure."""
 
     def __init__(self, chain: Chain) -> None:
         self._mark = b"%b%b %b %04d " % (_SOURCE_PREFIX, chain.site.encode(), chain.feed.encode(), chain.incarnation)
@@ -58,9 +58,10 @@ class Claims:
         ]
 
     def of(self, sequence: int, block: bytes) -> list[Provenance]:
-        """What the message claims to be copies of, the newest first; empty where a replay brought it.
+        """Return the claims of a message, the newest first; empty if a replay brought it.
 
-        However deep it was escaped: a site in between may treat this one's hop as a publisher's text.
+        A claim counts regardless of how deep it was escaped: a site in between may treat this one's hop as a
+        publisher's text.
         """
         found: list[Provenance] = []
         for line in lines(block):
@@ -84,7 +85,7 @@ def _older(line: bytes, sequence: int) -> list[Provenance]:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A message at `place` of its piece, and what it claims to be a copy of."""
+    """Message at index `place` of its piece, and the messages that it claims to be a copy of."""
 
     place: int
     payload: bytes
@@ -95,9 +96,9 @@ class _Asked:
 
 
 class Loops:
-    """Takes looped messages out of pieces of `chain`: `stream` is asked, then the cover of what is archived.
+    """Filter that takes looped messages out of pieces of `chain`: it queries `stream`, then the cover of the archive.
 
-    One question holds at most 16 MiB in memory, or one message where the server takes larger ones.
+    One query holds at most 16 MiB in memory, or one message if the server takes larger ones.
     """
 
     def __init__(self, deps: PartitionDeps, chain: Chain) -> None:
@@ -105,7 +106,7 @@ class Loops:
         self._threads, self._report, self._claims = deps.pools.io, deps.report, Claims(chain)
 
     async def without(self, piece: Piece) -> Piece:
-        """`piece` without the looped rows. Raises what the stream and the store raise."""
+        """Return `piece` without the looped rows. Raises the errors of the stream and the store."""
         places = self._claims.places(piece.rows)
         if not places or not (looped := await self._looped(piece.rows, places)):
             return piece
@@ -132,7 +133,7 @@ class Loops:
         return _Asked(place, rows.payloads[place], claims)
 
     async def _at_source(self, asked: _Asked) -> _Asked | None:
-        """None where the source holds what it is a copy of; else with the claims whose message is gone."""
+        """Return None if the source holds the original; else `asked` with the claims on messages that are gone."""
         gone = []
         for claim in asked.claims:
             try:
@@ -165,7 +166,7 @@ class Loops:
         return found
 
     def _segment(self, claim: Provenance) -> SegmentRef | None:
-        """The segment that covers what is claimed; None where it is not found."""
+        """Return the segment that covers the claimed sequence; None if it is not found."""
         try:
             chain = claim.chain
         except ValueError:

@@ -1,17 +1,16 @@
-"""One budget of bytes for a process: everything between the wire and the object store counts against it."""
+"""Budget of bytes for a process: everything between the wire and the object store counts against it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Pull requests of all chains that fit into the budget at once; requested bytes are charged only when they
-# arrive.
+# Pull requests of each chain that fit into the budget at once; requested bytes are charged only when they arrive.
 WINDOWS = 8
 LARGEST_WINDOW = 16 * 2**20  # bytes
 
 
 class MemoryBudget:
-    """At most about `limit` bytes over `chains` accounts. Nothing waits here: readers ask first."""
+    """Budget of about `limit` bytes over `chains` accounts. Nothing waits here: readers check it first."""
 
     def __init__(self, limit: int, chains: int = 1) -> None:
         self.limit, self._chains = limit, max(1, chains)
@@ -26,12 +25,12 @@ class MemoryBudget:
         return min(LARGEST_WINDOW, self.limit // (WINDOWS * self._chains))
 
     def has_room(self, size: int) -> bool:
-        """Whether `size` more bytes fit. Into an empty budget any size does: a large message must pass."""
+        """True if `size` more bytes fit. Into an empty budget any size does: a large message must pass."""
         used = self.used
         return used == 0 or used + size <= self.limit
 
     def account(self, on_release: Callable[[], None]) -> MemoryAccount:
-        """`on_release` is called whenever any account gives bytes back."""
+        """Return a new account. `on_release` is called whenever any account releases bytes."""
         account = MemoryAccount(self, on_release)
         self._accounts.append(account)
         return account
@@ -49,7 +48,7 @@ class MemoryBudget:
 
 
 class MemoryAccount:
-    """What one chain holds in memory."""
+    """Memory that one chain holds."""
 
     def __init__(self, budget: MemoryBudget, on_release: Callable[[], None]) -> None:
         self.on_release, self.used, self._budget = on_release, 0, budget

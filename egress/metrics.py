@@ -1,4 +1,4 @@
-"""The metrics of egress."""
+"""Metrics of egress."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from common.segments.segment import Reason
 from egress.acks import REASONS
 from egress.builder import Close
 
-# Of `egress.advisories`, and of `egress.sampling.snapshot_store`, which import this
+# Labels of `egress.advisories` and `egress.sampling.snapshot_store`, which import this module
 EVENTS = ("new", "timeout", "recover", "expire")
 ADVISORY_RESULTS = ("stored", "duplicate", "published", "unknown", "failed", "stale", "dropped")
 REBUILDS = ("settings", "damaged", "source")
@@ -69,7 +69,7 @@ spool_bytes = gauge("egress_spool_bytes", "Bytes in the spool: segments being en
 
 SITE = ("site",)
 
-# Reachability, and the sign of life (`egress.heartbeats`)
+# Reachability, and the heartbeat of the process (`egress.heartbeats`)
 
 store_reachable = gauge("egress_store_reachable", "1 while the object store answers and accepts the credential.")
 store_answered = gauge(
@@ -179,7 +179,7 @@ capture_done = gauge(
 
 
 def carried() -> dict[str, Callable[[], float]]:
-    """What this process has archived since it began."""
+    """Return the totals that this process has archived since it began."""
     return {
         "messages": partial(total, messages),
         "bytes": partial(total, stored_bytes),

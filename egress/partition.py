@@ -1,4 +1,4 @@
-"""One partition of one feed: what a lease is for, what one worker freezes; commands to paste about it."""
+"""Partition of a feed, the unit of a lease and of a worker; commands to paste about it."""
 
 import re
 import shlex
@@ -39,11 +39,11 @@ class Partition:
 
     @property
     def durable(self) -> str:
-        """What the names of its durable consumers begin with, before a random end."""
+        """Prefix of the names of its durable consumers, before a random end."""
         return durable_name(self.site, self.settings.name, self.number)
 
     def partition_of(self, durable: str) -> int | None:
-        """The partition of the same feed, configured or not, that has this durable; None: it is another feed's."""
+        """Return the partition of the same feed, configured or not, that has this durable; None for another feed's."""
         found = _DURABLE.fullmatch(durable)
         if found is None or durable_name(self.site, self.settings.name, int(found[2])) != found[1]:
             return None
@@ -55,7 +55,7 @@ class Partition:
 
 
 def lease_key(feed: Chain) -> str:
-    """One lease for all incarnations: whoever holds it may begin the next."""
+    """Return the key of the one lease for all incarnations: its holder may begin the next."""
     return state_key("egress", feed.site, feed.feed, str(feed.partition))
 
 
@@ -64,12 +64,12 @@ def is_of_site(durable: str, site: str) -> bool:
 
 
 def is_own(consumer: str) -> bool:
-    """Whether a consumer of this name is one of Floe's, of any site and feed."""
+    """True if a consumer of this name is one of Floe's, of any site and feed."""
     return (_DURABLE.fullmatch(consumer) or _EPHEMERAL.fullmatch(consumer)) is not None
 
 
 def partitions_of(site: str, feed: FeedSettings, number: int | None = None) -> list[Partition]:
-    """All, or partition `number` alone. Raises UsageError where the feed has no such."""
+    """Return all partitions, or partition `number` alone. Raises UsageError if the feed has no such partition."""
     found = [Partition(site, feed, index, subject) for index, subject in enumerate(feed.filters())]
     if number is not None and number >= len(found):
         raise UsageError(f"partition {number} of {site}/{feed.name}: expected 0 to {len(found) - 1}")
@@ -77,7 +77,7 @@ def partitions_of(site: str, feed: FeedSettings, number: int | None = None) -> l
 
 
 def require_feeds(feeds: Sequence[FeedSettings]) -> None:
-    """Raises ConfigError where there is nothing to freeze."""
+    """Raise ConfigError if no feed is configured."""
     if not feeds:
         raise ConfigError(f"{source()}: egress.feeds: expected at least one feed, found none")
 
@@ -88,11 +88,11 @@ def all_partitions(site: str, feeds: Sequence[FeedSettings]) -> list[Partition]:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where to read.
+    """Position to read from.
 
-    `first`: the sequence to begin with. `until`: the last one to cover, None where reading goes on without end.
-    `lost`: holes below `first` or above it, under existing coverage, that the source no longer holds: they were
-    archived once, so nothing may cover them again. `is_end`: nothing lies behind `until`, the chain ends there.
+    `first`: the sequence to begin with. `until`: the last one to cover, None if reading continues without end. `lost`:
+    holes below `first` or above it, under existing coverage, that the source no longer holds: they were archived once,
+    so nothing may cover them again. `is_end`: the chain ends at `until`.
     """
 
     first: int
@@ -106,10 +106,10 @@ class Position:
 
 
 def position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: int) -> Position:
-    """The first sequence from `first` (where the chain begins) that is not covered and can still be covered.
+    """Return the position: the first sequence from `first` (the chain's beginning) on that is not covered and can be.
 
-    `end`: where coverage ends, 0 where there is none. `gaps`: the known holes below it, ascending. A hole is read
-    again as far as the source holds it, from `source_first` on; the part before stays a hole.
+    `end`: the end of coverage, 0 if there is none. `gaps`: the known holes below it, ascending. A hole is read again as
+    far as the source holds it, from `source_first` on; the part before remains a hole.
     """
     if end < first:
         return Position(first)
@@ -133,12 +133,12 @@ def repartition(feed: str) -> str:
 
 
 def bring_back(chain: Chain, *, reaches: bool = False) -> str:
-    """The command that brings the stream back from the archive. `reaches`: with effects outside of its own subjects."""
+    """Return the command that restores the stream. `reaches`: with effects outside of its own subjects."""
     return command("restore", shlex.quote(f"{chain.site}/{chain.feed}"), "--allow-elsewhere" if reaches else "")
 
 
 def unreadable(what: str, hint: str) -> Callable[[str], DataError]:
-    """Makes the error for an invalid value in the bucket (`KvDocument`)."""
+    """Return a function that makes the error for an invalid value in the bucket (`KvDocument`)."""
     return lambda why: DataError(f"{what}: {why}", hint=hint, code="E-STATE-KV")
 
 

@@ -1,13 +1,12 @@
-"""Reads one stream in order through a consumer of its own, bound to one history of the stream.
+"""Reader of one stream in order, through a consumer of its own, bound to one history of the stream.
 
-Which consumer it is depends on the stream's retention (`egress.consumers`). One inbox subscription stays open
-and is re-armed with big pull requests before the last one is used up. Everything received goes to a sink that
-is called from the connection's read loop; all messages of a burst are parsed together, in the next turn of the
-event loop.
+The consumer depends on the stream's retention (`egress.consumers`). One inbox subscription remains open and is re-armed
+with big pull requests before the last one is used up. All received messages go to a sink that is called from the
+connection's read loop. All messages of a burst are parsed together, in the next turn of the event loop.
 
-Anything uncertain ends the reader with a ReaderResetError: a gap in the consumer's numbers, a consumer that is
-gone, no heartbeat, a reconnect. Its owner then asks whether the stream is still the same, and makes a new
-reader. An error while messages are handed over ends it too: what did not arrive counts as not received.
+Any uncertainty ends the reader with a ReaderResetError: a gap in the consumer sequences, a consumer that is gone, no
+idle heartbeat, a reconnect. Its owner then checks that the stream is still the same, and makes a new reader. An error
+while messages are handed over ends it too: messages that did not arrive count as not received.
 """
 
 import asyncio
@@ -46,23 +45,23 @@ MISSES = 4  # requests that ended without a message because the next one did not
 
 
 class ReaderTarget(Protocol):
-    """Receives what a reader is sure of; called from the event loop, synchronously."""
+    """Receiver of messages and positions that a reader is sure of; called from the event loop, synchronously."""
 
     def messages(self, columns: Columns) -> None:
-        """The next messages of the consumer, in order and without a gap in its numbers."""
+        """Take the next messages of the consumer, in order and without a gap in the consumer sequences."""
 
     def passed(self, sequence: int) -> None:
-        """Everything up to `sequence` that the consumer delivers has been handed over."""
+        """Note that everything up to `sequence` that the consumer delivers has been handed over."""
 
 
 class Reader:
-    """A consumer from `first` on, of the stream whose `created` is that of `source` and stays so.
+    """Reader through a consumer from `first` on, of the stream with the `created` of `source`.
 
-    Where the stream keeps messages until they are acknowledged, messages before `first` are not handed over: those
-    that are `archived` are acknowledged at once, the others are left alone. `account`: charged for what is kept until
-    then. `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once, with a
-    ReaderResetError, Stopped before a message too large to archive, or what handing over raised; nothing is handed to
-    `target` afterwards.
+    If the stream keeps messages until they are acknowledged, messages before `first` are not handed over: those in
+    `archived` are acknowledged at once, the others are left in the stream. `account`: charged for the sequences kept
+    until then. `has_room`: called before each pull request, with its bytes. `on_end` is called at most once: with a
+    ReaderResetError, with Stopped before a message too large to archive, or with the error of handing over. Nothing is
+    handed to `target` afterwards.
     """
 
     def __init__(
@@ -82,11 +81,11 @@ class Reader:
         self._target, self._on_end, self._has_room = target, on_end, has_room
         self._first, self._archived, self._account, self._clock = first, archived, account, deps.clock
         self._pulling = deps.tuning.pulling
-        self._most = self._pulling.batch  # messages that a pull request may ask for
+        self._most = self._pulling.batch  # greatest number of messages in a pull request
         begin = archived[0].first if archived else first
         self._wanted = WantedMessages(deps.partition, source.retention, first, begin, self._pulling.inactive)
         self._largest = MAX_MESSAGE_BYTES + MESSAGE_ROOM
-        # The server never sends what does not fit into the largest window: it is not archived anyway.
+        # The server never sends a message that does not fit into the largest window: it is not archived anyway.
         self._window = min(max(deps.budget.window, client.max_payload + MESSAGE_ROOM), self._largest)
         self._taken: Taken | None = None
         self._acks: Acknowledging | None = None
@@ -102,9 +101,9 @@ class Reader:
         self._headers: list[bytes | None] = []
 
     async def open(self) -> None:
-        """Create the consumer and begin to pull. Raises ReaderResetError where the stream is not the one bound to.
+        """Create the consumer and begin to pull. Raises ReaderResetError if the stream's `created` differs.
 
-        Checked before and after creating it: a stream deleted and made again in between has no such consumer.
+        Checked before and after the creation: a stream deleted and recreated in between has no such consumer.
         """
         self._generation = self._client.generation
         self._loop = asyncio.get_running_loop()
@@ -131,7 +130,7 @@ class Reader:
 
     @property
     def lapsed(self) -> StreamInfo | None:
-        """The stream, where an interest stream had no durable of the partition when this one was made: messages
+        """State of the stream if an interest stream had no durable of the partition when this one was made: messages
         published before, and not wanted by others, were not kept. Else None. After `open` only.
         """
         if self._taken is None or self._taken.former or self._wanted.retention != INTEREST:
@@ -145,9 +144,7 @@ class Reader:
         return info
 
     async def check(self) -> None:
-        """Raises ReaderResetError unless the consumer still exists with the same creation time, on the same
-        connection.
-        """
+        """Raise ReaderResetError unless the consumer exists with the same creation time, on the same connection."""
         self._check_generation()
         consumer = None if self._taken is None else self._taken.consumer
         found = consumer and await consumer_info(self._client, self._stream, consumer.name)
@@ -156,10 +153,10 @@ class Reader:
         self._check_generation()
 
     async def acknowledge(self, last: int) -> None:
-        """Acknowledge everything received up to `last`, where the stream keeps messages until then.
+        """Acknowledge everything received up to `last`, if the stream keeps messages until then.
 
-        Returns when the server has taken it. Raises Unavailable, OutcomeUnknown (it may be called again),
-        ReaderResetError where the consumer is gone, Refused without the right.
+        Returns once the server has applied it. Raises Unavailable, OutcomeUnknown (it may be called again),
+        ReaderResetError if the consumer or the connection is gone, Refused without the right.
         """
         if self._acks is None or self._taken is None:
             return
@@ -194,14 +191,14 @@ class Reader:
             raise ReaderResetError("reconnect", "the connection was lost meanwhile")
 
     async def stop(self) -> None:
-        """Hand over what has arrived, then take nothing more. What handing over raises goes to `on_end`."""
+        """Hand over the messages that have arrived, then take nothing more. Errors of handing over go to `on_end`."""
         self._flush()
         self._is_open = False
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
     async def close(self) -> None:
-        """Stop, and remove a consumer that is not durable, where the server can be reached; raises nothing."""
+        """Stop, and delete a consumer that is not durable if the server can be reached; raises nothing."""
         self._is_open = False
         if self._catching_up is not None:
             await end(self._catching_up)
@@ -245,7 +242,7 @@ class Reader:
         return min(self._most, max(2, self._window // (average + MESSAGE_OVERHEAD)))
 
     def tick(self) -> None:
-        """Pull if there is room again; end a reader whose consumer sends nothing, not even a heartbeat."""
+        """Pull if there is room again; end the reader if its consumer sends nothing, not even an idle heartbeat."""
         if not self._is_open:
             return
         silent = self._clock.monotonic() - self._heard
@@ -271,16 +268,16 @@ class Reader:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Raises nothing: the event loop would only log it, and other callbacks would go on."""
+        """Take the messages. Raises nothing: the event loop would only log it, and other callbacks would continue."""
         try:
             self._take()
         except Exception as error:
             self._fail(error)
 
     def _take(self) -> None:
-        """Hand over what has arrived.
+        """Hand over the messages that have arrived.
 
-        Messages count as received only after that: numbers move on, and acknowledgements are prepared, behind it.
+        Messages count as received only after that: then the counters advance, and acknowledgements are prepared.
         """
         self._scheduled = False
         replies, subjects, payloads, headers = self._replies, self._subjects, self._payloads, self._headers
@@ -347,7 +344,7 @@ class Reader:
         if (sent := heartbeat.consumer_sequence) == self._next - 1:
             self._target.passed(heartbeat.sequence)
         elif sent > self._next - 1:
-            # The first may have overtaken messages in flight; a second one has not.
+            # The first heartbeat may have overtaken messages in flight; a second one has not.
             if self._behind == self._next:
                 self._doubt("gap", f"the consumer sent {sent} messages, received {self._next - 1}")
             self._behind = self._next
@@ -365,7 +362,7 @@ class Reader:
         self.pull()
 
     def _too_large(self, sequence: int = 0) -> Stopped:
-        """`sequence`: of the message; 0: not known, because the server does not send it."""
+        """Return the error. `sequence`: of the message; 0 if it is not known, because the server does not send it."""
         place = f"message {sequence}" if sequence else f"the message behind {max(self._last, self._first - 1)}"
         why = f"stream {self._stream}: {place}: expected at most {size_words(MAX_MESSAGE_BYTES)} in all, found more"
         remove = "keep a copy of it elsewhere and remove it: what is behind it is archived then"
@@ -376,7 +373,7 @@ class Reader:
         self._end(ReaderResetError(reason, text))
 
     def _fail(self, error: Exception) -> None:
-        """What was received did not reach its target: the next reader reads it again."""
+        """End the reader: messages that were received did not reach the target, so the next reader reads them again."""
         if self._is_open:
             self._end(Unforeseen.of(error))
         else:
@@ -389,7 +386,7 @@ class Reader:
 
 
 def first_too_large(subjects: list[bytes], headers: list[bytes | None], payloads: list[bytes]) -> int:
-    """The place of the first message above `MAX_MESSAGE_BYTES`, or behind the last."""
+    """Return the index of the first message above `MAX_MESSAGE_BYTES`, or the number of messages."""
     if max(map(len, payloads)) <= MAX_MESSAGE_BYTES // 2:  # headers are far smaller than that
         return len(payloads)
     sizes = (len(s) + len(h or b"") + len(p) for s, h, p in zip(subjects, headers, payloads, strict=True))

@@ -1,13 +1,13 @@
-"""Closes the incarnation of a feed and opens the next of the same history, cut as it is configured now.
+"""Repartition of a feed: closes its incarnation, and opens the next of the same history, cut as configured.
 
     take the leases of all partitions, old and new
-    read every old partition on to where the furthest one is, with its old filter
-    make the durables of the new ones, where the stream keeps messages only for consumers
-    put stream.json of the next incarnation: from here on it is valid
+    read every old partition up to the end of the furthest one, with its old filter
+    create the durables of the new ones, if the stream keeps messages only for consumers
+    put stream.json of the next incarnation, which is valid from then on
     put chain.json of each new partition
 
-Every step may be repeated. After a crash before `stream.json` the old incarnation stays for now; after a crash
-behind it, the next run, or the next start of egress, completes the work.
+Every step may be repeated. After a crash before `stream.json` the old incarnation remains for now; after a crash later,
+the next run, or the next start of egress, completes the work.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -38,7 +38,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PartitionReach:
-    """How far an old partition is: where its chain begins, and where its coverage ends (0: there is none)."""
+    """Progress of an old partition: the beginning of its chain, and the end of its coverage (0: there is none)."""
 
     first: int
     end: int
@@ -60,8 +60,8 @@ def settings_of(cut: Sequence[ChainDocument], settings: FeedSettings) -> FeedSet
 
 @dataclass(frozen=True, slots=True)
 class RepartitionPlan:
-    """What is to be done. `current`: the incarnation that is open. `old`, `new`: its partitions, as they are and as
-    configured. `reaches`: of the old ones. `is_done`: it is cut as configured already.
+    """Plan of a repartition. `current`: the open incarnation. `old`, `new`: its partitions, as they are and as
+    configured. `reaches`: of the old ones. `is_done`: the incarnation has the configured partitions already.
     """
 
     current: Chain
@@ -81,7 +81,7 @@ class RepartitionPlan:
 
 @dataclass(frozen=True, slots=True)
 class RepartitionResult:
-    """The next incarnation, where its partitions begin, and where those of the one before ended."""
+    """Next incarnation, the first sequence of its partitions, and the ends of the partitions before."""
 
     chain: Chain
     first: int
@@ -89,14 +89,14 @@ class RepartitionResult:
 
 
 class Repartition:
-    """Cuts one feed into new partitions."""
+    """Division of one feed into new partitions."""
 
     def __init__(self, opened: CommandContext, settings: FeedSettings) -> None:
         self._opened, self._settings, self._site = opened, settings, opened.settings.site
         self._new = partitions_of(self._site, settings)
 
     async def plan(self) -> RepartitionPlan:
-        """Raises UsageError for a feed that has not begun, Stopped for a broken one."""
+        """Return the plan. Raises UsageError for a feed that has not begun, Stopped for a broken one."""
         deps, io = self._opened.deps, self._opened.pools.io
         if (number := await io.run(newest_incarnation, deps.chains, self._new[0].chain)) is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
@@ -142,16 +142,16 @@ class Repartition:
             found.append(LeftOut(partition.filter_subject, left))
         return [each for each in found if each.found.messages]
 
-    # Doing it
+    # Execution
 
     async def run(self, stop: Stop) -> RepartitionResult:
-        """Do it, or complete it. Raises Unavailable where egress holds one of the leases: nothing is done."""
+        """Carry out the plan, or complete it. Raises Unavailable if one of the leases is held: nothing is done."""
         await self._opened.deps.state.ensure()
         plan = await self.plan()
         if plan.is_done:
             return await self._complete()
         async with self._leases(plan) as leases:
-            plan = await self.plan()  # it does not change any more
+            plan = await self.plan()  # final, now that the leases are held
             if not plan.is_done:
                 await self._close(plan, leases, stop)
             return await self._complete()
@@ -193,13 +193,15 @@ class Repartition:
         await self._drop_durables(info, plan.old)
 
     async def _make_durables(self, info: StreamInfo, first: int) -> None:
-        """An interest stream keeps only what a consumer asked for: the new ones are made before the old ones go."""
+        """Create the new durables before the old ones are deleted: an interest stream keeps messages only for
+        consumers.
+        """
         if info.config.get("retention") == INTEREST:
             for partition in self._new:
                 await create(self._opened.deps.client, WantedMessages(partition, INTEREST, first))
 
     async def _drop_durables(self, info: StreamInfo, old: Sequence[Partition]) -> None:
-        """A work queue allows one consumer for each subject: the old ones must go first."""
+        """Delete the old durables, before new ones are made: a work queue allows one consumer for each subject."""
         if info.config.get("retention") == WORK_QUEUE:
             client = self._opened.deps.client
             for name in await consumer_names(client, info.name):
@@ -215,13 +217,13 @@ class Repartition:
         log.info("cut", action="repartitioned", first=first, ends=ends, **found[0].chain.log_context())
         return RepartitionResult(found[0].chain, first, ends)
 
-    # For one old partition
+    # One old partition
 
     async def _catch_up(self, partition: Partition, last: int, lease: Lease, stop: Stop) -> int:
-        """Cover everything up to `last` that the stream still holds, and nothing behind it. Returns where coverage
-        ends (0: nothing is covered).
+        """Cover everything up to `last` that the stream still holds, and nothing after it. Return the end of coverage
+        (0: nothing is covered).
 
-        Raises Stopped where the stream is not what was archived, Unavailable where `stop` comes first.
+        Raises Stopped if the stream is not the archived one, Unavailable if `stop` comes first or the lease is lost.
         """
         worker = Worker(self._opened.of(partition))
         while not stop.is_set and not lease.lost.is_set:
@@ -237,8 +239,8 @@ class Repartition:
         raise Unavailable(f"{partition.chain}: stopped before it was read up to {last}", hint="try again")
 
     async def _judged(self, partition: Partition, worker: Worker) -> Stand:
-        """Where it stands, with all holes, because no later session reads them. Raises Stopped where the stream is
-        not the same.
+        """Return the archive and the judged source, with all holes, because no later session reads them. Raises Stopped
+        if the stream is not the same.
         """
         current = await self._load(partition)
         archive = await Archive.of(current, self._opened.of(partition))

@@ -1,4 +1,4 @@
-"""`floe egress repartition`."""
+"""Command `floe egress repartition`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 async def repartition(config: str, what: str, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Cut a feed into the partitions that are configured now.
 
-    Its incarnation is closed where the furthest partition is, and the next one begins behind it. Stop egress
-    first. May be run again after a crash, and does nothing where the feed is cut as configured.
+    Its incarnation is closed at the end of the furthest partition, and the next one begins after it. Stop egress first.
+    May be run again after a crash, and does nothing if the feed is cut as configured.
 
     \b
     Example: floe egress repartition -c site.yaml us-east/NODE_DATA
@@ -116,7 +116,7 @@ def _done_lines(result: RepartitionResult, plan: RepartitionPlan) -> list[str]:
 
 
 def _feed(chain: Chain) -> str:
-    """All partitions of an incarnation."""
+    """Return the name of an incarnation, for all its partitions."""
     return str(chain).rpartition("/")[0]
 
 

@@ -1,4 +1,4 @@
-"""What a feed tells about itself: metrics, readiness and the status page."""
+"""Report of a feed: metrics, readiness and the status page."""
 
 import math
 import shlex
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 
 class SamplingReport:
-    """The report of one chain's sampling."""
+    """Report of one chain's sampling."""
 
     def __init__(self, chain: Chain) -> None:
         self._labels = chain.site, chain.feed, str(chain.partition)
@@ -65,9 +65,9 @@ class SamplingReport:
 
 @dataclass(frozen=True, slots=True)
 class Unmatched:
-    """Messages that no filter takes. `example`: one of their subjects, empty where there are none.
+    """Messages that match no filter. `example`: one of their subjects, empty if there are none.
 
-    `is_complete`: all subjects of the stream were looked at.
+    `is_complete`: all subjects of the stream were checked.
     """
 
     messages: int = 0
@@ -87,7 +87,7 @@ class Unmatched:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What the old filter `filter_subject` took (empty: all), and no new one does."""
+    """Messages that match the old filter `filter_subject` (empty: all), and no new one."""
 
     filter_subject: str
     found: Unmatched
@@ -103,7 +103,7 @@ def unmatched(subjects: Mapping[str, int], filters: Sequence[str]) -> Unmatched:
 
 
 class FeedReport:
-    """The report of one feed's chain."""
+    """Report of one feed's chain."""
 
     def __init__(self, feed: Chain, stream: str, health: Health, clock: Clock | None = None) -> None:
         self._labels = feed.site, feed.feed, str(feed.partition)
@@ -118,7 +118,7 @@ class FeedReport:
         self._held: FloeError | None = None
         self._left: Callable[[], float] = lambda: math.inf
         self._open: Callable[[], OpenSegment | None] = lambda: None
-        self._status["open_segment"] = self._open_segment  # asked when the page is
+        self._status["open_segment"] = self._open_segment  # called when the page is requested
         begin("egress_", site=feed.site, feed=feed.feed, partition=str(feed.partition))
         for prefix in ("egress_", "segment_"):
             begin(prefix, site=feed.site, feed=feed.feed)
@@ -134,7 +134,7 @@ class FeedReport:
             metrics.left_out.labels(*self._labels, reason.value)
 
     def _is_cut_off(self) -> bool:
-        """A silent store is found out for the whole process long before a call of the chain ends."""
+        """True if the store is silent for a chain at work: that is known long before a call of the chain ends."""
         return self.works_on_chain and bool(self._health.why("objects"))
 
     def _set(self, gauge: Gauge, value: float) -> None:
@@ -158,7 +158,7 @@ class FeedReport:
         self._left = lambda: math.inf  # the holder of the lease reports it
         if self._status.get("state") == "waiting":
             self._over()
-        self._failure, self._is_waiting = "", False  # of a chain that stopped: it is the other's now
+        self._failure, self._is_waiting = "", False  # of a stopped chain: the holder reports it now
         self._show(holder=owner_text(holder or ""))
         self._stand_by()
 
@@ -169,7 +169,9 @@ class FeedReport:
             self.state(STANDBY, ready=False, why=held.message, hint=held.hint, code=held.code)
 
     def holds(self, error: FloeError | None) -> None:
-        """That rows were received which a standby cannot put, and nobody can read again; None: there are none."""
+        """Report rows that were received, that a standby cannot put, and no process can read again; None: there are
+        none.
+        """
         if error is not None and str(error) != str(self._held):
             self._log("error", "held rows wait", action="held_waits", code=error.code, error=str(error))
         self._held = error
@@ -181,19 +183,19 @@ class FeedReport:
         self.state("starting", ready=False, why="starting", holder="this instance")
 
     def follow(self, chain: Chain) -> None:
-        """The incarnation that is looked at from now on: what stops it is told of this one."""
+        """Report on this incarnation from now on, including the errors that stop it."""
         self._chain = chain
         self._status.update(chain=str(chain), incarnation=chain.incarnation)
         self._set(metrics.incarnation, chain.incarnation)
 
     def recreated(self) -> None:
-        """The next incarnation begins, because the stream is another or was set back."""
+        """Count the next incarnation, which begins because the stream is another or was set back."""
         metrics.recreated.labels(*self._labels).inc()
 
     def reading(self, chain: Chain, first: int, end: int, begin: int = 1) -> None:
-        """Messages are read from `first` on, everything before is accounted for; the archive ends at `end`.
+        """Report that messages are read from `first` on; everything before is accounted for. `end`: of the archive.
 
-        `begin`: the first sequence of the chain; what the stream had before is not owed.
+        `begin`: the first sequence of the chain; earlier messages of the stream need not be archived.
         """
         self.follow(chain)
         self._status.update(position=first, end=end, first=begin)
@@ -234,7 +236,7 @@ class FeedReport:
         self.state("stopped", ready=False, why=known.message, hint=known.hint, code=known.code)
 
     def _is_new(self, error: FloeError) -> bool:
-        """Notes the trouble, which lasts until `_over`."""
+        """Note the error, which lasts until `_over`. Return True if it is new."""
         if not self._failure:
             self._failed_at = self._clock.monotonic()
         former, self._failure = self._failure, error.message
@@ -252,7 +254,7 @@ class FeedReport:
         self.state("checking", ready=False, why=text)
 
     def confirms(self, why: str) -> None:
-        """What may stop the chain is asked again; a stop that stands stays shown."""
+        """Report that a possible stop is being confirmed; a stop that is in force remains shown."""
         if not self._health.why(self._part):
             self.state("checking", ready=False, why=why)
 
@@ -267,7 +269,7 @@ class FeedReport:
 
     def source(self, last: int, last_timestamp_ns: int | None) -> None:
         self._source_asked, end = self._clock.now(), self._status.get("end") or 0
-        # What was archived since it was asked is in the stream too, unless it was rolled back.
+        # Sequences archived since that answer are in the stream too, unless it was rolled back.
         last, self._end_before = max(last, end) if last >= self._end_before else last, end
         self._set(metrics.source_sequence, last)
         self._set(metrics.source_asked, self._source_asked)
@@ -298,7 +300,7 @@ class FeedReport:
         self._show(damaged=dict(found))
 
     def stalled(self, pending: str, since: float) -> None:
-        """Nothing moves for `since` seconds though something is `pending`; logged once, until it moves."""
+        """Report that nothing moves for `since` seconds though something is `pending`; logged once, until it moves."""
         self._set(metrics.stalled, 1)
         if not self._is_stalled:
             self._is_stalled = True
@@ -316,7 +318,9 @@ class FeedReport:
                 self.state("reading", ready=True)
 
     def opens(self, look: Callable[[], OpenSegment | None] = lambda: None) -> None:
-        """`look`: the open segment, whenever it is asked, from any thread; by default there is none."""
+        """Set the source of the open segment: `look` is called from any thread, at each request; by default there is
+        none.
+        """
         self._open = look
 
     def _open_segment(self) -> dict[str, Any] | None:
@@ -327,7 +331,7 @@ class FeedReport:
         return float(getattr(self._open(), field, 0))
 
     def expires(self, left: Callable[[], float]) -> None:
-        """`left`: gives the seconds until the stream expires what is not archived; infinite where it does not."""
+        """Set `left`: returns the seconds until the stream expires messages not archived; infinite if it does not."""
         self._left = left
 
     def unmatched(self, found: Unmatched) -> None:
@@ -354,7 +358,7 @@ class FeedReport:
         self._log("warning", what, action="looped", stream=self.stream, messages=count, hint=hint)
 
     def durable(self, lapsed: StreamInfo | None, first: int, *, has_begun: bool) -> None:
-        """A durable was made, to read from `first` on. `lapsed`: as in `Reader`; `has_begun`: something was archived
+        """Report a new durable, to read from `first` on. `lapsed`: as in `Reader`; `has_begun`: something was archived
         before, so a durable should have existed.
         """
         has_begun, self._had_durable = has_begun or self._had_durable, True
@@ -390,20 +394,20 @@ class FeedReport:
         if footer.last_timestamp_ns is not None:
             self._set(metrics.end_timestamp, footer.last_timestamp_ns / NS_PER_S)
         end, last = footer.coverage.last, self._status.get("source_last")
-        if last is not None and last < end:  # it was asked for earlier
+        if last is not None and last < end:  # that answer was older
             self._set(metrics.source_sequence, end)
             self._status["source_last"] = end
         self._show(position=end + 1, end=end)
 
 
 LOOK_EVERY = 600.0  # seconds
-MAX_SUBJECTS = 1_000_000  # that are looked at; further ones are not counted
+MAX_SUBJECTS = 1_000_000  # subjects checked; further ones are not counted
 
 
 async def look(
     client: FloeClient, stream: str, filters: Sequence[str], threads: Threads, within: str = ">"
 ) -> Unmatched:
-    """What no filter matches of the first MAX_SUBJECTS subjects of the stream that match `within`.
+    """Return the messages without a matching filter, of the first MAX_SUBJECTS subjects that match `within`.
 
     Raises Unavailable, DataError.
     """
@@ -424,7 +428,7 @@ async def look(
 
 
 async def watch(partition: Partition, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock) -> None:
-    """Look now and every ten minutes, and tell `report`; until cancelled.
+    """Check now and every ten minutes, and update `report`, until cancelled.
 
     Only for partition 0 of a feed that is cut into partitions: a feed with a single filter wants no other subjects.
     """
@@ -438,4 +442,4 @@ async def watch(partition: Partition, client: FloeClient, threads: Threads, repo
                 log.info("subjects not looked at", action="unmatched_put_off", error=str(error))
             await clock.sleep(LOOK_EVERY)
     finally:
-        report.unmatched(Unmatched())  # the next look reports it
+        report.unmatched(Unmatched())  # the next check reports it

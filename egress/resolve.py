@@ -1,4 +1,4 @@
-"""What a stopped partition looks like to an operator: verdict, evidence, bounds, choices."""
+"""State of a stopped partition for an operator: verdict, evidence, bounds, choices; and the decisions."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,15 +38,15 @@ log = get_logger(__name__)
 
 # Problems of the listing or of the mark; `--believe-listing` solves them.
 OF_LISTING = ("E-LISTING", "E-EMPTY-ARCHIVE", "E-STATE-KV")
-OF_FEED = ("E-FILTERS",)  # the same for all partitions, which may differ from those of the feed
+OF_FEED = ("E-FILTERS",)  # one problem of all partitions, which may differ from the configured ones
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One partition. `current`: None if it has not begun. `end`: where the listing ends now, 0 where it is empty.
-    `error`: why it cannot be judged. `proposal`: where its next incarnation should begin, None where nothing is
-    wrong. `incarnation`: the newest, where `current` cannot be read. `is_agreed`: as of Proposal. `mark`:
-    the high-water mark, where a listing is in doubt; 0 without.
+    """State of one partition. `current`: None if it has not begun. `end`: the end of the listing now, 0 if it is empty.
+    `error`: the reason that the partition cannot be judged. `proposal`: the beginning of its next incarnation, None if
+    nothing is wrong. `incarnation`: the newest, if `current` cannot be read. `is_agreed`: as in Proposal. `mark`: the
+    high-water mark, if a listing is in doubt; 0 without.
     """
 
     partition: Partition
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def code(self) -> str:
-        """Empty where it does not stop."""
+        """Code of the error; empty if the partition is not stopped."""
         if self.error is not None:
             return self.error.code
         if self.verdict is None or self.verdict.is_same:
@@ -93,7 +93,7 @@ class Case:
 
     @property
     def advice(self) -> str:
-        """What to do where no command decides it; empty where one does, or where nothing is wrong."""
+        """Advice if no command decides the case; empty if one does, or if nothing is wrong."""
         if self.choices:
             return ""
         if self.verdict is not None and self.verdict.kind is VerdictKind.GONE:
@@ -127,7 +127,7 @@ class Case:
 
 
 async def look(opened: CommandContext, partition: Partition) -> Case:
-    """Raises Unavailable, Refused and ApiError where nothing can be asked."""
+    """Return the state of the partition. Raises Unavailable, Refused and ApiError if nothing can be queried."""
     deps = opened.of(partition)
     history = History(deps)
     number = 0
@@ -142,7 +142,7 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
             if (info := await stream_info(opened.deps.client, partition.stream)) is None:
                 raise never_begun(partition)
             check_start(info, partition.settings)
-    except (Stopped, ConfigError, DataError) as error:  # other errors say nothing about the partition
+    except (Stopped, ConfigError, DataError) as error:  # other errors prove nothing about the partition
         return Case(partition, error=error, incarnation=number)
     if current is None:
         return Case(partition)
@@ -159,7 +159,7 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
 
 
 async def _mark(deps: PartitionDeps, chain: Chain) -> int:
-    """0 where there is none, or none that can be read."""
+    """Return the mark; 0 if there is none, or none that can be read."""
     with suppress(DataError):
         return await HighWaterMarks(deps.state).get(chain) or 0
     return 0
@@ -191,9 +191,9 @@ async def _judged(deps: PartitionDeps, current: Incarnation, archive: Archive) -
 
 
 def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision:
-    """Where the partitions that cannot go on begin again: at `sequence`, or each at its proposal.
+    """Decide the beginnings of the partitions that cannot continue: at `sequence`, or each at its proposal.
 
-    The others begin behind their ends by themselves. Raises UsageError where that cannot be decided now.
+    The others begin after their ends by themselves. Raises UsageError if that cannot be decided now.
     """
     for case in cases:
         if case.error is not None or case.evidence is None or case.evidence.source is None:
@@ -208,7 +208,7 @@ def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision
     first = {case.partition.number: _first(case, sequence) for case in stopped}
     older = {case.evidence.older for case in stopped if case.evidence}
     joins = {c.partition.number: min(first[c.partition.number], c.proposal or 1) for c in stopped if c.is_agreed}
-    # All of one history: a partition that goes on by itself continues the incarnation that ends, no older one.
+    # All of one history: a partition that continues by itself continues the incarnation that ends, no older one.
     is_one = len(joins) == len(stopped) and (older == {None} or (len(older) == 1 and stopped == list(cases)))
     least = min(case.evidence.source.first for case in cases if case.evidence and case.evidence.source)
     return EndDecision(created.pop(), first, joins if is_one else {}, older.pop() if is_one else None, least)
@@ -225,7 +225,7 @@ def _first(case: Case, sequence: int | None) -> int:
 
 
 def warnings(case: Case, first: int) -> str:
-    """What beginning at `first` would repeat or leave out; empty where it does neither."""
+    """Describe the sequences that a beginning at `first` would repeat or leave out; empty if there are none."""
     if case.proposal is None or first == case.proposal:
         return ""
     if first < case.proposal:
@@ -234,7 +234,7 @@ def warnings(case: Case, first: int) -> str:
 
 
 async def new_incarnation(opened: CommandContext, cases: Sequence[Case], decision: EndDecision) -> None:
-    """Raises UsageError where the incarnation has ended already."""
+    """Record the decision. Raises UsageError if the incarnation has ended already."""
     chain = cases[0].chain
     closing = await Closings(opened.deps.state).change(chain, lambda found: found.decided(decision))
     if closing.next is not None:
@@ -243,7 +243,7 @@ async def new_incarnation(opened: CommandContext, cases: Sequence[Case], decisio
 
 
 def check_same(case: Case) -> Acceptance:
-    """The acceptance of the stream as the same. Raises UsageError where that is not possible."""
+    """Return the acceptance of the stream as the same. Raises UsageError if that is not possible."""
     evidence, verdict = case.evidence, case.verdict
     if evidence is None or verdict is None or evidence.source is None or not case.code or case.error:
         raise UsageError(f"{case.chain}: --same is not a choice here: {case.as_json()['why']}")
@@ -266,10 +266,10 @@ async def same(opened: CommandContext, case: Case) -> None:
 
 
 async def believe_listing(opened: CommandContext, case: Case) -> int:
-    """Set the mark to the end of the listing; delete an acceptance or a closing that cannot be read, or that is about
-    an incarnation of which nothing is there any more.
+    """Set the mark to the end of the listing, and return it. Delete an acceptance or a closing that cannot be read, or
+    that is about an incarnation without any object left.
 
-    Returns the new mark.
+    Raises UsageError if nothing is wrong with the listing.
     """
     if case.code not in OF_LISTING:
         raise UsageError(f"{case.chain}: nothing is wrong with its listing")
@@ -288,7 +288,7 @@ async def believe_listing(opened: CommandContext, case: Case) -> int:
 
 
 async def believe_following(opened: CommandContext, case: Case) -> list[Chain]:
-    """The same for the lost incarnations behind that of `case`, which it returns: those that have a mark."""
+    """Do the same for the lost incarnations after that of `case` that have a mark, and return them."""
     found: list[Chain] = []
     chain = case.chain
     while case.current is None and chain.incarnation < MAX_INCARNATION:

@@ -1,4 +1,4 @@
-"""`floe egress resolve`: an operator's decision about a feed that stopped."""
+"""Command `floe egress resolve`: an operator's decision about a feed that stopped."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ async def resolve(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Show why FEED has stopped and what can be done about it, or decide it.
+    """Show the reason that FEED has stopped and the possible decisions, or decide.
 
-    The running service looks again and goes on by itself, within a minute or so. Exit 3 where something is to be
-    decided.
+    The running service checks again and continues by itself, within a minute or so. Exit 3 if there is something to
+    decide.
 
     \b
     Example: floe egress resolve -c site.yaml NODE_DATA
@@ -131,7 +131,7 @@ def _show(cases: Sequence[Case], as_json: bool) -> int:
     if as_json:
         print_json([case.as_json() for case in cases])
     else:
-        # One for each partition; a single one where the problem is the feed's.
+        # One case for each partition; a single one if the problem is the feed's.
         of_feed = next((case for case in cases if case.code in OF_FEED), None)
         for case in cases if of_feed is None else [of_feed]:
             click.echo("\n".join(_lines(case)))

@@ -1,4 +1,4 @@
-"""Makes the components of egress from the settings, and runs them."""
+"""Egress service: makes its components from the settings, and runs them."""
 
 import os
 import random
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 async def serve(settings: Settings, *, tuning: Tuning | None = None, place: WorkerPlace | None = None) -> int:
-    """Returns the exit code. Raises ConfigError or Refused where it cannot begin.
+    """Run egress, and return the exit code. Raises ConfigError or Refused if it cannot begin.
 
     `place`: this process is one of several workers, and its parent ends it.
     """
@@ -76,15 +76,15 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
     clock = SystemClock()
     health = Health(clock)
     wanted = settings.egress.monitor
-    # The parent alone reads the monitor of a worker, and has one of its own if any.
+    # Only the parent reads the monitor of a worker; it has one of its own if that is configured.
     is_inner = place is not None and bool(wanted.listen)
     monitor = Monitor("127.0.0.1:0", health) if is_inner else Monitor(wanted.listen, health, tls=wanted.tls)
     monitor.start()
     with closing(monitor):
         flushes: list[Callable[[], None]] = []
-        # Of several processes the parent speaks for all.
+        # Of several processes, only the parent notifies systemd.
         notifier = SystemdNotifier(monitor.says, clock, {} if place else os.environ)
-        # Outside, so that it is heard before a parent knows of this process and passes it on.
+        # Outside, so that the handler exists before a parent knows of this process and passes the signal on.
         with on_signal(signal.SIGUSR1, lambda: [flush() for flush in flushes]):
             async with stop_of(place, monitor.port) as stop, notifier.while_running(stop):
                 service = EgressService(settings, tuning or Tuning(), clock, health, stop, place=place)
@@ -92,7 +92,7 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
                 drained = await service.run()
     code = 0 if drained else LATER
     if busy_threads():
-        # A call of a silent store would hold the process for minutes. Where all is drained it holds no message.
+        # A call to a silent store would keep the process for minutes. Once all is drained it holds no message.
         log.warning("calls abandoned", action="uploads_abandoned", calls=busy_threads())
         flush()
         os._exit(code)
@@ -101,7 +101,7 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, place: Work
 
 @asynccontextmanager
 async def stop_of(place: WorkerPlace | None, port: int) -> AsyncIterator[Stop]:
-    """What ends the service: a signal, or for a worker also the end of its parent.
+    """Yield the stop of the service: set by a signal, or for a worker also by the end of its parent.
 
     The parent handles a second signal: a supervisor sends its signal to all processes, and the parent passes it on as
     well.
@@ -119,11 +119,11 @@ async def stop_of(place: WorkerPlace | None, port: int) -> AsyncIterator[Stop]:
 
 
 class _StopAskedError(Exception):
-    """The stop came before the start was complete."""
+    """Stop that came before the start was complete."""
 
 
 class EgressService:
-    """One egress process. What cannot be reached at the start is waited for, as later on.
+    """One egress process. It waits for an unreachable server or store, at the start as later on.
 
     `objects`, if given, is used instead of the configured store; `place`: among processes started together.
     """
@@ -144,18 +144,18 @@ class EgressService:
         self._flushing: FlushWatch | None = None
 
     def flush(self) -> None:
-        """Close all open segments now; nothing before the start is complete."""
+        """Close all open segments now; do nothing before the start is complete."""
         if self._flushing is not None:
             self._flushing.flush_all()
 
     async def run(self) -> bool:
-        """Until the stop is requested and all is drained. Returns whether it was, in time."""
+        """Run until the stop is requested and everything is drained. Return True if it was drained in time."""
         settings, totals = self._settings.egress, metrics.carried()
         what = {"feeds": [each.name for each in settings.feeds], "monitor": settings.monitor.listen}
         life = Life("egress", self._settings, self._clock, totals, self._health, **what)
         with life:
             async with AsyncExitStack() as stack:
-                # What the start waits for is not there; the process is well all the same.
+                # The start may wait for a server or the store; the process is healthy all the same.
                 beating = watched(self._health.keep_beating(), orphaned, name="start")
                 try:
                     feeds, parts = await self._start(stack)
@@ -176,10 +176,10 @@ class EgressService:
         for part in ("feeds", "objects", "nats"):
             self._health.set_ready(part, False, "starting")
         objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
-        # NATS first: its tries end by themselves, so it is known to be there, or not, while the store is silent.
+        # NATS first: its attempts end by themselves, so its state is known while the store is silent.
         data, control, state, leases = await self._connect(stack)
         store = without_paths(settings.store.endpoint_url) or settings.store.url
-        # A stop leaves a call of the store behind that is under way.
+        # A stop abandons a call to the store that is in progress.
         look = partial(self._look_into, objects)
         await self._patiently("objects", "the store", f"store {store}", lambda: unless(self._stop, look()))
         partitions = all_partitions(site, settings.egress.feeds)
@@ -208,7 +208,9 @@ class EgressService:
     async def _patiently(
         self, part: str, what: str, where: str, step: Callable[[], Coroutine[Any, Any, T | None]]
     ) -> T:
-        """What `step` returns; None of it: a stop came. `part`: of the health; `what` it is, and `where`, in words."""
+        """Retry `step` until it succeeds, and return its result; None from it means a stop. `part`: of the health;
+        `what`, `where`: its name and address, in words.
+        """
         backoff, began, has_waited = Backoff(self._rng), self._clock.monotonic(), False
         patience = self._tuning.pace.alive / 2
 
@@ -244,7 +246,7 @@ class EgressService:
             )
 
     async def _connect(self, stack: AsyncExitStack) -> tuple[FloeClient, FloeClient, KeyValue, Leases]:
-        # A try is not cut off by a stop, because it might leave its connection open.
+        # An attempt is not cut off by a stop, because it might leave its connection open.
         patiently = partial(self._patiently, "nats", "NATS", "NATS")
         # Leases and marks have a connection of their own, so that a flood of messages cannot delay them.
         data, control = [await patiently(partial(self._client, stack, name)) for name in ("data", "control")]

@@ -1,11 +1,11 @@
-"""One stretch of reading: a reader bound to one history, a segment being built, segments being put.
+"""Session of reading: a reader bound to one history, a segment being built, segments being put.
 
     reader → filter → builder → encoder → uploader
 
-Encoding, uploading and a check that the stream is still the same run side by side;
-`egress.sampling.stage` adds what a sampled feed needs. None of them is cancelled in the middle of a step: the
-cause that ends the session is noted, and each loop finishes its step and returns. So what was received and not
-put is complete, and can still be put into the history that it came from.
+Encoding, uploading and a check that the stream is still the same run side by side; `egress.sampling.stage` adds the
+parts for a sampled feed. None of them is cancelled in the middle of a step: the cause that ends the session is noted,
+and each loop finishes its step and returns. So the messages that were received and not put are complete, and can still
+be put into the history that they came from.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Where a partition stands: its incarnation, what is archived of it, the stream as it was found to be."""
+    """Basis of a session: the incarnation, its archive, and the stream as it was judged."""
 
     current: Incarnation
     archive: Archive
@@ -57,8 +57,8 @@ class Stand:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """What a session held when it was flushed. `closed`: the segment that was open, None where there was none;
-    `last`: the last sequence it had accounted for.
+    """State of a session when it was flushed. `closed`: the segment that was open, None if there was none; `last`: the
+    last sequence it had accounted for.
     """
 
     session: Session
@@ -68,17 +68,17 @@ class Flush:
 
     @property
     def is_stored(self) -> bool:
-        """Whether all that it held is put."""
+        """True if everything that it held is put."""
         return self.session.end >= self.last
 
     @property
     def is_over(self) -> bool:
-        """Whether the session puts nothing any more; what it did not put is read again, or put by what follows."""
+        """True if the session puts nothing any more; the rest is read again, or put by its successor."""
         return self.session.is_over
 
 
 class Session:
-    """Reads on at `position`, until `stop` is set and everything is put, or it is ended. Used once.
+    """Reading from `position` on, until `stop` is set and everything is put, or it is ended. Used once.
 
     `hurry`: as in `Builder`. `resumed`: the sampler of a sampled feed, None for others.
     """
@@ -97,10 +97,10 @@ class Session:
         self._partition, self._report, self._archive = deps.partition, deps.report, stand.archive
         self._position, self._ended = position, Stop()
         self._end: BaseException | None = None
-        self._refused: Stopped | None = None  # a message that is not archived: what came before it is put
+        self._refused: Stopped | None = None  # a message that cannot be archived: the messages before it are put
         self._is_all_sealed, self.is_over = False, False
-        self._surplus_at: int | None = None  # puts, when others began to wait
-        # A release of bytes makes all readers ask: an error of one of them ends its own session.
+        self._surplus_at: int | None = None  # number of puts when others began to wait
+        # A release of bytes makes all readers pull: an error of one of them ends its own session.
         pull = guarded(lambda: self._reader.pull(), self._end_with)
         self._account = deps.budget.account(pull)
         chain, segment, sampled = stand.archive.chain, self._partition.settings.segment, resumed is not None
@@ -140,10 +140,11 @@ class Session:
         return not is_held_up and self._encoder.has_room and self._deps.budget.has_room(size)
 
     async def run(self, stop: Stop) -> None:
-        """Returns when all is put after `stop`. Raises what ended it: ReaderResetError, RetakeError, LeaseLost.
+        """Read until `stop` is set and everything is put. Raises the cause of another end: ReaderResetError,
+        RetakeError, LeaseLost, or Stopped before a message that cannot be archived.
 
-        Unexpected errors are raised too, as a group or as Unforeseen: nothing more is put then, and what was received
-        is read again from the archive's position on.
+        Raises unexpected errors too, as a group or as Unforeseen. Then nothing more is put, and the messages received
+        are read again from the archive's position on.
         """
         first, end_before = self._position.first, self._archive.end
         try:
@@ -195,13 +196,13 @@ class Session:
             if not self._sampled.has_room:
                 return
         if self._encoder.is_idle and self._account.is_largest() and not self._reader.has_room:
-            # No reader can ask for more, and nothing is leaving memory: close this segment.
+            # No reader can request more, and nothing is leaving memory: close this segment.
             self._builder.close(Close.MEMORY)
 
     def flush(self, incarnation: int, least: int) -> Flush | None:
-        """Close the open segment now, as its age would; what it covers without rows becomes a segment too.
+        """Close the open segment now, as its age would; a range that it covers without rows becomes a segment too.
 
-        None, and nothing is closed, while this is the incarnation and `least` is not received yet.
+        Return None, and close nothing, while this is the incarnation and `least` is not received yet.
         """
         if self._archive.chain.incarnation == incarnation and self._builder.end < least:
             return None
@@ -250,7 +251,7 @@ class Session:
         if self._sampled is not None:
             self._sampled.covered(spooled.footer.coverage.last)
 
-    # What ends it
+    # Ends of the session
 
     async def _wake(self, stop: Stop) -> None:
         await stop.wait()
@@ -270,7 +271,7 @@ class Session:
                 await self._tried(self._look(source))
 
     async def _tried(self, look: Awaitable[T]) -> T | None:
-        """None too where it cannot be found out now: that is tried later."""
+        """Return the result of `look`; None also if it is not available now: it is retried later."""
         try:
             return await look
         except FloeError as error:
@@ -278,7 +279,7 @@ class Session:
             return None
 
     async def _look_at_stream(self) -> SourceStream | None:
-        """None where the session ends because it is another stream."""
+        """Return the stream; None if the session ends because it is another one."""
         evidence, verdict = await self._inquiry.look(self._stand.current, self._archive, self.received)
         self._report.judged(evidence, verdict)
         if verdict.is_same:
@@ -311,11 +312,11 @@ class Session:
         self._encoder.wake.set()
         self._encoder.on_sealed.set()
 
-    # What is left after the end
+    # After the end
 
     @property
     def end(self) -> int:
-        """The last sequence that is put of what this session reads."""
+        """Last sequence put of those that this session reads."""
         return max(self._position.first - 1, self._uploader.end)
 
     @property
@@ -324,13 +325,13 @@ class Session:
 
     @property
     def received(self) -> Tip | None:
-        """The tip of the last message received; None if there was none."""
+        """Tip of the last message received; None if there was none."""
         return None if self._builder.last is None else Tip.of(self._builder.last)
 
     async def unflushed(self) -> Unflushed:
-        """Close what is open and hand over all that was received and not put. After `run` only.
+        """Close the open segment and return everything that was received and not put. After `run` only.
 
-        If an error left the builder inconsistent, only the segments finished before are handed over.
+        If an error left the builder inconsistent, only the segments finished before are returned.
         """
         await self._deps.pools.idle()
         self._builder.close(Close.DOUBT)
@@ -339,7 +340,7 @@ class Session:
         return Unflushed(self._archive, sealed, self.received)
 
     async def close(self) -> None:
-        """Give back memory and spool files. After `run` only."""
+        """Release memory and spool files. After `run` only."""
         self._account.close()
         await self._deps.pools.idle()
         self._encoder.close()

@@ -1,7 +1,7 @@
-"""What `floe status` shows of a site: each partition, by the running process, NATS and the store.
+"""View of a site for `floe status`: each partition, from the running process, NATS and the store.
 
-The process at `egress.monitor.listen` knows most: the open segment, and the hint of a stop. Where it does not answer,
-or another host has the partition, the signs of life in the store and the archive say what they can, and so it is said.
+The process at `egress.monitor.listen` knows most: the open segment, and the hint of a stop. If it does not answer, or
+another host has the partition, the heartbeats in the store and the archive provide the rest. The view names its source.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ COLOURS = {**dict.fromkeys(("reading", "closing", STANDBY), "green"), **dict.fro
 
 @dataclass(frozen=True, slots=True)
 class SiteAnswers:
-    """What was asked of NATS. `holders`: by partition, None where nobody holds the lease; `sources`: the last
-    sequence by stream, None where there is no such stream. `failure`: why nothing was answered, empty where it was.
+    """Answers of NATS. `holders`: by partition, None if no process holds the lease; `sources`: the last sequence by
+    stream, None if there is no such stream. `failure`: the reason that nothing was answered, empty if there is none.
     """
 
     holders: Mapping[Chain, str | None] = field(default_factory=dict)
@@ -54,8 +54,9 @@ class SiteAnswers:
 
 @dataclass(frozen=True, slots=True)
 class SiteStored:
-    """What the store holds of the site. `tails`: the end of each chain and when it was written; `sightings`: the newest
-    sign of life of each partition, none where they may not be read. `failure`: why it did not answer.
+    """State of the site in the store. `tails`: the end of each chain and the time it was written; `sightings`: the
+    newest heartbeat of each partition, none if they may not be read. `failure`: the reason that the store did not
+    answer.
     """
 
     tails: Mapping[Chain, tuple[int | None, float]] = field(default_factory=dict)
@@ -65,9 +66,9 @@ class SiteStored:
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """How one partition does. `told`: what the process that has it shows at its monitor, empty where that is not known;
-    `sighting`: the newest sign of life, which counts as silent after `silent_after` seconds; `tail`: the chain's end in
-    the store and when it was written, None where there is none, and where the store was not read (`store_read`).
+    """Status of one partition. `told`: the status from the monitor of the process that has it, empty if it is not
+    known; `sighting`: the newest heartbeat, which counts as silent after `silent_after` seconds; `tail`: the chain's
+    end in the store and the time it was written, None if there is none, or if the store was not read (`store_read`).
     """
 
     partition: Partition
@@ -81,12 +82,12 @@ class PartitionStatus:
 
     @property
     def known_from(self) -> str:
-        """Who said how it does."""
+        """Source of the status."""
         return "monitor" if self.told else "sign of life" if self.sighting else "store"
 
     @property
     def state(self) -> str:
-        """As egress says it, or what nobody is there to say."""
+        """State from the process; otherwise from the lease and the heartbeat."""
         if self.told:
             return str(self.told["state"])
         if not self.answers.failure and self.answers.holders.get(self.partition.chain) is None:
@@ -97,13 +98,13 @@ class PartitionStatus:
 
     @property
     def archived(self) -> int | None:
-        """The last sequence archived, by whoever knows; None where nothing is, or that is not known."""
+        """Last sequence archived, from the process or the store; None if there is none, or if it is not known."""
         end = self.told.get("end") or (self.tail[0] if self.tail else None)
         return end or None
 
     @property
     def source(self) -> int | None:
-        """The last sequence of the stream: asked now, or as the process was told last."""
+        """Last sequence of the stream: from NATS now, or the last that the process received."""
         if (asked := self.answers.sources.get(self.partition.stream)) is not None:
             return asked
         told = self.told.get("source_last")
@@ -111,9 +112,7 @@ class PartitionStatus:
 
     @property
     def lag(self) -> int | None:
-        """Sequences of the stream that are not archived; None where the end of the stream or of the archive is not
-        known.
-        """
+        """Sequences of the stream that are not archived; None if the end of the stream or archive is not known."""
         is_stored_known = self.store_read and (self.tail is None or self.tail[0] is not None)
         is_known = is_stored_known or self.told.get("end") is not None
         if not is_known or self.source is None:
@@ -122,7 +121,7 @@ class PartitionStatus:
 
     @property
     def _first(self) -> int:
-        """The first sequence of the chain, 1 where nobody says it; what the stream had before is not owed."""
+        """First sequence of the chain, 1 if it is not known; earlier messages of the stream need not be archived."""
         sign = self.sighting.sign if self.sighting else None
         said = sign.first if sign and sign.chain.incarnation == self.chain.incarnation else None
         return int(self.told.get("first") or said or 1)
@@ -143,7 +142,7 @@ class PartitionStatus:
 
     @property
     def hint(self) -> str:
-        """What to do, of what stopped or waits."""
+        """Advice for a partition that stopped or waits."""
         if self.told:
             return str(self.told.get("hint", ""))
         is_stopped = self.sighting is not None and self.sighting.sign.state == "stopped"
@@ -151,18 +150,18 @@ class PartitionStatus:
 
     @property
     def holder(self) -> str | None:
-        """Who holds the lease, for people."""
+        """Holder of the lease, for people."""
         if (found := self.answers.holders.get(self.partition.chain)) is not None:
             return owner_text(found)
         return None
 
     @property
     def alarm(self) -> bool:
-        """Whether somebody ought to look."""
+        """True if an operator ought to check the partition."""
         return self.state in ALARMING
 
     def row(self) -> dict[str, object]:
-        """It as one object of the list."""
+        """Return the object for the JSON list."""
         return {
             "view": "site",
             **self.chain.log_context(),
@@ -182,7 +181,7 @@ class PartitionStatus:
         }
 
     def cells(self, now: float) -> dict[str, object]:
-        """It as one line of the table at `now`."""
+        """Return the row of the table at `now`."""
         held = self.told.get("open_segment")
         return {
             "chain": str(self.chain),
@@ -201,18 +200,20 @@ class PartitionStatus:
 
 
 def opened(held: Mapping[str, Any]) -> str:
-    """What the open segment holds, for people."""
+    """Describe the contents of the open segment, for people."""
     count, size, age = held["messages"], size_words(held["bytes"]), duration_words(held["age_seconds"])
     return f"{count} {'message' if count == 1 else 'messages'}, {size}, {age}"
 
 
 def closes(held: Mapping[str, Any]) -> str:
-    """What closes it, for people."""
+    """Describe the limits that close it, for people."""
     return f"in {duration_words(held['closes_in_seconds'])} or at {size_words(held['max_size'])}"
 
 
 async def site_view(settings: Settings) -> StatusView:
-    """Each partition of the site, by whoever answers. Raises Refused where the store or NATS refuses the credential."""
+    """Return each partition of the site, from the sources that answer. Raises Refused if the store or NATS refuses the
+    credential.
+    """
     partitions, clock = all_partitions(settings.site, settings.egress.feeds), SystemClock()
     listen, notes = settings.egress.monitor.listen, list[str]()
     with closing(Threads("status", 8)) as threads:
@@ -248,12 +249,14 @@ async def site_view(settings: Settings) -> StatusView:
 
 
 def _newest(chain: Chain, known: Iterable[Chain]) -> Chain:
-    """The newest incarnation of `chain` among those known."""
+    """Return the newest incarnation of `chain` among those known."""
     return max((each for each in known if replace(each, incarnation=0) == chain), default=chain)
 
 
 async def _ask_nats(settings: Settings, partitions: Sequence[Partition], first: asyncio.Future[Any]) -> SiteAnswers:
-    """`first`: what tells how far the archive is; the streams are asked behind it, so that they are no less far."""
+    """Query NATS. `first`: the reads of the archive's end. Streams are queried after it, so that none ends before its
+    archive.
+    """
     try:
         title = f"floe egress {settings.site} status"
         async with aclosing(await connect(settings.nats_for("egress"), name=title)) as client:
@@ -266,11 +269,11 @@ async def _ask_nats(settings: Settings, partitions: Sequence[Partition], first: 
     return SiteAnswers(holders, {name: info.last_sequence if info else None for name, info in infos.items()})
 
 
-# Blocking
+# Blocking calls
 
 
 def ask_monitor(settings: EgressMonitorSettings) -> dict[str, Any] | None:
-    """What the process that serves there shows as /status; None where none does."""
+    """Return the /status of the process at `listen`; None if none answers."""
     try:
         found = json.loads(fetch(settings, "/status"))
     except (OSError, http.client.HTTPException, ValueError):
@@ -279,7 +282,7 @@ def ask_monitor(settings: EgressMonitorSettings) -> dict[str, Any] | None:
 
 
 def of_chains(document: Mapping[str, Any], site: str) -> dict[Chain, dict[str, Any]]:
-    """What a /status, also that of several workers, says of the chains of `site` that it has, by partition."""
+    """Return the parts of a /status, also that of several workers, for the chains of `site` that it has."""
     found: dict[Chain, dict[str, Any]] = {}
     for each in document.get("workers", {"": document}).values():
         for part, told in each.get("parts", {}).items():

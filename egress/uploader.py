@@ -1,4 +1,4 @@
-"""Puts finished segments, strictly one after the other, each only if it still may be put."""
+"""Upload of finished segments, strictly one after the other, each only if it may still be put."""
 
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -25,13 +25,14 @@ log = get_logger(__name__)
 
 
 class RetakeError(Exception):
-    """The position must be taken from the listing again; the text says why."""
+    """Error if the position must be taken from the listing again; the text names the reason."""
 
 
 class Uploader:
-    """Puts into one archive under a lease. `reader` says whether its history is in doubt.
+    """Uploader into one archive, under a lease. `reader` is checked before each put, because its history may be in
+    doubt.
 
-    What cannot be reached is tried again until `ended` is set. `puts`: how many segments were put; `end`: the last
+    An unreachable server or store is retried until `ended` is set. `puts`: the number of segments put; `end`: the last
     sequence of the newest of them, 0 before.
     """
 
@@ -41,7 +42,7 @@ class Uploader:
         self.puts, self.end = 0, 0
 
     async def put(self, spooled: SpooledSegment) -> None:
-        """Put, read back, announce, mark, acknowledge. Raises LeaseLost, RetakeError, ReaderResetError."""
+        """Put, read back, write tail and mark, acknowledge. Raises LeaseLost, RetakeError, ReaderResetError."""
         started = self._clock.monotonic()
         ref = await self._persist(lambda: self._put_checked(spooled))
         require(self._lease, self._archive)
@@ -66,7 +67,7 @@ class Uploader:
         return await self._archive.put(spooled)
 
     async def _persist(self, step: Callable[[], Awaitable[T]]) -> T:
-        """Repeat the step until it is done or the session ends; then raises what the step raised last."""
+        """Repeat the step until it succeeds. Once the session ends, raise the last error of the step."""
         while True:
             try:
                 result = await step()
@@ -96,12 +97,12 @@ class Unflushed:
 
     @property
     def first(self) -> int:
-        """The first sequence that they cover, 0 where there are none."""
+        """First sequence that they cover, 0 if there are none."""
         return self.sealed[0].footer.coverage.first if self.sealed else 0
 
     @property
     def last(self) -> int:
-        """The last sequence that they cover. There is one."""
+        """Last sequence that they cover. There must be a segment."""
         return self.sealed[-1].footer.coverage.last
 
     async def put(self, lease: Lease) -> None:
@@ -111,9 +112,9 @@ class Unflushed:
             await self.put_first()
 
     async def put_first(self) -> None:
-        """Put the first into the history that it came from, and remove it. There is one.
+        """Put the first into the history that it came from, and remove it. There must be one.
 
-        Nothing is put into a history that has ended meanwhile: it would not be delivered.
+        If that history has ended meanwhile, all are dropped: they would not be delivered.
         """
         if await self.archive.is_closed():
             await self.drop()
@@ -124,7 +125,7 @@ class Unflushed:
     async def _put_one(self, spooled: SpooledSegment) -> None:
         coverage = spooled.footer.coverage
         if lacking := await self.archive.lacks(spooled):
-            # Beside what the archive has under the same sequences they would be two histories in one.
+            # Beside the messages in the archive under the same sequences they would be two histories in one.
             self._log_dropped([coverage], lacking)
             return
         # Another instance may have put only its beginning, and there is no other copy of the rest.
@@ -142,11 +143,11 @@ class Unflushed:
         return True
 
     def log_left(self) -> None:
-        """Log what this process ends with."""
+        """Log the segments that are left when this process ends."""
         log_left(self.archive, self.first, self.last, rows=self.rows)
 
     async def drop(self) -> None:
-        """Throw them away though they are not read again, and log what is archived nowhere."""
+        """Discard the segments though they are not read again, and log the ranges that are archived nowhere."""
         for spooled in self.sealed:
             missing = await self.archive.uncovered(spooled.footer.coverage)
             if missing and (rows := spooled.footer.rows):
@@ -179,6 +180,6 @@ def closed(archive: Archive) -> ReaderResetError:
 
 
 def require(lease: Lease, archive: Archive) -> None:
-    """Raises LeaseLost unless the lease may be used."""
+    """Raise LeaseLost unless the lease may be used."""
     if not lease.is_usable():
         raise LeaseLost(f"lease of {archive.chain}: not renewed in time")

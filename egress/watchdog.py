@@ -1,13 +1,13 @@
-"""Does the chain move? A pure judge of what a session says of itself at each check.
+"""Pure check of the progress of a chain, from the state of its session at each check.
 
 - Something was received, passed or archived since the last check: it moves. Nothing waits: it moves.
 - Messages wait in the stream, there is room for them, and nothing came for `patience` seconds: a stall that a
   fresh reader may heal.
-- The same without room, because memory or advisories are held up: a stall; what holds them up is at fault.
-- What was received is not archived `patience` seconds after its segment had to close: a stall; the store is
-  at fault.
+- The same without room, because memory or advisories are held up: a stall; the cause is the part that holds them up.
+- Messages received are not archived `patience` seconds after their segment had to close: a stall; the store is
+  the cause.
 
-Only the first kind ends the session: what was received and not put is then thrown away, and read again.
+Only the first kind ends the session: messages that were received and not put are then discarded, and read again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SessionStanding:
-    """Where a session stands.
+    """State of a session at a check.
 
-    `count`: messages received; `received`: the last sequence accounted for; `archived`: the last one put;
-    `source`: the last one of the stream. `asks`: whether it may ask for more. `is_done`: whether it has
-    received all that it is to read.
+    `count`: messages received; `received`: the last sequence accounted for; `archived`: the last one put; `source`: the
+    last one of the stream. `asks`: True if it may request more. `is_done`: True if it has received everything that it
+    is to read.
     """
 
     count: int
@@ -56,8 +56,8 @@ class SessionStanding:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """`since`: seconds without progress. `unread`: messages wait in the stream. `heals`: whether a fresh reader may
-    help.
+    """Stall of a chain. `since`: seconds without progress. `unread`: messages wait in the stream. `heals`: True if a
+    fresh reader may help.
     """
 
     pending: str
@@ -67,9 +67,9 @@ class Stall:
 
 
 class ProgressCheck:
-    """Compares each standing with the one before; `patience` and `segment_age` in seconds.
+    """Comparison of each session state with the one before; `patience` and `segment_age` in seconds.
 
-    `moves`: whether the last one showed progress, or nothing to do.
+    `moves`: True if the last one showed progress, or nothing to do.
     """
 
     def __init__(self, patience: float, segment_age: float, now: float) -> None:
@@ -79,7 +79,7 @@ class ProgressCheck:
         self._received_at = self._archived_at = now
 
     def judge(self, standing: SessionStanding, now: float) -> Stall | None:
-        """What holds the chain up at `now` (monotonic seconds); None while it moves or has nothing to do."""
+        """Return the stall at `now` (monotonic seconds); None while the chain moves or has nothing to do."""
         if (seen := self._seen) is None or _reading(standing) != _reading(seen) or not standing.waits:
             self._received_at = now
         if seen is None or standing.archived != seen.archived or not seen.is_open or not standing.is_open:
@@ -91,7 +91,7 @@ class ProgressCheck:
         return self._unread(standing, now) or self._unarchived(standing, now)
 
     def excuse(self, standing: SessionStanding, now: float) -> Stall | None:
-        """The messages that seemed to wait do not. Returns what else holds the chain up, if anything does."""
+        """Note that no message waits after all. Return another stall of the chain, if there is one."""
         self._received_at = now
         self.moves = not standing.is_open
         return self._unarchived(standing, now)
@@ -112,15 +112,15 @@ class ProgressCheck:
 
 
 def _reading(standing: SessionStanding) -> tuple[int, int, int]:
-    # Archiving counts too: memory that is given back lets the reader ask again.
+    # Archiving counts too: memory that is released lets the reader request more.
     return standing.count, standing.received, standing.archived
 
 
 class Liveness:
-    """Looks at one session at each of its checks, and updates its report.
+    """Check of the progress of one session, which updates its report.
 
-    `waiting`: whether the stream holds a message of the feed at or after a sequence; asked only before a stall is
-    reported, because sequences alone may be without messages.
+    `waiting`: returns True if the stream holds a message of the feed at or after a sequence; called only before a stall
+    is reported, because sequences alone may be without messages.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Liveness:
         self._progress, self._waiting, self._report, self._clock = progress, waiting, report, clock
 
     async def look(self, standing: SessionStanding) -> ReaderResetError | None:
-        """Why the reader is to be replaced; None where it is not. Raises what `waiting` raises."""
+        """Return the reason to replace the reader; None if there is none. Raises the errors of `waiting`."""
         now = self._clock.monotonic()
         stall = self._progress.judge(standing, now)
         if stall is not None and stall.unread and not await self._waiting(standing.received + 1):
@@ -142,12 +142,12 @@ class Liveness:
         return ReaderResetError("stalled", f"{stall.pending} for {stall.since:.0f} s") if stall.heals else None
 
 
-LOOKS = 10  # of the first sequence; the pace is taken from the oldest to the newest
+LOOKS = 10  # samples of the first sequence; the pace is taken from the oldest to the newest
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """`max_age_ns`: 0 without one. `by_size`: whether a number or a size makes the stream drop its oldest."""
+    """Limits of a stream. `max_age_ns`: 0 without one. `by_size`: a number or a size makes it drop its oldest."""
 
     max_age_ns: int = 0
     by_size: bool = False
@@ -160,15 +160,15 @@ class StreamLimits:
 
 
 def left_by_age(limits: StreamLimits, waiting_since_ns: int, server_ns: int) -> float:
-    """Seconds until a message of that time expires, not below 0; infinite without a limit."""
+    """Return the seconds until a message of that time expires, at least 0; infinite without a limit."""
     if not limits.max_age_ns:
         return math.inf
     return max(0.0, (waiting_since_ns + limits.max_age_ns - server_ns) / NS_PER_S)
 
 
 def left_by_size(limits: StreamLimits, waiting: int, first: int, pace: float) -> float:
-    """Seconds until the stream's first sequence has risen from `first` to above `waiting`, at `pace` sequences per
-    second; infinite where it does not rise.
+    """Return the seconds until the stream's first sequence has risen from `first` to above `waiting`, at `pace`
+    sequences per second; infinite if it does not rise.
     """
     if not limits.by_size or pace <= 0:
         return math.inf
@@ -176,13 +176,13 @@ def left_by_size(limits: StreamLimits, waiting: int, first: int, pace: float) ->
 
 
 class Rise:
-    """How fast the first sequence of a stream rises."""
+    """Pace at which the first sequence of a stream rises."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, int]] = deque(maxlen=LOOKS)
 
     def look(self, now: float, first: int) -> float:
-        """Sequences per second up to `now` (monotonic seconds); 0 at the first look, or after a fall."""
+        """Return the sequences per second up to `now` (monotonic seconds); 0 for the first sample, or after a fall."""
         if self._looks and first < self._looks[-1][1]:
             self._looks.clear()
         self._looks.append((now, first))
@@ -191,7 +191,7 @@ class Rise:
 
 
 class Expiry:
-    """Looks every now and then, and tells the report. `position`: the first sequence not archived."""
+    """Periodic estimate of the expiry, for the report. `position`: returns the first sequence not archived."""
 
     def __init__(self, deps: PartitionDeps) -> None:
         self._partition, self._client = deps.partition, deps.client
@@ -199,8 +199,8 @@ class Expiry:
         self.position: Callable[[], int] | None = None
 
     async def run(self, every: float) -> None:
-        """Look every `every` seconds until cancelled. Where it cannot ask, the last answer stays, and its time runs
-        out.
+        """Estimate every `every` seconds until cancelled. If the stream cannot be read, the last estimate remains, and
+        its time runs out.
         """
         while True:
             try:
@@ -224,7 +224,7 @@ class Expiry:
         waiting = await next_message(self._client, partition.stream, max(1, position), partition.filter_subject)
         if waiting is None:
             return math.inf
-        # This host's time, where the server does not say its own (before 2.10).
+        # This host's time, if the server's answer has none (before 2.10).
         server_ns = parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)
         by_age = left_by_age(limits, waiting.timestamp_ns, server_ns)
         return min(by_age, left_by_size(limits, waiting.sequence, info.first_sequence, pace))

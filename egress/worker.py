@@ -1,9 +1,8 @@
-"""One partition of a feed, from the listing to the last put: decide what the stream is, take the position,
-read, again.
+"""Worker of one partition, from the listing to the last put: judge the stream, take the position, read, repeat.
 
-Start, repair and take-over are one path. What a session leaves behind on a doubt may exist nowhere
-else. Where the stream still has all of it, it is thrown away and read again; else it is put at once into the history
-that it came from, before the stream is judged.
+Start, repair and take-over are one path. A session that ends in doubt may leave the only copy of its messages. If the
+stream still has all of them, they are discarded and read again; otherwise they are put at once into the history that
+they came from, before the stream is judged.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ MIN_HURRY = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a round found: where the chain is, how far its incarnation is with closing, what the stream is."""
+    """Findings of a round: the incarnation, its archive, the progress of its closing, the evidence, the verdict."""
 
     current: Incarnation
     archive: Archive
@@ -59,9 +58,9 @@ class Findings:
 
 
 class Worker:
-    """Freezes one partition of a feed.
+    """Worker that archives one partition of a feed.
 
-    `run` may be called again after anything it raised; it goes on from the listing.
+    `run` may be called again after any error; it continues from the listing.
     """
 
     def __init__(self, deps: PartitionDeps) -> None:
@@ -77,14 +76,14 @@ class Worker:
         self._session: Session | None = None
 
     def flush(self, incarnation: int = 0, least: int = 0) -> Flush | None:
-        """As `Session.flush`; None too where nothing is read now."""
+        """Flush as `Session.flush`; return None also if nothing is being read."""
         return None if self._session is None else self._session.flush(incarnation, least)
 
     async def run(self, lease: Lease, stop: Stop) -> None:
-        """Freeze until `stop` is set and everything is put.
+        """Archive until `stop` is set and everything is put.
 
-        Raises Stopped where only an operator can go on, LeaseLost, Unavailable and others after which the caller
-        waits.
+        Raises Stopped if only an operator can resolve the cause, LeaseLost, Unavailable and others after which the
+        caller waits.
         """
         await self._deps.state.ensure()
         deps, every = self._deps, self._deps.tuning.pace.check
@@ -102,7 +101,7 @@ class Worker:
         return [watched(again(name, work, self._deps.clock), orphaned, name=name) for name, work in works.items()]
 
     async def _round(self, lease: Lease, stop: Stop) -> None:
-        """Judge, then act. Once `stop` is set, only what was left to upload is still put where it belongs."""
+        """Judge, then act. Once `stop` is set, only put the segments that are left into their history."""
         current = await self._current()
         self._report.follow(current.chain)
         archive = await self._open_archive(current)
@@ -131,7 +130,7 @@ class Worker:
             raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
 
     async def _judge(self, current: Incarnation, archive: Archive, closing: Closing, stop: Stop) -> Findings | None:
-        """None where `stop` came first and nothing is left to upload that would depend on the answer."""
+        """Judge the stream. None if `stop` came first and no segment is left that would depend on the verdict."""
         judging = self.judge(current, archive)
         answer = await (unless(stop, judging) if self._unflushed is None else judging)
         if answer is None:
@@ -150,7 +149,7 @@ class Worker:
         source, decision = found.evidence.source, found.decision
         assert source is not None, "what is the same is there"
         if self._unflushed is not None and source.retention != LIMITS:
-            # It may be the last copy: removing the durable of an interest stream removes its messages.
+            # It may be the last copy: deleting the durable of an interest stream removes its messages.
             await self._flush(lease)
             return
         self.discard()
@@ -171,10 +170,10 @@ class Worker:
     # Reading
 
     async def _read(self, stand: Stand, lease: Lease, stop: Stop) -> None:
-        """Sessions from the position on, until `stop` is set, one ends, or an operator ends it.
+        """Run sessions from the position on, until `stop` is set, one ends, or an operator ends it.
 
-        What a walk found missing is filled before the archive is listed again: where its newest segment is gone, that
-        listing is refused (E-LISTING). Raises LeaseLost and what the servers raise.
+        Holes that a walk found are filled before the archive is listed again: if its newest segment is gone, that
+        listing is refused (E-LISTING). Raises LeaseLost and the errors of the servers.
         """
         position, before = await unless(stop, self.inquiry.place(stand.archive, stand.source)), None
         while position is not None and position != before:
@@ -187,7 +186,7 @@ class Worker:
                 return
 
     async def _read_from(self, position: Position, stand: Stand, lease: Lease, stop: Stop) -> bool:
-        """One session. Returns whether it was ended to fill a hole."""
+        """Run one session. Return True if it was ended to fill a hole."""
         await stand.archive.mend()
         self._report.lost(sum(map(len, position.lost)))
         leave = Stop(stop)
@@ -258,7 +257,7 @@ class Worker:
                 log_left(stand.archive, session.end + 1, session.received.sequence)
             raise
         except LeaseLost:
-            # The holder of the lease reads it again; if the stream is gone by then, this is the last copy.
+            # The holder of the lease reads the messages again; if the stream is gone by then, this is the last copy.
             self._unflushed = await session.unflushed()
             raise
         finally:
@@ -308,31 +307,31 @@ class Worker:
 
     @property
     def is_holding(self) -> bool:
-        """Whether rows are left that were received and not put."""
+        """True if rows are left that were received and not put."""
         return self._unflushed is not None and self._unflushed.rows > 0
 
     async def _can_read_again(self) -> bool:
-        """Whether the stream still has what is left of a session; True where nothing is."""
+        """True if the stream still has the messages left of a session, or if none are left."""
         if (left := self._unflushed) is None or not left.rows or left.received is None:
             return True
         return await self.inquiry.can_read_again(left.received, left.first)
 
     async def needs_nothing(self) -> bool:
-        """Whether what is left of a session is archived, or still in the stream. Raises what they raise."""
+        """True if the messages left of a session are archived, or still in the stream. Raises the errors of both."""
         return await self._can_read_again() or (self._unflushed is not None and await self._unflushed.is_archived())
 
     async def rescue(self) -> FloeError | None:
-        """Put what is left of a session where the stream is gone, without a lease: whoever has that reads nothing, and
-        there may be no other copy. Raises what the servers raise.
+        """Put the messages left of a session if the stream is gone, without a lease: its holder reads nothing, and
+        there may be no other copy. Raises the errors of the servers.
 
-        Returns what keeps it from that; None where nothing is left, or all of it is archived or in the stream.
+        Return the error that prevents it; None if nothing is left, or all of it is archived or in the stream.
         """
         while (left := self._unflushed) is not None and left.rows and await self.inquiry.is_gone():
             await self._deps.state.ensure()
             await left.put_first()
         if left is None or not left.rows or await self.needs_nothing():
             return None
-        # The stream is another one now, or was brought back without them; its reader may be about to put others there.
+        # The stream is another one now, or was restored without them; its reader may be about to put others there.
         return Unavailable(
             f"{left.archive.chain}: {left.rows} messages of {left.first}..{left.last} were received here, and are "
             "neither archived nor in the stream; another instance holds the lease",
@@ -341,7 +340,7 @@ class Worker:
         )
 
     def end(self) -> None:
-        """Say what is left and remove it; this process ends."""
+        """Log the messages that are left and remove them; this process ends."""
         if self._unflushed is not None and self.is_holding:
             self._unflushed.log_left()
         self.discard()
@@ -371,7 +370,7 @@ class Worker:
             await self.handover.wait(found.current, closing, info.created, lease, stop)
 
     def _next_first(self, archive: Archive, verdict: SourceVerdict, decision: EndDecision | None) -> int | None:
-        """Where the partition goes on in the next incarnation; None where an operator must decide."""
+        """Return the partition's first sequence in the next incarnation; None if an operator must decide."""
         if decision is not None and self._partition.number in decision.first:
             return decision.first[self._partition.number]
         if verdict.is_same:

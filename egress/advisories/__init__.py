@@ -1,1 +1,1 @@
-"""Tells who was seen when: documents about values that appear, fall silent and come back."""
+"""Advisories: documents about values that appear, fall silent, return and expire."""

@@ -1,4 +1,4 @@
-"""Advisories as stream-replicator publishes them: JSON, id, subject, message; and loops they make."""
+"""Advisories in the format of stream-replicator: JSON, id, subject, message; and the check for advisory loops."""
 
 import hashlib
 import re
@@ -20,7 +20,7 @@ from egress.partition import Partition
 
 
 class Event(StrEnum):
-    """What happened to a value; the words of stream-replicator."""
+    """The events of a value, named as stream-replicator names them."""
 
     NEW = "new"
     TIMEOUT = "timeout"
@@ -30,11 +30,12 @@ class Event(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Advisory:
-    """One event of one value. All of it follows from the log, so every instance finds the same.
+    """One event of one value. All fields follow from the messages, so every instance finds the same advisories.
 
-    `seen_ns`: when the value was last seen, by message time: for NEW the message itself, for the others the message
-    before the silence. `moment_ns`: when the event was: of NEW and RECOVER the message's time, of TIMEOUT `seen_ns`
-    plus `warn_duration`, of EXPIRE `seen_ns` plus `inspect_duration`. Nanoseconds since 1970.
+    `seen_ns`: the time at which the value was last seen, by message time: for NEW that of the message itself, for the
+    others that of the message before the silence. `moment_ns`: the time of the event: for NEW and RECOVER that of the
+    message, for TIMEOUT `seen_ns` plus `warn_duration`, for EXPIRE `seen_ns` plus `inspect_duration`. Nanoseconds
+    since 1970.
     """
 
     event: Event
@@ -51,10 +52,10 @@ BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 class AdvisoryDocument(msgspec.Struct, frozen=True):
-    """What is published, key by key in stream-replicator's order.
+    """The published JSON document, with its keys in stream-replicator's order.
 
-    `age`: seconds between `seen` and the moment of the event, whole seconds where Floe wrote it. `seen`, `timestamp`:
-    seconds since 1970. `replicator`: the site.
+    `age`: seconds between `seen` and the event; Floe writes whole seconds. `seen`, `timestamp`: seconds since 1970.
+    `replicator`: the site.
     """
 
     protocol: str
@@ -68,7 +69,7 @@ class AdvisoryDocument(msgspec.Struct, frozen=True):
     value: str
 
     def to_json(self) -> bytes:
-        """One line of UTF-8; code points that are not characters are escaped."""
+        """Return one line of UTF-8; code points that are not characters are escaped."""
         try:
             return _ENCODER.encode(self)
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can carry and UTF-8 cannot
@@ -81,7 +82,7 @@ _DECODER = msgspec.json.Decoder(AdvisoryDocument)
 
 
 def parse(payload: bytes) -> AdvisoryDocument | None:
-    """The advisory in `payload`, Floe's or stream-replicator's; None for anything else."""
+    """Return the advisory in `payload`, Floe's or stream-replicator's; None for anything else."""
     try:
         document = _DECODER.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -105,7 +106,7 @@ def document_of(chain: Chain, inspect_field: str, advisory: Advisory) -> Advisor
 
 
 def inspect_field(feed: FeedSettings) -> str:
-    """What the feed is sampled by, as documents name it: the JSON path, the header, or `subject` or `subject.N`."""
+    """Return the name of the feed's sample key for documents: the JSON path, the header, `subject` or `subject.N`."""
     if feed.inspect_field or feed.inspect_header:
         return feed.inspect_field or feed.inspect_header
     token = feed.inspect_subject_token
@@ -113,19 +114,19 @@ def inspect_field(feed: FeedSettings) -> str:
 
 
 def event_id(chain: Chain, advisory: Advisory) -> str:
-    """A KSUID: ids sort by the second of their moment, and the rest identifies the advisory."""
+    """Return a KSUID: ids sort by the second of their event, and the other 16 bytes identify the advisory."""
     of_chain = (chain.site, chain.feed, chain.incarnation, chain.partition)
     of_event = (advisory.event.value, advisory.value, advisory.seen_ns, advisory.moment_ns)
     digest = hashlib.sha256()
     for each in (*of_chain, *of_event):
         raw = str(each).encode("utf-8", "surrogatepass")
-        # With its length, so that different lists of parts never give the same bytes.
+        # With the length, so that different lists of parts never give the same bytes.
         digest.update(b"%d:%b" % (len(raw), raw))
     return ksuid(advisory.moment_ns // NS_PER_S, digest.digest()[:16])
 
 
 def ksuid(seconds: int, payload: bytes) -> str:
-    """The KSUID of a time (seconds since 1970, cut to four bytes) and 16 bytes."""
+    """Return the KSUID of a time (seconds since 1970, clamped to the four bytes of a KSUID) and 16 bytes."""
     since = min(max(0, seconds - KSUID_EPOCH), MAX_KSUID_SECONDS)
     number = int.from_bytes(since.to_bytes(4, "big") + payload, "big")
     digits = []
@@ -135,7 +136,7 @@ def ksuid(seconds: int, payload: bytes) -> str:
     return "".join(reversed(digits))
 
 
-HASH_DIGITS = 32  # the end, after a ~, of a value that was cut to MAX_VALUE
+HASH_DIGITS = 32  # at the end, after a ~, of a value that was cut to MAX_VALUE
 
 # Spaces of all kinds, control characters, wildcards, half surrogates; dots that would make an empty token.
 _UNSAFE = re.compile(r"[\s\x00-\x20\x7f-\x9f*>%\ud800-\udfff]|^\.|\.$|(?<=\.)\.")
@@ -144,7 +145,7 @@ _WHOLE_ESCAPES = re.compile(rb"(?:%[0-9A-F]{2}|[^%])*")
 
 
 def safe(value: str) -> str:
-    """`value` as tokens of a subject: never empty, no dot at either end, at most `MAX_VALUE` bytes."""
+    """Return `value` as tokens of a subject: never empty, no dot at either end, at most `MAX_VALUE` bytes."""
     text = _UNSAFE.sub(_escape, value) or "%"
     raw = text.encode()
     if len(raw) <= MAX_VALUE:
@@ -176,12 +177,12 @@ def filter_of(template: str) -> str:
 
 
 def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tuple[str, str] | None:
-    """Advisories and subjects of a stream that can be the same, as filters; None where none can. Pure.
+    """Return an advisory subject and a subject of the stream that can be the same, as filters; None if none can. Pure.
 
-    `subjects`: what the stream takes. `filter_subject`: what is read of it, empty: all.
+    `subjects`: those that the stream stores. `filter_subject`: those that are read; empty: all.
     """
     told = [filter_of(template.replace(EVENT, event.value)) for event in Event]
-    # Filters of which every two overlap have a subject in common.
+    # Three filters that overlap pairwise have a subject in common.
     read = [subject for subject in subjects if overlaps(subject, filter_subject)]
     for each in dict.fromkeys(told):
         for subject in read:
@@ -191,7 +192,7 @@ def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tup
 
 
 def loop_of(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | None:
-    """Why `partition` cannot be read: the advisories of `chain` would come back with its messages. None: no loop."""
+    """Return an error if the advisories of `chain` would come back as messages of `partition`; None: no loop."""
     template = partition.settings.advisory.subject
     found = fed_back(template, info.config.get("subjects") or (), partition.filter_subject) if template else None
     if found is None:
@@ -208,7 +209,7 @@ def loop_of(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | N
 
 
 def refuse_loop(partition: Partition, chain: Chain, info: StreamInfo) -> None:
-    """Raises Stopped where there is a loop."""
+    """Raise Stopped if there is a loop."""
     if (loop := loop_of(partition, chain, info)) is not None:
         raise loop
 

@@ -1,4 +1,4 @@
-"""`floe advisories`: who was seen when, from a stream of advisories."""
+"""`floe advisories`: prints the advisories in a stream."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from common.settings.root import Role
 
 
-PAUSE = 1.0  # seconds until a connection that was lost is tried again
+PAUSE = 1.0  # seconds between attempts after a lost connection
 
 
 def line_of(document: AdvisoryDocument) -> str:
-    """Times are UTC. Raises ValueError for a time outside the calendar."""
+    """Format one line, with times in UTC. Raises ValueError for a time outside the calendar."""
     try:
         at = datetime.fromtimestamp(document.timestamp, UTC)
     except (OverflowError, OSError, ValueError):
@@ -46,9 +46,9 @@ def line_of(document: AdvisoryDocument) -> str:
 
 @dataclass
 class AdvisorySearch:
-    """Advisories of `value` (None: of all) stored since then; `follow`: and those that come.
+    """The advisories of `value` (None: of all values) stored since `since`; with `follow`, also new ones as they come.
 
-    `foreign` counts the messages that were not advisories.
+    `foreign`: how many messages were not advisories.
     """
 
     client: FloeClient
@@ -118,7 +118,7 @@ def _has_time(document: AdvisoryDocument) -> bool:
 async def advisories(
     stream: str, value: str | None, config: str, since: Moment, follow: bool, role: Role | None, as_json: bool
 ) -> None:
-    """Show the advisories in STREAM, or those of one VALUE: what was new, silent, back, given up.
+    """Show the advisories in STREAM, or those of one VALUE: new, silent, recovered or expired values.
 
     \b
     Example: floe advisories NODE_DATA_ADVISORIES node1.example.net -c site.yaml --since 5h

@@ -1,7 +1,7 @@
-"""Advisories that are not stored yet: which to send now, which are late, which are stored already.
+"""The outbox of advisories that are not stored yet: which to send now, which are late, which are stored already.
 
 A doubtful advisory may have been sent already: by a process that ended, or by this one, which lost the answer.
-It is not sent before the stream was asked, and neither are those behind it for the same value.
+It is not sent before it has been looked up in the stream, and neither are those behind it for the same value.
 """
 
 import json
@@ -27,13 +27,13 @@ log = get_logger(__name__)
 
 
 LIMIT = 100_000  # advisories
-# Reading stops here. What was requested before still comes: a batch, with up to three advisories a message.
+# Reading stops here. A batch requested before still comes, with up to three advisories a message.
 HIGH_WATER = LIMIT - 3 * 10_000
-WAVE = 256  # advisories on their way at once
+WAVE = 256  # advisories in flight at once
 
 
 class Outbox:
-    """Advisories by value, in order for each; one stays until it is stored or dropped."""
+    """The advisories by value, in order for each value. Each stays until it is stored or dropped."""
 
     def __init__(self) -> None:
         self._queues: dict[str, list[Advisory]] = {}
@@ -45,7 +45,7 @@ class Outbox:
 
     @property
     def has_room(self) -> bool:
-        """Whether more should be looked for. `add` never refuses: what was found cannot be found again."""
+        """True if reading should continue. `add` takes advisories even if not: they cannot be found again."""
         return self._count < HIGH_WATER
 
     @property
@@ -53,7 +53,7 @@ class Outbox:
         return self._doubtful.keys()
 
     def add(self, advisories: Iterable[Advisory], *, doubtful: bool = False) -> None:
-        """Added behind the others of the same value. A doubtful one that is here already is not added twice."""
+        """Add these behind the others of the same value. One that is in the outbox as doubtful is not added again."""
         for advisory in advisories:
             if self._doubtful and advisory in self._doubtful:
                 continue
@@ -63,7 +63,7 @@ class Outbox:
                 self._doubtful[advisory] = None
 
     def wave(self, most: int = WAVE) -> list[Advisory]:
-        """What to send now: for each of the first values its first advisory, unless that is doubtful."""
+        """Return the advisories to send now: the first of each value, unless it is doubtful; `most` at most."""
         heads = (queue[0] for queue in self._queues.values())
         return list(islice((head for head in heads if head not in self._doubtful), most))
 
@@ -86,7 +86,7 @@ class Outbox:
             self._queues[value] = queue
 
     def trust(self, advisories: Iterable[Advisory]) -> None:
-        """These are not stored, as far as that can be known: they may be sent."""
+        """Mark these as not stored, as far as is known: they may be sent."""
         for advisory in advisories:
             self._doubtful.pop(advisory, None)
 
@@ -95,7 +95,7 @@ class Outbox:
 
 
 DURATIONS = 2  # inspect_durations
-AT_LEAST = 300 * NS_PER_S  # so that a restart or a take-over loses none where inspect_duration is short
+AT_LEAST = 300 * NS_PER_S  # so that a restart or a take-over loses none if inspect_duration is short
 ASK_EVERY = 60.0  # seconds
 
 
@@ -105,9 +105,9 @@ def is_late(advisory: Advisory, now_ns: int, duration_ns: int) -> bool:
 
 
 class Lateness:
-    """Judges by this host's clock; before it drops anything, by that of the server of `stream`.
+    """The check for late advisories: by this host's clock and, before any is dropped, by that of `stream`'s server.
 
-    Moments are times of messages, which the server set: a host whose clock is ahead must not lose them.
+    The times of advisories are times of messages, which the server set: a host with a fast clock must not drop them.
     """
 
     def __init__(self, client: FloeClient, stream: str, duration_ns: int, clock: Clock) -> None:
@@ -115,7 +115,7 @@ class Lateness:
         self._ahead_ns, self._asked = 0, float("-inf")
 
     async def late(self, advisories: list[Advisory]) -> set[Advisory]:
-        """Raises Unavailable where the server must be asked and does not answer."""
+        """Return the late ones. Raises Unavailable if the server's time is needed and the server does not answer."""
         if (late := self._judge(advisories)) and self._clock.monotonic() - self._asked > ASK_EVERY:
             await self._ask()
             late = self._judge(advisories)
@@ -130,7 +130,7 @@ class Lateness:
             info = await stream_info(self._client, self._stream)
         except (ApiError, Refused):
             info = None
-        # Where the server does not say its time (before 2.10), this host's time is used.
+        # A server before 2.10 does not report its time: this host's is used instead.
         server_ns = parse_time(info.time) if info is not None and info.time else self._now_ns()
         self._ahead_ns, self._asked = self._now_ns() - server_ns, self._clock.monotonic()
 
@@ -140,16 +140,16 @@ class Lateness:
 
 MESSAGE_ID = b"Nats-Msg-Id"
 MARGIN = 60 * NS_PER_S  # by which the clocks of servers may differ
-# Headers only, so that many fit into little memory.
+# Only headers are requested, so that many fit into little memory.
 ASKED = Asked(batch=5000, window=2 * 1024 * 1024)
 
 
 async def ids_stored(
     client: FloeClient, subject: str, ids: Collection[str], since_ns: int, asked: Asked = ASKED
 ) -> set[str] | None:
-    """Those of `ids` that messages on `subject` carry, stored since `since_ns`; None where no stream is seen.
+    """Return those of `ids` that messages on `subject` stored since `since_ns` carry; None if no stream is visible.
 
-    Raises Unavailable where it cannot be read now, ApiError or Refused where it may not be read.
+    Raises Unavailable if a stream cannot be read now, ApiError or Refused if it may not be read.
     """
     names = (await ask(client, "STREAM.NAMES", {"subject": subject})).get("streams") or ()
     wanted = {each.encode() for each in ids}
@@ -157,7 +157,7 @@ async def ids_stored(
     for name in names:
         if (info := await stream_info(client, name)) is None:
             raise Unavailable(f"stream {name} was there a moment ago and is not now")
-        # The consumer may be on a replica that is behind: it must pass what the leader has stored.
+        # The consumer may be on a replica that lags: it must pass the last sequence of the leader.
         last = info.last_sequence
         pieces = scan(client, name, start, until=last, subject=subject, headers_only=True, asked=asked)
         async with aclosing(pieces):
@@ -171,7 +171,7 @@ CODE = "E-ADVISORIES"
 
 
 class SendResult(StrEnum):
-    """What became of an advisory, or of one attempt to send it."""
+    """The outcome of an advisory, or of one attempt to send it."""
 
     STORED = "stored"
     DUPLICATE = "duplicate"
@@ -183,12 +183,12 @@ class SendResult(StrEnum):
 
 
 class AdvisoryTally:
-    """What became of the advisories of one chain, in metrics and log."""
+    """The outcomes of the advisories of one chain, in metrics and log."""
 
     def __init__(self, chain: Chain, template: str) -> None:
         self._chain, self._template = chain, template
         self._labels = chain.site, chain.feed, str(chain.partition)
-        #: The code of the error of the last attempts; empty while they succeed.
+        #: Error code of the last attempts; empty while they succeed.
         self.failing = ""
         begin("egress_", "advisories", site=chain.site, feed=chain.feed, partition=str(chain.partition))
         self.waiting(0)
@@ -224,7 +224,7 @@ class AdvisoryTally:
             log.info("advisories are stored again", action="advisories_work", **self._chain.log_context())
 
     def not_compared(self, why: str) -> None:
-        """Advisories that may have been sent could not be looked for: only the stream's duplicate window protects."""
+        """Warn that doubtful advisories cannot be looked up: only the stream's duplicate window avoids duplicates."""
         log.warning(
             "advisories are not compared with their stream",
             action="advisories_not_compared",
@@ -247,10 +247,10 @@ class AdvisoryTally:
 
 
 def judge_ack(subject: str, payload: bytes) -> SendResult:
-    """STORED or DUPLICATE where a stream says so.
+    """Return STORED or DUPLICATE if `payload` is the acknowledgement of a stream.
 
-    Raises ApiError or Unavailable where it refuses: nothing is stored; OutcomeUnknown for anything else, such as an
-    answer that is not from a stream.
+    Raises ApiError or Unavailable if the stream refuses, so nothing is stored; OutcomeUnknown for anything else, such
+    as an answer that is not from a stream.
     """
     ack = api_answer(subject, payload)
     stream, sequence, duplicate = ack.get("stream"), ack.get("seq"), ack.get("duplicate", False)

@@ -1,4 +1,4 @@
-"""Sends the advisories of one chain: reliably, until a stream has stored them, or plainly, once."""
+"""Senders of the advisories of one chain: reliable, until a stream has stored each, or plain, once."""
 
 import asyncio
 import random
@@ -19,18 +19,18 @@ from egress.advisories.outbox import LIMIT, WAVE, AdvisoryTally, Lateness, Outbo
 from egress.partition import Partition
 
 ACK_TIMEOUT = 5.0  # seconds
-TICK = 0.5  # seconds between looks at what no event wakes us for
-PROBE = 4  # advisories sent at once where the right to send is missing: the connection logs each subject
+TICK = 0.5  # seconds between checks of conditions that have no event
+PROBE = 4  # advisories sent at once while the permission to send is missing: the connection logs each subject
 IDS_AT_ONCE = 1000  # made in one turn of the event loop
 
 
 @dataclass(eq=False)
 class AdvisorySender:
-    """Publishes the advisories of `chain`, each once and as soon as it can; drops and counts them where the
-    connection is down. Made only where `partition.settings.advisory.subject` is set.
+    """The plain sender of the advisories of `chain`: publishes each once, as soon as it can; drops and counts them
+    while the connection is down. Made only if `partition.settings.advisory.subject` is set.
 
-    `outbox`: what a snapshot says is not stored yet; some of it may have been sent since. `may_send`: asked before
-    anything is sent, such as whether the lease is usable. `ack_timeout`: seconds.
+    `outbox`: the advisories that a snapshot holds as not stored yet; some may have been sent since. `may_send`:
+    called before each send, such as to check that the lease is usable. `ack_timeout`: seconds.
     """
 
     partition: Partition
@@ -55,7 +55,7 @@ class AdvisorySender:
     def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
         """Send these, in this order for each value. Called from the event loop; never waits, never refuses.
 
-        `again`: found while reading again what was read before, so they may have been sent.
+        `again`: found while messages are read a second time, so they may have been sent.
         """
         if again:
             return
@@ -68,22 +68,22 @@ class AdvisorySender:
         self._wake.set()
 
     def settle(self) -> None:
-        """Reading again has ended: advisories that may have been sent are looked for in the stream, then sent."""
+        """End the second reading: look up the doubtful advisories in the stream, and send those that are not there."""
 
     @property
     def has_room(self) -> bool:
-        """False while so many wait to be stored that the reader must not ask for more (stop, don't skip).
+        """True if the reader may request more messages; False while too many wait to be stored (stop, don't skip).
 
-        Ask again at each tick: no event says when there is room.
+        Check it at each tick: there is no event for it.
         """
         return True
 
     def pending(self) -> tuple[Advisory, ...]:
-        """Not known to be stored, including those in flight: goes into snapshots. Empty if not reliable."""
+        """Return those not known to be stored, including those in flight, for snapshots. Empty if not reliable."""
         return ()
 
     async def run(self) -> None:
-        """Send until cancelled. Raises nothing for what servers do. May be cancelled anywhere."""
+        """Send until cancelled. Raises nothing for errors of servers. May be cancelled anywhere."""
         while True:
             self._wake.clear()
             while self._queue and self.may_send():
@@ -93,7 +93,7 @@ class AdvisorySender:
             await wait_for(self._wake, TICK)
 
     async def drain(self, timeout: float) -> None:
-        """Returns when nothing waits, sending fails, or `timeout` seconds have passed. `run` must be running."""
+        """Wait until nothing is queued, sending fails, or `timeout` seconds have passed. `run` must be running."""
         await wait_for(self._idle, timeout)
 
     async def _send(self, wave: list[Advisory]) -> None:
@@ -119,9 +119,9 @@ class AdvisorySender:
             self._tally.count(advisory, result)
 
     def _message(self, advisory: Advisory) -> tuple[bytes, bytes, bytes]:
-        """Subject, payload, and headers with the id by which the stream recognises it.
+        """Return the subject, the payload, and headers with the id by which the stream recognises a duplicate.
 
-        Raises ValueError where the server would refuse it and close the connection.
+        Raises ValueError if it exceeds the server's limit: the server would refuse it and close the connection.
         """
         document = document_of(self.chain, inspect_field(self.partition.settings), advisory)
         payload, headers = document.to_json(), build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
@@ -131,10 +131,10 @@ class AdvisorySender:
 
 
 class ReliableSender(AdvisorySender):
-    """Sends what is in its outbox: for each value one at a time, over all values a wave at a time.
+    """The sender of an outbox: for each value one advisory at a time, over all values a wave at a time.
 
-    A lost answer makes an advisory doubtful. A doubtful one is looked for in the stream, and sent if it is not there.
-    Only what comes too late is given up.
+    A lost answer makes an advisory doubtful. A doubtful one is looked up in the stream, and sent if it is not there.
+    Only late advisories and those that the server would refuse are dropped.
     """
 
     def __post_init__(self, outbox: Sequence[Advisory]) -> None:
@@ -178,7 +178,7 @@ class ReliableSender(AdvisorySender):
             try:
                 went_on = self.may_send() and self.client.is_up and await self._step()
             except FloeError as error:
-                # A lost connection is reported elsewhere; a lost answer is looked for next.
+                # A lost connection is reported elsewhere; an advisory with a lost answer is looked up next.
                 if self.client.is_up and not isinstance(error, OutcomeUnknown):
                     self._tally.fails(error)
                 await self.clock.sleep(self._backoff.next())
@@ -192,7 +192,7 @@ class ReliableSender(AdvisorySender):
             await wait_for(self._idle, min(0.05, timeout))
 
     async def _step(self) -> bool:
-        """False where there is nothing to do."""
+        """Compare or send once. Return False if there is nothing to do."""
         outbox = self._outbox
         if outbox.doubtful and (self._is_settled or not outbox.has_room):
             await self._compare(list(outbox.doubtful))
@@ -221,7 +221,7 @@ class ReliableSender(AdvisorySender):
             raise failures[0]
 
     async def _send_one(self, advisory: Advisory) -> FloeError | None:
-        """Returns why it is not stored; None where it is."""
+        """Send one advisory. Return the error if it may not be stored; None if it is stored or was dropped."""
         try:
             subject, payload, headers = self._message(advisory)
             answer, _ = await self.client.request_raw(subject, payload, headers, timeout=self.ack_timeout)
@@ -237,14 +237,14 @@ class ReliableSender(AdvisorySender):
             self._forget(advisory)
         return None
 
-    # What may have been sent
+    # Doubtful advisories
 
     async def _compare(self, doubtful: list[Advisory]) -> None:
         advisories, wanted = await self._without_late(doubtful), dict[str, Advisory]()
         for start in range(0, len(advisories), IDS_AT_ONCE):
             some = advisories[start : start + IDS_AT_ONCE]
             wanted |= {event_id(self.chain, each): each for each in some}
-            await asyncio.sleep(0)  # reading goes on meanwhile
+            await asyncio.sleep(0)  # lets reading continue
         if wanted:
             for event in await self._stored(wanted):
                 self._remove(wanted.pop(event), SendResult.STORED)
@@ -252,9 +252,7 @@ class ReliableSender(AdvisorySender):
         self._changed()
 
     async def _stored(self, wanted: dict[str, Advisory]) -> set[str]:
-        """The ids that are stored; empty where that cannot be found out. Raises Unavailable where it is to be asked
-        again.
-        """
+        """Return the ids that are stored; empty if no stream is visible and readable. Raises Unavailable: retry."""
         subject, least_ns = filter_of(self._template), min(each.moment_ns for each in wanted.values())
         why = f"no stream with {subject} is seen"
         try:
@@ -266,7 +264,7 @@ class ReliableSender(AdvisorySender):
         self._is_compared = found is not None
         return found or set()
 
-    # What became of it
+    # Outcomes
 
     def _remove(self, advisory: Advisory, result: SendResult) -> None:
         self._tally.count(advisory, result)

@@ -1,1 +1,1 @@
-"""Which messages of a feed are kept, and what is known about their senders."""
+"""Sampling: the choice of the messages of a feed that are kept, and the state of their keys."""

@@ -1,4 +1,4 @@
-"""`floe state`: what the samplers of a site know, as of their last snapshots."""
+"""`floe state`: lists the values that the samplers of a site know, from their last snapshots."""
 
 import json
 import re
@@ -31,10 +31,10 @@ _LINES_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class KeySelection:
-    """Which values: those that match `pattern` (None: all), were seen at `since_ns` or later, and, where `silent_ns`
-    is not None, are known to be silent or were seen before it.
+    """A filter of values: those that match `pattern` (None: all), were last seen at `since_ns` or later, and, if
+    `silent_ns` is not None, were last seen before it or are known to be silent.
 
-    Values last seen at `expired_ns` or before have expired, like those whose expiry was reported: they are unknown.
+    Values last seen at `expired_ns` or before have expired, like those with a reported expiry: they are unknown.
     """
 
     pattern: re.Pattern[str] | None = None
@@ -51,9 +51,9 @@ class KeySelection:
 
 
 class Values:
-    """The values of `state` that `selection` takes, by name; a million of them take some 100 MB.
+    """The values of `state` that `selection` takes, sorted by name; a million of them take some 100 MB.
 
-    `known`: how many there are to take them from; `expired`: how many more have expired.
+    `known`: how many values the state knows; `expired`: how many more have expired.
     """
 
     def __init__(self, state: SamplerState, selection: KeySelection) -> None:
@@ -62,7 +62,7 @@ class Values:
         self._sizes, self._notices = array("Q"), bytearray()
         self.known = self.expired = 0
         for known in state.known():
-            # Keys that only wait to be forgotten.
+            # These keys are only waiting to be forgotten.
             if known.notice == Notice.EXPIRE or known.seen_ns <= selection.expired_ns:
                 self.expired += 1
                 continue
@@ -139,14 +139,15 @@ def state(
     is_values: bool,
     as_json: bool,
 ) -> int:
-    """List what the samplers of a site know: each value, when it was seen and copied last, what was told.
+    """List the values that the samplers of a site know: when each was last seen and copied, and its last advisory.
 
-    VALUE is a regular expression that is looked for in the values. The newest snapshot of each chain is read
-    from the store; stderr says up to which sequence it knows, how old it is, and how far the archive goes. With
-    --json: one object a line.
+    VALUE is a regular expression that is searched for in the values. The newest snapshot of each chain is read
+    from the store; stderr shows its last sequence, its age, and the end of the archive. With --json: one object
+    a line.
 
-    Values that had expired by then are not known any more, and not listed; those that have expired since are,
-    and stderr counts them. A feed writes no snapshot while it is quiet; `floe egress flush` has it write one.
+    Values that had expired at the snapshot are no longer known, and not listed. Those that have expired since are
+    listed, and stderr counts them. A feed writes no snapshot while it is quiet; `floe egress flush` makes it
+    write one.
 
     \b
     Example: floe state -c site.yaml 'node-1[0-9]' --feed NODE_DATA --silent
@@ -187,7 +188,7 @@ def state(
 
 
 def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float, tail: int | None) -> None:
-    """`tail`: where the archive ends, as far as that is known."""
+    """Print the summary of a chain to stderr. `tail`: the last sequence of the archive, None if it is unknown."""
     text = (
         f"{ref.chain}: {len(chosen)} of {chosen.known} values, as of sequence {ref.position - 1}; "
         f"the snapshot is {max(0.0, now - ref.modified):.0f} s old"
@@ -202,7 +203,7 @@ def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float, tail
 
 
 def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
-    """The sampled feeds, or `feed` alone. Raises UsageError where that is not one of them."""
+    """Return the sampled feeds, or `feed` alone. Raises UsageError if `feed` is not one of them."""
     sampled = [each for each in settings.egress.feeds if each.sampling_key]
     found = [each for each in sampled if feed in (None, each.name)]
     if not found and feed is None:
@@ -214,8 +215,8 @@ def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
 
 
 def _read(store: SegmentStore, chain: Chain, failures: list[FloeError]) -> tuple[SnapshotRef, Snapshot] | None:
-    """The newest readable snapshot; None without one. If there are some and none is readable, that is added to
-    `failures`.
+    """Return the newest readable snapshot; None if there is none. If there are snapshots and none is readable, the
+    first error is added to `failures`.
     """
     snapshots = Snapshots(store, chain)
     if not (refs := snapshots.list()):

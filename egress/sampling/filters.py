@@ -1,8 +1,8 @@
-"""Which received messages are kept, and what is told of their keys, on the way to the builder.
+"""The filters between reading and the builder: they leave out messages, and report the advisories of their keys.
 
-Reasons for leaving out, in this order: looped, too old, sampled out. A message that one reason leaves out is not
-shown to the next: one that is too old never reaches the sampler. Nor does one that claims to be a copy
-(`egress.loops`): it passes, and is compared before it is written.
+Reasons for leaving out, in this order: looped, too old, sampled out. A message that is looped or too old never
+reaches the sampler. Nor does one that claims to be a copy (`egress.loops`): it passes, and is compared before it is
+written.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,19 +20,19 @@ from egress.builder import Builder
 from egress.loops import Claims
 from egress.sampling.sampler import SampledBatch, Sampler
 
-# Maps "is kept" (1 or 0) to the code of a message, and its code to whether it is still undecided.
+# Maps "is kept" (1 or 0) to the code of a message, and its code to 1 if it is still undecided.
 _FROM_CHOICE = bytes([SAMPLED_OUT, 0]) + bytes(254)
 _IN_QUESTION = bytes([1]) + bytes(255)
 
 
 @dataclass(eq=False)
 class PreFilter:
-    """Made where a feed has `max_age`, is a relay or is sampled.
+    """The filter of a feed that has `max_age`, is a relay or is sampled.
 
-    `site`: messages that came through it are left out where `relay` is true. `keep_ns`: messages older than this
-    before the newest one seen are left out; 0 keeps all. `newest_ns`: the newest seen so far, 0 if none was.
-    `sampler`: None keeps what the others let pass. `claims`: which messages it is not shown. `choices`: what it chose
-    of the last batch, if asked.
+    `site`: messages that came through it are left out if `relay` is true. `keep_ns`: messages older than this before
+    the newest one seen are left out; 0 keeps all. `newest_ns`: the newest time seen so far, 0 if none was. `sampler`:
+    None keeps all messages that the other filters pass. `claims`: finds the messages that the sampler does not get.
+    `choices`: the sampler's result for the last batch, None if it was not called.
     """
 
     site: str
@@ -45,13 +45,13 @@ class PreFilter:
     choices: SampledBatch | None = field(init=False, default=None)
 
     def saw(self, timestamp_ns: int) -> bool:
-        """The source holds a message as new as this. Returns whether older ones are left out because of it."""
+        """Record that the source holds a message as new as this. True if `keep_ns` then leaves out all seen before."""
         older = self.newest_ns
         self.newest_ns = max(older, timestamp_ns)
         return bool(self.keep_ns) and timestamp_ns - self.keep_ns > older
 
     def sift(self, columns: Columns) -> MessageBatch:
-        """Judge messages that were received, in sequence order and behind those before; at least one."""
+        """Filter received messages, at least one, in sequence order and after those of the last call."""
         codes, self.choices = self._codes(columns), None
         if codes is None:
             return self._sampled(columns)
@@ -63,7 +63,7 @@ class PreFilter:
         return MessageBatch(columns, bytearray(code or next(following) for code in codes), sampled.kept)
 
     def _codes(self, columns: Columns) -> bytearray | None:
-        """Why messages are left out before sampling, one byte for each; None where none is."""
+        """Return a code for each message, nonzero if it is left out before sampling; None if all are zero."""
         old = self._too_old(columns)
         looped = self._looped(columns)
         if not old and not looped:
@@ -119,11 +119,11 @@ def _around(sampler: Sampler, columns: Columns, claiming: list[int]) -> SampledB
 
 
 class Tracking:
-    """Reports what the sampler finds out about keys, and lets time pass for it.
+    """The reporter of the sampler's advisories, which also advances the sampler's time.
 
-    `advisories`: None where the feed has none; then time only lets the sampler forget. `again_last`: up to this
-    sequence a former session may have found the same already. `again_until_ns`: that session may have advanced to
-    this time, if by then all messages up to `again_last` are folded in; 0 if not.
+    `advisories`: None if the feed has none; then the passing of time only makes the sampler forget keys.
+    `again_last`: a former session may have found the same advisories up to this sequence. `again_until_ns`: after it
+    had folded in all messages up to `again_last`, that session may have advanced to this time; 0 if it had not.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class Tracking:
                 self._advisories.settle()
 
     def advance(self, now_ns: int, *, again: bool = False) -> None:
-        """No message older than `now_ns` is still to come; `again` as in `found`."""
+        """Advance the sampler to `now_ns`: no older message is still to come. `again`: as in `found`."""
         if now_ns > self._advanced_ns:
             self._advanced_ns = now_ns
             self.found(self._sampler.advance(now_ns), again=again)
 
 
 class Sifting:
-    """For a feed that is not sampled, but has `max_age` or is a relay."""
+    """The filter stage of a feed that is not sampled, but has `max_age` or is a relay."""
 
     def __init__(self, builder: Builder, sieve: PreFilter) -> None:
         self._builder, self._sieve = builder, sieve
@@ -167,12 +167,11 @@ class Sifting:
 
 @dataclass(frozen=True, slots=True)
 class SampledStretch:
-    """What a session of a sampled feed reads.
+    """The sequences that a session of a sampled feed reads.
 
-    `read_from`, `write_from`: what lies between them is archived, and is only folded. `until`: the end of the
-    hole that is filled, None without one. `source_newest_ns`: time of the newest message that the source
-    holds; it counts for `max_age` only from `write_from` on, so that reading again judges as the first
-    reading did.
+    `read_from`, `write_from`: messages between them are archived already, and are only folded in. `until`: the end of
+    the hole that is filled, None without one. `source_newest_ns`: time of the newest message that the source holds;
+    it counts for `max_age` only from `write_from` on, so that a second reading filters as the first did.
     """
 
     read_from: int
@@ -182,10 +181,11 @@ class SampledStretch:
 
 
 class SamplingStage:
-    """For a sampled feed.
+    """The filter stage of a sampled feed.
 
-    `on_writing`: called once, where writing begins; its argument: whether messages are judged by a time that no
-    snapshot knows. `on_batch`: called before each batch that is written; `on_choices`: after it.
+    `on_writing`: called once, when writing begins; its argument is the result of `PreFilter.saw`: True if a time that
+    no snapshot holds decides for `max_age`. `on_batch`: called before each batch that is written is filtered;
+    `on_choices`: after that.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class SamplingStage:
         self.end = stretch.read_from - 1
 
     def begin(self) -> None:
-        """To be called once, before the first message."""
+        """Start the stage. Call it once, before the first message."""
         self._reached(self.end)
 
     def messages(self, columns: Columns) -> None:

@@ -1,8 +1,7 @@
-"""Reads the key of a message: from a JSON field, a header or the subject; and its force field.
+"""Readers of the sample key of a message, from a JSON field, a header or the subject, and of its force field.
 
-Values of JSON are found by typed decoders of msgspec: they check the whole document, and skip what is not
-asked for. Where that is not enough (a list on the way, two members with one name) the slow walk finds the
-same.
+Typed decoders of msgspec find values in JSON: they check the whole document, and skip members that are not needed.
+If that is not enough (a list on the path, two members with one name), the slow walk finds the same value.
 """
 
 import re
@@ -19,7 +18,7 @@ from egress.sampling.settings import MAX_KEY_BYTES, MAX_LEVELS, Sampling
 
 Path = tuple[str, ...]
 
-#: What a decoder raises for a document that cannot be read.
+#: The errors that a decoder raises for a document that it cannot read.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 _OBJECT, _ARRAY, _STRING = b"{", b"[", b'"'
@@ -31,7 +30,7 @@ _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def parse_path(text: str) -> Path:
-    r"""The names in a dotted path: dots separate them, a backslash takes what follows as it is (`a\.b`)."""
+    r"""Return the names in a dotted path: dots separate them, a backslash escapes the next character (`a\.b`)."""
     names, characters = [""], iter(text)
     for character in characters:
         if character == ".":
@@ -42,17 +41,17 @@ def parse_path(text: str) -> Path:
 
 
 def scalar(raw: bytes) -> str | None:
-    """A JSON value as a key: a string itself, a number, true and false as written; None for any other."""
+    """Return a JSON value as a key: a string itself, a number, true and false as written; None for any other."""
     if raw.startswith(_STRING):
         return _text(raw) or None
     return None if raw[:1] in b"n{[" else raw.decode("ascii")
 
 
 def _walk(path: Path) -> Callable[[bytes], bytes | None]:
-    """Finds the JSON of the value at `path`, whatever the document looks like; None if there is none.
+    """Return a function that finds the JSON of the value at `path` in any document; it returns None if there is none.
 
-    Of several members with one name the last counts; what stands behind the value is checked too. Raises one of
-    `UNREADABLE`.
+    Of several members with one name the last counts. The rest of the document after the value is checked too. The
+    function raises one of `UNREADABLE`.
     """
     steps = list(map(_step, path))
 
@@ -66,9 +65,9 @@ def _walk(path: Path) -> Callable[[bytes], bytes | None]:
 
 
 def _step(name: str) -> Callable[[bytes], bytes | None]:
-    """From an object to its member, from an array to its item; None where there is none."""
+    """Return a function from an object to its member, from an array to its item; it returns None if there is none."""
     member = _member(name)
-    # No payload has an item with more digits than that.
+    # No payload has so many items that an index has more digits.
     index = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else None
 
     def step(value: bytes) -> bytes | None:
@@ -103,7 +102,7 @@ Branch = dict[str, "Branch | int"]
 
 
 def _grow(branch: Branch, path: Path, place: int) -> bool:
-    """False where the path collides with another."""
+    """Add `path` to the tree under `branch`. Return False if it collides with another path."""
     for name in path[:-1]:
         below = branch.setdefault(name, {})
         if isinstance(below, int):
@@ -113,10 +112,10 @@ def _grow(branch: Branch, path: Path, place: int) -> bool:
 
 
 def _struct(branch: Branch, kinds: Sequence[Any], prefix: str, attributes: list[str]) -> Any:
-    """The type of a branch. An absent value is None at its end, and an empty struct on the way there.
+    """Return the struct type of a branch. An absent value is None at the end of a path, an empty struct before it.
 
-    `attributes` receives for each path the attributes that lead to its value from the root, `prefix` those that lead
-    here.
+    `attributes` receives, for each path, the attributes that lead from the root to its value. `prefix`: the
+    attributes that lead from the root to this branch.
     """
     fields: list[tuple[str, Any, Any]] = []
     for number, below in enumerate(branch.values()):
@@ -133,7 +132,7 @@ def _struct(branch: Branch, kinds: Sequence[Any], prefix: str, attributes: list[
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to read a document. All of them may raise one of `UNREADABLE`; then the next way is tried."""
+    """One method to read a document. Its functions may raise one of `UNREADABLE`; then the next method is tried."""
 
     decode: Callable[[bytes], Any]
     key: Callable[[Any], str | None]
@@ -141,18 +140,18 @@ class Way:
 
 
 class JsonReader:
-    """Reads the key at one path, and whether `true` stands at another; either may be None.
+    """The reader of JSON payloads: of the key at one path, and of `true` at another; either path may be None.
 
-    It begins with a decoder of text. A document with another type of value there is read once more, as JSON values;
-    after the first key found that way, this decoder is tried first. A document that neither can read is walked
-    through. The answer depends on the document alone, not on what was read before.
+    It first tries a decoder of text. A document with another type of key is decoded once more, as raw JSON values;
+    after the first key found that way, this decoder is tried first. A document that neither can read is walked. The
+    result depends on the document alone, not on documents read before.
     """
 
     def __init__(self, key: Path | None, force: Path | None) -> None:
         self._ways, self._first = _ways(key, force), 0
 
     def keys(self, payloads: Sequence[bytes]) -> list[str | None]:
-        """None for a document without a key, for what is not JSON, and for what is nested too deeply."""
+        """Return the keys; None for a document that has none, is not JSON, or is nested too deeply."""
         keys: list[str | None] = []
         append, first = keys.append, self._ways[self._first]
         decode, key = first.decode, first.key
@@ -164,7 +163,7 @@ class JsonReader:
         return keys
 
     def both(self, payloads: Sequence[bytes]) -> tuple[list[str | None], list[bool]]:
-        """The keys, as above, and whether each message is to pass; False for what is not read."""
+        """Return the keys, as `keys` does, and True for each message that is forced to pass, False if unreadable."""
         found: list[tuple[str | None, bool]] = []
         first = self._ways[self._first]
         decode, key, forced = first.decode, first.key, first.forced
@@ -199,9 +198,10 @@ def _ways(key: Path | None, force: Path | None) -> list[Way]:
 
 
 def _tree(key: Path | None, force: Path | None, kind: Any) -> Way | None:
-    """One decoder for both paths, with a value of the type `kind` as the key.
+    """Return one decoder for both paths, with a value of the type `kind` as the key.
 
-    None where only a walk finds them: a name that could be an index, or one path that leads through another.
+    None if only a walk finds them: a name could be an index or contains an escaped character, or one path leads
+    through another.
     """
     paths = [path for path in (key, force) if path is not None]
     if not all(_is_plain(name) and not name.isdigit() for path in paths for name in path):
@@ -218,8 +218,8 @@ def _tree(key: Path | None, force: Path | None, kind: Any) -> Way | None:
 
 
 def _way(decode: Callable[[bytes], Any], find_key: Find | None, find_force: Find | None) -> Way:
-    """`find_key`, `find_force`: give the JSON of a value, None where it is absent. Either is None where it is not
-    asked for.
+    """Return a `Way`. `find_key`, `find_force`: return the JSON of a value, None if it is absent; each is None itself
+    if the value is not needed.
     """
 
     def key(document: Any) -> str | None:
@@ -238,7 +238,7 @@ Forces = list[bool] | None
 
 
 class KeyReader:
-    """Reads the keys of messages as `sampling` says; made once per session, for one thread."""
+    """The reader of the keys of messages, as set by `sampling`; made once per session, for one thread."""
 
     def __init__(self, sampling: Sampling) -> None:
         key, force = (parse_path(path) if path else None for path in (sampling.field, sampling.force_field))
@@ -247,15 +247,15 @@ class KeyReader:
             self._by = _by_header(sampling.header) if sampling.header else _by_token(sampling.subject_token)
 
     def read(self, columns: Columns) -> tuple[Keys, Forces]:
-        """The key of each message, None where it has none; and whether each is forced to pass, None where the
-        settings name no force field.
+        """Return the key of each message, None if it has none; and True for each that is forced to pass, None instead
+        of a list if the settings name no force field.
         """
         keys, forced = self._json.both(columns.payloads) if self._has_force else ([], None)
         if self._by is not None:
             keys = self._by(columns)
         elif forced is None:
             keys = self._json.keys(columns.payloads)
-        # A character has at most four bytes: this one comparison mostly decides.
+        # A character has at most four bytes: this one comparison is enough for most batches.
         if max(map(len, filter(None, keys)), default=0) > MAX_KEY_BYTES // 4:
             keys = [None if key is None or len(key.encode()) > MAX_KEY_BYTES else key for key in keys]
         return keys, forced

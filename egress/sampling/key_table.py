@@ -1,8 +1,8 @@
-"""What is known about each key: places for keys, and parallel columns with one entry for each place.
+"""The table of the sampler's keys: places for keys, and parallel columns with one entry for each place.
 
-Columns and not an object for each key: a million keys fit in 200 MB, are frozen in a few milliseconds, and
-Arrow finds the silent ones at once. The fold reads and writes the columns itself; here only keys are added and
-removed.
+It has columns instead of an object for each key: a million keys fit in 200 MB, are frozen in a few milliseconds, and
+Arrow finds the silent ones at once. The fold reads and writes the columns itself; this module only adds and removes
+keys.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import pyarrow.compute as pc
 
 from common.clock import NS_PER_S
 
-#: A publisher with a period of `inspect_duration` is never exactly on time: it may be early by this much.
+#: A publisher with a period of `inspect_duration` is never exactly on time: it may be early by 1/100 of the period.
 SLACK_PART = 100
 
 
 def period_ns(key: str, duration_ns: int) -> int:
-    """After how many nanoseconds since its last copy a message of `key` passes again.
+    """Return the nanoseconds from a copy of a message of `key` to the time when the next message of it passes.
 
-    That is `duration_ns`, less a slack of one hundredth of it (at most one second), less a share of up to a tenth of
+    They are `duration_ns`, less a slack of one hundredth of it (at most one second), less a share of up to a tenth of
     it that depends on the key alone. So copies that began together drift apart, and none is late.
     """
     digest = blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8).digest()
@@ -35,12 +35,12 @@ def period_ns(key: str, duration_ns: int) -> int:
     return duration_ns - min(NS_PER_S, duration_ns // SLACK_PART) - spread
 
 
-#: Values that stand in one list; such a list is copied before it is changed, where a frozen state holds it.
+#: Values in one list. If a frozen state shares the list, it is copied before it is changed.
 CHUNK = 4096
 
 
 class Notice(IntEnum):
-    """What was reported about a key since it was last seen."""
+    """The last event that was reported about a key since it was last seen."""
 
     NONE = 0
     TIMEOUT = 1
@@ -65,10 +65,10 @@ class KnownKey:
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """What a sampler knew at one moment, at first nothing. Made by `Sampler.freeze` and by `decode`.
+    """The state of a sampler at one moment, empty at first. Made by `Sampler.freeze` and by `decode`.
 
     `watermark_ns`: the newest message time folded in. `values`: lists of `CHUNK` keys (the last may be shorter), None
-    where a place is free. The other fields hold the columns, one entry for each place: `seen` and `due` 8 bytes (ns),
+    for a free place. The other fields hold the columns, one entry for each place: `seen` and `due` 8 bytes (ns),
     `sizes` 4, `notices` 1, in the byte order of this machine.
     """
 
@@ -97,15 +97,15 @@ NEVER = 2**63 - 1
 
 
 def later(time_ns: int, by_ns: int) -> int:
-    """`time_ns + by_ns`, capped to what a column holds: message times may be any that a server can write."""
+    """Return `time_ns + by_ns`, capped to the range of a column: a server can write any message time."""
     return min(NEVER, time_ns + by_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class DueLimits:
-    """Keys last seen before `timeout`, not after `expire` or not after `forget` (ns) are due.
+    """The limits of due keys: last seen before `timeout`, not after `expire`, or not after `forget` (ns).
 
-    Only what was not reported yet is due to be reported.
+    A timeout or an expiry is due only if it was not reported yet.
     """
 
     timeout: int
@@ -114,9 +114,9 @@ class DueLimits:
 
 
 class Table:
-    """Keys and columns. A place is reused only after `forget`.
+    """The keys and their columns. A place is reused only after `forget`.
 
-    `places`: where each key stands. `seen`, `due`: ns; `sizes`: bytes; `notices`: of type `Notice`.
+    `places`: the place of each key. `seen`, `due`: ns; `sizes`: bytes; `notices`: of type `Notice`.
     """
 
     def __init__(self, state: SamplerState) -> None:
@@ -176,7 +176,7 @@ class Table:
             self._shared[number] = 0
         return self._chunks[number]
 
-    # By Arrow: no key can be added while its arrays exist.
+    # With Arrow: its arrays share the memory of the columns, so no key can be added while they exist.
 
     def _columns(self) -> tuple[pa.Array[Any], pa.Array[Any]]:
         count = len(self.seen)
@@ -185,7 +185,7 @@ class Table:
         return seen, notices
 
     def due_places(self, limits: DueLimits, most: int) -> list[int]:
-        """The first places of keys that are due, at most `most`."""
+        """Return the first places of keys that are due, at most `most`."""
         seen, notices = self._columns()
         is_silent = pc.less(seen, _time(max(limits.timeout, limits.expire + 1, limits.forget + 1)))
         silent = cast("pa.Array[Any]", pc.call_function("indices_nonzero", [is_silent]))
@@ -199,9 +199,9 @@ class Table:
         return cast(list[int], due.slice(0, most).to_pylist())
 
     def oldest(self) -> tuple[int, int, int]:
-        """The least `seen` of keys without a notice, of those with a timeout, and of all keys.
+        """Return the least `seen` of keys without a notice, of those with a timeout, and of all keys.
 
-        `NEVER` where there is none.
+        Each is `NEVER` if there is none.
         """
         seen, notices = self._columns()
         least = _least(seen)

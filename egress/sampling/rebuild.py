@@ -1,8 +1,7 @@
-"""A sampler built again from the archive: what was copied lately, and when.
+"""The rebuild of a sampler from the archive: which values were copied lately, and when.
 
 The rows of the last `inspect_duration` show when each value was copied last; choices depend on that. They do not
-show when a value was seen and left out. So every value counts as just seen, and no silence is reported that may
-not be one.
+show when a value was seen and left out. So every value counts as just seen, and no doubtful silence is reported.
 """
 
 import heapq
@@ -40,8 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LookbackRange:
-    """`first`: the first sequence to read, None where no row counts. `is_whole`: whether older rows are known not to
-    count; if not, rows before the chain may count too.
+    """The rows to read. `first`: the first sequence, None if no row counts. `is_whole`: True if older rows are known
+    not to count; if False, rows of the incarnation before may count too.
     """
 
     first: int | None
@@ -49,7 +48,7 @@ class LookbackRange:
 
 
 class _DamagedError(Exception):
-    """A segment that cannot be read: what else covers its rows is looked at instead."""
+    """A segment that cannot be read: other segments that cover its rows are read instead."""
 
     def __init__(self, ref: SegmentRef) -> None:
         super().__init__(ref.key)
@@ -67,7 +66,7 @@ class Past:
         self._footers: dict[str, Footer] = {}
 
     def newest_ns(self) -> int:
-        """The time of the last message examined; 0 if there is none."""
+        """Return the time of the last message examined; 0 if there is none."""
 
         def newest(stretches: list[Stretch[SegmentRef]]) -> int:
             times = (_newest(self._footer(stretch.segment)) for stretch in reversed(stretches))
@@ -76,7 +75,7 @@ class Past:
         return self._around_damage(newest)
 
     def since(self, horizon_ns: int) -> LookbackRange:
-        """From where on rows are not older than `horizon_ns`. Found by footers; few segments are opened."""
+        """Return the range of rows not older than `horizon_ns`. It is found by footers; few segments are opened."""
         return self._around_damage(lambda stretches: self._since(stretches, horizon_ns))
 
     def _around_damage(self, look: Callable[[list[Stretch[SegmentRef]]], T]) -> T:
@@ -90,7 +89,7 @@ class Past:
         first = None
         for stretch in reversed(stretches):
             footer = self._footer(stretch.segment)
-            # Others may have what the segment did not read; its footer does not show how young that is.
+            # Other segments may hold the rows that this one did not read; its footer does not show their age.
             unread = footer.unread and footer.unread.intersection(stretch.rows)
             if (newest := _newest(footer)) is not None and newest < horizon_ns:
                 return LookbackRange(first, True)
@@ -112,9 +111,9 @@ class Past:
         return self._footers[ref.key]
 
     def _within(self, stretch: Stretch[SegmentRef], horizon_ns: int) -> LookbackRange:
-        """As `since`, inside one stretch, whose own rows may all be older though its segment has young ones.
+        """Return the same as `since`, inside one stretch: its rows may all be older even if its segment has young ones.
 
-        Row groups are looked at from the end on, their times only.
+        Row groups are read from the last to the first, and only their sequences and times.
         """
         first = None
         with _named(stretch.segment), self._store.open(stretch.segment) as reader:
@@ -138,9 +137,9 @@ def _named(ref: SegmentRef) -> Iterator[None]:
 
 
 def continued(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
-    """Where the chains of the incarnation before ended, if it froze the same stream as `chain`'s; else empty.
+    """Return the last sequences of the chains of the incarnation before, if it archived the same stream; else empty.
 
-    That is so after `floe egress repartition`; a stream that was made again is another one.
+    The stream is the same after `floe egress repartition`. A stream that was created anew is another one.
     """
     if chain.incarnation == 0:
         return {}
@@ -153,15 +152,13 @@ def continued(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
 
 
 def _newest(footer: Footer) -> int | None:
-    """The time of the last message examined or of the last row, the later one; None where there is neither."""
+    """Return the time of the last message examined or of the last row, the later one; None if there is neither."""
     tip = footer.tip.timestamp_ns if footer.tip else None
     return max((time for time in (tip, footer.last_timestamp_ns) if time is not None), default=None)
 
 
 def _young(batches: Iterable[pa.RecordBatch], horizon_ns: int) -> tuple[int | None, bool]:
-    """The first sequence that is not older than `horizon_ns`, None if none is; and whether it is the very first
-    row.
-    """
+    """Return the first sequence not older than `horizon_ns`, None if there is none; and True if no row precedes it."""
     is_all = True
     for batch in batches:
         young = pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(horizon_ns, pa.int64()))
@@ -171,19 +168,19 @@ def _young(batches: Iterable[pa.RecordBatch], horizon_ns: int) -> tuple[int | No
     return None, is_all
 
 
-PROGRESS_ROWS = 1_000_000  # between two lines of the log
+PROGRESS_ROWS = 1_000_000  # rows between two progress lines in the log
 _CHUNK = 8192
 
 Row = tuple[int, str, int, int]  # sequence, value, nanoseconds since 1970, bytes of payload
 
 
 class AbandonedError(Exception):
-    """The result is not needed any more."""
+    """The rebuild was cancelled: its result is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """`newest_ns`: the newest message time of the archive, 0 if it holds none. `rows`: how many were read."""
+    """A rebuilt sampler. `newest_ns`: the newest message time of the archive, 0 if none. `rows`: how many were read."""
 
     sampler: Sampler
     newest_ns: int
@@ -192,11 +189,11 @@ class Rebuilt:
 
 @dataclass(eq=False)
 class Rebuilding:
-    """Builds the sampler of one chain. Blocking, for long; used once.
+    """The rebuild of the sampler of one chain. Blocks for a long time; used once.
 
-    `chain`, `refs`, `last`: what is archived, and up to where it counts. `filter_subject`: which rows of the
-    incarnations before, of the same stream under other partitions, the chain takes; empty: all. `abandoned` ends it
-    with AbandonedError.
+    `refs`: the segments of `chain`. `last`: the last sequence that counts. `filter_subject`: selects the rows that
+    the chain takes from the incarnations before, of the same stream with other partitions; empty: all. `abandoned`
+    ends it with AbandonedError.
     """
 
     store: SegmentStore
@@ -212,7 +209,7 @@ class Rebuilding:
         self._keys, self._rows = KeyReader(self.sampling), 0
 
     def run(self, base: Snapshot | None = None, *, tracks: bool = True) -> Rebuilt:
-        """`base`: a snapshot of the same settings to build upon. The sampler is not settled yet."""
+        """Build the sampler, which is not settled yet. `base`: a snapshot of the same settings to build upon."""
         sampler = Sampler(self.sampling, base.state if base else None, tracks=tracks)
         newest_ns, groups = self._plan(base)
         for group in groups:
@@ -237,7 +234,7 @@ class Rebuilding:
             )
             if base or all(reach.is_whole for _, reach in reaches):
                 break
-            # Not what the chain has still to read: that would count twice.
+            # Only up to `last`: the chain still reads the rows after it, and they would count twice.
             group = [
                 Past(self.store, former, self.store.list(former), min(end, self.last), self.filter_subject)
                 for former, end in continued(self.store, group[0].chain).items()

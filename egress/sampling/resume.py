@@ -1,12 +1,13 @@
-"""Where a sampler goes on: a snapshot that the source can still follow, else the archive's rows.
+"""The start of a sampler: from a snapshot that the source can still follow, else from the archive's rows.
 
     a readable snapshot of the same settings that the stream still follows   the newest is taken
     nothing is covered yet                                                   genesis: an empty state
-    nothing is, but another incarnation of the same stream is there          built from its rows
+    nothing is, but another incarnation of the same stream exists            built from its rows
     anything else                                                            built from the chain's rows
 
-A state that was not taken from a snapshot is stored as one before anything is read, so that after a crash the next
-start goes on from exactly the same state.
+A stream with `limits` retention follows a snapshot if it still holds the messages from its position on; any other
+stream follows only a snapshot at the position of the chain. A state that does not come from a snapshot is stored as
+one before anything is read, so that after a crash the next start has exactly the same state.
 """
 
 import asyncio
@@ -41,12 +42,12 @@ _WHY = {
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A sampler, and from where the stream is to be read to it.
+    """A sampler, and the first sequence to read for it.
 
-    `sampler`: everything below `read_from` is folded in. `read_from`: at most the position; what is between the two
-    is only folded, not written. `newest_ns`: the newest message time seen, 0 if none was. `outbox`: advisories that
-    may not be stored yet. `rebuilt`: the state was built from the archive, not by the fold. `taken`: the key of the
-    snapshot that it was taken from; empty if there was none.
+    `sampler`: everything below `read_from` is folded in. `read_from`: at most the position; messages between the two
+    are only folded in, not written. `newest_ns`: the newest message time seen, 0 if none was. `outbox`: advisories
+    that may not be stored yet. `rebuilt`: the state was built from the archive, not by the fold. `taken`: the key of
+    the snapshot that it was taken from; empty if there was none.
     """
 
     sampler: Sampler
@@ -58,7 +59,7 @@ class Resumed:
 
 
 class Resuming:
-    """Finds the sampler for reading on at `position` behind what is in `archive`; used once.
+    """The search for the sampler that continues at `position`, after the coverage of `archive`; used once.
 
     Raises ValueError for a feed that is not sampled.
     """
@@ -81,10 +82,9 @@ class Resuming:
         self._candidates = Candidates(snapshots, sampling.digest)
 
     async def run(self, threads: Threads) -> Resumed:
-        """Runs in one thread. Raises what the store raises.
+        """Return the sampler; blocking work runs in one thread. Raises the errors of the store.
 
-        A chain of which nothing is covered gets its genesis here: a snapshot at its position, before its first
-        segment.
+        A chain without coverage gets its genesis here: a snapshot at its position, before its first segment.
         """
         try:
             return await threads.run(self._run)
@@ -134,7 +134,7 @@ class Resuming:
         ).run(base[1] if base else None, tracks=self._tracks)
         settled_ns = rebuilt.newest_ns
         if self._source.first > self._first:
-            # Messages that are gone must not count as silence: it is counted from what is read next.
+            # The time of deleted messages must not count as silence: silence starts with the next message read.
             settled_ns = max(settled_ns, self._source.first_timestamp_ns or 0)
         rebuilt.sampler.settle(settled_ns)
         self._store_state(rebuilt.sampler, rebuilt.newest_ns, outbox)

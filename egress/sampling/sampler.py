@@ -1,8 +1,8 @@
-"""The sampler: a pure fold over the log. The same settings and messages lead to the same choices (I8).
+"""The sampler: a pure fold over the messages. The same settings and messages lead to the same choices (I8).
 
-All times are message times in ns, made to run forward (`stretches`). Nothing here reads a clock. When a silent
-key is forgotten changes no choice: a key that was silent for `inspect_duration` counts as never seen, and it is
-forgotten only once the messages have come that far.
+All times are message times in ns, made to run forward (`stretches`). Nothing here reads a clock. The moment at which
+a silent key is forgotten changes no choice: a key that was silent for `inspect_duration` counts as never seen, and it
+is forgotten only after message times have advanced that far.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from egress.sampling.settings import Sampling
 
 @dataclass(frozen=True, slots=True)
 class MessageRun:
-    """Messages from the place `first` of a batch on, with their times, which never run backwards.
+    """A run of messages from the place `first` of a batch on, with their times, which never decrease.
 
     `is_set_back`: the clock was set back before them, to the first of these times.
     """
@@ -30,9 +30,9 @@ class MessageRun:
 
 
 def stretches(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -> list[MessageRun]:
-    """The batch as consecutive runs of time: nearly always one; none for an empty batch.
+    """Return the batch as consecutive runs of time: nearly always one; none for an empty batch.
 
-    `newest_ns`: the newest time before the batch.
+    `newest_ns`: the newest time before the batch. A run ends when a time is more than `tolerance_ns` below the newest.
     """
     if timestamps_ns and timestamps_ns[0] >= newest_ns and sorted(timestamps_ns) == timestamps_ns:
         return [MessageRun(0, timestamps_ns, False)]
@@ -51,9 +51,9 @@ def stretches(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -
 class SampledBatch:
     """The result for a batch.
 
-    `kept`: 1 for each message that passes, else 0. `keys`: the key of each, None where it has none. `missing`: how
-    many have none; `forced`: how many have a force field that is true. `advisories`: in the order of the messages
-    that led to them.
+    `kept`: 1 for each message that passes, else 0. `keys`: the key of each, None if it has none. `missing`: how many
+    have none; `forced`: how many have a force field that is true. `advisories`: in the order of the messages that
+    led to them.
     """
 
     kept: bytearray
@@ -64,10 +64,10 @@ class SampledBatch:
 
 
 class Sampler:
-    """Chooses which messages pass, and finds out which keys are new, silent or back.
+    """The choice of the messages that pass, and the detection of new, silent and returning keys.
 
-    `state`: what it knows to begin with; None: nothing. `tracks`: False where advisories are not wanted; then none
-    are made.
+    `state`: the state to begin with; None: an empty one. `tracks`: False if advisories are not wanted; then none are
+    made.
     """
 
     def __init__(self, sampling: Sampling, state: SamplerState | None = None, *, tracks: bool = True) -> None:
@@ -90,7 +90,7 @@ class Sampler:
     def choose(
         self, keys: list[str | None], forced: list[bool] | None, timestamps_ns: Sequence[int], sizes: Sequence[int]
     ) -> SampledBatch:
-        """As `fold`, of messages whose keys are read: with lists of equal length."""
+        """Fold in messages with keys that are read already. All lists have equal lengths."""
         kept = bytearray(len(keys))
         found: list[Advisory] = []
         for stretch in stretches(timestamps_ns, self.watermark_ns, self._duration):
@@ -101,11 +101,11 @@ class Sampler:
         return SampledBatch(kept, keys, keys.count(None), forced.count(True) if forced else 0, found)
 
     def advance(self, now_ns: int, most: int = NEVER) -> list[Advisory]:
-        """Time has come to `now_ns` at least: returns what to report about silent keys, by moment and value.
+        """Advance time to `now_ns` at least; return the advisories of silent keys, sorted by moment and value.
 
-        `now_ns`: the watermark, or the server's time where the source holds nothing newer. `most`: greatest number of
-        keys to handle; the next call goes on with the others, so that a whole silent site does not block the caller.
-        Cheap where nothing is due; else it looks at the whole table.
+        `now_ns`: the watermark, or the server's time if the source holds nothing newer. `most`: greatest number of
+        keys to handle; the next call continues with the others, so that a whole silent site does not block the
+        caller. Cheap if nothing is due; else it scans the whole table.
         """
         now_ns = max(now_ns, self.watermark_ns)
         is_quiet = not self._tracks or now_ns < self._quiet_until
@@ -114,9 +114,9 @@ class Sampler:
         return self._silent(now_ns, most)
 
     def settle(self, at_ns: int) -> None:
-        """Every known key counts as seen at `at_ns` at least, and without a notice.
+        """Mark every known key as seen at `at_ns` or later, and without a notice.
 
-        To be called after `learn`: keys that are silent then are reported from there on, and not all at once.
+        Call it after `learn`: then the silence of a key counts from `at_ns`, and old keys are not all reported at once.
         """
         table = self._table
         for place, seen in enumerate(table.seen):
@@ -126,7 +126,7 @@ class Sampler:
         self._look_again()
 
     def learn(self, keys: Sequence[str | None], timestamps_ns: Sequence[int], sizes: Sequence[int]) -> None:
-        """Messages that passed before, in their order: each key was seen and copied then. No advisories."""
+        """Learn messages that passed before, in their order: each key was seen and copied then. No advisories."""
         forced = [True] * len(keys)
         tracks, self._tracks = self._tracks, False
         self.choose(list(keys), forced, timestamps_ns, sizes)
@@ -134,7 +134,7 @@ class Sampler:
         self._look_again()
 
     def freeze(self) -> SamplerState:
-        """What is known now, as a value: takes some milliseconds for a million keys."""
+        """Return the current state as a value. It takes some milliseconds for a million keys."""
         return self._table.freeze(self._duration, self.watermark_ns)
 
     def _take(
@@ -204,8 +204,8 @@ class Sampler:
 
     def _silent(self, now_ns: int, most: int) -> list[Advisory]:
         table, found = self._table, list[Advisory]()
-        # By the server's time keys are only reported. If they were forgotten, choices would depend on a clock that
-        # is not the messages'.
+        # The server's time only leads to advisories. If it made keys be forgotten, choices would depend on a clock
+        # other than that of the messages.
         forget = self.watermark_ns - self._duration
         limits = DueLimits(timeout=forget, expire=forget, forget=forget)
         if self._tracks:
@@ -220,7 +220,7 @@ class Sampler:
                 table.notices[place] = Notice.EXPIRE
             if seen <= limits.forget:
                 table.forget(place)
-        # Until then nothing is due, even if messages of known keys come meanwhile.
+        # Nothing is due before these times, even if messages of known keys come meanwhile.
         untold, timed_out, least = table.oldest()
         self._quiet_until = min(untold + self._warn + 1, timed_out + self._duration)
         self._whole_until = least + self._duration
@@ -228,9 +228,10 @@ class Sampler:
         return found
 
     def _set_back(self, to_ns: int, found: list[Advisory]) -> None:
-        """The clock was set back: times behind `to_ns` count as `to_ns`.
+        """Handle a clock that was set back: times after `to_ns` count as `to_ns`.
 
-        What is due at the watermark is handled first, so that it does not matter when that was done last.
+        Keys that are due at the watermark are handled first, so that the time of the last call of `advance` does not
+        matter.
         """
         table, duration = self._table, self._duration
         found.extend(self._silent(self.watermark_ns, NEVER))

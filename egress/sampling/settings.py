@@ -1,4 +1,4 @@
-"""Sampling as one feed is set to do it: what a choice depends on, and its hash."""
+"""The sampling settings of one feed: everything that choices depend on, and its hash."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from functools import cached_property
 from common.clock import NS_PER_S
 from common.settings.egress import FeedSettings
 
-#: The version of the fold: raised when the same settings and messages would lead to other choices.
+#: The version of the fold: increased when the same settings and messages would lead to other choices.
 FOLD = 1
-#: Bytes of UTF-8 of the longest key; what is longer counts as no key.
+#: Bytes of UTF-8 of the longest key; a longer one counts as no key.
 MAX_KEY_BYTES = 1024
-MAX_LEVELS = 500  # of objects and arrays in a payload; half of what Python 3.11 can read
+MAX_LEVELS = 500  # of objects and arrays in a payload; half of the depth that Python 3.11 can read
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one feed is sampled. Exactly one of `field`, `header`, `subject_token` is set.
+    """The sampling settings of one feed. Exactly one of `field`, `header`, `subject_token` is set.
 
-    `field`, `force_field`: dotted JSON paths, empty where not set. `subject_token`: from 1, -1 the whole subject, 0
-    not set. `duration_ns`: one message of each key passes in about this time, and a key that was silent for as long
-    is unknown. `warn_ns`: a key silent for longer than this is reported, less than `duration_ns`. `size_trigger`:
-    bytes, 0 is off. `max_age_ns`, `relay`: which messages reach the fold.
+    `field`, `force_field`: dotted JSON paths, empty if not set. `subject_token`: from 1, -1 the whole subject, 0 not
+    set. `duration_ns`: one message of each key passes in about this time, and a key that was silent for as long is
+    unknown. `warn_ns`: a key silent for longer than this is reported; it is less than `duration_ns`. `size_trigger`:
+    bytes, 0 is off. `max_age_ns`, `relay`: decide which messages reach the fold.
     """
 
     field: str
@@ -39,7 +39,7 @@ class Sampling:
 
     @classmethod
     def of(cls, feed: FeedSettings) -> Sampling | None:
-        """None where the feed is frozen whole."""
+        """Return the settings of `feed`; None if all its messages are archived."""
         if not feed.sampling_key:
             return None
         duration = _nanoseconds(feed.inspect_duration)
@@ -56,7 +56,7 @@ class Sampling:
         )
 
     def to_json(self) -> dict[str, str | int | bool]:
-        """All that changes choices, and nothing else: what the footer of a segment holds."""
+        """Return all settings that change choices, and no others, for the footer of a segment."""
         return {
             "fold": FOLD,
             "inspect_field": self.field,
@@ -71,7 +71,7 @@ class Sampling:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (64 hex digits) of `to_json`: equal where the same messages lead to the same choices."""
+        """SHA-256 (64 hex digits) of `to_json`: equal digests mean equal choices for the same messages."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

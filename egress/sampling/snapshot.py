@@ -1,7 +1,7 @@
-"""A snapshot: what a sampler knows at a position of its chain, and its bytes.
+"""A snapshot: the state of a sampler at a position of its chain, and its file format.
 
 The file holds a head, then keys with their columns, then advisories, as msgpack. Like everything in a bucket it
-is untrusted: memory grows with what was read and checked, never with what is only declared.
+is untrusted: memory grows with the bytes that were read and checked, never with a size that is only declared.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _HASH_BYTES = 32
 
 
 def framed(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The file of these blocks, each of at most `MAX_BLOCK` bytes, in steps of one block."""
+    """Yield the file of these blocks, each of at most `MAX_BLOCK` bytes, one block at a time."""
     codec = pa.Codec("zstd", compression_level=1)
     digest = hashlib.sha256(MAGIC)
     yield MAGIC
@@ -42,7 +42,7 @@ def framed(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def unframed(raw: bytes) -> Iterator[bytes]:
-    """The blocks that `framed` wrote, one at a time. Raises ValueError for anything else."""
+    """Yield the blocks that `framed` wrote, one at a time. Raises ValueError for anything else."""
     if raw[: len(MAGIC)] != MAGIC:
         raise ValueError(f"snapshot: expected {MAGIC!r} first, found {raw[: len(MAGIC)]!r}")
     body = memoryview(raw)[:-_HASH_BYTES]
@@ -71,7 +71,7 @@ Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a sampler knows before `position`, the first sequence not folded in.
+    """The state of a sampler before `position`, the first sequence not folded in.
 
     `sampling_digest`: `Sampling.digest` of the settings it was made with. `newest_ns`: the newest message time seen.
     `outbox`: advisories that were found and not stored yet.
@@ -86,7 +86,7 @@ class Snapshot:
 
 
 class _Head(msgspec.Struct, forbid_unknown_fields=True):
-    """`byte_order`: of the columns. `keys`, `advisories`: how many follow."""
+    """The head of the file. `byte_order`: of the columns. `keys`, `advisories`: how many follow."""
 
     chain: str
     position: Count
@@ -100,7 +100,7 @@ class _Head(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Keys(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Keys and their columns, as `SamplerState` has them."""
+    """A block of keys and their columns, in the form of `SamplerState`."""
 
     values: Annotated[list[Key], msgspec.Meta(max_length=CHUNK)]
     seen: bytes
@@ -125,7 +125,7 @@ _advisories = msgspec.msgpack.Decoder(_Advisories).decode
 
 
 def encode(snapshot: Snapshot) -> Iterator[bytes]:
-    """In steps of `CHUNK` keys: for a thread beside others that must not wait."""
+    """Encode in steps of `CHUNK` keys, so that the thread does not block the other threads of the process."""
     return framed(_blocks(snapshot))
 
 
@@ -165,13 +165,13 @@ def _chunk(state: SamplerState, first: int, values: list[str | None]) -> _Keys:
 
 
 def decode(raw: bytes) -> Snapshot:
-    """Raises ValueError for anything that `encode` did not write."""
+    """Decode a snapshot. Raises ValueError for anything that `encode` did not write."""
     blocks = unframed(raw)
     head = _head(next(blocks, b""))
     if head.byte_order != sys.byteorder:
         raise ValueError(f"snapshot: expected byte order {sys.byteorder}, found {head.byte_order}")
-    # Distinct keys, each with a time that follows from its hash, take more than a byte each, compressed;
-    # advisories about a row of values at one moment take a little less.
+    # Distinct keys, each with a time that follows from its hash, take more than a byte each when compressed;
+    # advisories about consecutive values at one moment take a little less.
     if head.keys > len(raw) or head.advisories > 4 * len(raw):
         raise ValueError(f"snapshot: expected no more than {len(raw)} bytes hold, found {head.keys} keys")
     state, outbox = _state(head, blocks), list[Advisory]()

@@ -1,8 +1,8 @@
-"""A chain's snapshots in the store: read and put, the one to go on from, and when to save the next.
+"""A chain's snapshots in the store: reading and writing them, the choice of one to resume from, and the next save.
 
-A name contains a hash of the content, so nothing is ever overwritten with other bytes, and what a late or a second
-instance writes does no harm. Everyone who can write to the bucket can write here: what is read is bounded,
-compared with its name, and used only if its content agrees with its key.
+A name contains a hash of the content, so nothing is ever overwritten with other bytes, and writes of a late or a
+second instance do no harm. Any process that can write to the bucket can write here: a read is bounded and compared
+with the name, and a snapshot is used only if its content agrees with its key.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ log = get_logger(__name__)
 __all__ = ["SnapshotRef", "Snapshots"]
 
 
-# Beyond this an object is not read: 1,000,000 values of the greatest length allowed stay below.
+# A larger object is not read. 1,000,000 values of the greatest length allowed stay below this.
 MAX_SNAPSHOT_BYTES = 1 << 30
-READ_PAUSES = (0.1, 0.5)  # seconds before a snapshot that arrived damaged is fetched again
+READ_PAUSES = (0.1, 0.5)  # seconds before a snapshot that arrived damaged is read again
 
 
 class Snapshots:
     """The snapshots of `chain` in `store`. Blocking; safe to use from several threads.
 
-    Every method raises what the object store raises.
+    Every method raises the errors of the object store.
     """
 
     def __init__(self, store: SegmentStore, chain: Chain, *, clock: Clock | None = None) -> None:
@@ -48,11 +48,11 @@ class Snapshots:
         self._clock = clock or SystemClock()
 
     def list(self) -> builtins.list[SnapshotRef]:
-        """Newest first: the greatest position, and of one position what was stored last."""
+        """List the snapshots, newest first: the greatest position, and at one position the one stored last."""
         return list_snapshots(self._objects, self._store.layout, self.chain)
 
     def label(self, ref: SnapshotRef) -> str:
-        """The digest of the settings that the object says it was made with; empty where it does not say.
+        """Return the sampling digest in the object's metadata; empty if it has none or the object does not exist.
 
         A hint that saves reading a snapshot of other settings.
         """
@@ -60,7 +60,7 @@ class Snapshots:
         return "" if info is None else sampling_of(info.metadata)
 
     def read(self, ref: SnapshotRef) -> Snapshot:
-        """Raises DataError (E-SNAPSHOT) where it is gone or does not match its name."""
+        """Read a snapshot. Raises DataError (E-SNAPSHOT) if it is gone, too large, or does not match its name."""
         raw = self._fetch(ref)
         try:
             snapshot = decode(raw)
@@ -77,7 +77,7 @@ class Snapshots:
         found = ""
         for pause in (0.0, *READ_PAUSES):
             if found:
-                # The transfer may have damaged it while the stored object is sound.
+                # The transfer may have damaged it; the stored object may be intact.
                 log.warning("snapshot read damaged", action="read_damaged", **ref.log_context())
                 self._clock.pause(pause)
             if (raw := self._objects.get(ref.key, length=ref.size + 1)) is None:
@@ -92,8 +92,8 @@ class Snapshots:
     def write(self, position: int, body: Path | bytes, *, sampling_digest: str = "") -> SnapshotRef:
         """Put an encoded snapshot and read it back; after the return the store holds exactly these bytes.
 
-        `sampling_digest`: as in the snapshot; other readers see it without opening the object. The same bytes may be
-        written again, by any instance. Raises Unavailable, code E-READ-BACK, where it never reads back.
+        `sampling_digest`: as in the snapshot; readers find it in the metadata without reading the object. Any instance
+        may write the same bytes again. Raises Unavailable, code E-READ-BACK, if reading it back never succeeds.
         """
         sha256 = sha256_of(body)
         name = StateName(self.chain, position, sha256[:DIGEST_LENGTH])
@@ -105,7 +105,7 @@ class Snapshots:
     def save(self, snapshot: Snapshot) -> SnapshotRef:
         """Encode `snapshot` into a new spool file, step by step, and `write` it.
 
-        Raises Unavailable, code E-SPOOL, where the disk under the spool fails.
+        Raises Unavailable, code E-SPOOL, if the disk of the spool fails.
         """
         spool = self._store.new_spool()
         try:
@@ -128,7 +128,7 @@ def _spoiled(ref: SnapshotRef, cause: str) -> DataError:
 
 
 def to_follow(refs: Iterable[SnapshotRef], place_first: int, source_first: int) -> list[SnapshotRef]:
-    """The snapshots from which reading can go on at `place_first` as if it had never stopped; newest first.
+    """Return the snapshots from which reading can resume at `place_first` as if it had never stopped; newest first.
 
     `source_first`: the first sequence that the source holds.
     """
@@ -136,7 +136,7 @@ def to_follow(refs: Iterable[SnapshotRef], place_first: int, source_first: int) 
 
 
 def to_build_upon(refs: Iterable[SnapshotRef], place_first: int) -> list[SnapshotRef]:
-    """The snapshots that know something from before `place_first` and nothing behind it; newest first."""
+    """Return the snapshots that hold the state at `place_first` or earlier, not after it; newest first."""
     return sorted((ref for ref in refs if ref.position <= place_first), key=newest_first)
 
 
@@ -145,9 +145,9 @@ def may_be_of(label: str, digest: str) -> bool:
 
 
 def reason(is_known: bool, is_followed: bool, written_by: str, digest: str) -> str:
-    """Why there was nothing to go on from: `settings`, `damaged` or `source`.
+    """Return the reason why no snapshot could be resumed from: `settings`, `damaged` or `source`.
 
-    `is_known`, `is_followed`: whether any snapshot says it is of the settings `digest`, and whether the source still
+    `is_known`: True if any snapshot is known to be of the settings `digest`. `is_followed`: True if the source still
     follows one of those. `written_by`: the digest of the settings of the newest segment.
     """
     if is_known:
@@ -155,13 +155,13 @@ def reason(is_known: bool, is_followed: bool, written_by: str, digest: str) -> s
     return "damaged" if written_by == digest else "settings"
 
 
-ASKED = 200  # snapshots that are looked at before the archive is asked instead
+ASKED = 200  # snapshots that are checked before the archive is used instead
 
 
 class Candidates:
-    """For settings with `digest`. Blocking; raises what the store raises.
+    """The snapshots that may be used with the settings of `digest`. Blocking; raises the errors of the store.
 
-    A damaged snapshot is reported once and left out.
+    A damaged snapshot is logged once and left out.
     """
 
     def __init__(self, snapshots: Snapshots, digest: str) -> None:
@@ -170,8 +170,8 @@ class Candidates:
         self._damaged: set[str] = set()
 
     def newest(self, refs: Sequence[SnapshotRef]) -> tuple[SnapshotRef, Snapshot] | None:
-        """None if none of `refs`, newest first, is of the settings and readable. Of several at one position the one
-        that knows the newest message: a store's clock ticks in seconds.
+        """Return the newest of `refs`, which are newest first, that is of the settings and readable; None if none is.
+        Of several at one position, it is the one with the newest message: a store's clock has a resolution of seconds.
         """
         found: tuple[SnapshotRef, Snapshot] | None = None
         for ref in refs[:ASKED]:
@@ -210,7 +210,7 @@ class Candidates:
 
 
 class Saving:
-    """Holds one frozen snapshot at most. `interval`: seconds from one to the next."""
+    """The schedule and the writer of snapshots; holds one at most. `interval`: seconds from one to the next."""
 
     def __init__(
         self, snapshots: Snapshots, threads: Threads, clock: Clock, interval: float, report: SamplingReport
@@ -218,30 +218,30 @@ class Saving:
         self._snapshots, self._threads = snapshots, threads
         self._clock, self._interval, self._report = clock, interval, report
         self._frozen: Snapshot | None = None
-        self._last = 0  # sequence that is put, as far as that was said
+        self._last = 0  # last sequence that `covered` reported as put
         self._frozen_at, self._segments, self._is_asked = clock.monotonic(), 0, False
         self._reached, self._free = asyncio.Event(), asyncio.Event()
         self._free.set()
 
     def is_due(self, segments: int) -> bool:
-        """Whether to freeze now, when `segments` segments have been closed.
+        """True if the state is to be frozen now, after `segments` segments have been closed.
 
-        Only after a segment was closed since the last time: then the snapshot mostly stands where a segment ends, and
-        little has to be read again.
+        That needs a closed segment since the last time: then the position is mostly the end of a segment, and little
+        has to be read again.
         """
         is_time = self._is_asked or self._clock.monotonic() - self._frozen_at >= self._interval
         return self._frozen is None and is_time and segments > self._segments
 
     def ask(self) -> None:
-        """The next one is due as soon as a segment was closed, whenever the last was."""
+        """Make the next one due as soon as a segment has been closed, even before `interval` has passed."""
         self._is_asked = True
 
     def hold(self, snapshot: Snapshot, segments: int) -> None:
-        """Keep it until `covered` says that it may be stored. To be called while none is held."""
+        """Keep `snapshot` until `covered` reports that it may be stored. Call it only while none is held."""
         self._is_asked = False
         self._frozen, self._frozen_at, self._segments = snapshot, self._clock.monotonic(), segments
         self._free.clear()
-        self.covered(self._last)  # of a quiet feed nothing else is put
+        self.covered(self._last)  # a quiet feed puts nothing else, so `covered` may not be called again
 
     def covered(self, last: int) -> None:
         self._last = max(self._last, last)
@@ -249,7 +249,7 @@ class Saving:
             self._reached.set()
 
     async def free(self) -> None:
-        """Returns when none is held: the last one is stored, or has failed."""
+        """Wait until none is held: the last one is stored, or has failed."""
         await self._free.wait()
 
     async def run(self) -> None:

@@ -1,7 +1,7 @@
-"""What a session does besides, where its feed is sampled: sift, track, advise, and write snapshots.
+"""The sampling part of a session: it filters messages, tracks keys, sends advisories, and writes snapshots.
 
-Begun from what `resume` found. The session owns the loops (`side`), asks for room, says what was put, and
-at a clean end lets the last snapshot be written.
+It starts with the result of `resume`. The session runs its loops (`side`), checks for room, reports the sequences
+that were put, and at a clean end lets it write the last snapshot.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 
 class Quiet:
-    """The answers about one stream, in the order in which they came."""
+    """The answers about the state of one stream, in the order in which they came."""
 
     def __init__(self) -> None:
         self._times: list[int] = []
@@ -49,18 +49,18 @@ class Quiet:
         self._times, self._last = [], 0
 
     def until(self, end: int) -> int | None:
-        """Up to what time (ns) all messages are folded in, if all up to `end` are; None if that is not known."""
+        """Return the time (ns) up to which all messages are folded in, if all up to `end` are; None if unknown."""
         return self._times[0] if len(self._times) > 1 and not self.waits(end) else None
 
 
-# Seconds at a clean end: for advisories that wait, and for the last snapshot.
+# Seconds at a clean end: for the queued advisories, and for the last snapshot.
 DRAIN_ADVISORIES = 3.0
 LAST_SNAPSHOT = 5.0
 
 
 class Sampled:
-    """The part of a session that samples; it reads on at `position` and fills `builder`. `source`: the stream as it
-    was judged.
+    """The sampling part of a session, which continues at `position` and fills `builder`. `source`: the stream in the
+    state that was judged.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Sampled:
             sampler=resumed.sampler,
             claims=Claims(chain),
         )
-        # How far a former session may have come: one that ended before it put what it had read. Reliable
-        # advisories are compared with what is stored, so the doubt may be generous; others that are in doubt
-        # are dropped, so it goes no further than what is archived.
+        # A former session may have read more than it put, and sent advisories for it. Reliable advisories in doubt
+        # are compared with those stored, so the doubt covers all that the source holds; others in doubt are dropped,
+        # so it covers only the archive.
         again = position.first - 1, 0
         if feed.advisory.reliable:
             again = max(position.first - 1, source.last), source.asked_ns or 0
         self._tracking = Tracking(resumed.sampler, self._advisories, *again)
-        # A segment that fills a hole is below existing snapshots.
+        # A segment that fills a hole is below existing snapshots: no snapshot is written for it.
         self._saving = None
         if not position.fills_hole:
             snapshots = Snapshots(deps.store, chain, clock=deps.clock)
@@ -114,18 +114,18 @@ class Sampled:
             on_batch=self._freeze_if_due,
             on_choices=lambda found: self._report.chose(found.missing, found.forced),
         )
-        # Servers before 2.10 do not say their time: then it is not known what a former session has reported.
+        # Servers before 2.10 do not report their time: then the silence that a former session reported is unknown.
         self._doubts_silence = feed.advisory.reliable and not source.asked_ns
         self._advanced, self._is_opening = deps.clock.monotonic(), False
         self.target.begin()
 
     @property
     def has_room(self) -> bool:
-        """False while advisories wait to be stored: then no more is read (stop, don't skip)."""
+        """True if more may be read; False while too many advisories wait to be stored (stop, don't skip)."""
         return self._advisories is None or self._advisories.has_room
 
     def tick(self) -> None:
-        """To be called regularly, between two batches."""
+        """Freeze a snapshot and advance time if they are due. Call it regularly, between two batches."""
         self._freeze_if_due()
         if self._clock.monotonic() - self._advanced >= self._pace.advance:
             self._advanced = self._clock.monotonic()
@@ -144,7 +144,7 @@ class Sampled:
             self._saving.hold(self._freeze(), self._builder.closed)
 
     def flush(self) -> None:
-        """The open segment was closed because somebody asked: what the sampler knows by now is worth a snapshot."""
+        """Request a snapshot of the current state, because the open segment was closed on request."""
         if self._saving is not None:
             self._saving.ask()
             self._freeze_if_due()
@@ -156,7 +156,7 @@ class Sampled:
             self._saving.covered(self.target.end)
 
     async def before_first_put(self) -> None:
-        """Waits for the snapshot that must be stored before the first segment; returns also where it failed."""
+        """Wait for the snapshot that must be stored before the first segment; return also if it failed."""
         if self._is_opening and self._saving is not None:
             await self._saving.free()
             self._is_opening = False
@@ -166,7 +166,7 @@ class Sampled:
             self._saving.covered(last)
 
     async def finish(self) -> None:
-        """After the last put of a clean end, while the loops run: send what waits, store a last snapshot."""
+        """Send the queued advisories and store a last snapshot: after the last put of a clean end, while loops run."""
         if self._advisories is not None and not self._tracking.is_again:
             await self._advisories.drain(DRAIN_ADVISORIES)
         if (saving := self._saving) is not None:
@@ -181,7 +181,7 @@ class Sampled:
     # Loops
 
     def side(self, ask: Callable[[], Awaitable[StreamInfo | None]]) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside reading until it is cancelled. `ask`: returns the state of the stream."""
+        """Return the loops that run beside reading until cancelled. `ask`: returns the state of the stream."""
         loops = [] if self._saving is None else [self._saving.run()]
         if self._advisories is not None:
             loops += [self._advisories.run(), self._let_time_pass(ask)]

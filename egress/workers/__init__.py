@@ -1,1 +1,1 @@
-"""Several processes of one egress: a parent that starts, watches and shows them."""
+"""Several processes of one egress, with a parent that starts, watches and shows them."""

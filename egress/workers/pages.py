@@ -1,4 +1,4 @@
-"""The pages of the parent's monitor: what its workers say, together."""
+"""The pages of the parent's monitor: the answers of its workers, merged."""
 
 import http.client
 import json
@@ -21,7 +21,7 @@ TIMEOUT = 2.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one worker answered; status 0: nothing, because it does not run, not yet, or not any more."""
+    """The answer of one worker. Status 0: none, because it is not running yet, has ended, or did not answer."""
 
     index: int
     pid: int
@@ -32,7 +32,7 @@ class Said:
 
 
 def ask_all(workers: Sequence[WorkerProcess], path: str) -> list[Said]:
-    """In the order of the workers; within a few seconds, even if they do not answer."""
+    """Request `path` from all workers, in their order; return within a few seconds, even if they do not answer."""
     with ThreadPoolExecutor(len(workers), thread_name_prefix="ask") as pool:
         return list(pool.map(lambda worker: _ask(worker, path), workers))
 
@@ -46,7 +46,7 @@ def _ask(worker: WorkerProcess, path: str) -> Said:
             connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
             answer = connection.getresponse()
             return replace(said, status=answer.status, text=answer.read().decode())
-    except ConnectionError:  # its process is gone, and is started again in a moment
+    except ConnectionError:  # its process has ended; the supervisor restarts it
         return replace(said, port=0)
     except (OSError, http.client.HTTPException, ValueError):
         return said
@@ -54,16 +54,16 @@ def _ask(worker: WorkerProcess, path: str) -> Said:
 
 @dataclass(slots=True)
 class _Family:
-    """The lines of one metric: at most one of each kind of comment, and the samples of all processes."""
+    """The lines of one metric: at most one comment of each kind (HELP, TYPE), and the samples of all processes."""
 
     comments: dict[str, str] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
 
 
 def merged(own: str, pages: Mapping[str, str]) -> str:
-    """The page `own`, and each of `pages` with its key as the label `worker`.
+    """Merge the page `own` with `pages`, which get their keys as the label `worker`.
 
-    Every family stands once, with one HELP and one TYPE.
+    Every family appears once, with one HELP and one TYPE.
     """
     families: dict[str, _Family] = {}
     for worker, page in (("", own), *pages.items()):
@@ -87,7 +87,7 @@ def labelled(sample: str, worker: str) -> str:
 
 
 class WorkerPages(Pages):
-    """As the pages of one process. `health` is the parent's, and `ask` asks the workers for a path."""
+    """The pages of one process, merged over its workers. `health`: the parent's. `ask`: requests a path from them."""
 
     def __init__(
         self, health: Health, ask: Callable[[str], list[Said]], registry: CollectorRegistry = REGISTRY
@@ -121,7 +121,7 @@ class WorkerPages(Pages):
         return 200, CONTENT_TYPE_PLAIN_0_0_4, page.encode()
 
     def _healthz(self, accept: str) -> Answer:
-        """A worker that is being started again is no reason to restart the parent; one that hangs is."""
+        """Return 503 if a worker hangs. A worker that is being restarted is no reason to restart the parent."""
         hanging = [
             f"worker {each.index}: {each.text.strip() or 'no answer'}"
             for each in self._ask("/healthz")

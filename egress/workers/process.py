@@ -1,4 +1,4 @@
-"""A worker process: as its parent sees it, its own side, and the line between the two."""
+"""A worker process: the parent's side, the worker's side, and the socket between them."""
 
 import asyncio
 import json
@@ -19,23 +19,23 @@ from common.tasks import Stop, end, first_of, told, watched
 log = get_logger(__name__)
 
 
-FINAL = (78, 77, 2)  # errors that a restart would only repeat: configuration, credentials, the command line
+FINAL = (78, 77, 2)  # a restart would only repeat these errors: configuration, credentials, the command line
 
 
 def exit_code(returned: int) -> int:
-    """`returned` below 0: the process was ended by that signal."""
+    """Return the shell's exit code. `returned` below 0: a signal ended the process; the code is 128 plus its number."""
     return 128 - returned if returned < 0 else returned
 
 
 def worst(codes: Iterable[int]) -> int:
-    """The code that matters most to an operator; 0 if there is none."""
+    """Return the code that matters most to an operator; 0 if `codes` is empty."""
     ranks = {0: 0, LATER: 1, **dict.fromkeys(FINAL, 3)}
     return max(codes, key=lambda code: (ranks.get(code, 2), code), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """A worker's side: it is `index` of `count`, its parent at the other end of the socket `descriptor`."""
+    """The worker's side: it is `index` of `count`; its parent holds the other end of the socket `descriptor`."""
 
     index: int
     count: int
@@ -43,7 +43,7 @@ class WorkerPlace:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`INDEX/COUNT/DESCRIPTOR`. Raises UsageError: only the parent uses the option."""
+        """Parse `INDEX/COUNT/DESCRIPTOR`. Raises UsageError for anything else; only the parent uses the option."""
         try:
             index, count, descriptor = map(int, text.split("/"))
         except ValueError:
@@ -54,7 +54,7 @@ class WorkerPlace:
         return f"{self.index}/{self.count}/{self.descriptor}"
 
     async def watch(self, port: int, stop: Stop) -> None:
-        """Tell the parent the monitor's `port`; set `stop` when the parent has gone."""
+        """Send the monitor's `port` to the parent; set `stop` when the parent has ended."""
         with socket.socket(fileno=self.descriptor) as line:
             line.setblocking(False)
             loop = asyncio.get_running_loop()
@@ -69,9 +69,9 @@ class WorkerPlace:
 
 
 class WorkerProcess:
-    """Worker `index` of `count`; started again and again, one process at a time.
+    """The parent's side of worker `index` of `count`. It runs one process at a time, as often as `run_once` is called.
 
-    `pid` and `port` are 0 while there is none; they are read by other threads.
+    `pid` and `port` are 0 while they are unknown. Other threads read them.
     """
 
     def __init__(self, index: int, count: int, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -81,9 +81,9 @@ class WorkerProcess:
         begin("egress_worker_", worker=str(index))
 
     async def run_once(self, ending: Stop, patience: float) -> int:
-        """Run one process to its end. Returns its exit code. Raises OSError where none can be started.
+        """Run one process until it ends, and return its exit code. Raises OSError if it cannot be started.
 
-        Once `ending` is set it is asked to drain, and killed after `patience` seconds.
+        Once `ending` is set, it receives SIGTERM and drains; after `patience` seconds it is killed.
         """
         mine, other = socket.socketpair()
         with mine:
@@ -101,7 +101,7 @@ class WorkerProcess:
     async def start(self, line: socket.socket) -> asyncio.subprocess.Process:
         descriptor, nothing = line.fileno(), asyncio.subprocess.DEVNULL
         command = (*self._command, "--worker", str(WorkerPlace(self.index, self._count, descriptor)))
-        # A session of its own: a terminal's Ctrl-C is for the parent, which passes it on once.
+        # In a session of its own: a terminal's Ctrl-C goes to the parent only, which signals its workers once.
         return await asyncio.create_subprocess_exec(
             *command, stdin=nothing, env=self._environment, pass_fds=(descriptor,), start_new_session=True
         )

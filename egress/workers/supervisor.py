@@ -1,4 +1,4 @@
-"""The workers of one parent: started, started again where one ends unexpectedly, ended together."""
+"""The supervisor of the workers of one parent: starts them, restarts one that ends unexpectedly, ends all together."""
 
 import asyncio
 import importlib.util
@@ -36,7 +36,7 @@ restarts = counter("egress_worker_restarts", "Times it was started again after a
 
 
 class Supervisor:
-    """Runs `workers`. `shutdown_timeout`: seconds that each may take to drain, at most."""
+    """The workers of one parent. `shutdown_timeout`: seconds that each may take to drain, at most."""
 
     def __init__(
         self, workers: Sequence[WorkerProcess], shutdown_timeout: float, clock: Clock, rng: random.Random
@@ -46,9 +46,9 @@ class Supervisor:
         self._ending = Stop()
 
     async def run(self, stop: Stop) -> int:
-        """Until `stop` is set, or one has ended in a way that a restart would repeat, and all have ended.
+        """Run until all have ended, and return the worst of their exit codes.
 
-        Returns the worst of their exit codes.
+        They end after `stop` is set, or after one of them ends with a code in `FINAL`.
         """
         self._ending = Stop(stop)
         async with asyncio.TaskGroup() as tasks:
@@ -56,12 +56,12 @@ class Supervisor:
         return worst(task.result() for task in keeping)
 
     def send(self, number: int) -> None:
-        """For all; may be called from a signal handler."""
+        """Send a signal to all; may be called from a signal handler."""
         for worker in self.workers:
             worker.send(number)
 
     def flush(self) -> None:
-        """Have all close their open segments. One without a port does not hear signals yet: it would be killed."""
+        """Have all close their open segments. One without a port has no signal handler yet: SIGUSR1 would kill it."""
         for worker in self.workers:
             if worker.port:
                 worker.send(signal.SIGUSR1)
@@ -98,8 +98,8 @@ class Supervisor:
 
 
 def command(config: str) -> list[str]:
-    """What runs one worker: this Python, this Floe, the same file in the same context."""
-    # As a script its own folder comes first, whatever the folder is that the parent was started in.
+    """Return the command line of a worker: this Python, this Floe, the same file in the same context."""
+    # Run as a script, its own folder comes first in the module path, not the working directory of the parent.
     if (found := importlib.util.find_spec("floe")) is None or found.origin is None:
         raise FloeError("floe: expected the command among the modules, found none", code="E-UNEXPECTED")
     context = ["--context", name] if (name := asked_context()) else []
@@ -107,9 +107,9 @@ def command(config: str) -> list[str]:
 
 
 async def run_workers(config: str, settings: Settings, count: int) -> int:
-    """Run `count` workers of the configuration file `config` until a signal. Returns the worst of their exit codes.
+    """Run `count` workers of the configuration file `config` until a signal; return the worst of their exit codes.
 
-    On the first signal they drain, the second kills them.
+    On the first signal they drain. The second kills them.
     """
     require_feeds(settings.egress.feeds)
     clock = SystemClock()
@@ -131,7 +131,7 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
 
 
 async def supervise(supervisor: Supervisor, health: Health, notifier: SystemdNotifier | None = None) -> int:
-    """Returns the exit code. Raises what fails in this process."""
+    """Run the workers until a signal, and return the exit code. Raises any error of this process."""
 
     def kill(number: int) -> None:
         supervisor.send(signal.SIGKILL)
