@@ -1,1 +1,1 @@
-"""Melts segments back, in sequence and once, into target streams."""
+"""Replay of segments into target streams, in sequence and exactly once."""

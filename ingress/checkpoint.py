@@ -1,11 +1,10 @@
-"""The intent and the checkpoint of a target: values, and the only ways to go from one to the next.
+"""The intent and the checkpoint of a target, as immutable values, and the functions that derive the next state.
 
     checkpoint ──open_intent──► checkpoint + intent ──close_intent──► checkpoint
 
-The intent is stored before the first of its rows is published and the server takes row n only at base + n, so
-after any unclear outcome `last sequence of the target − base` rows are stored. An open intent is
-finished as it stands and never replaced: late messages of a paused instance are then exactly the messages that
-its successor sends.
+The intent is stored before the first of its rows is published, and the server accepts row n only at base + n. So
+after any unclear outcome `last sequence of the target − base` rows are stored. An open intent is finished unchanged
+and never replaced. Late messages of a paused instance are then exactly the messages that its successor sends.
 """
 
 from __future__ import annotations
@@ -27,25 +26,24 @@ MAX_LEFT_OUT = 10_000
 
 
 class CheckpointConflict(DataError):
-    """Rows that do not continue from where the checkpoint stands; nothing was changed."""
+    """Conflict with the state: rows that are not at the position, or an intent open or missing. Nothing is changed."""
 
     default_code = "E-CHECKPOINT"
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Stands in place of a segment where a stretch is given up: an accepted or a skipped gap."""
+    """Placeholder that a piece holds instead of a segment name: its sequences are an accepted or a skipped gap."""
 
     chain: Chain
 
 
 @dataclass(frozen=True, slots=True)
 class IntentPiece:
-    """A stretch of one segment: `count` messages (perhaps none) account for the sequences `rows`.
+    """A range of one segment: `count` messages (perhaps none) account for the sequences `rows`.
 
-    `left_out`: sequences of messages that the segment holds and that are parked, ascending; they are not part of
-    `count`. `out_of_turn`: parked messages that are tried again: they stand below the chain's position and do not
-    move it.
+    `left_out`: sequences of parked messages that the segment holds, ascending; they are not part of `count`.
+    `out_of_turn`: True for parked messages that are retried. They are below the chain's position and do not move it.
     """
 
     segment: SegmentName | Gap
@@ -59,7 +57,7 @@ class IntentPiece:
         return self.segment.chain
 
     def joined(self, following: IntentPiece) -> IntentPiece | None:
-        """Both as one piece; None unless `following` continues this one in the same segment."""
+        """Return both as one piece; None unless `following` continues this one in the same segment, both in turn."""
         both = (self, following)
         if following.segment != self.segment or not following.rows.follows(self.rows):
             return None
@@ -71,9 +69,9 @@ class IntentPiece:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """Which rows are about to be published, in this order, after target sequence `base`.
+    """The rows that are about to be published, in this order, after target sequence `base`.
 
-    `is_shared`: messages of other publishers may stand between them, so counting does not show how many are stored.
+    `is_shared`: messages of other publishers may be between them, so a count does not show how many are stored.
     """
 
     base: int
@@ -86,7 +84,7 @@ class Intent:
 
     @property
     def end(self) -> int:
-        """The target sequence of its last message; `base` without messages."""
+        """The target sequence of its last message; `base` if it has no messages."""
         return self.base + self.count
 
     @property
@@ -95,9 +93,7 @@ class Intent:
         return None if last is None else Ending(last.chain, last.rows)
 
     def ends(self, stored: int) -> dict[int, IntentPiece]:
-        """The pieces with messages that end among the first `stored` messages, by the target sequence of their last
-        message.
-        """
+        """Map each target sequence at which a piece with messages ends to that piece, within the first `stored`."""
         found, at = {}, self.base
         for piece in self.pieces:
             at += piece.count
@@ -106,7 +102,7 @@ class Intent:
         return found
 
     def piece_at(self, index: int) -> tuple[int, IntentPiece]:
-        """The piece that holds message `index` (from 0), and how many messages stand before that piece."""
+        """Return the piece that holds message `index` (from 0), and the number of messages before that piece."""
         before = 0
         for piece in self.pieces:
             if index < before + piece.count:
@@ -117,7 +113,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Which message a checkpoint ends with: one of `rows` of `chain`."""
+    """The message that a checkpoint ends with: one of `rows` of `chain`."""
 
     chain: Chain
     rows: SequenceRange
@@ -125,16 +121,17 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class ParkedAs:
-    """Under which name the parked messages of a target are kept: of the stream that was `created` when the first one
-    was parked. `anew`: where operators had chains carried again (None: all chains), each with the sequence from which
-    on messages that were parked before no longer count.
+    """The names under which the parked messages of a target are stored.
+
+    `created`: creation time of the stream when the first message was parked. `anew`: one entry for each repeat that an
+    operator ordered: its chain (None: all chains), and the sequence from which on messages parked before do not count.
     """
 
     created: str
     anew: tuple[tuple[Chain | None, int], ...] = ()
 
     def of(self, chain: Chain, sequence: int) -> str:
-        """The name for one message; a new name each time it is carried again."""
+        """Return the name for one message. It changes with each repeat of its chain."""
         times = sum(each in (None, chain) and sequence >= first for each, first in self.anew)
         return self.names()[times]
 
@@ -144,12 +141,12 @@ class ParkedAs:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is stored for good: everything below `positions`, up to `target_sequence` of the target.
+    """The rows that are known to be stored: everything below `positions`, up to `target_sequence` of the target.
 
-    `target_created` tells this target from another of the same name. A chain without a position has not begun.
-    `begins`: messages at or below this target sequence were there before Floe, or an operator accepted them; they
-    need not be ours. `ending`: the message at `target_sequence`; None where that is not known. `parked`: None where
-    nothing was ever carried again and the stream is the first one.
+    `target_created` distinguishes this target from another of the same name. A chain without a position has not begun.
+    `begins`: messages at or below this target sequence existed before Floe, or an operator accepted them; Floe need
+    not have published them. `ending`: the message at `target_sequence`; None if it is not known. `parked`: None if
+    no repeat was ever ordered and the stream is the first one.
     """
 
     target_sequence: int
@@ -166,24 +163,24 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TargetState:
-    """Everything ingress remembers of one target: the checkpoint, and the open intent if there is one."""
+    """The stored state of one target: the checkpoint, and the open intent if there is one."""
 
     checkpoint: Checkpoint
     intent: Intent | None = None
 
     @property
     def expected_sequence(self) -> int:
-        """The greatest last sequence that the target can have through Floe alone."""
+        """The greatest last sequence that the target can have if only Floe publishes to it."""
         return self.checkpoint.target_sequence if self.intent is None else self.intent.end
 
 
 def open_intent(
     state: TargetState, pieces: Sequence[IntentPiece], base: int | None = None, *, is_shared: bool = False
 ) -> TargetState:
-    """Raises CheckpointConflict where an intent is open or a piece does not fit.
+    """Return the state with an open intent. Raises CheckpointConflict if one is already open or a piece does not fit.
 
-    `base`: the target sequence that its rows come after, where foreign messages stand behind the checkpoint (None:
-    there are none). `is_shared`: as in `Intent`.
+    `base`: the target sequence before its first row, if foreign messages follow the checkpoint (None: there are
+    none). `is_shared`: as in `Intent`.
     """
     if state.intent is not None:
         raise CheckpointConflict(f"expected no open intent, found one after sequence {state.intent.base}")
@@ -193,17 +190,17 @@ def open_intent(
 
 
 def share_intent(state: TargetState) -> TargetState:
-    """Mark the open intent as shared: foreign messages may stand between its rows. Raises CheckpointConflict."""
+    """Mark the open intent as shared: foreign messages may be between its rows. Raises CheckpointConflict."""
     if state.intent is None:
         raise CheckpointConflict("expected an open intent, found none")
     return replace(state, intent=replace(state.intent, is_shared=True))
 
 
 def close_intent(state: TargetState, base: int | None = None) -> TargetState:
-    """The checkpoint behind the open intent. Call it only when all rows are stored. Raises CheckpointConflict.
+    """Return the checkpoint after the open intent. Call only when all rows are stored. Raises CheckpointConflict.
 
-    `base`: the target sequence of the last row, less the number of rows, where foreign messages in between have moved
-    it (None: there are none).
+    `base`: the target sequence of the last row minus the number of rows, if foreign messages in between have moved it
+    (None: there are none).
     """
     if state.intent is None:
         raise CheckpointConflict("expected an open intent, found none")
@@ -214,10 +211,10 @@ def close_intent(state: TargetState, base: int | None = None) -> TargetState:
 
 
 def advanced(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> dict[Chain, int]:
-    """`positions` behind `pieces`. Each piece must begin exactly where its chain stands (a new chain: anywhere; a
-    piece out of turn: below).
+    """Return `positions` after `pieces`. Each piece must begin exactly at its chain's position (a new chain: anywhere).
+    A piece out of turn moves nothing and is not checked.
 
-    Raises CheckpointConflict, naming both sequences.
+    Raises CheckpointConflict, which names both sequences.
     """
     moved = dict(positions)
     for piece in pieces:

@@ -1,5 +1,6 @@
-"""The JSON form of what ingress remembers of a target. Read back, it is untrusted: a value that is not what
-this version wrote stops the target, and only an operator overwrites it.
+"""JSON form and storage of the state that ingress holds of a target.
+
+A stored value is untrusted: one that this version did not write stops the target, and only an operator overwrites it.
 """
 
 import json
@@ -27,7 +28,7 @@ from ingress.checkpoint import (
 from ingress.errors import set_command
 
 VERSION = 1
-_GAP = "gap"  # in the place of a segment
+_GAP = "gap"  # instead of a segment name
 
 
 def to_json(target: str, state: TargetState) -> bytes:
@@ -50,7 +51,7 @@ def to_json(target: str, state: TargetState) -> bytes:
 
 
 def from_json(target: str, raw: bytes) -> TargetState:
-    """Raises Stopped (E-STATE-KV), naming what is wrong."""
+    """Parse the stored state. Raises Stopped (E-STATE-KV), which names the error."""
     try:
         document = json.loads(raw)
         if not isinstance(document, dict):
@@ -150,11 +151,11 @@ def _count(value: Any, name: str) -> int:
 
 
 ROLE = "ingress"
-MAX_STATE = 900 * 1024  # bytes; a message of 1 MiB is what a server takes by default
+MAX_STATE = 900 * 1024  # bytes; a server accepts messages of up to 1 MiB by default
 
 
 class StateBucket(Protocol):
-    """The methods of `common.jetstream.kv.KeyValue` that are needed here."""
+    """The methods of `common.jetstream.kv.KeyValue` that are used here."""
 
     async def get(self, key: str) -> KvEntry | None: ...
     async def create(self, key: str, value: bytes) -> int | None: ...
@@ -163,7 +164,7 @@ class StateBucket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What was read or written: the state (None: there is none yet) and its revision (0: none yet)."""
+    """The state that was read or written (None: there is none yet) and its revision (0: none yet)."""
 
     state: TargetState | None
     revision: int
@@ -175,7 +176,7 @@ class Stored:
 
 
 class StateMoved(Exception):
-    """Another instance, or an operator, changed the stored state: `stored` is what is there now."""
+    """A change of the stored state by another instance or an operator; `stored` is the present value."""
 
     def __init__(self, stored: Stored) -> None:
         super().__init__("state moved by another instance")
@@ -183,7 +184,7 @@ class StateMoved(Exception):
 
 
 class StateStore:
-    """The state of one target under one key.
+    """The stored state of one target, under one key.
 
     `seen`: called with each state that is loaded, and with each one before it is saved.
     """
@@ -194,7 +195,7 @@ class StateStore:
         self._bucket, self._key, self._target, self._seen = bucket, key, target, seen
 
     async def load(self) -> Stored:
-        """Raises Stopped where it cannot be read, Unavailable, OutcomeUnknown."""
+        """Load the state. Raises Stopped if it cannot be parsed, Unavailable, OutcomeUnknown."""
         if (entry := await self._bucket.get(self._key)) is None:
             return Stored(None, 0)
         state = from_json(self._target, entry.value)
@@ -204,8 +205,8 @@ class StateStore:
     async def save(self, state: TargetState, revision: int) -> Stored | None:
         """Store `state` if the revision still is `revision` (0: if there is no value yet).
 
-        None where it is not: another writer was first. A lost answer is settled by reading. Raises Unavailable, and
-        OutcomeUnknown where reading does not settle it.
+        None if it does not: another writer was first. A lost answer is settled by a read. Raises Stopped if the state
+        is too large, Unavailable, and OutcomeUnknown if the read does not settle it.
         """
         self._seen(state)
         value = to_json(self._target, state)
@@ -227,7 +228,7 @@ class StateStore:
 
     async def _settle(self, state: TargetState, value: bytes, revision: int) -> Stored | None:
         if (entry := await self._bucket.get(self._key)) is None or entry.revision == revision:
-            # Not there yet, and perhaps still on its way: writing again can only store the same bytes once.
+            # Not there yet, and perhaps still in flight: a second write can only store the same bytes once.
             if (written := await self._write(value, revision)) is not None:
                 return Stored(state, written)
             entry = await self._bucket.get(self._key)

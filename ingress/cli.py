@@ -1,4 +1,4 @@
-"""The commands of ingress, and `floe status`, whose views come from all parts."""
+"""The commands of ingress, and `floe status`, which shows the views of all parts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @click.group()
 def ingress() -> None:
-    """Melt segments back into target streams."""
+    """Replay segments into target streams."""
 
 
 @ingress.command("run")
 @config_option
 @run_command
 async def run(config: str) -> None:
-    """Carry what the archive holds into the target streams, until SIGTERM.
+    """Replay the archive into the target streams, until SIGTERM.
 
-    SIGHUP checks the configuration again and takes over what it can (log.level, secrets), SIGQUIT logs where every
-    task stands.
+    SIGHUP checks the configuration again and applies the settings that may change at run time (log.level, secrets).
+    SIGQUIT logs the stack of every task.
 
     \b
     Example: floe ingress run -c central.yaml
@@ -64,7 +64,7 @@ async def run(config: str) -> None:
 
 @click.group()
 def checkpoint() -> None:
-    """Show how far ingress has come, and correct it."""
+    """Show the checkpoints of ingress, and correct them."""
 
 
 checkpoint.add_command(checkpoint_set)
@@ -76,7 +76,7 @@ checkpoint.add_command(checkpoint_release)
 @json_option
 @run_command
 async def checkpoint_ls(config: str, as_json: bool) -> None:
-    """List the checkpoint of each target: what is stored for good, and the open intent if there is one.
+    """List the checkpoint of each target: the rows known to be stored, and the open intent if there is one.
 
     \b
     Example: floe checkpoint ls -c central.yaml --json
@@ -86,8 +86,8 @@ async def checkpoint_ls(config: str, as_json: bool) -> None:
     await print_checkpoints(load_settings(config, quiet=True), as_json)
 
 
-LATER_OR_WORSE = (DIFFERENCES, LATER)  # of the codes of several views the first one that occurs
-#: Gives the view of a configuration's section; imported only where it has one.
+LATER_OR_WORSE = (DIFFERENCES, LATER)  # the exit code of several views is the first of these that one of them has
+#: The view of each section of the configuration; imported only if the section is not empty.
 Views = Mapping[str, Callable[[], "Callable[[Settings], Awaitable[StatusView]]"]]
 
 
@@ -101,11 +101,11 @@ def _status_options(fn: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--watch", "every", is_flag=False, flag_value="2s", type=Interval(), help="Again and again, so often.")
 @_status_options
 def status(views: Views, config: str, is_archive: bool, form: str | None, every: float | None, as_json: bool) -> int:
-    """Show how this site, the centre, or what stands in the store is doing.
+    """Show the state of this site, of the centre, or of the archive.
 
-    With `egress.feeds`: each partition of the site, its open segment, how far the archive is, who holds its lease.
-    With `ingress.targets`: each chain, how far archive and target are, what egress says of it. With neither, and
-    where NATS does not answer: what the archive holds. Exit 3: something is stopped, or late or silent for longer
+    With `egress.feeds`: each partition of the site, its open segment, the archived position, the holder of its lease.
+    With `ingress.targets`: each chain, the positions of archive and target, the last report of egress. With neither,
+    and if NATS does not answer: the content of the archive. Exit 3: something is stopped, or late or silent for longer
     than `ingress.silent_after`; 75: NATS does not answer.
 
     \b
@@ -133,7 +133,7 @@ def _watch(look: Callable[[], Coroutine[Any, Any, list[StatusView]]], form: str 
 
 
 def _show(found: Sequence[StatusView], form: str | None) -> int:
-    """Print the views; the exit code."""
+    """Print the views and return the exit code."""
     if form == "json":
         print_json([row for view in found for row in view.rows])
     for view in () if form == "json" else found:
@@ -147,7 +147,7 @@ def _show(found: Sequence[StatusView], form: str | None) -> int:
 
 
 async def _look(settings: Settings, views: Views, is_archive: bool) -> list[StatusView]:
-    """The views that the configuration has; the archive in place of one whose servers do not answer."""
+    """Return the views of the configured sections, and the archive's if there is none or its servers do not answer."""
     sections = {"egress": settings.egress.feeds, "ingress": settings.ingress.targets}
     names = [] if is_archive else [name for name, has in sections.items() if has]
     found, note = list[StatusView](), "" if names else "NATS is not asked"

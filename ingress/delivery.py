@@ -1,11 +1,10 @@
-"""Carries rows into one target: intent, publish, close, for ever. Start-up, repair and take-over are one
-path.
+"""Delivery of rows into one target: intent, publish, close, in a loop. Start, repair and take-over use one path.
 
 The crash order, one step after the other:
 
-store the intent → publish its rows → (unclear: read the target) → all stored → mark what is parked → close
+store the intent → publish its rows → (unclear: read the target) → all stored → mark parked messages → close
 
-A crash anywhere leaves the checkpoint, or an open intent that the next owner finishes as it stands.
+A crash at any step leaves the checkpoint, or an open intent that the next owner finishes unchanged.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -41,20 +40,20 @@ from ingress.verdict.verdict import Settled
 
 log = get_logger(__name__)
 
-SLOW_ROUNDS = 8  # attempts in a row that stored nothing before everything starts again
+SLOW_ROUNDS = 8  # attempts in a row that store nothing, before the whole delivery restarts
 FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between such attempts
-ROUNDS = 3  # looks at another instance's progress before giving up
+ROUNDS = 3  # checks of another instance's progress, before AnotherWriter
 ROUND_SPACING = 1.0  # seconds between them
-IDLE_SPACING = 2.0  # seconds between two looks at the state while nothing is ready
-MOST_LOGGED = 100  # chains whose positions stand in one line of the log
-IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
+IDLE_SPACING = 2.0  # seconds between two reads of the state while no rows are ready
+MOST_LOGGED = 100  # chains with their positions in one line of the log
+IDLE_LOOK = 30.0  # seconds between two reads of the target while no rows are ready
 
-# What else has to be durable before an intent, all of whose rows are stored, is closed.
+# Writes that must be durable before an intent is closed, when all of its rows are stored.
 BeforeClose = Callable[[Intent], Awaitable[None]]
 
 
 class RowSource(Protocol):
-    """Gives out rows that are ready (`ingress.redelivery.ParkedSource`, `ingress.replay.source.ReplaySource`)."""
+    """A source of rows that are ready (`ingress.redelivery.ParkedSource`, `ingress.replay.source.ReplaySource`)."""
 
     @property
     def recall(self) -> Recall: ...
@@ -65,10 +64,10 @@ class RowSource(Protocol):
 
 
 class ServerLimits:
-    """The limits of the server, compared with those that the rows of one target were prepared for.
+    """Comparison of the server's limits now with the limits that the rows of one target were prepared for.
 
-    `reset`: drops what is ready, and begins again at positions. `hint`: what to do about a row of the open intent
-    that is too large.
+    `reset`: drops the rows that are ready, and restarts at the given positions. `hint`: the advice for a row of the
+    open intent that is too large.
     """
 
     def __init__(
@@ -81,14 +80,14 @@ class ServerLimits:
         return self._chains.limits.max_payload != self._client.max_payload
 
     async def renew(self, positions: Mapping[Chain, int]) -> None:
-        """Prepare rows again from `positions`, which are stored. Raises what asking raises."""
+        """Prepare rows again from `positions`, which are stored. Raises as `ChainRegistry.renew_limits` does."""
         await self._chains.renew_limits()
         self._reset(positions)
 
     def check(self, rows: Rows, stored: int) -> None:
-        """Call right before rows of an open intent are written; the first `stored` rows are not sent again.
+        """Check the limits right before rows of an open intent are written; the first `stored` rows are not sent again.
 
-        Raises Stopped for a row that the server would not take, ConfigError where it takes no headers.
+        Raises Stopped for a row that the server would refuse, ConfigError if it supports no headers.
         """
         most = self._client.max_payload
         if not self._client.takes_headers:
@@ -105,11 +104,11 @@ class ServerLimits:
 
 
 class Delivery:
-    """Carries into one target, as long as the lease may be used.
+    """Delivery of rows into one target, as long as the lease may be used.
 
-    `is_settled`: whether target and state have agreed since this began. `trouble`: why nothing is stored at the
-    moment; empty while all is well. `sending_times`: when the first message of each chain in the rows that were sent
-    last was published, in seconds since 1970.
+    `is_settled`: True once target and state have agreed since this began. `trouble`: the reason why nothing is stored
+    at the moment; empty without trouble. `sending_times`: for each chain in the rows that were sent last, the time at
+    which its first message was published at the source, in seconds since 1970.
     """
 
     def __init__(
@@ -135,19 +134,19 @@ class Delivery:
 
     @property
     def unready(self) -> str:
-        """Why nothing may be stored now, in words; empty where target and state agree."""
+        """The reason why nothing may be stored now; empty if target and state agree."""
         return self.trouble or self._reconciler.confirming or ("" if self.is_settled else "compared with its state")
 
     async def run(self, stop: Stop) -> None:
-        """Carry until `stop` is set and no intent is open.
+        """Deliver until `stop` is set and no intent is open.
 
-        Raises Stopped with the choices, AnotherWriter, LeaseLost; Unavailable and OutcomeUnknown where a new attempt
+        Raises Stopped with the choices, AnotherWriter, LeaseLost; Unavailable and OutcomeUnknown if a new attempt
         may help.
         """
         await self.begin()
         while True:
             try:
-                if self.state.intent is not None:  # ours, or of an instance that crashed
+                if self.state.intent is not None:  # from this process, or from an instance that crashed
                     await self._finish(self.state.intent)
                 elif not self.is_settled:
                     await self._reconciler.settle(self._known, None)
@@ -165,7 +164,7 @@ class Delivery:
     async def begin(self) -> None:
         stored, reading = await self._reconciler.first()
         if stored.state is None and reading is not None:
-            # What a shared target holds at the first start was there before Floe.
+            # All messages in a shared target at the first start existed before Floe.
             last = reading.last_sequence
             stored = Stored(TargetState(Checkpoint(last, reading.created, begins=last)), 0)
         self._adopt(stored)
@@ -186,20 +185,20 @@ class Delivery:
         if behind.intent is not None:
             metrics.intents.labels(self.target, "taken_over").inc()
             behind = close_intent(behind)
-        # Rows behind the open intent may be decoded while it is being finished.
+        # Rows after the open intent may be decoded while it is being finished.
         self._source.reset(behind.checkpoint.positions)
 
     # One intent
 
     async def _take(self, stop: Stop) -> Rows | None:
-        """None when `stop` was set. Raises StateMoved where an operator corrected the state while nothing was ready."""
-        # Checked here too: with a backlog, rows are always ready and taking them never waits.
+        """Return ready rows, None if `stop` is set. Raises StateMoved if the state is corrected while it waits."""
+        # Check it first: with a backlog, rows are always ready and taking them never waits.
         while not stop.is_set:
             if (rows := await self._source.take(stop, IDLE_SPACING)) is not None:
                 return rows
             if not stop.is_set:
                 await self._reconciler.check_moved(self._known)
-                # A target that was deleted or set back is found before the next row comes.
+                # Find a target that was deleted or set back before the next row arrives.
                 if self._clock.monotonic() - self._looked_at >= IDLE_LOOK:
                     self._looked_at = self._clock.monotonic()
                     await self._reconciler.settle(self._known, None)
@@ -208,10 +207,10 @@ class Delivery:
     async def _deliver(self, rows: Rows) -> None:
         try:
             self._reconciler.check_lease()
-            # Find a foreign message before an intent is opened that could never be finished.
+            # Find a foreign message before an intent is opened that could then never be finished.
             settled = await self._reconciler.settle(self._known, None)
             if self._limits is not None and self._limits.are_outdated:
-                # A row that the server no longer takes must not get into an intent.
+                # A row that the server no longer accepts must not get into an intent.
                 await self._limits.renew(self.state.checkpoint.positions)
                 return
             metrics.stepped_over(self.target, settled.base - self.state.checkpoint.target_sequence)
@@ -225,9 +224,9 @@ class Delivery:
             self._source.release(rows)
 
     async def _finish(self, intent: Intent, rows: Rows | None = None) -> None:
-        """Publish what is not yet stored of the open intent, and close it.
+        """Publish the missing rows of the open intent, and close it.
 
-        `rows`: its messages if it was opened just now and nothing of it was sent; None: find out.
+        `rows`: its messages if it was opened just now and none of them was sent; None: read them and the target.
         """
         started = self._clock.monotonic()
         if rows is not None:
@@ -245,7 +244,7 @@ class Delivery:
 
     async def _publish_rest(self, intent: Intent) -> int:
         if self._reconciler.steps_over and not intent.is_shared:
-            # Before another row is sent, the intent is marked as shared.
+            # Mark the intent as shared before another row is sent.
             await self._save(share_intent(self.state))
             intent = replace(intent, is_shared=True)
         settled = await self._reconciler.settle(self._known, None)
@@ -254,24 +253,24 @@ class Delivery:
         rows = await self._source.recall.rows(intent, settled.stored)
         try:
             if self._reconciler.steps_over:
-                # With the rows at hand it is known exactly.
+                # With the rows in memory the number of stored rows is exact.
                 settled = await self._reconciler.settle(self._known, rows)
             return await self._publish(intent, rows, settled)
         finally:
             self._source.release(rows)
 
     async def _publish(self, intent: Intent, rows: Rows, settled: Settled) -> int:
-        """Publish until all rows of the open intent are stored; `settled.stored` of them already are. Returns the
-        base of the last row.
+        """Publish until all rows of the open intent are stored; `settled.stored` of them already are. Return the base
+        of the last row.
 
-        Raises what settling raises, and Unavailable where the target takes nothing.
+        Raises as `Reconciler.settle` does, and Unavailable if several attempts in a row store nothing.
         """
         slow, sending, self.sending_times = 0, self._reconciler.sending, rows.times()
         sending.settled(self._known.revision, settled.stored)
         while settled.stored < intent.count:
             self._reconciler.check_lease()
             if self._limits is not None:
-                # What is written from here on goes to the server that is connected to now, or nowhere.
+                # Rows written from here on reach the server that is connected now, or none.
                 self._limits.check(rows, settled.stored)
             sent = sending.begins()
             outcome = await self._publisher.publish(rows, settled.base, settled.stored)
@@ -282,9 +281,9 @@ class Delivery:
                 settled = await self._reconciler.settle(self._known, rows)
                 sending.settled(self._known.revision, settled.stored)
                 if self._reconciler.steps_over and settled.stored < outcome.stored:
-                    # Acknowledged rows are stored, even if reading cannot find them any more.
+                    # Acknowledged rows are stored, even if a read no longer finds them.
                     settled = Settled(settled.base + settled.stored - outcome.stored, outcome.stored)
-                # Foreign messages stored meanwhile explain a refusal, and waiting would not help.
+                # Foreign messages stored meanwhile explain a refusal, and a pause would not help.
                 foreign = settled.base > before.base and outcome.unclear.err_code in WRONG_LAST_SEQUENCE
                 metrics.stepped_over(self.target, settled.base - before.base)
                 slow = 0 if foreign or settled.stored > before.stored else slow + 1
@@ -308,7 +307,7 @@ class Delivery:
         )
 
     async def _pause(self, slow: int, unclear: UnknownOutcome) -> None:
-        """Wait longer after each attempt in a row that stored nothing. Raises Unavailable after too many."""
+        """Wait longer after each attempt in a row that stores nothing. Raises Unavailable after too many."""
         if slow >= SLOW_ROUNDS:
             message = f"target {self.target} takes nothing: {unclear.why}"
             raise Unavailable(message, code=f"E-JS-{unclear.err_code}" if unclear.err_code else "")
@@ -325,7 +324,7 @@ class Delivery:
             raise
 
     async def _save(self, state: TargetState) -> Intent | None:
-        """Returns the open intent of the new state. Raises StateMoved where another instance stored one."""
+        """Store `state` and return its open intent. Raises StateMoved if another instance stored one."""
         if (stored := await self._store.save(state, self._known.revision)) is None:
             await self._reconciler.check_moved(self._known)
             raise Unavailable(f"state of target {self.target}: neither stored nor changed by anybody")
@@ -333,10 +332,10 @@ class Delivery:
         return state.intent
 
     async def wait_for_quiet(self) -> None:
-        """Another instance stored progress; return once it stores nothing more.
+        """Wait until another instance, which stored progress, stores nothing more.
 
-        A correction by an operator does not count as another instance. Raises LeaseLost where the lease is not ours,
-        AnotherWriter where it is ours and the other instance does not stop.
+        A correction by an operator does not count as another instance. Raises LeaseLost if the lease is not ours,
+        AnotherWriter if it is ours and the other instance does not stop.
         """
         for _ in range(ROUNDS):
             await self._clock.sleep(ROUND_SPACING)
@@ -349,7 +348,7 @@ class Delivery:
                 self._adopt(moved.stored)
             has_carried = before.checkpoint.target_sequence != self.state.checkpoint.target_sequence
             if not has_carried and before.intent == self.state.intent:
-                return  # only positions differ
+                return  # only positions differ: an operator's correction
         one = "stop all but one, or give them one lease bucket; what is stored and the open intent"
         message = f"target {self.target}: another instance carries into it while the lease is ours"
         raise AnotherWriter(message, hint=ways((one, command("checkpoint ls"))))

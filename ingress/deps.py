@@ -1,4 +1,4 @@
-"""What all targets of a process share, and what no user tunes."""
+"""The components that all targets of a process share, and the intervals that no setting changes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -22,8 +22,8 @@ from ingress.verdict.settle import LOOK_SPACING
 
 @dataclass(frozen=True, slots=True)
 class IngressTuning:
-    """Seconds: between the three looks that confirm a verdict, until a stopped target is looked at again, between two
-    reports, between two looks for parked messages to try again, until a chain that stopped is looked at again.
+    """Intervals in seconds: between the three reads that confirm a verdict, until a stopped target is checked again,
+    between two reports, between two checks for parked messages to retry, until a stopped chain is checked again.
     """
 
     look_spacing: float = LOOK_SPACING
@@ -35,7 +35,7 @@ class IngressTuning:
 
 @dataclass(frozen=True, slots=True)
 class IngressDeps:
-    """The components. `connect` opens a fresh connection to the targets' server. `alone`: as in `ByteBudget`."""
+    """The components. `connect` opens a new connection to the targets' server. `alone`: as in `ByteBudget`."""
 
     settings: IngressSettings
     client: FloeClient
@@ -52,13 +52,13 @@ class IngressDeps:
 
     @property
     def memory_limit(self) -> int:
-        """Bytes for one target. The memory is split over all targets, because one instance may have to hold every one
-        of them.
+        """Bytes for one target. The memory is split over all targets, because one instance may have to hold the leases
+        of all of them.
         """
         return self.settings.memory_limit // len(self.settings.targets)
 
 
-# A target's lease is `ingress.{target}`, of two tokens; a member's key has four.
+# A target's lease is `ingress.{target}`, with two tokens; a member's key has four.
 SCOPE = LeaseScope(state_key(ROLE) + ".*", state_key(ROLE, "member") + ".", "ingress sharing")
 
 

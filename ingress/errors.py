@@ -1,4 +1,4 @@
-"""What becomes of a target after an error, and the commands to paste about a chain or a hole; pure."""
+"""Effect of an error on a target, and commands to paste for a chain or a hole; pure functions."""
 
 import shlex
 from collections.abc import Sequence
@@ -21,24 +21,24 @@ from common.segments.store import quarantine_command
 from common.sequences import SequenceRange
 from common.settings.ingress import IngressSettings
 
-# A cluster whose members do not all know each other yet also answers with this, for some seconds.
+# A cluster in which some members do not know each other yet also answers with this, for some seconds.
 NO_SUITABLE_PEERS = 10005
-# What stops one chain and does not affect the others.
+# Errors that stop one chain and do not affect the others.
 STOPS_CHAIN = (Stopped, DataError, Refused, ConfigError)
-LOOK_AT_STOPPED = 60.0  # seconds until a target or a chain that stopped is looked at again
+LOOK_AT_STOPPED = 60.0  # seconds until a stopped target or chain is checked again
 
 
 def passes_by_itself(error: BaseException) -> bool:
-    """Whether trying again later may help without an operator."""
+    """True if a later retry may succeed without an operator."""
     if isinstance(error, ApiError):
         return error.status >= 500 or error.status == 429 or error.err_code == NO_SUITABLE_PEERS
     return isinstance(error, Unavailable | OutcomeUnknown)
 
 
 def ends_target(error: FloeError, *, was_checked: bool) -> bool:
-    """Whether this process gives the target up: another writer, or a configuration that cannot work.
+    """True if this process stops its target until a restart: another writer, or a configuration that cannot work.
 
-    `was_checked`: configuration and target matched once. Then the target has changed since, and may change again.
+    `was_checked`: configuration and target matched once. The target has changed since then, and may change again.
     """
     if isinstance(error, ConfigError):
         return not was_checked or error.code == "E-SOURCES"
@@ -46,9 +46,7 @@ def ends_target(error: FloeError, *, was_checked: bool) -> bool:
 
 
 def leading(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The most important error of a group: one that an operator must deal with comes before one that passes by
-    itself.
-    """
+    """Return the most important error of a group: one that needs an operator comes before one that passes by itself."""
     errors = list(_flat(group))
     ranked = sorted(errors, key=lambda e: (passes_by_itself(e), not isinstance(e, FloeError)))
     return ranked[0]
@@ -61,7 +59,7 @@ def _flat(error: BaseException) -> list[BaseException]:
 
 
 def check_targets(settings: IngressSettings) -> None:
-    """Raises ConfigError where the configuration has no target, as with that of a site."""
+    """Raise ConfigError if the configuration has no target, for example that of a site."""
     if not settings.targets:
         raise ConfigError(f"{source()}: ingress.targets: expected at least one target, found none")
 
@@ -74,7 +72,7 @@ SHOWN = 5  # damaged segments
 
 
 def way_out_of(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str:
-    """`damaged`: keys of segments that would cover the hole; what to do about them comes first."""
+    """Return the commands for a hole. `damaged`: keys of segments that would cover it; their commands come first."""
     if not damaged:
         return way_out(chain, hole)
     away = "\n".join(map(quarantine_command, damaged[:SHOWN]))
@@ -87,7 +85,7 @@ def resume(target: str, chain: Chain) -> str:
 
 
 def go_on_at_floor(target: str, chain: Chain, floor: int) -> tuple[str, str]:
-    """What to do about a position below the floor of retention, and its command."""
+    """Return the advice for a position below the floor of retention, and its command."""
     return "put the segments back from a copy of the bucket; or go on with what is left", set_position(
         target, chain, floor
     )

@@ -1,4 +1,4 @@
-"""What ingress counts."""
+"""The metrics of ingress."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -8,8 +8,8 @@ from common.leasing import HAND_OVERS
 from common.metrics import counter, gauge, histogram, total
 from ingress.checkpoint import Intent
 
-# The refusals that are known to occur; a series for another number begins with its first refusal: a wrong last
-# sequence (two), a batch that is not complete, one that is too large, a stream at its limits (two).
+# The refusals that are known to occur: a wrong last sequence (two), an incomplete batch, a batch that is too large, a
+# stream at its limits (two). A series for another number begins with its first refusal.
 REFUSALS = ("10071", "10164", "10176", "10199", "10047", "10077")
 
 _CHAIN = ("target", "site", "feed", "partition")
@@ -43,7 +43,7 @@ target_sequence = gauge(
 holds_lease = gauge("ingress_lease_held", "1 while this process may carry into the target.", ("target",))
 unreadable = counter("ingress_store_errors", "Looks at the store that failed and are tried again.", ("target",))
 
-# Lag and holes: set by `ingress.report`, once a second
+# Lag and holes: `ingress.report` sets them once a second
 lag_messages = gauge(
     "ingress_lag_messages",
     "Archived messages that are not carried yet; what is not decoded yet counts by its sequences.",
@@ -61,7 +61,7 @@ lost_sequences = counter(
     "ingress_lost_sequences", "Sequences given up: skipped by `on_lost`, or accepted by an operator.", _CHAIN
 )
 
-# What egress says of itself (`ingress.discovery.sites`), and how old what is shown is
+# Reports of egress (`ingress.discovery.sites`), and the age of the values shown
 source_lag_sequences = gauge(
     "ingress_source_lag_sequences",
     "Sequences of the source's stream that the target does not hold: archived or not, as egress last said.",
@@ -106,7 +106,7 @@ behind_gaps = counter(
     ("site", "feed"),
 )
 
-# What becomes of intents and batches
+# Outcomes of intents and batches
 intent_open = gauge("ingress_intent_open", "1 while an intent of the target is open.", ("target",))
 refused_batches = counter(
     "ingress_refused_batches",
@@ -122,7 +122,7 @@ stopped_targets = gauge(
     "ingress_stopped", "1 while the target waits for an operator: its code stands in /status.", ("target",)
 )
 
-# What those who delete from the archive read
+# Freshness of the positions that a process reads before it deletes from the archive
 positions_put = gauge(
     "ingress_positions_put_timestamp_seconds",
     "When the positions of the target were stored last, for those who delete; 0: not by this process.",
@@ -134,7 +134,7 @@ positions_errors = counter(
     ("target",),
 )
 
-# Messages put aside, and notifications
+# Parked messages, and notifications
 parked_messages = counter("ingress_parked_messages", "Messages put aside by `on_oversize: park`.", _CHAIN)
 parked_waiting = gauge("ingress_parked_waiting", "Parked messages that the target does not hold yet.", ("target",))
 events = counter(
@@ -163,13 +163,13 @@ def stepped_over(target: str, messages: int) -> None:
 
 
 def published(target: str, sizes: Iterable[tuple[Chain, int]]) -> None:
-    """Count the bytes of what was published, block by block."""
+    """Count the bytes that were published, block by block."""
     for chain, size in sizes:
         carried_bytes.labels(target, chain.site, chain.feed, str(chain.partition)).inc(size)
 
 
 def closed(target: str, intent: Intent, now: float) -> None:
-    """Count what an intent carried, now that it is closed."""
+    """Count the messages of an intent, now that it is closed."""
     publish_done.labels(target).set(now)
     intents.labels(target, "closed").inc()
     for piece in intent.pieces:
@@ -179,6 +179,6 @@ def closed(target: str, intent: Intent, now: float) -> None:
 
 
 def carried() -> dict[str, Callable[[], float]]:
-    """What this process has carried since it began."""
+    """Return the counts of this process since its start, by name."""
     closed_intents = partial(total, intents, result="closed")
     return {"messages": partial(total, messages), "bytes": partial(total, carried_bytes), "intents": closed_intents}

@@ -1,7 +1,7 @@
-"""The parked messages of a target in the object store: blocking, safe to call from several threads.
+"""Store of a target's parked messages in the object store; blocking, safe to call from several threads.
 
-Ingress may put and read under `_floe/ingress/{target}/` and deletes nothing; an operator who asks for a
-message writes there with credentials of their own.
+Ingress may put and get objects under `_floe/ingress/{target}/` and deletes none. A request by an operator is written
+there with the operator's own credentials.
 """
 
 import base64
@@ -37,9 +37,9 @@ _KEY = re.compile(
 
 
 class State(StrEnum):
-    """What is known of a parked message."""
+    """The state of a parked message, as its objects show it."""
 
-    PENDING = "pending"  # stored, but its chain has not passed it: it may still go in its turn
+    PENDING = "pending"  # stored, but its chain has not passed it: it may still be delivered in turn
     PARKED = "parked"
     ASKED = "asked for"
     DELIVERED = "delivered"
@@ -47,7 +47,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class ParkedName:
-    """Which message: of a chain, for one target as it was `created`."""
+    """Identity of a parked message: its chain and sequence, for the target stream of time `created`."""
 
     chain: Chain
     sequence: int
@@ -56,8 +56,8 @@ class ParkedName:
 
 @dataclass(slots=True)
 class ParkedEntry:
-    """What a listing shows of one parked message. `size`, `since` (seconds since 1970): of its object; `asked`: how
-    often an operator asked for it; `answered`: the last request that was answered.
+    """The objects of one parked message in a listing. `size`, `since` (seconds since 1970): of the message's object;
+    `asked`: number of the last request by an operator; `answered`: number of the last request that was answered.
     """
 
     name: ParkedName
@@ -102,7 +102,7 @@ class ParkedKeys:
         return f"{self.created_prefix(name.created)}{parts}/{name.sequence:020d}/"
 
     def key(self, name: ParkedName, what: str, number: int | None = None) -> str:
-        """`what`: message, left_out, delivered; asked and answered have a `number`."""
+        """Return the key of an object. `what`: message, left_out, delivered; asked and answered have a `number`."""
         return f"{self.folder(name)}{what}" + ("" if number is None else f"-{number:04d}")
 
     def entries(self, listing: Iterable[ObjectInfo]) -> dict[ParkedName, ParkedEntry]:
@@ -162,7 +162,7 @@ def to_bytes(chain: Chain, message: Message) -> bytes:
 
 
 def from_bytes(key: str, raw: bytes, chain: Chain, sequence: int) -> Message:
-    """Raises DataError (E-PARKED) where it is not the message that `key` names."""
+    """Parse an object. Raises DataError (E-PARKED) if it does not hold the message that `key` names."""
     first, _, body = raw.partition(b"\n")
     try:
         return _message(json.loads(first[:MAX_LINE]), body, chain, sequence)
@@ -186,12 +186,11 @@ def _message(line: dict[str, Any], body: bytes, chain: Chain, sequence: int) -> 
     return Message(sequence, int(line["timestamp_ns"]), subject, headers, body[size or 0 :])
 
 
-ROUNDS = 3  # of putting and reading back
+ROUNDS = 3  # attempts to put an object and read it back
 
 
 class ParkedStore:
-    """What was parked for `target`, under the names that the state says now. Every method raises what the store
-    raises.
+    """The parked messages of `target`, under the names in its present state. Every method raises as the store does.
 
     `kept_as` is set again whenever another state is adopted.
     """
@@ -204,10 +203,10 @@ class ParkedStore:
     def adopt(self, state: TargetState) -> None:
         self.kept_as = state.checkpoint.parked_as
 
-    # Putting aside
+    # Parking
 
     def park(self, chain: Chain, oversize: Oversize) -> None:
-        """Returns once the message is durable and read back. The same message may be put several times."""
+        """Store a message durably and read it back. The same message may be put several times."""
         message = oversize.message
         key, body = self.keys.key(self.name(chain, message.sequence), "message"), to_bytes(chain, message)
         if self._objects.get(key, length=len(body) + 1) == body:
@@ -228,7 +227,7 @@ class ParkedStore:
         self._keep(self.keys.key(name, "left_out"), b"{}")
 
     def mark_delivered(self, name: ParkedName) -> None:
-        """Call when the intent that holds the message is stored, before it is closed."""
+        """Mark the message as delivered: after its intent's rows are stored, before the intent is closed."""
         self._keep(self.keys.key(name, "delivered"), b"{}")
 
     def answer(self, entry: ParkedEntry, why: str) -> None:
@@ -238,18 +237,18 @@ class ParkedStore:
     def ask(self, *entries: ParkedEntry) -> None:
         for entry in entries:
             self._keep(self.keys.key(entry.name, "asked", entry.answered + 1), b"{}")
-        # After the requests: a reader that sees the marker sees them.
+        # After the requests: a reader that finds the new marker also finds them.
         self._objects.put(self.keys.request_marker, secrets.token_hex(16).encode())
 
     def last_request(self) -> str:
-        """A text that changes with each request; empty if there was none."""
+        """Return the ETag of the request marker, which changes with each request; empty if there was none."""
         info = self._objects.head(self.keys.request_marker)
         return "" if info is None else info.etag
 
     def may_be_delivered(self, name: ParkedName) -> bool:
-        """Whether its chain has passed without the message, and it was not delivered since.
+        """True if its chain has passed without the message, and it was not delivered since.
 
-        Both marks are written before the state moves. So the answer holds for the state that was loaded before the
+        Both marks are written before the state moves, so the answer holds for the state that was loaded before the
         call.
         """
         head = self._objects.head
@@ -258,7 +257,7 @@ class ParkedStore:
     # Reading
 
     def entries(self, *, all_targets: bool = False) -> dict[ParkedName, ParkedEntry]:
-        """All that was parked and counts now; `all_targets`: also for earlier streams of the target's name."""
+        """Return all parked messages that count now; `all_targets`: also those of earlier streams of the same name."""
         if all_targets:
             return self.keys.entries(self._objects.list(self.keys.prefix))
         found: dict[ParkedName, ParkedEntry] = {}
@@ -270,7 +269,7 @@ class ParkedStore:
         return self.keys.entries(self._objects.list(self.keys.folder(name))).get(name, ParkedEntry(name))
 
     def read(self, name: ParkedName) -> Message | None:
-        """None if it is not there. Raises DataError (E-PARKED) where it is damaged."""
+        """Read a message; None if it is not there. Raises DataError (E-PARKED) if it is damaged."""
         key = self.keys.key(name, "message")
         raw = self._objects.get(key)
         return None if raw is None else from_bytes(key, raw, name.chain, name.sequence)
@@ -286,7 +285,7 @@ class ParkedStore:
         return "" if info is None else info.metadata.get("why", "")
 
     def _keep(self, key: str, body: bytes, metadata: Mapping[str, str] | None = None) -> None:
-        """Returns once the store gives `body` back. Raises Unavailable where it never does."""
+        """Put `body` until the store returns it. Raises Unavailable if it never does."""
         sha256 = hashlib.sha256(body).hexdigest()
         for _ in range(ROUNDS):
             try:

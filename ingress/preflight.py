@@ -1,6 +1,4 @@
-"""Before anything is published: is the target there, is it of the kind that the promises need, what does
-it take.
-"""
+"""Checks of a target before anything is published: its existence, its configuration, its limits."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -19,17 +17,17 @@ from ingress.rows.prepare import Accepting, TargetLimits, patterns_of
 
 log = get_logger(__name__)
 
-# Headers of a source that may take effect at the target, and what the target must allow for it.
+# Headers of a source that may take effect at the target, and the setting that the target needs for each.
 NEEDS = {b"nats-ttl": "allow_msg_ttl", b"nats-rollup": "allow_rollup_hdrs", b"nats-marker-reason": ""}
-# Error codes: the account has used up its resources, or its number of streams.
+# Error codes: the account has reached its resources, or its number of streams.
 ACCOUNT_FULL = (10002, 10027)
 # The same as options of `nats stream add`.
 FLAGS = {"allow_msg_ttl": "--allow-msg-ttl", "allow_rollup_hdrs": "--allow-rollup"}
 
 
 async def ensure_target(client: FloeClient, settings: TargetSettings) -> StreamInfo:
-    """Create the target if it is missing and may be created. Raises ConfigError with every reason against it, and
-    Unavailable while it is being restored.
+    """Create the target if it is missing and may be created, and return it. Raises ConfigError with every problem
+    found, and Unavailable while it is being restored.
     """
     if (info := await unguarded_info(client, settings.stream)) is None:
         info = await _create(client, settings)
@@ -51,7 +49,7 @@ async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
         message = f"{target}: create.subjects: expected subjects, found none and no subject_prefix"
         raise ConfigError(message, code="E-TARGET")
     config = stream_config(settings, settings.create)
-    _refuse_problems(config, settings)  # first: a stream that the sources do not fit would only be in the way
+    _refuse_problems(config, settings)  # first: a stream that does not fit the sources would only be in the way
     try:
         info = await create_stream(client, config)
     except ApiError as error:
@@ -63,12 +61,12 @@ async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
 
 
 def control_headers(settings: TargetSettings) -> frozenset[bytes]:
-    """The names of headers that take effect at the target, in lower case."""
+    """Return the names of headers that take effect at the target, in lower case."""
     return frozenset().union(*(source.acting_headers for source in settings.sources))
 
 
 def stream_config(settings: TargetSettings, create: CreateSettings) -> dict[str, Any]:
-    """The configuration of a target that Floe creates; no setting of a source is copied."""
+    """Return the configuration of a target that Floe creates; no setting of a source is copied."""
     return {
         "name": settings.stream,
         "subjects": list(settings.subjects_to_create()),
@@ -106,7 +104,7 @@ def _subjects_option(settings: TargetSettings) -> list[str]:
     known = [pattern for patterns in made if patterns is not None for pattern in patterns]
     if not made or None in made:
         return []
-    # As they are, without those that another one covers: a stream's subjects must not overlap.
+    # Unchanged, without those that another one covers: a stream's subjects must not overlap.
     found = sorted(set(known))
     apart = [each for each in found if not Accepting([other for other in found if other != each]).covers(each)]
     return [f"--subjects {shlex.quote(','.join(apart))}"]
@@ -117,7 +115,7 @@ def _needed(settings: TargetSettings) -> set[str]:
 
 
 def problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
-    """What in the stream's configuration would break a promise; each with what was expected and found."""
+    """Yield each setting of the stream that would break a guarantee, with the expected and the found value."""
     for name in ("mirror", "sources", "subject_transform"):
         if config.get(name):
             yield f"{name}: expected none, found one: another writer, or other subjects than were sent"
@@ -168,7 +166,7 @@ def _control_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
 
 
 def _rolled_up(settings: TargetSettings) -> Iterator[tuple[int, str]]:
-    """Sources whose rollups would delete messages of another site, by their number, and why."""
+    """Yield each source with rollups that would delete messages of another site, by its number, and the reason."""
     made = [
         (index, site, pattern)
         for index, source in enumerate(settings.sources)
@@ -199,8 +197,8 @@ def _not_taken(accepting: Accepting, settings: TargetSettings) -> Iterator[tuple
 
 
 def contradictions(settings: IngressSettings) -> Iterator[tuple[str, str]]:
-    """For `floe config check`: `create.subjects` that do not take what a source of the same target makes, and rollups
-    that reach another site; the key, and why.
+    """Yield the key and the reason of each contradiction, for `floe config check`: `create.subjects` that do not accept
+    the subjects of a source of the same target, and rollups that reach another site.
     """
     for number, target in enumerate(settings.targets):
         for index, found in _rolled_up(target):
@@ -213,7 +211,7 @@ def contradictions(settings: IngressSettings) -> Iterator[tuple[str, str]]:
 
 
 def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> TargetLimits:
-    """The subjects, and the smaller of the stream's and its server's largest message."""
+    """Return the limits: the subjects, and the smaller of the stream's and its server's largest message."""
     limits = [client.max_payload]
     if (size := int(info.config.get("max_msg_size", -1))) >= 0:
         limits.append(size)

@@ -1,4 +1,4 @@
-"""Beside carrying: looks whether an operator asks for parked messages, and tries them again."""
+"""Retries of parked messages on request of an operator, alongside the delivery."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -29,7 +29,7 @@ PARALLEL = 16
 
 
 async def in_threads(threads: Threads, call: Callable[[T], R], each: Iterable[T]) -> list[R]:
-    """In order, PARALLEL of them at a time. Raises what one of them raises."""
+    """Call with each item, PARALLEL at a time, and return the results in order. Raises the error of any call."""
     wanted, done = list(each), list[R]()
     for start in range(0, len(wanted), PARALLEL):
         group = wanted[start : start + PARALLEL]
@@ -38,7 +38,7 @@ async def in_threads(threads: Threads, call: Callable[[T], R], each: Iterable[T]
 
 
 class ParkedSource:
-    """The rows of a prefetcher, with parked messages that are tried again among them."""
+    """The rows of a prefetcher, with parked messages to retry among them."""
 
     def __init__(self, prefetcher: Prefetcher, parked: ParkedStore, threads: Threads) -> None:
         self._prefetcher, self._parked, self._threads = prefetcher, parked, threads
@@ -78,7 +78,7 @@ class ParkedSource:
             if not block.piece.out_of_turn:
                 kept.append(block)
             elif (name := self._name(block.piece)) in left:
-                left.discard(name)  # each once
+                left.discard(name)  # each message once
                 kept.append(block)
             else:
                 refused.append(block)
@@ -97,7 +97,7 @@ class ParkedSource:
         self._prefetcher.reset(positions)
 
     async def before_close(self, intent: Intent) -> None:
-        """Mark what the intent delivered out of turn and what it left out, before the state moves on."""
+        """Mark the messages that the intent delivered out of turn and those it left out, before the state moves."""
         left_out = [(p.chain, each) for p in intent.pieces for each in p.left_out]
         names = [self._parked.name(*each) for each in left_out]
         await in_threads(self._threads, self._parked.mark_left_out, names)
@@ -107,24 +107,24 @@ class ParkedSource:
             await in_threads(self._threads, self._parked.mark_delivered, delivered)
         for name in delivered:
             self._offered.pop(name, None)
-        # The listing that corrects it comes only now and then.
+        # The listing that sets the exact value is rare.
         metrics.parked_waiting.labels(self._parked.target).inc(len(names) - len(delivered))
 
     def _name(self, piece: IntentPiece) -> ParkedName:
         return self._parked.name(piece.chain, piece.rows.first)
 
 
-SPACING = 15.0  # seconds between two looks: one HEAD, and one short listing for each open request
-EVERYTHING = 600.0  # seconds until all that is parked is listed, whether or not something was asked for
-MAX_OFFERED = 16 * 1024 * 1024  # bytes on their way at a time, or one larger message
-ROOM_SPACING = 0.1  # seconds between two looks whether there is room
+SPACING = 15.0  # seconds between two checks: one HEAD, and one short listing for each open request
+EVERYTHING = 600.0  # seconds until all parked messages are listed, even without a new request
+MAX_OFFERED = 16 * 1024 * 1024  # bytes in flight at a time, or one larger message
+ROOM_SPACING = 0.1  # seconds between two checks for room
 
 
 class Retries:
-    """Tries parked messages again when an operator asks. A message that the target still does not take is answered,
-    and stays parked.
+    """Retry of parked messages when an operator requests it. If the target still refuses a message, its request is
+    answered, and the message stays parked.
 
-    `renew_limits`: asks what the target takes now, before a message is prepared for it.
+    `renew_limits`: reads the limits of the target, before a message is prepared for it.
     """
 
     spacing = SPACING
@@ -150,13 +150,13 @@ class Retries:
             try:
                 await self.look()
             except FloeError as error:
-                # No error here is worth ending the delivery for.
+                # No error here may end the delivery.
                 what, target = "parked messages not looked at", self._parked.target
                 log.warning(what, action="parked_retry", target=target, error=str(error))
             await self._clock.sleep(self.spacing)
 
     async def look(self) -> None:
-        """Try what is asked for and not on its way. Raises what store, target and state bucket raise."""
+        """Retry the messages that are requested and not in flight. Raises as store, target and state bucket do."""
         await self._find()
         wanted = [entry for entry in self._open if not self._source.is_offered(entry.name)]
         if wanted:
@@ -171,7 +171,7 @@ class Retries:
                 await self._try(entry)
                 self._told.discard(entry.name)
             except FloeError as error:
-                # It delays nothing else, and is logged once.
+                # It delays no other message, and is logged once.
                 if entry.name not in self._told:
                     self._told.add(entry.name)
                     self._tell("parked message not tried", entry, "parked_retry", str(error))

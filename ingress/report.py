@@ -1,4 +1,4 @@
-"""How far a target is behind the archive, chain by chain: the gauges, set from what is in memory."""
+"""Report of a target's lag behind the archive, chain by chain: gauges, set from values in memory."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ Labels = tuple[str, str, str, str]
 
 @dataclass(slots=True)
 class Lag:
-    """Where one chain, or one partition over all its incarnations, stands.
+    """Lag of one chain, or of one partition over all its incarnations.
 
-    `sequences`, `messages`: archived and not carried; what is not decoded counts by its sequences in both. `seconds`:
-    age of the oldest message of it, or of its segment; 0 where everything is carried; at least since when the store
-    cannot be read. `waiting`: seconds that a hole
-    or damage has lasted; `late`: sequences of that hole.
+    `sequences`, `messages`: archived, and not in the target yet; rows that are not decoded count by their sequences in
+    both. `seconds`: age of the oldest such message, or of its segment; 0 if there is none; at least the time for which
+    the store has been unreadable. `waiting`: seconds that a hole or damage has lasted; `late`: sequences of that hole.
     """
 
     sequences: int = 0
@@ -56,18 +55,18 @@ class Lag:
 
 
 class Lags:
-    """The gauges of one target. What was shown is remembered, so that it can be removed."""
+    """The gauges of one target. The label sets that were shown are kept, so that they can be removed."""
 
     def __init__(self, target: str) -> None:
         self._target = target
-        # Position, since when, and whether that is a message's or a segment's time: else the first look's.
+        # Position, time, and True for the time of a message or a segment; False: the time of the first measurement.
         self._oldest: dict[Chain, tuple[int, float, bool]] = {}
         self._shown: set[Labels] = set()
         self._blind_since: float | None = None
 
     def notice(self, *, is_read: bool, now: float) -> None:
-        """Whether the store can be read at `now` (seconds since 1970). While it cannot, nobody knows what was archived
-        since: a chain is taken to be behind for as long.
+        """Record if the store can be read at `now` (seconds since 1970). While it cannot, segments archived since then
+        are unknown: each chain counts as behind for at least as long.
         """
         self._blind_since = None if is_read else self._blind_since or now
 
@@ -84,16 +83,14 @@ class Lags:
         sites: Sites | None = None,
         sending: Mapping[Chain, float] | None = None,
     ) -> None:
-        """Set the gauges at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: open, `sending`:
-        the time of its first message of each chain.
-
-        `sites`: what egress says about itself.
+        """Set the gauges at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: the open one;
+        `sending`: for each chain in it, the time of its first message; `sites`: the reports of egress.
         """
         counts, times = _decoded(ready, intent, sending or {})
         found: dict[Labels, Lag] = {}
         stopped = paused = 0
         newest: dict[Labels, ChainState] = {}
-        carried: dict[Labels, tuple[int, int]] = {}  # the newest incarnation that has a position
+        carried: dict[Labels, tuple[int, int]] = {}  # the newest incarnation with a position
         for state in chains:
             lag = self._lag(state, positions, counts[state.chain], times.get(state.chain), now)
             labels = self._target, state.chain.site, state.chain.feed, str(state.chain.partition)
@@ -115,7 +112,7 @@ class Lags:
             state = newest[labels]
             sighting = sites.of(state.chain) if sites else None
             left = sighting.sign.not_archived(state.chain.incarnation, state.archived) if sighting else None
-            if left is not None:  # else the last value stands
+            if left is not None:  # else keep the last value
                 metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
         self._shown |= set(found)
         metrics.lag_measured.labels(self._target).set(now)
@@ -128,7 +125,7 @@ class Lags:
         self._shown.clear()
 
     def of(self, state: ChainState, positions: Mapping[Chain, int], now: float) -> float:
-        """Seconds: age of the oldest message of the chain that is not carried; 0: none, or not measured."""
+        """Age in seconds of the chain's oldest message that is not in the target; 0: none, or not measured."""
         at, since, _ = self._oldest.get(state.chain, (0, now, False))
         return self._at_least(max(0.0, now - since) if at == _position(state, positions) else 0.0, now)
 
@@ -136,7 +133,7 @@ class Lags:
         self, state: ChainState, positions: Mapping[Chain, int], decoded: int, oldest: float | None, now: float
     ) -> Lag:
         at = _position(state, positions)
-        # What lies behind the end of the incarnation is never carried.
+        # Sequences after the end of the incarnation never reach the target.
         archived = state.archived if state.end is None else min(state.archived, state.end)
         sequences = max(0, archived - at + 1)
         messages = decoded + max(0, archived - max(at, state.position) + 1)
@@ -150,9 +147,9 @@ class Lags:
         )
 
     def _since(self, state: ChainState, at: int, oldest: float | None, now: float) -> float:
-        """When the oldest message not carried was published. It stays the same while nothing is carried.
+        """Return the publish time of the oldest message that is not in the target. It stays while nothing moves.
 
-        As long as nothing of it was read, as of a paused chain, it is when it was first seen.
+        If no message of it has been read, as in a paused chain, it is the time at which it was first seen.
         """
         known_at, since, is_known = self._oldest.get(state.chain, (0, now, False))
         if known_at != at:
@@ -200,11 +197,11 @@ def _decoded(
 
 
 REMIND = 600.0  # seconds until the same reason is logged again
-CHAINS = 1000  # that /status shows of one target at most
+CHAINS = 1000  # chains of one target in /status, at most
 
 
 class TargetReport:
-    """The report of one target. `is_stopped`: it waits for an operator, as far as is known."""
+    """Report of one target to log, metrics and /status. `is_stopped`: True if it is known to wait for an operator."""
 
     def __init__(self, target: str, health: Health, clock: Clock, sites: Sites | None = None, owner: str = "") -> None:
         self.target, self._health, self._clock, self._sites = target, health, clock, sites
@@ -234,26 +231,26 @@ class TargetReport:
         log.info("carrying", action="carrying", target=self.target)
 
     def gives_back(self) -> None:
-        """The lease is given up. The values of the chains stay until another instance is seen to hold it: while NATS
-        is away none does.
+        """Report that the lease is released. The values of the chains stay until another instance is seen to hold it:
+        while NATS is unavailable, none does.
         """
         metrics.holds_lease.labels(self.target).set(0)
         metrics.stopped_targets.labels(self.target).set(0)
-        self.is_stopped, self._trouble = False, ""  # whose it is now finds the trouble by itself
+        self.is_stopped, self._trouble = False, ""  # the next holder finds the trouble by itself
         self._state("standby", ready=True, holder="")
         log.info("lease released", action="lease_released", target=self.target)
 
-    # Carrying
+    # Delivering
 
     def publishes(self, name: str, against: dict[str, str]) -> None:
-        """Logged where it is not the one that is shown already."""
+        """Report the publisher. It is logged only if it differs from the one shown."""
         if name != self._publisher:
             why = {other: reason for other, reason in against.items() if reason}
             log.info("publisher chosen", action="publisher", target=self.target, publisher=name, against=why)
         self._shows_publisher(name)
 
     def carries(self, delivery: Delivery, prefetcher: Prefetcher) -> None:
-        """To be called every second."""
+        """Report the progress. Call it every second."""
         metrics.stopped_targets.labels(self.target).set(0)
         self.is_stopped = False
         state, now, chains = delivery.state, self._clock.now(), prefetcher.chains
@@ -296,10 +293,10 @@ class TargetReport:
         }
         return {"source": {**said, "alive": sighting.modified}}
 
-    # Not carrying
+    # Not delivering
 
     def retries(self, error: FloeError, pause: float) -> None:
-        """The problem passes by itself; the next attempt is after `pause` seconds."""
+        """Report an error that passes by itself; the next attempt is after `pause` seconds."""
         self._begins(error)
         log.warning("tried again later", action="retry", target=self.target, error=str(error), pause=pause)
         self.waits(error)
@@ -322,16 +319,16 @@ class TargetReport:
     def _over(self) -> None:
         if self._trouble:
             seconds, trouble = round(self._clock.monotonic() - self._troubled_at, 1), self._trouble
-            self._trouble = self._reason = ""  # the same again is logged again
+            self._trouble = self._reason = ""  # if it returns, it is logged again
             log.info("target goes on", action="over", target=self.target, seconds=seconds, trouble=trouble)
 
     def ended(self, error: FloeError) -> None:
-        self._reason = ""  # told once more: it is the last word
+        self._reason = ""  # log it once more: no report follows
         self.stopped(error)
         self._is_over = True
 
     def _state(self, state: str, *, ready: bool, why: str = "", **more: str) -> None:
-        if not self._is_over:  # after that, its lease does not matter
+        if not self._is_over:  # later changes of its lease do not matter
             self._health.set_ready(self._part, ready, why.removeprefix(f"{self._part}: "))
             self._health.set_status(self._part, {"state": state, "why": why, **more})
 
@@ -343,15 +340,15 @@ class TargetReport:
             metrics.publisher.labels(self.target, name).set(1)
 
 
-SPACING = 60.0  # seconds between two objects at least
-LOOK = 1.0  # seconds between two looks whether anything has changed
+SPACING = 60.0  # seconds between two writes at least
+LOOK = 1.0  # seconds between two checks for a change
 
 
 class PositionsReport:
-    """Writes `positions.json` of one target. Nothing waits for it: carrying goes on if the store refuses it.
+    """Writer of one target's `positions.json`. Nothing waits for it: delivery continues if the store refuses it.
 
-    `positions`: of the last closed checkpoint; None while that is not known to be true. `sources`: the `site/feed`
-    that may flow in. `stopped`: why chains have stopped.
+    `positions`: of the last closed checkpoint; None while it is unconfirmed. `sources`: the `site/feed` pairs that may
+    flow into the target. `stopped`: the reason of each stopped chain.
     """
 
     def __init__(
@@ -382,7 +379,7 @@ class PositionsReport:
             await self._say(dict(positions))
 
     def _is_due(self, positions: Mapping[Chain, int], now: float) -> bool:
-        """A stored value must not stay ahead of a chain that was moved back, nor hide that one has stopped."""
+        """True if a write is due, early if a stored value is ahead of a chain moved back or omits a stopped chain."""
         is_long_ago, put = now - self._asked_at >= SPACING, self._put or {}
         if self._stopped().keys() - self._put_stopped or any(positions.get(chain, 0) < at for chain, at in put.items()):
             return is_long_ago or not self._failure

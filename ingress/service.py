@@ -1,4 +1,4 @@
-"""The ingress service: all targets of a configuration, each for itself; what they share; the drain."""
+"""The ingress service: one independent supervisor for each target, the shared components, and the drain."""
 
 import asyncio
 import random
@@ -33,11 +33,11 @@ log = get_logger(__name__)
 THREADS = 4
 LOOKERS = 4
 RETRY = 2.0  # seconds between two attempts to open the bucket of the leases
-LET_GO = 5.0  # seconds for each step that releases something at the end
+LET_GO = 5.0  # seconds for each step of the release at the end
 
 
 class Controller:
-    """Runs every target of `settings` until it is asked to stop. `pace`: intervals, shortened in tests."""
+    """The ingress process: runs every target of `settings` until it is stopped. `pace`: intervals, shorter in tests."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class Controller:
         self._settings, self._store, self._documents = settings, store, documents
         self._health, self._clock, self._pace = health, clock, pace or IngressTuning()
         self._threads = Threads("ingress", THREADS)
-        # Of its own: a look does not wait until segments are read.
+        # A separate pool: a poll of the store does not wait for reads of segments.
         self._lookers = Threads("look", LOOKERS)
         self._failures: list[FloeError] = []
 
     async def run(self, stop: Stop) -> None:
-        """Carry until `stop` is set. Raises the first error that ended a target, once no target is left."""
+        """Replay until `stop` is set. Raises the first error that ended a target, once no target is left."""
         settings = self._settings.ingress
         targets, listen = [target.stream for target in settings.targets], settings.monitor.listen
         what = {"targets": targets, "events": settings.events, "monitor": listen}
@@ -131,7 +131,7 @@ class Controller:
     # The leases
 
     async def _leases(self, client: FloeClient, stop: Stop) -> Leases | None:
-        """Waits until NATS can be reached; None where `stop` is set first."""
+        """Open the leases, once NATS can be reached; None if `stop` is set first."""
         began, has_waited = self._clock.monotonic(), False
         while not stop.is_set:
             self._health.beat()
@@ -161,11 +161,11 @@ class Controller:
         except FloeError as error:
             self._failures.append(error)
 
-    # The drain, step by step: targets finish their open intents and give their leases back (at most
-    # `shutdown_timeout`), what is not done by then is dropped, then the connection, threads and files.
+    # The drain, step by step: targets finish their open intents and release their leases, within `shutdown_timeout`.
+    # Unfinished work is then dropped. Last, the connection, threads and files are closed.
 
     async def _drained(self, targets: list[asyncio.Task[None]], sides: list[asyncio.Task[None]], stop: Stop) -> None:
-        """Wait until no target runs any more; once `stop` is set, at most for the time-out.
+        """Wait until all targets have ended; once `stop` is set, at most `shutdown_timeout`.
 
         A side task that fails ends the service, and so does an error that a target did not handle itself.
         """
@@ -177,7 +177,7 @@ class Controller:
         running = [target.get_name() for target in targets if not target.done()]
         log.info("draining", action="draining", targets=len(running))
         timeout = self._settings.ingress.shutdown_timeout
-        # The sharing ends last: it gives back leases that were not taken over.
+        # The sharing ends last: it releases the leases that no target occupied.
         await asyncio.wait([*targets, sides[2]], timeout=timeout)
         if left := [target.get_name() for target in targets if not target.done()]:
             log.warning("drain timed out", action="drain_timeout", seconds=timeout, left=left)

@@ -1,4 +1,4 @@
-"""Carrying into one target under one lease: what it is made of, and how it runs."""
+"""Delivery into one target under one lease: its components, and the loop that runs them."""
 
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
@@ -39,21 +39,21 @@ log = get_logger(__name__)
 
 
 class Target:
-    """Makes the components that carry into one target, and runs them; `run` may be called again."""
+    """Factory and runner of the components that deliver into one target; `run` may be called again."""
 
     def __init__(self, deps: IngressDeps, settings: TargetSettings, report: TargetReport) -> None:
         self._deps, self._settings, self._report, self._target = deps, settings, report, settings.stream
         self._sending: tuple[Lease | None, Sending] = (None, Sending())
 
     async def check(self) -> None:
-        """Make the target if it may be made. Raises ConfigError where it is not of the right kind."""
-        with suppress(Stopped):  # reported while carrying, under the lease
+        """Create the target if that is allowed. Raises ConfigError if it is of the wrong kind."""
+        with suppress(Stopped):  # reported during delivery, under the lease
             self._publisher_name(await self._info())
 
     async def run(self, lease: Lease, stop: Stop) -> None:
-        """Carry until `stop` is set and no intent is open.
+        """Deliver until `stop` is set and no intent is open.
 
-        Raises what an operator must deal with, LeaseLost, and errors that pass by themselves.
+        Raises errors that need an operator, LeaseLost, and errors that pass by themselves.
         """
         deps, name, info = self._deps, self._target, await self._info()
         objects, layout = deps.documents.objects, deps.documents.layout
@@ -85,7 +85,7 @@ class Target:
 
     async def _watch(self, delivery: Delivery, prefetch: Prefetcher, lease: Lease) -> None:
         while not lease.lost.is_set:
-            # A stopped target stays stopped until it is known to be repaired.
+            # A stopped target remains stopped until it is known to be repaired.
             if delivery.is_settled or delivery.trouble or not self._report.is_stopped:
                 self._report.carries(delivery, prefetch)
             await lease.lost.wait(self._deps.pace.watch)
@@ -116,9 +116,9 @@ class Target:
     # The target
 
     async def _info(self) -> StreamInfo:
-        """The target as it is, made if it is missing and may be made.
+        """Return the target's information. Create it if it is missing and may be created.
 
-        A target that was carried into is never made again automatically: it could then not be restored under its
+        A target with a stored state is never created again automatically: it could then not be restored under its
         name. Raises Stopped for that, else as `ensure_target`.
         """
         client, settings = self._deps.client, self._settings
@@ -129,13 +129,13 @@ class Target:
         return await ensure_target(client, settings)
 
     async def _limits(self) -> TargetLimits:
-        """What the target takes now. Raises Unavailable where it is gone, and what asking raises."""
+        """Return the limits of the target now. Raises Unavailable if it is gone, else as `unguarded_info`."""
         if (info := await unguarded_info(self._deps.client, self._target)) is None:
             raise Unavailable(f"target {self._target}: no such stream any more")
         return shape_of(self._deps.client, info, self._settings)
 
     def _publisher_name(self, info: StreamInfo) -> str:
-        """Raises ConfigError where the wanted publisher is not offered."""
+        """Choose and report the publisher. Raises ConfigError if the configured one is not offered."""
         version, headers = self._deps.client.server_version, control_headers(self._settings)
         against = offered(version, info.config, headers, exclusive=self._settings.exclusive)
         name = choose(self._target, self._settings.publisher, against)
@@ -150,11 +150,11 @@ class Target:
 
 
 PAUSES = doubling(1.0, 30.0)  # seconds between attempts
-STOPS = 100  # chains of which `positions.json` says why they stopped
+STOPS = 100  # stopped chains in `positions.json`, each with its reason
 
 
 class TargetSupervisor:
-    """Carries into one target for as long as the service runs."""
+    """Supervisor of one target, for as long as the service runs."""
 
     def __init__(self, deps: IngressDeps, settings: TargetSettings) -> None:
         self.target, self._deps = settings.stream, deps
@@ -164,10 +164,10 @@ class TargetSupervisor:
         self._was_checked, self._pauses = False, Backoff(None, PAUSES)
 
     async def run(self, stop: Stop) -> None:
-        """Carry, or stand by, until `stop` is set and no intent is open.
+        """Deliver or be on standby, until `stop` is set and no intent is open.
 
         An unexpected error ends an attempt and is logged; the next attempt begins after a pause that grows. Raises
-        what ends the target for this process: ConfigError at the start, AnotherWriter.
+        an error that ends the target for this process: ConfigError at the start, AnotherWriter.
         """
         try:
             while not self._was_checked and not stop.is_set:
@@ -184,7 +184,7 @@ class TargetSupervisor:
         self._was_checked = True
 
     async def _hold(self, lease: Lease, stop: Stop) -> None:
-        """Work under the lease until it is lost or to be given back, or `stop` is set.
+        """Work under the lease until it is lost, or due to be released to another member, or `stop` is set.
 
         A target that waits for an operator keeps its lease: another instance would find the same.
         """
@@ -230,22 +230,22 @@ class TargetSupervisor:
         await first_of(leaving.wait(), seconds=pause)
 
     def _next_pause(self, lasted: float) -> float:
-        """Seconds; twice as long after each attempt that failed soon."""
+        """Return seconds; twice as many after each attempt that failed soon."""
         if lasted > PAUSES[-1]:
             self._pauses.reset()
         return self._pauses.next()
 
 
-# What `floe doctor` asks
+# Checks of `floe doctor`
 
-DEFAULT_PAYLOAD = 1024 * 1024  # bytes: what a server takes unless its configuration says otherwise
+DEFAULT_PAYLOAD = 1024 * 1024  # bytes: the largest message of a server by default
 
 
 async def examine_target(
     client: FloeClient, settings: TargetSettings, stopped: Mapping[Chain, str], is_size_demanded: bool = False
 ) -> list[DoctorFinding]:
-    """What a target offers, and whether it can be carried into; makes and changes nothing. `stopped`: why, by chain;
-    `is_size_demanded`: the account takes no stream without `max_bytes`.
+    """Return findings about a target and the delivery into it; changes nothing. `stopped`: the reason, by chain;
+    `is_size_demanded`: the account refuses a stream without `max_bytes`.
     """
     name = settings.stream
     try:

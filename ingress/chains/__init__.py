@@ -1,1 +1,1 @@
-"""What flows into a target: which chains, from where, in which turns."""
+"""The chains that flow into a target: their beginnings, segments, holes and turns."""

@@ -1,4 +1,4 @@
-"""One chain on its way into a target, and all of them."""
+"""The state of one chain on its way into a target, and the registry of all chains of the target."""
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -36,7 +36,7 @@ AskLimits = Callable[[], Awaitable[TargetLimits]]
 
 
 class Turn(Enum):
-    """Where a chain stands among those that are read in turns."""
+    """Place of a chain among the chains that are read in turns."""
 
     NONE = "not waiting for one"
     QUEUED = "waiting for one"
@@ -46,33 +46,32 @@ class Turn(Enum):
 
 @dataclass(slots=True, eq=False)
 class ChainState:
-    """What is known of a chain, and how far it is decoded.
+    """State of a chain: how far it is decoded, and the work that is planned.
 
     | phase | waits for | ended by |
     |---|---|---|
-    | BEGINNING | `waits_for`; looked at each tick | `begins` |
+    | BEGINNING | `waits_for`; checked each tick | `begins` |
     | OMITTING | its turn | `passes`; `replan`, which makes it begin again |
     | LOOKING | its turn, or the next tick | `looked` |
     | READY | its turn | `end_turn`, with the last stretch; `replan`, `stands` |
     | PASSING | its turn | `passes`, `replan` |
     | IDLE, DONE | a longer tail, a notification, 300 s | `wake` |
-    | LATE, LOST, DAMAGED | a segment or a decision; looked at each tick | `wake`, `gives_up`, `leads_on` |
+    | LATE, LOST, DAMAGED | a segment or a decision; checked each tick | `wake`, `gives_up`, `leads_on` |
     | FAILED | the next tick | `wake` |
     | STOPPED | an operator, or `retry_at` | `retry` |
     | PAUSED | an operator | `resume` |
     | any of them | | `fail`, `stop`; `pause`, which is called on a new state of the chain |
 
-    `position`: the next sequence to decode; 0 while it is not known where the chain begins. `end`: where its
-    incarnation ended, None while it has not. `archived`: the end of coverage as the chain's tail
-    says, a hint; 0 where unknown. `rest`: the stretch that a turn ended in. `given_up`: what
-    is passed next without a row. `rechecked`: the position
-    at which damaged segments were read once more. `surveyed`: a lost hole for which everything was looked
-    through, and what of it nothing covers.
-    `gone`: where it stands because a hole was filled and something was missing by then; `stands_since`: its
-    first sequence, and since when by the store's clock; `passed`: what of such ranges is given up. `stopped`:
-    why it stopped, until it goes on; from `retry_at` (monotonic seconds) on it is looked at again.
-    `waits_for`: why it has not begun. `unreached`: an end of coverage that was still before the moment at
-    which it is to begin; 0: none was. `look_everywhere`, `look_behind`: what the next look does besides.
+    `position`: the next sequence to decode; 0 until the chain's beginning is known. `end`: the last sequence of its
+    incarnation; None if that has not ended. `archived`: the end of coverage in the chain's tail, a hint; 0 if unknown.
+    `rest`: the unread part of the stretch in which a turn ended. `given_up`: the range that is skipped next, without a
+    row. `rechecked`: the position at which damaged segments were read a second time. `surveyed`: a lost hole for which
+    all segments were listed, and the part of it that none covers. `gone`: the filled hole at which the chain blocks,
+    because sequences of it were missing by then; `stands_since`: its first sequence and the start of the wait, by the
+    store's clock; `passed`: ranges of filled holes that are skipped. `stopped`: the error that stopped it, until it
+    continues; from `retry_at` (monotonic seconds) on it is checked again. `waits_for`: the reason why it has not begun.
+    `unreached`: an end of coverage that was still before the moment at which it is to begin; 0: none.
+    `look_everywhere`, `look_behind`: additional work for the next search.
     """
 
     chain: Chain
@@ -136,8 +135,8 @@ class ChainState:
             self.phase = Phase.LOOKING if self.has_begun else Phase.BEGINNING
 
     def begins(self, first: int, start: int) -> None:
-        """Begin at `start`. What the archive holds before it, from `first` on, is given up. That is stored with the
-        positions, so a restart begins at the same sequence.
+        """Begin at `start`. The archived sequences before it, from `first` on, are skipped. The skip is stored with
+        the positions, so a restart begins at the same sequence.
         """
         self.position, self.phase = first, Phase.LOOKING
         if start > first:
@@ -150,10 +149,10 @@ class ChainState:
         self.given_up, self.phase = None, Phase.LOOKING
 
     def replan(self, *, everywhere: bool = False) -> None:
-        """Forget what was planned to be read. `everywhere`: the next look lists all levels."""
+        """Discard the planned reads. `everywhere`: the next search lists all levels."""
         self.stretches.clear()
         if self.phase is Phase.OMITTING:
-            # It is not known yet what it leaves out: from its position it would be carried completely.
+            # The range to omit is not known yet: from its position the chain would be replayed completely.
             self.position = 0
         self.given_up = None
         if self.phase not in _AT_REST:
@@ -161,9 +160,9 @@ class ChainState:
         self.look_everywhere = self.look_everywhere or everywhere
 
     def stands(self, gone: FromHole) -> None:
-        """Read nothing from where `gone` begins until what is missing arrives or is given up.
+        """Read nothing from the first sequence of `gone` on, until its missing sequences arrive or are skipped.
 
-        Compaction writes the segment again with a new LastModified: that does not restart the waiting time.
+        Compaction rewrites the segment with a new LastModified: that does not restart the waiting time.
         """
         first, since = gone.rows.first, gone.segment.modified
         before = self.stands_since[1] if self.stands_since and self.stands_since[0] == first else since
@@ -180,13 +179,13 @@ class ChainState:
             self.replan(everywhere=True)
 
     def ends_at(self, end: int | None) -> None:
-        """`end`: last sequence of the incarnation; None: it has not ended."""
+        """Set the last sequence of the incarnation; None: it has not ended."""
         if end != self.end:
             self.end = end
             self.replan()
 
     def looked(self, plan: ChainPlan, now: float) -> None:
-        """Take over a new plan. `now`: monotonic seconds. What is new in the plan is logged."""
+        """Adopt a new plan and log the changes in it. `now`: monotonic seconds."""
         context = self.chain.log_context()
         if plan.hole is not None and plan.hole != self.plan.hole:
             waits = {"phase": str(plan.phase), "hole": str(plan.hole), "since": plan.waiting_since}
@@ -197,7 +196,7 @@ class ChainState:
         self.plan, self.phase, self.looked_at = plan, plan.phase, now
         self.stretches.extend(plan.stretches)
         if plan.stretches:
-            # A notification wakes without the tail being read; the listing knows better anyway.
+            # A notification wakes the chain without a read of the tail; the listing is more recent anyway.
             self.archived = max(self.archived, plan.stretches[-1].rows.last)
 
     def leads_on(self, segment: SegmentRef) -> None:
@@ -207,8 +206,8 @@ class ChainState:
         self.phase = Phase.READY
 
     def end_turn(self, stretch: Stretch[SegmentRef], *, is_done: bool) -> Stretch[SegmentRef] | None:
-        """`stretch`, the first one, was read up to `position`, or completely. Returns what is left of it, which is read
-        next; None where nothing is, or something else is planned by now.
+        """End a turn that read `stretch`, the first one, up to `position` or completely. Return the rest of it, which
+        is read next; None if there is none, or if another plan was made meanwhile.
         """
         if not self.stretches or self.stretches[0] is not stretch:
             return None
@@ -221,15 +220,15 @@ class ChainState:
     # Stopping
 
     def stop(self, error: FloeError, retry_at: float) -> bool:
-        """Carry none of it until `retry_at` (monotonic seconds). Returns whether that, or the reason, is new."""
+        """Stop the chain until `retry_at` (monotonic seconds). Return True if the stop, or its reason, is new."""
         is_new = self.stopped is None or str(self.stopped) != str(error)
         self.replan(everywhere=True)
         self.stopped, self.retry_at, self.phase = error, retry_at, Phase.STOPPED
         return is_new
 
     def retry(self, retry_at: float) -> None:
-        """Look again: what stopped it may be repaired, and so may damaged segments. If the look fails, look once more
-        at `retry_at`.
+        """Search again: the cause of the stop may be repaired, and so may damaged segments. If the search fails, repeat
+        it at `retry_at`.
         """
         if self.stopped is not None:
             self.retry_at = retry_at
@@ -239,11 +238,11 @@ class ChainState:
         self.replan(everywhere=True)
 
     def pause(self) -> None:
-        """An operator wants nothing of it carried; called on a new state of the chain, which holds nothing."""
+        """Pause the chain. Call it only on a new state of the chain, which holds no rows."""
         self.phase = Phase.PAUSED
 
     def resume(self) -> None:
-        """It is carried again, from the next look on."""
+        """Resume the chain, from the next search on."""
         self.phase = Phase.IDLE
 
     def went_on(self) -> None:
@@ -275,8 +274,8 @@ _Whole = tuple[str, str, int]  # site, feed, incarnation
 
 @dataclass(slots=True)
 class _Feed:
-    """The known chains of one feed by incarnation. `unfinished`: those not known to be carried to their end. `refused`:
-    those that were too many; `stopped`: the error then.
+    """The known chains of one feed by incarnation. `unfinished`: chains not known to be replayed to their end.
+    `refused`: chains above `max_chains`; `stopped`: the error for them.
     """
 
     incarnations: dict[int, list[Chain]] = field(default_factory=dict)
@@ -286,12 +285,12 @@ class _Feed:
 
 
 class ChainRegistry:
-    """The chains of one target. `sources` of the configuration is the allow-list: no other chain gets in.
+    """The chains of one target. `sources` of the configuration is an allow-list: no other chain is added.
 
-    `positions`: what is stored for good, by chain: the next sequence; None while that is not known. `limits`: what
-    rows are prepared for; `ask_limits`: asks the target again (None: the limits never change).
+    `positions`: the next sequence of each chain, as stored; None until they are known. `limits`: the limits that rows
+    are prepared for; `ask_limits`: reads them from the target again (None: the limits never change).
 
-    What one change costs does not grow with the chains of other feeds: a hostile site may have thousands of them.
+    The cost of a change does not grow with the chains of other feeds: a hostile site may have thousands of them.
     """
 
     def __init__(self, settings: TargetSettings, limits: TargetLimits, ask_limits: AskLimits | None = None) -> None:
@@ -324,14 +323,14 @@ class ChainRegistry:
         return self._states.get(chain)
 
     def is_current(self, state: ChainState) -> bool:
-        """False once the state was replaced: what was found for an earlier state does not count."""
+        """True until `state` is replaced: results for a replaced state do not count."""
         return self._states.get(state.chain) is state
 
     def pairs(self) -> list[tuple[str, str]]:
         return list(self._sources)
 
     def preparer(self, chain: Chain) -> Preparer:
-        """Raises ConfigError for a chain that may not flow in."""
+        """Return a preparer for the chain's rows. Raises ConfigError for a chain that is not in `sources`."""
         if (source := self._sources.get((chain.site, chain.feed))) is None:
             message = f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none"
             listed = "an intent holds rows of it: list it again until it ran once; or drop the rest of it"
@@ -342,7 +341,7 @@ class ChainRegistry:
         return self._sources[chain.site, chain.feed]
 
     async def renew_limits(self) -> None:
-        """Prepare rows for the target as it is now. Raises what asking the target raises."""
+        """Read the limits again, and prepare rows for them. Raises as `ask_limits` does."""
         limits = await self._ask_limits() if self._ask_limits else self.limits
         if limits != self.limits:
             self.limits = limits
@@ -350,7 +349,7 @@ class ChainRegistry:
                 state.preparer = self.preparer(state.chain)
 
     def add(self, chain: Chain) -> ChainState | None:
-        """None for a chain that may not flow in, and for one too many of its feed, which then stops."""
+        """Add a chain. None if it is not in `sources`, or if its feed has too many, which stops the feed."""
         if (source := self._sources.get(pair := (chain.site, chain.feed))) is None:
             return None
         if (state := self._states.get(chain)) is not None:
@@ -369,7 +368,7 @@ class ChainRegistry:
         return self.renew(chain, position)
 
     def _is_carried(self, chain: Chain) -> bool:
-        """Whether the chain is known to be carried to its end, as far as is stored."""
+        """True if the stored position shows that the chain is replayed to its end."""
         position = (self._positions or {}).get(chain, 0)
         return (end := self._end(chain, position)) is not None and max(position, 1) > end
 
@@ -386,7 +385,7 @@ class ChainRegistry:
         feed.refused.add(chain)
 
     def stop_of(self, chain: Chain) -> FloeError | None:
-        """Why nothing of the chain's feed is carried; None where nothing stops all of it."""
+        """Return the error that stops all chains of the chain's feed; None if there is none."""
         feed = self._feeds.get((chain.site, chain.feed))
         return feed.stopped if feed else None
 
@@ -403,11 +402,11 @@ class ChainRegistry:
             self.add(chain)
 
     def renew(self, chain: Chain, position: int) -> ChainState:
-        """A new state in place of the former one. What was read for the former one is not used."""
+        """Replace the state by a new one. Rows that were read for the former one are not used."""
         archived = self._archived.get(chain, 0)
         state = ChainState(chain, self.preparer(chain), position, archived=archived)
         state.end = self._end(chain, position)
-        # A tail tells whether there is more to be found; without one only all levels do.
+        # A tail shows if more is archived; without one, only a listing of all levels does.
         state.look_everywhere = archived == 0
         self._states[chain] = state
         return state
@@ -415,8 +414,8 @@ class ChainRegistry:
     # Incarnations
 
     def needs_previous(self, chain: Chain, *, again: bool = True) -> list[Chain]:
-        """The incarnations of which `stream.json` is to be read before `chain` is looked at: its own, and the next one
-        where that exists. `again`: also what could not be read before.
+        """Return the incarnations with a `stream.json` to read before `chain` is searched: its own, and the next one if
+        that exists. `again`: also those that could not be read before.
         """
         feed = self._feeds.get((chain.site, chain.feed), _Feed())
         wanted = [n for n in (chain.incarnation, chain.incarnation + 1) if n and n in feed.incarnations]
@@ -424,27 +423,27 @@ class ChainRegistry:
         return [Chain(*w) for w in wholes if w not in self._previous and (again or w not in self._unread)]
 
     def set_previous(self, chain: Chain, previous: Mapping[int, int] | None) -> None:
-        """`previous`: where the incarnation before ended, as `stream.json` says; None: it says nothing."""
+        """Set the last sequences of the incarnation before, from `stream.json`; None: it names none."""
         self._previous[_whole(chain)] = previous
         feed = self._feeds.get((chain.site, chain.feed), _Feed())
         for each in feed.incarnations.get(chain.incarnation - 1, ()):
             self._states[each].ends_at(self._end(each, (self._positions or {}).get(each, 0)))
 
     def cannot_read(self, chain: Chain, why: str) -> bool:
-        """The `stream.json` of the chain's incarnation cannot be read. Returns whether that is new."""
+        """Record that the `stream.json` of the incarnation cannot be read. Return True if the reason is new."""
         is_news = self._unread.get(_whole(chain)) != why
         self._unread[_whole(chain)] = why
         return is_news
 
     def _end(self, chain: Chain, position: int) -> int | None:
-        """None while the incarnation has not ended, as far as is known."""
+        """Return the last sequence of the incarnation; None if it is not known to have ended."""
         if (previous := self._previous.get((chain.site, chain.feed, chain.incarnation + 1))) is not None:
             return previous.get(chain.partition, 0)
-        # The next one has begun: what appears behind is reported, never delivered by itself.
+        # A later one has begun: segments that appear after this are reported, never replayed by themselves.
         return max(position, 1) - 1 if self._last_begun(chain) > chain.incarnation else None
 
     def _last_begun(self, chain: Chain) -> int:
-        """The last incarnation of the chain's feed that has a position; -1 where none has."""
+        """Return the last incarnation of the chain's feed that has a position; -1 if none has."""
         if (begun := self._begun) is None:
             begun = self._begun = {}
             for each in self._positions or ():
@@ -453,7 +452,7 @@ class ChainRegistry:
         return begun.get((chain.site, chain.feed), -1)
 
     def obstacle(self, chain: Chain) -> str:
-        """What keeps a chain from beginning and goes away by itself; empty if nothing does."""
+        """Return the obstacle that keeps a chain from beginning and passes by itself; empty if there is none."""
         if chain.incarnation == 0:
             return ""
         if _whole(chain) not in self._previous:
@@ -465,7 +464,7 @@ class ChainRegistry:
         return f"{text}; at most {len(left) - 1} more partitions have not ended" if len(left) > 1 else text
 
     def _unfinished(self, chain: Chain) -> deque[tuple[Chain, int]]:
-        """Chains of the incarnation before, with their ends; the first of them has not reached its end."""
+        """Return the chains of the incarnation before, with their ends; the first of them has not reached its end."""
         if (left := self._left.get(_whole(chain))) is None:
             ends = sorted((self._previous[_whole(chain)] or {}).items())
             before = replace(chain, incarnation=chain.incarnation - 1)
@@ -475,21 +474,21 @@ class ChainRegistry:
         return left
 
     def is_held(self, chain: Chain) -> bool:
-        """Whether the chain waits for the end of another one that is known."""
+        """True if the chain waits for the end of another chain that is known."""
         if _whole(chain) not in self._previous or not (left := self._unfinished(chain)):
             return False
         return left[0][0] in self._states
 
     def unknown_before(self, chain: Chain) -> list[int]:
-        """The partitions that `stream.json` says have covered something before `chain`, and of which nothing is known:
-        empty unless the incarnation waits for one of them now.
+        """Return the partitions that have coverage before `chain` by `stream.json`, but are unknown here. Empty unless
+        the incarnation waits for one of them now.
         """
         if _whole(chain) not in self._previous or self.is_held(chain):
             return []
         return [each.partition for each, end in self._unfinished(chain) if end and each not in self._states]
 
     def check_may_begin(self, chain: Chain, first: int) -> None:
-        """Raises Stopped where an operator must decide whether the incarnation begins. `first`: where it would."""
+        """Raise Stopped if an operator must allow the incarnation to begin. `first`: its first sequence."""
         if chain.incarnation == 0:
             return
         if self._previous.get(_whole(chain)) is None:

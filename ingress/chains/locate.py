@@ -1,4 +1,4 @@
-"""What there is of a chain: where it begins, which stretches continue where it stands, what becomes of its holes."""
+"""Search in the archive for a chain: its beginning, the stretches that continue at its position, its holes."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ log = get_logger(__name__)
 
 
 BY = "ingress"
-WATCHED = 10  # gaps of a chain that one look behind them checks; the next look takes others
+WATCHED = 10  # skipped gaps of a chain that one check covers; the next check takes others
 
 
 class GapSkipper:
-    """Decides what one target gives up, and writes it down. Blocking."""
+    """Decisions of one target about the sequences that it skips, and the records of them. Blocking."""
 
     def __init__(self, target: str, store: SegmentStore, documents: ChainStore, clock: Clock) -> None:
         self._target, self._store, self._documents = target, store, documents
@@ -43,7 +43,7 @@ class GapSkipper:
         self._reported: set[str] = set()
 
     def decide(self, chain: Chain, plan: ChainPlan, source: SourceSettings) -> GapDecision | None:
-        """What becomes of the hole of `plan`; None: it may still be filled. Raises what the store raises."""
+        """Decide about the hole of `plan`; None: it may still be filled. Raises as the store does."""
         assert plan.hole is not None, "only holes are decided about"
         first = plan.hole.first
         gaps = self._documents.gaps(chain, position=first)
@@ -51,9 +51,9 @@ class GapSkipper:
         return decide(plan, gaps, self.clock.now(plan.waiting_since or 0.0), source)
 
     def give_up(self, chain: Chain, decision: GapDecision, damaged: AbstractSet[str]) -> SegmentRef | SequenceRange:
-        """As `survey`; the range that no segment covers is written down.
+        """Survey the hole and return as `survey`; a range that no segment covers is recorded as skipped.
 
-        `damaged`: keys of segments that do not count. Raises what the store raises.
+        `damaged`: keys of segments that do not count. Raises as the store does.
         """
         found = survey(self._store, chain, decision.part, damaged)
         if isinstance(found, SequenceRange) and found not in [gap.range for gap in self._gaps(chain).copy()]:
@@ -63,9 +63,9 @@ class GapSkipper:
         return found
 
     def pass_missing(self, chain: Chain, part: SequenceRange, missing: int, why: str) -> None:
-        """Write down, count and log that the target goes on though `missing` sequences of `part` are gone.
+        """Record, count and log that the target continues although `missing` sequences of `part` are gone.
 
-        Done once for each range: a start inside of it passes it again without a new record.
+        Done once for each range: a start inside it skips it again without a new record.
         """
         if any(gap.range.encloses(part) for gap in self._gaps(chain).copy()):
             return
@@ -77,21 +77,21 @@ class GapSkipper:
         log.warning(what, action="gone_from_hole_passed", **context, target=self._target, **chain.log_context())
 
     def _pass(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
-        """`lost`: how many sequences of the gap are lost; None: all."""
+        """Record a skipped gap. `lost`: the number of its sequences that are lost; None: all."""
         self._gaps(chain).append(self._documents.pass_gap(self._target, chain, gap))
         labels = self._target, chain.site, chain.feed, str(chain.partition)
         metrics.lost_sequences.labels(*labels).inc(len(gap.range) if lost is None else lost)
 
     def arrived(self, chain: Chain, position: int) -> list[tuple[AcceptedGap, SegmentRef]]:
-        """Segments that arrived behind gaps that were passed (the gaps end before `position`), each reported once.
-        Raises what the store raises.
+        """Return the segments that arrived in skipped gaps (gaps that end before `position`), each once. Raises as the
+        store does.
         """
         gaps = self._gaps(chain)
         found = []
         for _ in range(min(WATCHED, len(gaps))):
             gap = gaps[0]
             gaps.rotate(-1)
-            # Merges cover the range of a filled hole, too; `verify` finds rows that arrive there.
+            # Merges also cover the range of a filled hole; `verify` finds rows that arrive there.
             if gap.range.last < position and not gap.from_hole:
                 found += [(gap, ref) for ref in self._behind(chain, gap)]
         return found
@@ -99,7 +99,7 @@ class GapSkipper:
     def _behind(self, chain: Chain, gap: AcceptedGap) -> Iterator[SegmentRef]:
         since = parse_time(gap.at) / NS_PER_S if gap.at else 0.0
         for ref in self._store.list(chain, position=gap.range.first, limit=LISTED):
-            # A segment that was there before is damaged: otherwise it would have been carried.
+            # A segment that existed before is damaged: otherwise it would have been replayed.
             is_new = ref.modified >= since and ref.key not in self._reported
             if is_new and ref.coverage.overlaps(gap.range):
                 self._reported.add(ref.key)
@@ -111,13 +111,13 @@ class GapSkipper:
         return self._passed[chain]
 
     def _now(self) -> str:
-        """By the store's clock, in whole seconds: some stores keep no finer LastModified."""
+        """Return the time by the store's clock, in whole seconds: some stores keep no finer LastModified."""
         now = datetime.fromtimestamp(int(self.clock.stamp()), UTC)
         return now.isoformat().replace("+00:00", "Z")
 
 
 class SegmentLocator:
-    """Reads documents and listings for the chains of one target."""
+    """Reader of documents and listings for the chains of one target."""
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ class SegmentLocator:
         self.gaps = GapSkipper(chains.target, store, documents, clock)
 
     async def read_previous(self, state: ChainState) -> None:
-        """Read the `stream.json` files that a look at the chain needs and that are not known yet.
+        """Read the `stream.json` files that a search for the chain needs and that are not known yet.
 
-        Read in the chain's own turn, so that the documents of one site hold up no other. One that cannot be read holds
-        back only its own incarnation. It is reported once for each reason.
+        They are read in the chain's own turn, so that the documents of one site delay no other. A file that cannot be
+        read delays only its own incarnation. It is logged once for each reason.
         """
         for chain in self._chains.needs_previous(state.chain, again=not state.goes_on):
             try:
@@ -157,9 +157,9 @@ class SegmentLocator:
     # Beginning
 
     async def begin(self, chain: ChainState) -> None:
-        """Find where the chain begins, and what it leaves out before that.
+        """Find the sequence at which the chain begins, and the range that it omits before that.
 
-        Raises Stopped and DataError where only an operator can help, and what the store raises.
+        Raises Stopped and DataError if only an operator can help, else as the store does.
         """
         archived = chain.archived
         if chain.unreached and chain.unreached == archived:
@@ -173,7 +173,7 @@ class SegmentLocator:
             return
         if chain.chain.partition >= document.partitions:
             feed, most = f"{chain.chain.site}/{chain.chain.feed}", document.partitions
-            # Without the partition, so that however many there are, they are one line of the log.
+            # The partition is left out of the message, so that any number of them is one line of the log.
             raise Stopped(
                 f"incarnation {chain.chain.incarnation:04d} of {feed}: expected partitions below {most}, found others",
                 hint="egress wrote no such partition: see who did, and remove it",
@@ -183,7 +183,7 @@ class SegmentLocator:
         floor = await self._threads.run(self._documents.read_floor, chain.chain)
         first = first_position(document.first, floor)
         if not self._chains.is_current(chain):
-            return  # its state was replaced: the question may be settled
+            return  # its state was replaced: an operator may have decided meanwhile
         self._chains.check_may_begin(chain.chain, first)
         source, positions = self._chains.source(chain.chain), self._chains.positions or {}
         start = await self._threads.run(self.starts.resolve, chain.chain, source, first, chain.end, positions)
@@ -196,7 +196,7 @@ class SegmentLocator:
         log.info("chain begins", action="chain_begins", position=start, **chain.chain.log_context())
 
     async def _check_named(self, chain: Chain) -> None:
-        """Raises Stopped where the incarnation waits for partitions that never were: no `chain.json` of them exists."""
+        """Raise Stopped if the incarnation waits for partitions that never existed: they have no `chain.json`."""
         if not self._chains.unknown_before(chain):
             return
         before = chain.site, chain.feed, chain.incarnation - 1
@@ -216,10 +216,10 @@ class SegmentLocator:
                 code="E-STATE-JSON",
             )
 
-    # Looking
+    # Searching
 
     async def look(self, state: ChainState) -> None:
-        """List from the position. Where a hole or damage keeps the chain waiting, decide about it.
+        """List from the position. If a hole or damage keeps the chain waiting, decide about it.
 
         Raises as `begin`.
         """
@@ -247,7 +247,7 @@ class SegmentLocator:
         return ChainPlan(Phase.LATE, (), gone.rows, since, plan.beyond)
 
     async def _plan(self, state: ChainState) -> ChainPlan:
-        # A request that comes meanwhile is for another look; a look that fails is repeated on all levels.
+        # A request during this search is for the next one; after an error the chain is searched on all levels.
         wanted, state.look_everywhere = state.look_everywhere, False
         plan = await self._threads.run(
             look,
@@ -260,7 +260,7 @@ class SegmentLocator:
             search=state.search,
         )
         if wanted and not plan.stretches:
-            # A segment that continues is found before all levels are listed.
+            # If a segment continues the chain, it is found before all levels are listed.
             state.looked_everywhere_at = self._clock.monotonic()
         return plan
 
@@ -276,19 +276,19 @@ class SegmentLocator:
         if decision.halts:
             await self._halt(state, plan, decision)
         elif state.gone is not None:
-            # Go on behind what is missing of a filled hole; the rows that are there are carried.
+            # Continue after the missing sequences of a filled hole; its existing rows are replayed.
             missing = min(state.gone.missing, len(decision.part))
             await self._threads.run(self.gaps.pass_missing, state.chain, decision.part, missing, decision.why)
             state.gone = None
             state.passed.append(decision.part)
             await self.look(state)
         elif state.damaged and state.rechecked != state.position:
-            # They may have been repaired meanwhile; what is then read and still damaged is given up.
+            # The damaged segments may be repaired by now: read them once more. After that, the range is skipped.
             state.rechecked = state.position
             state.forget_damage()
             await self.look(state)
         else:
-            # Go on behind what is given up, as far as no segment covers it after all.
+            # Continue after the skipped part, unless a segment covers it after all.
             damaged = frozenset(state.damaged)
             found = await self._threads.run(self.gaps.give_up, state.chain, decision, damaged)
             if isinstance(found, SegmentRef):
@@ -297,8 +297,8 @@ class SegmentLocator:
                 state.gives_up(found)
 
     async def _check_floor(self, state: ChainState) -> None:
-        """Raises Stopped where what comes next is no hole: retention deleted it, because the target was released, or
-        stood there after it had been further.
+        """Raise Stopped if the next sequences are no hole: they are below the floor. Retention deleted them, because
+        the target was released, or was set back after it had passed them.
         """
         chain, position = state.chain, state.position
         if state.gone is None and (await self._threads.run(self._documents.read_floor, chain) or 1) > position:
@@ -310,9 +310,9 @@ class SegmentLocator:
             )
 
     async def _halt(self, state: ChainState, plan: ChainPlan, decision: GapDecision) -> None:
-        """The hole is lost and an operator must decide, unless a listing of the whole chain shows otherwise.
+        """Raise Stopped: the hole is lost, and an operator must decide. If a full listing finds a segment, plan that.
 
-        The whole chain is listed once for each hole; later arrivals are found by the usual looks.
+        The whole chain is listed once for each hole; the usual searches find later arrivals.
         """
         chain, gone = state.chain, state.gone
         if gone is not None:

@@ -1,9 +1,9 @@
-"""Which chains of a target an operator has paused, in one key of the state bucket beside the target's state.
+"""The chains of a target that an operator has paused, in one key of the state bucket next to the target's state.
 
-A resumed chain stays in the list with the time of its resumption, so that a running service sees that it is to
-look at the chain again. The value is untrusted when it is read back. If this version did not write it, the
-target does not begin, because a paused chain must not be carried by mistake; a target that is already
-carried keeps the decisions it knew. `floe chain resume --all` writes a new value.
+A resumed chain stays in the list with the time of its resumption, so that a running service notices that it must
+check the chain again. The value is untrusted when it is read back. If this version did not write it, the target does
+not begin, because a paused chain must not be replayed by mistake. A target that already runs keeps the decisions that
+it knows. `floe chain resume --all` writes a new value.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ingress.errors import check_targets
 
 VERSION = 1
 PAUSES_ROLE = "pauses"
-MOST = 5_000  # chains named in the value, which has to stay far below 1 MiB
+MOST = 5_000  # chains in the value, which has to stay far below 1 MiB
 
 
 class Pause(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Who paused a chain, when (RFC 3339), and why."""
+    """A pause of a chain: its time (RFC 3339), its author and the reason."""
 
     at: str
     by: str = ""
@@ -44,20 +44,20 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resumed: dict[str, str]
 
 
-# Made at import: a type that two threads decode for the first time at once ends the process.
+# Created at import: if two threads decode a type for the first time at once, the process crashes.
 _DECODER = msgspec.json.Decoder(_Wire)
 _ENCODER = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """`paused`: the chains that are not carried. `resumed`: when an operator asked for another look at a chain."""
+    """Decisions of operators. `paused`: chains not replayed. `resumed`: the last request to check a chain again."""
 
     paused: Mapping[Chain, Pause] = field(default_factory=dict)
     resumed: Mapping[Chain, str] = field(default_factory=dict)
 
     def pause(self, chain: Chain, pause: Pause) -> Pauses:
-        """A chain that is paused already keeps its first entry."""
+        """Pause a chain. A chain that is paused already keeps its first entry."""
         paused = {**self.paused, chain: self.paused.get(chain, pause)}
         return Pauses(paused, {c: at for c, at in self.resumed.items() if c != chain})
 
@@ -94,7 +94,7 @@ class _Form:
 
 
 class PauseStore:
-    """The pauses of one target. `states`: the target's state, to find out which chains it carries."""
+    """The pauses of one target. `states`: the store of the target's state, which holds the chains with a position."""
 
     def __init__(self, bucket: KeyValue, target: str, states: StateStore | None = None) -> None:
         key = state_key(PAUSES_ROLE, target)
@@ -110,11 +110,11 @@ class PauseStore:
         self._document, self._states = KvDocument(bucket, key, _Form(target), unreadable), states
 
     async def read(self) -> Pauses:
-        """Raises Stopped (E-PAUSES) for an unreadable value, and what the bucket raises."""
+        """Read the pauses. Raises Stopped (E-PAUSES) for an unreadable value, else as the bucket does."""
         return (await self._document.get())[0] or Pauses()
 
     async def carried(self) -> list[Chain]:
-        """The chains for which the target has a position; empty where its state is not known."""
+        """Return the chains for which the target has a position; empty if its state is not known."""
         try:
             state = (await self._states.load()).state if self._states else None
         except Stopped:
@@ -122,11 +122,11 @@ class PauseStore:
         return [] if state is None else list(state.checkpoint.positions)
 
     async def change(self, step: Callable[[Pauses], Pauses]) -> Pauses:
-        """Store what `step` makes of the current value; repeated if another writer was faster. Raises as `read`."""
+        """Store the result of `step` on the current value; repeated if another writer was faster. Raises as `read`."""
         return await self._document.change(lambda found: step(found or Pauses())) or Pauses()
 
     async def resume_all(self, at: str) -> Pauses:
-        """Pause nothing, even where the stored value cannot be read. Raises what the bucket raises."""
+        """Resume all chains, even if the stored value cannot be read. Raises as the bucket does."""
         found = await self._document.change(lambda found: (found or Pauses()).resume_all(at), anew=True)
         return found or Pauses()
 

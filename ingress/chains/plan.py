@@ -1,5 +1,5 @@
-"""What to carry next, chain by chain: pure functions over listings, positions and the ends of
-incarnations; and whose turn it is.
+"""Plans of the next reads, chain by chain: pure functions over listings, positions and ends of incarnations; and
+the order of turns.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from common.settings.types import format_duration
 
 
 class Phase(StrEnum):
-    """Where a chain stands. A plan knows only the first six; `ChainState` knows all."""
+    """Phase of a chain. A plan has only the first six; `ChainState` has all."""
 
-    READY = "ready"  # rows can be carried now
-    IDLE = "idle"  # everything that is archived is carried
-    LATE = "late"  # a hole: something behind it is there, the segment that continues is not
-    LOST = "lost"  # a hole that has been late for too long, and an operator is to decide
+    READY = "ready"  # rows can be read now
+    IDLE = "idle"  # the chain is at the end of the archive
+    LATE = "late"  # a hole: a segment after it exists, the segment that continues does not
+    LOST = "lost"  # a hole that has been late for too long; an operator must decide
     DAMAGED = "damaged"  # only damaged segments would continue
-    DONE = "done"  # its incarnation ended and everything up to there is carried
-    BEGINNING = "beginning"  # it is not known where it begins
+    DONE = "done"  # its incarnation ended, and is read to its end
+    BEGINNING = "beginning"  # its first sequence is not known
     LOOKING = "looking"  # nothing is planned
-    OMITTING = "omitting"  # what it leaves out before it begins goes next
-    PASSING = "passing"  # what is given up of a hole goes next
-    FAILED = "failed"  # the last turn did not come to its end
-    STOPPED = "stopped"  # for a reason that an operator has to deal with
+    OMITTING = "omitting"  # the range that it omits before it begins is next
+    PASSING = "passing"  # the skipped range of a hole is next
+    FAILED = "failed"  # the last turn ended with an error
+    STOPPED = "stopped"  # for a reason that needs an operator
     PAUSED = "paused"  # by an operator
 
 
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
-    """What can be carried of one chain, ascending and without a hole from its position on.
+    """The stretches of one chain that can be read, ascending and without a hole from its position on.
 
-    `hole`: the missing sequences, where the phase is LATE, LOST or DAMAGED. `waiting_since`: LastModified
-    of the first segment behind the hole (or of the damaged one), in seconds by the store's clock, so
-    that waiting survives restarts; None where no segment stands behind it, because the incarnation ended
-    there. `beyond`: the greatest end of coverage behind the end of the incarnation, which is reported and
-    never delivered; 0 if there is none.
+    `hole`: the missing sequences, if the phase is LATE, LOST or DAMAGED. `waiting_since`: the earliest LastModified
+    of the segments after the hole (or of the damaged ones), in seconds by the store's clock, so that waiting
+    survives restarts; None if no segment is after it, because the incarnation ended there. `beyond`: the greatest
+    end of coverage after the end of the incarnation, which is reported and never replayed; 0 if there is none.
     """
 
     phase: Phase
@@ -59,10 +58,10 @@ class ChainPlan:
         return self.phase in (Phase.LATE, Phase.LOST, Phase.DAMAGED)
 
     def since(self, former: ChainPlan) -> ChainPlan:
-        """This plan; if `former` was late at the same place, late since then.
+        """Return this plan; if `former` was late at the same sequence, late since then.
 
-        Compaction writes segments behind a hole again, with a new LastModified. How long something was damaged does
-        not count as how long it is late.
+        Compaction rewrites segments after a hole, with a new LastModified. Time of damage does not count as time of
+        being late.
         """
         if not self.hole or not former.hole or self.hole.first != former.hole.first:
             return self
@@ -75,7 +74,7 @@ class ChainPlan:
 def plan_chain(
     segments: Iterable[SegmentRef], position: int, end: int | None, damaged: AbstractSet[str] = frozenset()
 ) -> ChainPlan:
-    """The stretches from `position` to the first hole, or to `end` (inclusive) if the incarnation ended there.
+    """Plan the stretches from `position` to the first hole, or to `end` (inclusive) if the incarnation ended there.
 
     `damaged`: keys of segments to leave out.
     """
@@ -104,7 +103,7 @@ def first_position(first: int, floor: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GapDecision:
-    """The leading `part` of a hole is given up, or lost and an operator must decide (`halts`). `why`: in words."""
+    """The leading `part` of a hole is skipped, or lost and an operator must decide (`halts`). `why`: the reason."""
 
     part: SequenceRange
     why: str
@@ -112,10 +111,10 @@ class GapDecision:
 
 
 def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source: SourceSettings) -> GapDecision | None:
-    """What to do about the hole of `plan`, whose phase is LATE or DAMAGED; None: wait, it may still arrive.
+    """Decide about the hole of `plan`, which is LATE or DAMAGED; None: wait, it may still be filled.
 
-    `gaps`: what operators accepted and what this target gave up before. `now`: seconds by the store's clock. Damage
-    never turns into a lost hole by itself: the object is there, and waiting does not make it worse.
+    `gaps`: gaps that operators accepted, and gaps that this target skipped before. `now`: seconds by the store's clock.
+    Damage never turns into a lost hole by itself: the object exists, and waiting does not make it worse.
     """
     assert plan.hole is not None, "only holes are decided about"
     part = accepted_part(plan.hole, (gap.range for gap in gaps))
@@ -132,13 +131,13 @@ Waiting = TypeVar("Waiting")
 
 
 class TurnQueue(Generic[Waiting]):
-    """Who is next, fair by site and then in order. `most`: turns of one site at a time; fewer than there are, so that a
-    site that begins to wait finds one.
+    """Queue of turns, fair by site and then in order. `most`: turns of one site at a time; fewer than there are, so
+    that a site that begins to wait finds one.
     """
 
     def __init__(self, most: int) -> None:
         self._most, self._changed = most, asyncio.Event()
-        self.waiting: dict[str, list[Waiting]] = {}  # the site first that has waited longest for a turn
+        self.waiting: dict[str, list[Waiting]] = {}  # first the site that has waited longest for a turn
         self._active = Counter[str]()
 
     def put(self, site: str, waiting: Waiting) -> None:
@@ -146,7 +145,7 @@ class TurnQueue(Generic[Waiting]):
         self._changed.set()
 
     async def get(self) -> tuple[str, Waiting]:
-        """The next turn has begun; `done` ends it."""
+        """Wait for the next turn and begin it; `done` ends it."""
         while (site := next((site for site in self.waiting if self._active[site] < self._most), None)) is None:
             self._changed.clear()
             await self._changed.wait()

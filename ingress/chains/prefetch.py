@@ -1,6 +1,4 @@
-"""Decodes ahead: the chains of a target in fair turns, a stretch of a segment at a time, within a byte
-budget.
-"""
+"""Decoding ahead: the chains of a target take fair turns, each for a stretch of a segment, within a byte budget."""
 
 from collections.abc import Iterable, Mapping
 
@@ -29,20 +27,20 @@ from ingress.rows.rows import Block, DecodedAhead, Rows
 
 log = get_logger(__name__)
 
-TURNS = 4  # chains that are read at the same time, at most all but one of them of one site
-LOOK_AGAIN = 300.0  # seconds until a chain is looked at, whatever its tail says
-LOOK_EVERYWHERE = 3600.0  # seconds until such a look lists all levels: ten listings, not one
-ATTEND = 2.0  # seconds between two looks at what operators have decided
+TURNS = 4  # chains that are read at the same time; one site has at most all but one of these turns
+LOOK_AGAIN = 300.0  # seconds until a chain is searched without any change of its tail
+LOOK_EVERYWHERE = 3600.0  # seconds until such a search lists all levels: ten listings, not one
+ATTEND = 2.0  # seconds between two reads of the operators' decisions
 
 
 class _StaleError(Exception):
-    """The chain's state was replaced while its rows were read: the rows are not used."""
+    """A chain's state that was replaced while its rows were read: the rows are discarded."""
 
 
 class Prefetcher:
     """Rows for one target, decoded ahead of the publisher.
 
-    `decisions`: which chains are paused (None: no chain is ever paused).
+    `decisions`: the paused chains (None: no chain is ever paused).
     """
 
     look_at_stopped = LOOK_AT_STOPPED
@@ -66,20 +64,20 @@ class Prefetcher:
         self.recall = Recall(store, threads, self.ahead.budget, chains, relays, parked)
         self._relays, self._trouble = relays, Trouble()
         self._turns = TurnQueue[ChainState](TURNS - 1)
-        self._due: set[Chain] = set()  # found, and looked at by the next tick
-        # Behind what was taken: where a chain goes on, though that is not stored yet.
+        self._due: set[Chain] = set()  # found by discovery; the next tick wakes them
+        # The sequence after the taken rows: a chain continues there, though that is not stored yet.
         self._taken_to: dict[Chain, int] = {}
-        self._decided: Pauses | None = None  # not known yet: no chain may run before
+        self._decided: Pauses | None = None  # None: not known yet, and no chain may run before
         self._unreadable: set[Chain] = set()
-        self._reported: dict[tuple[str, str], tuple[str, float]] = {}  # the last stop of each feed, and when
-        self._unread = ""  # why the decisions could not be read the last time
+        self._reported: dict[tuple[str, str], tuple[str, float]] = {}  # the last stop of each feed, and its time
+        self._unread = ""  # the error of the last read of the decisions
 
     @property
     def positions(self) -> Mapping[Chain, int]:
         return self.chains.positions or {}
 
     async def run(self) -> None:
-        """Decode from the first `reset` on, until an error that an operator must deal with."""
+        """Decode after the first `reset`, until an error that needs an operator."""
         await self._read_decisions()
         while self._decided is None:
             await self._clock.sleep(ATTEND)
@@ -100,14 +98,14 @@ class Prefetcher:
         self.ahead.release(rows)
 
     def closed(self, positions: Mapping[Chain, int]) -> None:
-        """Everything below `positions` is stored; incarnations that waited for it may begin."""
+        """Record that everything below `positions` is stored; incarnations that waited for it may begin."""
         self.chains.positions = positions
         for chain in self.chains:
             if chain.waits_for and not self.chains.is_held(chain.chain):
                 self._wake(chain)
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
-        """Drop what was decoded and begin again at `positions`: another instance has carried in the meantime."""
+        """Drop the decoded rows and restart at `positions`, because another instance published, or limits changed."""
         self._taken_to.clear()
         self.ahead.drop()
         self._turns.waiting.clear()
@@ -117,9 +115,9 @@ class Prefetcher:
         self._wake_all()
 
     def offer(self, block: Block) -> None:
-        """Publish a block that was made elsewhere (a parked message tried again), in its turn.
+        """Publish a block from elsewhere (a retried parked message), in its turn.
 
-        Its bytes are forced onto the budget. A `reset` drops it, like everything that is ready.
+        Its bytes are forced onto the budget. A `reset` drops it, like all rows that are ready.
         """
         self.ahead.budget.force(block.size)
         self.ahead.append(block)
@@ -130,7 +128,7 @@ class Prefetcher:
         return self.chains.pairs()
 
     def found(self, chain: Chain, end: int | None = None) -> None:
-        """The chain exists, or its tail has changed. The next `tick` looks at it.
+        """Record that the chain exists, or that its tail has changed. The next `tick` wakes it.
 
         `end`: the end of its coverage; None: not known.
         """
@@ -159,25 +157,25 @@ class Prefetcher:
         chain.forget_damage()
         chain.look_behind = True
         if now - chain.looked_everywhere_at >= LOOK_EVERYWHERE:
-            # A segment whose tail was never written may have been compacted since.
+            # A segment that no tail ever named may have been compacted since.
             chain.look_everywhere, chain.gone = True, None
         return True
 
     def fails(self, error: Exception) -> None:
-        """An error in what discovery called: it ends `run` and so the target, which begins again."""
+        """Report an error in a call by discovery: it ends `run` and so the target, which restarts."""
         self._trouble.tell(error)
 
     # Turns
 
     def _wake_all(self) -> None:
-        # The others are looked at by the next tick.
+        # The next tick wakes the others.
         for chain in self.chains:
             if chain.chain not in self._due:
                 self._wake(chain)
 
     def _wake(self, chain: ChainState) -> None:
-        """The only place that gives a chain a turn."""
-        # No chain may run before it is known which are paused.
+        """Give a chain a turn. No other method does."""
+        # No chain may run before the paused chains are known.
         is_informed = self.decisions is None or self._decided is not None
         if self.chains.positions is None or not (is_informed and chain.may_run):
             return
@@ -211,7 +209,7 @@ class Prefetcher:
         except _StaleError:
             pass
         except SegmentGone:
-            # Compacted meanwhile. If a listing still names it, the next look comes only after a while.
+            # Compacted meanwhile: search again at once, but after two failures in a row only at the next tick.
             log.info("segment gone", action="segment_gone", **chain.chain.log_context())
             chain.fail()
             chain.turn = Turn.ACTIVE if had_failed else Turn.AGAIN
@@ -219,7 +217,7 @@ class Prefetcher:
             self.stop_chain(chain, error)
         except (Unavailable, OutcomeUnknown) as error:
             metrics.unreadable.labels(self.chains.target).inc()
-            if chain.chain not in self._unreadable:  # told once, until the chain goes on
+            if chain.chain not in self._unreadable:  # logged once, until the chain is readable again
                 self._unreadable.add(chain.chain)
                 context = chain.chain.log_context()
                 log.warning("store not readable", action="store_error", error=str(error), **context)
@@ -227,10 +225,10 @@ class Prefetcher:
             chain.turn = Turn.ACTIVE
 
     async def _advance(self, chain: ChainState) -> None:
-        if (stop := self.chains.stop_of(chain.chain)) is not None:  # logged once, for all of its feed
+        if (stop := self.chains.stop_of(chain.chain)) is not None:  # logged once for the whole feed
             chain.stop(stop, self._clock.monotonic() + self.look_at_stopped)
             return
-        # First where incarnations ended: a look before that could carry what is behind an end.
+        # First read the ends of incarnations: without them a search could plan rows after an end.
         await self.locator.read_previous(chain)
         if chain.phase is Phase.BEGINNING:
             await self.locator.begin(chain)
@@ -268,7 +266,7 @@ class Prefetcher:
             if problem is not None:
                 self.stop_chain(chain, problem)
         finally:
-            # States that were replaced keep nothing.
+            # Replaced states keep nothing open.
             self.kept.drop(lambda other: not self.chains.is_current(other))
             if rest is not None and self.chains.is_current(chain):
                 self.kept.keep(chain, rest, source)
@@ -283,14 +281,14 @@ class Prefetcher:
         self.ahead.budget.force(block.size)
 
     def _append(self, chain: ChainState, block: Block) -> None:
-        """Raises _StaleError where the chain's state was made anew."""
+        """Append a block of ready rows. Raises _StaleError if the chain's state was replaced."""
         if not self.chains.is_current(chain):
             raise _StaleError
         chain.position = block.piece.rows.last + 1
         chain.went_on()
         self.ahead.append(block)
 
-    # What operators have decided, and chains that stopped
+    # Decisions of operators, and stopped chains
 
     async def _look_after(self) -> None:
         while True:
@@ -303,8 +301,8 @@ class Prefetcher:
         await self._retry([chain for chain in self.chains if chain.stopped and now >= chain.retry_at])
 
     async def _read_decisions(self) -> None:
-        """Keeps the known decisions where the value cannot be read now. Raises Stopped where it was never known and
-        is not readable.
+        """Read the decisions; keep the known ones if they cannot be read now. Raises Stopped if the value is invalid
+        and none are known.
         """
         try:
             decided = await self.decisions.read() if self.decisions else Pauses()
@@ -342,8 +340,8 @@ class Prefetcher:
         return self.chains.renew(chain, self._taken_to.get(chain, self.positions.get(chain, 0)))
 
     def stop_chain(self, chain: ChainState, error: FloeError) -> None:
-        """Carry nothing more of the chain until it is looked at again. Reported once for each reason, and once for all
-        chains of a feed that stop for the same one.
+        """Stop the chain until it is checked again. It is logged once for each reason, and once for all chains of a
+        feed that stop for the same one.
         """
         if not self.chains.is_current(chain):
             return
@@ -371,7 +369,7 @@ class Prefetcher:
 
 
 def with_way_out(error: FloeError, look_again: str) -> FloeError:
-    """The error; if its hint names no command, a command that looks at the chain at once is added."""
+    """Return the error. If its hint names no command, add one that checks the chain at once."""
     if "floe " in error.hint:
         return error
     then = ways(("then, to have it looked at at once", look_again))

@@ -1,6 +1,4 @@
-"""Finds the rows of an open intent again: in the segment it names, or through the cover where that is
-gone.
-"""
+"""Recall of the rows of an open intent: from the segment that it names, or through the cover if that is gone."""
 
 import hashlib
 
@@ -26,12 +24,12 @@ from ingress.rows.rows import Block, ByteBudget, Rows
 
 log = get_logger(__name__)
 
-NEIGHBOURS = 20  # segments that may end where one segment ends
+NEIGHBOURS = 20  # segments that may end at the same sequence
 
 
 class Recall:
-    """Reads the rows that an intent names. The bytes of the blocks are counted in `budget` without waiting for it,
-    because what was decoded ahead is not published before the intent is closed.
+    """Reader of the rows that an intent names. It counts the bytes of its blocks in `budget` without waiting, because
+    rows that were decoded ahead are not published before the intent is closed.
     """
 
     def __init__(
@@ -47,10 +45,10 @@ class Recall:
         self._relays, self._parked, self._decoder = relays, parked, Decoder(store, threads, budget)
 
     async def rows(self, intent: Intent, stored: int) -> Rows:
-        """All messages of the intent by their index; for pieces that are stored completely only the number.
+        """Return all messages of the intent by their index; a piece that is stored completely has only the number.
 
-        Raises Stopped where the archive does not give exactly these rows or the target no longer takes one of them,
-        ConfigError for a chain that may no longer flow in, and what the store raises.
+        Raises Stopped if the archive does not hold exactly these rows or the target no longer accepts one of them,
+        ConfigError for a chain that is no longer in `sources`, else as the store does.
         """
         blocks: list[Block] = []
         before = 0
@@ -71,8 +69,8 @@ class Recall:
         return Rows(blocks)
 
     def refused(self, error: RowRefused) -> Stopped:
-        """The error for a row of the open intent that the target no longer takes. Hints about the chain would not
-        help: the intent is finished as it stands.
+        """Return the error for a row of the open intent that the target no longer accepts. Hints about the chain would
+        not help: the intent is finished unchanged.
         """
         message, target = f"{error.message}; the row is part of the open intent", self._chains.target
         drop = set_command(target, "--accept --yes")
@@ -91,10 +89,10 @@ class Recall:
     # Parked messages
 
     async def again(self, name: ParkedName) -> Block:
-        """The parked message, prepared by the current limits and rules. Its bytes are not yet on the budget.
+        """Return the parked message, prepared with the current limits and rules. Its bytes are not yet on the budget.
 
-        Raises RowRefused where the target still does not take it, ConfigError where its chain may not flow in,
-        DataError where it is missing or damaged, and what the store raises.
+        Raises RowRefused if the target still refuses it, ConfigError if its chain is not in `sources`, DataError if it
+        is missing or damaged, else as the store does.
         """
         assert self._parked is not None, "only who parks tries again"
         if (message := await self._threads.run(self._parked.read, name)) is None:
@@ -105,7 +103,7 @@ class Recall:
         return await self._out_of_turn(IntentPiece(segment, rows, 1, out_of_turn=True), message)
 
     async def _parked_again(self, piece: IntentPiece) -> Block | None:
-        """The message of a piece that is out of turn; None where only the archive can hold it."""
+        """Return the message of a piece out of turn; None if only the archive can hold it."""
         if self._parked is None or not piece.out_of_turn:
             return None
         message = await self._threads.run(self._parked.read, self._parked.name(piece.chain, piece.rows.first))
@@ -134,8 +132,8 @@ class Recall:
         last, level = name.coverage.last, name.level
         refs = await call(self._store.list, piece.chain, position=last, level=level, limit=NEIGHBOURS)
         while True:
-            # The segment of that name gives exactly the rows of the intent; other segments may hold rows that it did
-            # not read, which are not part of it. If it is gone, the cover holds the rows, and may hold more by now.
+            # The named segment holds exactly the rows of the intent. Other segments may hold rows that it left unread,
+            # which are not part of it. If it is gone, the cover holds the rows, and may hold more by now.
             named = [ref for ref in refs if ref.segment == name and ref.key not in damaged]
             stretches = [Stretch(ref, piece.rows) for ref in named]
             if not named:
@@ -152,7 +150,7 @@ class Recall:
     async def _read(
         self, piece: IntentPiece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool
     ) -> list[Block] | None:
-        """None where a segment was found damaged or gone; that is then noted."""
+        """Read the stretches; None if a segment is damaged or gone, which is then added to `damaged`."""
         blocks: list[Block] = []
         try:
             preparer = await self._preparer(piece.chain, frozenset(piece.left_out))

@@ -1,12 +1,12 @@
-"""Which segments continue a chain, by listings of bounded length.
+"""Search for the segments that continue a chain, by listings of bounded length.
 
-A look takes no longer in an archive of a million segments.
+A search takes no longer in an archive of a million segments.
 
-Level 0 is listed first, because new segments stand there; the levels above only on a miss, ascending, until
-one leads on. A page holds the segments that end first behind the position, so it holds the one that continues
-unless more than a page of them end inside a later, larger one: egress writes such a segment when it reads
-again above a hole. `SearchState` finds it, a page a look; and before anything is given up for good, `survey`
-looks at everything.
+Level 0 is listed first, because new segments are there. The levels above are listed only on a miss, ascending, until
+one continues the chain. A page holds the segments that end first after the position. So it holds the one that
+continues, unless more than a page of them end inside a later, larger one: egress writes such a segment when it reads
+again above a hole. `SearchState` finds it, with one page in each search. Before a range is finally skipped,
+`survey` lists all segments.
 """
 
 import threading
@@ -31,18 +31,18 @@ from ingress.rows.decoder import FromHole, standing_in
 log = get_logger(__name__)
 
 
-LISTED = 100  # segments of one level that a look takes
+LISTED = 100  # segments of one level in a search
 SURVEYED = 1000  # segments that a survey lists at a time
-LEFT_OUT = 10  # damaged segments at one position that a look into them passes
+LEFT_OUT = 10  # damaged segments at one position that `look_into` leaves out, at most
 
 _LEADS_ON = (Phase.READY, Phase.DONE)
 
 
 @dataclass(slots=True)
 class SearchState:
-    """Where a look that found nothing goes on: behind the last segments of pages that were full.
+    """Continuation of a search that found nothing: after the last segments of the pages that were full.
 
-    `position`: what is searched for; another position starts a new search.
+    `position`: the sequence that is searched for; another position starts a new search.
     """
 
     position: int = 0
@@ -60,9 +60,9 @@ def look(
     search: SearchState | None = None,
     limit: int = LISTED,
 ) -> ChainPlan:
-    """What can be carried from `position` on, as far as one page of each level and one of `search` show.
+    """Plan the reads from `position` on, as far as one page of each level and one page of `search` show.
 
-    `everywhere` false: the levels above 0 are listed only if level 0 shows anything. Blocking.
+    `everywhere` false: the levels above 0 are listed only if level 0 lists a segment. Blocking.
     """
     found: list[SegmentRef] = []
     full: list[SegmentRef] = []
@@ -90,8 +90,8 @@ def look(
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """A plan by what segments hold, not only by their names. `damaged`: keys of segments that were left out, each of
-    which would continue; `gone`: why the chain stands at its position though a segment covers it.
+    """A plan by the content of segments, not only by their names. `damaged`: keys of segments that would continue and
+    were left out; `gone`: the filled hole at which the chain blocks although a segment covers it.
     """
 
     plan: ChainPlan
@@ -102,9 +102,9 @@ class Inside:
 def look_into(
     store: SegmentStore, chain: Chain, position: int, end: int | None, passed: Sequence[SequenceRange]
 ) -> Inside:
-    """What ingress finds at `position` once it opens the segments that continue there; for commands.
+    """Plan the reads at `position` as ingress does once it opens the segments that continue there; for commands.
 
-    `passed`: what is given up of filled holes. Blocking; raises what the store raises.
+    `passed`: ranges of filled holes that are skipped. Blocking; raises as the store does.
     """
     damaged: tuple[str, ...] = ()
     while True:
@@ -117,7 +117,7 @@ def look_into(
         except SegmentCorrupt:
             damaged = (*damaged, segment.key)
             continue
-        except (SegmentGone, Forked):  # being replaced right now; `segments verify` would report it
+        except (SegmentGone, Forked):  # being replaced right now; `segments verify` reports a lasting one
             return Inside(plan, damaged)
         if gone is None or gone.rows.first != position:
             return Inside(plan, damaged)
@@ -127,11 +127,11 @@ def look_into(
 def survey(
     store: SegmentStore, chain: Chain, hole: SequenceRange, damaged: AbstractSet[str]
 ) -> SegmentRef | SequenceRange:
-    """What the whole chain shows about a hole: an undamaged segment that continues after all, or how much of the
-    hole, from its first sequence on, no such segment covers.
+    """Search the whole chain for a hole: return an undamaged segment that continues after all, or the part of the
+    hole, from its first sequence on, that no such segment covers.
 
-    Lists everything that reaches the hole, page by page, in bounded memory. Blocking. Only for final decisions.
-    Raises what the store raises.
+    Lists all segments that reach the hole, page by page, in bounded memory. Blocking. Only for final decisions.
+    Raises as the store does.
     """
     best: SegmentRef | None = None
     reach = hole.last
@@ -151,7 +151,7 @@ def has_news(store: SegmentStore, gone: FromHole) -> bool:
 
 
 def _everything(store: SegmentStore, chain: Chain, position: int) -> Iterator[SegmentRef]:
-    """Level by level, from the lowest: a segment that is merged in the meantime is seen in one of them."""
+    """List level by level, from the lowest: a segment that is merged meanwhile is found in one of them."""
     for level in range(MAX_LEVEL + 1):
         page = store.list(chain, position=position, level=level, limit=SURVEYED)
         while page:
@@ -165,9 +165,9 @@ FIRST_PAGE, NEXT_PAGE = 100, 1000  # segments that are listed at a time
 def covering(
     store: SegmentStore, chain: Chain, rows: SequenceRange, damaged: AbstractSet[str]
 ) -> list[Stretch[SegmentRef]]:
-    """What to read for all of `rows`; empty where segments whose keys are not `damaged` do not cover them.
+    """Return the stretches to read for all of `rows`; empty if segments that are not `damaged` do not cover them.
 
-    Lists only until they are covered. Blocking; raises what the store raises.
+    Lists only until they are covered. Blocking; raises as the store does.
     """
     kept: list[SegmentRef] = []
     for page in _pages(store, chain, rows.first):
@@ -180,7 +180,7 @@ def covering(
 
 
 def _pages(store: SegmentStore, chain: Chain, position: int) -> Iterator[list[SegmentRef]]:
-    """The first page of each level, because it almost always holds what is wanted; then the other pages."""
+    """List the first page of each level, because it almost always holds the wanted segment; then the other pages."""
     behind: deque[SegmentRef] = deque()
     for level in range(MAX_LEVEL + 1):
         page = store.list(chain, position=position, level=level, limit=FIRST_PAGE)
@@ -192,34 +192,34 @@ def _pages(store: SegmentStore, chain: Chain, position: int) -> Iterator[list[Se
         yield page
 
 
-ASKED_EVERY = 60.0  # seconds; in between, the host's monotonic clock is added
+ASKED_EVERY = 60.0  # seconds between two requests; in between, the host's monotonic clock is added
 
 
 class StoreClock:
-    """The store's clock as one target asks for it, by the object `key`. Blocking; safe to use from several threads."""
+    """The store's clock, as one target reads it with the object `key`. Blocking; safe to call from several threads."""
 
     def __init__(self, objects: ObjectStore, key: str, clock: Clock) -> None:
         self.objects, self._key, self._clock = objects, key, clock
-        self._known: tuple[float, float] | None = None  # of the store, of the host
+        self._known: tuple[float, float] | None = None  # time of the store, time of the host
         self._refused, self._lock = False, threading.Lock()
 
     def now(self, at_least: float) -> float:
-        """Seconds since 1970 UTC by the store's clock.
+        """Return seconds since 1970 UTC by the store's clock.
 
-        `at_least`: the time of an existing object. It is the answer where ingress may not write: holes then only wait
-        longer. Otherwise raises what the store raises.
+        `at_least`: the time of an existing object. It is the result if ingress may not write: holes then only wait
+        longer. Otherwise raises as the store does.
         """
         known = self._now()
         return at_least if known is None else max(at_least, known)
 
     def stamp(self) -> float:
-        """As `now`, for records only: by the host's clock where ingress may not write."""
+        """Return the time as `now`, for records only: by the host's clock if ingress may not write."""
         known = self._now()
         return self._clock.now() if known is None else known
 
     def _now(self) -> float | None:
-        """None where ingress may not write."""
-        # Locked: two threads at once would put the object twice, and neither would know whose time it got.
+        """Return the store's time; None if ingress may not write."""
+        # Locked: two threads at once would put the object twice, and neither would know which time it got.
         with self._lock:
             host = self._clock.monotonic()
             if self._known is None or host - self._known[1] >= ASKED_EVERY:

@@ -1,10 +1,10 @@
-"""Where the copy of a feed begins, where its source entry says so.
+"""Beginning of the copy of a feed, if its source entry sets one.
 
 Resolved once for a target and stored, so that a restart does not resolve it again:
 
-    start_sequence            of the first incarnation; later ones are carried completely
-    start_time, start_delta   a time: of every incarnation what is at or after it
-    start_at_end              of every existing incarnation, what comes behind the end of its coverage
+    start_sequence            of the first incarnation; later ones are replayed completely
+    start_time, start_delta   a time: of every incarnation the messages at or after it
+    start_at_end              of every existing incarnation the messages after the end of its coverage
 
 A target that has a position for any chain of the feed has begun: the keys are ignored then.
 """
@@ -31,9 +31,9 @@ FORMAT_VERSION = 1
 
 
 class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where the copy of one feed begins. `moment_ns`: with what is at or after this time (ns since 1970 UTC); None:
-    no such bound. `sequence`: the first one of incarnation 0; 0: no such bound. `ends`: by chain, the sequence behind
-    which it begins.
+    """Beginning of the copy of one feed. `moment_ns`: messages at or after this time (ns since 1970 UTC); None: no such
+    bound. `sequence`: the first one of incarnation 0; 0: no such bound. `ends`: by chain, the sequence after which it
+    begins.
     """
 
     format_version: int
@@ -46,7 +46,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @classmethod
     def from_json(cls, raw: bytes) -> Start:
-        """Raises ValueError."""
+        """Parse a stored start. Raises ValueError."""
         start = _DECODER.decode(raw)
         numbers = (start.sequence, *start.ends.values())
         if start.format_version != FORMAT_VERSION or not all(0 <= n <= MAX_SEQUENCE for n in numbers):
@@ -54,27 +54,27 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return start
 
 
-# Made at import: a type that two threads decode for the first time at once ends the process.
+# Created at import: if two threads decode a type for the first time at once, the process crashes.
 _DECODER = msgspec.json.Decoder(Start)
 _ENCODER = msgspec.json.Encoder(order="sorted")
 
 
 class Starts:
-    """Resolves the start keys for one target. Blocking."""
+    """Resolution of the start keys for one target. Blocking."""
 
     def __init__(self, target: str, store: SegmentStore, documents: ChainStore, clock: Clock) -> None:
         self._target, self._store, self._documents, self._clock = target, store, documents, clock
-        # By moment (ns): up to where nothing is at or after it; the search goes on from there.
+        # By moment (ns): the sequence up to which nothing is at or after it; the search continues there.
         self._searched: dict[tuple[Chain, int], int] = {}
 
     def resolve(
         self, chain: Chain, settings: StartSettings, first: int, end: int | None, positions: Mapping[Chain, int]
     ) -> int:
-        """The sequence at which `chain`, which has no position, begins; 0 while nothing is archived from the start
-        time on.
+        """Return the sequence at which `chain`, which has no position, begins; 0 while nothing is archived from the
+        start time on.
 
-        `first`: its first sequence in the archive; `end`: of its incarnation, None while that goes on; `positions`:
-        of all chains of the target. Raises DataError for a document that is not valid, and what the store raises.
+        `first`: its first sequence in the archive; `end`: the last of its incarnation, None if that has not ended;
+        `positions`: of all chains of the target. Raises DataError for an invalid document, else as the store does.
         """
         if (start := self._start(chain, settings, positions)) is None:
             return first
@@ -90,14 +90,14 @@ class Starts:
         return max(first, min(wanted, behind))
 
     def _first_since(self, chain: Chain, moment_ns: int) -> int | None:
-        """The first sequence at or after the moment; None while none is archived."""
+        """Return the first sequence at or after the moment; None if none is archived."""
         place = chain, moment_ns
         found, behind = search(self._store, chain, moment_ns, self._searched.get(place, 1))
         self._searched[place] = behind if found is None else 1
         return found
 
     def _start(self, chain: Chain, settings: StartSettings, positions: Mapping[Chain, int]) -> Start | None:
-        """What is stored, or is stored now; None where the whole feed is carried."""
+        """Return the stored start, or store one now; None if the whole feed is replayed."""
         if not settings.is_set:
             return None
         key = self._documents.layout.start_document(self._target, chain.site, chain.feed)
@@ -117,7 +117,7 @@ class Starts:
         return Start(FORMAT_VERSION, moment_ns=round((self._clock.now() - settings.start_delta) * NS_PER_S))
 
     def _end(self, chain: Chain) -> int:
-        """The end of the coverage, by listing: the tail is a hint that may be old, or claim too much."""
+        """Return the end of the coverage, by listing: the tail is a hint that may be old, or claim too much."""
         tail = self._documents.read_tail(chain) or 1
         found = span(self._store.list(chain, position=tail)) or span(self._store.list(chain, position=1))
         return found.last if found else 0

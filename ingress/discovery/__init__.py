@@ -1,1 +1,1 @@
-"""How ingress learns that there is something new in the store."""
+"""Discovery of changes in the store: polls, notifications, heartbeats."""

@@ -1,9 +1,9 @@
-"""What is in the store, and when it is looked at.
+"""Discovery of chains and their growth in the store, for all targets of the process.
 
-Four loops. One lists `tails/` now and then, which tells which chains have grown. One looks at the chains
-that notifications name, and at no others. One looks up all chains every few minutes. One reads the signs of
-life of egress four times a minute. Only what the store holds is carried, whatever a notification says: a lost,
-repeated, forged or late one costs a look or a poll.
+Four loops. One lists `tails/` periodically, which shows the chains that have grown. One checks the chains that
+notifications name, and no others. One lists the documents of all chains every few minutes. One reads the heartbeats
+of egress four times a minute. Only the content of the store is replayed: a lost, repeated, forged or late
+notification costs a check or a poll.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ from ingress.errors import leading, passes_by_itself
 
 log = get_logger(__name__)
 
-LOOK_AT_SITES = 15.0  # seconds between two looks at the signs of life
-LATE = 15.0  # seconds without an answer to a poll until the store counts as away
+LOOK_AT_SITES = 15.0  # seconds between two reads of the heartbeats
+LATE = 15.0  # seconds without an answer to a poll until the store counts as unreachable
 LOOK_UP_ALL = 300.0  # seconds between two listings of the chains' documents
 LOOK_UPS = 2  # of these at the same time: a poll must find a free thread
-TICK = 10.0  # seconds at most between two looks at chains that wait
-SPACING = 0.05  # seconds between two looks that notifications cause: a thousand in a second cause twenty
-MOST_TAILS = 2000  # that one poll reads, of all sites in turn; the next poll reads others
-MOST_NEW = 64  # unknown chains that one look takes from notifications; the next poll finds the others
+TICK = 10.0  # seconds at most between two checks of chains that wait
+SPACING = 0.05  # seconds between two checks after notifications: a thousand in a second cause twenty
+MOST_TAILS = 2000  # tails that one poll reads, of all sites in turn; the next poll reads others
+MOST_NEW = 64  # unknown chains that one check takes from notifications; the next poll finds the others
 
 
 class Discovery:
-    """Looks at the store, and at `sites`, for all targets of this process. `poll_interval`: seconds."""
+    """Reader of the store, and of `sites`, for all targets of this process. `poll_interval`: seconds."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Discovery:
     ) -> None:
         self._documents, self._threads, self.sites = documents, threads, sites
         self._clock, self._health, self._poll_interval = clock, health, poll_interval
-        self.listeners: list[Prefetcher] = []  # the targets that are carried here
+        self.listeners: list[Prefetcher] = []  # the targets with their lease in this process
         self._pairs: frozenset[tuple[str, str]] = frozenset()
         self._known: dict[Chain, int | None] = {}
         self._missing: frozenset[Pair] = frozenset()
@@ -57,7 +57,7 @@ class Discovery:
         self._woken: set[Chain] = set()
         self._new: set[Chain] = set()
         self.has_worked = False
-        self._told: dict[str, str] = {}  # why looks fail, by what they are for
+        self._told: dict[str, str] = {}  # the last error of each kind of check
         self.soon = asyncio.Event()  # poll at once: notifications may have been lost
         self._at_once, self.anew, self._new_sites = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -77,7 +77,7 @@ class Discovery:
     # For notifications; on the event loop
 
     def wake(self, chains: Iterable[Chain]) -> bool:
-        """Look at these chains at once. Returns whether any of them may flow into a target of this process."""
+        """Check these chains at once. Return True if any of them may flow into a target of this process."""
         wanted = [chain for chain in chains if (chain.site, chain.feed) in self._pairs]
         for chain in wanted:
             if chain in self._known:
@@ -91,7 +91,7 @@ class Discovery:
     # The loops
 
     async def run(self) -> None:
-        """A store that does not answer, or refuses, is asked again. A store that has refused from the first poll on:
+        """Run the loops. A store that does not answer, or refuses, is retried. If it has refused since the first poll,
         that error is raised.
         """
         try:
@@ -101,7 +101,7 @@ class Discovery:
 
     async def _poll(self) -> None:
         while True:
-            # Before the look: a request during the look may come too late for it.
+            # Clear it first: a request during the poll may come too late for it.
             self.soon.clear()
             await self._poll_once(self.look)
             due = self._clock.monotonic() + self._poll_interval
@@ -115,7 +115,7 @@ class Discovery:
         if error is not None and not (self.has_worked or passes_by_itself(error)):
             raise error
         self._health.set_ready("store", error is None, error.message if error else "")
-        if self.listeners:  # else nothing was looked at
+        if self.listeners:  # else nothing was read
             metrics.store_reachable.set(error is None)
             if error is None:
                 metrics.store_answered.set(self._clock.now())
@@ -156,7 +156,7 @@ class Discovery:
             log.info("store readable again", action="over", look=what, trouble=former)
         return None
 
-    # Looks; each raises what the store raises
+    # Checks; each raises as the store does
 
     async def look(self) -> None:
         if not self.listeners:
@@ -166,7 +166,7 @@ class Discovery:
         async def read(chain: Chain) -> None:
             end = await self._threads.run(self._documents.read_tail, chain)
             self._etags.pop(chain, None)
-            self._known[chain], self._etags[chain] = end, etags[chain]  # the one read last stands last
+            self._known[chain], self._etags[chain] = end, etags[chain]  # at the end: the next poll reads others first
             self._tell([chain], self.listeners)
 
         wanted = {chain for chain in etags if (chain.site, chain.feed) in self._pairs}
@@ -179,15 +179,15 @@ class Discovery:
         if any(chain not in self._etags for chain in chains[MOST_TAILS:]):
             self.soon.set()
         answers = await asyncio.gather(*map(read, chains[:MOST_TAILS]), return_exceptions=True)
-        # One site's documents may be refused; where every tail is refused, that will not change.
+        # One site's documents may be refused; if every tail is refused, that will not change.
         self.has_worked = self.has_worked or not answers or None in answers
         await self._tick()
         for failed in (answer for answer in answers if answer is not None):
             raise failed
 
     async def look_up_all(self) -> None:
-        """Chains without a tail exist too: a crash may happen between a segment and its tail."""
-        gate, pairs = asyncio.Semaphore(LOOK_UPS), self._pairs  # targets may be added while they are looked up
+        """List all chains, also those without a tail: a crash may happen between a segment and its tail."""
+        gate, pairs = asyncio.Semaphore(LOOK_UPS), self._pairs  # targets may be added during the listings
 
         async def read(site: str, feed: str) -> list[Chain]:
             async with gate:
@@ -248,7 +248,7 @@ class Discovery:
                 await listener.tick()
             except FloeError as error:
                 failed = failed or error
-            except Exception as error:  # the target's own, and no other's
+            except Exception as error:  # it ends this target, and no other
                 listener.fails(error)
         if failed is not None:
             raise failed

@@ -1,4 +1,4 @@
-"""Notifications of the bucket: what they say was written, and how they come, through SQS or NATS."""
+"""Notifications of the bucket about written objects, and their transports, SQS and NATS."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ingress.discovery.discovery import Discovery
 log = get_logger(__name__)
 
 
-MAX_BYTES = 1024 * 1024  # of a document; Amazon's queues take no more, and a notification has 1 KB
+MAX_BYTES = 1024 * 1024  # of a document; Amazon's queues accept no more, and a notification has 1 KB
 MAX_WRAPPINGS = 3  # envelopes around a document: SNS around EventBridge is two
 
 _CREATED = ("ObjectCreated:", "s3:ObjectCreated:")
@@ -37,8 +37,8 @@ _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class Written(NamedTuple):
-    """An object that was written, as a notification says. `keys`: its key, or several candidates, because some
-    senders encode it.
+    """An object that was written, by a notification. `keys`: its key, or several candidates, because some senders
+    encode it.
     """
 
     bucket: str
@@ -46,7 +46,7 @@ class Written(NamedTuple):
 
 
 def written(raw: bytes | str, wrappings: int = MAX_WRAPPINGS) -> list[Written] | None:
-    """The objects that the notification `raw` says were written; None for anything that is not a notification.
+    """Return the objects that the notification `raw` names as written; None if it is not a notification.
 
     At most `wrappings` envelopes are opened. Empty for a notification of something else: an object removed, a test of
     the queue.
@@ -75,7 +75,7 @@ def _of_records(records: list[Any]) -> Iterator[Written]:
     for record in records:
         if _text(record, "eventName").startswith(_CREATED):
             bucket, key = _text(record, "s3", "bucket", "name"), _text(record, "s3", "object", "key")
-            # As in a form: `+` for a space. Some servers write the key as it is.
+            # Encoded as in a form: `+` for a space. Some servers write the key unencoded.
             yield Written(bucket, (unquote_plus(key), key))
 
 
@@ -91,7 +91,7 @@ def chains_in(notice: list[Written], bucket: str, layout: Layout) -> set[Chain]:
 
 
 def chain_of(key: str, layout: Layout) -> Chain | None:
-    """The chain to look at when `key` was written: a segment, a tail, `chain.json`, a gap. None for other keys."""
+    """Return the chain to check after `key` was written: a segment, tail, `chain.json` or gap. None for other keys."""
     if (name := layout.parse_segment(key)) is not None:
         return name.chain
     folder, is_gap, _ = key.rpartition("/gaps/")
@@ -101,16 +101,16 @@ def chain_of(key: str, layout: Layout) -> Chain | None:
 PAUSES = doubling(1.0, 60.0)  # seconds between attempts
 
 
-UNWANTED_PAUSE = 1.0  # seconds until it is asked again whether notifications are of use here
-EMPTY_PAUSE = 0.1  # seconds after a receive that gave nothing: some servers do not wait as they are asked to
-TAKE_TIMEOUT = 10.0  # seconds for the event loop to take what was received
+UNWANTED_PAUSE = 1.0  # seconds until the next check if notifications are of use here
+EMPTY_PAUSE = 0.1  # seconds after an empty receive: some servers do not wait as they are requested to
+TAKE_TIMEOUT = 10.0  # seconds for the event loop to take received messages
 
 
 async def follow_queue(open_queue: Callable[[], SqsQueue], notified: Notified) -> None:
-    """Hand over every message of the queue, for ever, and delete it from the queue afterwards.
+    """Hand over every message of the queue, forever, and delete it from the queue afterwards.
 
     Shutdown does not wait for the thread: a receive takes up to 20 s. A message received then is not deleted, and is
-    delivered again to the next reader. Raises nothing: what fails is logged and tried again.
+    delivered again to the next reader. Raises nothing: errors are logged and retried.
     """
     receiver = _Receiver(open_queue, notified, asyncio.get_running_loop())
     threading.Thread(target=receiver.run, name="sqs", daemon=True).start()
@@ -121,7 +121,7 @@ async def follow_queue(open_queue: Callable[[], SqsQueue], notified: Notified) -
 
 
 class _Receiver:
-    """The work of the thread, until `stop` is set."""
+    """The thread that receives, until `stop` is set."""
 
     def __init__(self, open_queue: Callable[[], SqsQueue], notified: Notified, loop: asyncio.AbstractEventLoop) -> None:
         self.stop = threading.Event()
@@ -147,7 +147,7 @@ class _Receiver:
     def _receive(self) -> None:
         if self._queue is None:
             self._queue = self._open_queue()
-            messages = self._queue.receive(0)  # at once, to know whether it answers
+            messages = self._queue.receive(0)  # at once, to check that it answers
             self._on_loop(self._notified.listening)
             log.info("listening", action="events")
         else:
@@ -172,8 +172,8 @@ class _Receiver:
             self._on_loop(lambda: self._notified.failed(why))
 
     def _on_loop(self, call: Callable[[], None]) -> None:
-        """Run `call` on the event loop and wait for it. Raises TimeoutError, and what `call` raises: this thread goes
-        on after a pause, whereas the loop would end.
+        """Run `call` on the event loop and wait for it. Raises TimeoutError, and the errors of `call`: this thread
+        continues after a pause, whereas the loop would end.
         """
         done = threading.Event()
         failed: list[Exception] = []
@@ -193,14 +193,14 @@ class _Receiver:
                 raise failed[0]
 
 
-CHECK_SPACING = 30.0  # seconds between two looks whether the subscription was refused after a reconnect
+CHECK_SPACING = 30.0  # seconds between two checks for a refusal of the subscription after a reconnect
 
 
 async def follow_subject(client: FloeClient, subject: str, notified: Notified, clock: Clock) -> None:
-    """Hand over every message on `subject`, for ever.
+    """Hand over every message on `subject`, forever.
 
     No queue group: each instance gets each message. Messages sent while the connection is down are lost, so
-    `listening` is called again after every reconnect. A refusal is logged, and tried again.
+    `listening` is called again after every reconnect. A refusal is logged and retried.
     """
 
     def sink(_subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
@@ -217,7 +217,7 @@ async def follow_subject(client: FloeClient, subject: str, notified: Notified, c
                     pauses.reset()
                     log.info("listening", action="events", subject=subject)
                     notified.listening()
-                    # Why the server refuses the subscription, if it does: rights may change.
+                    # Watch for a refusal by the server: permissions may change.
                     while (refused := client.refusal(subject.encode())) is None:
                         await first_of(clock.sleep(CHECK_SPACING), trouble.told.wait())
                         trouble.check()
@@ -235,7 +235,7 @@ async def follow_subject(client: FloeClient, subject: str, notified: Notified, c
 
 
 class Notified:
-    """Takes notifications as they come and wakes discovery. `source`: `nats` or `sqs`, for the metric."""
+    """Receiver of notifications, which wakes discovery. `source`: `nats` or `sqs`, for the metric."""
 
     def __init__(self, source: str, bucket: str, layout: Layout, discovery: Discovery, health: Health) -> None:
         self._source, self._bucket, self._layout = source, bucket, layout
@@ -245,11 +245,11 @@ class Notified:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this process carries anything: a standby leaves the queue to the other instances."""
+        """True if this process holds a target: a standby leaves the queue to the other instances."""
         return bool(self._discovery.listeners)
 
     def take(self, raw: bytes) -> None:
-        """One document, of any content. Never raises."""
+        """Take one document, of any content. Never raises."""
         if (notice := written(raw)) is None:
             self._count("spoiled")
         else:
@@ -271,9 +271,9 @@ class Notified:
 async def follow(
     settings: Settings, client: FloeClient, layout: Layout, discovery: Discovery, health: Health, clock: Clock
 ) -> None:
-    """Follow what `ingress.events` names, for ever; where it names nothing, wait for ever.
+    """Follow the source in `ingress.events`, forever; without one, wait forever.
 
-    Raises nothing: a source that fails is tried again, and polling goes on meanwhile.
+    Raises nothing: a source that fails is retried, and polling continues meanwhile.
     """
     source, _, address = settings.ingress.events.partition("://")
     bucket = settings.store.url.removeprefix("s3://")

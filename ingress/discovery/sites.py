@@ -1,8 +1,8 @@
-"""What the processes of egress say of themselves (`common.segments.alive`), as the running service knows it.
+"""Heartbeats of the egress processes (`common.segments.alive`), as the running service knows them.
 
-Four listings a minute, and a read of each object that has changed. A site counts as silent when its objects have
-not changed for too long, by this host's monotonic clock; only the first look uses their age. Time in which the
-store does not answer does not count: no site could write then either.
+Four listings a minute, and a read of each object that has changed. A site counts as silent if its objects have not
+changed for too long, by this host's monotonic clock; only the first check uses their age. Time in which the store
+does not answer does not count: no site could write then either.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from common.segments.documents import ChainStore
 from common.service.process import Threads
 from ingress import metrics
 
-MOST_READ = 1000  # objects that one look reads; the next look reads others
+MOST_READ = 1000  # objects that one check reads; the next check reads others
 READ_AT_ONCE = 4
 
 Shown = Mapping[tuple[str, ...], tuple[float, ...]]  # values of some gauges, by their labels
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def in_turn(items: Iterable[T], site: Callable[[T], str]) -> list[T]:
-    """One item of each site, then the next of each, and so on; those of one site in their order."""
+    """Return one item of each site, then the next of each, and so on; items of one site keep their order."""
     taken = Counter[str]()
 
     def turn(item: T) -> int:
@@ -44,8 +44,8 @@ def in_turn(items: Iterable[T], site: Callable[[T], str]) -> list[T]:
 
 @dataclass(slots=True)
 class _Known:
-    """One object. `moved`: when it was seen to change, or would have been; `read_at`: when it was read; both in
-    monotonic seconds. `seen_etag`: its ETag then.
+    """One object. `moved`: the time of its last change, later by the time in which the store did not answer;
+    `read_at`: the time of the last read; both in monotonic seconds. `seen_etag`: its ETag at that read.
     """
 
     info: ObjectInfo
@@ -56,7 +56,7 @@ class _Known:
 
 
 class Sites:
-    """The signs of life under one layout. `silent_after`: seconds."""
+    """The heartbeats under one layout. `silent_after`: seconds."""
 
     def __init__(self, documents: ChainStore, threads: Threads, clock: Clock, silent_after: float) -> None:
         self._documents, self._threads, self._clock = documents, threads, clock
@@ -67,14 +67,14 @@ class Sites:
         self._shown: dict[tuple[Gauge, ...], set[tuple[str, ...]]] = {}
 
     def of(self, chain: Chain) -> Sighting | None:
-        """The last sign of life of the partition of `chain`, whatever the incarnation; None: nothing is known."""
+        """Return the last heartbeat of the partition of `chain`, for any incarnation; None if none is known."""
         return self._sightings.get(Chain(chain.site, chain.feed, 0, chain.partition))
 
     def is_silent(self, sighting: Sighting) -> bool:
         return sighting.age > self.silent_after
 
     async def look(self, pairs: Collection[tuple[str, str]]) -> None:
-        """One listing, and a read of what changed for the sites of `pairs`. Raises what the store raises."""
+        """List once, and read the changed objects of the sites of `pairs`. Raises as the store does."""
         sites, began = {site for site, _ in pairs}, self._clock.monotonic()
         try:
             listed = await self._threads.run(self._documents.listed_alive)

@@ -1,1 +1,1 @@
-"""What an operator looks at and decides: status, corrections, gaps, pauses, parked messages."""
+"""Views and decisions of an operator: status, corrections, gaps, pauses, parked messages."""

@@ -1,4 +1,4 @@
-"""`floe checkpoint set | release`: an operator's corrections of what ingress remembers of a target."""
+"""`floe checkpoint set | release`: an operator's corrections of the stored state of a target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POSITION_COLUMNS = ("chain", "before", "after")
 
 
 def _parse_position(text: str) -> Position:
-    """`SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`. Raises ValueError."""
+    """Parse `SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`. Raises ValueError."""
     name, _, sequence = text.rpartition("=")
     try:
         return cli.Named.parse(name), cli.parse_sequence(sequence)
@@ -56,9 +56,9 @@ position_type = cli.Parsed("chain=sequence", tuple, _parse_position)
 async def checkpoint_set(
     config: str, target: str, named: cli.Named | None, dry_run: bool, yes: bool, as_json: bool, **options: Any
 ) -> None:
-    """Correct what ingress remembers of a target. The service goes on by itself, without a restart.
+    """Correct the stored state of a target. The service continues by itself, without a restart.
 
-    Shows every position before and after and what becomes of messages, and asks. Nothing is published.
+    It shows every position before and after and the effect on messages, and asks for consent. Nothing is published.
 
     \b
     Example: floe checkpoint set -c central.yaml --target FLEET --accept
@@ -90,7 +90,7 @@ async def checkpoint_set(
             "forget_unlisted": editor.forget_unlisted,
             "sequence": lambda: editor.move(chains[named], options["sequence"]),
         }
-        # A correction of single chains is allowed while ingress carries.
+        # A correction of single chains is allowed while ingress delivers.
         planning, at_work = plans[way], way in ("sequence", "forget_unlisted")
         plan = await (editor.patiently(planning) if at_work else planning())
         if not as_json:
@@ -171,7 +171,7 @@ MEANING = (
 @cli.yes_option
 @cli.run_command
 async def checkpoint_release(config: str, target: str, yes: bool) -> None:
-    """Let a target go that is not carried any more: nothing is kept in the archive because of it.
+    """Release a target that is no longer replayed into: nothing is kept in the archive because of it.
 
     \b
     Example: floe checkpoint release -c central.yaml FLEET --yes
@@ -179,7 +179,7 @@ async def checkpoint_release(config: str, target: str, yes: bool) -> None:
     _, chains = open_view(load_settings(config, quiet=True))
     try:
         known = chains.read_positions(target)
-    except DataError as error:  # an unreadable file keeps everything, until it is released
+    except DataError as error:  # an unreadable file keeps everything in the archive, until it is released
         click.echo(str(error), err=True)
         known = TargetPositions(target, 0.0)
     if known is None:

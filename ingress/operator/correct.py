@@ -1,4 +1,4 @@
-"""Carries an operator's correction out: look, plan, show, ask, look again, compare and set."""
+"""Execution of an operator's correction: read, plan, show, ask, read again, compare and set."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,13 +29,13 @@ from ingress.redelivery import PARALLEL, in_threads
 from ingress.verdict.verdict import TargetReading, read
 
 BUSY = 20.0  # seconds that a running delivery may delay a correction of one chain
-BUSY_SPACING = 0.02  # seconds between two tries
+BUSY_SPACING = 0.02  # seconds between two attempts
 STILL = 1.0  # seconds in which a target must not move
 
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """What is stored: the state (None: nothing, or nothing readable), its revision, why it cannot be read."""
+    """Stored value: the state (None: there is none, or it is unreadable), its revision, the reason if unreadable."""
 
     state: TargetState | None
     revision: int
@@ -44,7 +44,7 @@ class StoredState:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """A correction of what was stored at `known`, made when the target said `last`."""
+    """A correction of the state stored at `known`, planned at the target's last sequence `last`."""
 
     known: StoredState
     correction: Correction
@@ -56,7 +56,7 @@ class CheckpointPlan:
 
 
 class CheckpointEditor:
-    """One target in front of an operator. `config`: the whole configuration, `settings`: the target's part."""
+    """Editor of one target for an operator. `config`: the whole configuration, `settings`: the target's part."""
 
     def __init__(
         self, client: FloeClient, bucket: KeyValue, config: Settings, settings: TargetSettings, clock: Clock
@@ -65,7 +65,7 @@ class CheckpointEditor:
         self._settings, self.target = settings, settings.stream
         self._key = state_key(ROLE, self.target)
 
-    # Looking
+    # Reading
 
     async def known(self) -> StoredState:
         if (entry := await self._bucket.get(self._key)) is None:
@@ -153,12 +153,12 @@ class CheckpointEditor:
             )
         return known.state
 
-    # Doing
+    # Applying
 
     async def apply(self, plan: CheckpointPlan) -> None:
-        """Store it, if neither the state nor the target has changed since it was planned.
+        """Store the plan, if neither the state nor the target has changed since it was made.
 
-        Raises AnotherWriter where the target has changed, Unavailable where the state has.
+        Raises AnotherWriter if the target has changed, Unavailable if the state has.
         """
         if plan.last is not None and self._settings.exclusive:
             await self._clock.sleep(STILL)
@@ -182,7 +182,7 @@ class CheckpointEditor:
     async def patiently(
         self, planning: Callable[[], Awaitable[CheckpointPlan]], deadline: float | None = None
     ) -> CheckpointPlan:
-        """The plan, tried again while an open intent prevents it; raises its error in the end."""
+        """Return the plan; retry while an open intent prevents it, and raise its error in the end."""
         deadline = self._clock.monotonic() + BUSY if deadline is None else deadline
         while True:
             try:
@@ -201,7 +201,7 @@ class CheckpointEditor:
         after, revision = plan.correction.after, plan.known.revision
         if after is None:
             return revision == 0 or await self._bucket.delete(self._key, revision)
-        # Before the state moves: afterwards no one would write them.
+        # Before the state moves: afterwards no process would write them.
         if (marks := plan.correction.marks) != ParkedMarks():
             await self._put(marks, open_parked(self._config, self.target, after.checkpoint.parked_as))
         store = StateStore(self._bucket, self._key, self.target)
@@ -215,14 +215,14 @@ class CheckpointEditor:
 
 @asynccontextmanager
 async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEditor]:
-    """Raises UsageError where the configuration has no such target."""
+    """Open an editor of the target's state. Raises UsageError if the configuration has no such target."""
     found = target_named(settings, target)
     async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
         yield CheckpointEditor(client, bucket, settings, found, SystemClock())
 
 
 def target_named(settings: Settings, target: str) -> TargetSettings:
-    """Raises UsageError where the configuration has no such target."""
+    """Return the settings of the target. Raises UsageError if the configuration has no such target."""
     targets = {each.stream: each for each in settings.ingress.targets}
     if target not in targets:
         raise UsageError(f"--target: expected one of {', '.join(targets) or 'none'}, found {target}")

@@ -1,8 +1,7 @@
-"""What an operator may make of the state of a target: pure functions from what is stored and what stands
-there.
+"""Corrections of the state of a target: pure functions of the stored state and of the target's content.
 
-Every correction drops the open intent, if there is one. The positions pass its rows that stand in the target; the
-other rows are carried again.
+`accept`, `rebuild` and `forget` drop the open intent, if there is one. With the first two, the positions pass its rows
+that are in the target; the other rows are replayed again.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,7 +27,7 @@ class CorrectionRefused(Stopped):
 
 @dataclass(frozen=True, slots=True)
 class ParkedMarks:
-    """Parked messages that a chain has passed (`left_out`), and that stand in the target (`delivered`)."""
+    """Parked messages that a chain has passed (`left_out`), and those that are in the target (`delivered`)."""
 
     left_out: tuple[Message, ...] = ()
     delivered: tuple[Message, ...] = ()
@@ -50,10 +49,10 @@ def _named(messages: Collection[Message]) -> str:
 def marks_of(
     intent: Intent | None, positions: Mapping[Chain, int], stored: int | None, scan: TargetScan, *, repeats: bool
 ) -> ParkedMarks:
-    """What the dropped intent would have marked, where its chains go on at `positions`.
+    """Return the marks that the dropped intent would have written, if its chains continue at `positions`.
 
-    `stored`: how many of its messages stand in the target; None: as many as the scan saw. Raises CorrectionRefused
-    where it cannot be known whether a parked message stands there, unless `repeats`.
+    `stored`: the number of its messages in the target; None: as many as the scan found. Raises CorrectionRefused if
+    it cannot be known that a parked message is there, unless `repeats`.
     """
     if intent is None:
         return ParkedMarks()
@@ -80,7 +79,7 @@ def marks_by_listing(entries: Collection[ParkedEntry], checkpoint: Checkpoint, s
     for entry in entries:
         chain, sequence = message = (entry.name.chain, entry.name.sequence)
         if entry.name.created != checkpoint.parked_as.of(chain, sequence):
-            continue  # carried again
+            continue  # its chain is replayed again
         if entry.state is State.PENDING:
             is_passed = sequence < checkpoint.positions.get(chain, 0)
             left_out += [message] if is_passed and entry.is_kept and message not in seen else []
@@ -90,10 +89,10 @@ def marks_by_listing(entries: Collection[ParkedEntry], checkpoint: Checkpoint, s
 
 
 def kept_as(checkpoint: Checkpoint, created: str, positions: Mapping[Chain, int]) -> ParkedAs | None:
-    """Under which name parked messages are kept once chains go on at `positions`, in the stream `created`.
+    """Return the names of parked messages once chains continue at `positions`, in the stream `created`.
 
-    Messages of a chain that were parked behind its new position no longer count: they come again. Everything else
-    stays as it was, even where the stream is another one.
+    Messages of a chain that were parked from its new position on no longer count: they come again. Everything else
+    is unchanged, even if the stream is another one. None for the names of a first stream without repeats.
     """
     was, before = checkpoint.parked_as, checkpoint.positions
     back = [(chain, at) for chain, at in sorted(positions.items()) if at < before.get(chain, 0)]
@@ -104,7 +103,7 @@ def kept_as(checkpoint: Checkpoint, created: str, positions: Mapping[Chain, int]
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """The next state (None: nothing is to be remembered), and in plain words what becomes of messages.
+    """The next state (None: the stored one is removed), and the effects on messages in plain words.
 
     `marks`: written for parked messages, under the names of `after`, before `after` is stored.
     """
@@ -118,7 +117,7 @@ class Correction:
 
 
 def move(state: TargetState, chain: Chain, sequence: int) -> Correction:
-    """Raises CorrectionRefused while an open intent holds rows of the chain."""
+    """Move the chain to a sequence. Raises CorrectionRefused while an open intent holds rows of it."""
     if state.intent is not None and chain in {piece.chain for piece in state.intent.pieces}:
         raise CorrectionRefused(
             f"chain {chain}: expected no open intent with rows of it, found one",
@@ -153,7 +152,7 @@ def consequences(before: Positions, after: Positions) -> list[str]:
 
 
 def scan_behind(intent: Intent | None, after: int, last: int) -> TargetScan:
-    """An empty scan that will count messages of the open intent; anything else there is not ours."""
+    """Return an empty scan that will count messages of the open intent; all others there are not ours."""
     pieces = [piece for piece in intent.pieces if not piece.out_of_turn] if intent else []
     tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn] if intent else []
 
@@ -172,12 +171,12 @@ def accept(
     repeats: bool = False,
     exclusive: bool = True,
 ) -> Correction:
-    """The next intent begins behind the target as it stands; foreign messages stored there stay.
+    """Begin the next intent after the present end of the target; foreign messages stored there remain.
 
-    `scan`: the rows of the open intent that stand behind the checkpoint (in another stream of the same name:
-    anywhere). `told`: positions that the operator knows. `exclusive`: there is no other publisher, so the arithmetic
-    shows what cannot be read. `repeats`: where nothing shows how much of a chain is stored, take the least. Raises
-    CorrectionRefused where that is not allowed, naming each chain.
+    `scan`: the rows of the open intent after the checkpoint (in another stream of the same name: anywhere). `told`:
+    positions that the operator knows. `exclusive`: there is no other publisher, so the arithmetic counts the rows that
+    cannot be read. `repeats`: if nothing shows how much of a chain is stored, take the least. Raises CorrectionRefused
+    if that is not allowed, naming each chain.
     """
     tells = exclusive and not (scan.foreign or scan.strangers)
     verdict = judge(state, reading) if tells else None
@@ -214,10 +213,10 @@ def _found(
 
 
 def counted(positions: Positions, intent: Intent, stored: int, tail: object) -> tuple[dict[Chain, int], set[Chain]]:
-    """The positions where `stored` messages of the intent stand, and the chain (none or one) for which that does not
-    give the sequence.
+    """Return the positions if `stored` messages of the intent are in the target, and the chain (none or one) for which
+    that does not give the sequence.
 
-    `tail`: what the last of them says about itself, where it can be read.
+    `tail`: the origin of the last of them, if it can be read.
     """
     done: list[IntentPiece] = []
     for piece in intent.pieces:
@@ -267,9 +266,9 @@ def _others(scan: TargetScan) -> list[str]:
 
 
 def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Correction:
-    """`stored` rows of the open intent are stored; the others are sent behind the current end of the target.
+    """Count `stored` rows of the open intent as stored; the others are sent after the present end of the target.
 
-    Raises CorrectionRefused where there is no such intent, or the target cannot hold so many of its rows.
+    Raises CorrectionRefused if there is no such intent, or the target cannot hold so many of its rows.
     """
     checkpoint, intent = state.checkpoint, state.intent
     if intent is None or not counts(state):
@@ -305,11 +304,11 @@ def rebuild(
     repeats: bool = False,
     entries: Collection[ParkedEntry] = (),
 ) -> Correction:
-    """Each chain goes on behind the newest of its messages that stands in the target.
+    """Continue each chain after its newest message in the target.
 
-    `state`: what is stored, if it can be read: an older copy is a lower bound of what was carried. `scan`: of
-    everything. `repeats`: take lower bounds where the target no longer holds messages. `entries`: what is parked.
-    Raises CorrectionRefused where that is not allowed.
+    `state`: the stored state, if it can be read: an older copy is a lower bound of the stored rows. `scan`: of all
+    messages. `repeats`: take lower bounds if the target no longer holds messages. `entries`: the parked messages.
+    Raises CorrectionRefused if that is not allowed.
     """
     if scan.gone and not repeats:
         raise CorrectionRefused(
@@ -341,11 +340,11 @@ def rebuild(
     return Correction(TargetState(checkpoint), lines, marks)
 
 
-# Begin again
+# Restart
 
 
 def forget(state: TargetState | None, reading: TargetReading | None, messages: int) -> Correction:
-    """An empty target is filled again from where its chains begin. Raises CorrectionRefused where it holds messages."""
+    """Fill an empty target again from the beginning of its chains. Raises CorrectionRefused if it holds messages."""
     if messages:
         raise CorrectionRefused(
             f"expected an empty target, found {messages} messages: they would be stored twice",

@@ -1,4 +1,4 @@
-"""`floe gap ls|accept` and `floe chain pause|resume`: an operator's decisions about single chains."""
+"""`floe gap ls|accept` and `floe chain pause|resume|ls`: an operator's decisions about single chains."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _now() -> str:
 
 @click.group()
 def gap() -> None:
-    """List holes in the archive, and give them up."""
+    """List holes in the archive, and accept them as gaps."""
 
 
 @gap.command("ls")
@@ -55,11 +55,11 @@ def gap() -> None:
 @cli.json_option
 @cli.run_command
 async def gap_ls(config: str, as_json: bool) -> int:
-    """List the holes of every chain that flows into a target, from where the target stands.
+    """List the holes of every chain that flows into a target, from the target's position on.
 
     kind: hole, no segment covers it; at the position of the target also gone (a hole was filled in part) and
-    damaged. since: when the first segment behind the hole was stored. accepted: whether ingress goes on
-    behind it. Exit 3 where a document of a chain is damaged: the holes of the others are listed.
+    damaged. since: when the first segment after the hole was stored. accepted: yes, if ingress continues after
+    it. Exit 3 if a document of a chain is damaged: the holes of the others are listed.
 
     \b
     Example: floe gap ls -c central.yaml --json
@@ -84,7 +84,7 @@ async def gap_ls(config: str, as_json: bool) -> int:
         cli.print_json(rows)
         return code
     cli.table(rows, GAP_COLUMNS)
-    # Giving up comes last.
+    # The commands that accept a gap come last: they are the last resort.
     for hole in found:
         if hole.kind != "hole":
             click.echo("\n".join(hole.ways_out()), err=True)
@@ -98,8 +98,8 @@ async def gap_ls(config: str, as_json: bool) -> int:
 
 
 def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[Chain, int | None]:
-    """Each chain that flows into a target, and the position of the target that is furthest behind; None: it has not
-    begun there.
+    """Return each chain that flows into a target, with the position of the target that is furthest behind; None: it
+    has not begun there.
     """
     found: dict[Chain, int | None] = {}
     for target in settings.ingress.targets:
@@ -126,14 +126,14 @@ def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[
 def gap_accept(
     config: str, named: cli.Named, first: int, last: int, note: str, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Give up sequences that no segment covers: every target goes on behind them, within a poll.
+    """Accept a gap of sequences that no segment covers: every target continues after it, within a poll.
 
-    The last resort: the source may still hold them. Egress at the site looks within six hours, and at once
-    when it is started again; what it archives fills the hole.
+    The last resort: the source may still hold them. Egress at the site checks within six hours, and at once
+    when it is started again; the segments that it archives fill the hole.
 
-    Segments that arrive before a target has passed the gap are carried all the same; what arrives later is
-    reported. Refused where a sound segment covers a part. Without an incarnation the newest is meant, unless
-    an older one has a hole there, too.
+    Segments that arrive before a target has passed the gap are replayed all the same; later ones are reported.
+    Refused if a sound segment covers a part. Without an incarnation the newest is meant, unless an older one
+    has a hole there, too.
 
     \b
     Example: floe gap accept -c central.yaml us-east/NODES --first 101 --last 200
@@ -175,7 +175,7 @@ def gap_accept(
 
 @click.group()
 def chain() -> None:
-    """Pause single chains, and have them carried again."""
+    """Pause single chains, and resume them."""
 
 
 @chain.command("pause")
@@ -186,9 +186,9 @@ def chain() -> None:
 @cli.json_option
 @cli.run_command
 async def chain_pause(config: str, target: str, named: cli.Named, note: str, as_json: bool) -> None:
-    """Carry nothing more of a chain into a target until it is resumed; others go on.
+    """Replay nothing more of a chain into a target until it is resumed; others continue.
 
-    What is being stored now is stored. Holds through restarts and take-overs.
+    Rows that are being stored now are still stored. A pause holds through restarts and take-overs.
 
     \b
     Example: floe chain pause -c central.yaml --target FLEET us-east/NODES --note "bad data"
@@ -213,9 +213,9 @@ async def chain_pause(config: str, target: str, named: cli.Named, note: str, as_
 async def chain_resume(
     config: str, target: str, named: cli.Named | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:
-    """Carry a paused chain again; or have a chain that stopped by itself looked at again at once.
+    """Resume a paused chain; or have a chain that stopped by itself checked again at once.
 
-    --all has nothing paused, also where what was paused cannot be read any more (E-PAUSES).
+    --all resumes every chain, even if the stored pauses are unreadable (E-PAUSES).
 
     \b
     Example: floe chain resume -c central.yaml --target FLEET us-east/NODES
@@ -273,8 +273,8 @@ async def _store(config: str, target: str) -> AsyncIterator[tuple[Settings, Paus
 async def _decide(
     config: str, target: str, named: cli.Named, step: Callable[[Pauses, Chain], Pauses], *, is_new: bool = False
 ) -> tuple[Chain, Pauses]:
-    """The chain that was meant, and the pauses now. Raises UsageError where a decision that `is_new` is about a chain
-    that does not flow into the target; an old one may be about what flowed into it once.
+    """Return the chain that was meant, and the pauses now. Raises UsageError if a decision that `is_new` names a chain
+    that does not flow into the target; an old one may name a chain that once did.
     """
     async with _store(config, target) as (settings, store):
         paused, carried = (await store.read()).paused, await store.carried()

@@ -1,4 +1,4 @@
-"""The holes of a chain as the archive shows them, for operators."""
+"""Holes of a chain in the archive, for operators."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ingress.errors import way_out_of
 
 @dataclass(frozen=True, slots=True)
 class ArchivedCover:
-    """What the archive holds of one chain. `first`: where the look begins; `end`: the end of its coverage, or of its
-    incarnation where that has ended; 0 where there is none. `ended`: where its incarnation ended, None while it has
-    not.
+    """The coverage of one chain in the archive. `first`: the first sequence that is checked; `end`: the end of its
+    coverage, or of its incarnation if that is greater; 0 if there is none. `ended`: the last sequence of its
+    incarnation; None if that has not ended.
     """
 
     chain: Chain
@@ -48,10 +48,10 @@ class ArchivedCover:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Sequences that no segment covers. `since`: when the first segment behind them was stored, by the store's clock;
-    None where there is none. `behind`: the segment that comes next. `left`: what no operator has accepted. `kind`:
-    "hole"; "gone" where segments cover them and lack some of what was lost there; or "damaged", with the keys of the
-    segments that would cover them.
+    """Sequences that no segment covers. `since`: the earliest time at which a segment after them was stored, by the
+    store's clock; None if there is none. `behind`: the next segment. `left`: the parts that no operator has accepted.
+    `kind`: "hole"; "gone" if segments cover them and lack some of the sequences that were lost there; or "damaged",
+    with the keys of the segments that would cover them.
     """
 
     chain: Chain
@@ -82,25 +82,25 @@ class Hole:
 
 
 def look_up(store: SegmentStore, documents: ChainStore, chain: Chain, position: int | None = None) -> ArchivedCover:
-    """What the archive holds of `chain` from `position` on (None: from where it begins). Blocking.
+    """List the coverage of `chain` from `position` on (None: from its beginning). Blocking.
 
-    Raises DataError for a document that is not valid, and what the store raises.
+    Raises DataError for an invalid document, else as the store does.
     """
     first = position
     if first is None:
         document = documents.read_chain(chain)
         first = document.first if document else 1
-    first = first_position(first, documents.read_floor(chain))  # below it is no hole, whatever a target has
+    first = first_position(first, documents.read_floor(chain))  # below the floor there is no hole, for any target
     segments = store.list(chain, position=first)
     ended = documents.read_end(chain)
     ends = (ref.coverage.last for ref in segments)
-    end = max(ended or 0, *ends, 0)  # the tail is a hint: what it alone claims is not there
+    end = max(ended or 0, *ends, 0)  # the tail is a hint: coverage that it alone claims does not exist
     return ArchivedCover(chain, segments, documents.gaps(chain, position=first), first, end, ended)
 
 
 def standing_at(store: SegmentStore, archived: ArchivedCover) -> Hole | None:
-    """Why ingress stands at the position though a segment covers it by name: some of a filled hole is gone, or the
-    segment is damaged. None where neither is so. Blocking.
+    """Return the hole at which ingress blocks although a segment covers the position by name: some of a filled hole is
+    gone, or the segment is damaged. None if neither is so. Blocking.
     """
     accepted = [gap.range for gap in archived.accepted]
     found = look_into(store, archived.chain, archived.first, archived.ended, accepted)
@@ -114,11 +114,11 @@ def standing_at(store: SegmentStore, archived: ArchivedCover) -> Hole | None:
 
 
 def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> list[str]:
-    """Whether `gap` may be given up. Returns why segments that cover parts of it do not count.
+    """Check that `gap` may be accepted. Return the reasons why segments that cover parts of it do not count.
 
-    Raises UsageError where it reaches beyond the end of coverage, or where a sound segment covers a part of it,
-    unless that segment filled a hole and the part was gone; and what the store raises. Blocking: reads the segments
-    that cover it. Nothing is delivered behind the end of its incarnation, so anything there may be given up.
+    Raises UsageError if it reaches beyond the end of coverage, or if a sound segment covers a part of it, unless that
+    segment filled a hole and the part was gone; else as the store does. Blocking: reads the segments that cover it.
+    Nothing is replayed after the end of its incarnation, so any gap there may be accepted.
     """
     if gap.last > archived.end:
         ends = f"which ends at {archived.end}" if archived.end else f"of which nothing reaches {archived.first}"
@@ -137,15 +137,15 @@ def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> l
 
 
 def _is_gone(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> bool:
-    """Whether ingress stands here because a hole was filled and some of what was lost is still missing."""
+    """True if ingress blocks here because a hole was filled and some of its lost sequences are still missing."""
     with open_stretch(store, stretch, refs=refs) as reader:
         is_filled = bool(reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE))
         return is_filled and reader.unread == stretch.rows and reader.still_missing(stretch.rows) > 0
 
 
 def refuse_doubt(store: SegmentStore, documents: ChainStore, chain: Chain, gap: SequenceRange) -> None:
-    """Raises UsageError where an earlier incarnation has a hole in `gap`, too: the number alone does not say which
-    one is meant. Blocking.
+    """Raise UsageError if an earlier incarnation has a hole in `gap`, too: the number alone does not show which one is
+    meant. Blocking.
     """
     for each in documents.chains(chain.site, chain.feed):
         if each.partition != chain.partition or each.incarnation >= chain.incarnation:
@@ -160,7 +160,7 @@ def refuse_doubt(store: SegmentStore, documents: ChainStore, chain: Chain, gap: 
 
 
 def _problem(store: SegmentStore, ref: SegmentRef) -> str | None:
-    """Why the segment cannot be carried; None where it can."""
+    """Return the reason why the segment cannot be replayed; None if it can."""
     try:
         if not store.is_intact(ref):
             return f"{ref.key}: not the bytes that its name promises"

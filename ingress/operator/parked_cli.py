@@ -33,7 +33,7 @@ def parked() -> None:
 @cli.json_option
 @cli.run_command
 def parked_ls(config: str, target: str, as_json: bool) -> None:
-    """List what was put aside: for which target, since when, why, and what became of it.
+    """List parked messages: their target, time, reason and state.
 
     \b
     Example: floe parked ls -c central.yaml --target FLEET
@@ -58,7 +58,7 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
 async def parked_cat(
     config: str, target: str, named: cli.Named, sequence: int, is_headers: bool, as_json: bool
 ) -> None:
-    """Write one parked message to stdout: its payload as it is; with --json everything, bytes in Base64.
+    """Write one parked message to stdout: its payload unchanged; with --json everything, bytes in Base64.
 
     \b
     Example: floe parked cat -c central.yaml --target FLEET us-east/NODES --sequence 4711
@@ -95,10 +95,10 @@ async def parked_cat(
 async def parked_retry(
     config: str, target: str, named: cli.Named, sequence: int | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:
-    """Ask the running service to try messages again, by the limits of now.
+    """Request that the running service retries messages, with the current limits.
 
-    Each is delivered at most once, behind what the target holds by then; `floe parked ls` says what came of
-    it.
+    Each is delivered at most once, after the messages that the target holds by then; `floe parked ls` shows
+    the result.
 
     \b
     Example: floe parked retry -c central.yaml --target FLEET us-east/NODES --all
@@ -154,7 +154,7 @@ def _store(config: str, target: str) -> ParkedStore:
 
 
 async def _current(config: str, target: str) -> ParkedStore:
-    """Raises DataError where there is no state."""
+    """Open the parked messages of the present state. Raises DataError if there is no state."""
     from ingress.operator.correct import opened
 
     store = _store(config, target)
@@ -171,7 +171,7 @@ async def _current(config: str, target: str) -> ParkedStore:
 
 
 def _meant(config: str, store: ParkedStore, named: cli.Named, sequence: int | None) -> Chain:
-    """Raises UsageError where the message may be of several chains."""
+    """Return the chain of the message. Raises UsageError if there are several."""
     found = {
         name.chain
         for name in store.entries()

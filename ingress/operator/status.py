@@ -1,4 +1,4 @@
-"""What `floe status` and `checkpoint ls` show: where each chain stands, by state, target and archive."""
+"""Views of `floe status` and `checkpoint ls`: the progress of each chain, from state, target and archive."""
 
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping
@@ -45,9 +45,9 @@ log = get_logger(__name__)
 
 AT_WORK = ("reading", "closing", STANDBY)  # states of egress without a time limit
 
-KEYS_LOOKED_AT = 100_000  # for foreign ones: about 100 requests
-PARALLEL = 8  # chains that are asked for at the same time
-LOOKS = 3  # at a target that a running service changes meanwhile
+KEYS_LOOKED_AT = 100_000  # keys that are searched for foreign ones: about 100 requests
+PARALLEL = 8  # chains that are read at the same time
+LOOKS = 3  # attempts to read a target that a running service changes meanwhile
 
 STATUS_COLUMNS = (
     "target", "chain", "phase", "archived", "carried", "lag", "behind", "last archived", "egress", "source lag",
@@ -65,8 +65,8 @@ COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What one target looks like. `state`: None where nothing is stored; `publisher`: how it is carried, empty where
-    it cannot be; `stopped`: why ingress would stop, empty where it would not.
+    """Status of one target. `state`: None if nothing is stored; `publisher`: its name, empty if none can be chosen;
+    `stopped`: the reason why ingress would stop, empty if it would not.
     """
 
     state: TargetState | None = None
@@ -76,7 +76,7 @@ class Sight:
 
 
 async def read_sights(settings: Settings) -> dict[str, Sight]:
-    """By the target's name. Raises what connecting raises."""
+    """Return the status of each target, by its name. Raises as connecting does."""
     check_targets(settings.ingress)
     async with state_of_ingress(settings, "floe status") as (client, bucket):
         return {each.stream: await _sight(client, bucket, each) for each in settings.ingress.targets}
@@ -101,14 +101,14 @@ async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -
 
 
 def _in_words(error: FloeError) -> str:
-    """Why it is stopped, and the command that lets it go on."""
+    """Return the reason of a stop, and the command that ends it."""
     return f"{error.code}: {error}".replace("\n", " ")
 
 
 async def _judged(
     client: FloeClient, bucket: KeyValue, target: TargetSettings
 ) -> tuple[TargetState | None, FloeError | None]:
-    """What is stored, and what ingress would stop with; None where it would not."""
+    """Return the stored state, and the error that ingress would stop with; None if it would not stop."""
     states = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
     stored = await states.load()
     for _ in range(LOOKS):
@@ -129,14 +129,14 @@ async def _judged(
 
 @dataclass(frozen=True, slots=True)
 class ChainStatus:
-    """How far one chain is. `archived`: the end of coverage by its tail, without one by its segments; None without.
+    """Progress of one chain. `archived`: the end of coverage by its tail, else by its segments; None without both.
 
-    `position`: None where the target has nothing of it. `phase`: `ready idle late lost damaged done`, or
-    `paused`, `stopped`, `new` (not begun), `missing` (of its feed there is nothing). `lag_seconds`: since the
-    first segment that is not carried was stored; 0 where everything is carried. `why`: the hole, or what
-    stops it. `last_archived`: when the tail was last written, by the store's clock. `egress`: what the
-    process that has the chain last said, None where none said anything; it counts as silent after
-    `silent_after` seconds. `end`: where the incarnation ended, None while it has not. `begins`: its first sequence.
+    `position`: None if the target has nothing of it. `phase`: `ready idle late lost damaged done`, or
+    `paused`, `stopped`, `new` (not begun), `missing` (nothing of its feed is archived). `lag_seconds`: since the
+    first segment that is not in the target was stored; 0 if there is none. `why`: the hole, or the reason of a
+    stop. `last_archived`: when the tail was last written, by the store's clock. `egress`: the last report of the
+    process that has the chain, None if there is none; it counts as silent after `silent_after` seconds. `end`: the
+    last sequence of the incarnation, None if that has not ended. `begins`: its first sequence.
     """
 
     target: str
@@ -155,8 +155,8 @@ class ChainStatus:
 
     @property
     def lag_sequences(self) -> int | None:
-        """Archived sequences that are to be carried: an upper bound of the messages. None where there is a tail that
-        cannot be read: what is archived is not known.
+        """Archived sequences that are not in the target: an upper bound of the messages. None if there is a tail that
+        cannot be read: then the archived end is not known.
         """
         if self.archived is None and self.last_archived is not None:
             return None
@@ -166,8 +166,8 @@ class ChainStatus:
 
     @property
     def source_lag_sequences(self) -> int | None:
-        """Sequences of the stream that are not carried, archived or not; None where egress said nothing, or what is
-        archived is not known.
+        """Sequences of the stream that are not in the target, archived or not; None if egress reported nothing, or the
+        archived end is not known.
         """
         if self.egress is None or self.lag_sequences is None:
             return None
@@ -176,7 +176,7 @@ class ChainStatus:
 
     @property
     def egress_state(self) -> str | None:
-        """None where no egress process said anything about the chain."""
+        """State of egress for the chain; None if no egress process reported it."""
         if self.egress is None:
             return None
         state = self.egress.state(self.silent_after)
@@ -184,7 +184,7 @@ class ChainStatus:
 
     @property
     def alarm(self) -> bool:
-        """Whether an operator should look: it is stopped, or late or silent for longer than `silent_after`."""
+        """True if it needs an operator: it is stopped, or late or silent for longer than `silent_after`."""
         if self.phase in ("stopped", Phase.LOST, Phase.DAMAGED):
             return True
         if self.phase == Phase.LATE and self.lag_seconds > self.silent_after:
@@ -217,7 +217,7 @@ class ChainStatus:
         }
 
     def cells(self, now: float) -> dict[str, object]:
-        """It as one line of the table at `now`, by the store's clock."""
+        """Return it as one line of the table at `now`, by the store's clock."""
         return {
             "target": self.target,
             "chain": str(self.chain),
@@ -248,8 +248,8 @@ def _time(seconds: float | None) -> str | None:
 
 
 def by_newest_incarnation(chains: Iterable[Chain], sightings: Mapping[Chain, Sighting]) -> dict[Chain, Sighting]:
-    """What egress says, by chain: for each partition the newest incarnation that `chains` or egress itself names.
-    `sightings`: by partition, as `newest` gives them.
+    """Return the reports of egress, by chain: for each partition the newest incarnation that `chains` or egress itself
+    names. `sightings`: by partition, as `newest` gives them.
     """
     incarnations = {partition: each.sign.chain.incarnation for partition, each in sightings.items()}
     for chain in chains:
@@ -259,7 +259,7 @@ def by_newest_incarnation(chains: Iterable[Chain], sightings: Mapping[Chain, Sig
 
 
 def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float) -> ChainStatus:
-    """`standing` with what a look into the archive shows. `patience`: seconds until what is late is lost."""
+    """Return `standing` with the result of a search in the archive. `patience`: seconds until a late hole is lost."""
     plan = found.plan
     since = plan.stretches[0].segment.modified if plan.stretches else plan.waiting_since
     age = 0.0 if since is None else max(0.0, now - since)
@@ -273,7 +273,7 @@ def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float)
 
 
 async def centre_view(settings: Settings) -> StatusView:
-    """Where every chain of every target stands. Raises what connecting raises."""
+    """Return the progress of every chain of every target. Raises as connecting does."""
     sights = await read_sights(settings)
     clock, notes = SystemClock(), list[str]()
     store, documents = open_view(settings)
@@ -289,7 +289,7 @@ async def centre_view(settings: Settings) -> StatusView:
 
 
 class ArchiveSurvey:
-    """Looks at the archive for `floe status`."""
+    """Reader of the archive for `floe status`."""
 
     def __init__(
         self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock, silent_after: float
@@ -298,8 +298,8 @@ class ArchiveSurvey:
         self._clock, self._silent_after = clock, silent_after
 
     async def standings(self, targets: Iterable[TargetSettings], sights: Mapping[str, Sight]) -> list[ChainStatus]:
-        """One for each chain that has a tail or a position, or that only egress knows, by target and chain; and one
-        for each feed of `sources` of which there is nothing.
+        """Return one status for each chain that has a tail or a position, or that only egress knows, by target and
+        chain; and one for each feed of `sources` of which nothing is archived.
         """
         tails = await self._threads.run(self._documents.listed_tails)
         sightings = await self._sightings({site for each in targets for site, _ in each.source_of})
@@ -348,7 +348,7 @@ class ArchiveSurvey:
         )
 
     async def _said(self, target: str) -> TargetPositions:
-        """What ingress last said of the target; nothing where that cannot be read."""
+        """Return the positions that ingress last stored for the target; empty if they cannot be read."""
         with suppress(FloeError):
             return await self._threads.run(self._documents.read_positions, target) or TargetPositions(target, 0.0)
         return TargetPositions(target, 0.0)
@@ -366,7 +366,7 @@ class ArchiveSurvey:
             found = replace(found, phase=str(Phase.LOST), why="its archive is gone from the bucket")
         if found.archived is not None and found.archived >= position:
             patience = source.lost_segment_timeout if source else float("inf")
-            with suppress(FloeError):  # the tail still tells how far it is
+            with suppress(FloeError):  # the tail still shows the archived end
                 end = documents.read_end(chain)
                 accepted = [gap.range for gap in documents.gaps(chain, position=position)]
                 inside = look_into(self._store, chain, position, end, accepted)
@@ -381,7 +381,7 @@ class ArchiveSurvey:
         return _as_decided(found, sight, is_listed=source is not None)
 
     def _begins(self, chain: Chain) -> int:
-        """Where a chain begins that nothing is carried of."""
+        """Return the first sequence of a chain of which nothing is in the target."""
         first = 1
         with suppress(FloeError):
             first = document.first if (document := self._documents.read_chain(chain)) else 1
@@ -414,7 +414,7 @@ States = Mapping[str, TargetState | None]
 
 
 async def read_states(settings: Settings) -> States:
-    """By the target's name; None where nothing is stored yet."""
+    """Return the stored states, by the target's name; None if nothing is stored yet."""
     check_targets(settings.ingress)
     async with state_of_ingress(settings, "floe checkpoint") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]
@@ -445,8 +445,8 @@ KEPT_COLUMNS = ("target", "said", "chain", "from", "why")
 
 
 def kept_rows(documents: ChainStore, targets: Iterable[TargetSettings]) -> list[dict[str, Any]]:
-    """What retention keeps for each target that says in the store how far it is, or that the configuration has: from
-    which sequence of a chain on; without a chain, everything. Blocking; raises what the store raises.
+    """List the data that retention keeps for each target that has stored positions or is in the configuration: by
+    chain, the first sequence to keep; without a chain, everything. Blocking; raises as the store does.
     """
     sources = {each.stream: [f"{site}/{feed}" for site, feed in each.source_of] for each in targets}
     chains, rows = documents.chains(), list[dict[str, Any]]()
@@ -496,7 +496,7 @@ def checkpoint_json(target: str, state: TargetState | None) -> dict[str, Any]:
 
 
 def _checkpoint_rows(target: str, state: TargetState) -> list[dict[str, object]]:
-    texts: dict[Chain, list[str]] = {}  # what the open intent holds of each chain
+    texts: dict[Chain, list[str]] = {}  # the ranges of the open intent, by chain
     for piece in state.intent.pieces if state.intent else ():
         text = f"{piece.rows} given up" if isinstance(piece.segment, Gap) else str(piece.rows)
         texts.setdefault(piece.chain, []).append(f"{text} again" if piece.out_of_turn else text)

@@ -1,4 +1,4 @@
-"""Reads what a target holds, headers only: which chains' messages stand there, and how many it let go."""
+"""Scan of a target's messages, headers only: the messages of each chain, and the number of messages that are gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLD = 1000  # messages between two calls of `tell`
 
 @dataclass(slots=True)
 class ScannedChain:
-    """What the stretch that was read holds of a chain.
+    """The messages of one chain in the range that was read.
 
     `first`, `newest`: least and greatest sequence found, `count`: messages; `at`: target sequence of the newest;
     `before`: messages of any kind that were read up to and including it.
@@ -32,12 +32,12 @@ class ScannedChain:
 
 @dataclass(slots=True)
 class TargetScan:
-    """What stands in a target behind sequence `after`, up to and including `last`.
+    """Content of a target after sequence `after`, up to and including `last`.
 
-    `held`: messages of any kind, `foreign`: those of them without provenance, `others`: those with one that
-    `counts` does not take (None: it takes all). `parked`: messages that were put aside; `parked_seen`: those
-    of them that stand there, `parked_again`: how often one does that `counts` does not take. `tell`: called now
-    and then, to say how far it is.
+    `held`: messages of any kind, `foreign`: messages without provenance, `others`: messages with one that `counts`
+    rejects (None: it accepts all). `parked`: parked messages to find; `parked_seen`: those that are in the target,
+    `parked_again`: how often one of them was found that `counts` rejects. `tell`: called every `TOLD` messages, to
+    report the progress.
     """
 
     after: int
@@ -61,13 +61,13 @@ class TargetScan:
         return self.others - self.parked_again
 
     def gone_behind(self, chain: Chain) -> int:
-        """How many of them stood behind the chain's newest: some may have been newer messages of the chain."""
+        """Return how many gone messages were after the chain's newest: some may have been newer ones of the chain."""
         if (scanned := self.chains.get(chain)) is None:
             return self.gone
         return self.last - scanned.at - (self.held - scanned.before)
 
     def add(self, at: int, headers: bytes | None) -> None:
-        """`at`: target sequence of the message; call in ascending order."""
+        """Add a message. `at`: its target sequence; call in ascending order."""
         self.held += 1
         if self.tell is not None and self.held % TOLD == 0:
             self.tell(self)
@@ -91,8 +91,8 @@ class TargetScan:
 
 
 async def run_scan(client: FloeClient, stream: str, retention: str, scan: TargetScan) -> TargetScan:
-    """`retention`: the stream's. A work queue allows no second consumer, so it is asked message by message. Raises
-    Unavailable where it does not answer, ApiError.
+    """Run the scan. `retention`: the stream's. A work queue allows no second consumer, so it is read message by
+    message. Raises Unavailable if it does not answer, ApiError.
     """
 
     def add(message: Message) -> None:

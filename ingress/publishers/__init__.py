@@ -1,1 +1,1 @@
-"""Rows to the target: three ways of publishing, and what the answers are worth."""
+"""Publishing of rows into the target: three publishers, and the judgement of their answers."""

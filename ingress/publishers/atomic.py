@@ -18,7 +18,7 @@ SHARED_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class AtomicBatch:
-    """One atomic batch on the wire, in two parts; `stop`: the index of the row behind it."""
+    """One atomic batch on the wire, in two parts; `stop`: the index of the row after it."""
 
     parts: tuple[bytes, bytes]
     stop: int
@@ -29,8 +29,8 @@ class AtomicBatch:
 class AtomicPublisher(RepliedPublisher):
     """Atomic batches (ADR-50): all messages of a batch are stored together, or none.
 
-    Where other publishers write to the stream too, a batch is halved when a foreign message came first, and doubled
-    when it was stored. So small batches still get through under heavy foreign traffic.
+    If other publishers write to the stream too, a batch is halved after a foreign message came first, and doubled
+    after it was stored. So small batches still succeed under heavy foreign traffic.
     """
 
     name = "atomic"
@@ -92,7 +92,7 @@ class AtomicPublisher(RepliedPublisher):
             frames += payload, b"\r\n"
             if number == 1:
                 lines = b"Nats-Batch-Id: %b\r\n" % batch_id
-                # An answer to each message costs time, and is requested only to find the reason of a failure.
+                # An answer to each message costs time. It is requested only to find the reason of a failure.
                 answer_to = answer_to if self._ask_all else b""
         return frames
 

@@ -1,4 +1,4 @@
-"""Which publisher a target gets, and why not a better one."""
+"""Choice of the publisher for a target, with the reasons against the better ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,18 +13,18 @@ Version = tuple[int, int, int]
 
 FAST_SINCE: Version = (2, 14, 0)
 ATOMIC_SINCE: Version = (2, 12, 0)
-# Headers that an atomic batch takes at some places only; in a fast batch each message is independent.
+# Headers that an atomic batch accepts at some places only; in a fast batch each message is independent.
 NOT_IN_ATOMIC = frozenset({b"nats-rollup"})
-ALLOW = {"fast": "--allow-fast", "atomic": "--allow-batch"}  # of the command `nats stream edit`
+ALLOW = {"fast": "--allow-fast", "atomic": "--allow-batch"}  # options of the command `nats stream edit`
 
 
 def offered(
     version: Version, config: Mapping[str, Any], control_headers: frozenset[bytes], *, exclusive: bool = True
 ) -> dict[str, str]:
-    """What speaks against each publisher, by name, the best first; empty text where nothing does.
+    """Return the reason against each publisher, by name, the best first; an empty text if there is none.
 
-    `config` is what the stream echoes: an older server silently drops settings it does not know, and would store the
-    messages of a batch one by one. `exclusive`: there is no other publisher to the stream.
+    `config`: as the server echoes it: an older server silently drops settings it does not know, and would store the
+    messages of a batch one by one. `exclusive`: no other publisher writes to the stream.
     """
     acting = sorted(name.decode() for name in control_headers & NOT_IN_ATOMIC)
     fast = _against_server(version, FAST_SINCE, config, "allow_batched")
@@ -43,7 +43,7 @@ def _against_server(version: Version, since: Version, config: Mapping[str, Any],
 
 
 def choose(target: str, setting: str, against: Mapping[str, str]) -> str:
-    """The publisher for `setting` (`auto` or a name). Raises ConfigError."""
+    """Return the publisher for `setting` (`auto` or a name). Raises ConfigError if it is not offered."""
     if setting == "auto":
         return next(name for name, why in against.items() if not why)
     if against[setting]:

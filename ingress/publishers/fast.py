@@ -1,8 +1,8 @@
 """Publisher `fast`: fast-ingest batches (ADR-50), one in flight.
 
-The expected sequence stands on every message. So whatever happens to a batch, and however late its messages
-come, the server takes row n only at base + n: a gap, a foreign message or another leader ends the batch, and
-messages of a batch that was given up are exactly the messages that are sent again, at the same sequences.
+Each message names its expected sequence. So for every fate of a batch, and however late its messages arrive, the
+server accepts row n only at base + n. A gap, a foreign message or another leader ends the batch. The messages of an
+abandoned batch are exactly the messages that are sent again, at the same sequences.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ingress.publishers.publisher import Expected, Outcome, Reply, SinglePublish
 from ingress.rows.rows import Rows
 
 START, APPEND, FINAL = 0, 1, 2  # operations
-OWN_LINES = len(b"NATS/1.0\r\nNats-Expected-Last-Sequence: \r\n")  # besides the digits
-MOST_FLOW = 500  # messages from one acknowledgement to the next; the server gives no more
+OWN_LINES = len(b"NATS/1.0\r\nNats-Expected-Last-Sequence: \r\n")  # without the digits
+MOST_FLOW = 500  # messages from one acknowledgement to the next; the server allows no more
 AHEAD = 2  # acknowledgements that may be outstanding; more is not faster
-WINDOW_BYTES = 8 * 1024 * 1024  # on the way without an acknowledgement
+WINDOW_BYTES = 8 * 1024 * 1024  # bytes in flight without an acknowledgement
 LAST_WORD = 1.0  # seconds for the last answer to a batch that the server has already refused
-MOST_ALONE = 1024  # rows
+MOST_ALONE = 1024  # rows that are sent one by one after failures, at most
 
 
 @dataclass(slots=True)
 class FastBatch:
-    """One batch: the rows from `start` on of an intent that begins after `base`; `sent`: how many went out."""
+    """One batch: the rows from `start` on of an intent that begins after `base`; `sent`: the number of sent rows."""
 
     rows: Rows
     base: int
@@ -44,7 +44,7 @@ class FastBatch:
         return self.rows.count - self.start
 
     def compose(self, begin: int, end: int) -> bytes:
-        """Its messages from index `begin` to `end` (exclusive), on the wire. The first message goes alone.
+        """Return the messages from index `begin` to `end` (exclusive) for the wire. The first message is sent alone.
 
         This loop is most of the cost of a fast target: it makes one bytes object for each row, and none for its size.
         """
@@ -72,7 +72,7 @@ class FastBatch:
 class Answers(Reply):
     """The answers to one batch.
 
-    `acked`: messages that the server says it has stored, in the batch's own count. It paces the sending and proves
+    `acked`: messages that the server reports as stored, in the batch's own count. It paces the sending and proves
     nothing, because it names neither stream nor sequence. `every`: messages to the next such answer. `refusal`: the
     server stopped the batch; the decisive answer is still to come.
     """
@@ -101,11 +101,11 @@ class Answers(Reply):
 
 
 class FastPublisher(SinglePublisher):
-    """Fast-ingest batches, one in flight: with two, a message would be lost.
+    """Publisher of fast-ingest batches, one in flight: with two, a message would be lost.
 
     After a batch that failed, the next rows are sent one by one (as with `single`), more of them after each further
-    failure. So rows are still stored where the target takes no batch at the moment (too many are open, another
-    version leads), and a refusal of the row itself costs no batch.
+    failure. So rows are still stored if the target accepts no batch at the moment (too many are open, the leader has
+    another version), and a refusal of the row itself costs no batch.
     """
 
     name = "fast"
@@ -134,7 +134,7 @@ class FastPublisher(SinglePublisher):
     async def _send_batch(self, batch: FastBatch) -> UnknownOutcome | None:
         """Send all messages, at the server's pace, up to an answer that ends the batch early.
 
-        The first goes alone: its answer says whether such batches are possible here, and the pace. While the server
+        The first is sent alone: its answer shows if such batches are possible here, and the pace. While the server
         works on one stretch the next one is composed. Raises Unavailable.
         """
         answers, end = batch.answers, 1
@@ -157,7 +157,7 @@ class FastPublisher(SinglePublisher):
     async def _wait_for_room(self, batch: FastBatch, more: int) -> UnknownOutcome | None:
         """Wait until `more` messages may be sent, or the server has stopped the batch.
 
-        An answer is certain only where `every` messages are on their way.
+        An answer is certain only if `every` messages are in flight.
         """
         answers = batch.answers
         while not answers.is_over:
@@ -169,7 +169,7 @@ class FastPublisher(SinglePublisher):
         return None
 
     async def _end(self, batch: FastBatch) -> UnknownOutcome | None:
-        """The decisive answer, judged; None where it acknowledges exactly the batch."""
+        """Wait for the decisive answer and judge it; None if it acknowledges exactly the batch."""
         answers = batch.answers
         while not answers.decisive.done():
             timeout = LAST_WORD if answers.refusal else self._ack_timeout
@@ -180,7 +180,7 @@ class FastPublisher(SinglePublisher):
         return answers.refusal or judge_ack(*answer, batch.expected)
 
     async def _news(self, answers: Answers, timeout: float = 0.0) -> UnknownOutcome | None:
-        """Wait for any answer; returns the problem if none comes in time. Every answer restarts the timeout."""
+        """Wait for any answer; return the problem if none comes in time. Every answer restarts the timeout."""
         timeout = timeout or self._ack_timeout
         answers.news.clear()
         if not await wait_for(answers.news, timeout):
@@ -189,7 +189,7 @@ class FastPublisher(SinglePublisher):
 
 
 def flow_of(rows: Rows, start: int, stop: int) -> int:
-    """Messages from one acknowledgement to the next, so that what is in flight stays within WINDOW_BYTES.
+    """Return the messages from one acknowledgement to the next, so that the bytes in flight stay within WINDOW_BYTES.
 
     At least 1: a message that is larger than the window is sent all the same.
     """

@@ -1,7 +1,7 @@
-"""What every publisher is, what the answers to published messages are worth, and publisher `single`.
+"""Interface and base of the publishers, the judgement of acknowledgements, and publisher `single`.
 
-An acknowledgement counts only when stream, sequence and count are exactly what was expected. Everything
-else, even a refusal, says nothing about what is stored: that is settled by reading the target.
+An acknowledgement counts only if stream, sequence and count are exactly as expected. No other answer, not even a
+refusal, shows how much is stored: a read of the target settles that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Answer = tuple[bytes, bytes | None]  # payload, header block
 
 @dataclass(frozen=True, slots=True)
 class UnknownOutcome:
-    """Why it is not known how much was stored. `err_code`: JetStream's number of a refusal, 0 for none."""
+    """Reason why the number of stored rows is not known. `err_code`: JetStream's number of a refusal, 0 for none."""
 
     why: str
     err_code: int = 0
@@ -35,7 +35,7 @@ class UnknownOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the acknowledgement of a batch must say; `batch` is empty for a single message."""
+    """The required content of a batch's acknowledgement; `batch` is empty for a single message."""
 
     stream: str
     sequence: int
@@ -44,7 +44,7 @@ class Expected:
 
 
 def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> UnknownOutcome | None:
-    """None where `payload` acknowledges exactly `expected`."""
+    """Judge an acknowledgement; None if it acknowledges exactly `expected`."""
     if headers is not None and headers.startswith(NO_RESPONDERS):
         return UnknownOutcome("no stream takes the subject, or the stream has no leader")
     try:
@@ -69,7 +69,7 @@ def refusal(error: dict[str, Any]) -> UnknownOutcome:
 class Reply:
     """The answers to one batch: the decisive one, and the first refusal of a message before it.
 
-    `decisive` gives payload and header block of the answer; None where the connection was lost first.
+    `decisive` gives payload and header block of the answer; None if the connection was lost first.
     """
 
     def __init__(self, subject: bytes) -> None:
@@ -81,17 +81,17 @@ class Reply:
     def take(self, subject: bytes, payload: bytes, headers: bytes | None) -> None:
         if subject == self.last:
             self._decide((payload, headers))
-        elif payload or headers:  # empty: staged
+        elif payload or headers:  # an empty answer: the message is staged
             self.refusal = self.refusal or judge_ack(payload, headers, Expected("", 0))
 
     def lost(self) -> None:
         self._decide(None)
 
     def fail(self, error: Exception) -> None:
-        """Answers cannot be taken any more: `error` is raised where they are awaited."""
+        """Raise `error` in the caller that waits: answers can no longer be received."""
         if not self.decisive.done():
             self.decisive.set_exception(error)
-            self.decisive.exception()  # where no caller waits, the next batch raises it
+            self.decisive.exception()  # mark it as retrieved: without a waiting caller, the next batch raises it
 
     def _decide(self, answer: Answer | None) -> None:
         if not self.decisive.done():
@@ -99,7 +99,7 @@ class Reply:
 
 
 class Replies:
-    """One inbox for everything that a publisher sends; one batch waits at a time. Made by `open`."""
+    """One inbox for all messages that a publisher sends; one batch waits at a time. Created by `open`."""
 
     def __init__(self, client: FloeClient, inbox: str) -> None:
         self._client, self.inbox = client, inbox
@@ -111,7 +111,7 @@ class Replies:
 
     @classmethod
     async def open(cls, client: FloeClient) -> Replies:
-        """Raises Unavailable, Refused."""
+        """Subscribe to a new inbox. Raises Unavailable, Refused."""
         replies = cls(client, client.new_inbox())
         inbox = f"{replies.inbox}.>"
         replies._subscription = await client.subscribe_raw(inbox, replies._sink, replies._fail)
@@ -132,7 +132,7 @@ class Replies:
             reply.fail(self._failure)
 
     async def judged(self, reply: Reply, expected: Expected, timeout: float) -> UnknownOutcome | None:
-        """None once `expected` is acknowledged; else why not, at the latest after `timeout` seconds."""
+        """Wait for an answer; None once `expected` is acknowledged, else the reason after `timeout` seconds at most."""
         try:
             answer = await within(reply.decisive, timeout)
         except TimeoutError:
@@ -148,7 +148,7 @@ class Replies:
             self._waiting.take(subject, payload, headers)
 
     def _fail(self, error: Exception) -> None:
-        """An error in an answer's handler is raised in the waiting caller, now or next. The connection goes on."""
+        """Raise an error in an answer's handler in the waiting caller, now or next. The connection continues."""
         self._failure = error
         if self._waiting is not None:
             self._waiting.fail(error)
@@ -163,7 +163,7 @@ ACK_TIMEOUT = 5.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How many rows of the intent are stored for certain, and why it is not known whether there are more.
+    """Number of rows of the intent that are certainly stored, and the reason why more of them may be.
 
     `handed`: this call gave no row from this index on to the connection. It may be too high, never too low.
     """
@@ -174,24 +174,24 @@ class Outcome:
 
 
 class Publisher(Protocol):
-    """Sends rows so that the server takes row n only at base + n."""
+    """Publisher of rows, for which the server accepts row n only at base + n."""
 
     name: str
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
         """Send the rows from index `stored` on, the first at target sequence base + stored + 1.
 
-        Returns when all are stored, or at the first answer that is not exactly the expected one. Raises
-        nothing for what the server or the connection does.
+        Return when all are stored, or at the first answer that is not exactly the expected one. Raises nothing for
+        errors of the server or the connection.
         """
 
     async def aclose(self) -> None:
-        """Let go of the inbox."""
+        """Release the inbox."""
 
 
 class RepliedPublisher:
-    """What the publishers share: a connection, a stream, an inbox. `exclusive`: there is no other publisher to the
-    stream. `ack_timeout`: seconds.
+    """Base of the publishers: a connection, a stream, an inbox. `exclusive`: no other publisher writes to the stream.
+    `ack_timeout`: seconds.
     """
 
     def __init__(
@@ -215,8 +215,8 @@ class RepliedPublisher:
 
 
 class SinglePublisher(RepliedPublisher):
-    """One message in flight. Never pipelined: with expected sequences, one foreign write in between would make one
-    message vanish and the next be accepted.
+    """Publisher with one message in flight. Never pipelined: with expected sequences, one foreign write in between
+    would lose one message and let the next be accepted.
     """
 
     name = "single"
@@ -225,7 +225,7 @@ class SinglePublisher(RepliedPublisher):
         return await self.publish_to(rows, base, stored, rows.count)
 
     async def publish_to(self, rows: Rows, base: int, stored: int, stop: int) -> Outcome:
-        """As `publish`, for rows up to index `stop` (exclusive)."""
+        """Publish rows up to index `stop` (exclusive). Otherwise as `publish`."""
         for subject, tail, payload in rows.messages(stored, stop):
             if (unclear := await self._send(subject, tail, payload, base + stored)) is not None:
                 return Outcome(stored, unclear, stored + 1)

@@ -1,1 +1,1 @@
-"""Replays what the archive holds into any stream: after a disaster, for a test, for a drill."""
+"""Replay archived messages into any stream: after a disaster, for a test, for a drill."""

@@ -1,4 +1,4 @@
-"""`floe replay`."""
+"""Define the command `floe replay`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from common.open import load_settings, open_patiently
 
 
 def range_options(function: Command) -> Command:
-    """What is replayed."""
+    """Add the options for the replayed range to a command."""
     for option in reversed(
         [
             click.option("--from-sequence", type=SequenceType(), help="The first sequence."),
@@ -61,10 +61,10 @@ def range_options(function: Command) -> Command:
 @config_option
 @run_command
 async def replay(config: str, named: Named, as_json: bool, dry_run: bool, yes: bool, rate: str, **asked: Any) -> int:
-    """Put what the archive holds of a feed into a stream, in order and once.
+    """Replay the archived messages of a feed into a stream, in order and once.
 
-    Without bounds, all of it. A replay that was stopped or killed goes on when the same command is given
-    again. Exit 75 where it was stopped before its end. On a terminal --again asks before.
+    Without bounds, all of them. The same command continues a replay that was stopped or killed. Exit 75 if it was
+    stopped before its end. On a terminal, --again asks for confirmation.
 
     \b
     Example: floe replay -c site.yaml us-east/NODES --target NODES --into-source --create --dry-run
@@ -105,7 +105,7 @@ async def replay(config: str, named: Named, as_json: bool, dry_run: bool, yes: b
 
 
 def with_times(asked: dict[str, Any]) -> dict[str, Any]:
-    """`asked` with its times as a `Request` has them."""
+    """Return `asked` with its times in the form of a `Request`."""
     for name, relative in (("from_time", "since"), ("to_time", "until")):
         if (at := asked.pop(name)) is not None:
             asked |= {name: at.text} if at.text else {relative: at.ago}

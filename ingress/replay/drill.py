@@ -1,4 +1,4 @@
-"""A drill: a part of the archive is replayed into a scratch stream, read back and compared."""
+"""A drill: replay a part of the archive into a scratch stream, read it back and compare it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Trail:
 
 
 def fingerprint(message: Message) -> int:
-    """64 bits over time, subject, header block and payload; no headers and an empty block give different values."""
+    """Return 64 bits over time, subject, header block and payload; no headers and an empty block differ."""
     digest = blake2b(b"%d:" % message.timestamp_ns, digest_size=8)
     for part in (message.subject, message.headers, message.payload):
         digest.update(b"-" if part is None else b"%d:" % len(part))
@@ -78,7 +78,7 @@ def fingerprint(message: Message) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Counts of messages. `unexpected`: found, and not in the archive. `examples`: a few lines."""
+    """Counts of messages. `unexpected`: found, but not in the archive. `examples`: a few lines."""
 
     expected: int = 0
     found: int = 0
@@ -106,7 +106,7 @@ class Differences:
 
 
 def compare(expected: Trail, found: Trail, name: str = "") -> Differences:
-    """What became of the messages `expected` (ascending, each once) on the way to `found`."""
+    """Compare the messages `expected` (ascending, each once) with those that were `found`."""
     seen, newest, examples = bytearray(len(expected)), 0, []
     counts = dict.fromkeys(("repeated", "out_of_order", "altered", "unexpected"), 0)
     for sequence, print_ in zip(found.sequences, found.prints, strict=True):
@@ -153,7 +153,9 @@ def scratch_config(stream: str, prefix: str, storage: str, most_bytes: int) -> d
 
 
 async def while_held(lease: Lease, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which ends with the lease. Raises the most important error of both."""
+    """Return the result of `work`; renew the lease meanwhile. Raises the most important error of both. A lost lease
+    does not end `work`.
+    """
     results = list[T]()
 
     async def main() -> None:
@@ -167,7 +169,7 @@ async def while_held(lease: Lease, work: Coroutine[Any, Any, T]) -> T:
 
 
 class Scratch:
-    """The scratch streams of one server. `settings`: whose buckets are used."""
+    """The scratch streams of one server. `settings`: of the service that the buckets belong to."""
 
     def __init__(self, client: FloeClient, settings: ServiceSettings, instance: str, clock: Clock) -> None:
         self._client, self._settings, self._clock = client, settings, clock
@@ -175,7 +177,7 @@ class Scratch:
 
     @asynccontextmanager
     async def claimed(self, stream: str) -> AsyncIterator[Lease]:
-        """The lease that marks the stream as in use. Stream and state are removed at the end."""
+        """Hold the lease that marks the stream as in use. Remove the stream and its state at the end."""
         if (lease := await (await self._leases()).acquire(state_key("drill", stream))) is None:
             raise Unavailable(f"drill {stream}: another one has this name")
         try:
@@ -195,7 +197,7 @@ class Scratch:
             log.warning("scratch left behind", action="drill_left", stream=stream, error=str(error))
 
     async def sweep(self) -> list[str]:
-        """Remove what former drills left, also the exact ones; their names."""
+        """Remove the streams that former drills left, also exact ones. Return their names."""
         leases, names = await self._leases(), list[str]()
         for subject in (f"{ROOT}.>", f"{GUARD}>"):
             answer = await ask(self._client, "STREAM.NAMES", {"subject": subject})
@@ -209,14 +211,14 @@ class Scratch:
         return await open_leases(self._client, self._settings, self._owner, self._clock)
 
 
-LAST_SEQUENCES = 10_000  # what is drilled without bounds
+LAST_SEQUENCES = 10_000  # the range of a drill without bounds
 SLACK = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
 
 
 @dataclass(frozen=True, slots=True)
 class DrillReport:
-    """What a drill found. `full_seconds`: what a replay of the whole feed would take at this rate, None where nothing
-    was replayed. `problems`: lines about reading the archive. `notes`: what an operator should know of it.
+    """The result of a drill. `full_seconds`: the time of a replay of the whole feed at this rate, None if nothing was
+    replayed. `problems`: errors while the archive was read. `notes`: remarks on the plan, for an operator.
     """
 
     request: Request
@@ -282,9 +284,9 @@ class Drill:
         self._threads = Threads("drill", 2)
 
     async def run(self, request: Request, stop: Stop) -> DrillReport:
-        """Drill `request`, whose target and prefix are `stream` and `prefix`.
+        """Drill `request`; its target and prefix are `stream` and `prefix`.
 
-        Raises Unavailable where `stop` is set before the end. The scratch stream is removed in every case.
+        Raises Unavailable if `stop` is set before the end. The scratch stream is removed in every case.
         """
         request = await self._threads.run(self._bounded, request)
         options = ReplayOptions(allow_lossy=True, skip_holes=True)
@@ -331,7 +333,7 @@ class Drill:
         return DrillReport(work.request, result, plan, total, full, told)
 
     def _bounded(self, request: Request) -> Request:
-        """`request`; the last sequences where it has no bounds. Blocking."""
+        """Return `request`, for the last `LAST_SEQUENCES` sequences if it has no bounds. Blocking."""
         if any((request.by_sequence, request.from_time, request.to_time, request.since, request.until)):
             return request
         chains = request.chains(known_chains(self._documents, request))
@@ -342,7 +344,7 @@ class Drill:
         first = max(1, max(ends) - LAST_SEQUENCES + 1)
         return replace(request, incarnation=newest[0].incarnation, from_sequence=first)
 
-    # What came back, and what should have
+    # Messages found, and messages expected
 
     async def _found(self, client: FloeClient) -> defaultdict[Chain, Trail]:
         if (info := await stream_info(client, self.stream)) is None:
@@ -367,7 +369,7 @@ class Drill:
         return trails
 
     def _expected(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> defaultdict[Chain, Trail]:
-        """By another way through the archive than the replay took. Blocking."""
+        """Read the messages of the archive, by another code path than the replay. Blocking."""
         trails, read = defaultdict[Chain, Trail](Trail), 0
         for each in ranges:
             document = self._documents.read_chain(each.chain)

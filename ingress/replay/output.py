@@ -1,4 +1,4 @@
-"""A plan and its end, for people and for programs."""
+"""Format the plan, the progress and the result of a replay, for people and for programs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from ingress.replay.survey import Outlook, lossy_text
 
 @dataclass(frozen=True, slots=True)
 class ReplayProgress:
-    """How far a replay is. `sequences`: accounted for, of `of`; `rows`: messages stored; `bytes`: of them, in this
-    run. `chain`, `sequence`: the last one stored; None before the first.
+    """The progress of a replay. `sequences`: accounted for, of `of`; `rows`: messages stored; `bytes`: of the messages
+    of this run. `chain`, `sequence`: the last sequence accounted for; None and 0 before the first.
     """
 
     rows: int
@@ -53,7 +53,7 @@ SHOWN = 10  # chains and holes
 
 
 def plan_json(view: Outlook, request: Request, refused: FloeError | None = None) -> dict[str, Any]:
-    """What `--dry-run --json` prints. `refused`: why it would not begin."""
+    """Return the document of `--dry-run --json`. `refused`: the error of a replay that would not begin."""
     former = view.former.receipt if isinstance(view.former, Remembered) else None
     info, recipe = view.info, view.recipe
     return {

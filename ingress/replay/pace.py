@@ -1,4 +1,4 @@
-"""How fast a replay goes: pure deciders over a monotonic clock."""
+"""The pace of a replay: pure rate limits over a monotonic clock, and a publisher that keeps to them."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -13,21 +13,21 @@ from common.tasks import Stop, wait_for
 from ingress.publishers.publisher import Outcome, Publisher
 from ingress.rows.rows import Ready, Rows
 
-BURST = 0.25  # seconds of the rate that may go at once after a pause
-LONGEST_WAIT = 0.5  # seconds; then the question is asked again
+BURST = 0.25  # seconds of the rate that may be sent at once after a pause
+LONGEST_WAIT = 0.5  # seconds until the next check of the pace
 
 
 @dataclass
 class Pace:
-    """A token bucket that one message may take below zero, so that a huge message is sent at all."""
+    """A token bucket. One message may take it below zero, so that even a huge message can be sent."""
 
     rate: float
     tokens: float = 0.0
     at: float | None = None
 
     def allowed(self, now: float, sizes: Sequence[int]) -> tuple[int, float]:
-        """How many of the next messages, of so many bytes, may go at `now` (monotonic seconds); if none, how many
-        seconds to wait. What is allowed counts as sent. `sizes` is not empty.
+        """Return how many of the next messages may be sent at `now` (monotonic seconds); if none, also the seconds to
+        wait. These messages count as sent. `sizes`: the bytes of each message, not empty.
         """
         return self.take(now, sizes)
 
@@ -42,18 +42,18 @@ class Pace:
 
 
 class MessageRate(Pace):
-    """At most `rate` messages a second."""
+    """A pace of at most `rate` messages a second."""
 
     def allowed(self, now: float, sizes: Sequence[int]) -> tuple[int, float]:
         return self.take(now, [1] * min(len(sizes), int(self.rate * BURST) + 1))
 
 
 class ByteRate(Pace):
-    """At most `rate` bytes a second, of payloads and header blocks."""
+    """A pace of at most `rate` bytes a second, of payloads and header blocks."""
 
 
 def pace_of(rate: str) -> Pace | None:
-    """The pace of `--rate`; None: as fast as the target takes. Raises UsageError."""
+    """Return the pace of `--rate`; None: as fast as the target accepts. Raises UsageError."""
     if not rate:
         return None
     number, value = rate.removesuffix("/s"), 0
@@ -64,7 +64,7 @@ def pace_of(rate: str) -> Pace | None:
     return MessageRate(value) if number.isdigit() else ByteRate(value)
 
 
-LOOK_AHEAD = 5_000  # messages that a pace is asked about at a time
+LOOK_AHEAD = 5_000  # the most messages in one call of `Pace.allowed`
 
 
 class Interrupted(Exception):
@@ -72,7 +72,7 @@ class Interrupted(Exception):
 
 
 class PacedPublisher:
-    """Sends as many of the rows as `pace` allows now, and waits where it allows none.
+    """A publisher that sends as many of the rows as `pace` allows now, and waits if it allows none.
 
     Raises Interrupted once `stop` is set, so that a slow replay need not finish its intent first.
     """
@@ -110,7 +110,7 @@ class Head(Rows):
 
 
 def upcoming(rows: Rows, start: int) -> list[int]:
-    """Bytes of the next messages."""
+    """Return the bytes of each of the next messages, at most `LOOK_AHEAD` of them."""
     sizes: list[int] = []
     before = 0
     for block in rows.blocks:

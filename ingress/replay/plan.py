@@ -1,4 +1,4 @@
-"""What a replay will read: pure values over coverage, footers and holes."""
+"""The plan of a replay: pure values computed from coverage, footers and holes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from common.segments.segment import UNREAD, Footer, Ledger, Reason, SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from ingress.replay.request import Request
 
-# Reasons for a message that the archive does not hold though no one chose to delete it.
+# Reasons for the absence of a message that nobody chose to delete.
 LOSSY = (Reason.SAMPLED_OUT, Reason.TOO_OLD, *UNREAD, Reason.LOST)
 
 
@@ -26,10 +26,10 @@ class ChainRange:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPart:
-    """A stretch that will be read, and what its segment says about itself.
+    """A stretch that will be read, and the footer of its segment.
 
-    `gone`: of the sequences that this segment did not read, at most how many no other segment has either; None where
-    no other segment covers any of them.
+    `gone`: an upper bound for the unread sequences of this segment that no other segment has either; None if no other
+    segment covers any of them.
     """
 
     stretch: Stretch[SegmentRef]
@@ -42,7 +42,7 @@ class ReplayPart:
 
     @property
     def rows(self) -> int:
-        """Its messages; an upper bound where only a part is wanted, or other segments may hold some of them."""
+        """Its messages; an upper bound if only a part is wanted, or if other segments may hold some of them."""
         return min(self.kept, len(self.stretch.rows))
 
     @property
@@ -61,15 +61,13 @@ class ReplayPart:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of subjects, headers and payloads; a proportional share where only a part is wanted."""
+        """Bytes of subjects, headers and payloads; a proportional share if only a part is wanted."""
         return self.footer.raw_bytes * self.rows // max(1, self.footer.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayChain:
-    """One chain. `holes`: sequences that nothing covers; `accepted`: those of them that an operator has given up for
-    good.
-    """
+    """One chain. `holes`: sequences that no segment covers; `accepted`: the holes within accepted gaps."""
 
     range: ChainRange
     parts: tuple[ReplayPart, ...]
@@ -110,7 +108,7 @@ class ReplayPlan:
 
     @property
     def bytes_to_read(self) -> int:
-        """Stored bytes. An upper bound: where only a part of a segment is wanted, only some row groups are read."""
+        """Stored bytes. An upper bound: if only a part of a segment is wanted, only some row groups are read."""
         return sum(part.stretch.segment.size for part in self.parts)
 
     @property
@@ -172,7 +170,7 @@ def range_json(each: ChainRange) -> dict[str, Any]:
 def stretches_of(
     refs: Iterable[SegmentRef], rows: SequenceRange, accepted: Sequence[SequenceRange]
 ) -> tuple[list[Stretch[SegmentRef]], list[SequenceRange], list[SequenceRange]]:
-    """The cover of `rows`, its holes, and those of the holes that lie within accepted gaps.
+    """Return the cover of `rows`, its holes, and the holes that lie within accepted gaps.
 
     A hole that is accepted in part counts as several.
     """
@@ -186,10 +184,11 @@ def stretches_of(
 def asked_range(
     begins: int, covered: int, ends: int | None, first: int | None, last: int | None
 ) -> SequenceRange | None:
-    """The sequences to replay of a chain that begins at `begins` and is covered up to `covered` (0: nothing is).
+    """Return the sequences to replay of a chain that begins at `begins` and is covered up to `covered` (0: not at all);
+    None if there are none.
 
-    `ends`: where its incarnation ended, None while it has not; nothing behind that is ever replayed. `first`, `last`:
-    what was asked for. None where none of it is there.
+    `ends`: the end of its incarnation, None if it has not ended; no later sequence is ever replayed. `first`, `last`:
+    the requested bounds.
     """
     low = max(begins, first or 1)
     high = min(covered if last is None else last, covered, MAX_SEQUENCE if ends is None else ends)
@@ -201,8 +200,8 @@ Moments = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class ArchivedSpan:
-    """What the archive holds of a chain: sequences (None: nothing), and the times (ns, inclusive) of the first and
-    the last message (None: its segments do not say).
+    """The archived part of a chain: sequences (None: nothing), and the times (ns, inclusive) of the first and the last
+    message (None: not known from its segments).
     """
 
     chain: Chain
@@ -212,10 +211,10 @@ class ArchivedSpan:
 
 
 def check_meets(request: Request, moments: Moments, archive: Sequence[ArchivedSpan], gone: Sequence[str] = ()) -> None:
-    """Raises UsageError where the bounds of `request` lie before or behind all that is archived. `gone`: what of them
-    retention deleted.
+    """Raise UsageError if the bounds of `request` are before or after the whole archive. `gone`: lines about requested
+    sequences that retention deleted.
 
-    Allowed are a range inside the archive that holds no messages, and an archive that holds nothing yet.
+    A range without messages inside the archive is permitted, and so is an archive that is still empty.
     """
     held = [each for each in archive if each.rows is not None]
     if held and not any(_meets(request, moments, each) for each in held):

@@ -1,7 +1,7 @@
-"""What is remembered of a replay: the request, the ranges it meant, the state of the target, its end.
+"""The receipt of a replay: its request, the ranges that it covers, the state of the target, its end.
 
-All of it is stored under one key of the state bucket. The state of the target has the form that ingress uses, so
-that the same steps, by compare-and-set, store it; this envelope is around it.
+All of it is stored under one key of the state bucket. The state of the target has the form that ingress uses, so the
+same compare-and-set steps store it; the receipt is an envelope around it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def receipt_key(target: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One replay. `ranges`: what the request meant when it began. `base`: the target's last sequence then.
+    """One replay. `ranges`: the ranges of the request at its start. `base`: the target's last sequence then.
 
     `rows`: how many messages; an upper bound unless `is_exact`. `begun`, `finished`: seconds since 1970; 0 for not
     finished. `skips_holes`: the operator allowed it.
@@ -59,7 +59,7 @@ class Receipt:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Receipt:
-        """Raises ValueError, KeyError, TypeError, FloeError."""
+        """Parse a receipt. Raises ValueError, KeyError, TypeError, FloeError."""
         request = Request.from_json(document["request"])
         ranges = [
             ChainRange(Chain.parse(chain), SequenceRange(int(first), int(last)))
@@ -72,7 +72,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What is stored: the receipt, the target's state, and the revision of the key."""
+    """A stored replay: the receipt, the target's state, and the revision of the key."""
 
     receipt: Receipt
     state: TargetState
@@ -81,14 +81,14 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """What is stored was not written by this version of Floe: why, and the revision of the key."""
+    """A stored value that this version of Floe did not write: the reason, and the revision of the key."""
 
     why: str
     revision: int
 
 
 async def remembered(bucket: KeyValue, target: str) -> Remembered | Unreadable | None:
-    """The last replay into `target`; None if there was none. Raises Unavailable."""
+    """Return the last replay into `target`; None if there was none. Raises Unavailable."""
     if (entry := await bucket.get(receipt_key(target))) is None:
         return None
     try:
@@ -117,13 +117,13 @@ def other(advice: Advice, receipt: Receipt) -> Stopped:
 
 
 class ReceiptBucket:
-    """The bucket as `ingress.checkpoint_store.StateStore` uses it, with `receipt` around each state."""
+    """A bucket for `ingress.checkpoint_store.StateStore`, with `receipt` around each state."""
 
     def __init__(self, bucket: KeyValue, receipt: Receipt) -> None:
         self._bucket, self.receipt = bucket, receipt
 
     async def get(self, key: str) -> KvEntry | None:
-        """The state alone. Raises Stopped where another replay's receipt is around it."""
+        """Return the state alone. Raises Stopped if the receipt around it is unreadable, or of another replay."""
         if (entry := await self._bucket.get(key)) is None:
             return None
         advice = Advice(self.receipt.request)
@@ -147,7 +147,7 @@ class ReceiptBucket:
 
 
 def _parsed(raw: bytes) -> tuple[Receipt, bytes]:
-    """The receipt, and the state within. Raises ValueError."""
+    """Return the receipt, and the state within. Raises ValueError."""
     try:
         document = json.loads(raw)
         if document["version"] != VERSION:

@@ -1,8 +1,8 @@
-"""One replay: look, refuse or begin, carry, go on after what passes by itself, remember the end.
+"""One replay: survey, check, carry rows into the target, retry after temporary errors, record the end.
 
 survey → checks → target made → receipt stored → carried by intents → receipt marked as finished
 
-A crash anywhere leaves nothing, or a receipt with which the same command goes on.
+A crash at any point leaves nothing, or a receipt from which the same command continues.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ from ingress.verdict.settle import Reconciler
 from ingress.verdict.verdict import Finding, IntentVerdict, TargetErrors, TargetReading, TargetStream
 
 THREADS = 6
-PATIENCE = 300.0  # seconds without progress until it is given up
+PATIENCE = 300.0  # seconds without progress before an error
 PAUSES = doubling(1.0, 15.0)  # seconds between attempts
-WATCH_SPACING = 0.25  # seconds between two looks at how far it is
+WATCH_SPACING = 0.25  # seconds between two checks of the progress
 
 
 class HeldError(LeaseLost):
-    """Another process holds the target, and keeps holding it."""
+    """Another process holds the lease of the target, and keeps it."""
 
     default_code = "E-REPLAY-RUNS"
 
@@ -71,14 +71,14 @@ def held_error(advice: Advice, key: str, holder: str) -> HeldError:
 
 
 class Tenures(tuple[Lease, ...]):
-    """The right to carry while all of these leases may be used (`ingress.verdict.settle.Tenure`)."""
+    """The leases of one target; usable while each of them is (`ingress.verdict.settle.Tenure`)."""
 
     def is_usable(self) -> bool:
         return all(lease.is_usable() for lease in self)
 
 
 class Replay:
-    """One request over one archive."""
+    """One replay from one archive."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Replay:
 
     @property
     def service(self) -> ServiceSettings:
-        """The source of a feed is on the server of egress, other targets are on that of ingress."""
+        """The settings of the target's server: of egress for the source of the feed, of ingress for other targets."""
         return self._settings.egress if self.request.into_source else self._settings.ingress
 
     @property
@@ -110,7 +110,7 @@ class Replay:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[FloeClient]:
-        """A connection for the length of the block; the threads are closed with it."""
+        """Connect for the duration of the block; close the threads with the connection."""
         with closing(self.threads):
             async with aclosing(await self.connect()) as client:
                 yield client
@@ -119,10 +119,10 @@ class Replay:
         nats = self._settings.nats_for("egress" if self.request.into_source else "ingress")
         return await connect(nats, name=f"floe replay {self._settings.instance}".strip(), clock=self.clock)
 
-    # Looking
+    # Survey and checks
 
     async def outlook(self, client: FloeClient) -> Outlook:
-        """What `run` would do; nothing is written. Raises what the target's configuration violates."""
+        """Preview `run`; nothing is written. Raises the errors of the survey, ConfigError for an unsuitable target."""
         request = self.request
         survey = ReplaySurvey(self.store, self.documents, self.threads, self.clock, request)
         plan, stream = await survey.look()
@@ -134,7 +134,9 @@ class Replay:
         return Outlook(plan, stream, info, recipe, await self.former(client), notes)
 
     async def refusal(self, client: FloeClient, view: Outlook) -> FloeError | None:
-        """Why `run` would refuse now; None where it would begin or go on. Nothing is written, no bucket is made."""
+        """Return the error of `run` if it would refuse now; None if it would begin or continue. Nothing is written, no
+        bucket is made.
+        """
         try:
             if continued(self._advice, view.former) is None:
                 await self._check(client, view)
@@ -164,7 +166,8 @@ class Replay:
     async def run(self, client: FloeClient, stop: Stop) -> ReplayResult:
         """Replay until all is stored, or until `stop` is set.
 
-        Raises Stopped, ConfigError, UsageError; HeldError where another replay runs; Unavailable after many attempts.
+        Raises Stopped, ConfigError, UsageError; HeldError if another process holds the target; a temporary error after
+        `PATIENCE` seconds without progress, or if `stop` is set before the next attempt.
         """
         started = moved = self.clock.monotonic()
         backoff, seen = Backoff(None, PAUSES), -1
@@ -184,7 +187,7 @@ class Replay:
                     raise
 
     async def _revision(self, client: FloeClient) -> int:
-        """Changes with every step of the replay; 0 where it cannot be read now."""
+        """Return a number that changes with every step of the replay; 0 if it cannot be read now."""
         with suppress(FloeError):
             if former := await self.former(client):
                 return former.revision
@@ -192,7 +195,7 @@ class Replay:
 
     async def _attempt(self, client: FloeClient, stop: Stop, started: float) -> ReplayResult:
         if not self._begun and await self.former(client) is None:
-            # Before its lease: an ingress must not be stopped for a replay that is then refused.
+            # Before the lease: an ingress must not be stopped for a replay that is then refused.
             await target.check_ingress(client, self._settings.ingress.state_bucket, self.request.target)
         async with self._leased(client, stop) as tenures:
             former = continued(self._advice, await self.former(client))
@@ -209,9 +212,9 @@ class Replay:
 
     @asynccontextmanager
     async def _leased(self, client: FloeClient, stop: Stop) -> AsyncIterator[Tenures]:
-        """The leases of replay and of ingress on the target; leases of a killed holder are waited for.
+        """Hold the leases of replay and of ingress on the target. Wait until leases of a killed holder expire.
 
-        An ingress that gets the target in the meantime then waits too. Raises HeldError where a holder lives on, or
+        An ingress that gets the target in the meantime waits too. Raises HeldError if a holder stays alive, or if
         `stop` is set first.
         """
         service, name = self.service, self.request.target
@@ -220,7 +223,7 @@ class Replay:
         try:
             for key in self._keys:
                 lease = await self._acquired(leases, key, stop)
-                # From now on: planning may take longer than a lease lives.
+                # Renewed from now on: planning may take longer than a lease lasts.
                 held[lease] = watched(lease.keep(), orphaned, name=f"keep-{key}")
             yield Tenures(held)
         finally:
@@ -240,7 +243,7 @@ class Replay:
             await wait_for(stop, min(0.5, leases.ttl / 4))
         return lease
 
-    # Beginning, or going on
+    # Begin, or continue
 
     def _resumed(self, former: Remembered) -> tuple[Receipt, TargetState]:
         if not self._begun:
@@ -257,7 +260,7 @@ class Replay:
         plan, last = view.plan, info.last_sequence
         ranges, skips = tuple(chain.range for chain in plan.chains), self.options.skip_holes
         receipt = Receipt(self.request, ranges, last, plan.rows, plan.is_exact, self.clock.now(), skips_holes=skips)
-        # What the target holds already need not be ours: it is not looked at.
+        # Messages that the target holds already may come from anyone: they are not read.
         positions = {each.chain: each.rows.first for each in ranges}
         state = TargetState(Checkpoint(last, info.created, positions, last))
         if view.former is not None:
@@ -294,21 +297,21 @@ def _rows(receipt: Receipt, state: TargetState) -> int:
 
 
 class Carrying:
-    """Carries one receipt from `state` on."""
+    """One run that carries the rows of a receipt into its target, from `state` on."""
 
     def __init__(
         self, work: Replay, client: FloeClient, receipt: Receipt, state: TargetState, tenures: Tenures
     ) -> None:
         self._work, self._client, self._receipt, self._tenures = work, client, receipt, tenures
         self._begun, self._target = state, receipt.request.target
-        # What has begun goes on without `--again`.
+        # A replay that has begun continues without `--again`.
         self._advice = Advice(receipt.request, replace(work.options, again=False))
         self.state, self.bytes_done = state, 0
 
     async def run(self, stop: Stop) -> bool:
-        """Carry until all is stored, or `stop` is set. Returns whether all is stored.
+        """Carry rows until all are stored, or `stop` is set. Return True if all are stored.
 
-        Raises Stopped with what to do, LeaseLost, and errors that pass by themselves.
+        Raises Stopped with a hint, LeaseLost, and temporary errors.
         """
         info = await self._look()
         states, envelope = await self._work.states(self._client, self._receipt)
@@ -326,7 +329,7 @@ class Carrying:
         positions, ranges = self.state.checkpoint.positions, self._receipt.ranges
         is_behind = all(positions.get(each.chain, 0) > each.rows.last for each in ranges)
         if is_done := is_behind and self.state.intent is None:
-            # Remember that all is stored.
+            # Record in the receipt that all is stored.
             stored = await states.load()
             envelope.receipt = replace(self._receipt, finished=self._work.clock.now())
             if stored.state != self.state or await states.save(self.state, stored.revision) is None:
@@ -389,7 +392,7 @@ class Carrying:
 
 
 class ReplayChoices(TargetErrors):
-    """What an operator does about a target that a replay found changed."""
+    """Errors about a target that changed during a replay, with hints for an operator."""
 
     def __init__(self, advice: Advice) -> None:
         super().__init__(advice.request.target)

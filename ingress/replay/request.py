@@ -1,4 +1,4 @@
-"""What an operator asks to be replayed: a value, checked, with a canonical form that tells two apart."""
+"""The request for a replay: a checked value, with a canonical form that distinguishes two requests."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from ingress.verdict.settle import LOOK_SPACING
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which messages to replay, and where to.
+    """The messages to replay, and their target.
 
-    `incarnation`, `partition` None: all that the range touches. `from_time`, `to_time`: as they were typed,
-    with a zone; `to_time` is exclusive, `to_sequence` inclusive. `since`, `until`: the same in seconds before
-    now, 0 for none.
-    `subjects`: filters of NATS, none for all. `prefix`: put before each subject, with a dot. `into_source`:
-    the target is the stream that the feed was frozen from. Raises UsageError where keys contradict.
+    `incarnation`, `partition`: None for all that the range touches. `from_time`, `to_time`: as they were typed, with a
+    zone; `to_time` is exclusive, `to_sequence` inclusive. `since`, `until`: the same in seconds before now, 0 for none.
+    `subjects`: filters of NATS, empty for all. `prefix`: put before each subject, with a dot. `into_source`: the target
+    is the stream that the feed was frozen from. Raises UsageError if keys contradict each other.
     """
 
     site: str
@@ -71,9 +70,9 @@ class Request:
         return self.incarnation is not None and (self.from_sequence or 0) > end
 
     def moments(self, now: float) -> tuple[int | None, int | None]:
-        """From (inclusive) and to (exclusive) in ns since 1970, at `now` (seconds); None: no such bound.
+        """Return the begin (inclusive) and the end (exclusive) in ns since 1970, at `now` (seconds); None: no bound.
 
-        Raises UsageError where it begins at or behind its end.
+        Raises UsageError if the begin is not before the end.
         """
         begin = _time("", self.from_time) if self.from_time else None
         if self.since:
@@ -87,7 +86,7 @@ class Request:
         return begin, end
 
     def bounds(self, *names: str) -> str:
-        """The options of these keys that are given, as they were typed."""
+        """Return the given options among these keys, as they were typed."""
         said = {
             name: format_duration(value) if isinstance(value, float) else value
             for name in names
@@ -96,10 +95,11 @@ class Request:
         return " ".join(f"{_option(name)} {value}" for name, value in said.items())
 
     def chains(self, known: Sequence[Chain]) -> list[Chain]:
-        """Those of `known` that are asked for, by incarnation and partition. If none is of the feed, `known` is every
-        chain.
+        """Return the requested chains of `known`, by incarnation and partition. `known`: every chain if none is of the
+        feed.
 
-        By sequences without an incarnation: the newest incarnation. Raises UsageError where there are none.
+        A range of sequences without an incarnation is one of the newest incarnation. Raises UsageError if there are no
+        such chains.
         """
         feed = [c for c in known if (c.site, c.feed) == (self.site, self.feed)]
         if not feed:
@@ -115,10 +115,10 @@ class Request:
             raise UsageError(f"{where}: expected one of {', '.join(there[:20])}, found {', '.join(asked)}")
         return sorted(found, key=lambda c: (c.incarnation, c.partition))
 
-    # Its forms
+    # Forms of the request
 
     def to_json(self) -> dict[str, Any]:
-        numbers = ("incarnation", "partition")  # for which 0 is a value
+        numbers = ("incarnation", "partition")  # 0 is a value of these
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -127,12 +127,12 @@ class Request:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Request:
-        """Raises TypeError, UsageError."""
+        """Parse a request. Raises TypeError, UsageError."""
         return cls(**{**document, "subjects": tuple(document.get("subjects", ()))})
 
     @property
     def digest(self) -> str:
-        """16 hex digits, equal for equal requests, whatever the order of subjects."""
+        """16 hex digits, equal for equal requests, regardless of the order of subjects."""
         document = {**self.to_json(), "subjects": sorted(set(self.subjects))}
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
@@ -163,16 +163,17 @@ def _time(option: str, text: str) -> int:
         raise UsageError(f"{option}: {error}") from error
 
 
-# Options that are given or not.
+# Options without a value.
 FLAGS = ("create", "append", "allow_lossy", "skip_holes", "again")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """`again`: begin from the start, whatever is remembered of a former replay. `pace` None: as fast as possible.
+    """The options of one replay. `again`: begin from the start, regardless of the record of a former replay. `pace`:
+    None for as fast as possible.
 
-    `paced`: the options of the pace, to repeat them. `look_spacing`: seconds between the three looks that confirm a
-    verdict.
+    `paced`: the options of the pace, to repeat them. `look_spacing`: seconds between the three reads of the target that
+    confirm a verdict.
     """
 
     create: bool = False
@@ -193,7 +194,7 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """How a replay ended. `finished`: all is stored; `was_done`: by an earlier run. `rows`: messages stored by all
+    """The result of a replay. `finished`: all is stored; `was_done`: by an earlier run. `rows`: messages stored by all
     its runs; `rows_now`, `bytes`, `seconds`: of this run.
     """
 
@@ -218,7 +219,7 @@ SHOWN = 10  # holes
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The commands of one replay. `options`: what its command line allowed; each command repeats them."""
+    """The commands of one replay, for hints. `options`: those of its command line; each command repeats them."""
 
     request: Request
     options: ReplayOptions = field(default_factory=ReplayOptions)
@@ -246,7 +247,7 @@ class Advice:
         return f"nats stream purge {shlex.quote(self.request.target)} --force"
 
     def source(self, name: str) -> str:
-        """`name`: the stream that the feed was frozen from, which is not the target; empty: not known."""
+        """Return the hint for a target that is not the source. `name`: the source of the feed; empty: not known."""
         words, other = f"replay into {self.request.target}, which is another stream", self._of(into_source=False)
         if not name:
             return ways((words, other.same()))

@@ -1,4 +1,4 @@
-"""Rows for a replay, decoded ahead of whoever publishes them: the planned ranges, in order, and their end."""
+"""The rows of a replay, decoded ahead of the publisher: the planned ranges, in order, and their end."""
 
 import asyncio
 from collections import deque
@@ -39,7 +39,7 @@ log = get_logger(__name__)
 
 
 class ReplayPreparer(Preparer):
-    """Prepares the rows that match the filters of `request` (no filters: all rows)."""
+    """A preparer of the rows that match the filters of `request` (no filters: all rows)."""
 
     def __init__(self, chain: Chain, request: Request, limits: TargetLimits) -> None:
         mark = b"%b: %b" % (REPLAY, request.digest.encode()) if request.into_source else b""
@@ -52,14 +52,14 @@ class ReplayPreparer(Preparer):
 
 
 class ReplayRegistry(ChainRegistry):
-    """Gives out preparers for the request of `advice`."""
+    """A registry of chains with preparers for the request of `advice`."""
 
     def __init__(self, limits: TargetLimits, advice: Advice, ask_limits: AskLimits) -> None:
         super().__init__(target_settings(advice.request), limits, ask_limits)
         self.advice = advice
 
     def preparer(self, chain: Chain) -> ReplayPreparer:
-        """A new one; used by one thread at a time."""
+        """Return a new preparer; used by one thread at a time."""
         return ReplayPreparer(chain, self.advice.request, self.limits)
 
 
@@ -78,19 +78,19 @@ def matching(batch: pa.RecordBatch, subjects: tuple[str, ...]) -> pa.RecordBatch
     return batch.filter(mask)
 
 
-VANISHED = 5  # times that a segment may be gone before giving up
-MOST_ROWS = 50_000  # of one intent: progress is reported after each
+VANISHED = 5  # times that a segment may be gone before an error
+MOST_ROWS = 50_000  # rows of one intent; progress is reported after each intent
 
 
 class _StaleError(Exception):
-    """The replay has begun again at other positions: what was decoded is not used."""
+    """The replay has begun again at other positions: the decoded rows are not used."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """One chain: the next sequence to decode, the last one wanted, what is left of its cover.
+    """One chain: the next sequence to decode, the last one wanted, the rest of its cover.
 
-    `looked_again`: what is missing at the position was looked for twice.
+    `looked_again`: the segments were listed again because no stretch begins at the position.
     """
 
     chain: Chain
@@ -105,9 +105,9 @@ class _Turn:
 class ReplaySource:
     """The rows of `ranges` (`ingress.delivery.RowSource`).
 
-    Incarnations one after the other, their partitions in turn, a stretch of a segment at a time. `may_skip`: whether
-    a hole is accepted. `memory_limit`: bytes. `finished`: set at the end of the ranges, once everything that was
-    ready has been taken. `bytes_done`: of the messages whose intents were closed.
+    Incarnations come one after the other, their partitions in turn, a stretch of a segment at a time. `may_skip`:
+    returns True for a hole that may be skipped. `memory_limit`: bytes. `finished`: set at the end of the ranges, once
+    all ready rows have been taken. `bytes_done`: of the messages in closed intents.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ReplaySource:
         self._again, self.finished = asyncio.Event(), asyncio.Event()
         self._damaged: set[str] = set()
         self._stored: Mapping[Chain, int] = {}
-        self._sent: dict[tuple[Chain, SequenceRange], int] = {}  # bytes of the last rows, as far as nobody closed them
+        self._sent: dict[tuple[Chain, SequenceRange], int] = {}  # bytes of the last rows, unless their intent is closed
         self.bytes_done = 0
 
     # For the publisher
@@ -147,12 +147,14 @@ class ReplaySource:
         self._count()
 
     def closed(self, positions: Mapping[Chain, int]) -> None:
-        """Everything below `positions` is stored."""
+        """Receive the `positions` of a closed intent: all rows below them are stored."""
         self._stored = positions
         self._count()
 
     def _count(self) -> None:
-        """Rows are released before their intent is closed, or behind that, or it is not closed at all."""
+        """Count the rows of closed intents. Rows are released before or after their intent is closed, or it is never
+        closed.
+        """
         done = [sent for sent in self._sent if sent[1].last < self._stored.get(sent[0], 0)]
         self.bytes_done += sum(map(self._sent.pop, done))
 
@@ -206,7 +208,7 @@ class ReplaySource:
             turn.stretches.clear()
 
     async def _next(self, turn: _Turn) -> Stretch[SegmentRef] | None:
-        """The next stretch at or behind the position; None behind the last."""
+        """Return the next stretch at or after the position; None if there is none."""
         if not turn.stretches:
             refs = await self._threads.run(self._store.list, turn.chain, position=turn.position)
             usable = [ref for ref in refs if ref.key not in self._damaged]
@@ -223,7 +225,7 @@ class ReplaySource:
 
     async def _pass(self, turn: _Turn, hole: SequenceRange) -> None:
         if not turn.looked_again:
-            # A listing may be hours old, and damage may have been repaired: look once more before it counts.
+            # A listing may be hours old, and damage may have been repaired: list once more before the hole counts.
             turn.looked_again = True
             turn.stretches.clear()
             self._damaged.clear()
@@ -237,7 +239,7 @@ class ReplaySource:
             raise hole_error(self._chains.advice, turn.chain, hole)
 
     def _append(self, turn: _Turn, block: Block) -> None:
-        """Raises _StaleError where the replay has begun again elsewhere in the meantime."""
+        """Append a decoded block. Raises _StaleError if the replay has meanwhile begun again at other positions."""
         if turn.generation != self._generation:
             raise _StaleError
         turn.position, turn.looked_again = block.piece.rows.last + 1, False
@@ -245,7 +247,7 @@ class ReplaySource:
 
 
 class ReplayRecall(Recall):
-    """Its hints about missing rows of an open intent are those of a replay."""
+    """A recall with the hints of a replay, for missing rows of an open intent."""
 
     _chains: ReplayRegistry
 
@@ -261,7 +263,7 @@ class ReplayRecall(Recall):
 
 
 def gone_error(chain: Chain, floor: Floor, advice: Advice | None = None) -> Stopped:
-    """What was to be replayed was deleted meanwhile. `advice`: None where nothing is carried yet."""
+    """Return the error for rows that retention deleted meanwhile. `advice`: None before the replay begins."""
     left = "put the segments back from a copy of the bucket; or replay what is left"
     hint = ways((left, advice.same("--skip-holes"))) if advice else "give the same command again: it takes what is left"
     return Stopped(f"chain {chain}: {floor}", hint=hint, code="E-FLOOR")

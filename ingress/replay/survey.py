@@ -1,8 +1,7 @@
-"""Looks into the archive: which chains and sequences a request means, which segments hold them, what is not
-there.
+"""Survey the archive for a request: find its chains and sequences, the segments that hold them, and the holes.
 
-Nothing is written. Only footers of segments are read, and the sequences of rows that came late. A listing is
-repeated where compaction has removed a segment that it named.
+Nothing is written. Only footers are read, and the sequences and times of rows if a time bound or a segment with unread
+sequences needs them. A listing is repeated if compaction has removed a segment that it named.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ from ingress.replay.source import gone_error, hole_error
 
 
 class Timing:
-    """The segments `refs` of one chain that begins at `begins`. Blocking; raises SegmentGone."""
+    """The times of the segments `refs` of a chain that begins at `begins`. Blocking; raises SegmentGone."""
 
     def __init__(self, store: SegmentStore, refs: Sequence[SegmentRef], begins: int) -> None:
         self._store, self._refs, self._begins = store, list(refs), begins
@@ -50,8 +49,8 @@ class Timing:
         self._covered = max((ref.coverage.last for ref in refs), default=0)
 
     def between(self, moments: Moments) -> tuple[int, int] | None:
-        """First and last sequence from the first moment (inclusive) to the second (exclusive); None: nothing is
-        there.
+        """Return the first and last sequence from the first moment (inclusive) to the second (exclusive); None if there
+        is none.
         """
         begin_ns, end_ns = moments
         first, last = self._begins, self._covered
@@ -62,37 +61,37 @@ class Timing:
         return (first, last) if first <= last else None
 
     def extent(self) -> Moments:
-        """The least and the greatest time (ns) in the archive; None: not known."""
+        """Return the least and the greatest time (ns) in the archive; None: not known."""
         begin = next((stretch.rows.first for stretch in cover(self._refs, self._begins)), 0)
         first, last = self._timeline.telling(begin), self._timeline.telling(self._covered)
         first_ns = first and first[1][0]
         if last is None or last[0].rows.last < self._covered:
             return first_ns, None
         stretch, (_, newest) = last
-        tip = None  # the last message that was examined, which need not have become a row
+        tip = None  # the last message that was examined; it need not have become a row
         with suppress(SegmentCorrupt):
             tip = self._store.footer(stretch.segment).tip
         return first_ns, max(newest, tip.timestamp_ns if tip else 0)
 
     def _from(self, moment_ns: int) -> int:
-        """The first sequence that may be at or after the moment; behind the end where there is none."""
+        """Return the first sequence that may be at or after the moment; one after the end if there is none."""
         found = self._timeline.begin_at(moment_ns)
         last = None if found else self._timeline.telling(self._covered)
         return found or (last[0].rows.last + 1 if last else self._begins)
 
 
-GROUP = 64  # segments that are examined from one report of progress to the next
-LISTINGS = 3  # tries, each on a new listing
+GROUP = 64  # segments that are examined between two reports of progress
+LISTINGS = 3  # attempts, each on a new listing
 Progress = Callable[[Chain, int, int], None]  # chain, segments of it that were examined, segments to examine
 
 
 def known_chains(documents: ChainStore, request: Request) -> list[Chain]:
-    """The chains of the feed; where it has none, all chains. Blocking."""
+    """Return the chains of the feed; if it has none, all chains. Blocking."""
     return documents.chains(request.site, request.feed) or documents.chains()
 
 
 class ReplaySurvey:
-    """Looks into one archive for what `request` means now. `notes`: what an operator should know before."""
+    """A survey of one archive for `request`, at this time. `notes`: remarks for an operator, before the replay."""
 
     def __init__(
         self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock, request: Request
@@ -101,12 +100,12 @@ class ReplaySurvey:
         self._request = request
         self.progress: Progress = lambda *_: None
         self._moments: Moments = (None, None)
-        self._gone: list[str] = []  # what retention deleted of what is asked for
+        self._gone: list[str] = []  # lines about requested sequences that retention deleted
         self.notes: list[str] = []
 
     async def look(self) -> tuple[ReplayPlan, StreamDocument | None]:
-        """The plan, and the document of the source stream. Raises UsageError, what the store raises, DataError where
-        damage lies behind damage, Unavailable where segments vanish again and again.
+        """Return the plan, and the document of the source stream. Raises UsageError, errors of the store, DataError if
+        segments that replace damaged ones are damaged too, Unavailable if segments vanish again and again.
         """
         request = self._request
         chains = request.chains(await self._threads.run(known_chains, self._documents, request))
@@ -116,12 +115,12 @@ class ReplaySurvey:
             newest = f"{chains[-1].incarnation:04d}"
             self.notes.append(f"sequences are those of incarnation {newest}, the newest")
         looked = [await self._relisted(chain) for chain in chains]
-        self.notes += dict.fromkeys(self._gone)  # chains are looked at again where segments vanish
+        self.notes += dict.fromkeys(self._gone)  # a chain is listed again if segments vanish
         check_meets(request, self._moments, [held for held, _ in looked], self._gone)
         plans = [await self._planned(each) for _, each in looked if each is not None]
         return ReplayPlan(tuple(plans), bool(request.subjects)), stream
 
-    # Which sequences
+    # Sequences
 
     async def _relisted(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
         for _ in range(LISTINGS - 1):
@@ -133,7 +132,7 @@ class ReplaySurvey:
             raise vanishing_error(chain) from error
 
     async def _range(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
-        """What the archive holds of the chain, and what of it is asked for (None: nothing)."""
+        """Return the archived part of the chain, and the requested range of it (None: nothing)."""
         request, moments = self._request, self._moments
         refs = await self._threads.run(self._store.list, chain)
         begins, ends, floor = await self._bounds(chain)
@@ -150,7 +149,7 @@ class ReplaySurvey:
             held = replace(held, first_ns=first_ns, last_ns=last_ns)
             begin_ns = moments[0]
             if floor and begin_ns is not None and first_ns is not None and begin_ns >= first_ns:
-                floor = None  # nothing of what is gone is asked for
+                floor = None  # no deleted sequence is requested
             if floor and (request.from_sequence or 1) < floor.first:
                 self._gone.append(f"{chain}: {floor}")
             if timed is None:
@@ -167,8 +166,8 @@ class ReplaySurvey:
         return held, None if rows is None else ChainRange(chain, rows)
 
     async def _bounds(self, chain: Chain) -> tuple[int, int | None, Floor | None]:
-        """Where the chain begins, where its incarnation ended (None: it has not), and what retention left of it (None:
-        all).
+        """Return the begin of the chain, the end of its incarnation (None: it has not ended), and its floor (None:
+        retention deleted nothing).
         """
         call = self._threads.run
         document, floor, end = await asyncio.gather(
@@ -181,10 +180,10 @@ class ReplaySurvey:
             return first, end, None
         return floor.first, end, floor
 
-    # Which segments
+    # Segments
 
     async def _planned(self, each: ChainRange) -> ReplayChain:
-        """Raises DataError where segments are damaged again and again, Unavailable where they vanish."""
+        """Plan one chain. Raises DataError if segments are damaged again and again, Unavailable if they vanish."""
         lost, damaged = set[str](), set[str]()
         found = await self._threads.run(self._documents.gaps, each.chain)
         gaps = [gap.range for gap in found]
@@ -199,7 +198,7 @@ class ReplaySurvey:
                 parts += await asyncio.gather(*(self._threads.run(_part, self._store, s, usable) for s in some))
             wrong = {s.segment.key: p for s, p in zip(stretches, parts, strict=True) if isinstance(p, DataError)}
             floor = await self._threads.run(self._documents.floor, each.chain) if holes and not wrong else None
-            if floor is not None and holes[0].first < floor.first:  # raised since the look began
+            if floor is not None and holes[0].first < floor.first:  # raised after the survey began
                 raise gone_error(each.chain, floor)
             if not wrong:
                 sound = tuple(part for part in parts if isinstance(part, ReplayPart))
@@ -212,8 +211,8 @@ class ReplaySurvey:
 
 
 def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart | DataError:
-    """With its footer; the error where the segment is gone or damaged. Blocking; reads rows only where others of
-    `refs` may have what the segment did not read.
+    """Return the part with its footer; the error if the segment is gone or damaged. Blocking; reads rows only if others
+    of `refs` may hold the unread sequences of the segment.
     """
     try:
         footer = store.footer(stretch.segment)
@@ -251,8 +250,8 @@ def _verify(chain: Chain) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """`stream`: what the source was. `info`: the target, None where it is missing; `recipe`: how it would be made.
-    `former`: the last replay into it.
+    """A preview of a replay. `stream`: the document of the source. `info`: the target, None if it is missing; `recipe`:
+    its configuration if it is made. `former`: the last replay into it.
     """
 
     plan: ReplayPlan
@@ -264,9 +263,9 @@ class Outlook:
 
 
 def continued(advice: Advice, former: Remembered | Unreadable | None) -> Remembered | None:
-    """The former replay that the one of `advice` goes on with, or that did it already; None to begin.
+    """Return the former replay of the same request, finished or to be continued; None to begin.
 
-    Raises Stopped where another one is not finished, or the record cannot be read.
+    Raises Stopped if another replay is not finished, or if its record cannot be read.
     """
     if former is None or advice.options.again:
         return None
@@ -281,7 +280,7 @@ def continued(advice: Advice, former: Remembered | Unreadable | None) -> Remembe
 
 
 def check_plan(plan: ReplayPlan, advice: Advice) -> None:
-    """Raises Stopped where the archive holds less than was asked for, and no option allows that."""
+    """Raise Stopped if the archive holds less than the request, and no option allows that."""
     if plan.is_lossy and not advice.options.allow_lossy:
         raise Stopped(
             f"the archive of this range is a copy, not a backup: {lossy_text(plan)}",
@@ -294,7 +293,7 @@ def check_plan(plan: ReplayPlan, advice: Advice) -> None:
 
 
 def lossy_text(plan: ReplayPlan) -> str:
-    """How much of what was published is there: `kept 1,204 of 9,800 messages (sampled_out 8,596)`."""
+    """Describe the archived share of the published messages: `kept 1,204 of 9,800 messages (sampled_out 8,596)`."""
     kept = sum(part.kept for part in plan.parts)
     counts = [f"{name} {count:,}" for name, count in plan.ledger.to_json().items()]
     return f"kept {kept:,} of {kept + plan.missing:,} messages ({', '.join(counts) or 'sampled'})"

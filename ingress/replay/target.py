@@ -1,4 +1,4 @@
-"""The stream that is replayed into: whether it may be, and how it is made where it was lost."""
+"""The target stream of a replay: check it, and create it if it was lost."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,28 +22,28 @@ from ingress.replay.source import target_settings
 
 log = get_logger(__name__)
 
-# What a stream is made again with. Other keys would write or read elsewhere, change subjects, or refuse what
-# was stored once: mirror, sources, subject_transform, republish, sealed, no_ack, …
+# Keys of a stream that is made again. Other keys would write to or read from other streams, change subjects, or refuse
+# messages that were stored once: mirror, sources, subject_transform, republish, sealed, no_ack, …
 KEPT = (
     "description", "subjects", "retention", "storage", "num_replicas", "max_age", "max_bytes", "max_msgs",
     "max_msgs_per_subject", "max_msg_size", "max_consumers", "discard", "duplicate_window", "compression",
     "placement", "consumer_limits", "allow_rollup_hdrs", "allow_msg_ttl", "deny_delete", "deny_purge",
 )  # fmt: skip
-SUBJECTS_OVERLAP = 10065  # together with those of another stream
-# Not settings of the user who made the stream.
+SUBJECTS_OVERLAP = 10065  # error: another stream has some of the subjects
+# Keys that are not settings of a user.
 _OWN = ("name", "metadata", "first_seq", "allow_direct", "allow_atomic", "allow_batched", "mirror_direct")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a missing target is made. `left_out`: settings of the lost stream that it does not get."""
+    """The configuration of a missing target. `left_out`: settings of the lost stream that it does not get."""
 
     config: dict[str, Any]
     left_out: tuple[str, ...] = ()
 
 
 def recipe(request: Request, document: StreamDocument | None) -> Recipe:
-    """The configuration of the stream that was frozen, under the target's name. Raises ConfigError."""
+    """Return the configuration of the frozen stream, under the target's name. Raises ConfigError without a document."""
     if document is None:
         raise ConfigError(
             f"target {request.target}: expected stream.json of {request.site}/{request.feed}, found none",
@@ -63,7 +63,7 @@ def recipe(request: Request, document: StreamDocument | None) -> Recipe:
 
 
 async def create(client: FloeClient, recipe: Recipe, advice: Advice) -> StreamInfo:
-    """Raises ConfigError where the server refuses."""
+    """Create the target. Raises ConfigError if the server refuses."""
     name = recipe.config["name"]
     try:
         info = await create_stream(client, recipe.config)
@@ -78,7 +78,7 @@ async def create(client: FloeClient, recipe: Recipe, advice: Advice) -> StreamIn
 
 
 async def look(client: FloeClient, request: Request) -> StreamInfo | None:
-    """What the server says of the target. Raises ConfigError where it is not of the right kind."""
+    """Return the target, None if it is missing. Raises ConfigError if its configuration is unsuitable."""
     info = await stream_info(client, request.target)
     if info is not None and (found := list(problems(info.config, target_settings(request)))):
         raise ConfigError(*(f"target {request.target}: {problem}" for problem in found), code="E-TARGET")
@@ -110,7 +110,7 @@ def not_empty(advice: Advice, info: StreamInfo) -> FloeError:
 
 
 def check_source(advice: Advice, document: StreamDocument | None) -> None:
-    """Raises ConfigError where the target should be the feed's source and is not."""
+    """Raise ConfigError if the target should be the source of the feed and is not."""
     name = None if document is None else document.config.get("name")
     request = advice.request
     if request.into_source and name != request.target:
@@ -122,7 +122,7 @@ def check_source(advice: Advice, document: StreamDocument | None) -> None:
 
 
 async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> None:
-    """Raises Stopped where ingress remembers the target: ingress would stop at what a replay puts there."""
+    """Raise Stopped if ingress has a state of the target: it would stop at the messages of a replay."""
     if await KeyValue(client, state_bucket, optional=True).get(state_key(INGRESS, target)) is not None:
         elsewhere = "replay into another stream; or empty it and have ingress fill it again"
         raise Stopped(

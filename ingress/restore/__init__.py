@@ -1,1 +1,1 @@
-"""Brings a lost stream back from the archive as it was: sequences, times, bytes, configuration and consumers."""
+"""Restore a lost stream from the archive exactly: sequences, times, bytes, configuration and consumers."""

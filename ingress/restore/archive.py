@@ -1,7 +1,7 @@
-"""The archive that nats-server makes a stream from (`$JS.API.STREAM.RESTORE`): what goes into it, and in which form.
+"""The archive from which nats-server restores a stream (`$JS.API.STREAM.RESTORE`): its content and its two forms.
 
-Since 2.15 the server takes the messages themselves (`logical.py`), before that the files of a stream (`files.py`).
-Both travel as an S2 stream (snappy's framing); Floe does not compress, since what is in the archive has been.
+Since 2.15 the server accepts the messages themselves (`logical.py`), before that the files of a stream (`files.py`).
+Both forms are sent as an S2 stream (snappy's framing). Floe does not compress its frames.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _FRAME = struct.Struct("<I I")
 
 @dataclass(frozen=True, slots=True)
 class ArchiveConsumer:
-    """A consumer and where it stood. Whoever makes it bounds all sequences by the end of what is restored.
+    """A consumer and its position. The caller bounds all stream sequences by the last one of the restored stream.
 
-    `delivered`, `ack_floor`: consumer sequence and stream sequence. `pending`: by stream sequence, the consumer
-    sequence and time (ns) of the delivery, of those that are delivered and not acknowledged; empty where they are not
-    known. `redelivered`: how often each of them was delivered, beyond the first time.
+    `delivered`, `ack_floor`: consumer sequence and stream sequence. `pending`: the messages that were delivered and not
+    acknowledged, empty if they are not known; for each stream sequence the consumer sequence and the time (ns) of the
+    delivery. `redelivered`: for each stream sequence the number of deliveries after the first.
     """
 
     name: str
@@ -55,9 +55,10 @@ class ArchiveConsumer:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveState:
-    """What the rows come to. The stream goes on after `last_sequence`: the end of coverage, at or behind the last row.
+    """The state of the restored stream. New messages begin after `last_sequence`.
 
-    `first_sequence` is that of the first row; without rows, one after `last_sequence`.
+    `first_sequence`: of the first row; without rows, one after `last_sequence`. `last_sequence`: at or after the last
+    row: the end of coverage, or of the sequences that are skipped after it.
     """
 
     messages: int
@@ -68,7 +69,7 @@ class ArchiveState:
     last_timestamp_ns: int
 
     def to_json(self, consumers: int) -> dict[str, Any]:
-        """As nats-server writes it; `consumers`: their number."""
+        """Return the state in the form of nats-server. `consumers`: their number."""
         return {
             "messages": self.messages,
             "bytes": self.bytes,
@@ -81,10 +82,10 @@ class ArchiveState:
 
 
 class ArchiveWriter(Protocol):
-    """Makes the bytes of one archive. Call `head` once, `rows` for each batch in ascending order, `tail` once.
+    """A writer of one archive. Call `head` once, `rows` for each batch in ascending order, `tail` once.
 
-    Each piece is whole frames, at most a little more than `CHUNK` bytes, so `KEEP_ALIVE` may stand between any two of
-    them. A server gives up after 5 s without a byte.
+    Each piece that they yield consists of whole frames and is at most a little larger than `CHUNK` bytes. So
+    `KEEP_ALIVE` may be sent between any two pieces. A server ends the restore after 5 s without a byte.
     """
 
     @property
@@ -100,13 +101,13 @@ class ArchiveWriter(Protocol):
 
 
 def archive_writer(stream: str, version: str, form: str = "auto", *, force: bool = False) -> ArchiveWriter:
-    """A writer for a nats-server of this version, such as `2.14.6`; `stream`: the name that it is restored under.
+    """Return a writer for nats-server `version`, such as `2.14.6`. `stream`: its name after the restore.
 
-    `form`: `logical`, `files`, which every server takes and which keeps when the stream was created, or `auto`. Raises
-    ConfigError for servers before 2.10, or that lack the form, for a version that is none, and without `force` for
-    minors newer than those that it is tried with: the form may have changed.
+    `form`: `logical`; `files`, which every server accepts and which keeps the creation time of the stream; or `auto`.
+    Raises ConfigError for a server before 2.10, for a server that lacks the form, for an invalid version, and, without
+    `force`, for a minor newer than the tested ones: the form may have changed.
     """
-    # These build on this file.
+    # These modules import this one.
     from ingress.restore.files import FilesWriter
     from ingress.restore.logical import LogicalWriter
 
@@ -138,11 +139,11 @@ def _text(minor: tuple[int, int]) -> str:
     return ".".join(map(str, minor))
 
 
-# Consumers, as they were captured
+# Captured consumers
 
 
 def bounded(captured: CapturedConsumers, end: int) -> tuple[list[ArchiveConsumer], list[str]]:
-    """The consumers to restore, with no position behind `end`; and what of them is not as it was, in words."""
+    """Return the consumers to restore, with no position after `end`, and a line of text for each deviation."""
     found, notes = list[ArchiveConsumer](), list[str]()
     if passing := sum(not each.config.get("durable_name") for each in captured.consumers):
         notes.append(f"{counted(passing, 'ephemeral consumer')} left out: applications make them again")
@@ -150,14 +151,14 @@ def bounded(captured: CapturedConsumers, end: int) -> tuple[list[ArchiveConsumer
         config = {**each.config}
         if not config.get("durable_name"):
             continue
-        # A declaration by its application is compared with `_nats.req.level` too; the others the server makes anew.
+        # The server compares `_nats.req.level` with the declaration of an application, and writes the others itself.
         config["metadata"] = {
             key: value
             for key, value in (config.get("metadata") or {}).items()
             if not key.startswith("_nats.") or key == "_nats.req.level"
         }
         if subject := config.get("deliver_subject"):
-            config["deliver_subject"] = unmuted(subject)  # captured between a promotion and what follows it
+            config["deliver_subject"] = unmuted(subject)  # captured after a promotion, before `GuardedStream.deliver`
         delivered = (each.delivered_consumer, each.delivered_stream)
         floor = (each.ack_floor_consumer, each.ack_floor_stream)
         if each.ack_pending:
@@ -185,8 +186,8 @@ def bounded(captured: CapturedConsumers, end: int) -> tuple[list[ArchiveConsumer
 def with_replicas(
     consumers: Sequence[ArchiveConsumer], config: Mapping[str, Any]
 ) -> tuple[list[ArchiveConsumer], list[str]]:
-    """The consumers with as many replicas as a stream of this configuration allows them, and in words each that gets
-    another number: at most those of the stream, and for retention by interest exactly those.
+    """Return the consumers with replica counts that a stream of this configuration permits, and a line of text for each
+    changed count. A consumer has at most as many replicas as the stream; with interest retention exactly as many.
     """
     found, notes, most = list[ArchiveConsumer](), list[str](), int(config.get("num_replicas") or 1)
     for consumer in consumers:
@@ -198,7 +199,7 @@ def with_replicas(
     return found, notes
 
 
-# What makes a consumer deliver by itself, or end by itself.
+# Keys that make a consumer push messages, or expire.
 _UNASKED = (
     "deliver_subject",
     "deliver_group",
@@ -210,19 +211,19 @@ _UNASKED = (
 
 
 def quiet(consumer: ArchiveConsumer) -> ArchiveConsumer:
-    """The same as one that delivers only when it is asked: the subscribers of the real one must hear nothing twice."""
+    """Return it as a pull consumer that never expires: subscribers of the real one must receive no message twice."""
     return replace(consumer, config={key: value for key, value in consumer.config.items() if key not in _UNASKED})
 
 
 def muted(consumer: ArchiveConsumer, stream: str) -> ArchiveConsumer:
-    """The same, which delivers to a subject without subscribers until the stream is put to use."""
+    """Return the consumer with a delivery subject that has no subscribers, for the time until promotion."""
     if not (subject := consumer.config.get("deliver_subject")):
         return consumer
     return replace(consumer, config={**consumer.config, "deliver_subject": f"{GUARD}{stream}.{subject}"})
 
 
 def unmuted(subject: str) -> str:
-    """The `deliver_subject` that a consumer had before `muted`; any other as it is."""
+    """Return the `deliver_subject` from before `muted`; any other subject is unchanged."""
     return subject.removeprefix(GUARD).partition(".")[2] if subject.startswith(GUARD) else subject
 
 
@@ -230,7 +231,7 @@ def unmuted(subject: str) -> str:
 
 
 def frames(data: bytes | memoryview) -> Iterator[bytes]:
-    """`data` in uncompressed frames of at most `CHUNK` bytes."""
+    """Yield `data` in uncompressed frames of at most `CHUNK` bytes."""
     for start in range(0, len(data), CHUNK):
         part = bytes(data[start : start + CHUNK])
         crc = google_crc32c.value(part)
@@ -242,7 +243,7 @@ def frames(data: bytes | memoryview) -> Iterator[bytes]:
 
 
 class RawColumns(NamedTuple):
-    """Rows as both forms of an archive need them; `headers` and `payload` are empty where a row has none."""
+    """Rows in the layout that both forms of an archive need; `headers` and `payload` are empty if a row has none."""
 
     sequence: Numbers
     timestamp_ns: npt.NDArray[np.int64]
@@ -261,7 +262,7 @@ class RawColumns(NamedTuple):
 
 
 def raw_columns(batch: pa.RecordBatch) -> RawColumns:
-    """Subjects byte for byte, as the stream had them."""
+    """Return the columns of a batch, its subjects byte for byte as in the stream."""
     subject = batch.column("subject")
     if isinstance(subject, pa.DictionaryArray):
         subject = subject.dictionary_decode()
@@ -278,7 +279,7 @@ def raw_columns(batch: pa.RecordBatch) -> RawColumns:
 
 
 def parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch]:
-    """The rows in turn, as few batches of at most `most` bytes; a row with more stands alone."""
+    """Split the rows, in order, into few batches of at most `most` bytes; a larger row is a batch of its own."""
     ends = np.cumsum(row_sizes(batch).to_numpy())
     start = before = 0
     while start < len(ends):
@@ -288,20 +289,20 @@ def parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch]:
 
 
 def sizes(values: pa.Array[Any]) -> Numbers:
-    """Bytes of each value; there must be no null."""
+    """Return the size of each value in bytes; there must be no null."""
     found: Numbers = pc.binary_length(values).to_numpy().astype(np.uint64)  # type: ignore[call-overload]
     return found
 
 
 def fixed(numbers: npt.NDArray[Any]) -> pa.Array[Any]:
-    """Each row of an array as its bytes."""
+    """Return the bytes of each row of an array, as one binary value."""
     width = numbers.nbytes // max(1, len(numbers))
     offsets = np.arange(0, (len(numbers) + 1) * width, max(1, width), dtype=np.int32)[: len(numbers) + 1]
     return _binary(offsets, np.ascontiguousarray(numbers))
 
 
 def varints(*columns: Numbers) -> pa.Array[Any]:
-    """Of each row its numbers, one after the other, each in the fewest bytes of 7 bits, lowest first (`uvarint`)."""
+    """Encode the numbers of each row one after another, each in the fewest 7-bit digits, lowest first (`uvarint`)."""
     blocks = [_varint(column) for column in columns]
     digits = np.concatenate([block for block, _ in blocks], axis=1)
     used = np.concatenate([used for _, used in blocks], axis=1)
@@ -311,7 +312,7 @@ def varints(*columns: Numbers) -> pa.Array[Any]:
 
 
 def _varint(numbers: Numbers) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-    """The digits of each number, as many as the greatest has, and which of them are written."""
+    """Return the digits of each number, as many as the greatest has, and a mask of the digits to write."""
     width = max(1, -(-int(numbers.max(initial=0)).bit_length() // 7))
     digits, used = np.empty((len(numbers), width), np.uint8), np.ones((len(numbers), width), np.bool_)
     for index in range(width):
@@ -332,7 +333,7 @@ def _binary(offsets: npt.NDArray[np.int32], data: npt.NDArray[Any]) -> pa.Array[
 
 
 def joined(*columns: pa.Array[Any]) -> tuple[memoryview, npt.NDArray[np.int32]]:
-    """The values of each row in one, all rows one after the other, and where each begins (one more: the end)."""
+    """Concatenate the values of each row, and all rows. Return the bytes, and the start of each row and the end."""
     rows = pc.binary_join_element_wise(*columns, pa.scalar(b"", pa.binary()))  # type: ignore[call-overload]
     _, ends, data = rows.buffers()
     offsets = np.frombuffer(ends, np.int32)[rows.offset : rows.offset + len(rows) + 1]
@@ -353,5 +354,5 @@ def uvarint(number: int) -> bytes:
 
 
 def varint(number: int) -> bytes:
-    """A number with a sign, which becomes its last bit."""
+    """Encode a signed number; its sign becomes the last bit."""
     return uvarint(number << 1 if number >= 0 else (-number << 1) - 1)

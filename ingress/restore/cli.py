@@ -1,4 +1,4 @@
-"""`floe restore` and `floe drill`."""
+"""Define the commands `floe restore` and `floe drill`."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ async def restore(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Bring a lost stream back as it was: sequences, times, headers, configuration, consumers with their positions.
+    """Restore a lost stream exactly: sequences, times, headers, configuration, consumers with their positions.
 
-    The stream must not exist. Until all is compared no producer reaches it. A restore that was killed is begun
-    again by the same command. Exit 3 where what came back differs: then it is not put to use. On a terminal it
-    asks before.
+    The stream must not exist. No producer reaches it before everything is compared. The same command starts a
+    killed restore again. Exit 3 if the restored stream differs: then it is not promoted. On a terminal it asks for
+    confirmation.
 
     \b
     Example: floe restore -c site.yaml us-east/NODES --dry-run
@@ -206,8 +206,8 @@ async def drill(
     """Replay a part of a feed into a scratch stream, compare it with the archive, and remove it.
 
     Without bounds, the last 10,000 sequences. With --exact the whole stream is restored under a scratch name and
-    compared in everything: messages, state, configuration, consumers with their positions. Exit 3 where what comes
-    back differs, or the archive has holes.
+    compared: messages, state, configuration, consumers with their positions. Exit 3 if there are differences, or the
+    archive has holes.
 
     \b
     Examples:
@@ -248,7 +248,7 @@ async def drill(
 
 
 def _check_drill(is_exact: bool, asked: Mapping[str, Any]) -> None:
-    """`asked`: what the other kind of drill has. Raises UsageError."""
+    """Check that no option of the other kind of drill is given. `asked`: those options. Raises UsageError."""
     wrong = [f"--{key.replace('_', '-')}" for key, value in asked.items() if value not in (None, False)]
     if is_exact and (wrong := [each for each in wrong if each not in ("--to-sequence", "--to-time")]):
         raise UsageError(f"{', '.join(wrong)}: expected none with --exact, which takes the stream from its beginning")

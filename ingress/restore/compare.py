@@ -1,7 +1,7 @@
-"""What came back, against what was sent: the stream settles, is read back from each of its replicas and compared.
+"""Compare a restored stream with the rows that were sent: wait until it is at rest, then read back each replica.
 
-What was sent is remembered as a digest for each 10,000 rows, or fewer that are large (`Digests`), over all five fields.
-Where a digest differs, the rows of that block are read from the archive once more, and compared one by one.
+A digest over all five fields is kept for each 10,000 rows that were sent, or for fewer large ones (`Digests`). If a
+digest differs, the rows of that block are read from the archive again, and compared one by one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ingress.replay.drill import MAX_EXAMPLES, Differences, fingerprint
 from ingress.restore.archive import ArchiveConsumer, muted, raw_columns
 from ingress.restore.plan import RestorePlan, guarded_config
 
-ROWS = 10_000  # of one digest, at most
-SIZE = 8 * 1024 * 1024  # bytes of one digest: about, since rows are added by batches
+ROWS = 10_000  # the most rows of one digest
+SIZE = 8 * 1024 * 1024  # bytes of one digest; approximate, because rows are added in batches
 SAMPLES = 20  # blocks that `--verify sample` reads back
 
 
 @dataclass(frozen=True, slots=True)
 class DigestBlock:
-    """Rows `first` to `last`, both sequences of rows, and their digest."""
+    """A block of rows: the sequences of its first and its last row, the number of rows, and their digest."""
 
     first: int
     last: int
@@ -47,7 +47,7 @@ class DigestBlock:
 
 @dataclass
 class Digests:
-    """The blocks of rows that are added, ascending; call `close` behind the last."""
+    """The digests of the rows that are added, in ascending order; call `close` after the last row."""
 
     blocks: list[DigestBlock] = field(default_factory=list)
     rows: int = 0
@@ -74,7 +74,7 @@ class Digests:
 
 
 def block_of(batches: Sequence[pa.RecordBatch]) -> DigestBlock:
-    """Of at least one row. Rows in other batches have the same digest."""
+    """Return the block of at least one row. The digest does not depend on the division into batches."""
     digest, parts = blake2b(digest_size=16), [raw_columns(batch) for batch in batches]
     for part in parts:
         digest.update(part.sequence.tobytes())
@@ -98,7 +98,7 @@ def _offsets(column: Any) -> Any:
     return np.frombuffer(column.buffers()[1], kind)[column.offset : column.offset + len(column) + 1]
 
 
-# Until it is at rest
+# Waiting until the stream is at rest
 
 
 async def raw_info(client: FloeClient, stream: str) -> dict[str, Any]:
@@ -107,8 +107,9 @@ async def raw_info(client: FloeClient, stream: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """`answers` in a row, over at least `span` seconds, must say that all replicas are there; `patience`: seconds
-    without progress until it is given up; `consumers`: seconds for consumers to appear.
+    """Conditions for a stream at rest. `answers`: consecutive answers, over at least `span` seconds, that report all
+    replicas as current; `patience`: seconds without progress before an error; `consumers`: seconds for consumers to
+    appear.
     """
 
     answers: int = 5
@@ -120,18 +121,18 @@ class Settling:
 async def settle(
     client: FloeClient, stream: str, consumers: Sequence[str], clock: Clock, settling: Settling | None = None
 ) -> list[str]:
-    """Waits until all replicas hold the stream and all `consumers` are there; the servers that hold it, none where it
-    is only one.
+    """Wait until all replicas hold the stream and all `consumers` exist. Return the servers that hold the stream, none
+    if it has no replicas.
 
-    The first answers of a cluster say too much. Raises Unavailable where it does not come to rest, Stopped where
-    consumers do not appear.
+    The first answers of a cluster may wrongly report all replicas as current. Raises Unavailable if the stream does not
+    come to rest, Stopped if consumers do not appear.
     """
     settling = settling or Settling()
     good, lags, moved = 0, -1, clock.monotonic()
     while True:
         info = await raw_info(client, stream)
         cluster, wanted = info.get("cluster") or {}, int(info["config"].get("num_replicas") or 1) - 1
-        replicas = cluster.get("replicas") or []  # none, too, where the server has not begun its group yet
+        replicas = cluster.get("replicas") or []  # also empty if the server has not started its group yet
         behind = [each for each in replicas if not each.get("current") or each.get("lag") or each.get("offline")]
         good = 0 if behind or len(replicas) < wanted or (replicas and not cluster.get("leader")) else good + 1
         if not (replicas or wanted) or good >= settling.answers:
@@ -167,10 +168,11 @@ Reread = Callable[[SequenceRange], Iterator[pa.RecordBatch]]
 
 @dataclass(frozen=True, slots=True)
 class ReadBack:
-    """`read`: rows that were read back, of each copy; `copies`: the servers whose copy was read, none for the only one.
+    """The result of a comparison. `read`: rows read back from each copy; `copies`: the servers of the copies that were
+    read, none if there is only one copy.
 
-    `dropped`: rows that the server does not hold for reasons of its configuration: limits, TTL, acknowledged by all.
-    `wrong`: what is not as it was sent, in words.
+    `dropped`: rows that the server does not hold because of its configuration: limits, TTL, acknowledged by all.
+    `wrong`: differences in the state of the stream, as text.
     """
 
     read: int = 0
@@ -186,7 +188,7 @@ class ReadBack:
 
 @dataclass(frozen=True, slots=True)
 class SentRows:
-    """What was sent: its blocks, the number of rows, the last sequence; `config`: that of the guarded stream."""
+    """The rows that were sent: their blocks, their number, the last sequence; `config`: of the guarded stream."""
 
     blocks: Sequence[DigestBlock]
     rows: int
@@ -198,16 +200,16 @@ class SentRows:
         return self.blocks[0].first if self.blocks else self.end + 1
 
     def is_limited(self) -> bool:
-        """Whether the server may drop the oldest."""
+        """True if the server may drop the oldest messages."""
         return any(int(self.config.get(key) or 0) > 0 for key in ("max_msgs", "max_bytes"))
 
     def is_consumed(self) -> bool:
-        """Whether the server may drop what is acknowledged."""
+        """True if the server may drop acknowledged messages."""
         return bool(self.config.get("retention", "limits") != "limits")
 
 
 def state_differences(expected: SentRows, state: Mapping[str, Any]) -> Iterator[str]:
-    """What of STREAM.INFO's `state` is not as it was sent, in words."""
+    """Yield the differences of STREAM.INFO's `state` from the rows that were sent, as text."""
     if (last := int(state.get("last_seq", 0))) != expected.end:
         yield f"expected the last sequence {expected.end}, found {last}"
     count, first = int(state.get("messages", 0)), int(state.get("first_seq", 0))
@@ -222,7 +224,9 @@ def state_differences(expected: SentRows, state: Mapping[str, Any]) -> Iterator[
 
 
 class Comparer:
-    """Reads a stream back. `reread`: the archived rows of a range, more than were sent where some are folded."""
+    """A comparer that reads a stream back. `reread`: returns the archived rows of a range, also those that the fold
+    removed; `tell`: receives the number of rows read back so far.
+    """
 
     def __init__(
         self, client: FloeClient, stream: str, expected: SentRows, reread: Reread, tell: Callable[[int], None]
@@ -231,7 +235,7 @@ class Comparer:
         self._reread, self._tell = reread, tell
 
     async def run(self, verify: str, servers: Sequence[str]) -> ReadBack:
-        """`verify`: `full`, `sample` or `state`; in full the copies of all `servers` are read."""
+        """Compare the stream. `verify`: `full`, which reads the copies of all `servers`, `sample` or `state`."""
         state = (await raw_info(self._client, self._stream))["state"]
         wrong = tuple(state_differences(self._expected, state))
         if verify == "state" or wrong:
@@ -262,7 +266,7 @@ class Comparer:
     async def _read(
         self, server: str, blocks: Sequence[DigestBlock]
     ) -> AsyncIterator[tuple[DigestBlock, list[Message]]]:
-        """Each block with the messages that the stream has up to its end, and behind that of the one before."""
+        """Yield each block with the messages of the stream up to its end and after the end of the previous block."""
         waiting, held = list(reversed(blocks)), list[Message]()
         start = From(blocks[0].first if len(blocks) == 1 else 1)
         async with aclosing(scan(self._client, self._stream, start, until=blocks[-1].last, server=server)) as pieces:
@@ -299,10 +303,10 @@ class Comparer:
         lost = max(0, block.rows - same - altered)
         may_lack = lost if self._expected.is_consumed() else min(lost, expiring)
         if self._expected.is_limited() and (not rows or rows[0].sequence > block.first):
-            may_lack = lost  # the oldest
+            may_lack = lost  # limits drop the oldest messages
         if lost > may_lack:
             examples.append(f"{block.first}..{block.last}: {lost - may_lack} lost")
-        repeated = max(0, same + altered - block.rows)  # folded, and there all the same
+        repeated = max(0, same + altered - block.rows)  # the fold removed them, but the stream holds them
         if repeated:
             examples.append(f"{block.first}..{block.last}: {repeated} that were deleted")
         differences = Differences(
@@ -317,7 +321,7 @@ class Comparer:
 
 
 def _plain(message: Message) -> Message:
-    """No headers and an empty block are one to the server."""
+    """Return the message with None for an empty header block: the server does not distinguish the two."""
     return Message(message.sequence, message.timestamp_ns, message.subject, message.headers or None, message.payload)
 
 
@@ -327,7 +331,7 @@ def _plus(one: ReadBack, other: ReadBack) -> ReadBack:
 
 
 def _all(results: Sequence[ReadBack], servers: tuple[str, ...]) -> ReadBack:
-    """The first copy that differs, else the last."""
+    """Return the result of the first copy that differs, else of the last; `dropped` is the maximum of all copies."""
     found = next((each for each in results if not each.is_same), results[-1])
     return ReadBack(found.read, servers, max(each.dropped for each in results), found.differences, found.wrong)
 
@@ -336,8 +340,8 @@ def _all(results: Sequence[ReadBack], servers: tuple[str, ...]) -> ReadBack:
 
 
 async def differences(client: FloeClient, plan: RestorePlan, *, positions: bool = True) -> list[str]:
-    """What of the guarded stream's configuration and of its consumers is not as planned, in words. `positions`: where
-    consumers stand, too.
+    """Return the differences of the guarded stream's configuration and consumers from the plan, as text. `positions`:
+    compare the positions of consumers too, and report consumers that are not in the plan.
     """
     info = await raw_info(client, plan.name)
     config, first = info["config"], int(info["state"].get("first_seq") or 0)
@@ -355,8 +359,8 @@ async def differences(client: FloeClient, plan: RestorePlan, *, positions: bool 
 
 
 def unlike(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of `expected` that `found` has otherwise, as where a server does not know them; what is empty may be
-    absent, and metadata is compared without what the server or a restore writes there.
+    """Yield, as text, the keys of `expected` that have another value in `found`, for example because the server does
+    not know them. An empty value may be absent. Metadata keys of the server and of a restore are not compared.
     """
     for key, value in expected.items():
         ours, theirs = (_own(value), _own(found.get(key))) if key == "metadata" else (value, found.get(key))
@@ -365,7 +369,7 @@ def unlike(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[st
 
 
 def _is_kept(ours: Any, theirs: Any) -> bool:
-    """What a newer server adds within a value is no difference."""
+    """True if the values are equal, apart from keys that a newer server adds within `theirs`."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping | None):
         return all(_is_kept(value, (theirs or {}).get(key)) for key, value in ours.items())
     if isinstance(ours, list) and isinstance(theirs, list):
@@ -381,7 +385,7 @@ def _position_differences(consumer: ArchiveConsumer, state: Mapping[str, Any], f
     for key, (count, sequence) in (("delivered", consumer.delivered), ("ack_floor", consumer.ack_floor)):
         where = state.get(key) or {}
         found = int(where.get("consumer_seq", 0)), int(where.get("stream_seq", 0))
-        # The server puts who stood before the first message to where that begins, and may count anew from there.
+        # The server moves a position before the first message up to that message, and may restart its count there.
         moved = max(sequence, first - 1)
         if found not in ((count, sequence), (count, moved), (0 if sequence < moved else count, moved)):
             yield f"expected {key} {sequence} (as {count}), found {found[1]} (as {found[0]})"

@@ -1,7 +1,7 @@
-"""An exact drill: the whole stream is restored under a scratch name, compared in everything, and removed.
+"""An exact drill: restore the whole stream under a scratch name, compare everything, and remove it.
 
-It stays under the guard of a restore, so no producer and no reader of the real stream reaches it, and its consumers
-deliver to nobody. On the server that `floe restore` would choose, or on one that is started for it.
+The stream keeps the guard of a restore. So no producer and no reader of the real stream reaches it, and its consumers
+deliver to nobody. It is on the server that `floe restore` would choose, or on one that is started for the drill.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ingress.restore.plan import RestoreRequest
 from ingress.restore.preflight import room_error
 from ingress.restore.restore import Restore, RestoreReport, RestoreTuning
 
-MOST_PAYLOAD = 64 * 1024 * 1024  # bytes of a message that a server of ours takes: the most that one can
-LOOKS = 10  # at the consumers, a second apart: in a cluster their positions come late
+MOST_PAYLOAD = 64 * 1024 * 1024  # bytes of a message, for a server that Floe starts: the maximum of nats-server
+LOOKS = 10  # checks of the consumers, a second apart: in a cluster their positions arrive late
 
 
 class OwnServer(Protocol):
@@ -46,20 +46,20 @@ class OwnServer(Protocol):
     def url(self) -> str: ...
 
     def start(self) -> None:
-        """Returns when JetStream is ready. Raises RuntimeError."""
+        """Start the server and return when JetStream is ready. Raises RuntimeError."""
 
     def close(self) -> None:
-        """Stops the process that was started, and no other."""
+        """Stop the process that `start` started, and no other."""
 
 
-#: Makes a server that keeps all in a folder: called with it, `users` (passwords by name) and `max_payload`. Raises
-#: FileNotFoundError where there is no program for it.
+#: Makes a server that stores everything in one folder. Its arguments are the folder, `users` (passwords by name) and
+#: `max_payload`. Raises FileNotFoundError if the program is not installed.
 ServerMaker = Callable[..., OwnServer]
 
 
 @dataclass(frozen=True, slots=True)
 class ExactReport:
-    """What came back. `wrong`: what of the configuration and the consumers is not as it was, in words."""
+    """The result of an exact drill. `wrong`: differences in the configuration and the consumers, as text."""
 
     restored: RestoreReport
     server: str
@@ -96,7 +96,7 @@ class ExactReport:
 
 
 class ExactDrill:
-    """One exact drill of a feed. `make_server` None: on the server that `floe restore` would choose."""
+    """One exact drill of a feed. `make_server`: None for the server that `floe restore` would choose."""
 
     def __init__(
         self,
@@ -112,13 +112,14 @@ class ExactDrill:
             request = replace(request, replicas=1, server="local")
         self._request = replace(request, name=NAME + secrets.token_hex(6), promote=False)
         self._settings, self._clock, self._teller, self._make_server = settings, clock, teller, make_server
-        # A name that nobody knows need not be looked at several times.
+        # The scratch name is random, so one check that it is free is enough.
         tuning = RestoreTuning(looks=1)
         self._restore = Restore(settings, self._request, store, documents, clock, teller, tuning)
 
     async def run(self, stop: Stop) -> ExactReport:
-        """Raises as `Restore.run`, and Unavailable where `stop` is set before the end. Stream, and a server that was
-        started, are removed in every case.
+        """Run the drill. In every case, remove the stream, and the server that was started.
+
+        Raises the errors of `Restore.run`, and Unavailable if `stop` is set before the end.
         """
         if self._make_server is None:
             async with self._restore.connected() as client:
@@ -127,14 +128,14 @@ class ExactDrill:
             return await self._compared(client, stop, "a server of its own")
 
     async def _beside_others(self, client: FloeClient, stop: Stop) -> ExactReport:
-        """On a server that others use: under a lease, by which the next drill knows what was left behind."""
+        """Drill on a server that others use, under a lease: a stream without one is a leftover for the next drill."""
         scratch, name = Scratch(client, self._restore.service, self._settings.instance, self._clock), self._request.name
         try:
             for left in await scratch.sweep():
                 self._teller.say(f"removed {left}, which a former drill left")
             async with scratch.claimed(name) as lease:
                 return await while_held(lease, self._compared(client, stop, "the server"))
-        except ApiError as error:  # such as of the bucket of the leases
+        except ApiError as error:  # for example of the lease bucket
             if (full := await room_error(client, error, self._request, name)) is None:
                 raise
             raise full from error
@@ -152,7 +153,7 @@ class ExactDrill:
 
     @asynccontextmanager
     async def _own_server(self, make: ServerMaker) -> AsyncIterator[NatsSettings]:
-        """A server on loopback that only this process may use, and that ends with it."""
+        """Start a server on loopback that only this process may use, and that ends with it."""
         folder, password = self._settings.spool_dir, secrets.token_urlsafe(24)
         with closing(Spool(Path(folder) if folder else None)) as spool:
             home = spool.new_folder()

@@ -1,17 +1,18 @@
-"""The archive of nats-server 2.10 to 2.14: a tar of the files of a stream, of which the server makes its index anew.
+"""The archive of nats-server 2.10 to 2.14: a tar of the files of a stream. The server rebuilds its index from them.
 
     meta.inf, meta.sum              configuration, and its hash
     obs/{consumer}/meta.inf, …sum   the same of each consumer
-    obs/{consumer}/o.dat            where it stood
+    obs/{consumer}/o.dat            its position
     msgs/{n}.blk                    up to 8 MB of records, n from 1 on
 
 A record: its length (the highest bit: with headers), sequence, time (ns), length of the subject, subject, length of the
-headers and they where there are some, payload, and a hash of all that but the lengths. Sequences between two records
-count as deleted, one by one within a block, so a wide gap begins a block. A coverage that ends behind the last row ends
-in a record of an erased message, in a block of its own: in that of the last row it slows replicas of 2.10 to a crawl.
+headers and the headers if there are any, payload, and a hash of all these except the lengths. Sequences between two
+records count as deleted, one by one within a block; so a wide range of them begins a new block. If the stream ends
+after the last row, the last record is that of an erased message, in a block of its own: in the block of the last row
+it would make replicas of 2.10 extremely slow.
 
-A stream that the server keeps in memory cannot be given back in this form; a consumer with `mem_storage` begins anew.
-Servers before 2.14 tell after a restart that the stream was made when it was restored.
+This form cannot restore a stream to memory, only to disk; a consumer with `mem_storage` starts from the beginning.
+After a restart, servers before 2.14 report the time of the restore as the creation time of the stream.
 From nats-server: server/filestore.go, server/store.go (`encodeConsumerState`).
 """
 
@@ -51,13 +52,13 @@ WIDEST_GAP = 10_000  # sequences that a block holds as deleted between two of it
 _ERASED = 1 << 63
 _HEADERS = 1 << 31
 _FIXED = 4 + 8 + 8 + 2 + 8  # bytes of a record beside subject, headers and payload
-_CONSUMER_STATE = bytes([22, 2])  # the server's mark of a file, and the version of what follows
+_CONSUMER_STATE = bytes([22, 2])  # the server's file mark, and the version of the format
 _JSON = msgspec.json.Encoder()
 _END = b"\0" * 1024
 
 
 class FilesWriter:
-    """`ArchiveWriter` for servers before 2.15. It holds one block, which is put out when the next one begins."""
+    """An `ArchiveWriter` of the file form, which every server accepts. It holds one block until the next one begins."""
 
     format = "files"
 
@@ -76,7 +77,7 @@ class FilesWriter:
         yield START
         yield from self._hashed("", self._stream, meta)
         for each in consumers:
-            # Configuration is what the API calls it; `Created` and `Name` are the file's own.
+            # The configuration has the keys of the API; `Created` and `Name` belong to the file.
             config = {**each.config, "name": each.name, "Created": each.created, "Name": each.name}
             yield from self._hashed(f"obs/{each.name}/", f"{self._stream}/{each.name}", _JSON.encode(config))
             yield from self._file(f"obs/{each.name}/o.dat", consumer_state(each))
@@ -96,11 +97,11 @@ class FilesWriter:
 
     @property
     def _key(self) -> bytes:
-        """By which the records of the block that is open are hashed."""
+        """The key of the hashes of the records in the open block."""
         return sha256(f"{self._stream}-{self._index}".encode()).digest()
 
     def _records(self, rows: RawColumns) -> Iterator[bytes]:
-        """Adds the rows to the open block, and puts out each that is full."""
+        """Add the rows to the open block, and yield each block that is full."""
         ends = np.cumsum(_lengths(rows).astype(np.int64))
         before = np.concatenate([[np.uint64(self._last or rows.sequence[0])], rows.sequence[:-1]])
         wide = np.flatnonzero(rows.sequence - before > WIDEST_GAP)
@@ -126,7 +127,7 @@ class FilesWriter:
             self._block = bytearray()
 
     def _hashed(self, folder: str, name: str, meta: bytes) -> Iterator[bytes]:
-        """A configuration, and its hash by the name of what it is of."""
+        """Yield the file of a configuration and that of its hash. `name`: the key of the hash."""
         yield from self._file(f"{folder}meta.inf", meta)
         yield from self._file(f"{folder}meta.sum", hash_of(sha256(name.encode()).digest(), meta).hex().encode())
 
@@ -139,13 +140,13 @@ class FilesWriter:
 
 
 def _lengths(rows: RawColumns) -> Any:
-    """Bytes of each record."""
+    """Return the length of each record in bytes."""
     headers = sizes(rows.headers)
     return np.uint64(_FIXED) + sizes(rows.subject) + headers + np.uint64(4) * (headers > 0) + sizes(rows.payload)
 
 
 def _encoded(key: bytes, rows: RawColumns) -> memoryview:
-    """The records of one block, or of a part of it."""
+    """Encode the records of one block, or of a part of it."""
     words = np.stack([rows.sequence, rows.timestamp_ns.view(np.uint64)], axis=1)
     numbers = fixed(words.astype("<u8"))
     hashes = highwayhash64(key, *joined(numbers, rows.subject, rows.headers, rows.payload))
@@ -164,7 +165,9 @@ def _encoded(key: bytes, rows: RawColumns) -> memoryview:
 
 
 def consumer_state(consumer: ArchiveConsumer) -> bytes:
-    """`o.dat`: positions, then what is pending and redelivered, counted from the ack floor. Times are whole seconds."""
+    """Encode `o.dat`: the positions, then pending and redelivered messages, relative to the ack floor. Times are in
+    whole seconds.
+    """
     (delivered, delivered_stream), (floor, floor_stream) = consumer.delivered, consumer.ack_floor
     found = [_CONSUMER_STATE, *map(uvarint, (floor, floor_stream, delivered, delivered_stream))]
     found.append(uvarint(len(consumer.pending)))

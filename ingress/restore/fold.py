@@ -1,8 +1,8 @@
-"""What is left of archived rows: the archive holds more than the stream did at its end.
+"""Remove the archived rows that the stream no longer held at its end: the archive holds more than the stream did.
 
-`Fold` takes off, row by row, what a later row rolled up, what was deleted, what `max_msgs_per_subject` dropped, and
-each schedule of which a later row says that the server removed it when it fired for the last time. A limit that was
-raised since counts for as long as it was in force, as far as captured configurations say.
+`Fold` removes, row by row, the rows that a later row rolled up, the deleted rows, the rows that `max_msgs_per_subject`
+dropped, and each schedule that the server removed when it fired for the last time, as a later row shows. A limit that
+was raised later counts for as long as it was in force, as far as captured configurations show.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SWITCHES = ("allow_rollup_hdrs", "allow_msg_schedules", "allow_msg_ttl")
 
 
 def limit_of(config: Mapping[str, Any], key: str) -> int:
-    """0: no limit."""
+    """Return the limit `key` of a configuration; 0: no limit."""
     return max(0, int(config.get(key) or 0))
 
 
 def is_raised(old: CapturedConfig, new: CapturedConfig, key: str) -> bool:
-    """Return true for a limit that was raised or lifted: the stream had dropped messages that the new one keeps."""
+    """True if a limit was raised or lifted: the stream had dropped messages that the new configuration keeps."""
     before, since = limit_of(old.config, key), limit_of(new.config, key)
     return before > 0 and not 0 < since <= before
 
@@ -47,8 +47,8 @@ def is_raised(old: CapturedConfig, new: CapturedConfig, key: str) -> bool:
 def changes(
     configs: Sequence[CapturedConfig], deletions: CapturedDeletions | None
 ) -> Iterator[tuple[CapturedConfig, CapturedConfig, int]]:
-    """Each configuration with the one behind it, and a sequence up to which the first was in force. `configs`: the
-    oldest first. Those of before `deletions` were captured are left out: these say what the stream held then.
+    """Yield each configuration with the next one, and a sequence up to which the first was in force. `configs`: the
+    oldest first. A pair is left out if `deletions` are not older than its second: they show which rows were held then.
     """
     for old, new in pairwise(configs):
         if deletions is None or deletions.moment_ns < new.moment_ns:
@@ -57,7 +57,7 @@ def changes(
 
 
 def hashes(batch: pa.RecordBatch) -> npt.NDArray[np.uint64]:
-    """64 bits for each row, equal for equal subjects within this process."""
+    """Return 64 bits for each row, equal for equal subjects within this process."""
     text = batch.column("subject")
     encoded: Any = text if isinstance(text, pa.DictionaryArray) else text.dictionary_encode()
     each = np.array([*map(_hash, encoded.dictionary.to_pylist())], np.uint64)
@@ -71,8 +71,8 @@ def _hash(subject: str) -> int:
 
 @dataclass
 class _Subjects:
-    """By hash of a subject, ascending: how many rows it has since its last rollup, the sequence of that (0: none), and
-    how many of the rows a limit has dropped, the first ones.
+    """Counts for each subject, ascending by its hash. `rows`: its rows since its last rollup; `rollup`: the sequence of
+    that rollup (0: none); `dropped`: how many of the rows, counted from the first, a limit has dropped.
     """
 
     hash: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
@@ -81,7 +81,7 @@ class _Subjects:
     dropped: Whole = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def then(self, *later: _Subjects) -> _Subjects:
-        """Both, where a rollup of a later one takes off what was counted before."""
+        """Return the sum of all counts; a rollup in a later one discards the rows that were counted before it."""
         every = (self, *later)
         hash_ = np.concatenate([each.hash for each in every])
         if not len(hash_):
@@ -97,18 +97,18 @@ class _Subjects:
         before[starts] = np.maximum(before[starts], sums[starts] - rows[starts])
         ends = np.r_[starts[1:], len(hash_)] - 1
         left, newest = sums[ends] - np.maximum.reduceat(before, starts), np.maximum.reduceat(rollup, starts)
-        # Only what stood here before has dropped any: it comes first of its subject.
+        # Only `self` has dropped rows, and its entry is the first of each subject.
         return _Subjects(hash_[starts], left, newest, np.where(newest > rollup[starts], 0, dropped[starts]))
 
 
 class Fold:
-    """Takes off the rows that the stream did not hold any more at its end, in two passes over the same batches.
+    """A filter that removes the rows that the stream no longer held at its end.
 
-    `config`: of the stream at its end. Where it has `allow_msg_ttl`, a message that had expired when a later one of its
-    subject came has pushed none out. `deletions`: what egress captured; `configs`: those that the stream had, oldest
-    first. What they say of the stream behind `end` does not count, as a message may have gone because of one behind it.
-    Call `see` with every batch and `end_pass`, as often as `passes` says; then `left` with every batch again. No row is
-    left below `floor`, the first sequence that the stream held when its configuration was captured last.
+    `config`: of the stream at its end. `deletions`, `configs`: as captured by egress, `configs` the oldest first. The
+    stream state of a `configs` entry after `end` is ignored: a message may have gone because of one after `end`. If any
+    configuration has `allow_msg_ttl`, a message that had expired before a later one of its subject pushed none out.
+    While `passes` is not 0, call `see` with every batch, then `end_pass`. Then call `left` with every batch again. No
+    row is left below `floor`, the first sequence that the stream held when its configuration was captured last.
     Memory: 32 bytes for each subject, twice that with `allow_msg_ttl`.
     """
 
@@ -132,9 +132,9 @@ class Fold:
         ranges = np.array(deletions.deleted if deletions else [], np.int64).reshape(-1, 2)
         self._deleted_first, self._deleted_last = ranges[:, 0], ranges[:, 1]
         self._subjects, self._pending, self._size = _Subjects(), list[_Subjects](), 0
-        self._rolled = 0  # the last rollup of the whole stream
+        self._rolled = 0  # sequence of the last rollup of the whole stream
         self._seen: Whole = np.zeros(0, np.int64)
-        # By subject, in place of the last rollup: when its last message came; known after the first of two passes.
+        # Its `rollup` is the time (ns) of the last message of each subject; known after the first of two passes.
         self._latest = _Subjects()
         self.passes = (2 if expires and most > 1 else 1) if self.needs_pass else 0
 
@@ -147,7 +147,7 @@ class Fold:
         return not self.needs_pass and not self._last and not self.floor
 
     def deleted(self, rows: SequenceRange) -> int:
-        """How many of these sequences were captured as deleted."""
+        """Return the number of these sequences that were captured as deleted, or are below `floor`."""
         below = max(min(self._first - 1, self._last, rows.last), min(self.floor - 1, rows.last)) - rows.first + 1
         some = slice(
             np.searchsorted(self._deleted_last, rows.first), np.searchsorted(self._deleted_first, rows.last, "right")
@@ -158,7 +158,7 @@ class Fold:
 
     @property
     def rows(self) -> int:
-        """How many rows are left, after the first pass."""
+        """The number of rows that are left; known after the last pass."""
         return int((self._subjects.rows - self._subjects.dropped).sum())
 
     def see(self, batch: pa.RecordBatch) -> None:
@@ -180,7 +180,7 @@ class Fold:
         sequences, rollups = np.asarray(batch.column("sequence")), self._rollups(batch)
         whole = [row for row, is_all in rollups.items() if is_all]
         begin = 0
-        if whole:  # nothing from before is left
+        if whole:  # this rollup removes all earlier rows
             begin, self._rolled = whole[-1], int(sequences[whole[-1]])
             self._subjects, self._pending, self._size = _Subjects(), [], 0
         hash_ = hashes(batch)[begin:]
@@ -211,10 +211,10 @@ class Fold:
         self._seen = np.zeros(len(self._subjects.hash), np.int64)
 
     def _drop(self, limit: int) -> None:
-        """Leave at most `limit` rows of each subject; 0: all."""
+        """Keep at most the last `limit` rows of each subject; 0: all."""
         self._settle()
         if limit:
-            # Those dropped before are the first ones, too.
+            # Rows that were dropped before are also the first ones of their subject.
             self._subjects.dropped = np.maximum(self._subjects.dropped, self._subjects.rows - limit)
 
     def _settle(self) -> None:
@@ -240,7 +240,7 @@ class Fold:
         return batch.filter(pa.array(keep))
 
     def _is_recent(self, places: npt.NDArray[np.int64]) -> Mask:
-        """Of rows of the subjects at `places`: whether they are among those that no limit has dropped."""
+        """Return a mask of the rows that no limit has dropped. `places`: for each row, the index of its subject."""
         order = np.argsort(places, kind="stable")
         sorted_ = places[order]
         starts = np.flatnonzero(np.r_[True, sorted_[1:] != sorted_[:-1]]) if len(sorted_) else np.zeros(0, np.int64)
@@ -253,7 +253,7 @@ class Fold:
         return recent
 
     def _held(self, batch: pa.RecordBatch) -> Mask:
-        """Which rows the stream held when that was captured, and all from behind that."""
+        """Return a mask of the rows that were neither captured as deleted, nor are below `floor`, nor had expired."""
         sequences = np.asarray(batch.column("sequence"))
         keep: Mask = ((sequences >= self._first) | (sequences > self._last)) & (sequences >= self.floor)
         if len(self._deleted_first):
@@ -267,7 +267,7 @@ class Fold:
         return keep
 
     def _rollups(self, batch: pa.RecordBatch) -> dict[int, bool]:
-        """The rows that roll up, and whether they do so for the whole stream."""
+        """Return the rows that roll up, with True for a rollup of the whole stream."""
         found = {}
         for row, headers in _with(batch, b"Nats-Rollup") if self._rolls else ():
             if (value := headers[b"Nats-Rollup"].lower()) in (b"sub", b"all"):
@@ -275,7 +275,7 @@ class Fold:
         return found
 
     def _fired(self, batch: pa.RecordBatch) -> dict[int, int]:
-        """The rows that a schedule made which was removed then, and the hash of the subject that it had."""
+        """Return the rows made by a schedule that was then removed, with the hash of the subject of the schedule."""
         found = {}
         for row, headers in _with(batch, b"Nats-Schedule-Next") if self._schedules else ():
             if headers[b"Nats-Schedule-Next"] == b"purge" and (subject := headers.get(b"Nats-Scheduler")):
@@ -284,7 +284,7 @@ class Fold:
 
 
 def _ttl_ns(value: bytes) -> int:
-    """Nanoseconds that a message with this `Nats-TTL` lives; a hundred years where it never expires."""
+    """Return the lifetime (ns) of a message with this `Nats-TTL`; a hundred years if it never expires."""
     text = value.decode(errors="replace")
     with suppress(ValueError):
         return int(parse_duration(f"{text}s" if text.isdecimal() else text) * NS_PER_S)
@@ -292,7 +292,7 @@ def _ttl_ns(value: bytes) -> int:
 
 
 class SourcedRow(NamedTuple):
-    """An archived message that came from a source of the stream; `origin`: its sequence there."""
+    """An archived message that came from a source of the stream; `origin`: its sequence in the source."""
 
     sequence: int
     timestamp_ns: int
@@ -300,7 +300,7 @@ class SourcedRow(NamedTuple):
 
 
 def sourced_rows(batch: pa.RecordBatch) -> Iterator[tuple[str, SourcedRow]]:
-    """The rows that came from a source, by what `source_key` says of it; by its name alone before nats-server 2.10."""
+    """Yield the rows that came from a source with its `source_key`; before nats-server 2.10 with its name only."""
     for row, headers in _with(batch, b"Nats-Stream-Source"):
         fields = headers[b"Nats-Stream-Source"].decode(errors="replace").split(" ")
         if len(fields) > 1 and fields[1].isdecimal():
@@ -309,7 +309,7 @@ def sourced_rows(batch: pa.RecordBatch) -> Iterator[tuple[str, SourcedRow]]:
 
 
 def _with(batch: pa.RecordBatch, name: bytes) -> Iterator[tuple[int, dict[bytes, bytes]]]:
-    """The rows with a header of exactly this name: their number, and the first value of each of their headers."""
+    """Yield the rows with a header of exactly this name: the row number, and the first value of each of its headers."""
     blocks: Any = batch.column("headers")
     marked: Any = pc.fill_null(pc.match_substring(blocks, name.decode()), False)
     for row in np.flatnonzero(np.asarray(marked.cast(pa.uint8()))):

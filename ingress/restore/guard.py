@@ -1,7 +1,7 @@
-"""The stream that a restore fills: nobody else's is deleted or put to use.
+"""The stream that a restore fills: no other stream is deleted or promoted.
 
-JetStream deletes and updates by name, whatever stands there. So one restore at a time holds the lease of a name; and
-before it deletes or promotes it looks whether its own marker, or that of one before it, is on what stands there.
+JetStream deletes and updates any stream that has the name. So one restore at a time holds the lease of a name. Before
+it deletes or promotes a stream, it checks the stream for its own marker, or that of an earlier restore.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ingress.restore.preflight import foreign, muted_consumers, runs, stopped
 
 log = get_logger(__name__)
 
-SUBSCRIBED = 10013  # to an update of `deliver_subject`: somebody subscribes to the one that it has
+SUBSCRIBED = 10013  # error of an update of `deliver_subject`: a client subscribes to the current one
 
 
 class GuardedStream:
-    """The stream of one attempt, from what stood in its place to its promotion. `marker`: of this attempt alone."""
+    """The stream of one attempt, from the removal of a leftover to its promotion. `marker`: of this attempt only."""
 
     def __init__(self, client: FloeClient, plan: RestorePlan, clock: Clock, teller: Teller, stop: Stop) -> None:
         self._client, self._plan, self._name = client, plan, plan.name
@@ -48,7 +48,7 @@ class GuardedStream:
 
     @asynccontextmanager
     async def claimed(self, leases: Leases) -> AsyncIterator[Lease]:
-        """Holds the lease of the name; that of a restore that was killed is waited for."""
+        """Hold the lease of the name during the block. Wait until the lease of a killed restore expires."""
         lease = self._lease = await self._acquired(leases)
         try:
             yield lease
@@ -57,7 +57,7 @@ class GuardedStream:
             await lease.release()
 
     async def _acquired(self, leases: Leases) -> Lease:
-        """Raises Unavailable where who holds it renews it: then it lives."""
+        """Acquire the lease. Raises Unavailable if its holder renews it, and so is alive, or if the restore stops."""
         key, seen = state_key("restore", self._name), dict[bytes, int]()
         while (lease := await leases.acquire(key)) is None:
             if (entry := await leases.entry(key)) is None:
@@ -73,12 +73,12 @@ class GuardedStream:
         return lease
 
     def check_lease(self) -> None:
-        """Raises LeaseLost where it is known to be lost. It is cheap."""
+        """Raise LeaseLost if the lease is known to be lost. The check is cheap."""
         if self._lease is not None and self._lease.lost.is_set:
             self._require()
 
     def _require(self) -> None:
-        """Raises LeaseLost where another restore may have begun."""
+        """Raise LeaseLost if another restore may have begun."""
         if self._lease is not None and not self._lease.is_usable():
             raise LeaseLost(
                 f"stream {self._name}: the lease of this restore was lost",
@@ -86,12 +86,12 @@ class GuardedStream:
                 code="E-RESTORE-LEASE",
             )
 
-    # What stands there
+    # The stream of that name
 
     async def clear(self, looks: int, span: float) -> None:
-        """What a former restore left is removed. `looks`: how often, over `span` seconds, the name must be free.
+        """Check the name `looks` times over `span` seconds, and remove the leftover of an earlier restore.
 
-        Raises ConfigError where another stream has the name, Unavailable where another restore fills it now.
+        Raises ConfigError if another stream has the name, Unavailable if another restore fills it now.
         """
         states = set[tuple[int, int]]()
         for look in range(looks):
@@ -109,13 +109,13 @@ class GuardedStream:
             await self._remove("")
 
     async def remove(self) -> None:
-        """Remove what this attempt filled. Raises LeaseLost, ConfigError for a stream without a marker, else what the
-        server raises.
+        """Remove the stream that this attempt filled. Raises LeaseLost, ConfigError for a stream without a marker, and
+        the errors of the server.
         """
         await self._remove(self.marker)
 
     async def _remove(self, marker: str) -> None:
-        """The stream with this marker, or where that is empty, the one of any restore."""
+        """Remove the stream with this marker; with an empty one, the stream of any restore."""
         if (info := await stream_info(self._client, self._name)) is None:
             return
         if not info.marker:
@@ -125,11 +125,12 @@ class GuardedStream:
             await delete_stream(self._client, self._name, timeout=30.0)
 
     async def filled(self) -> StreamInfo:
-        """What this attempt filled. Its `created` may change with its leader: in a cluster only the server that took
-        the archive says when it made the stream, or that it kept the time; the others say when it was asked to.
+        """Return the stream that this attempt filled. Its `created` may change with its leader: in a cluster, only the
+        server that received the archive reports the time at which it made the stream, or the time that it kept from the
+        archive. The other servers report the time of the request.
 
-        Raises Stopped where it is gone, ConfigError where another stream has its name, Unavailable where another
-        restore fills that.
+        Raises Stopped if it is gone, ConfigError if another stream has its name, Unavailable if another restore fills
+        the stream of that name.
         """
         if (info := await stream_info(self._client, self._name)) is None:
             raise Stopped(
@@ -143,13 +144,13 @@ class GuardedStream:
             raise runs(self._name)
         return info
 
-    # Putting it to use
+    # Promotion
 
     async def promote(self, filled: StreamInfo, config: Mapping[str, Any]) -> list[str]:
-        """Give it its configuration, `config`. `filled`: as it was found just before.
+        """Give the stream its final configuration, `config`. `filled`: the stream as it was just before.
 
-        What of the configuration, beside what was so under the guard, the server does not keep, in words. Raises
-        ConfigError where the server refuses it, Stopped where another stream got the configuration.
+        Returns, as text, the keys that only a promotion sets and that the server did not keep. Raises ConfigError if
+        the server refuses the configuration, Stopped if another stream got it.
         """
         self._require()
         name, plan = self._name, self._plan
@@ -174,9 +175,10 @@ class GuardedStream:
         return [f"configuration: {text}" for text in unlike(later, (await raw_info(self._client, name))["config"])]
 
     async def deliver(self) -> list[str]:
-        """Give the push consumers of the promoted stream the subjects that they deliver to; their names.
+        """Give the push consumers of the promoted stream their own delivery subjects. Return the consumer names.
 
-        Raises ConfigError where the server refuses one while others subscribe to every subject.
+        Raises ConfigError if the server refuses one because a client subscribes to its subject under the guard, for
+        example with `>`.
         """
         done, refused = list[str](), list[str]()
         for name, config in (await muted_consumers(self._client, self._name)).items():
@@ -204,8 +206,8 @@ class GuardedStream:
         return done
 
     async def _check_promoted(self, filled: StreamInfo) -> None:
-        """Raises Stopped where the configuration was given to another stream than the one that was compared: in a
-        cluster, one that was made later than that was looked at.
+        """Raise Stopped if another stream than the compared one got the configuration: in a cluster, one that was
+        created after `filled` was read.
         """
         info, end, created = await stream_info(self._client, self._name), self._plan.last, filled.created
         is_it = info is not None and (

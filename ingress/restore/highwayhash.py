@@ -1,7 +1,8 @@
-"""HighwayHash-64 of many values at once: what nats-server checks each record of a file store by.
+"""HighwayHash-64 of many values at once, the checksum of nats-server for each record of a file store.
 
-As the reference has it (google/highwayhash). A value is eaten in packets of 32 bytes; all values of a group take their
-next packet together, so few and long values are slow: 4 MB/s at 1 MB, where it is 200 MB/s at 200 bytes.
+It is the algorithm of the reference (google/highwayhash). A value is processed in packets of 32 bytes. All values of a
+group process their next packet together, so few long values are slow: 4 MB/s for values of 1 MB, 200 MB/s for values
+of 200 bytes.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ _MUL0 = np.array([0xDBE6D5D5FE4CCE2F, 0xA4093822299F31D0, 0x13198A2E03707344, 0x
 _MUL1 = np.array([0x3BD39E10CB0EF593, 0xC0ACF169B5F18A8C, 0xBE5466CF34E90C6C, 0x452821E638D01377], np.uint64)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _PACKET = 32
-_GROUP = 4096  # values whose state stays in the cache
+_GROUP = 4096  # values; their state stays in the cache
 _LANES = np.array([[0], [8], [16], [24]], np.int64)
 _AFTER = b"\0" * _PACKET
 
 
 def highwayhash64(key: bytes, data: bytes | bytearray | memoryview, offsets: npt.NDArray[Any]) -> Words:
-    """The hash of each value `data[offsets[i] : offsets[i + 1]]`. `key`: 32 bytes."""
+    """Return the hash of each value `data[offsets[i] : offsets[i + 1]]`. `key`: 32 bytes."""
     starts = offsets[:-1].astype(np.int64)
     sizes = np.diff(offsets).astype(np.int64)
     padded = np.frombuffer(b"".join([data, _AFTER]), np.uint8)
-    order = np.argsort(-sizes, kind="stable")  # those that have a further packet stand first
+    order = np.argsort(-sizes, kind="stable")  # longest first, so values with a further packet are a prefix
     found = np.empty(len(starts), np.uint64)
     for begin in range(0, len(order), _GROUP):
         chosen = order[begin : begin + _GROUP]
@@ -38,7 +39,7 @@ def highwayhash64(key: bytes, data: bytes | bytearray | memoryview, offsets: npt
 
 
 def hash_of(key: bytes, value: bytes) -> bytes:
-    """The hash of one value, as it is stored: eight bytes, the lowest first."""
+    """Return the hash of one value as it is stored: eight bytes, the lowest first."""
     return highwayhash64(key, value, np.array([0, len(value)])).astype("<u8").tobytes()
 
 
@@ -78,7 +79,7 @@ def _update(state: _State, packet: Words) -> None:
 
 
 def _zip(source: Words, target: Words) -> None:
-    """Adds the bytes of each two lanes to those of the target, in an order that spreads them."""
+    """Add the bytes of each two lanes to those of the target, in an order that spreads them."""
     low, high = source[0::2], source[1::2]
     target[0::2] += (
         (_masked(low, 0xFF000000) | _masked(high, 0xFF00000000)) >> np.uint64(24)
@@ -102,7 +103,7 @@ def _zip(source: Words, target: Words) -> None:
 def _end(
     state: _State, data: Bytes, rows: npt.NDArray[np.intp], starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
 ) -> None:
-    """What is left of the values at `rows`: 1 to 31 bytes, in a packet that says how many."""
+    """Process the last 1 to 31 bytes of the values at `rows`, in a packet that depends on their number."""
     starts, sizes = starts[rows], sizes[rows]
     whole, rest = sizes & ~3, sizes & 3
     columns = np.arange(_PACKET)
@@ -128,7 +129,7 @@ def _end(
 
 
 def _turned(words: Words) -> Words:
-    """With the halves of each word exchanged."""
+    """Return the words with their halves exchanged."""
     return words >> _HALF | words << _HALF
 
 

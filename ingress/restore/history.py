@@ -1,4 +1,4 @@
-"""What the archive holds of a stream: its whole history, the plan of a restore, and the rows in order."""
+"""Read the archived history of a stream: make the plan of a restore, and return the rows in order."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ from ingress.restore.plan import (
     unfolded,
 )
 
-PAUSES = doubling(1.0, 15.0)  # seconds between tries to read from a store that is away
+PAUSES = doubling(1.0, 15.0)  # seconds between attempts to read from an unavailable store
 TIMES = ("sequence", "timestamp_ns")
-LISTINGS = 3  # of a chain whose segments vanish while they are read
+LISTINGS = 3  # listings of a chain if its segments vanish while they are read
 READERS = 8  # threads that fetch segments before they are read
 AHEAD = 64 * 1024 * 1024  # bytes of segments that are in the spool before they are read
 EXPIRED = "E-RESTORE-EXPIRED"
-SOURCED = 50_000  # sequences at the end of the archive that are read first for messages of sources
+SOURCED = 50_000  # sequences at the end of the archive that are searched first for messages of sources
 
 
 def same_command(request: RestoreRequest, *more: str) -> str:
@@ -81,7 +81,7 @@ def same_command(request: RestoreRequest, *more: str) -> str:
 
 
 class ArchivedHistory:
-    """The chains of one stream."""
+    """The archived history of one stream: all its chains."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class ArchivedHistory:
         self._clock, self._teller = clock, teller
         self._captures = CaptureStore(documents.layout, documents.objects)
         self._readers = ThreadPoolExecutor(READERS, "restore-read")
-        self.progress, self._began = "listing the segments", 0.0  # of the chain that `plan` reads; when that began
+        self.progress, self._began = "listing the segments", 0.0  # of the chain that `plan` reads; its start
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop prefetching segments."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _survey_progress(self, chain: Chain, done: int, total: int) -> None:
@@ -109,13 +109,13 @@ class ArchivedHistory:
         self.progress = f"{share}  {done:,} of {counted(total, 'segment')} of {chain} examined"
 
     async def plan(self) -> RestorePlan:
-        """Nothing is written, and no server is asked.
+        """Make the plan of the restore. Nothing is written, and no NATS server is contacted.
 
-        Raises UsageError where there is no such history or point in time, what the store raises, DataError for damage.
+        Raises UsageError if there is no such history or point in time, DataError for damage, and errors of the store.
         """
         request, call = self._request, self._threads.run
         history = await call(self._history)
-        known = await call(self._known_ends, history)  # before the segments are listed: they never say more than these
+        known = await call(self._known_ends, history)  # before segments are listed, or growth would look like loss
         if (to_sequence := request.to_sequence) is None and request.to_time_ns is not None:
             to_sequence = await call(self._last_before, history, request.to_time_ns)
         chains, notes, reached = list[ReplayChain](), list[str](), set[int]()
@@ -137,7 +137,7 @@ class ArchivedHistory:
         return await call(self._planned, history, chains, notes, known)
 
     def _asked(self, history: Mapping[Chain, int], number: int, to_sequence: int | None) -> list[Request]:
-        """What to look for in an incarnation: one request, unless its partitions count up to several sequences."""
+        """Return the requests for an incarnation: one, unless its partitions count up to different sequences."""
         upto = {c: min(end, to_sequence or end) for c, end in history.items() if c.incarnation == number}
         site, feed, is_one = self._request.site, self._request.feed, len({*upto.values()}) == 1
         asked = Request(site, feed, "", incarnation=number)
@@ -148,11 +148,11 @@ class ArchivedHistory:
         ]
 
     def _begin_of(self, chain: Chain) -> int:
-        """Where the archive of a chain begins: retention may have deleted what was before."""
+        """Return the first archived sequence of a chain: retention may have deleted earlier ones."""
         return max(self._documents.read_floor(chain) or 1, self._first_of([chain], chain.incarnation))
 
     async def _surveyed(self, asked: Request) -> tuple[Sequence[ReplayChain], list[str]]:
-        """The chains, and what an operator should know of them; again where retention deletes meanwhile."""
+        """Return the chains of a request and notes for an operator. Try again if retention deletes meanwhile."""
         for left in reversed(range(LISTINGS)):
             survey = ReplaySurvey(self._store, self._documents, self._threads, self._clock, asked)
             survey.progress = self._survey_progress
@@ -164,8 +164,8 @@ class ArchivedHistory:
         raise AssertionError("the last look raises")
 
     def grown(self, plan: RestorePlan) -> str:
-        """In words, a chain that is archived further than in the plan, else empty. No segment is read for it.
-        Blocking. Raises as `plan`.
+        """Return, as text, a chain that is archived further than in the plan; empty if there is none. No segment is
+        read. Blocking. Raises the errors of `plan`.
         """
         ends = {each.chain: each.range.rows.last for each in plan.chains}
         for chain, end in self._listed_ends(self._history()).items():
@@ -178,31 +178,31 @@ class ArchivedHistory:
         return int(self._clock.now() * NS_PER_S)
 
     def _listed_ends(self, history: Mapping[Chain, int]) -> dict[Chain, int]:
-        """The last sequence in a segment of each chain that has any, as far as it counts."""
+        """Return the last sequence in the segments of each chain that has segments, as far as it counts."""
         found = {chain: [ref.coverage.last for ref in self._store.list(chain)] for chain in history}
         return {chain: min(max(ends), history[chain]) for chain, ends in found.items() if ends}
 
     def _history(self) -> dict[Chain, int]:
-        """The chains of the stream, each with the last sequence that counts. Blocking."""
+        """Return the chains of the stream, each with the last sequence that counts. Blocking."""
         request = self._request
         asked = Request(request.site, request.feed, "", incarnation=request.incarnation)
         known = asked.chains(known_chains(self._documents, asked))
         return chains_of(self._documents, known[-1])
 
     def _known_ends(self, history: Mapping[Chain, int]) -> dict[Chain, int]:
-        """Where the coverage of each chain ended, by what was written beside its segments (0: nothing says so)."""
+        """Return the end of the coverage of each chain, from the documents and captures of the archive (0: none)."""
         found = {}
         for chain, most in history.items():
             if (end := self._documents.read_end(chain)) is None:
                 end = self._documents.read_tail(chain) or 0
-                if not chain.partition:  # whose archive the captures are named by
+                if not chain.partition:  # captures are named by the coverage of partition 0
                     refs = [ref for kind in (CONFIG, CONSUMERS, DELETIONS) for ref in self._captures.ls(chain, kind)]
                     end = max([end, *(ref.end for ref in refs)])
             found[chain] = min(end, most)
         return found
 
     def _last_before(self, history: Mapping[Chain, int], moment_ns: int) -> int | None:
-        """None where all that is archived is before. Raises UsageError where nothing is."""
+        """Return the last sequence before a time; None if all rows are earlier. Raises UsageError if no row is."""
         rows = ((search(self._store, chain, moment_ns)[0], end) for chain, end in history.items())
         found = [first for first, end in rows if first is not None and first <= end]
         begins = {chain: self._first_of(history, chain.incarnation) for chain in history}
@@ -222,11 +222,11 @@ class ArchivedHistory:
     def _planned(
         self, history: Mapping[Chain, int], chains: list[ReplayChain], notes: list[str], known: dict[Chain, int]
     ) -> RestorePlan:
-        """`known`: the chains that are asked for, and where each ended, as far as that is asked for."""
+        """Make the plan. `known`: the requested chains, each with the end of its coverage within the request."""
         request, newest = self._request, max(known)
         ends = {chain: min(self._begin_of(chain) - 1, history[chain]) for chain in known}
         ends |= {chain.chain: chain.range.rows.last for chain in chains}
-        end = max(*ends.values(), *known.values())  # what is lost keeps its sequences: targets may have it
+        end = max(*ends.values(), *known.values())  # lost messages keep their sequences: targets may have them
         archived = max([end, *self._listed_ends(history).values()])
         upto, moment_ns = (end, self._moment(chains, archived)) if request.is_in_the_past else (None, None)
         config, created = self._config(newest, upto, moment_ns, notes)
@@ -240,8 +240,8 @@ class ArchivedHistory:
             deletions = deletions or self._captures.deletions(of, end, moment_ns)
             configs = [*self._captures.configs(of, upto, moment_ns), *configs]
             if (document := self._documents.read_stream(of)) is None or not document.continues:
-                break  # a stream that was set back is not what was captured of it before
-        with suppress(ValueError):  # a document without a valid configuration is refused where it is used
+                break  # captures from before a rollback of the stream do not describe it
+        with suppress(ValueError):  # an invalid configuration is refused only if it is used
             if document is not None:
                 at, first = document.created, self._first_of(known, number)
                 configs.insert(0, CapturedConfig(at, first - 1, at, dict(document.config)))
@@ -250,7 +250,7 @@ class ArchivedHistory:
             stood, near = self._stood(newest), [*self._neighbours(newest)]
             before = self._captures.restored(newest)
             skip_to = max(end, before.skipped_to if before else 0)
-            stood = stood if stood[0] > skip_to else (0, "")  # else nothing is lost that was not lost before
+            stood = stood if stood[0] > skip_to else (0, "")  # else no further sequence is lost
         if 0 < (request.skip_to or end) < end:
             raise UsageError(
                 f"--skip-to-sequence: expected {end}, where the archive ends, or more, found {request.skip_to}"
@@ -312,7 +312,7 @@ class ArchivedHistory:
         return replace(plan, notes=tuple(dict.fromkeys([*notes, *found])))
 
     def _reaching(self, plan: RestorePlan) -> RestorePlan:
-        """The plan with its effects elsewhere, and with how far its sources were taken. Blocking."""
+        """Return the plan with its effects on other subjects and the newest message of each source. Blocking."""
         keys = {source_key(source) for source in plan.config.get("sources") or []}
         sourced, name = self._sourced(plan, keys) if keys else {}, self._request.name or self._request.feed
         pushed = {each.name: str(to) for each in plan.consumers if (to := each.config.get("deliver_subject"))}
@@ -321,10 +321,10 @@ class ArchivedHistory:
         return replace(plan, request=replace(plan.request, reaches=bool(effects)), elsewhere=effects, sourced=sourced)
 
     def _sourced(self, plan: RestorePlan, keys: Collection[str]) -> dict[str, SourcedRow]:
-        """The newest archived message of each source, read from the end backwards, by stretches that grow."""
+        """Return the newest archived message of each source, searched backwards from the end in growing steps."""
         begin, low, step = min((c.range.rows.first for c in plan.chains), default=0), plan.end + 1, SOURCED
         found, stop = dict[str, SourcedRow](), Stop()
-        stop.set()  # a store that is away ends a plan
+        stop.set()  # an unavailable store ends the plan
         while plan.chains and begin < low and len(found) < len(keys):
             until, low, step = low, max(begin, low - step), 8 * step
             for batch in self.rows(plan, low, ("sequence", "timestamp_ns", "headers"), stop):
@@ -336,15 +336,15 @@ class ArchivedHistory:
         return found
 
     def _neighbours(self, newest: Chain) -> Iterator[str]:
-        """How far mirrors, and streams that source from this one, had read it, where that was captured, in words."""
+        """Yield, as text, the captured positions of mirrors and of streams that source from this one."""
         if (found := self._captures.consumers(newest)) is not None:
             for each in (each for each in found.consumers if each.name.startswith(("JS_MIRROR_", "JS_SRC_"))):
                 of = (each.config.get("metadata") or {}).get("_nats.src.stream", "a stream elsewhere")
                 yield f"{of} had read up to {each.delivered_stream} by {each.name} ({found.at})"
 
     def _moment(self, chains: Sequence[ReplayChain], archived: int) -> int | None:
-        """The point in time (ns): as asked for, or the time of the last message up to the sequence that was asked for;
-        None where the archive ends before that sequence, or has no message up to it.
+        """Return the point in time (ns): the requested one, or the time of the last message up to the requested
+        sequence; None if the archive ends before that sequence, or has no message up to it.
         """
         request, found = self._request, list[int]()
         if request.to_time_ns is not None or (request.to_sequence or 0) > archived:
@@ -362,13 +362,13 @@ class ArchivedHistory:
         return max(found, default=None)
 
     def _ended(self, chain: Chain) -> int:
-        """Where a chain of an incarnation before ended, or stood at the time that is asked for; 0: not known."""
+        """Return the recorded end of a chain, or its last sequence before the requested time; 0: not known."""
         end, moment_ns = self._documents.read_end(chain) or 0, self._request.to_time_ns
         first = search(self._store, chain, moment_ns)[0] if moment_ns is not None else None
         return end if first is None else min(end, first - 1)
 
     def _late_begins(self, chains: Sequence[Chain], oldest: int, plan: RestorePlan) -> Iterator[LateBegin]:
-        """Where the archive of `chains`, ascending, begins later than the stream, or than what they continue ends."""
+        """Yield the sequences missing before `chains` (ascending): of the stream, or of the chain they continue."""
         streams = [self._documents.read_stream(chain) for chain in chains]
         firsts = [each.stream_first for each in streams if each is not None and each.stream_first]
         least = max(1, plan.deletions.first) if plan.deletions is not None else firsts[-1] if firsts else None
@@ -380,8 +380,8 @@ class ArchivedHistory:
             yield from before_begin(chain, first, floor, known, join, plan.fold().deleted)
 
     def _stood(self, newest: Chain) -> tuple[int, str]:
-        """The last sequence that captures and signs of life saw of the stream since its last restore, and when; 0 where
-        none did.
+        """Return the last sequence of the stream in captures and heartbeats since its last restore, and its time; 0 and
+        an empty text if there is none.
         """
         since = parse_time(found.at) if (found := self._captures.restored(newest)) else 0
         seen = [(0, "")]
@@ -399,7 +399,7 @@ class ArchivedHistory:
         return max(each for each in seen if not each[1] or parse_time(each[1]) > since)
 
     def _further(self, newest: Chain, name: str, created: str, end: int) -> Iterator[FurtherFeed]:
-        """The other feeds of the stream, and how far they are archived, where that is further than `end`."""
+        """Yield the other feeds of the stream that are archived further than `end`."""
         times = {created, *self._times(newest)}
         others = {chain.feed: chain for chain in self._documents.chains(newest.site) if chain.feed != newest.feed}
         for last in others.values():  # the newest incarnation of each
@@ -415,14 +415,14 @@ class ArchivedHistory:
                 yield FurtherFeed(last.feed, reached, is_partial)
 
     def _is_selected(self, ref: SegmentRef) -> bool:
-        """Whether its feed leaves messages out, as a sampled one does; what cannot be read counts too."""
+        """True if the feed of the segment omits messages, as a sampled one does, or if the segment is unreadable."""
         with suppress(DataError):
             footer = self._store.footer(ref)
             return footer.sampling is not None or any(reason in footer.ledger.counts for reason in SELECTED)
         return True
 
     def _times(self, chain: Chain) -> Iterator[str]:
-        """When the stream was created, as its incarnation has it."""
+        """Yield the creation times of the stream that are recorded for its incarnation."""
         if (document := self._documents.read_stream(chain)) is not None:
             yield document.created
         if (captured := self._captures.config(chain)) is not None:
@@ -431,7 +431,7 @@ class ArchivedHistory:
     def _config(
         self, newest: Chain, upto: int | None, moment_ns: int | None, notes: list[str]
     ) -> tuple[dict[str, Any], str]:
-        """The configuration of the stream at the point in time, and when it was created."""
+        """Return the configuration of the stream at the point in time, and its creation time."""
         if (captured := self._captures.config(newest, upto, moment_ns)) is not None:
             if upto is not None:
                 notes.append(f"the configuration was captured {capture_age(captured, self._now_ns, moment_ns)}")
@@ -452,10 +452,10 @@ class ArchivedHistory:
     # Rows
 
     def rows(self, plan: RestorePlan, begin: int, columns: tuple[str, ...], stop: Stop) -> Iterator[pa.RecordBatch]:
-        """All partitions of the whole history by sequence, from `begin` on. Blocking.
+        """Return the rows of all partitions of the whole history by sequence, from `begin` on. Blocking.
 
-        A store that is away is waited for until `stop` is set. Raises DataError where rows cannot be read, Unavailable
-        (E-RESTORE-EXPIRED) where retention deleted them since the plan.
+        Waits for an unavailable store until `stop` is set. Raises DataError if rows cannot be read, Unavailable
+        (E-RESTORE-EXPIRED) if retention deleted them after the plan.
         """
         known = {chain.chain: [*chain.holes, *chain.accepted] for chain in plan.chains}
         ranges = [
@@ -465,7 +465,7 @@ class ArchivedHistory:
             if part.last >= begin
         ]
         cut = [replace(r, rows=SequenceRange(max(r.rows.first, begin), r.rows.last)) for r in ranges]
-        partitions = len({each.chain.partition for each in cut})  # which are read side by side
+        partitions = len({each.chain.partition for each in cut})  # read concurrently
         ahead = ReadAhead(self._readers, AHEAD // max(1, partitions))
         return merged([(each.rows.first, partial(self._chain_rows, each, columns, stop, ahead)) for each in cut])
 
@@ -517,9 +517,9 @@ Source = tuple[int, Callable[[], Iterator[pa.RecordBatch]]]  # the least sequenc
 
 
 def merged(sources: Sequence[Source]) -> Iterator[pa.RecordBatch]:
-    """The rows of all sources by sequence, each sequence once. A source is opened when its rows come."""
+    """Merge the rows of all sources by sequence, each sequence once. A source is opened when its rows are due."""
     waiting = sorted(sources, key=lambda source: source[0])
-    open_: list[list[Any]] = []  # iterator, and what is left of its current batch
+    open_: list[list[Any]] = []  # iterator, and the rest of its current batch
     while waiting or open_:
         reach = min((held[1].column("sequence")[-1].as_py() for held in open_), default=waiting[0][0] if waiting else 0)
         if waiting and waiting[0][0] <= reach:

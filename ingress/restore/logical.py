@@ -3,8 +3,8 @@
     "NATSARC1"
     entry "state.json"
     entry "consumers/{name}"   configuration and state, one for each
-    entry {subject}            one for each message, ascending; the server counts what is between them as deleted
-    entry of zeros             the end; behind it the server goes on to the state's last sequence
+    entry {subject}            one for each message, ascending; the server counts sequences between them as deleted
+    entry of zeros             the end; the server then continues at the state's last sequence
 
 An entry: length of the name, time (ns, with sign), sequence, length of the headers, length of the payload, each a
 varint; then name, headers and payload. From nats-server: server/archive/archive.go, server/stream_backup.go.
@@ -39,7 +39,7 @@ _JSON = msgspec.json.Encoder()
 
 
 class LogicalWriter:
-    """`ArchiveWriter` for servers since 2.15. It holds nothing between two calls."""
+    """An `ArchiveWriter` for servers since 2.15. It keeps no state between two calls."""
 
     format = "logical"
 
@@ -74,7 +74,7 @@ def _entries(batch: pa.RecordBatch) -> memoryview:
 
 
 def _entry(name: bytes, time_ns: int, content: bytes) -> bytes:
-    """One that is no message."""
+    """Encode an entry that is not a message."""
     return b"".join([uvarint(len(name)), varint(time_ns), b"\0\0", uvarint(len(content)), name, content])
 
 

@@ -1,6 +1,6 @@
-"""What a restore will do: pure values over what the archive holds, what egress captured, and what was asked for.
+"""The plan of a restore: pure values computed from the archive, the captures of egress and the request.
 
-What limits dropped is not sent where whole segments can be left out, and is dropped by the server for the rest.
+Messages that limits dropped are not sent if whole segments can be left out; the server drops the others.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ingress.restore.fold import PER_SUBJECT, Fold, SourcedRow, changes, is_rais
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequest:
-    """`incarnation` None: the newest. `name`: of the stream that is made, empty for the name that it had.
+    """One restore. `incarnation`: None for the newest. `name`: of the restored stream, empty for its former name.
 
-    `to_sequence`, `to_time_ns` (exclusive): the point in time, None for all that is archived. `replicas` None: as many
-    as it had. `verify`: `full`, `sample` or `state`. `promote`: False for a drill, whose stream stays under its guard,
-    and whose consumers deliver to nobody. `subjects`: of the stream that is made, empty for those that it had.
-    `format`: of the archive that is sent: `auto`, `logical` or `files`. `server`: `local` for a drill on one that is
-    started for it, else empty. `allow_elsewhere`: effects outside of its own subjects are permitted; `reaches`: the
-    plan has found such, so commands carry the permission. `skip_to`: the last sequence that no new message gets, 0 for
-    the furthest that was seen of the lost stream, None for the end of the archive.
+    `to_sequence`, `to_time_ns` (exclusive): the point in time, None for the whole archive. `replicas`: None for the
+    former number. `verify`: `full`, `sample` or `state`. `promote`: False for a drill: the stream keeps its guard, and
+    its consumers deliver to nobody. `subjects`: of the restored stream, empty for its former ones. `format`: of the
+    archive that is sent: `auto`, `logical` or `files`. `server`: `local` for a drill on a server that is started for
+    it, else empty. `allow_elsewhere`: effects outside of its own subjects are permitted; `reaches`: the plan has found
+    such effects, so commands repeat the permission. `skip_to`: the last sequence that no new message gets, 0 for the
+    furthest one seen of the lost stream, None for the end of the archive.
     """
 
     site: str
@@ -59,7 +59,7 @@ class RestoreRequest:
     skip_to: int | None = None
 
     def options(self) -> Iterator[str]:
-        """What a command says beside the feed to ask for the same."""
+        """Yield the command-line options of this request, without the feed."""
         if self.promote and self.name:
             yield f"--as {shlex.quote(self.name)}"
         if self.subjects:
@@ -70,7 +70,7 @@ class RestoreRequest:
             yield f"--to-time {format_time(self.to_time_ns)}"
         if self.server:
             yield f"--server {self.server}"
-        elif self.replicas is not None:  # a server that is started for it is alone
+        elif self.replicas is not None:  # a server that is started for a drill is in no cluster
             yield f"--replicas {self.replicas}"
         if self.promote and not self.consumers:
             yield "--no-consumers"
@@ -94,20 +94,20 @@ class RestoreRequest:
 
 # The stream under its guard, and afterwards
 
-# Not while it is guarded: they would read from or write to elsewhere, refuse the promotion, or drop and add messages
-# before what came back was compared. What is larger than a `max_msg_size` of later is no message of a restore.
+# Keys that are set only at promotion. Under the guard, they would read from or write to other subjects, refuse the
+# promotion, or drop and add messages before the comparison. `max_msg_size` may be below the size of older messages.
 AT_PROMOTION = (
     *("sources", "republish", "subject_transform", "sealed", "max_age", "subject_delete_marker_ttl"),
     "max_msg_size",
 )
-# Not at all: `mirror` cannot come back on a stream that has messages, `placement` may not fit where it is restored.
+# Keys that are never restored: a stream with messages cannot become a mirror, `placement` may not fit the new server.
 _NEVER = ("mirror", "mirror_direct", "placement")
-# Bytes that nats-server counts for a message, by its storage, beside subject, headers and payload.
-FILE_RECORD, MEMORY_RECORD = 30, 16  # on disk four more where there are headers
+# Bytes that nats-server counts for a message, by its storage, in addition to subject, headers and payload.
+FILE_RECORD, MEMORY_RECORD = 30, 16  # on disk four more if there are headers
 
 
 def promoted_config(config: Mapping[str, Any], name: str, replicas: int | None = None) -> dict[str, Any]:
-    """The configuration that the stream ends with, under `name`."""
+    """Return the final configuration of the stream, under `name`."""
     kept = {key: value for key, value in config.items() if key not in _NEVER}
     metadata = {
         key: value
@@ -121,7 +121,7 @@ def promoted_config(config: Mapping[str, Any], name: str, replicas: int | None =
 
 
 def guarded_config(config: Mapping[str, Any], marker: str) -> dict[str, Any]:
-    """`config`, as `promoted_config` gives it, for the time until it is promoted: no producer reaches the stream."""
+    """Return `config`, a result of `promoted_config`, for the time until promotion: no producer reaches the stream."""
     kept = {key: value for key, value in config.items() if key not in AT_PROMOTION}
     kept["subjects"] = [f"{GUARD}{config['name']}"]
     kept["metadata"] = {**config["metadata"], MARKER: marker}
@@ -131,8 +131,8 @@ def guarded_config(config: Mapping[str, Any], marker: str) -> dict[str, Any]:
 def begun_behind(
     config: Mapping[str, Any], sourced: Mapping[str, SourcedRow], is_held: Callable[[SourcedRow], bool]
 ) -> dict[str, Any]:
-    """`config`, in which each source of which no message is held begins behind the newest that is archived: else the
-    server would take all of its messages again.
+    """Return `config` with a start for each source if its newest archived message is not held: the sequence after that
+    message. Otherwise the server would read the source from the beginning.
     """
     sources = [dict(source) for source in config.get("sources") or []]
     for source in sources:
@@ -142,7 +142,7 @@ def begun_behind(
 
 
 def left_out(config: Mapping[str, Any], name: str) -> Iterator[str]:
-    """What of a captured configuration does not come back under `name`, in words."""
+    """Yield, as text, the keys of a captured configuration that are not restored under `name`."""
     for key in _NEVER:
         if config.get(key):
             yield f"{key} is left out: {_WHY[key]}"
@@ -157,14 +157,14 @@ _WHY = {
 }
 
 
-# Which rows, and the whole
+# The rows, and the plan
 
 
 def begin_of(
     parts: Sequence[ReplayPart], config: Mapping[str, Any], now_ns: int, *, counts: bool
 ) -> tuple[int, list[str]]:
-    """The sequence below which the limits of the stream leave nothing (0: nowhere), by whole segments; and why, in
-    words. `counts`: every archived row counts for `max_msgs` and `max_bytes`.
+    """Return the sequence below which the limits of the stream leave nothing, by whole segments (0: none), and the
+    reasons as text. `counts`: every archived row counts for `max_msgs` and `max_bytes`.
     """
     begin, why = 0, list[str]()
     expired = [
@@ -185,7 +185,7 @@ def begin_of(
             continue
         total = 0
         for part in sorted(parts, key=lambda part: part.stretch.rows.first, reverse=True):
-            # `rows` is an upper bound where a segment is used in part or others hold rows of it: do not count those.
+            # `rows` is an upper bound if a segment is used in part or others hold rows of it: do not count those.
             total += (part.rows if key == "max_msgs" else part.raw_bytes) if part.is_exact else 0
             if total >= limit and part.stretch.rows.first > begin:
                 begin = part.stretch.rows.first
@@ -197,7 +197,7 @@ def begin_of(
 
 
 def gone_below(parts: Iterable[ReplayPart], config: Mapping[str, Any], now_ns: int, begin: int) -> int:
-    """The sequence below which limits leave nothing, whatever was archived. `begin`: as of `begin_of`."""
+    """Return the sequence below which limits leave nothing, archived or not. `begin`: the result of `begin_of`."""
     if not (age := limit_of(config, "max_age")) or _may_outlive(config):
         return begin
     times = ((part.stretch.segment.coverage.first, part.footer.first_timestamp_ns) for part in parts)
@@ -205,7 +205,7 @@ def gone_below(parts: Iterable[ReplayPart], config: Mapping[str, Any], now_ns: i
 
 
 def _may_outlive(config: Mapping[str, Any]) -> bool:
-    """A message with a TTL of its own, and a marker of what was deleted, may outlive `max_age`: the server decides."""
+    """True if messages may outlive `max_age`: those with a TTL of their own, and delete markers. The server decides."""
     return bool(config.get("allow_msg_ttl") or config.get("subject_delete_marker_ttl"))
 
 
@@ -215,13 +215,13 @@ def limit_words(key: str, limit: int) -> str:
     return f"{key} {size_words(limit)}" if key == "max_bytes" else f"{key} {limit:,}"
 
 
-SELECTED = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED)  # why a feed leaves out what the stream has
+SELECTED = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED)  # reasons for a feed to omit messages of the stream
 
 
 @dataclass(frozen=True, slots=True)
 class FurtherFeed:
-    """Another feed of the same stream, archived up to `end`, which is further than what is restored. `is_partial`: its
-    archive does not hold the whole stream.
+    """Another feed of the same stream, archived up to `end`, further than the restored range. `is_partial`: its archive
+    does not hold the whole stream.
     """
 
     feed: str
@@ -229,7 +229,7 @@ class FurtherFeed:
     is_partial: bool
 
     def line(self, upto: int, last: int) -> str:
-        """`upto`: the end of what is restored; `last`: new messages begin behind it."""
+        """Describe the feed. `upto`: the last restored sequence; `last`: new messages begin after it."""
         text = f"feed {self.feed} of the same stream is archived up to {self.end}: "
         if last >= self.end:
             return f"{text}{SequenceRange(upto + 1, self.end)} does not come back"
@@ -239,16 +239,16 @@ class FurtherFeed:
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """`chains`: the whole history of the stream, all partitions; none where nothing of it is archived. `newest`: one of
-    the last incarnation. `begin`: the first sequence that is sent; `end`: the
-    last one of the stream. `config`: what it ends with. `archived`: where the archive ends.
+    """The plan of a restore. `chains`: the whole history of the stream, all partitions; empty if nothing of it is
+    archived. `newest`: a chain of the last incarnation. `begin`: the first sequence that is sent; `end`: the last one
+    that is restored. `config`: the final configuration. `archived`: the end of the archive.
 
-    `moment_ns`: the point in time, None for all that is archived; nothing that was captured later counts.
-    `is_renamed`: the lost stream had another name. `further`: other feeds of it that are archived further.
+    `moment_ns`: the point in time, None for the whole archive; later captures do not count. `is_renamed`: the lost
+    stream had another name. `further`: other feeds of it that are archived further.
 
-    `notes`: what will not be exact, in words; `lossy`: what of that is refused without `--allow-lossy`; `elsewhere`: as
-    `common.segments.captures.elsewhere`, none for a drill. `skip_to`: new messages begin behind it, where that is
-    behind `end`. `sourced`: of each source the newest archived message, by its `source_key`.
+    `notes`: known deviations, as text; `lossy`: losses that are refused without `--allow-lossy`; `elsewhere`: the
+    result of `common.segments.captures.elsewhere`, empty for a drill. `skip_to`: new messages begin after it, if it is
+    after `end`. `sourced`: the newest archived message of each source, by its `source_key`.
     """
 
     request: RestoreRequest
@@ -277,7 +277,7 @@ class RestorePlan:
 
     @property
     def last(self) -> int:
-        """The last sequence of the stream: new messages begin behind it."""
+        """The last sequence of the stream; new messages begin after it."""
         return max(self.end, self.skip_to)
 
     @property
@@ -290,7 +290,7 @@ class RestorePlan:
 
     @property
     def rows(self) -> int:
-        """Archived messages; more than the stream will hold where some of them are folded."""
+        """The number of archived messages; more than the stream will hold if the fold removes some."""
         return sum(part.rows for part in self.parts)
 
     @property
@@ -299,8 +299,8 @@ class RestorePlan:
 
     @property
     def stored(self) -> int:
-        """Bytes that a server counts for what comes back, about: of deleted rows their share is taken off. 0 where only
-        reading tells what is left: rollups, schedules, `max_msgs_per_subject`.
+        """The bytes that a server counts for the restored stream, approximately: deleted rows reduce them by their
+        share. 0 if only reading shows the remaining rows: rollups, schedules, `max_msgs_per_subject`.
         """
         if (fold := self.fold()).needs_pass:
             return 0
@@ -317,20 +317,20 @@ class RestorePlan:
 
     @property
     def times(self) -> tuple[int, int]:
-        """The times (ns) of the first and the last message, 0 without any."""
+        """The times (ns) of the first and the last message; 0 if there is none."""
         first = [p.footer.first_timestamp_ns for p in self.parts if p.footer.first_timestamp_ns is not None]
         last = [p.footer.last_timestamp_ns for p in self.parts if p.footer.last_timestamp_ns is not None]
         return min(first, default=0), max(last, default=0)
 
     def state(self, first: pa.RecordBatch | None, folded: int | None) -> ArchiveState:
-        """What the archive that is sent says of the stream. `first`: its first rows, None without any; `folded`: how
-        many are left, None where they were not counted.
+        """Return the state of the stream for the archive that is sent. `first`: its first rows, None if there are none;
+        `folded`: the number of rows that the fold leaves, None if they were not counted.
         """
         last_ns = self.times[1]
         if first is None:
             return ArchiveState(0, 0, self.last + 1, last_ns, self.last, last_ns)
         begin, at = first.column("sequence")[0].as_py(), first.column("timestamp_ns")[0].as_py()
-        messages = min(self.rows if folded is None else folded, self.end - begin + 1)  # the server takes no more
+        messages = min(self.rows if folded is None else folded, self.end - begin + 1)  # the server accepts no more
         return ArchiveState(messages, self.bytes, begin, at, self.last, max(last_ns, at))
 
     def fold(self) -> Fold:
@@ -346,7 +346,7 @@ class RestorePlan:
             "end": self.end,
             "archived": self.archived,
             "last": self.last,
-            "rows": self.rows,  # what a restore did says here how many it sent
+            "rows": self.rows,  # in a `RestoreReport`: the rows that were sent
             "archived_rows": self.rows,
             "bytes": self.bytes,
             "replicas": self.config.get("num_replicas", 1),
@@ -380,8 +380,8 @@ class RestorePlan:
 def losses(
     chains: Iterable[ReplayChain], subjects: Sequence[str], filters: Mapping[Chain, Sequence[str]]
 ) -> Iterator[str]:
-    """What the archive of the chains does not hold of the stream, in words. `subjects`: of the stream; `filters`: of
-    each chain.
+    """Yield, as text, the losses of the chains: messages of the stream that they do not hold. `subjects`: of the
+    stream; `filters`: of each chain.
     """
     chains = list(chains)
     for number in sorted({chain.chain.incarnation for chain in chains}):
@@ -411,13 +411,13 @@ def losses(
 
 
 def _least_rows(chain: ReplayChain) -> int:
-    """At least so many messages are archived, whatever parts of segments are taken."""
+    """Return a lower bound for the archived messages, however rows are distributed within segments used in part."""
     parts = ((part.footer.rows, len(part.stretch.segment.coverage) - len(part.stretch.rows)) for part in chain.parts)
     return sum(max(0, rows - other) for rows, other in parts)
 
 
 def lost_ends(known: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator[str]:
-    """In words, the chains whose segments end (`ends`) before where their archive is `known` to have ended."""
+    """Yield, as text, the chains with segments that end (`ends`) before the `known` end of their coverage."""
     for chain in sorted(known):
         if ends[chain] < known[chain]:
             yield (
@@ -432,8 +432,8 @@ Deleted = Callable[[SequenceRange], int]
 
 @dataclass(frozen=True, slots=True)
 class LateBegin:
-    """Sequences (`lost`) before what is archived of a chain, and a `line` about them. `is_known`: the stream had them;
-    False where nothing tells.
+    """Sequences (`lost`) before the archive of a chain, and a `line` about them. `is_known`: True if the stream had
+    them, False if that is not known.
     """
 
     lost: SequenceRange
@@ -444,10 +444,10 @@ class LateBegin:
 def before_begin(
     chain: Chain, first: int, floor: int, least: int | None, join: int | None, deleted: Deleted
 ) -> Iterator[LateBegin]:
-    """What a chain that begins at `first` lacks before, or before the `floor` that retention left of it.
+    """Yield the sequences missing before a chain that begins at `first`, or before the `floor` that retention left.
 
-    `least`: the first sequence of the stream, None: not known; `join`: up to and without this sequence another
-    incarnation has it, None where it continues none; `deleted`: how many of a range are known to be deleted.
+    `least`: the first sequence of the stream, None if not known; `join`: another incarnation holds the stream below
+    this sequence, None if the chain continues none; `deleted`: returns how many of a range are known to be deleted.
     """
     begin, start = max(first, floor), max(least or 1, join or 1)
     if start >= begin or not (count := begin - start - deleted(lost := SequenceRange(start, begin - 1))):
@@ -465,8 +465,8 @@ def before_begin(
 
 
 def other_histories(history: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator[str]:
-    """Yield, in words, the ranges of chains behind the sequence up to which they count in `history`. `ends`: where they
-    ended.
+    """Yield, as text, the ranges of chains after the last sequence that counts in `history`. `ends`: the last sequence
+    of each chain.
     """
     for number, later in pairwise(sorted({chain.incarnation for chain in history})):
         for chain in (c for c, most in history.items() if c.incarnation == number and ends.get(c, 0) > most):
@@ -477,8 +477,8 @@ def other_histories(history: Mapping[Chain, int], ends: Mapping[Chain, int]) -> 
 
 
 def never_archived(rows: int, end: int, stood: tuple[int, str]) -> Iterator[str]:
-    """In words, a stream of which no message is archived, and that was captured further than `end`. `stood`: its last
-    sequence, and when.
+    """Yield a line about a stream that has no archived message, and that was captured further than `end`. `stood`: its
+    last captured sequence, and the time of the capture.
     """
     if not rows and stood[0] > end:
         lost = SequenceRange(end + 1, stood[0])
@@ -487,7 +487,7 @@ def never_archived(rows: int, end: int, stood: tuple[int, str]) -> Iterator[str]
 
 
 def _limits(plan: RestorePlan) -> Iterator[str]:
-    """What limits of the stream do to the messages that come back, in words."""
+    """Yield, as text, the effects of the limits of the stream on the restored messages."""
     is_new, pushed = plan.config.get("discard", "old") == "new", list[str]()
     parts = [part for chain in plan.chains for part in chain.parts]
     for key, of, sent, words in (
@@ -517,19 +517,19 @@ BEFORE = "at or before the point in time"
 
 
 def capture_age(captured: Captured, now_ns: int, of_ns: int | None) -> str:
-    """The age of a capture, in words. `of_ns`: the point in time, None for now."""
+    """Return the age of a capture, as text. `of_ns`: the point in time, None for now."""
     age = duration_words(max(0, (now_ns if of_ns is None else of_ns) - captured.moment_ns) / NS_PER_S)
     clock = "" if captured.ts else ", by the clock of egress"
     return f"{age} before {'now' if of_ns is None else 'the point in time'} ({captured.moment}{clock})"
 
 
 def unfolded(plan: RestorePlan) -> Iterator[str]:
-    """In words, the messages that come back though a limit had dropped them before it was raised: where no capture has
-    what was left of them.
+    """Yield, as text, the messages that are restored although a limit had dropped them before it was raised: no capture
+    shows which of them were left.
     """
 
     def rows(first: int, last: int, until_ns: int) -> int:
-        """At most how many messages of these sequences had come at that time (ns)."""
+        """Return an upper bound for the messages of these sequences that had arrived by that time (ns)."""
         some = (part for part in plan.parts if (part.footer.first_timestamp_ns or 0) <= until_ns)
         shares = (min(p.rows, min(last, p.stretch.rows.last) - max(first, p.stretch.rows.first) + 1) for p in some)
         return sum(max(0, share) for share in shares)
@@ -538,7 +538,7 @@ def unfolded(plan: RestorePlan) -> Iterator[str]:
         last, has_state = min(plan.end, new.last or plan.end), new.last is not None and new.last <= plan.end
         for key in (key for key in ("max_msgs", "max_bytes", "max_age", PER_SUBJECT) if is_raised(old, new, key)):
             most = rows(before + 1 if key == PER_SUBJECT else 0, last, new.moment_ns)
-            if has_state:  # the first sequence says all of the other limits
+            if has_state:  # the first sequence shows the whole effect of other limits
                 left = rows(new.first or 0, last, new.moment_ns) - (new.messages or 0)
                 most = min(most, left) if key == PER_SUBJECT else 0
             if most > 0:
@@ -555,7 +555,9 @@ def forecast(
     skipped: Sequence[str],
     stood: tuple[int, str] = (0, ""),
 ) -> list[str]:
-    """What will not be exact, or is not sent, in words. `stood`: as of `never_archived`."""
+    """Return, as text, the deviations of the restored stream and the rows that are not sent. `stood`: as for
+    `never_archived`.
+    """
     found = list[str]()
     if plan.rows and stood[0] > plan.end:
         lost = SequenceRange(plan.end + 1, stood[0])
@@ -606,7 +608,7 @@ def forecast(
     for chain in plan.chains:
         if chain.chain.incarnation == plan.newest.incarnation and chain.range.rows.last < plan.end:
             lost = SequenceRange(chain.range.rows.last + 1, plan.end)
-            # No more can be lost than have no row at all: the others have theirs.
+            # Only sequences without any row can be lost: the others have theirs.
             if (most := min(len(lost), plan.end - plan.begin + 1 - plan.rows)) > 0:
                 what = f"what it had of {lost} is lost, {counted(most, 'message')} at most"
                 found.append(f"{chain.chain} was archived up to {lost.first - 1} only: {what}")

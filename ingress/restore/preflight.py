@@ -1,6 +1,6 @@
-"""What a restore asks before anything is written: the server, its account, the name, the subjects, the lease.
+"""The checks of a restore before anything is written: server, account, stream name, subjects and lease.
 
-A dry run asks the same and ends with the same errors.
+A dry run makes the same checks and ends with the same errors.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ingress.restore.history import same_command
 from ingress.restore.plan import RestorePlan, RestoreRequest
 
 RUNS, ROOM = "E-RESTORE-RUNS", "E-RESTORE-ROOM"
-RESTORE_FAILED = 10062  # what JetStream answers where it gave a restore up
+RESTORE_FAILED = 10062  # error of JetStream if it ends a restore
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a restore begins with. `plan`: as far as `writer`'s form of the archive can carry it; `notes`: what only
-    the server could tell, in words. `is_promoted`: a restore before has put the stream to use, and ended before its
-    push consumers delivered again.
+    """The result of the checks. `plan`: adapted to the archive form of `writer`; `notes`: facts that only the server
+    knows, as text. `is_promoted`: an earlier restore has promoted the stream, and ended before its push consumers
+    delivered again.
     """
 
     plan: RestorePlan
@@ -45,8 +45,8 @@ class Ready:
 
 
 async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) -> Ready:
-    """Raises ConfigError for what the server, the account or another stream there does not allow. `lease_bucket`: its
-    bucket of leases, empty where none is needed.
+    """Check the server. Raises ConfigError if the server, the account or another stream does not permit the restore.
+    `lease_bucket`: the bucket of leases, empty if none is needed.
     """
     version = ".".join(map(str, client.server_version))
     writer = archive_writer(plan.name, version, plan.request.format, force=plan.request.force)
@@ -70,16 +70,16 @@ async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) ->
 
 
 async def muted_consumers(client: FloeClient, stream: str) -> dict[str, dict[str, Any]]:
-    """The configurations, by name, of the consumers of a stream that a restore has left without a delivery."""
+    """Return the configurations, by name, of the push consumers of a stream that a restore has left muted."""
     found = {str(each["name"]): dict(each["config"]) for each in await list_consumers(client, stream)}
     begin = f"{GUARD}{stream}."
     return {name: config for name, config in found.items() if config.get("deliver_subject", "").startswith(begin)}
 
 
 async def dry_run(client: FloeClient, plan: RestorePlan, leases: Leases, lease_bucket: str) -> list[str]:
-    """What only the server tells, and what is not known until the stream is filled, in words.
+    """Return, as text, the facts that only the server knows, and the facts that are unknown until the stream is filled.
 
-    Raises as `preflight`, and Unavailable where another restore holds the lease of the name.
+    Raises the errors of `preflight`, and Unavailable if another restore holds the lease of the name.
     """
     notes = list((await preflight(client, plan, lease_bucket)).notes)
     if (holder := await leases.holder(state_key("restore", plan.name))) is not None:
@@ -91,7 +91,7 @@ async def dry_run(client: FloeClient, plan: RestorePlan, leases: Leases, lease_b
 
 
 def check_elsewhere(plan: RestorePlan, agreed: Collection[str]) -> None:
-    """Raises Stopped where the plan has effects elsewhere that nobody permitted. `agreed`: those asked about."""
+    """Raise Stopped if the plan has effects on other subjects without permission. `agreed`: the confirmed effects."""
     if (effects := [each for each in plan.elsewhere if each not in agreed]) and not plan.request.allow_elsewhere:
         raise Stopped(
             f"stream {plan.name}: expected no effects outside of its subjects, found {'; '.join(effects)}",
@@ -101,7 +101,7 @@ def check_elsewhere(plan: RestorePlan, agreed: Collection[str]) -> None:
 
 
 def check_whole(plan: RestorePlan) -> None:
-    """Raises Stopped where the archive holds less than the stream, and nobody allowed that."""
+    """Raise Stopped if the archive holds less than the stream, and the request does not allow that."""
     request = plan.request
     if plan.lossy and not request.allow_lossy:
         raise Stopped(
@@ -134,8 +134,8 @@ def _check_replicas(client: FloeClient, plan: RestorePlan) -> None:
 async def _check_room(
     client: FloeClient, plan: RestorePlan, account: Mapping[str, Any], leftover: bool, lease_bucket: str
 ) -> None:
-    """Raises ConfigError where the limits of the account leave too little. `leftover`: of a restore before, which is
-    removed first; `lease_bucket`: empty where none is needed.
+    """Raise ConfigError if the limits of the account leave too little room. `leftover`: an earlier restore left a
+    stream, which is removed first; `lease_bucket`: empty if none is needed.
     """
     replicas = int(plan.config.get("num_replicas") or 1)
     tier = (account.get("tiers") or {}).get(f"R{replicas}")
@@ -154,10 +154,10 @@ async def _check_room(
 
 
 def no_room(plan: RestorePlan, account: Mapping[str, Any], *, copies: int, streams: int) -> ConfigError | None:
-    """Which limit of the account stands in the way of `plan`, None where none does; pure.
+    """Return the error for a limit of the account that `plan` exceeds, None if there is none; pure.
 
     `account`: as the server describes it, or a tier of it; `copies`: how often it counts the stream; `streams`: how
-    many are made, with the bucket of the leases.
+    many are created, including the lease bucket.
     """
     limits, config = account.get("limits") or {}, plan.config
     storage, key, of_stream = ("storage", "max_file", "disk_max_stream_bytes")
@@ -176,7 +176,7 @@ def no_room(plan: RestorePlan, account: Mapping[str, Any], *, copies: int, strea
     if 0 < (limit := int(limits.get(f"{storage}_max_stream_bytes") or 0)) < most:
         text = f"account: expected streams of {size_words(most)} (max_bytes), found at most {size_words(limit)}"
         return _no_room(plan.request, f"{text} ({of_stream})", f"raise {of_stream} of the account; then")
-    if limits.get("max_bytes_required") and not most:  # the bucket of the leases has some where it must
+    if limits.get("max_bytes_required") and not most:  # the lease bucket has max_bytes if required
         text = "account: expected streams without max_bytes, found that it takes none (max_bytes_required)"
         return _no_room(plan.request, text, "set it to false; then")
     limit, used = int(limits.get("max_streams") or 0), int(account.get("streams") or 0)
@@ -189,7 +189,7 @@ def no_room(plan: RestorePlan, account: Mapping[str, Any], *, copies: int, strea
 
 
 def _no_consumers(plan: RestorePlan, limit: int) -> ConfigError | None:
-    """`limit`: `max_consumers` of the account, of each stream; 0 for none."""
+    """Return the error for too many consumers. `limit`: `max_consumers` of the account, per stream; 0 for none."""
     request, count = plan.request, len(plan.consumers)
     own = max(0, int(plan.config.get("max_consumers") or 0))
     whose, limit = ("stream", own) if own > 0 and (own <= limit or not limit) else ("account", limit)
@@ -208,13 +208,13 @@ def _no_consumers(plan: RestorePlan, limit: int) -> ConfigError | None:
 
 
 def _no_room(request: RestoreRequest, found: str, *what: str, less: tuple[str, str] | None = None) -> ConfigError:
-    """`what`: to do before the same command; `less`: another one, and what that leaves out."""
+    """Return the error. `what`: actions before the same command; `less`: text and command of a smaller restore."""
     others = [less] if less is not None else []
     return ConfigError(found, hint=ways(*((do, same_command(request)) for do in what), *others), code=ROOM)
 
 
 _UNSET = "(not set, max_file_store is three quarters of the free disk)"
-# What the server says that it has no room for, by the number of its error: what that is, and what to do.
+# The errors of the server about a lack of room, by their number: the cause, and the remedy.
 _FULL = {
     10002: ("max_file or max_mem of the account is reached", "make room, or raise it"),
     10023: ("max_file_store or max_memory_store of the server is reached", f"make room, or raise it {_UNSET}"),
@@ -230,7 +230,7 @@ _DISK = re.compile("no space left|disk quota exceeded|not enough space", re.IGNO
 
 
 async def room_error(client: FloeClient, error: FloeError, request: RestoreRequest, name: str) -> ConfigError | None:
-    """As `out_of_room`, which knows the limits of the account then."""
+    """Read the limits of the account, and return the result of `out_of_room` with them."""
     if out_of_room(error, request, name, is_clustered=client.is_clustered) is None:
         return None
     account = dict[str, Any]()
@@ -248,9 +248,10 @@ def out_of_room(
     is_clustered: bool,
     limits: Sequence[Mapping[str, Any]] | None = None,
 ) -> ConfigError | None:
-    """What to do where `error` says that server or account have no room for the stream or its consumers, or None; pure.
+    """Return an error with a remedy if `error` reports that the server or the account has no room for the stream or its
+    consumers, else None; pure.
 
-    `is_clustered`: there a lack of resources may pass by itself. `limits`: of the account and its tiers, None where
+    `is_clustered`: in a cluster, a lack of resources may be temporary. `limits`: of the account and its tiers, None if
     they are not known.
     """
     if not isinstance(error, ApiError):
@@ -275,28 +276,28 @@ def out_of_room(
 
 
 async def _account(client: FloeClient) -> dict[str, Any]:
-    """What the account may use and uses. Raises ConfigError where there is no JetStream for it."""
+    """Return the limits and the usage of the account. Raises ConfigError if it has no JetStream."""
     try:
         return await ask(client, "INFO")
     except FloeError as error:
         from common.doctor import NO_JETSTREAM, jetstream_account
 
         if error.code in NO_JETSTREAM:
-            await jetstream_account(client)  # says what to do
+            await jetstream_account(client)  # raises an error with a hint
         raise
 
 
 async def _check_promotion(client: FloeClient, plan: RestorePlan) -> None:
-    """Raises Refused without the right to update the stream, which the last step needs. The update that asks for it
-    names no stream, so the server takes none.
+    """Raise Refused without the right to update the stream, which the promotion needs. The update that checks it has an
+    empty configuration, so the server never applies it.
     """
     with suppress(ApiError):
         await ask(client, f"STREAM.UPDATE.{token(plan.name)}", {})
 
 
 async def _check_removal(client: FloeClient, plan: RestorePlan) -> None:
-    """Raises Refused without the rights to remove what a drill makes: its consumer that reads, its stream. Asked of
-    names that nobody has.
+    """Raise Refused without the rights to delete the stream of a drill and the consumer that reads it. The requests use
+    names that do not exist.
     """
     name = f"{token(plan.name)}-none"
     for request in (f"CONSUMER.DELETE.{name}.none", f"STREAM.DELETE.{name}"):
@@ -305,7 +306,7 @@ async def _check_removal(client: FloeClient, plan: RestorePlan) -> None:
 
 
 async def _check_subjects(client: FloeClient, plan: RestorePlan) -> None:
-    """Raises ConfigError where another stream has one of the subjects; who may not ask learns it at the end."""
+    """Raise ConfigError if another stream has one of the subjects. Without the right to ask, promotion checks it."""
     for subject in plan.config.get("subjects") or []:
         try:
             answer = await ask(client, "STREAM.NAMES", {"subject": subject})
@@ -323,7 +324,7 @@ async def _check_subjects(client: FloeClient, plan: RestorePlan) -> None:
 
 
 def _notes(client: FloeClient, plan: RestorePlan, writer: ArchiveWriter) -> Iterator[str]:
-    """What this server does otherwise, in words."""
+    """Yield, as text, the deviations that this server causes."""
     if writer.format == "logical" and plan.request.promote and plan.rows and not plan.is_renamed:
         way = "" if client.is_clustered else "; --format files keeps them from it"
         yield (
@@ -340,7 +341,7 @@ def _notes(client: FloeClient, plan: RestorePlan, writer: ArchiveWriter) -> Iter
 
 
 def check_sizes(batch: pa.RecordBatch, max_payload: int) -> None:
-    """Raises ConfigError for a row that the server would store and could not deliver."""
+    """Raise ConfigError for a row that the server would store and could not deliver."""
     parts = [lengths(batch.column(name)).fill_null(0) for name in ("headers", "payload")]
     sizes = pc.add(*parts)
     if (largest := pc.max(sizes).as_py()) > max_payload:
@@ -352,17 +353,17 @@ def check_sizes(batch: pa.RecordBatch, max_payload: int) -> None:
         )
 
 
-# What stands in the way
+# Obstacles
 
 
 def beside(request: RestoreRequest) -> str:
-    """The command for a stream of another name and with subjects of its own."""
+    """Return the command for a stream with another name and subjects of its own."""
     name = f"{request.name or request.feed}_RESTORED"
     return same_command(replace(request, name=name, subjects=(f"{name}.>",)))
 
 
 def foreign(request: RestoreRequest, info: StreamInfo) -> ConfigError:
-    """The name has a stream that no restore made."""
+    """Return the error for a stream of that name that no restore made."""
     return ConfigError(
         f"stream {info.name}: expected none, found one with {counted(info.messages, 'message')}, created "
         f"{info.created}: it is not touched",
@@ -380,6 +381,6 @@ def stopped(request: RestoreRequest) -> Unavailable:
 
 
 def runs(name: str, holder: str = "") -> Unavailable:
-    """Another restore has the name. `holder`: who that is, empty where it is not known."""
+    """Return the error for a name that another restore holds. `holder`: its owner, empty if not known."""
     by = f", by {holder}" if holder else ""
     return Unavailable(f"stream {name}: another restore fills it now{by}", hint="wait until it is done", code=RUNS)

@@ -1,11 +1,11 @@
-"""One restore: look, refuse or begin, fill a guarded stream, wait until it is at rest, compare, promote.
+"""One restore: plan, check, fill a guarded stream, wait until it is at rest, compare, promote.
 
-plan → checks → lease → leftover removed → filled under the guard → at rest → compared → archive no longer than it was
+plan → checks → lease → leftover removed → filled under the guard → at rest → compared → archive has not grown
 → recorded → promoted
 
-Until it is promoted the stream has a subject that no producer knows, and a marker in its metadata. So a crash anywhere
-leaves nothing, or what the same command removes before it begins again. Any other stream of that name is never touched.
-One restore of a name at a time: it holds a lease, and promotes what has its own marker only.
+Until its promotion, the stream has a subject that no producer knows, and a marker in its metadata. So a crash at any
+point leaves nothing, or a stream that the same command removes before it begins again. Any other stream of that name is
+never changed. One restore of a name runs at a time: it holds a lease, and promotes only a stream with its own marker.
 """
 
 from __future__ import annotations
@@ -63,23 +63,25 @@ from ingress.restore.preflight import (
 )
 from ingress.restore.upload import ArchiveUpload
 
-NAME_IN_USE = 10130  # to a restore: also while the server still gives up one before it, of which it tells nothing
-REFUSES_CONSUMER = "error restoring consumer"  # in that answer; any other may pass by itself
+NAME_IN_USE = 10130  # error of a restore; also while the server still ends an earlier one, which it does not report
+REFUSES_CONSUMER = "error restoring consumer"  # in RESTORE_FAILED: permanent; any other text may be temporary
 THREADS = 4
 GREW = "E-RESTORE-GREW"
-ATTEMPTS = 5  # from the beginning, where a server went away or gave a restore up
-PAUSES = doubling(1.0, 15.0)  # seconds between them
+ATTEMPTS = 5  # attempts from the beginning, if a server disappears or ends a restore
+PAUSES = doubling(1.0, 15.0)  # seconds between attempts
 AHEAD = 2 * 1024 * 1024  # bytes that are encoded while others are sent
-EXPIRES_SOON = 60.0  # seconds; what `max_age` drops within them is not counted on
-PROGRESS = 1.0  # seconds until long work says how far it is, and from one time to the next
+EXPIRES_SOON = 60.0  # seconds; a message that `max_age` drops within them does not count as held
+PROGRESS = 1.0  # seconds until long work reports its progress, and between two reports
 COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
-FOLDED = ("sequence", "timestamp_ns", "subject", "headers")  # what the first pass needs
+FOLDED = ("sequence", "timestamp_ns", "subject", "headers")  # columns that the fold needs
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreTuning:
-    """`looks`, `look_span`: how often, and over how many seconds, a name must be free. `settling`: as its class."""
+    """The timing of a restore. `looks`, `look_span`: how often, and over how many seconds, the name is checked.
+    `settling`: None for the defaults of `Settling`.
+    """
 
     looks: int = 3
     look_span: float = 3.0
@@ -88,12 +90,12 @@ class RestoreTuning:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What a restore did. `rows`, `bytes`: sent, with all that the form adds; `seconds`: of all; `format`:
-    of the archive that was sent.
+    """The result of a restore. `rows`, `bytes`: sent, the bytes with the overhead of the form; `seconds`: in total;
+    `format`: of the archive that was sent.
 
-    `not_kept`: what of the configuration of the stream and its consumers this server does not keep, in words;
-    `is_promoted`: whether the stream has its subjects; `finished`: the consumers that deliver again, of a stream that
-    a restore before has brought back.
+    `not_kept`: keys of the configuration of the stream and its consumers that this server does not keep, as text;
+    `is_promoted`: the stream has its subjects; `finished`: the consumers that deliver again, of a stream that an
+    earlier restore promoted.
     """
 
     plan: RestorePlan
@@ -177,8 +179,8 @@ class Restore:
         self._history = ArchivedHistory(request, store, documents, self._threads, clock, teller)
         self._started, self._noted = clock.monotonic(), set[str]()
         self._owner = new_owner(settings.instance)
-        self._guarded: GuardedStream | None = None  # of the attempt that is made
-        self._came = set[int]()  # of the newest messages of sources, those that were sent
+        self._guarded: GuardedStream | None = None  # of the current attempt
+        self._came = set[int]()  # sequences of the newest messages of sources, as far as sent
 
     @property
     def _role(self) -> Literal["egress", "ingress"]:
@@ -190,8 +192,8 @@ class Restore:
 
     @asynccontextmanager
     async def connected(self, nats: NatsSettings | None = None) -> AsyncIterator[FloeClient]:
-        """A connection to the server of the site, where the configuration is that of the site, else to that of ingress;
-        the threads are closed with it. `nats`: another one.
+        """Connect to the server of egress if the configuration is that of the site, else to that of ingress. Close the
+        threads with the connection. `nats`: another server.
         """
         nats = nats or self._settings.nats_for(self._role)
         name = f"floe restore {self._settings.instance}".strip()
@@ -200,7 +202,7 @@ class Restore:
                 yield client
 
     async def plan(self) -> RestorePlan:
-        """As `ArchivedHistory.plan`; what takes long says so, and how far it is."""
+        """Return `ArchivedHistory.plan` with the requested subjects; print the progress if it takes long."""
         begun = f"planning: reading the archive of {self._request.site}/{self._request.feed}"
         plan = await self._with_progress(self._history.plan(), lambda: self._history.progress, begun)
         self._request = plan.request
@@ -209,8 +211,8 @@ class Restore:
         return plan
 
     async def look(self, plan: RestorePlan) -> tuple[list[str], FloeError | None]:
-        """What only the server tells, in words; and why `run` would end now before anything is filled, None where it
-        would fill. Nothing is written.
+        """Return, as text, the facts that only the server knows, and the error with which `run` would now end before it
+        fills anything, None if it would fill. Nothing is written.
         """
         try:
             check_whole(plan)
@@ -220,13 +222,12 @@ class Restore:
         except FloeError as error:
             return [], error
 
-    # Doing it
+    # Run
 
     async def run(self, client: FloeClient, stop: Stop, shown: RestorePlan | None = None) -> RestoreReport:
-        """Restore, or find that what came back differs: then it is not promoted. `shown`: the plan that somebody was
-        asked about, and agreed to.
+        """Restore the stream, and promote it unless it differs. `shown`: a plan that an operator has confirmed.
 
-        Raises ConfigError, Refused, Stopped, UsageError, DataError; Unavailable where it was stopped, or after several
+        Raises ConfigError, Refused, Stopped, UsageError, DataError; Unavailable if it was stopped, or after several
         attempts.
         """
         self._stop = stop
@@ -242,7 +243,7 @@ class Restore:
                 if error.code == RUNS:
                     raise
                 full = await room_error(client, error, self._request, plan.name)
-                # What an attempt before left is counted by a cluster until all its servers have removed it.
+                # A cluster counts the leftover of an earlier attempt until all its servers have removed it.
                 waits = (full is not None or error.code == ROOM) and attempt in range(1, 3) and client.is_clustered
                 if full is not None and not waits:
                     raise full from error
@@ -269,7 +270,7 @@ class Restore:
                 self._teller.say(f"note: {note}")
 
     def _refused(self, why: str, plan: RestorePlan) -> ConfigError:
-        """The server gave the archive up each time."""
+        """Return the error for an archive that the server does not accept."""
         request, ends = self._request, list[tuple[str, str]]()
         if plan.consumers and request.promote and "consumer" in why:
             without = same_command(replace(request, consumers=False))
@@ -286,7 +287,7 @@ class Restore:
         ready = await preflight(client, plan, self.service.lease_bucket if self._request.promote else "")
         self._note(ready.notes)
         guarded = self._guarded = GuardedStream(client, ready.plan, self._clock, self._teller, self._stop)
-        if not self._request.promote:  # a drill has a lease of its own, for a name that nobody else has
+        if not self._request.promote:  # a drill has a lease of its own, for a name that no one else uses
             return await self._restored(client, ready, guarded)
         replicas = self.service.kv_replicas or int(plan.config.get("num_replicas") or 1)
         leases = await open_leases(client, self.service, self._owner, self._clock, replicas=replicas)
@@ -315,7 +316,7 @@ class Restore:
         except FloeError as error:
             try:
                 await guarded.remove()
-            except ConfigError as other:  # another stream took its place: that is why
+            except ConfigError as other:  # another stream took its place: the cause
                 raise other from error
             except FloeError:
                 pass  # the next restore removes it
@@ -338,8 +339,8 @@ class Restore:
         return replace(report, seconds=self._clock.monotonic() - self._started)
 
     def _begun_behind(self, plan: RestorePlan, filled: StreamInfo) -> dict[str, Any]:
-        """What it ends with: each source goes on behind a message that is held for certain, or begins behind the
-        newest archived one. A message that the server drops soon, or has dropped as acknowledged, is none.
+        """Return the final configuration: each source continues after a message that is certainly held, or begins after
+        its newest archived one. A message that the server drops soon, or may drop as acknowledged, does not count.
         """
         age = int(plan.config.get("max_age") or 0)
         since = int((self._clock.now() + EXPIRES_SOON) * NS_PER_S) - age if age else 0
@@ -354,7 +355,7 @@ class Restore:
     # Filling
 
     async def _fill(self, client: FloeClient, ready: Ready, marker: str) -> tuple[SentRows, int]:
-        """Send everything; what was sent, and its bytes."""
+        """Send the whole archive. Return the rows that were sent, and the number of bytes."""
         plan, writer = ready.plan, ready.writer
         fold, digests, self._came = plan.fold(), Digests(), set()
         while fold.passes:
@@ -382,8 +383,8 @@ class Restore:
     async def _encoded(
         self, rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None, upload: ArchiveUpload
     ) -> AsyncGenerator[bytes]:
-        """The archive's bytes of `batch`, of the others of `rows` and of its end, read and encoded while those before
-        them are sent. However long the store takes, `upload` keeps the restore alive meanwhile.
+        """Yield the archive's bytes of `batch`, of the other `rows` and of its end. A batch is read and encoded while
+        the bytes before it are sent. However long the store takes, `upload` keeps the restore alive meanwhile.
         """
         ahead = asyncio.ensure_future(self._threads.run(_next, rows, writer, batch))
         try:
@@ -427,7 +428,7 @@ class Restore:
             self._guarded.check_lease()
 
     async def _seen(self, plan: RestorePlan, fold: Fold) -> None:
-        """The first pass: what later rows did to earlier ones."""
+        """Make one pass of the fold over all rows: collect the effects of later rows on earlier ones."""
         rows, seen = self._history.rows(plan, plan.begin, FOLDED, self._stop), 0
 
         def see() -> int | None:
@@ -444,7 +445,7 @@ class Restore:
             self._teller.progress(f"{share}  {counted(seen, 'message')} looked at", self._clock.monotonic())
 
     def _sent(self, plan: RestorePlan, fold: Fold, digests: Digests, max_payload: int) -> Iterator[pa.RecordBatch]:
-        """The rows that are sent, remembered in `digests`. Blocking."""
+        """Yield the rows to send, and add them to `digests`. Blocking."""
         newest = [row.sequence for row in plan.sourced.values()]
         for batch in self._history.rows(plan, plan.begin, COLUMNS, self._stop):
             if (left := fold.left(batch)).num_rows:
@@ -480,7 +481,7 @@ class Restore:
         return found if found.is_same else await comparer.run(self._request.verify, servers)
 
     async def _check_end(self, plan: RestorePlan) -> None:
-        """Raises Unavailable where egress has archived more meanwhile: what it held of the lost stream."""
+        """Raise Unavailable if egress has meanwhile archived more of the lost stream: messages that it still held."""
         if not self._request.promote or self._request.is_in_the_past or plan.is_renamed:
             return
         if grown := await self._threads.run(self._history.grown, plan):
@@ -488,8 +489,8 @@ class Restore:
             raise Unavailable(f"{grown}: egress has put what it held", hint=hint, code=GREW)
 
     async def _keep_for_egress(self, client: FloeClient, plan: RestorePlan) -> None:
-        """Let an interest stream keep what is published from the first moment on for the egress of this configuration,
-        which may look at it later only.
+        """Create the durables of the egress of this configuration, so that an interest stream keeps every new message
+        from promotion on: egress may read the stream only later.
         """
         if plan.config.get("retention") != INTEREST or plan.is_renamed or self._role != "egress":
             return
@@ -507,7 +508,7 @@ class Restore:
                     )
 
     def _record(self, plan: RestorePlan, filled: StreamInfo) -> None:
-        """Tell egress which stream this is, for where no message is left to tell. Blocking."""
+        """Record for egress which stream this is: without messages it could not recognize the stream. Blocking."""
         if plan.is_renamed:
             return
         newest = plan.newest
@@ -521,9 +522,9 @@ class Restore:
 def _next(
     rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None
 ) -> tuple[list[bytes], pa.RecordBatch | None]:
-    """The archive's bytes of `batch`, and the batch behind it; without one, the end of the archive."""
+    """Return the archive's bytes of `batch`, and the next batch; without a batch, the end of the archive."""
     if batch is None:
         return list(writer.tail()), None
     encoded = list(writer.rows(batch)), next(rows, None)
-    pa.default_memory_pool().release_unused()  # the allocator keeps what this thread has freed, until told
+    pa.default_memory_pool().release_unused()  # otherwise the allocator keeps freed memory
     return encoded

@@ -1,7 +1,7 @@
-"""Sends an archive to the server that restores a stream: a bounded number of bytes ahead of its answers.
+"""Send an archive to the server that restores a stream, a bounded number of bytes ahead of its answers.
 
-The server gives a restore up after `GIVES_UP` seconds without a byte. So the upload, while it waits for more of the
-archive, sends what it holds back, or a frame that readers skip.
+The server ends a restore after `GIVES_UP` seconds without a byte. So, while the upload waits for more of the archive,
+it sends the bytes that it holds back, or a frame that readers skip.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from common.jetstream.requests import NOBODY, api_answer
 from common.tasks import Trouble, done_in, wait_for
 from ingress.restore.archive import KEEP_ALIVE
 
-WINDOW = 8 * 1024 * 1024  # bytes that are sent and not answered; more would hold up the routes of a cluster
+WINDOW = 8 * 1024 * 1024  # bytes that are sent and not answered; more would block the routes of a cluster
 PIECE = 512 * 1024  # bytes of a message, at most
 ROOM = 1024  # bytes of a message that are not payload
 ASKING = 30.0  # seconds for the server to begin
-REACHING = 4.0  # seconds for the first bytes
+REACHING = 4.0  # seconds for the first bytes to reach the server
 GIVES_UP = 5.0  # seconds without a byte after which the server ends a restore
 QUIET = 2.0  # seconds after the last byte until the next is sent, at most
-SILENT = 60.0  # seconds without an answer until it is given up
-ENDING = 1800.0  # seconds for the server to make the stream from what it got
+SILENT = 60.0  # seconds without an answer before an error
+ENDING = 1800.0  # seconds for the server to make the stream from the archive
 
 
 class ArchiveUpload:
-    """One archive on its way; made by `begin`, closed by `aclose`. `sent`: its bytes."""
+    """The upload of one archive; created by `begin`, closed by `aclose`. `sent`: bytes sent so far."""
 
     def __init__(self, client: FloeClient, stream: str, subject: str, clock: Clock) -> None:
         self._client, self._stream, self._subject, self._clock = client, stream, subject.encode(), clock
@@ -45,8 +45,8 @@ class ArchiveUpload:
 
     @classmethod
     async def begin(cls, client: FloeClient, stream: str, request: Mapping[str, Any], clock: Clock) -> ArchiveUpload:
-        """Ask the server to restore the stream: `request` has its `config` and `state`. Raises ApiError where it
-        refuses, also where there is one.
+        """Ask the server to restore the stream: `request` has its `config` and `state`. Raises ApiError if the server
+        refuses, also because the stream exists.
         """
         answer = await client.api(f"STREAM.RESTORE.{token(stream)}", {**request}, timeout=ASKING)
         upload = cls(client, stream, str(answer["deliver_subject"]), clock)
@@ -54,9 +54,9 @@ class ArchiveUpload:
         return upload
 
     async def send(self, piece: bytes) -> None:
-        """Send whole frames of the archive, later where too many bytes are on their way.
+        """Send whole frames of the archive; wait while too many bytes are not answered.
 
-        Raises ApiError where the server gave up, Unavailable where it is gone, Refused without the right.
+        Raises ApiError if the server ended the restore, Unavailable if it is gone, Refused without the right.
         """
         self._buffer += piece
         while len(self._buffer) >= self._size:
@@ -65,8 +65,8 @@ class ArchiveUpload:
         await self._keep_alive()
 
     async def wait_for(self, work: asyncio.Future[Any]) -> bool:
-        """Wait for what makes the next piece, until it is done or `QUIET` seconds after the last byte, and keep the
-        restore alive. Return whether it is done. Raises as `send`.
+        """Wait for the work that makes the next piece, at most until `QUIET` seconds after the last byte, and keep the
+        restore alive. Return True if the work is done. Raises the errors of `send`.
         """
         until_due = self._last_sent + QUIET - self._clock.monotonic()
         await done_in(work, until_due if until_due > 0 else QUIET, self._clock)
@@ -74,8 +74,8 @@ class ArchiveUpload:
         return work.done()
 
     async def _keep_alive(self) -> None:
-        """Send something where nothing was sent for `QUIET` seconds, unless the server owes answers for all that may be
-        on its way: then it has bytes enough.
+        """Send something if nothing was sent for `QUIET` seconds, unless the window of unanswered bytes is full: then
+        the server has enough bytes.
         """
         held_back = self._buffer or KEEP_ALIVE
         is_due = self._clock.monotonic() >= self._last_sent + QUIET
@@ -85,7 +85,7 @@ class ArchiveUpload:
         self._check()
 
     async def finish(self) -> None:
-        """Tell the server that this was all, and wait until it has made the stream. Raises as `send`."""
+        """Mark the end of the archive, and wait until the server has made the stream. Raises the errors of `send`."""
         await self._flush()
         await self._until(0)
         answer, _ = await self._client.request_raw(self._subject, b"", timeout=ENDING)
@@ -111,14 +111,14 @@ class ArchiveUpload:
 
     def _count(self, piece: bytes) -> None:
         now = self._clock.monotonic()
-        if not self._open:  # else the server had bytes
+        if not self._open:  # else the server still had bytes
             self._longest_pause = max(self._longest_pause, now - self._last_sent)
         self._last_sent = now
         self.sent += len(piece)
 
     async def _reach(self, piece: bytes) -> None:
-        """The first piece, until somebody has it: between servers, the answer that says where to send it may come
-        before what makes them pass it on.
+        """Send the first piece, and retry until a server receives it: in a cluster, the answer with its subject may
+        arrive before the subscription that routes this subject.
         """
         deadline = self._clock.monotonic() + REACHING
         while True:
@@ -137,7 +137,7 @@ class ArchiveUpload:
         self._count(piece)
 
     async def _until(self, most: int) -> None:
-        """Wait until at most `most` bytes are not answered."""
+        """Wait until at most `most` bytes are not answered. Raises Unavailable if no answer arrives for `SILENT` s."""
         self._check()
         deadline = self._clock.monotonic() + SILENT
         while self._ahead > most:

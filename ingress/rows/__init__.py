@@ -1,1 +1,1 @@
-"""From segments to messages that may be published."""
+"""Decoding of segments into messages that may be published."""

@@ -1,4 +1,4 @@
-"""Segments to blocks of rows that may be published, in threads, one chunk at a time."""
+"""Decoding of segments into blocks of rows that may be published: in threads, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from ingress.checkpoint import IntentPiece
 from ingress.rows.prepare import Oversize, Prepared, Preparer
 from ingress.rows.rows import Block, ByteBudget
 
-# Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making
-# Python objects of a column holds the interpreter, and a publisher that waits for an acknowledgement should not
-# also wait for that.
+# Limits of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Creating Python
+# objects from a column holds the interpreter, and a publisher that waits for an acknowledgement should not also wait
+# for that.
 CHUNK_BYTES = 4 * 1024 * 1024
 CHUNK_ROWS = 2048
 
-# Where a turn of a chain ends; the next one goes on in the same open segment.
+# Limits of one turn of a chain; the next turn continues in the same open segment.
 TURN_ROWS, TURN_BYTES = 16_384, 8 * 1024 * 1024
-# What segments that are united may take at a time. One alone takes less.
+# Bytes that segments which are read together may take at a time. One alone takes less.
 MOST_DECODED = 3 * DEFAULT_LIMITS.row_group_bytes
-_AROUND = 1024  # bytes of pages for a row beside its message, at most
+_AROUND = 1024  # bytes of pages for a row besides its message, at most
 
 KEPT = 8  # segments that stay open between turns
 Reading = TypeVar("Reading")
 
 Emit = Callable[[Block], None]
-# Keeps a message that is too large for the target (`ParkedStore.park`). Blocking; the same one may be put again.
+# Stores a message that is too large for the target (`ParkedStore.park`). Blocking; the same one may be stored again.
 Park = Callable[[Chain, Oversize], None]
 
 
@@ -53,8 +53,8 @@ Park = Callable[[Chain, Oversize], None]
 class FromHole:
     """A filled hole in which messages are still missing that may have been archived once.
 
-    `rows`: what `segment` does not completely have; `missing`: how many of them no segment has. `known`: keys of the
-    segments that were looked into.
+    `rows`: the range that `segment` does not hold completely; `missing`: the number of its sequences that no segment
+    holds. `known`: keys of the segments that were checked.
     """
 
     segment: SegmentRef
@@ -64,7 +64,7 @@ class FromHole:
 
 
 class FromHoleError(Exception):
-    """Rows were handed out up to where `found` begins, and no further."""
+    """End of the rows at a filled hole: all rows before `found` were handed out, and no others."""
 
     def __init__(self, found: FromHole) -> None:
         super().__init__(str(found.rows))
@@ -74,9 +74,9 @@ class FromHoleError(Exception):
 def standing_in(
     store: SegmentStore, stretch: Stretch[SegmentRef], avoided: AbstractSet[str], passed: Sequence[SequenceRange]
 ) -> FromHole | None:
-    """Where ingress stands in the stretch because a hole was filled in part; None where it does not.
+    """Return the filled hole at which ingress blocks in the stretch, because sequences are missing; None without one.
 
-    `avoided`, `passed`: as in `Decoder.read`. Reads the footer, and more only where that says that something is gone.
+    `avoided`, `passed`: as in `HowRead`. Reads the footer, and more only if its ledger counts sequences that are gone.
     Blocking; raises as `open_stretch`, and E-FORK.
     """
     if not store.footer(stretch.segment).ledger.counts.get(Reason.GONE_FROM_HOLE):
@@ -88,7 +88,7 @@ def standing_in(
 def _standing(
     reader: StretchReader, stretch: Stretch[SegmentRef], avoided: AbstractSet[str], passed: Sequence[SequenceRange]
 ) -> FromHole | None:
-    """Where rows of a filled hole are missing that no operator has given up; None where none are."""
+    """Return the first filled hole with missing rows that are not skipped; None if there is none."""
     if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
         return None
     for left in holes(passed, reader.unread):
@@ -99,10 +99,10 @@ def _standing(
 
 
 class Decoder:
-    """Opens segments and hands out their rows, ready to be published, as blocks.
+    """Decoder of segments: it hands out their rows, ready to be published, as blocks.
 
-    A block names the segment that its rows are of. Other segments may hold what a segment did not read, and an open
-    intent is finished from the segments that it names, whatever has been added since.
+    A block names the segment that holds its rows. Other segments may hold rows that this one left unread, and an open
+    intent is finished from the segments that it names, even if others were added since.
 
     `park`: stores the messages that a block leaves out, before the block is handed out.
     """
@@ -111,16 +111,16 @@ class Decoder:
         self._store, self._threads, self._budget, self._park = store, threads, budget, park
 
     def begin(self, ref: SegmentRef, rows: SequenceRange, how: HowRead | None = None) -> SegmentRows:
-        """The rows `rows` of `ref`, not read yet; the caller closes them."""
+        """Return the rows `rows` of `ref`, not read yet; the caller closes them."""
         return SegmentRows(self._store, Stretch(ref, rows), self._park, how or HowRead())
 
     async def turn(self, source: SegmentRows, preparer: Preparer, emit: Emit, *, wait: bool = True) -> Stopped | None:
         """Hand rows of `source` to `emit` until a turn is over or `source` is done, in blocks that account for them.
 
-        What decoding takes is taken from the budget before (with `wait` false: whether or not it is free), and the
-        bytes of a block belong to its receiver. Returns the problem of the first row that must not be published, None
-        if there is none. Raises SegmentCorrupt (blocks handed out before are good), SegmentGone, what the store
-        raises, what `emit` raises, and FromHoleError where something of a filled hole is missing that is not given up.
+        The memory for decoding is taken from the budget first (with `wait` false: even if it is not free), and the
+        bytes of a block belong to its receiver. Return the problem of the first row that must not be published, None
+        if there is none. Raises SegmentCorrupt (blocks handed out before are good), SegmentGone, errors of the store
+        and of `emit`, and FromHoleError at a filled hole with missing sequences that are not skipped.
         """
         source.preparer, source.refuses, problem, began = preparer, wait, None, source.begin
         while problem is None and not source.is_done and source.begin == began:
@@ -129,7 +129,7 @@ class Decoder:
                 try:
                     problem = await self._decode(source, granted, emit)
                 except BaseException:
-                    await self.close(source)  # nothing is decoded any more behind this block
+                    await self.close(source)  # no decoding may continue once the bytes are given back
                     raise
         if problem is not None:
             source.is_done = True
@@ -140,7 +140,7 @@ class Decoder:
         return problem
 
     async def _decode(self, source: SegmentRows, granted: int, emit: Emit) -> Stopped | None:
-        """As `turn`, but ends too where more than `granted` is needed."""
+        """Decode as `turn`, but also end if more than `granted` bytes are needed."""
         rows = size = 0
         while (found := await self._threads.run(source.next, granted)) is not None:
             part, prepared, ends_batch = found
@@ -166,7 +166,7 @@ class Decoder:
         return problem
 
     async def close(self, source: SegmentRows) -> None:
-        """In a thread, because it waits for a chunk that is still being decoded and is not needed any more."""
+        """Close in a thread, because it waits for a chunk that is still being decoded and is no longer needed."""
         await self._threads.run(source.close)
 
     def _account(self, source: SegmentRows, last: int, emit: Emit) -> None:
@@ -194,9 +194,9 @@ def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
 
 @dataclass(frozen=True, slots=True)
 class HowRead:
-    """Rows that a segment did not read are taken from other segments, except those whose keys are `avoided`; `alone`:
-    only its own rows. `passed`: what is given up of filled holes (None: all). `again`: the segment was open before, and
-    only the parts that are read are fetched.
+    """Options of a read. Rows that a segment left unread are taken from other segments, except those with keys in
+    `avoided`; `alone`: only its own rows. `passed`: ranges of filled holes that are skipped (None: all). `again`: the
+    segment was open before, and only the parts that are read are fetched.
     """
 
     alone: bool = False
@@ -206,7 +206,7 @@ class HowRead:
 
 
 class _ShortError(FloeError):
-    """More bytes are needed than were granted. One of Floe's, because others that reading raises count as damage."""
+    """More bytes are needed than were granted. It is a FloeError, because other errors of a read count as damage."""
 
 
 _Next = tuple[UnreadPart, Prepared, bool]
@@ -215,9 +215,9 @@ _Next = tuple[UnreadPart, Prepared, bool]
 class SegmentRows:
     """The rows of one stretch, used by one thread at a time.
 
-    `begin`: the first sequence not handed out yet. `stands`: where its rows end before the stretch does, as far as
-    they are read. `refused`: a message that is too large and its bytes, behind which nothing is read. `preparer`; and
-    `refuses`, messages that are too large: to be set before each turn.
+    `begin`: the first sequence not handed out yet. `stands`: the filled hole before which its rows end, once that is
+    known. `refused`: sequence and bytes of a message that is too large, after which nothing is read. `preparer`, and
+    `refuses` (messages that are too large): to be set before each turn.
     """
 
     preparer: Preparer
@@ -231,7 +231,7 @@ class SegmentRows:
         self._lock, self._closed, self._position = threading.Lock(), False, stretch.rows.first
         self._reader: StretchReader | None = None
         self._batches: Iterator[tuple[UnreadPart, bool]] | None = None
-        # Of all segments that are read for it: what they take in memory, what they may, what they would take next.
+        # Of all segments that are read for it: their memory, the granted bytes, the bytes needed next.
         self._costs, self._granted, self._wanted = WeakKeyDictionary[object, DecodingCost](), 0, 0
 
     @property
@@ -257,19 +257,19 @@ class SegmentRows:
         if (need := self.need) > MOST_DECODED:
             raise DataError(f"expected to decode at most {MOST_DECODED} bytes at a time, found {need}")
         if need > self._granted:
-            # Segments that are united are opened one by one: each is not to begin everything anew.
+            # Segments that are read together open one by one: request more, so that not each of them restarts all.
             self._wanted = need if len(self._costs) == 1 else min(MOST_DECODED, max(need, 2 * self._granted))
             raise _ShortError(f"{need} bytes are needed")
 
     def next(self, granted: int) -> _Next | None:
-        """The next rows, prepared, and whether they end what was decoded at once; None behind the last, and where more
-        than `granted` bytes are needed.
+        """Return the next rows, prepared, and True if they end a batch that was decoded at once; None after the last
+        rows, and if more than `granted` bytes are needed.
         """
         with self._lock, suppress(_ShortError):
             if self._closed:
                 return None
             self._granted, self._wanted = granted, 0
-            # Where more is needed it begins again at the position.
+            # If more is needed, the next call restarts at the position.
             batches, self._batches = self._batches or self._open(), None
             if (found := next(batches, None)) is None:
                 self.is_done = True
@@ -294,23 +294,23 @@ class SegmentRows:
 
     def close(self) -> None:
         with self._lock:
-            # What they hold is free at once, not when a collector comes round.
+            # Their memory is free at once, not when a garbage collector runs.
             self._closed, self._batches, reader, self._reader = True, None, self._reader, None
             if reader is not None:
                 reader.close()
 
 
 class KeptOpen(Generic[Reading]):
-    """Segments that stay open from one turn of a chain to the next: at most `KEPT` that hold `most_bytes` together.
+    """Segments that stay open from one turn of a chain to the next: at most `KEPT`, with at most `most_bytes` together.
 
-    Where there are more, one of the site that has most of them is closed.
+    Above that, a segment of the site that has most of them is closed.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self.kept = most_bytes, dict[Reading, tuple[object, SegmentRows]]()
 
     def take(self, reading: Reading, plan: object) -> SegmentRows | None:
-        """What `reading` kept; None where nothing is left of it, or what it plans is no longer the same `plan`."""
+        """Return the rows that `reading` kept; None without any, or if they are not of the same `plan`."""
         if reading in self.kept and self.kept[reading][0] is not plan:
             self._close(reading)
         return self.kept.pop(reading, (None, None))[1]
@@ -350,7 +350,7 @@ def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 class Relays:
-    """What `chain.json` says of each chain, read once: it never changes."""
+    """The `relay` flag in the `chain.json` of each chain, read once: it never changes."""
 
     def __init__(self, documents: ChainStore, threads: Threads) -> None:
         self._documents, self._threads = documents, threads
@@ -360,10 +360,10 @@ class Relays:
         self._known[chain] = document.relay
 
     async def of(self, chain: Chain) -> bool:
-        """Whether the chain is a relay's.
+        """Return True if the chain is a relay's.
 
-        Never guessed: rows that are published a second time must be the same bytes. Raises Unavailable where there is
-        no `chain.json`, DataError where it is damaged, and what the store raises.
+        It is never guessed: rows that are published a second time must be the same bytes. Raises Unavailable if there
+        is no `chain.json`, DataError if it is damaged, else as the store does.
         """
         if chain not in self._known:
             if (document := await self._threads.run(self._documents.read_chain, chain)) is None:

@@ -1,9 +1,9 @@
-"""From decoded rows to rows that may be published: subjects mapped, header blocks escaped, sizes known.
+"""Preparation of decoded rows for publishing: subjects are mapped, header blocks escaped, sizes computed.
 
-A subject comes from a file in a bucket: nothing of it reaches a socket before it was checked here.
+A subject comes from a file in a bucket: no part of it reaches a socket before it is checked here.
 
-Everything that the target would refuse for good is found here, before an intent holds it: an open intent is
-never replaced, so one bad row in it would stop every chain of the target.
+All rows that the target would refuse permanently are found here, before an intent holds them: an open intent is never
+replaced, so one bad row in it would stop every chain of the target.
 """
 
 import re
@@ -28,7 +28,7 @@ from common.transforms import Transform, compile_transform
 from ingress.errors import resume, set_command, set_position
 from ingress.rows.rows import PreparedBatch
 
-# What would end or split the control line of the protocol. A server takes everything else, even wildcards:
+# Bytes that would end or split the control line of the protocol. A server accepts everything else, even wildcards:
 # a source may hold `a.*` as the subject of a message.
 _UNSAFE = re.compile(rb"[\x00\t\n\r ]")
 MAX_SUBJECT = 3900  # bytes: with reply and sizes it must fit the control line, 4096 by default
@@ -36,8 +36,8 @@ MAX_SUBJECT = 3900  # bytes: with reply and sizes it must fit the control line, 
 
 @dataclass(frozen=True, slots=True)
 class SubjectRule:
-    """`prefix` and a dot are put before the subject, then every occurrence of `remove` is taken out; each
-    step collapses `..` to one dot, as stream-replicator does. Both empty: the subject stays as it was.
+    """Rule that puts `prefix` and a dot before the subject, then removes every occurrence of `remove`. Each step
+    collapses `..` to one dot, as stream-replicator does. With both empty, the subject is unchanged.
     """
 
     prefix: bytes = b""
@@ -52,7 +52,7 @@ class SubjectRule:
 
     @property
     def pattern(self) -> str | None:
-        """A filter that matches every result, `{prefix}.>`; None where a removed text may touch the prefix."""
+        """A filter that matches every result, `{prefix}.>`; None if a removed text may touch the prefix."""
         kept = (self.prefix + b".").replace(b"..", b".")
         ends = (kept[at:] for at in range(len(kept)))
         if b"" in kept[:-1].split(b".") or (self.remove and self.remove in kept):
@@ -74,9 +74,9 @@ def rule_of(source: SourceSettings, chain: Chain) -> Rule:
 
 
 def patterns_of(source: SourceSettings) -> list[str] | None:
-    """Filters that together match every subject of the source's chains; None where that is not known.
+    """Return filters that together match every subject of the source's chains; None if they are not known.
 
-    What is taken out of a subject may touch the number of an incarnation or a partition: then it is not known.
+    A removed text may touch the number of an incarnation or a partition: then they are not known.
     """
     if source.subject_transform.source:
         wanted = source.subject_transform
@@ -91,7 +91,7 @@ def patterns_of(source: SourceSettings) -> list[str] | None:
 
 
 def problem(subject: bytes) -> str:
-    """Why `subject` cannot be published to; empty if it can."""
+    """Return the reason why `subject` cannot be published to; empty if it can."""
     if not subject:
         return "it is empty"
     if len(subject) > MAX_SUBJECT:
@@ -124,7 +124,7 @@ class Accepting:
 
 @dataclass(frozen=True, slots=True)
 class Oversize:
-    """A message that is too large for the target, and why."""
+    """A message that is too large for the target, and the reason."""
 
     message: Message
     why: str
@@ -132,7 +132,7 @@ class Oversize:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The first row that the target would refuse: its index, a code, and why."""
+    """The first row that the target would refuse: its index, a code, and the reason."""
 
     row: int
     code: str
@@ -140,7 +140,7 @@ class Refusal:
 
 
 class RowRefused(Stopped):
-    """A row that the target would refuse for good; `why` does not name the row."""
+    """A row that the target would refuse permanently; `why` does not name the row."""
 
     def __init__(self, chain: Chain, sequence: int, refusal: Refusal, hint: str) -> None:
         message = f"chain {chain} stops at sequence {sequence}: {refusal.why}"
@@ -197,7 +197,7 @@ def way_out(chain: Chain, target: str, code: str, sequence: int) -> str:
 
 
 def oversize_hint(target: str) -> str:
-    """For a row of the open intent that is too large: the intent is finished as it stands."""
+    """Return the hint for a row of the open intent that is too large: the intent is finished unchanged."""
     return ways(
         "connect to a server with the former max_payload, or raise it and the target's max_msg_size again: "
         "it goes on by itself",
@@ -208,32 +208,32 @@ def oversize_hint(target: str) -> str:
     )
 
 
-# What a publisher puts before the provenance: version, expected sequence, batch id (of 32 bytes), batch
-# sequence, commit.
+# Bytes of the lines that a publisher puts before the provenance: version, expected sequence, batch id (of 32 bytes),
+# batch sequence, commit.
 PUBLISHER_LINES = 192
 # nats-server keeps the length of a header block in 16 bits.
 MAX_HEADER_BLOCK = 65_535
-# The largest message, with what the target adds to it.
+# The largest message, with the lines that Floe adds to it.
 MOST_CARRIED = MAX_MESSAGE_BYTES + MIB
-# Sequence, timestamp, the space between and the line's end, at their longest.
+# Sequence, timestamp, the space between them and the line's end, at their longest.
 _NUMBERS = 44
 _MESSAGE = "message with its headers"
 # Subjects that never repeat must not fill the memory.
 _MAX_REMEMBERED = 100_000
 
-# Values that the server takes; a header with another value is escaped, as if it were not allowed to act.
-# Hours and minutes are bounded so that the server's nanoseconds cannot overflow, which it would refuse.
+# Values that the server accepts; a header with another value is escaped, as if it were not allowed to act.
+# Hours and minutes are bounded: the server refuses values that overflow its nanoseconds.
 _ACTING_VALUES = {
     b"nats-ttl": re.compile(rb" *(never|[1-9]\d{0,8}s?|[1-9]\d{0,7}m|[1-9]\d{0,5}h)"),
     b"nats-rollup": re.compile(rb" *(sub|all)"),
 }
-# `all` would empty the target of what other sources have there.
+# `all` would delete the messages of other sources in the target.
 _SHARED_VALUES = _ACTING_VALUES | {b"nats-rollup": re.compile(rb" *sub")}
 
 
 @dataclass(frozen=True, slots=True)
 class TargetLimits:
-    """What the target takes.
+    """Limits of a target.
 
     `max_message`: bytes of header block and payload together. `parks`: a message that is too large is parked instead
     of stopping its chain. `target`: the stream's name, for messages to operators. `max_payload`: of the server from
@@ -250,9 +250,9 @@ class TargetLimits:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The leading rows that may be published (None where there are none), and why the next may not be.
+    """The leading rows that may be published (None if there are none), and the problem of the next one.
 
-    `left_out`: sequences in front of that row which are in no batch, ascending. `oversize`: those of them that are to
+    `left_out`: sequences before that row which are in no batch, ascending. `oversize`: messages among them that are to
     be parked before a piece leaves them out.
     """
 
@@ -279,13 +279,13 @@ class _Columns:
 
 
 class Preparer:
-    """Prepares the rows of one chain; used by one thread at a time.
+    """Preparation of the rows of one chain; used by one thread at a time.
 
-    `extra`: one more header line for each message, without its CR LF, behind the provenance. `relay`: the chain's
-    stream was itself written by Floe, so its `Floe-Source` lines stay hops. To be set before the first row; in other
-    chains such lines are escaped, and a forged one hides nothing. `acting`: lower-case names of headers of the source
-    that take effect at the target. `leaves_out`: exactly these sequences are left out,
-    whatever the limits are (None: what is too large, if the limits say so).
+    `extra`: one more header line for each message, without its CR LF, after the provenance. `relay`: the chain's
+    stream was itself written by Floe, so its `Floe-Source` lines remain hops. It is to be set before the first row; in
+    other chains such lines are escaped, and a forged one hides nothing. `acting`: lower-case names of the source's
+    headers that take effect at the target. `leaves_out`: exactly these sequences are left out, independent of the
+    limits (None: messages that are too large, if the limits park them).
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class Preparer:
         self._mapped: dict[bytes, bytes] = {}
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
-        """The rows of `batch`, of the segment schema, up to the first that the target would refuse."""
+        """Prepare the rows of `batch`, of the segment schema, up to the first that the target would refuse."""
         if self.leaves_out is None:
             return self._prepared(batch, parks=self._target.parks)
         found = batch.column("sequence").to_pylist()
@@ -320,7 +320,7 @@ class Preparer:
         huge = next((row for row, size in enumerate(sizes) if size > MOST_CARRIED), len(sizes))
         stop = min(huge, len(sizes) if refusal is None else refusal.row)
         if parks and (too_large := oversize(batch, limits, stop)):
-            # Prepared again without them: this is rare, and costs nothing else.
+            # Prepare again without them: this is rare, and costs nothing in the usual case.
             return self._without(batch, tuple(each.message.sequence for each in too_large), too_large)
         refusal = first_refusal(refusal, limits)
         if refusal is None:
@@ -348,7 +348,7 @@ class Preparer:
         )
 
     def too_large(self, sequence: int, size: int) -> RowRefused:
-        """The problem of a message that is not carried anywhere, whatever the target takes. `size`: its bytes."""
+        """Return the problem of a message that is too large for any target. `size`: its bytes."""
         skip = set_position(self._target.target, self._chain, sequence + 1)
         refusal = Refusal(0, "E-MSG-TOO-LARGE", f"it needs {size} bytes, expected at most {MAX_MESSAGE_BYTES}")
         return RowRefused(self._chain, sequence, refusal, ways(("keep a copy of it elsewhere, and skip it", skip)))
@@ -377,10 +377,10 @@ class Preparer:
     # Header blocks
 
     def _tails(self, rows: _Columns) -> list[bytes | None] | None:
-        """What stands behind the publisher's lines, for rows with headers; None if no row has any."""
+        """Return everything after the publisher's lines, for rows with headers; None if no row has any."""
         if not any(rows.headers):
             return None
-        # Senders repeat themselves: each block is escaped once.
+        # Senders repeat header blocks: each one is escaped once.
         lines = {block: self._lines(block) for block in set(rows.headers) if block}
         origin, blocks = self._origin, zip(rows.sequences, rows.timestamps_ns, rows.headers, strict=True)
         return [
@@ -401,10 +401,10 @@ class Preparer:
     # Sizes
 
     def _limits(self, lengths: list[int], tails: list[bytes | None] | None) -> tuple[list[int], tuple[Limit, ...]]:
-        """Bytes of each row's payload and header block, never less than what will be sent; and which of them the
-        target limits.
+        """Return the bytes of each row's payload and header block, never less than will be sent; and the limits of the
+        target on them.
         """
-        # An intent is finished as it stands.
+        # An open intent is finished unchanged: only the target's own limit applies to its rows.
         most = min(self._target.max_message, MOST_CARRIED) if self.leaves_out is None else self._target.max_message
         bare = len(self._origin) + _NUMBERS + PUBLISHER_LINES + len(self._extra)
         if tails is None:
@@ -425,7 +425,7 @@ def _columns(batch: pa.RecordBatch) -> _Columns:
 
 
 def _origin(chain: Chain) -> bytes:
-    """The `Floe-Source` line of `chain` up to the sequence: `{sequence} {timestamp_ns}` follow."""
+    """Return the `Floe-Source` line of `chain` up to the sequence: `{sequence} {timestamp_ns}` follow."""
     line = Provenance(chain.site, chain.feed, chain.incarnation, chain.partition, 1, 1).line()
     if not line.endswith(b" 1 1"):
         raise ValueError(f"provenance: expected it to end in sequence and timestamp, found {line!r}")

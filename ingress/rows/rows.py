@@ -1,4 +1,4 @@
-"""Rows that are checked and ready for the wire ahead of who publishes, within a byte budget."""
+"""Rows that are checked and ready for the wire, held ahead of the publisher within a byte budget."""
 
 import asyncio
 import bisect
@@ -14,11 +14,11 @@ from common.clock import NS_PER_S
 from common.tasks import Stop, first_of
 from ingress.checkpoint import MAX_BYTES, MAX_LEFT_OUT, MAX_PIECES, MAX_ROWS, IntentPiece, merged
 
-# One message as the publisher needs it: subject, everything of its header block behind the version line, and
-# a view of its payload, because a copy would cost as much as everything else.
+# One message in the form that the publisher needs: subject, its header block after the publisher's own lines, and a
+# view of its payload, because a copy would cost as much as everything else.
 Ready = tuple[bytes, bytes, memoryview]
 
-# What a message costs in memory beside its bytes, and a block beside its messages.
+# Memory of a message besides its bytes, and of a block besides its messages.
 ROW_OVERHEAD = 96
 BLOCK_OVERHEAD = 1024
 
@@ -27,11 +27,10 @@ BLOCK_OVERHEAD = 1024
 class PreparedBatch:
     """The messages of one block, column by column, in sequence order.
 
-    `subjects`: as the target knows them, checked. `origin`: the `Floe-Source` line up to the
-    sequence. `tails`: for rows with a header block of their own, everything behind the version line;
-    None where no row has one. `payloads`: a binary array. `ends`: for each row, the bytes of payloads
-    and header blocks up to and including it. `end`: what closes the header block of rows without one of
-    their own. `most`: bytes of the largest row.
+    `subjects`: those of the target, checked. `origin`: the `Floe-Source` line up to the sequence. `tails`: for rows
+    with a header block of their own, everything after the publisher's lines; None if no row has one. `payloads`: a
+    binary array. `ends`: for each row, the bytes of payloads and header blocks up to and including it. `end`: the end
+    of the header block of rows without one of their own. `most`: bytes of the largest row.
     """
 
     sequences: list[int]
@@ -50,7 +49,7 @@ class PreparedBatch:
         return self.ends[-1] + ROW_OVERHEAD * len(self.ends) + BLOCK_OVERHEAD
 
     def messages(self, start: int, stop: int) -> Iterator[Ready]:
-        """Rows `start` to `stop` (exclusive)."""
+        """Yield rows `start` to `stop` (exclusive)."""
         rows = zip(
             self.subjects[start:stop],
             self.sequences[start:stop],
@@ -73,7 +72,7 @@ def views(values: Any) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of a chain with its messages. `batch` is None where the piece has none. `size`: bytes in memory."""
+    """A piece of a chain with its messages. `batch`: None if none are in memory. `size`: bytes in memory."""
 
     piece: IntentPiece
     batch: PreparedBatch | None = None
@@ -82,7 +81,7 @@ class Block:
 
 @dataclass(slots=True)
 class Rows:
-    """The messages of an intent: blocks in order, addressed by one index that begins at 0."""
+    """The messages of an intent: blocks in order, addressed by one index from 0."""
 
     blocks: Sequence[Block]
     _starts: list[int] = field(init=False)
@@ -104,7 +103,7 @@ class Rows:
         return max((block.batch.most for block in self.blocks if block.batch), default=0)
 
     def times(self) -> dict[Chain, float]:
-        """When the first message of each chain was published, in seconds since 1970."""
+        """Return the time at which the source's first message of each chain was published, in seconds since 1970."""
         found: dict[Chain, float] = {}
         for block in self.blocks:
             if block.batch is not None and block.batch.timestamps_ns:
@@ -112,11 +111,11 @@ class Rows:
         return found
 
     def sizes(self) -> Iterator[tuple[Chain, int]]:
-        """Of each block with messages in memory, its chain and their bytes."""
+        """Yield the chain and the bytes of each block with messages in memory."""
         return ((each.piece.chain, each.batch.ends[-1]) for each in self.blocks if each.batch)
 
     def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
-        """Chain, sequence and bytes of the first larger message from index `start` on; None if there is none."""
+        """Return chain, sequence and bytes of the first message above `limit` from index `start` on, or None."""
         for block, begin in zip(self.blocks, self._starts, strict=True):
             if block.batch is None or block.batch.most <= limit:
                 continue
@@ -129,12 +128,12 @@ class Rows:
         return merged([block.piece for block in self.blocks])
 
     def sequence(self, index: int) -> int | None:
-        """The sequence, in its chain, of message `index`; None where it is not in memory. Raises IndexError."""
+        """Return the sequence, in its chain, of message `index`; None if it is not in memory. Raises IndexError."""
         batch, row = self._place(index)
         return None if batch is None else batch.sequences[row]
 
     def messages(self, start: int, stop: int) -> Iterator[Ready]:
-        """Messages `start` to `stop` (exclusive, at most `count`)."""
+        """Yield messages `start` to `stop` (exclusive, at most `count`)."""
         while start < stop:
             block, row = self._at(start)
             taken = min(stop - start, len(block.sequences) - row)
@@ -142,7 +141,7 @@ class Rows:
             start += taken
 
     def stop(self, start: int, most: int, most_bytes: int) -> int:
-        """Where a batch that begins at `start` ends: at most `most` messages and `most_bytes`, at least one message."""
+        """Return the end of a batch that begins at `start`: at most `most` messages and `most_bytes`, at least one."""
         stop, left = start, most_bytes
         while stop < min(self.count, start + most):
             block, row = self._at(stop)
@@ -168,10 +167,10 @@ class Rows:
 
 
 class ByteBudget:
-    """At most `limit` bytes at a time, given out in the order of the requests.
+    """Budget of `limit` bytes at a time, granted in the order of the requests.
 
-    A request larger than the limit is granted alone, so that a single huge message cannot block for ever. `alone`:
-    held while what is larger than the limit is decoded; shared by the budgets of a process (None: its own).
+    A request larger than the limit is granted alone, so that a single huge message cannot block forever. `alone`: the
+    lock that is held while more than the limit is decoded; shared by the budgets of a process (None: its own).
     """
 
     def __init__(self, limit: int, alone: asyncio.Lock | None = None) -> None:
@@ -180,9 +179,9 @@ class ByteBudget:
 
     @asynccontextmanager
     async def decoding(self, size: int, *, wait: bool) -> AsyncIterator[None]:
-        """Hold `size` bytes within the block, taken before it with `wait`, forced without.
+        """Hold `size` bytes within the block: taken before it with `wait`, forced without.
 
-        What is larger than the limit is the only such thing of the process. Nothing in the block may wait for others.
+        Only one decoding above the limit runs in the process at a time. Nothing in the block may wait for others.
         """
         if wait and size:
             await self.take(size)
@@ -211,7 +210,7 @@ class ByteBudget:
             raise
 
     def force(self, size: int) -> None:
-        """Take `size` bytes whether or not they are free."""
+        """Take `size` bytes, even if they are not free."""
         self.used += size
 
     def give(self, size: int) -> None:
@@ -232,8 +231,8 @@ class ByteBudget:
 class DecodedAhead:
     """Blocks in the order in which they are published; `budget` holds their bytes until they are released.
 
-    `memory_limit`: bytes; half of it is for rows and for what decoding them needs, a quarter for segments that stay
-    open between turns, the rest for what is on the wire and for what the allocator keeps. `max_rows`: of one intent.
+    `memory_limit`: bytes; half of it is for rows and the memory that decodes them, a quarter for segments that stay
+    open between turns, the rest for bytes in flight and the allocator's reserve. `max_rows`: of one intent.
     `alone`: as in `ByteBudget`.
     """
 
@@ -247,7 +246,7 @@ class DecodedAhead:
         return iter(tuple(self._blocks))
 
     def append(self, block: Block) -> None:
-        """Its bytes must be on the budget already."""
+        """Append a block. Its bytes must be on the budget already."""
         self._blocks.append(block)
         self._changed.set()
 
@@ -255,9 +254,7 @@ class DecodedAhead:
         self._changed.set()
 
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
-        """Everything that is ready, as far as one intent holds it; None where `stop` is set, or nothing came in
-        `seconds`.
-        """
+        """Return ready blocks, at most those of one intent; None if `stop` is set, or nothing arrives in `seconds`."""
         if not self._blocks and not stop.is_set:
             self._changed.clear()
             await first_of(self._changed.wait(), stop.wait(), seconds=seconds)

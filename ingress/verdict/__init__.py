@@ -1,1 +1,1 @@
-"""What a target holds of an open intent: judged, confirmed, settled."""
+"""Verdict on the rows of an open intent that a target holds: judged, confirmed, settled."""

@@ -1,6 +1,4 @@
-"""Settles what is unclear: by reading the target, and the stored state where the target does not explain
-itself.
-"""
+"""Settlement of unclear outcomes: by a read of the target, and of the stored state if the target alone is unclear."""
 
 import asyncio
 from bisect import bisect_right
@@ -38,24 +36,25 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-LOOKS = 3  # equal answers before a verdict that stops
+LOOKS = 3  # equal readings before a verdict that stops
 LOOK_SPACING = 10.0  # seconds between them
-MOST_READ = 1000  # messages that are read to find one of a doubtful intent
+MOST_READ = 1000  # messages that are read at most to find a row of a doubtful intent
 AT_ONCE = 50
-PATIENCE = 30.0  # seconds without an answer of the target before everything starts again
-PAUSES = doubling(0.05, 5.0)  # seconds between two questions
+PATIENCE = 30.0  # seconds without an answer of the target before the whole delivery restarts
+PAUSES = doubling(0.05, 5.0)  # seconds between two requests
 
 
 class Tenure(Protocol):
-    """The right to carry (`common.jetstream.lease.Lease`)."""
+    """The right to publish into the target (`common.jetstream.lease.Lease`)."""
 
     def is_usable(self) -> bool: ...
 
 
 class Reconciler:
-    """Looks at one exclusive target and its stored state.
+    """Comparison of one exclusive target with its stored state.
 
-    `sending`: what this process sent of the open intent. `steps_over`: counts messages of other publishers.
+    `sending`: the rows of the open intent that this process sent. `steps_over`: True if messages of other publishers
+    may be between the rows.
     """
 
     steps_over = False
@@ -74,14 +73,15 @@ class Reconciler:
         self._store, self._stream, self._lease = store, stream, lease
         self._clock, self._look_spacing = clock, look_spacing
         self.sending = sending or Sending()
-        self.confirming = ""  # why the target may have to stop, while that is confirmed
-        self._proved = (0, 0)  # a revision, and the target sequence up to which its intent's pieces are ours
+        self.confirming = ""  # the reason why the target may have to stop, while it is being confirmed
+        self._proved = (0, 0)  # a revision, and the target sequence up to which the pieces of its intent are ours
 
     async def settle(self, known: Stored, rows: Rows | None) -> Settled:
-        """How many messages of the open intent of `known` are stored, by the target itself.
+        """Read from the target how many messages of the open intent of `known` are stored.
 
-        `rows`: the intent's messages, where they are in memory. Raises StateMoved where another instance went on;
-        Stopped or AnotherWriter where the target contradicts the state three times; LeaseLost.
+        `rows`: the intent's messages, if they are in memory. Raises StateMoved if another instance changed the state;
+        Stopped or AnotherWriter if the target contradicts the state three times; LeaseLost; and the error of the target
+        if it gives no answer for `PATIENCE` seconds.
         """
         while True:
             reading = await self._patiently(self._stream.read)
@@ -94,7 +94,7 @@ class Reconciler:
             await self._confirm(known, reading, verdict, rows)
 
     async def check_moved(self, known: Stored) -> None:
-        """Raises StateMoved where the stored state is not `known` any more."""
+        """Raise StateMoved if the stored state is no longer `known`, Unavailable if it was removed."""
         stored = await self._store.load()
         if stored.revision == known.revision:
             return
@@ -103,29 +103,29 @@ class Reconciler:
         raise StateMoved(stored)
 
     def check_lease(self) -> None:
-        """Raises LeaseLost where the lease may not be used any more."""
+        """Raise LeaseLost if the lease may no longer be used."""
         if not self._lease.is_usable():
             raise LeaseLost(f"lease of target {self.target} is not ours any more")
 
     async def first(self) -> tuple[Stored, TargetReading | None]:
-        """What is stored; where nothing is, a look at a target with which a state may begin.
+        """Return the stored state and a reading of the target; without a state, a target with which one may begin.
 
-        Raises Stopped where nothing is stored and three looks show a target with which no state may begin.
+        Raises Stopped if there is no state, and three readings show a target with which none may begin.
         """
         for look in range(LOOKS):
             if look:
                 await self._clock.sleep(self._look_spacing)
-            # The target is read before the state: every stored row had an intent before.
+            # Read the target before the state: every stored row had an intent before.
             reading = await self._patiently(self._stream.read)
             stored = await self._store.load()
             if stored.state is not None or (reading is not None and self._may_begin_with(reading)):
                 return stored, reading
         raise self._errors.no_checkpoint(reading)
 
-    # What differs in a shared target
+    # Overridden for a shared target
 
     def _may_begin_with(self, reading: TargetReading) -> bool:
-        """Whether the target never held a message; only then may a state begin with it."""
+        """True if the target never held a message; only then may a state begin with it."""
         return reading.last_sequence == 0
 
     async def _settled(
@@ -151,7 +151,7 @@ class Reconciler:
         self._proved = (known.revision, max([self._proved[1], *places]))
         return verdict
 
-    # Looking
+    # Reading
 
     async def _patiently(self, question: Callable[[], Awaitable[T]]) -> T:
         deadline, pauses = self._clock.monotonic() + PATIENCE, Backoff(None, PAUSES)
@@ -170,9 +170,10 @@ class Reconciler:
     async def _confirm(
         self, known: Stored, reading: TargetReading | None, verdict: IntentVerdict, rows: Rows | None
     ) -> None:
-        """Look again, on fresh connections. Returns if the answer changes, else raises what it means.
+        """Read again, on fresh connections. Return if the finding changes, else raise its error.
 
-        Where another writer stores messages: the same answer three times, or one that still moves.
+        `LOOKS` readings must agree. For a finding that another writer may cause, the last sequence must also be still
+        in all of them, or have moved in the last one.
         """
         finding, seen = verdict.finding, [reading]
         log.warning(
@@ -209,7 +210,7 @@ class Reconciler:
 
 
 def _is_answer(finding: Finding, seen: Sequence[TargetReading | None]) -> bool:
-    """Whether enough was seen for a verdict that stops; `seen`: the looks with this finding, oldest first."""
+    """True if enough was read for a verdict that stops; `seen`: the readings with this finding, oldest first."""
     if len(seen) < LOOKS:
         return False
     ends = [each.last_sequence for each in seen[-LOOKS:] if each is not None]
@@ -217,16 +218,16 @@ def _is_answer(finding: Finding, seen: Sequence[TargetReading | None]) -> bool:
     return still or ends[-1] > ends[-2]
 
 
-# Messages of the target that are read for one open intent: behind more than that, an instance that comes back
-# sends the rest of the intent again rather than read for minutes.
+# Messages of the target that are read for one open intent. Beyond that, an instance that takes over sends the rest of
+# the intent again rather than read for minutes.
 MOST_SCANNED = 50_000
-FIRST_READ, LARGEST_READ = 16, 512  # messages that are asked for at the same time
+FIRST_READ, LARGEST_READ = 16, 512  # messages that are requested at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """What was read for the intent stored at `revision`, up to target sequence `upto`: the `newest` of its rows that
-    was found, and the target sequence `at` which it stands.
+    """Result of the reads for the intent stored at `revision`, up to target sequence `upto`: the `newest` of its rows
+    that was found, and its target sequence `at`.
     """
 
     revision: int
@@ -236,9 +237,9 @@ class _Scan:
 
 
 class SharedSettler(Reconciler):
-    """Looks at one target that is not exclusive, and its stored state: foreign messages between the rows of the open
-    intent and the end are stepped over. The base is such that the next row is expected right behind the target's last
-    message.
+    """Comparison of one target that is not exclusive with its stored state. Foreign messages between the rows of the
+    open intent and the end are stepped over. The base is chosen so that the next row is expected right after the
+    target's last message.
     """
 
     steps_over = True
@@ -256,14 +257,14 @@ class SharedSettler(Reconciler):
             return Settled(last, 0)
         # In parallel: the longer it takes, the more likely is a foreign message meanwhile.
         stored, _ = await asyncio.gather(self._stored(known.revision, intent, rows, last), self.check_moved(known))
-        # The base of a complete intent gives its end, whatever was published since.
+        # The base of a complete intent gives its end, independent of later messages.
         return Settled((self._scan.at if stored == intent.count else last) - stored, stored)
 
     async def _judged(self, known: Stored, reading: TargetReading | None, _rows: Rows | None) -> IntentVerdict:
         checkpoint = known.there.checkpoint
         is_drifted = reading and reading.created not in (checkpoint.target_created, *self._drifted)
         if reading and is_drifted and 0 < checkpoint.target_sequence <= reading.last_sequence:
-            # Some servers report another creation time after a restart; a row of ours in its place proves it.
+            # Some servers report another creation time after a restart; a row of ours there proves the same stream.
             origin = (await self._origins([checkpoint.target_sequence]))[checkpoint.target_sequence]
             if isinstance(origin, Origin) and origin.sequence < checkpoint.positions.get(origin.chain, 0):
                 self._drifted |= {reading.created}
@@ -302,10 +303,10 @@ def _piece_of(intent: Intent, origin: Origin) -> tuple[int, IntentPiece] | None:
 
 
 def _place(intent: Intent, origin: Origin | None, rows: Rows | None) -> int:
-    """How many rows of the intent are stored for certain where `origin` is; 0 for None.
+    """Return how many rows of the intent are certainly stored if `origin` is; 0 for None.
 
-    Exact where its piece is in memory, else the least that is possible: each sequence behind it in the piece may have
-    a row.
+    Exact if its piece is in memory, else the least that is possible: each sequence after it in the piece may have a
+    row.
     """
     found = None if origin is None else _piece_of(intent, origin)
     if origin is None or found is None:

@@ -1,7 +1,7 @@
-"""What the target's last sequence and its last message say about an intent: a pure verdict.
+"""Verdict on an open intent, from the target's last sequence and its last message; and the reads of the target.
 
-Lost acknowledgements are never relied on. The arithmetic (`last sequence − base` rows are stored) holds
-whether or not the messages can still be read; where the last one can be read, its provenance must agree.
+It never relies on lost acknowledgements. The arithmetic (`last sequence − base` rows are stored) holds even if the
+messages can no longer be read. If the last one can be read, its provenance must agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ingress.errors import set_command
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a message of the target says it comes from: its chain and its sequence there."""
+    """Origin of a message of the target by its provenance: its chain and its sequence there."""
 
     chain: Chain
     sequence: int
@@ -38,7 +38,7 @@ class Origin:
 
 
 class Unread(Enum):
-    """Why the last message of the target proves nothing, or contradicts the state."""
+    """Reason why the last message of the target proves nothing, or contradicts the state."""
 
     GONE = "not held any more, or there is none"
     FOREIGN = "carries no provenance: Floe did not write it"
@@ -46,7 +46,7 @@ class Unread(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TargetReading:
-    """One look at the target: its last sequence, when it was created, and what its last message says.
+    """One reading of the target: its last sequence, its creation time, and the origin of its last message.
 
     `forgets`: the stream may remove its last message by itself. Then a missing last message proves nothing.
     """
@@ -59,8 +59,8 @@ class TargetReading:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What this process knows of the rows of an open intent: the first `acknowledged` are stored for certain; those
-    behind the first `handed` were never given to the connection (None: another process may have sent them).
+    """Knowledge of this process about the rows of an open intent: the first `acknowledged` are certainly stored; those
+    after the first `handed` were never given to the connection (None: any of them may have been sent).
     """
 
     acknowledged: int
@@ -69,8 +69,8 @@ class Sent:
 
 @dataclass(slots=True)
 class Sending:
-    """Remembers what was sent of the intent that was stored at `revision`, for as long as one lease lasts: a process
-    that takes over an intent may send any of it.
+    """Record of the rows that were sent of the intent stored at `revision`, for one lease: a process that takes over an
+    intent may send any of it.
     """
 
     revision: int = 0
@@ -84,7 +84,7 @@ class Sending:
         self.revision, self._sent = revision, replace(before, acknowledged=max(before.acknowledged, stored))
 
     def begins(self) -> Sent:
-        """Rows are about to be sent: until `ends` says more, any of them may be on its way."""
+        """Record that rows are about to be sent: until `ends`, any may be in flight. Return the record before that."""
         before, self._sent = self._sent, replace(self._sent, handed=None)
         return before
 
@@ -93,12 +93,12 @@ class Sending:
         self._sent = Sent(max(before.acknowledged, stored), most)
 
     def of(self, revision: int) -> Sent | None:
-        """None where nothing is known of the intent stored at that revision."""
+        """Return the record; None if nothing is known of the intent stored at that revision."""
         return self._sent if revision == self.revision else None
 
 
 class Finding(Enum):
-    """What a reading means; `IntentVerdict.detail` names both sides."""
+    """Meaning of a reading; `IntentVerdict.detail` names both sides."""
 
     STORED = "the arithmetic holds"
     AHEAD = "the target is further than this state explains"
@@ -115,8 +115,8 @@ NOT_COUNTED = "expected one that was opened with `exclusive: true`, found one of
 
 @dataclass(frozen=True, slots=True)
 class IntentVerdict:
-    """`stored`: how many messages of the open intent are stored; 0 unless the finding is STORED. `at`: target
-    sequence of the message that speaks against going on; 0: none. `doubt`: how far the counting is trusted.
+    """Finding about the open intent. `stored`: the number of its messages that are stored; 0 unless the finding is
+    STORED. `at`: target sequence of the message that contradicts the state; 0: none. `doubt`: doubt about the count.
     """
 
     finding: Finding
@@ -128,8 +128,8 @@ class IntentVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Of the `count` rows of the open intent the first `certain` are stored; `counted` are stored by the last
-    sequence, which something else may have moved.
+    """Doubt about a count. Of the `count` rows of the open intent the first `certain` are stored; `counted` are stored
+    by the last sequence, which something else may have moved.
     """
 
     certain: int
@@ -139,8 +139,8 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """`stored`: how many messages of the open intent are stored (0 without one). `base`: row n of the intent must be
-    at target sequence base + n, from the first row that is not stored on.
+    """Settled outcome. `stored`: the number of messages of the open intent that are stored (0 without one). `base`: row
+    n of the intent must be at target sequence base + n, from the first row that is not stored on.
     """
 
     base: int
@@ -153,17 +153,17 @@ _GONE = IntentVerdict(Finding.GONE, detail="expected the stream, found none")
 def judge(
     state: TargetState, reading: TargetReading | None, expected: int | None = None, sent: Sent | None = None
 ) -> IntentVerdict:
-    """How much of the open intent (if any) is stored, or what speaks against going on.
+    """Judge how much of the open intent (if any) is stored, or find a contradiction.
 
-    `reading`: None where there is no such stream. `expected`: the exact sequence of the chain's message that must
-    stand last, where the caller knows it. `sent`: what the caller knows of its rows.
+    `reading`: None if there is no such stream. `expected`: the exact sequence of the chain's message that must be
+    last, if the caller knows it. `sent`: the caller's knowledge of the rows.
     """
     if reading is None:
         return _GONE
     checkpoint, last = state.checkpoint, reading.last_sequence
     is_explained = checkpoint.target_sequence <= last <= state.expected_sequence and counts(state)
     against = _against(state, reading, expected) if is_explained else ""
-    # Some servers report another creation time after a restart; a message of ours in its place proves it.
+    # Some servers report another creation time after a restart; a message of ours in its place proves the same stream.
     vouches = is_explained and not against and isinstance(reading.tail, Origin) and last > checkpoint.begins
     is_same = reading.created == checkpoint.target_created or vouches
     if (replaced := _replaced(checkpoint, reading, is_same)) is not None:
@@ -179,7 +179,7 @@ def judge(
 
 
 def judge_shared(state: TargetState, reading: TargetReading | None, drifted: AbstractSet[str]) -> IntentVerdict:
-    """STORED (with 0: how much is read elsewhere), or what speaks against going on.
+    """Return STORED (with 0: the count is read elsewhere), or a contradiction.
 
     `drifted`: creation times that are known to be those of the same stream.
     """
@@ -190,7 +190,7 @@ def judge_shared(state: TargetState, reading: TargetReading | None, drifted: Abs
 
 
 def _replaced(checkpoint: Checkpoint, reading: TargetReading, is_same: bool) -> IntentVerdict | None:
-    """What speaks against the stream as a whole; None: nothing."""
+    """Return a contradiction in the stream as a whole; None without one."""
     last, least = reading.last_sequence, checkpoint.target_sequence
     if not is_same:
         detail = f"created: expected {checkpoint.target_created}, found {reading.created}"
@@ -201,7 +201,7 @@ def _replaced(checkpoint: Checkpoint, reading: TargetReading, is_same: bool) -> 
 
 
 def _ahead(state: TargetState, reading: TargetReading, most: int, sent: Sent | None) -> IntentVerdict:
-    """The target ends behind `most`, the last sequence that Floe's own writes explain."""
+    """Return the verdict that the target ends after `most`, the last sequence that Floe's own writes explain."""
     last, intent, doubt = reading.last_sequence, state.intent, None
     if intent is not None and reading.tail is Unread.GONE:
         certain = sent.acknowledged if sent else 0
@@ -211,11 +211,11 @@ def _ahead(state: TargetState, reading: TargetReading, most: int, sent: Sent | N
 
 
 def _unread(state: TargetState, reading: TargetReading, stored: int, sent: Sent) -> IntentVerdict | None:
-    """What speaks against counting a last row that cannot be read; None: nothing does.
+    """Return the verdict against counting a last row that cannot be read; None if it counts.
 
-    A purge up to a sequence beyond the end moves the last sequence though nothing was stored. Rows that this process
-    never sent were not stored; for rows that it may have sent, the stream must be one that removes its last message
-    by itself. A row that can be read proves itself, whichever process sent it.
+    A purge up to a sequence beyond the end moves the last sequence although nothing was stored. Rows that this process
+    never sent were not stored. For rows that it may have sent, the stream must be one that removes its last message by
+    itself. A row that can be read proves itself, from any process.
     """
     intent, last = state.intent, reading.last_sequence
     if intent is None or reading.tail is not Unread.GONE or last <= state.checkpoint.begins:
@@ -230,7 +230,7 @@ def _unread(state: TargetState, reading: TargetReading, stored: int, sent: Sent)
 
 
 def newest(intent: Intent, read: Mapping[int, Origin | Unread]) -> int:
-    """How many rows of the intent are stored at least, by what was `read` of the target, by its sequences."""
+    """Return how many rows of the intent are stored at least, from messages that were `read`, by target sequence."""
     for at in sorted(read, reverse=True):
         origin, row = read[at], at - intent.base
         if 1 <= row <= intent.count and isinstance(origin, Origin) and origin.is_of(intent.piece_at(row - 1)[1]):
@@ -239,18 +239,18 @@ def newest(intent: Intent, read: Mapping[int, Origin | Unread]) -> int:
 
 
 def counts(state: TargetState) -> bool:
-    """Whether the arithmetic holds for the open intent, if there is one: no foreign messages may stand before or
-    between its rows.
+    """True if the arithmetic holds for the open intent, if there is one: no foreign messages may be before or between
+    its rows.
     """
     intent = state.intent
     return intent is None or (not intent.is_shared and intent.base == state.checkpoint.target_sequence)
 
 
 def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> IntentVerdict | None:
-    """What speaks against the intent among the ends of its pieces that were `read`, by target sequence; None:
-    nothing. Messages that are gone prove nothing.
+    """Return the contradiction at the ends of the intent's pieces that were `read`, by target sequence; None without
+    one. Messages that are gone prove nothing.
 
-    The last message alone could agree by chance where another writer stored other rows before it.
+    The last message alone could agree by chance if another writer stored other rows before it.
     """
     for at, piece in intent.ends(intent.count).items():
         origin = read.get(at, Unread.GONE)
@@ -301,8 +301,8 @@ class TargetErrors:
         )
 
     def error(self, verdict: IntentVerdict, seen: Sequence[TargetReading], described: str = "") -> FloeError:
-        """`seen`: the readings, oldest first. `described`: the message that speaks against going on, as far as it can
-        be read.
+        """Return the error for a verdict. `seen`: the readings, oldest first. `described`: the message that contradicts
+        the state, as far as it can be read.
         """
         message = f"target {self.target}: {verdict.finding.value}: {verdict.detail}"
         message = f"{message}; {described}" if described else message
@@ -331,7 +331,7 @@ class TargetErrors:
         hint = ways(("stop what else publishes to it; then leave its messages where they are", self._accept))
         if doubt is not None:
             hint = ways("stop what else publishes to it, or purges it; then choose", self._counted(doubt))
-        # What came before the last two looks has ended.
+        # A writer that stored messages only before the last two readings has ended.
         if len(seen) > 1 and seen[-1].last_sequence > seen[-2].last_sequence:
             return AnotherWriter(f"{message}; it still moves", hint=hint, code="E-TARGET-SHARED")
         if seen and isinstance(seen[-1].tail, Origin):
@@ -346,11 +346,11 @@ class TargetErrors:
         return ways((again, stored[0]), (count, stored[1]))
 
 
-PARALLEL = 32  # messages that are asked for at the same time
+PARALLEL = 32  # messages that are requested at the same time
 
 
 class TargetStream:
-    """The target stream as one client sees it; `connect` makes a client for verdicts that need a fresh look."""
+    """The target stream as one client sees it; `connect` opens a client for verdicts that need a fresh reading."""
 
     def __init__(
         self,
@@ -363,11 +363,11 @@ class TargetStream:
         self._control_headers = control_headers
 
     async def read(self) -> TargetReading | None:
-        """What the target says now; None if there is no such stream. Raises Unavailable, OutcomeUnknown."""
+        """Read the target; None if there is no such stream. Raises Unavailable, OutcomeUnknown."""
         return await read(self._client, self._stream, self._control_headers)
 
     async def read_fresh(self) -> TargetReading | None:
-        """As `read`, over a new connection, which cannot be one to a deposed leader."""
+        """Read it over a new connection, which cannot be one to a deposed leader. Otherwise as `read`."""
         client = await self._connect()
         try:
             return await read(client, self._stream, self._control_headers)
@@ -375,7 +375,7 @@ class TargetStream:
             await client.aclose()
 
     async def origins(self, places: Collection[int]) -> dict[int, Origin | Unread]:
-        """What the messages at these target sequences say. Raises as `read`."""
+        """Read the origins of the messages at these target sequences. Raises as `read`."""
         gate = asyncio.Semaphore(PARALLEL)
 
         async def one(place: int) -> Origin | Unread:
@@ -386,7 +386,7 @@ class TargetStream:
         return dict(zip(places, found, strict=True))
 
     async def described(self, place: int) -> str:
-        """The message at this target sequence, for people; empty where it is gone. Raises as `read`."""
+        """Describe the message at this target sequence, for people; empty if it is gone. Raises as `read`."""
         if (message := await _message(self._client, self._stream, place)) is None:
             return ""
         provenance, _ = restore(message.headers)
@@ -407,10 +407,10 @@ async def read(
 
 
 def forgets(config: Mapping[str, Any], control_headers: frozenset[bytes], largest: int) -> bool:
-    """Whether the stream may remove its last message by itself: it is consumed, it expires, or it is larger than all
+    """True if the stream may remove its last message by itself: it is consumed, it expires, or it is larger than all
     that the stream may hold. Every other limit removes older messages first.
 
-    `largest`: bytes that a message may have.
+    `largest`: the most bytes of a message.
     """
     is_consumed = config.get("retention", "limits") != "limits"
     expires = int(config.get("max_age") or 0) > 0 or b"nats-ttl" in control_headers
@@ -423,7 +423,7 @@ async def _tail(client: FloeClient, stream: str, sequence: int) -> Origin | Unre
 
 
 async def _message(client: FloeClient, stream: str, sequence: int) -> Message | None:
-    """None where it is gone. Its subject is for people only: the JSON of the answer cannot represent every subject."""
+    """Read a message; None if it is gone. Its subject is for people only: the JSON cannot represent every subject."""
     try:
         return stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
     except ApiError as error:
