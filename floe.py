@@ -1,4 +1,4 @@
-"""The command `floe`: names the commands of all parts and loads only the one that is called."""
+"""The command `floe`: it lists the commands of all parts and imports only the one that is called."""
 
 import functools
 import importlib
@@ -15,7 +15,7 @@ import click
 
 
 class Entry(NamedTuple):
-    """Where a command is (`module:attribute`), and its line in the help."""
+    """A command: its location (`module:attribute`) and its line in the help."""
 
     target: str
     help: str
@@ -47,16 +47,16 @@ COMMANDS = {
     "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
 }
 
-#: What `floe status` shows of each section of a configuration.
+#: Views of `floe status`, by section of the configuration.
 VIEWS = {"egress": "egress.status:site_view", "ingress": "ingress.operator.status:centre_view"}
 
-#: What `floe doctor` asks of a part that only that part knows.
+#: Checks of `floe doctor` that only one part can make.
 PROBES = {"target": "ingress.target:examine_target", "spark": "compaction.spark:examine_spark"}
 
-#: What `floe config check` asks of a part that only that part knows.
+#: Checks of `floe config check` that only one part can make.
 CHECKED = {"contradictions": "ingress.preflight:contradictions"}
 
-#: Programs that a part starts and that only `infra` knows.
+#: Programs that a part starts and only `infra` can run.
 PROGRAMS = {"server": "infra.local.nats:NatsServer"}
 
 #: Commands that a group of one part gets from another part.
@@ -78,7 +78,7 @@ class LazyGroup(click.Group):
         return command  # type: ignore[no-any-return]
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
-        """Commands by name, none of them imported; and the options."""
+        """Return the commands by name, without importing any of them, and the options."""
         from click.shell_completion import CompletionItem
 
         found = [CompletionItem(n, help=entry.help) for n, entry in COMMANDS.items() if n.startswith(incomplete)]
@@ -87,7 +87,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # before a command began, or of one that does not end by itself
+        except KeyboardInterrupt:  # raised before a command starts, or by one that runs until it is stopped
             ctx.exit(130)
 
     def resolve_command(
@@ -139,10 +139,10 @@ def cli(ctx: click.Context, verbose: bool, debug: bool) -> None:  # noqa: ARG001
 
 def main() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # closed: the next file would take its number
+        if getattr(sys, name) is None:  # closed: the next file opened would get its descriptor
             os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115  (to its end)
-    # Meant for egress alone, which takes it; sent to another command it would end it without a word.
+    # Only egress handles this signal. Its default action would end any other command without a message.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     _refuse_foreign_common()
     from common.exits import INTERRUPTED, end_with
@@ -153,7 +153,7 @@ def main() -> None:
         without("pandas")
     if words[:2] in (["egress", "run"], ["ingress", "run"]):
         without("rich")
-    if not sys.warnoptions:  # a second Ctrl-C leaves coroutines that nobody awaits any more
+    if not sys.warnoptions:  # a second Ctrl-C leaves coroutines that are never awaited
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     code = 0
     try:
@@ -162,28 +162,28 @@ def main() -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     if code == INTERRUPTED:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
-        if words[:1] == ["check"]:  # while it was loaded
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process is already ending
+        if words[:1] == ["check"]:  # interrupted while its modules were loading
             click.echo("UNKNOWN - interrupted before it was known")
             code = 3
     _leave(code)
 
 
 def _words(arguments: list[str]) -> list[str]:
-    """The arguments from the command on."""
+    """Return the arguments from the name of the command on."""
     begins = (index for index, word in enumerate(arguments) if not word.startswith("-"))
     return arguments[next(begins, len(arguments)) :]
 
 
 def _uses_spark(words: Sequence[str]) -> bool:
-    """Whether a command line may start Spark; every other command would import pandas needlessly."""
+    """True if a command may start Spark. Any other command would import pandas needlessly."""
     if words[:2] == ["segments", "verify"]:
         return any(word.endswith("spark") for word in words)
     return words[:1] in (["demo"], ["report"]) or (words[:1] == ["compact"] and "local" not in words)
 
 
 def _refuse_foreign_common() -> None:
-    """Exits with 78 if `common` is from another distribution: many use that name."""
+    """Exit with 78 if `common` is from another distribution: many use that name."""
     home = Path(__file__).resolve().parent
     spec = importlib.util.find_spec("common")
     found = [Path(place).resolve() for place in (spec and spec.submodule_search_locations) or ()]
@@ -198,7 +198,7 @@ def _refuse_foreign_common() -> None:
 
 
 def _leave(code: int) -> None:
-    """Exits even if a thread still waits for a server that never answers."""
+    """Exit, even if a thread still waits for a server that never answers."""
     if (threads := sys.modules.get("common.service.process")) is not None and threads.busy_threads():
         from common import logs
 

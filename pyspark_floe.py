@@ -1,8 +1,8 @@
-"""`spark.read.format("floe")` and `spark.readStream.format("floe")`, without an import.
+"""Registration of `spark.read.format("floe")` and `spark.readStream.format("floe")`, without an import by the user.
 
-Spark 4 imports every module on its path whose name begins with `pyspark_`, in every session that uses a data source of
-Python, and takes their `DefaultSource`. So this one is light, and raises nothing where something is missing: what it
-needs is loaded when a table of the archive is.
+Spark 4 imports every module on its path with a name that begins with `pyspark_`, in every session that uses a Python
+data source, and registers its `DefaultSource`. So this module is light and raises nothing if a dependency is missing:
+the rest is imported when a table of the archive is loaded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from compaction.source import FloeDataSource
 
-with suppress(Exception):  # no PySpark, or one without data sources: nothing that could be registered
+with suppress(Exception):  # no PySpark, or a version without data sources: nothing to register
     from pyspark.sql.datasource import DataSource
 
     class DefaultSource(DataSource):
-        """Floe's archive. Options: `docs/archive.md`."""
+        """Data source of Floe's archive. Options: `docs/archive.md`."""
 
         @classmethod
         def name(cls) -> str:

@@ -1,1 +1,1 @@
-"""Merges levels of segments, proves the merge, deletes what it replaces."""
+"""Compaction: merge segments into higher levels, prove each merge, delete the segments that it replaces."""

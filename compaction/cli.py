@@ -1,4 +1,4 @@
-"""`floe compact`, for cron, and `floe segments verify`."""
+"""Commands `floe compact` (for cron), `floe segments verify` and `floe check compaction`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from common.settings.types import counted, size_words
 log = get_logger("compaction.cli")
 
 DAY = 86_400.0  # seconds
-SILENCE = 25.0  # seconds that a call of the store may still take once a signal has come
+SILENCE = 25.0  # seconds that a call of the store may take after a signal
 
 if TYPE_CHECKING:
     from common.segments.documents import ChainStore
@@ -66,12 +66,13 @@ def compact(
     textfile: Path | None,
     as_json: bool,
 ) -> int:
-    """Merge small segments into larger ones, prove it, and delete what was merged after a grace; of all
-    chains, or of WHAT. What `compaction.retention` no longer keeps is deleted before that, of whole feeds only.
+    """Merge small segments into larger ones, prove the merge, and delete the merged segments after a grace; in all
+    chains, or in those that are named. Segments that `compaction.retention` no longer keeps are deleted before that, of
+    whole feeds only.
 
-    Without Java: --engine local. What is wrong with data is told once: exit 3 while it is new, then only
-    with --strict. SIGTERM ends it behind what it works on, or after 25 s in which the store does not answer: exit 75,
-    and the next run goes on.
+    Without Java: --engine local. A problem of the data is reported once: exit 3 while it is new, later only with
+    --strict. SIGTERM ends the run after its current step, or after 25 s without an answer from the store: exit 75, and
+    the next run continues.
 
     \b
     Examples:
@@ -131,13 +132,13 @@ def compact(
 def verify(
     config: str, what: str | None, deep: bool, engine: str, master: str | None, since_last: bool, as_json: bool
 ) -> int:
-    """Look for holes, damaged segments and levels that disagree; of all chains or of WHAT.
+    """Find holes, damaged segments and levels that disagree, in all chains or in those that are named.
 
-    Exit 3 where anything is not as it must be. Keys that are none of Floe's are counted and named, and are no
-    difference. The last line on stderr says how much was read, and that all is well where it is.
+    Exit 3 if there is any problem. Keys that are not Floe's are counted and named, and are no problem. The last line on
+    stderr states the amount that was read, and that all is well if it is.
 
-    With --since-last everything is listed, so that a hole is seen wherever it is; what an earlier run has read and
-    signed off, with --deep for --deep, is not read again. It needs the right to write below _floe/verify/.
+    With --since-last everything is listed, so that a hole is found anywhere. Segments that an earlier run has read and
+    signed off, with --deep for --deep, are not read again. It needs the right to write below _floe/verify/.
 
     \b
     Examples:
@@ -198,11 +199,11 @@ def verify(
 def check_compaction(
     settings: Settings, warning: float | None, critical: float | None, textfile: Path | None
 ) -> CheckResult:
-    """Look at the bucket: what a run of compaction would merge now, and since when that waits.
+    """Check the bucket: the segments that a run of compaction would merge now, and the time that they have waited.
 
-    Lists all segments, as `floe compact --dry-run` does, and reads what the last runs left there: since when none
-    has succeeded. Without thresholds: WARNING a day, CRITICAL three days after the last success, or beyond the longest
-    `max_wait` of the levels.
+    List all segments, as `floe compact --dry-run` does, and read the results that the last runs left there: the time of
+    the last success. Without thresholds: WARNING a day, CRITICAL three days after the last success; for waiting
+    segments, a day and three days beyond the longest `max_wait` of the levels.
 
     \b
     Example: floe check compaction -c central.yaml --warning 2d --critical 4d
@@ -242,7 +243,7 @@ def check_compaction(
             result.add(CheckState.UNKNOWN, f"{textfile}: expected the metrics of a run, found none")
             return result
     else:
-        # Of each chain at which a run has looked. Where none has, what the archive holds has waited for one.
+        # Runs that covered one of the chains. Without any, the archive has waited since its oldest segment.
         found = [run for survey in surveys if (run := run_of(runs, survey.chain)) is not None]
         if not found:
             result.limit(
@@ -259,9 +260,9 @@ def check_compaction(
 
 
 class _VerifyProgress:
-    """How far the look at so many chains is, on stderr; called with each segment.
+    """Progress of a verification of some chains, on stderr; called with each segment.
 
-    How many segments a chain has is known once it is listed, so each chain counts alike.
+    The number of segments of a chain is known once it is listed, so each chain counts alike.
     """
 
     def __init__(self, chains: int, clock: Clock) -> None:
@@ -287,7 +288,7 @@ class _VerifyProgress:
 
 @contextmanager
 def _tasks(settings: Settings) -> Iterator[Runner | None]:
-    """Where tasks of a verification are done: None for this process. Spark starts when there is one."""
+    """Yield the runner for tasks of a verification: None for this process. Spark starts with the first task."""
     from compaction.spark import stoppable
 
     if settings.compaction.engine == "local":
@@ -306,7 +307,7 @@ def _overridden(settings: Settings, engine: str | None, master: str | None) -> S
 
 
 def _check_names(settings: Settings, selection: Selection) -> None:
-    """Raises UsageError for a site, feed or partition that does not exist."""
+    """Raise UsageError for a site, feed or partition that does not exist."""
     from common.segments.archive import among
     from common.segments.keys import chosen, configured
 
@@ -319,9 +320,9 @@ def _check_names(settings: Settings, selection: Selection) -> None:
 
 @contextmanager
 def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
-    """The parts put together as configured; Spark starts when there is work for it.
+    """Yield the compaction as configured; Spark starts when there is work for it.
 
-    Raises Unavailable where a signal asked it to stop.
+    Raises Unavailable if a signal requests a stop.
     """
     from compaction.run import Compaction, LocalRunner
     from compaction.spark import stoppable
@@ -336,14 +337,14 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
 
 
 def collect_seldom() -> None:
-    """For runs that make millions of small values, none in a cycle: looking for cycles took a tenth of their time."""
-    gc.freeze()  # what is loaded by now stays
+    """Collect garbage rarely, for runs of millions of small values, none in a cycle: it took a tenth of their time."""
+    gc.freeze()  # objects that exist by now stay
     gc.set_threshold(50_000)
 
 
 def _leave_a_silent_store() -> None:
-    """Ends the process once a call of the store has taken SILENCE seconds: it cannot be cancelled, and every step of a
-    run may be interrupted. Does not return otherwise.
+    """End the process once a call of the store has taken SILENCE seconds: it cannot be cancelled, and every step of a
+    run may be interrupted. Never returns.
     """
     from common.exits import LATER
     from common.logs import flush
@@ -360,7 +361,7 @@ def _leave_a_silent_store() -> None:
 
 
 def _retention(settings: Settings, store: SegmentStore) -> Retention | None:
-    """None where nothing is configured: then no request is made for it."""
+    """Return the configured retention; None if there is none: then no request is made for it."""
     from compaction.retention import Retention, RetentionRule
 
     rules, targets = settings.compaction.retention, settings.ingress.targets
@@ -383,7 +384,7 @@ def _told(done: Report, as_json: bool, strict: bool, metrics: _Metrics) -> int:
 
 
 class _Metrics:
-    """The metrics of a run, as the file `path` at its end (None: nobody wants them), also where it breaks off."""
+    """Metrics of a run, written to the file `path` at its end (None: not requested), also if the run is aborted."""
 
     def __init__(self, path: Path | None, clock: Clock) -> None:
         self._path, self._clock, self._began = path, clock, clock.monotonic()
@@ -393,11 +394,11 @@ class _Metrics:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            with suppress(OSError):  # what broke it off is told instead
+            with suppress(OSError):  # the error that aborted the run is reported instead
                 self.write(None, is_success=False)
 
     def write(self, done: Report | None, *, is_success: bool) -> None:
-        """`done` None: the run broke off. Raises OSError where the file cannot be written."""
+        """Write the metrics. `done` None: the run was aborted. Raises OSError if the file cannot be written."""
         from compaction import report
 
         if self._path is None:
@@ -409,15 +410,15 @@ class _Metrics:
 
 
 class _RunNote:
-    """Leaves in the store how a run ended, for status and checks on other hosts, also where it breaks off.
+    """Record of the end of a run in the store, for status and checks on other hosts, also if the run is aborted.
 
-    Of a run of single levels, incarnations or partitions nothing: it says too little.
+    A run over single levels, incarnations or partitions leaves none: it covers too little.
     """
 
     def __init__(self, documents: ChainStore, selection: Selection, clock: Clock) -> None:
         self._documents, self._selection, self._clock = documents, selection, clock
         self._began = clock.monotonic()
-        #: The exit code, once the run came to its end.
+        #: The exit code, set when the run ends by itself.
         self.code = 1
 
     def __enter__(self) -> _RunNote:
@@ -463,7 +464,7 @@ def _show(rows: list[list[object]], columns: Sequence[str], otherwise: Sequence[
 
 
 def _ending(failures: list[Failure], told: list[Failure]) -> int:
-    """Prints each of `failures` that is not in `told`, with the ways out. Returns the exit code."""
+    """Print each of `failures` that is not in `told`, with its remedies. Return the exit code."""
     from compaction.failures import exit_code
 
     new = [failure for failure in failures if failure not in told]

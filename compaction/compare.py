@@ -1,7 +1,7 @@
-"""I5 without Spark: read both sides from the store again, and compare them row by row.
+"""Proof of a merge (I5) without Spark: read both sides from the store again, and compare them row by row.
 
-It shares no code with the merge: it walks the *result* row group by row group, and looks up every row of the
-superseded segments in it.
+It shares no code with the merge: it walks the *result* row group by row group, and searches it for every row of the
+superseded segments.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from compaction.union import Values, pc
 
 IntArray = npt.NDArray[np.int64]
 
-DENSE = 1 << 20  # sequences of a coverage that are looked up all, before it is looked which of them have a row
+DENSE = 1 << 20  # sequences; a coverage up to here is checked as a whole before its rows are read
 SMALL_BYTES = 1 << 20  # stored; a segment up to here is fetched whole, by one request
 
 
 def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
-    """Raises unless every row of the superseded segments is in what supersedes them, equal in content.
+    """Raise an error unless every row of the superseded segments is in the superseding ones, equal in content.
 
-    Where the supersession is `exact`, no other row may be there either. Raises DataError (E-ROWS-MISSING,
-    E-ROWS-ADDED, E-FORK) naming segment and sequence; SegmentCorrupt, SegmentGone, Unavailable from reading. Memory
-    is bounded by one row group of each segment.
+    If the supersession is `exact`, no other row may be there either. Raises DataError (E-ROWS-MISSING, E-ROWS-ADDED,
+    E-FORK) naming segment and sequence; SegmentCorrupt, SegmentGone, Unavailable from reading. Memory is bounded by one
+    row group of each segment.
     """
     covered = [stretch.rows for stretch in supersession.stretches]
     for segment in supersession.superseded:
@@ -49,10 +49,10 @@ def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
 
 
 class Keeper:
-    """The segments that stay where others are deleted: are the rows of those in them? By sequence only.
+    """Proof that the segments that stay hold the rows of those to delete. By sequence only.
 
-    Read again in the run that deletes: a tombstone is a proposal, whoever wrote it. Ask for ascending segments. Memory
-    is bounded by the sequences of one row group on each side.
+    The run that deletes reads again: a tombstone is a proposal, by any writer. Check segments in ascending order.
+    Memory is bounded by the sequences of one row group on each side.
     """
 
     def __init__(self, store: SegmentStore, staying: Sequence[SegmentRef]) -> None:
@@ -61,10 +61,10 @@ class Keeper:
         self._group, self._sequences = -1, np.empty(0, np.int64)
 
     def check(self, segment: SegmentRef) -> None:
-        """Raises DataError (E-ROWS-MISSING) for a row of `segment` that what stays does not hold; SegmentCorrupt,
-        SegmentGone and what the store raises. One that is deleted already is passed over.
+        """Raise DataError (E-ROWS-MISSING) for a row of `segment` that those that stay do not hold; SegmentCorrupt,
+        SegmentGone and the errors of the store. A segment that is deleted already is skipped.
 
-        Where what stays holds every sequence of its coverage, the segment need not be read.
+        If those that stay hold every sequence of its coverage, the segment need not be read.
         """
         coverage = segment.coverage
         if len(coverage) <= DENSE and self._absent(coverage.first + np.arange(len(coverage))) is None:
@@ -79,7 +79,7 @@ class Keeper:
                     raise _missing(segment, *absent)
 
     def _absent(self, wanted: IntArray) -> tuple[SegmentRef, int] | None:
-        """The first of `wanted`, ascending, that what stays lacks, with the segment that covers it."""
+        """Return the first of `wanted`, ascending, that those that stay lack, with the segment that covers it."""
         stretches = self._cover.over(SequenceRange(int(wanted[0]), int(wanted[-1])))
         for stretch in stretches:
             here = wanted[_part(wanted, stretch.rows)]
@@ -112,7 +112,7 @@ class Keeper:
         return self._above[1]
 
     def _opened(self, segment: SegmentRef) -> SegmentReader:
-        """Of a large segment only its sequences are fetched."""
+        """Open a segment; of a large one only the sequences are fetched."""
         return self._store.open(segment) if segment.size <= SMALL_BYTES else self._store.open_part(segment)
 
     def close(self) -> None:
@@ -122,20 +122,20 @@ class Keeper:
 
 
 def _part(sequences: IntArray, within: SequenceRange) -> slice:
-    """Where those of `within` are in ascending `sequences`."""
+    """Return the slice of ascending `sequences` that is in `within`."""
     begin, end = np.searchsorted(sequences, within.first), np.searchsorted(sequences, within.last, "right")
     return slice(int(begin), int(end))
 
 
 class _Readers:
-    """The superseded segments that the window has reached and not passed, open."""
+    """The open superseded segments: those that the window has reached and not passed."""
 
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
         self._open: dict[str, SegmentReader] = {}
 
     def rows(self, segment: SegmentRef, window: SequenceRange) -> pa.Table:
-        """The rows of `segment` inside `window`; windows must ascend."""
+        """Return the rows of `segment` inside `window`; windows must ascend."""
         if segment.key not in self._open:
             self._open[segment.key] = self._store.open(segment)
         found = _rows(self._open[segment.key], window)
@@ -166,7 +166,7 @@ def _rows(reader: SegmentReader, window: SequenceRange) -> pa.Table:
 def _compare(
     supersession: Supersession, readers: _Readers, stretch: Stretch[SegmentRef], above: pa.Table, window: SequenceRange
 ) -> None:
-    # Of rows that overlap, the sample keys may have been made by different settings.
+    # The sample keys of overlapping rows may come from different settings.
     is_whole = supersession.exact and supersession.is_disjoint
     names = SCHEMA.names[1:] if is_whole else CONTENT_COLUMNS
     sequences: Values = above.column("sequence").to_pylist()
@@ -192,7 +192,7 @@ def _bounds(below: pa.Table, sequences: list[int]) -> tuple[int, int]:
 def _find(
     segment: SegmentRef, above_segment: SegmentRef, below: pa.Table, above: pa.Table, names: Sequence[str]
 ) -> Values:
-    """Which rows of `above` are in `below`. Raises DataError for one that is missing or different."""
+    """Return a mask of the rows of `above` that are in `below`. Raises DataError if one is missing or different."""
     wanted = below.column("sequence")
     present = pc.is_in(above.column("sequence"), value_set=wanted)
     matching = above if pc.all(present).as_py() else above.filter(present)

@@ -1,4 +1,4 @@
-"""What went wrong with one piece of work, as a value: the others go on, and the report names it."""
+"""Failures of single pieces of work, as values: the other pieces continue, and the report names each failure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from common.errors import FloeError, SegmentCorrupt
 from common.segments.parquet_guard import Forked, SegmentGone
 from common.segments.segment import SegmentRef
 
-# Where several of these occurred, the operator has to see the first in this order.
+# If several of these occurred, the operator must see the first in this order.
 _EXIT_ORDER = (78, 77, 3, 4, 75)
 
 
 class UnreadableInput(SegmentCorrupt):
-    """A segment that a merge cannot read; `key` names it."""
+    """Error of a segment that a merge cannot read; `key`: that of the segment."""
 
     def __init__(self, key: str, error: SegmentCorrupt) -> None:
         super().__init__(error.message, hint=error.hint, code=error.code)
@@ -25,7 +25,7 @@ class UnreadableInput(SegmentCorrupt):
 
 @contextmanager
 def naming(segment: SegmentRef) -> Iterator[None]:
-    """Turn SegmentCorrupt into UnreadableInput of `segment`."""
+    """Convert SegmentCorrupt in the block into UnreadableInput of `segment`."""
     try:
         yield
     except SegmentCorrupt as error:
@@ -34,11 +34,11 @@ def naming(segment: SegmentRef) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One piece of work that ended with an error. `what`: the piece, for people.
+    """One piece of work that ended with an error. `what`: a description of the piece, for people.
 
-    `damaged`: the keys of segments that were found to be unreadable. `is_stale`: the archive has changed since the
-    listing, so a new listing may help. `code`: of its error. `suspects`: the keys of objects that an operator may put
-    away. `chain`: the one it is about, if it is about one.
+    `damaged`: keys of segments that are unreadable. `is_stale`: the archive has changed since the listing, so a new
+    listing may help. `code`: the error code. `suspects`: keys of objects that an operator may quarantine. `chain`: the
+    chain that the failure concerns; None if it concerns no single chain.
     """
 
     what: str
@@ -59,6 +59,6 @@ class Failure:
 
 
 def exit_code(failures: Iterable[Failure]) -> int:
-    """0 without failures, else the code of the most pressing one."""
+    """Return the most urgent exit code of `failures`: 0 if there are none, 1 if all are outside `_EXIT_ORDER`."""
     codes = {failure.exit_code for failure in failures}
     return next((code for code in _EXIT_ORDER if code in codes), 1 if codes else 0)

@@ -1,4 +1,7 @@
-"""Makes one output: read, unite, spool, put, read back. No Spark here: tasks and `--engine local` call it."""
+"""Merge of one output: read, unite, spool, put, read back.
+
+It does not use Spark: Spark tasks and `--engine local` call it.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ from compaction.union import Values, count_up_to, union
 
 
 class RowTally:
-    """Counts rows by the stretch of the inputs' cover that they lie in.
+    """Count of rows by stretch of the inputs' cover.
 
-    `late`: at most how many rows one input has that another had not read, and between which sequences; known once the
-    ledger is. `footers`: the inputs' (by key), each at the latest when rows of its coverage are added.
+    `late`: the largest possible number of rows that one input has and another had not read, and the range that holds
+    them; set by `ledger`. `footers`: those of the inputs, by key, each present before rows of its coverage are added.
     """
 
     def __init__(self, output: Output, footers: Mapping[str, Footer]) -> None:
@@ -42,7 +45,7 @@ class RowTally:
         self._index = 0
 
     def add(self, sequences: Values) -> None:
-        """Sequences ascend from call to call and lie in the coverage."""
+        """Count rows by their sequences, which ascend from call to call and lie in the coverage."""
         while len(sequences):
             last = self.stretches[self._index].rows.last
             inside = len(sequences) if sequences[-1].as_py() <= last else count_up_to(sequences, last)
@@ -53,14 +56,14 @@ class RowTally:
             self._index += bool(len(sequences))
 
     def _gaps(self, index: int) -> _Gaps | None:
-        """What is missing of what the stretch's segment did not read; None where it read all of it."""
+        """Return the missing sequences in the unread part of the stretch; None if its segment read all of it."""
         stretch = self.stretches[index]
         unread = self._footers[stretch.segment.key].unread
         within = unread and unread.intersection(stretch.rows)
         return None if within is None else self._unread.setdefault(index, _Gaps(within))
 
     def ledger(self) -> tuple[Ledger, SequenceRange | None]:
-        """Why the sequences without a row have none, and the range of those that are still gone."""
+        """Return the ledger of sequences without a row, and the range of the unread ones. Sets `late`: call it once."""
         total, unread = Ledger(), None
         for index, (stretch, rows) in enumerate(zip(self.stretches, self.rows, strict=True)):
             found, gaps = self._footers[stretch.segment.key], self._gaps(index)
@@ -79,7 +82,7 @@ class RowTally:
 
 
 class _Gaps:
-    """Which sequences of `within` have no row. Rows are added in ascending order."""
+    """The sequences of `within` that have no row. Rows are added in ascending order."""
 
     def __init__(self, within: SequenceRange) -> None:
         self.within, self._next = within, within.first
@@ -99,23 +102,23 @@ class _Gaps:
 
     @property
     def missing(self) -> int:
-        """Only valid once all rows are added."""
+        """Their number. Only valid once all rows are added."""
         self._miss(self.within.last)
         return self._missing
 
     def hull(self) -> SequenceRange:
-        """From the first to the last of them. Only valid once all rows are added, and if some are missing."""
+        """Return the range from the first to the last. Only valid once all rows are added, and if some are missing."""
         self._miss(self.within.last)
         return SequenceRange(self._first, self._last)
 
 
 def _without_row(missing: int, footer: Footer, gaps: _Gaps | None) -> Ledger:
-    """The part of an input's ledger that belongs to `missing` sequences of a stretch of it, where that is known; else
-    `unattributed`.
+    """Return the part of an input's ledger that belongs to `missing` sequences of a stretch of it, as far as it is
+    known; the rest counts as `unattributed`.
 
-    A ledger counts sequences and does not name them. Gone sequences lie in `unread`; one of which another input has a
-    row is not gone any more. For the others it is known when all that the input lacks lies in the stretch, or when
-    everything it lacks has one reason.
+    A ledger counts sequences and does not name them. Gone sequences lie in `unread`; a sequence of which another input
+    has a row is no longer gone. For the other reasons, the part is known if all sequences that the input lacks lie in
+    the stretch, or if all have the same reason.
     """
     ledger = footer.ledger
     others = Ledger({r: count for r, count in ledger.counts.items() if count and r not in UNREAD})
@@ -132,7 +135,7 @@ def _without_row(missing: int, footer: Footer, gaps: _Gaps | None) -> Ledger:
 
 
 def _gone(count: int, ledger: Ledger) -> Ledger:
-    """`count` of the sequences that `ledger` counts as gone; the worse of two reasons where either is possible."""
+    """Return `count` of the sequences that `ledger` counts as gone; the worse of two reasons if either is possible."""
     reasons: dict[Reason | str, int] = {r: ledger.counts[r] for r in UNREAD if ledger.counts.get(r)}
     if not count:
         return Ledger()
@@ -142,13 +145,13 @@ def _gone(count: int, ledger: Ledger) -> Ledger:
 
 
 def merged_footer(output: Output, footers: Mapping[str, Footer], tally: RowTally) -> Footer:
-    """Raw bytes and timestamps are left to the writer.
+    """Return the footer of the output, without raw bytes and timestamps: the writer adds them.
 
-    It holds no time and no host, so that two jobs, or a repeated one, write the same bytes.
+    It holds no time of the merge and no host, so that two jobs, or a repeated one, write the same bytes.
     """
     sampling, sampling_digest = _sampling(footers.values())
     ledger, unread = tally.ledger()
-    # The tip of the input that reaches furthest and has one; None where no message was examined for any.
+    # The tip of the input that reaches furthest among those with a tip; None if no message was examined for any.
     furthest = sorted(output.inputs, key=preference, reverse=True)
     tip = next((found for s in furthest if (found := footers[s.key].tip)), None)
     return Footer(
@@ -170,9 +173,10 @@ def merged_footer(output: Output, footers: Mapping[str, Footer], tally: RowTally
 
 
 def _sampling(footers: Iterable[Footer]) -> tuple[Mapping[str, Any] | None, str]:
-    """The settings that left messages out: those of all inputs if equal, else `{"merged": {digest: settings}}`.
+    """Return the settings that left messages out, and their digest: those of all inputs if equal, else
+    `{"merged": {digest: settings}}`.
 
-    The key of a whole copy is the empty digest. A merge of sampled and whole segments is a sampled one (I8).
+    The digest of a copy without sampling is empty. A merge of sampled and whole segments is a sampled one (I8).
     """
     found: dict[str, Any] = {}
     for footer in footers:
@@ -188,9 +192,9 @@ T = TypeVar("T")
 
 
 def ahead(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
-    """`items` in order, up to `depth` of them made before they are requested; an error is raised at its place.
+    """Yield `items` in order, up to `depth` of them made before they are requested; an error is raised at its place.
 
-    When the caller stops early, `items` is closed before this returns.
+    If the caller stops early, `items` is closed before this returns.
     """
     pool = ThreadPoolExecutor(1, "floe-ahead")
     making: deque[Future[T | None]] = deque()
@@ -205,16 +209,16 @@ def ahead(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
 
 
 COMPRESSION_LEVEL = 3
-# Page and file metadata may make an output a little larger than its inputs were.
+# Page and file metadata may make an output a little larger than its inputs.
 SPOOL_MARGIN = 1.1
-RELEASE_BYTES = 64 * MIB  # of rows written between two times that free memory is given back
+RELEASE_BYTES = 64 * MIB  # of rows written between two releases of free memory
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """An output that is in the store and read back, `ref`. `inputs`: how many it was made of, `size` their stored
-    bytes. `raw_bytes`: of its rows, before compression. `late`: how many rows came with an input that another had not
-    read, and between which sequences; None: none did.
+    """An output that was stored and read back, `ref`. `inputs`: the number of inputs; `size`: their stored bytes.
+    `raw_bytes`: of its rows, before compression. `late`: the number of rows that came with one input and that another
+    had not read, and the range that holds them; None if there were none.
     """
 
     ref: SegmentRef
@@ -226,14 +230,14 @@ class Merged:
 
 
 def merge(store: SegmentStore, output: Output) -> Merged:
-    """Make `output`. Returns once it was read back without error. The same inputs always give the same bytes.
+    """Make `output`; return after it was read back without error. The same inputs always give the same bytes.
 
-    Memory is bounded by two row groups of the output and one of each input that overlaps it. Raises SegmentCorrupt for
-    an input that is not valid, DataError (E-FORK) for inputs that contradict each other, SegmentGone for one that was
-    deleted, Unavailable (E-SPOOL) where the disk is full.
+    Memory is bounded by two row groups of the output and one of each input that overlaps them. Raises SegmentCorrupt
+    for an invalid input, DataError (E-FORK) for inputs that contradict each other, SegmentGone for one that was
+    deleted, Unavailable (E-SPOOL) if the spool disk has too little space.
     """
-    # The crash order: nothing refers to a spool file; what is put is a complete, contained segment that readers may
-    # already use; only a later step, with its own proof, writes a tombstone.
+    # Order at a crash: nothing refers to a spool file. The stored output is a complete, contained segment that readers
+    # may already use. Only a later step, with its own proof, writes a tombstone.
     spooled, late = _spool(store, output)
     try:
         failpoint("compaction.put")
@@ -246,7 +250,7 @@ def merge(store: SegmentStore, output: Output) -> Merged:
 
 
 def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> None:
-    """Checks order and coverage; the bytes were compared when it was put. Raises SegmentCorrupt."""
+    """Check footer, order and row count of a segment; `put` compared the bytes. Raises SegmentCorrupt."""
     with store.open_part(ref) as reader:
         if reader.footer != footer:
             raise SegmentCorrupt(f"segment {ref.key}: the footer read back is not the one written")
@@ -288,8 +292,8 @@ def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[i
                 tally.add(batch.column("sequence"))
                 writer.append(batch)
                 if writer.raw_bytes - released >= RELEASE_BYTES:
-                    # What row groups leave free in pieces is some 100 MB in a long merge; most of it was used by the
-                    # thread that writes, and a thread gives back its own.
+                    # Row groups leave some 100 MB free in pieces in a long merge. Most of it belongs to the thread that
+                    # writes, and a thread can release only its own.
                     aside.submit(pool.release_unused)
                     released = writer.raw_bytes
             failpoint("compaction.spool_full")

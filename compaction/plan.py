@@ -1,12 +1,12 @@
-"""Which segments become one: a pure function of a listing, a policy and the store's time.
+"""Planning of merges: a pure function of a listing, a policy and the store's time selects the segments that become one.
 
-Per level, on stored bytes: segments that overlap stay together; runs of adjacent segments, all older than
-`min_age`, are cut before they pass `max_size` or `max_count`; what is left at a run's end is merged when it
-reaches `min_size`, or holds `min_count` and its oldest is older than `max_wait`, so that a quiet chain is
-compacted too. An output never spans a hole. Late segments with rows of their own are merged whatever the policy:
-they are united with what contains them, or overlaps them in part (`unite`). A chain is planned window by window
-(`common.segments.table`); where these are cut makes no difference, because a group that is open at the end of one goes
-on in the next.
+Per level, on stored bytes: segments that overlap stay together. Runs of adjacent segments, all older than `min_age`,
+are cut before they exceed `max_size` or `max_count`. The rest at the end of a run is merged once it reaches `min_size`,
+or once it holds `min_count` and its oldest segment is older than `max_wait`, so that a quiet chain is compacted too. An
+output never spans a hole. Late segments with rows of their own are merged under any policy: they are united with the
+segments that contain them, or overlap them in part (`unite`). A chain is planned window by window
+(`common.segments.table`). The cuts between windows make no difference, because a group that is open at the end of one
+continues in the next.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 #: Segments that overlap, ascending by coverage.
 Block = tuple[SegmentRef, ...]
 
-# By coverage, then by name, which has the digest behind the coverage.
+# By coverage, then by name, which has the digest after the coverage.
 _PLACE = attrgetter("segment.coverage.first", "segment.coverage.last", "segment.digest")
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A segment to be made. `inputs`: ascending by coverage, without a hole between them, never empty."""
+    """A segment to make. `inputs`: ascending by coverage, without a hole between them, never empty."""
 
     level: int
     inputs: tuple[SegmentRef, ...]
@@ -69,10 +69,10 @@ class Output:
 
 
 class Planner:
-    """Plans one chain by one policy. `now`: seconds since 1970 UTC by the store's clock. `waiting`: is told what is
-    not due at that time.
+    """Planner of one chain by one policy. `now`: seconds since 1970 UTC by the store's clock. `waiting`: collects the
+    segments that are not due at that time.
 
-    Segments that cannot be read are left out of what is added, as if they did not exist: runs end beside them.
+    Leave unreadable segments out of the windows, as if they did not exist: runs end next to them.
     """
 
     def __init__(self, policy: LevelSettings, now: float, waiting: Waiting | None = None) -> None:
@@ -81,22 +81,22 @@ class Planner:
 
     @property
     def open(self) -> Sequence[SegmentRef]:
-        """Segments of the group that is not closed yet: a later window may make an output of them."""
+        """Segments of the group that is not closed yet: a later window may turn them into an output."""
         return self._group.segments
 
     @property
     def old(self) -> float:
-        """What was stored till then has the policy's `min_age`."""
+        """The time of storage up to which segments have the policy's `min_age`."""
         return self._now - self._policy.min_age
 
     def add(self, window: Iterable[Block], taken: AbstractSet[str] = frozenset()) -> list[Output]:
-        """The outputs that are certain once the blocks of the next window are known, of all levels; ascending.
+        """Add the blocks of the next window, of all levels, ascending; return the outputs that are then final.
 
-        `taken`: keys of those that are merged by others.
+        `taken`: keys of segments that other outputs merge.
         """
         outputs, level = [], self._policy.from_
         for block in window:
-            if len(block) == 1:  # nearly always: nothing can supersede it, nobody else merges it
+            if len(block) == 1:  # nearly always: nothing can supersede it, no other output merges it
                 if block[0].level == level:
                     outputs += self._take(SegmentBlock.of(block))
                 continue
@@ -108,7 +108,7 @@ class Planner:
         return self._close(is_full=False)
 
     def merges(self, waiting: Iterable[SegmentBlock]) -> bool:
-        """Whether any of these blocks, ascending, are due. For a planner that is asked nothing else."""
+        """True if any of these blocks, ascending, are due. Only for a planner with no other use."""
         return any(self._take(block) for block in waiting) or bool(self.end())
 
     def _take(self, block: SegmentBlock) -> list[Output]:
@@ -135,11 +135,11 @@ class Planner:
 
 @dataclass(slots=True)
 class Waiting:
-    """What of one chain waits for a merge by one policy at `now`, and why; a few numbers, however much waits.
+    """Segments of one chain that wait for a merge by one policy at `now`, and the reasons; a few numbers in any case.
 
-    `young`: segments that are younger than `min_age`, or overlap one that is; `old_at`: when the first of them is old
-    enough. `small`: the others, in `runs` that are neither large nor old enough; `largest`: stored bytes of the largest
-    run; `few`: those of them in runs that hold too few for `max_wait` to count. Times: seconds since 1970 UTC.
+    `young`: segments that are younger than `min_age`, or overlap one that is; `old_at`: the time at which the first of
+    them is old enough. `small`: the others, in `runs` that are neither large nor old enough; `largest`: stored bytes of
+    the largest run; `few`: those in runs with too few segments for `max_wait` to apply. Times: seconds since 1970 UTC.
     """
 
     chain: Chain
@@ -179,19 +179,20 @@ class Waiting:
             self._next.add(block, self.policy)
 
     def next_merge(self) -> tuple[float, str]:
-        """When some of it is merged if nothing else comes, and by which key; `inf` and none where it never is.
+        """Return the time of the next merge if nothing else arrives, and its policy key; `inf` and empty if there is
+        none.
 
-        From that moment on, and not before, a planner makes an output of what waits.
+        From that time on, and not before, a planner makes an output of waiting segments.
         """
         return self._next.end(self.policy)
 
 
 @dataclass(slots=True)
 class _Forecast:
-    """From when on blocks that wait would be merged: the planner is asked, at the moments at which they get old enough.
+    """The earliest time at which waiting blocks would be merged, by planning at each time at which one gets old enough.
 
-    Once there is an output of some blocks there is always one, later and with more of them: so the moment is found by
-    bisection. Of adjacent blocks no more are kept than may be merged before the earliest moment so far.
+    If some blocks make an output at one time, they make one at any later time too, with more of them: so the time is
+    found by bisection. Of adjacent blocks only those are kept that may be merged before the earliest time so far.
     """
 
     at: float = math.inf
@@ -216,7 +217,7 @@ class _Forecast:
             self._limit = max(1000, 2 * len(self._blocks))
 
     def end(self, policy: LevelSettings) -> tuple[float, str]:
-        """The earliest moment so far, and the key that it is of; nothing that comes later is beside these blocks."""
+        """Evaluate the blocks, to which no later one is adjacent. Return the earliest time so far, and its key."""
         found = {_waited_at(each.oldest, policy): "max_wait" for each in self._blocks}
         found |= {each.newest + policy.min_age: "min_age" for each in self._blocks}
         moments = sorted(at for at in found if at < self.at)
@@ -228,10 +229,11 @@ class _Forecast:
 
 
 def unite(late: Iterable[Iterable[SegmentRef]], until: float = math.inf) -> list[Output]:
-    """The merges that bring `late`, each some segments of which one lacks rows that the others have, into one segment
-    of the next higher level; what overlaps is merged together, and waits while any of it was stored after `until`.
+    """Return the merges that bring each group of `late` into one segment of the next higher level. In each group one
+    segment lacks rows that the others have. Overlapping groups are merged together, and wait while any of their
+    segments was stored after `until`.
 
-    There is no level above 9: what is late in a segment of level 9 stays as it is.
+    There is no level above 9: a late segment of level 9 stays as it is.
     """
     by_chain: defaultdict[Chain, dict[str, SegmentRef]] = defaultdict(dict)
     for found in late:
@@ -244,8 +246,8 @@ def unite(late: Iterable[Iterable[SegmentRef]], until: float = math.inf) -> list
 
 
 class SegmentBlock(NamedTuple):
-    """Segments that overlap, which are merged together or not at all, and what a policy asks of them. `oldest`,
-    `newest`: when their objects were stored.
+    """Overlapping segments, which are merged together or not at all, with the values that a policy needs. `oldest`,
+    `newest`: times at which their objects were stored.
     """
 
     segments: tuple[SegmentRef, ...]
@@ -275,7 +277,7 @@ class _Group:
 
     @property
     def reach(self) -> int:
-        """Where it ends; 0 where it is empty."""
+        """The last sequence of the group; 0 if it is empty."""
         return self.blocks[-1].reach if self.blocks else 0
 
     def add(self, block: SegmentBlock) -> None:
@@ -289,7 +291,7 @@ class _Group:
         return fits and len(self.segments) + len(block.segments) <= policy.max_count
 
     def due_at(self, policy: LevelSettings, *, is_full: bool) -> float:
-        """From when on it is merged; `inf`: never, as it is. `is_full`: the next block has no room in it."""
+        """Return the time from which it is merged; `inf`: not as it is. `is_full`: the next block does not fit."""
         count = len(self.segments)
         # A single segment is promoted only for its size: rewriting it alone for its count would gain nothing.
         if (count and self.size >= policy.min_size) or (count > 1 and (is_full or count >= policy.max_count)):
@@ -298,14 +300,14 @@ class _Group:
 
 
 def _waited_at(oldest: float, policy: LevelSettings) -> float:
-    """The first moment at which what was stored at `oldest` is older than `max_wait`."""
+    """Return the first moment at which an object that was stored at `oldest` is older than `max_wait`."""
     return math.nextafter(oldest + policy.max_wait, math.inf)
 
 
 def blocks(segments: Iterable[SegmentRef]) -> Iterator[Block]:
-    """Overlapping segments together, ascending; no two blocks overlap.
+    """Yield overlapping segments together, ascending; no two blocks overlap.
 
-    The segments of one block are merged together or not at all, whatever their size.
+    The segments of one block are merged together or not at all, at any size.
     """
     members: list[SegmentRef] = []
     reach = 0
@@ -321,7 +323,7 @@ def blocks(segments: Iterable[SegmentRef]) -> Iterator[Block]:
 
 
 def overlapping(found: Iterable[Block]) -> Iterator[Block]:
-    """Of some blocks the segments, of whatever levels, that overlap though nothing supersedes any of them."""
+    """Yield groups of overlapping segments, of any levels, that no other segment of their block supersedes."""
     for block in found:
         staying = (s for level in {s.level for s in block} for s in outstanding(block, level))
         yield from (left for left in blocks(staying) if len(left) > 1)

@@ -1,4 +1,4 @@
-"""What a run did, or would do, as rows of a table and as JSON whose fields are stable."""
+"""Report of a run, done or previewed, as rows of a table and as JSON with stable fields."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def report_rows(report: Report) -> list[list[object]]:
 
 
 def totals(report: Report) -> dict[str, int]:
-    """What the run did, for the line at its end."""
+    """Return the totals of the run, for the line at its end."""
     return {
         "merged": len(report.merged),
         "rows": sum(each.rows for each in report.merged),
@@ -152,7 +152,7 @@ def preview_rows(surveys: Sequence[ChainSurvey]) -> list[list[object]]:
 
 
 def preview_total(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> list[object]:
-    """The last row: what would be read, and what of all that is there waits or goes."""
+    """Return the last row: the bytes to read, and the segments that wait, go or expire."""
     sums = _preview_totals(surveys, retained)
     merges = f"{counted(sums['outputs'], 'merge')} of {counted(sums['segments'], 'segment')}"
     merges = merges if sums["outputs"] else "no merge"
@@ -183,7 +183,7 @@ def _preview_totals(surveys: Sequence[ChainSurvey], retained: RetentionReport) -
 
 
 def _by_level(outputs: Iterable[Output]) -> list[tuple[tuple[int, int], list[Output]]]:
-    """The outputs by the level that is read and the one that is written."""
+    """Return the outputs by the level that is read and the one that is written."""
     found: defaultdict[tuple[int, int], list[Output]] = defaultdict(list)
     for output in outputs:
         found[output.inputs[0].level, output.level].append(output)
@@ -191,7 +191,7 @@ def _by_level(outputs: Iterable[Output]) -> list[tuple[tuple[int, int], list[Out
 
 
 def waiting_words(waiting: Waiting) -> str:
-    """Why it is not merged yet, by the keys of the policy, and how long that takes where nothing else comes."""
+    """Return the reasons why it is not merged yet, by policy key, and the time to a merge if nothing else arrives."""
     policy, (at, key) = waiting.policy, waiting.next_merge()
     said = []
     if waiting.small:
@@ -208,11 +208,11 @@ def waiting_words(waiting: Waiting) -> str:
     return f"{counted(waiting.segments, 'segment')}: {'; '.join([*said, when])}"
 
 
-MOST_REASONS = 10  # lines that say why nothing was done
+MOST_REASONS = 10  # lines of reasons why nothing was done
 
 
 def nothing_done(report: Report) -> list[str]:
-    """Why a run that did nothing had nothing to do, in lines."""
+    """Return the reasons why a run that did nothing had nothing to do, in lines."""
     waiting, (chains, levels) = list(report.waiting.values()), report.looked_at
     why = "no entry of compaction.levels reads that level" if chains else "the archive holds no such chain"
     if not (chains and levels):
@@ -252,7 +252,7 @@ def _waiting_json(waiting: Waiting) -> dict[str, Any]:
 
 
 def _seconds(wait: float) -> int | None:
-    """Whole seconds after which it is over for certain; None: never."""
+    """Return whole seconds after which the wait is over for certain; None: never."""
     return None if wait == math.inf else math.floor(wait) + 1
 
 
@@ -290,7 +290,7 @@ def verify_row(report: ChainReport) -> list[object]:
 
 
 def verify_total(reports: Sequence[ChainReport], foreign: Foreign) -> list[object]:
-    """What the rows of all chains add up to, and the keys that belong to none."""
+    """Return the sums of the rows of all chains, and the count of all foreign keys."""
     segments, findings = Counter[int](), Counter[str]()
     for report in reports:
         segments.update(report.segments)
@@ -313,7 +313,7 @@ def _signed_off(former: SignOff | None) -> str | None:
 
 
 def verify_line(reports: Sequence[ChainReport], *, deep: bool) -> str:
-    """What `floe segments verify` ends with: how much was read, and whether all of it is well."""
+    """Return the last line of `floe segments verify`: the amount that was read, and the number of problems."""
     segments = sum(count for each in reports for count in each.segments.values())
     read = f"{counted(segments, 'segment')} of {counted(len(reports), 'chain')}"
     rows, size = sum(each.rows for each in reports), sum(each.size for each in reports)
@@ -355,7 +355,7 @@ def verify_json(report: ChainReport) -> dict[str, Any]:
 
 
 def _level_json(level: LevelReport) -> dict[str, int]:
-    """`holes`: of the level alone; other levels may cover them."""
+    """Return one level as JSON. `holes`: of the level alone; other levels may cover them."""
     stretches = level.covered.stretches()
     bounds = {"first": stretches[0].first, "last": stretches[-1].last, "holes": len(stretches) - 1}
     return {"segments": level.segments, "size": level.size, **bounds}
@@ -391,7 +391,7 @@ def _segment_json(segment: SegmentRef | SnapshotRef | CaptureRef) -> dict[str, A
     return {"key": segment.key, "size": segment.size}
 
 
-# For node_exporter's textfile collector: a run ends before anybody could ask it
+# For node_exporter's textfile collector: a run ends before a scrape could reach it
 
 _DONE = "compaction_last_success_timestamp_seconds"
 
@@ -416,7 +416,7 @@ failed = gauge("compaction_failures", "What went wrong in the last run, told bef
 
 
 def show_metrics(report: Report | None, seconds: float, now: float, *, is_success: bool) -> None:
-    """Set the metrics of a run that took `seconds` and ends at `now`; `report` None: it broke off."""
+    """Set the metrics of a run that took `seconds` and ended at `now`; `report` None: it was aborted."""
     done = report or Report()
     last_run.set(now)
     duration.set(seconds)
@@ -439,13 +439,13 @@ def show_metrics(report: Report | None, seconds: float, now: float, *, is_succes
 
 
 def write_metrics(path: Path) -> None:
-    """Put the metrics of the run into the file `path`, which is whole at any moment. Raises OSError."""
+    """Write the metrics of the run to the file `path`, which is whole at any moment. Raises OSError."""
     names = [family.name for family in REGISTRY.collect() if family.name.startswith("floe_compaction_")]
     write_to_textfile(str(path), REGISTRY.restricted_registry(names))
 
 
 def succeeded_at(path: Path) -> float | None:
-    """When a run last succeeded, as the file of the run before says; 0: none has; None where it says nothing."""
+    """Return the time of the last success, from the file of the run before; 0: none; None if the file lacks it."""
     with suppress(OSError, ValueError):
         if not path.is_file():  # a device may have no end
             return None
@@ -456,15 +456,14 @@ def succeeded_at(path: Path) -> float | None:
     return None
 
 
-_FORMAT = "floe_report"  # Spark knows `floe` by itself, and lets nobody replace it
+_FORMAT = "floe_report"  # Spark registers `floe` itself and allows no replacement
 CHAIN_COLUMNS = ("site", "feed", "incarnation", "partition")
 
 
 def summarise(settings: Settings) -> list[dict[str, object]]:
-    """For each chain: messages, distinct sequences and subjects, bytes of payloads, first and last sequence.
+    """Return for each chain: messages, distinct sequences and subjects, bytes of payloads, first and last sequence.
 
-    Empty where the archive holds no message. Raises ConfigError where PySpark or Java is missing, Unavailable where
-    Spark fails.
+    Empty if the archive holds no message. Raises ConfigError if PySpark or Java is missing, Unavailable if Spark fails.
     """
     with Spark(settings) as spark:
         session = spark.session()

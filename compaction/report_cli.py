@@ -1,4 +1,4 @@
-"""`floe report latest` and `floe report traffic`: tables of the archive for those who use a fleet, kept current."""
+"""`floe report latest` and `floe report traffic`: tables of the archive for the users of a fleet, kept current."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @_options
 @run_command
 def latest(as_json: bool, **options: Any) -> int:
-    """The newest message of each sample key, as latest.parquet: what a registry at the centre would hold.
+    """Write the newest message of each sample key to latest.parquet, as a registry at the centre would hold it.
 
-    Of messages without a sample key it is the newest of each subject. A deleted key of a key-value bucket is
-    a row too, with `operation` DEL or PURGE. A second run reads only what is new. Needs Spark.
+    Of messages without a sample key it is the newest of each subject. A deleted key of a key-value bucket is a row too,
+    with `operation` DEL or PURGE. A second run reads only new data. Needs Spark.
 
     \b
     Examples:
@@ -86,11 +86,12 @@ def latest(as_json: bool, **options: Any) -> int:
 @_options
 @run_command
 def traffic(as_json: bool, since: Moment | None, until: Moment | None, **options: Any) -> int:
-    """Messages, bytes, kept, sampled out and lag by site, feed and hour: traffic.parquet, traffic.csv, traffic.html.
+    """Write messages, bytes, kept, sampled out and lag by site, feed and hour: traffic.parquet, traffic.csv,
+    traffic.html.
 
-    A kept message counts in the hour of its timestamp; one that was left out in that of the next kept one, its
-    reason by the ledger of its segment. The lag is known of what the report read before it was compacted. A
-    second run reads only what is new. The page shows the last 30 days, or from --since on. Needs Spark.
+    A kept message counts in the hour of its timestamp. One that was left out counts in that of the next kept one, with
+    its reason by the ledger of its segment. The lag is known of data that the report read before it was compacted. A
+    second run reads only new data. The page shows the last 30 days, or from --since on. Needs Spark.
 
     \b
     Examples:
@@ -122,9 +123,9 @@ def _made(
     full: bool,
     master: str | None,
 ) -> Iterator[tuple[R, ReportRun, ReportPlace]]:
-    """The report, brought up to date, what the run did, and where it is. Spark starts when there is something new.
+    """Yield the updated report, the result of the run, and the report's place. Spark starts only for new data.
 
-    Raises Unavailable where a signal asked it to stop.
+    Raises Unavailable if a signal requests a stop.
     """
     from common.service.life import Life
     from compaction.reports import ReportState, open_place
@@ -148,7 +149,7 @@ def _made(
 
 
 def _selected(settings: Settings, what: str | None, site: str | None, feed: str | None) -> tuple[list[Chain], str]:
-    """The chains that are meant, and a name for them. Raises UsageError for a site or feed that does not exist."""
+    """Return the selected chains, and a name for them. Raises UsageError for a site or feed that does not exist."""
     from common.segments.archive import among
     from common.segments.keys import chosen, configured, parse
 

@@ -2,9 +2,9 @@
 
     list → rows that are not in the report yet → Spark: the newest of each key, or hours → add the former file → replace
 
-A report is one Parquet file. Its metadata say which sequences of each chain are in it, so result and position are
-replaced in one step: a run that is killed leaves the former report whole, and the next run reads only what is new.
-What compaction does in between changes nothing, because sequences stay what they are.
+A report is one Parquet file. Its metadata state the sequences of each chain that are in it, so result and position are
+replaced in one step: a run that is killed leaves the former report whole, and the next run reads only new data.
+Compaction in between changes nothing, because sequences do not change.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ log = get_logger(__name__)
 
 METADATA = b"floe.report"
 STRETCHES = 10_000  # that are read before the report is replaced
-ROUNDS = 3  # of looking again, because segments were gone or damaged
+ROUNDS = 3  # rounds of reading, repeated because segments were gone or damaged
 REQUESTS_AT_ONCE = 8
 TASKS_OF_A_CORE = 4
 
 
-# Where a report is
+# Place of a report
 
 
 class ReportPlace(Protocol):
-    """Where the files of a report are. One that is put replaces the former in one step."""
+    """Place of the files of a report. A file that is put replaces the former one in one step."""
 
     def get(self, name: str, path: Path) -> bool:
-        """Write the file `name` to `path`; False if there is none."""
+        """Write the file `name` to `path`; return False if there is none."""
 
     def put(self, name: str, path: Path) -> None:
-        """Make what is at `path` the file `name`."""
+        """Store the file at `path` as the file `name`."""
 
 
 class FolderPlace:
@@ -99,7 +99,7 @@ class BucketPlace:
 
 
 class _AsidePlace:
-    """One file on the disk of the spool: what a report is made in that replaces another one as a whole."""
+    """One file on the spool disk, for a report that is made there and then replaces another one as a whole."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,9 +113,9 @@ class _AsidePlace:
 
 
 def open_place(output: str, settings: Settings) -> ReportPlace:
-    """The place that `output` names: a directory, or `s3://BUCKET/PREFIX` in the store's bucket, beside the archive.
+    """Return the place of `output`: a directory, or `s3://BUCKET/PREFIX` in the store's bucket, beside the archive.
 
-    Raises UsageError for another bucket, and for a place inside the archive, where every file would be a foreign key.
+    Raises UsageError for another bucket, and for a place inside the archive: every file would be a foreign key there.
     """
     scheme, is_address, rest = output.partition("://")
     if not is_address:
@@ -131,7 +131,7 @@ def open_place(output: str, settings: Settings) -> ReportPlace:
     return BucketPlace(open_objects(settings.store), prefix)
 
 
-# What is in a report
+# State of a report
 
 
 class _ReportWire(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
@@ -147,9 +147,9 @@ _FORM = JsonForm(_ReportWire)
 
 @dataclass(frozen=True, slots=True)
 class ReportState:
-    """What a report accounts for. `chains`: which were asked for; `since`: nothing before was read, ns since 1970.
+    """The data in a report. `chains`: the name of its chains; `since`: nothing before was read, ns since 1970.
 
-    `accounted`: the sequences of each chain that are in it, rows or not.
+    `accounted`: the sequences of each chain that are in it, with or without rows.
     """
 
     report: str
@@ -177,14 +177,14 @@ class ReportState:
 
     @classmethod
     def from_json(cls, raw: bytes) -> ReportState:
-        """Raises ValueError."""
+        """Parse the metadata of a report. Raises ValueError."""
         wire = _FORM.decode(raw)
         accounted = {Chain.parse(c): tuple(SequenceRange(*each) for each in e) for c, e in wire.accounted.items()}
         return cls(wire.report, wire.store, wire.chains, wire.since, accounted)
 
 
 def unaccounted(refs: Sequence[SegmentRef], accounted: Covered, *, finest: bool) -> list[Stretch[SegmentRef]]:
-    """Which rows of `refs`, of one chain, are not in `accounted`, each once, ascending.
+    """Return the rows of `refs`, of one chain, that are not in `accounted`, each once, ascending.
 
     `finest`: by the lowest level that has them; otherwise by the cover.
     """
@@ -203,8 +203,8 @@ def unaccounted(refs: Sequence[SegmentRef], accounted: Covered, *, finest: bool)
 
 @dataclass(slots=True)
 class ReportRun:
-    """What a run did. `size`: stored bytes of the `segments` that it read, whole or in part; `rows`: of the report;
-    `damaged`: keys of segments that were left out, because nothing of them could be believed.
+    """Result of a run. `size`: stored bytes of the `segments` that it read, whole or in part; `rows`: of the report;
+    `damaged`: keys of segments that were left out, because nothing in them can be trusted.
     """
 
     chains: int = 0
@@ -218,7 +218,7 @@ class ArchiveReport:
     """A report as one file in `place`. Blocking."""
 
     name = ""
-    is_finest = False  # whether it reads the lowest level that has a row
+    is_finest = False  # True: it reads the lowest level that has a row
 
     def __init__(self, spark: Spark, store: SegmentStore, place: ReportPlace) -> None:
         self._spark, self.store, self.place = spark, store, place
@@ -228,10 +228,10 @@ class ArchiveReport:
         return f"{self.name}.parquet"
 
     def run(self, wanted: ReportState, chains: Sequence[Chain], *, full: bool) -> ReportRun:
-        """Bring the report up to date. `wanted`: what is asked for, `accounted` empty; `full`: begin anew.
+        """Bring the report up to date. `wanted`: the requested state, `accounted` empty; `full`: make it anew.
 
-        Raises UsageError where the file in its place is of something else, ConfigError where Java or PySpark is
-        missing, Unavailable where Spark or the store fails; what was read until then stays in the report.
+        Raises UsageError if the file in its place is of something else, ConfigError if Java or PySpark is missing,
+        Unavailable if Spark or the store fails; rows that were read until then stay in the report.
         """
         if not full:
             return self._run(wanted, chains)
@@ -276,7 +276,7 @@ class ArchiveReport:
 
     @contextmanager
     def _fetched(self) -> Iterator[Path | None]:
-        """A copy of the file as it is; None where there is none."""
+        """Yield a copy of the present file; None if there is none."""
         path = self.store.new_spool()
         try:
             yield path if self.place.get(self.file, path) else None
@@ -305,7 +305,7 @@ class ArchiveReport:
         return state
 
     def _former(self) -> ReportState | None:
-        """What the report accounts for. Raises DataError where it is not one."""
+        """Return the state of the present report; None if there is none. Raises DataError if it is not a report."""
         with self._fetched() as path:
             if path is None:
                 return None
@@ -339,7 +339,7 @@ class ArchiveReport:
         return state
 
     def _replace(self, state: ReportState, part: Sequence[Stretch[SegmentRef]] | None) -> None:
-        """`part` None: an empty report."""
+        """Add the rows of `part` to the report. `part` None: make an empty report."""
         new = self.store.new_spool()
         try:
             with self._fetched() if part is not None else nullcontext() as former:
@@ -349,17 +349,17 @@ class ArchiveReport:
             new.unlink(missing_ok=True)
 
     def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
-        """Write to `path` what is in `former`, and the rows of `part`."""
+        """Write to `path` the rows of `former`, updated with those of `part`."""
         raise NotImplementedError
 
     def _frame(self, part: Sequence[Stretch[SegmentRef]], columns: Sequence[str]) -> DataFrame:
-        """The rows of `part`; column `segment` is the place of their stretch in it."""
+        """Return the rows of `part`; column `segment` is the place of their stretch in it."""
         session = self._spark.session()
-        self._spark.check()  # it takes seconds to start
+        self._spark.check()  # the session takes seconds to start
         from compaction.source import frame_of
 
         frame = frame_of(self._spark, part, columns, is_united=True)
-        # A task for each stretch would hand on as many parts of a result as there are segments.
+        # With a task for each stretch, a result would have as many parts as there are segments.
         return frame.coalesce(session.sparkContext.defaultParallelism * TASKS_OF_A_CORE)
 
     def _not_intact(self, part: Sequence[Stretch[SegmentRef]]) -> set[str]:
@@ -386,20 +386,20 @@ Row = Mapping[str, Any]
 
 
 def key_of(row: Row) -> tuple[str, str, bool, str, bytes]:
-    """What tells rows of a registry apart, in the order of Spark: the sample key, or without one the subject."""
+    """Return the key of a registry row, in the order of Spark: the sample key, or without one the subject."""
     is_bare = row["sample_key"] is None
     name = row["subject"] if is_bare else row["sample_key"]
     return row["site"], row["feed"], is_bare, name, (row["subject_raw"] or b"") if is_bare else b""
 
 
 def newest(rows: Iterable[Row]) -> Row:
-    """Sequences are those of the stream, so they tell which is newer also between the partitions of a feed."""
+    """Return the newest row. Sequences are those of the stream, so they also order the partitions of a feed."""
     return max(rows, key=lambda row: (row["incarnation"], row["sequence"], row["partition"]))
 
 
 def operation_of(headers: bytes | None) -> str | None:
-    """What a message does to its key instead of giving it a value: `DEL` or `PURGE` of a key-value bucket, or why the
-    server put a marker (`MaxAge`, `Purge`, `Remove`); None for a value.
+    """Return the operation of a message that gives its key no value: `DEL` or `PURGE` of a key-value bucket, or the
+    server's reason for a marker (`MaxAge`, `Purge`, `Remove`); None for a value.
     """
     found = header(headers, b"KV-Operation") or header(headers, b"Nats-Marker-Reason")
     return None if found in (None, b"", b"PUT") else found.decode("utf-8", "backslashreplace")
@@ -417,7 +417,7 @@ class LatestReport(ArchiveReport):
                 writer.write_batch(batch)
 
     def _newest(self, part: Sequence[Stretch[SegmentRef]]) -> Iterator[Row]:
-        """In the order of `key_of`."""
+        """Yield the newest rows of `part`, in the order of `key_of`."""
         if not part:
             return
         names = [name for name in LATEST.names if name not in ("timestamp", "operation")]

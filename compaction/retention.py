@@ -1,16 +1,17 @@
-"""What of the archive is deleted for good: by age and by size, feed by feed, and never what a target still needs.
+"""Retention: final deletion from the archive, by age and by size, feed by feed; data that a target still needs stays.
 
-    list → plan → raise floor.json, read back → what do targets need now? → delete what lies below
+    list → plan → raise floor.json, read back → read the targets' positions again → delete the segments below
 
-The plan is a pure function of a chain's cover, its rule and the targets' positions: leading stretches of the cover go
-while they are due, the last one stays. A segment is as old as its newest message, and never younger than its object:
-a merge makes objects young, and a source's clock may be ahead. Footers are read of what goes and of the first that
-stays, no more: an object that is old enough needs none.
+The plan is a pure function of a chain's cover, its rule and the targets' positions: leading stretches of the cover are
+deleted while they are due; the last one stays. A segment is as old as its newest message, and never younger than its
+object: a merge makes objects young, and a source's clock may be ahead. Footers are read only of the segments that are
+deleted and of the first that stays: an object that is old enough needs none.
 
-Of what egress captured of the stream beside its messages goes what no restore of messages that are left would take.
+A capture of the stream beside its messages is deleted if no restore of the remaining messages would take it.
 
-Every step may be repeated, done twice or interrupted: the floor never falls, readers begin there, and what a run that
-was killed has left below it goes with the next one. A target that was moved back in between keeps what it needs.
+Every step may be repeated, done twice or interrupted: the floor never falls, readers begin there, and the next run
+deletes the segments that a killed run has left below it. A target that was moved back in between keeps the segments
+that it needs.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetentionRule:
-    """How long one feed is kept. `max_age`: seconds, `max_bytes`: stored; 0: no limit. `keep_from_ns`: of messages
-    from this time on (ns since 1970 UTC) nothing goes; None: no such time.
+    """Limits of one feed. `max_age`: seconds, `max_bytes`: stored; 0: no limit. `keep_from_ns`: no message from this
+    time on (ns since 1970 UTC) is deleted; None: no such time.
     """
 
     max_age: float = 0.0
@@ -56,9 +57,9 @@ class RetentionRule:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What targets of ingress need. `said`: what they say of themselves. `sources`: by target, the `site/feed` that the
-    configuration lets flow in. `unknown`: targets that nobody knows the positions of, and why: everything is kept for
-    them.
+    """Needs of the targets of ingress. `said`: the positions that they report. `sources`: by target, the `site/feed`
+    that the configuration lets flow in. `unknown`: targets without known positions, and the reason: everything is kept
+    for them.
     """
 
     said: Sequence[TargetPositions] = ()
@@ -66,8 +67,8 @@ class Needs:
     unknown: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, chain: Chain, first: int) -> tuple[int, str]:
-        """From which sequence on `chain`, which begins at `first`, is needed, and by which target; MAX_SEQUENCE and an
-        empty name where nobody needs it.
+        """Return the sequence from which `chain`, which begins at `first`, is needed, and the target that needs it;
+        MAX_SEQUENCE and an empty name if no target does.
         """
         found = [(0, target) for target in self.unknown]
         needs = ((each.need(chain, first, self.sources.get(each.target, ())), each.target) for each in self.said)
@@ -76,7 +77,7 @@ class Needs:
 
 
 def read_needs(chains: ChainStore, sources: Mapping[str, Collection[str]]) -> Needs:
-    """What every target says in the store; `sources`: those of the configuration. Raises what the store raises."""
+    """Read the positions of every target; `sources`: those of the configuration. Raises the errors of the store."""
     said, unknown = list[TargetPositions](), dict[str, str]()
     for target in sorted({*chains.targets_with_positions(), *sources}):
         try:
@@ -92,8 +93,8 @@ def read_needs(chains: ChainStore, sources: Mapping[str, Collection[str]]) -> Ne
 
 
 def excesses(held: Mapping[Chain, tuple[int, int]], max_bytes: int) -> dict[Chain, int]:
-    """How many stored bytes each chain of a feed has too many: older incarnations give first, partitions of one in
-    proportion to what they may give.
+    """Return the stored bytes that each chain of a feed has too many: older incarnations give first, partitions of one
+    in proportion to the bytes that they may give.
 
     `held`: by chain all of its bytes, and those of its last segment, which it keeps.
     """
@@ -107,13 +108,13 @@ def excesses(held: Mapping[Chain, tuple[int, int]], max_bytes: int) -> dict[Chai
     return found
 
 
-#: When the newest message of a segment was published, in seconds since 1970 UTC.
+#: The time at which the newest message of a segment was published, in seconds since 1970 UTC.
 Newest = Callable[[SegmentRef], float]
 
 
 @dataclass(frozen=True, slots=True)
 class FloorPlan:
-    """`floor`: the first sequence that stays. `held`: stored bytes that were due too, and that a target needs."""
+    """The plan of a chain. `floor`: the first sequence that stays. `held`: stored bytes that are due, but needed."""
 
     floor: int
     held: int = 0
@@ -128,9 +129,9 @@ def plan_floor(
     need: int,
     newest: Newest,
 ) -> FloorPlan:
-    """Where a chain begins after retention. Pure, but for what `newest` does.
+    """Plan the beginning of a chain after retention. Pure, except for `newest`.
 
-    `stretches`: its cover from `floor` on, where it begins now. `now`: by the store's clock. `excess`: the bytes that
+    `stretches`: its cover from `floor` on, its present beginning. `now`: by the store's clock. `excess`: the bytes that
     it has too many. `need`: the first sequence that a target needs.
     """
     held = 0
@@ -157,14 +158,14 @@ def _due(
 
 
 def _times(segment: SegmentRef, newest: Newest) -> Callable[[float], bool]:
-    """Whether all of the segment is from before a moment; its footer is read at most once."""
+    """Return a predicate: True if all of the segment is from before a moment. It reads the footer at most once."""
     when = cache(lambda: newest(segment))
     return lambda moment: segment.modified < moment or when() < moment
 
 
 def useless(captures: Sequence[CaptureRef], floor: int) -> list[CaptureRef]:
-    """Those of one kind, the oldest first, that no restore of what is left takes: it takes the newest at or below the
-    sequence up to which it restores, `floor` or a later one. Pure.
+    """Return the `captures`, of one kind and the oldest first, that no restore of the remaining messages takes: a
+    restore takes the newest at or below its last sequence, which is `floor` or a later one. Pure.
     """
     return [ref for ref in captures if ref.end <= floor][:-1]
 
@@ -172,7 +173,7 @@ def useless(captures: Sequence[CaptureRef], floor: int) -> list[CaptureRef]:
 @dataclass(frozen=True, slots=True)
 class HeldBack:
     """Stored bytes of `chain`, from sequence `first` on, that are due and stay because `target` needs them. `why`: in
-    words, where that is not its position.
+    words, if the reason is not its position.
     """
 
     chain: Chain
@@ -184,7 +185,7 @@ class HeldBack:
 
 @dataclass(slots=True)
 class RetentionReport:
-    """What was deleted, or would be. `floors`: those that were raised."""
+    """The deletions of a run, or of a preview. `floors`: those that were raised."""
 
     expired: SegmentTable = field(default_factory=SegmentTable)
     captures: list[CaptureRef] = field(default_factory=list)
@@ -202,7 +203,7 @@ class RetentionReport:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """One chain as it is. `floor`: what retention has left, 1 where it never ran; `first`: where the chain begins."""
+    """One chain as listed. `floor`: that of retention, 1 if it never ran; `first`: the beginning of the chain."""
 
     chain: Chain
     table: SegmentTable
@@ -214,7 +215,7 @@ class _Listed:
             yield from cover([ref for ref in self.table.refs(window) if ref.coverage.last >= self.first], self.first)
 
     def sizes(self) -> tuple[int, int]:
-        """Stored bytes of the cover, and of its last segment: what was merged and waits to be deleted counts once."""
+        """Return the stored bytes of the cover, and of its last segment; merged inputs not yet deleted do not count."""
         size = last = 0
         for stretch in self.stretches():
             last = stretch.segment.size
@@ -222,14 +223,14 @@ class _Listed:
         return size, last
 
     def below(self, floor: int) -> Iterator[SegmentRef]:
-        """All that ends below `floor`; never what reaches the chain's end."""
+        """Yield all segments that end below `floor`; never one that reaches the chain's end."""
         limit = min(floor, self.table.end)
         return (self.table[place] for place in range(len(self.table)) if self.table.end_of(place) < limit)
 
 
 class Retention:
-    """Retention of one store. `rules`: that of each site and feed. `sources`: by target of the configuration, the
-    `site/feed` that flow into it.
+    """Retention of one store. `rules`: by site and feed. `sources`: by target of the configuration, the `site/feed`
+    that flow into it.
     """
 
     def __init__(
@@ -240,10 +241,10 @@ class Retention:
         self._captures = CaptureStore(store.layout, store.objects)
 
     def apply(self, chains: Sequence[Chain], now: float, check: Callable[[], None]) -> RetentionReport:
-        """Delete what is due of `chains`, which are all of one feed. `now`: by the store's clock. `check`: called
-        before each step, raises where the run is to stop.
+        """Delete the due segments of `chains`, which are all of one feed. `now`: by the store's clock. `check`: called
+        before each step, raises if the run is to stop.
 
-        Raises what the store raises when it cannot be listed.
+        Raises the errors of the store if it cannot be listed.
         """
         planned, listed = self._planned(chains, now)
         report = RetentionReport(held=planned.held, failures=planned.failures)
@@ -276,7 +277,7 @@ class Retention:
         return report
 
     def preview(self, chains: Sequence[Chain], now: float) -> RetentionReport:
-        """What `apply` would do. `now` 0: unknown, each chain's youngest object tells it."""
+        """Return the report that `apply` would give. `now` 0: unknown; each chain's newest object gives the time."""
         report, listed = self._planned(chains, now)
         floors = {each.chain: report.floors.get(each.chain, each.floor) for each in listed}
         report.captures = self._useless(chains, {each: floors.get(each, 1) for each in chains}, report)
@@ -302,7 +303,7 @@ class Retention:
         return report, listed
 
     def _listed(self, chain: Chain, report: RetentionReport) -> _Listed | None:
-        """None where a document cannot be read: nothing of the chain is touched."""
+        """List a chain; None if a document cannot be read: nothing of the chain is touched."""
         try:
             document, floor = self._documents.read_chain(chain), self._documents.read_floor(chain)
         except DataError as error:
@@ -329,7 +330,7 @@ class Retention:
     def _useless(
         self, chains: Sequence[Chain], floors: Mapping[Chain, int], report: RetentionReport
     ) -> list[CaptureRef]:
-        """Captures of the incarnations in which a floor was raised; the lowest of their partitions' counts."""
+        """Return captures of incarnations in which a floor was raised; the lowest floor of the partitions counts."""
         found = list[CaptureRef]()
         for first in sorted({replace(chain, partition=0) for chain in report.floors}):
             floor = min(floors[chain] for chain in chains if chain.incarnation == first.incarnation)
@@ -350,7 +351,7 @@ class Retention:
             log.debug("capture expired", action="capture_expired", key=ref.key)
 
     def _newest(self, segment: SegmentRef) -> float:
-        """By its footer; when it was stored where that does not say."""
+        """Return the time by the segment's footer; the time at which it was stored, if the footer has none."""
         try:
             footer = self._store.footer(segment)
         except (SegmentCorrupt, SegmentGone):

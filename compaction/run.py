@@ -1,14 +1,14 @@
 """One run of compaction: retention; list, plan, merge, prove, tombstone, delete after the grace; then the snapshots.
 
-Every step may be repeated, done twice or interrupted. A run continues unfinished work where it stands:
+Every step may be repeated, done twice or interrupted. A run continues unfinished work in its present state:
 
     put, not proved        the inputs are found contained in the output, proved, tombstoned
     proved, no tombstone   as above: the proof is made again
-    tombstoned             deleted once the grace is over, if what replaces them is intact
-    deleted in part        the rest is deleted; the tombstone goes when a later run sees nothing of it listed
+    tombstoned             deleted once the grace is over, if the replacing segments are intact
+    deleted in part        the rest is deleted; a later run deletes the tombstone once none of its segments is listed
 
-A chain may have a million segments. One listing of it is kept as a table; references are made window by
-window, and a round works in batches, so that no more of them are held at once than one batch needs.
+A chain may have a million segments. One listing of it is kept as a table; references are made window by window, and a
+round works in batches, so that no more of them are held at once than one batch needs.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 LISTINGS_AT_ONCE = 8
-DELETED_TOGETHER = 256  # segments that one task proves and deletes; each task reads the sequences of what stays
-DELETED_IN_A_ROW = 8  # by one thread: handing over one costs more than deleting it from a folder
+DELETED_TOGETHER = 256  # segments that one task proves and deletes; each task reads the sequences of those that stay
+DELETED_IN_A_ROW = 8  # by one thread: handing one to a thread costs more than deleting it from a folder
 SEGMENTS_OF_A_TOMBSTONE = 10_000  # about 1 MB
-BATCH = 30_000  # segments that are read in one batch of merges and proofs at least, where there are as many
-ROUNDS = 3  # rounds of planning again because of segments that were damaged or gone
+BATCH = 30_000  # segments that one batch of merges and proofs reads at least, if there are as many
+ROUNDS = 3  # rounds of planning at most, repeated because of segments that were damaged or gone
 
 
 class Runner(Protocol):
-    """A place where work is done."""
+    """A place to run work: this process, or Spark."""
 
     def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
-        """What `work` answers for each item, in their order; the first items are begun first."""
+        """Return the result of `work` for each item, in their order; the first items are started first."""
 
 
 #: Single segments with a row that their containing segments lack, each with the failure of its proof.
@@ -72,7 +72,7 @@ Deleted = tuple[list[SegmentRef], list[Failure]]
 
 
 class LocalRunner:
-    """This process, one item after the other. `check`: called before each, raises where the run is to stop."""
+    """Runner in this process, one item after the other. `check`: called before each, raises if the run is to stop."""
 
     def __init__(
         self, store: SegmentStore, clock: Clock | None = None, check: Callable[[], None] = lambda: None
@@ -111,7 +111,7 @@ def prove_one(store: SegmentStore, supersession: Supersession) -> Failure | None
 
 
 def unproved(store: SegmentStore, supersession: Supersession, error: FloeError) -> Failure:
-    """The failure of a proof, and which of the superseding segments are damaged in the store."""
+    """Return the failure of a proof, with the superseding segments that are damaged in the store."""
     chain, last = supersession.superseded[0].chain, supersession.superseding[-1]
     what = f"proof of {chain}: {len(supersession.superseded)} segments by {last.name} of level {last.level}"
     failure = Failure.of(what, error, chain)
@@ -122,7 +122,7 @@ def unproved(store: SegmentStore, supersession: Supersession, error: FloeError) 
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Segments that may go, ascending, because of what stays. `prove`: only once that was found to hold their rows."""
+    """Segments to delete, ascending, because of those that stay. `prove`: only after their rows were found in these."""
 
     going: Sequence[SegmentRef]
     staying: Sequence[SegmentRef]
@@ -130,9 +130,9 @@ class Deletion:
 
 
 def delete_some(store: SegmentStore, deletion: Deletion, check: Callable[[], None] = lambda: None) -> Deleted:
-    """Return the segments that were deleted, ascending, and the failures of those that stay.
+    """Delete the segments. Return those that were deleted, ascending, and the failures of those that stay.
 
-    `check`: called before each proof, raises where the run is to stop.
+    `check`: called before each proof, raises if the run is to stop.
     """
     deleted: list[SegmentRef] = []
     failures: list[Failure] = []
@@ -154,7 +154,7 @@ def delete_some(store: SegmentStore, deletion: Deletion, check: Callable[[], Non
         return [segment for segment in group if succeeds(store.delete, segment)]
 
     with closing(Keeper(store, deletion.staying)) as keeper:
-        # A few are deleted as soon as they are proved: what a stopped run has proved, the next one need not.
+        # A few are deleted as soon as they are proved: the next run need not repeat the proofs of a stopped one.
         for gone in _at_once(delete, _grouped(filter(is_proved, deletion.going), DELETED_IN_A_ROW)):
             deleted += gone
     return deleted, failures
@@ -162,7 +162,7 @@ def delete_some(store: SegmentStore, deletion: Deletion, check: Callable[[], Non
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which chains and levels to compact; None selects all. `level`: the one that is read."""
+    """Selection of chains and levels to compact; None selects all. `level`: the level that is read."""
 
     site: str | None = None
     feed: str | None = None
@@ -171,14 +171,14 @@ class Selection:
     incarnation: int | None = None
 
     def takes(self, chain: Chain) -> bool:
-        """Whether a chain of the site and the feed is one of them."""
+        """True if a chain of the selected site and feed is selected."""
         return self.incarnation in (None, chain.incarnation) and self.partition in (None, chain.partition)
 
 
 @dataclass(slots=True)
 class Report:
-    """What a run did. `told`: those of `failures` that an earlier run has reported. `looked_at`: how many chains, by
-    how many levels of the policy; `waiting`: what it left unmerged, by chain and level.
+    """Result of a run. `told`: those of `failures` that an earlier run has reported. `looked_at`: the number of chains,
+    and of levels of the policy; `waiting`: the segments that it left unmerged, by chain and level.
     """
 
     looked_at: tuple[int, int] = field(default=(0, 0), init=False, compare=False)
@@ -194,9 +194,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class ChainSurvey:
-    """What is to be done in one chain, or in one window of it. `in_use`: keys of segments that contain some of
-    `leftovers` and that an earlier survey of the same listing merges. `going`, `outdated`: what may be deleted now;
-    `waiting`: what is not merged yet, for each policy; only a preview fills these.
+    """The work to do in one chain, or in one window of it. `in_use`: keys of segments that contain some of `leftovers`
+    and that an earlier survey of the same listing merges. `going`, `outdated`: segments and snapshots that may be
+    deleted now; `waiting`: the segments that are not merged yet, for each policy; only a preview fills these.
     """
 
     chain: Chain
@@ -214,12 +214,12 @@ class ChainSurvey:
 
 
 class Compaction:
-    """Compacts the chains of one store by `policies`. `grace`: seconds; None: nothing is deleted.
+    """Compaction of the chains of one store by `policies`. `grace`: seconds; None: nothing is deleted.
 
-    `runner`: where merges are made, and then both sides read again. `prove_deletions`: a segment is deleted only once
-    its sequences were found in what stays. `window`, `batch`: how many segments are looked at together, and read in one
-    batch, at least. `check`: called between steps, raises where the run is to stop: what is done stays, and the next
-    run goes on.
+    `runner`: runs merges, and then proofs, which read both sides again. `prove_deletions`: a segment is deleted only
+    after its sequences were found in the segments that stay. `window`, `batch`: the number of segments, at least, that
+    are planned together, and that are read in one batch. `check`: called between steps, raises if the run is to stop:
+    completed work stays, and the next run continues.
     """
 
     def __init__(
@@ -243,9 +243,9 @@ class Compaction:
         self._report = Report()
 
     def run(self, selection: Selection, retention: Retention | None = None) -> Report:
-        """Do all that is due. Raises what the store raises when it cannot even be listed.
+        """Do all work that is due. Raises the errors of the store if it cannot even be listed.
 
-        `retention`: None: nothing is deleted but what was merged. Without a grace and for parts of feeds likewise.
+        `retention`: None: only merged segments are deleted; likewise without a grace, and for parts of feeds.
         """
         chains = self._selected(selection)
         self._report = Report()
@@ -263,13 +263,13 @@ class Compaction:
                 self._work(chains, selection, damaged | found)
             self._prune(chains, self._grace)
         self._report.failures = list(dict.fromkeys(self._report.failures))
-        # A run over one level does not see the problems of others.
+        # A run over one level does not see the problems of the other levels.
         self._remember(chains if selection.level is None else [])
         failpoint("compaction.done")
         return self._report
 
     def _work(self, chains: Sequence[Chain], selection: Selection, damaged: frozenset[str]) -> frozenset[str]:
-        """Plan, merge, prove and tombstone; again where segments were gone or damaged. Returns all damaged ones."""
+        """Plan, merge, prove and tombstone; repeat if segments were gone or damaged. Return all damaged keys."""
         for round_number in range(1, ROUNDS + 1):
             now, failures = self._tombstones.now(), []
             for surveys in self._batches(chains, selection, now, damaged):
@@ -305,7 +305,7 @@ class Compaction:
                 count += survey.segments
                 if count >= self._batch:
                     yield batch
-                    batch.clear()  # before the next is gathered: the caller still has the list
+                    batch.clear()  # before the next one is gathered: the caller still has the list
                     count = 0
             self._report.waiting.update({(chain, each.policy.from_): each for each in waiting if each.segments})
         yield batch
@@ -338,23 +338,23 @@ class Compaction:
         planners = [Planner(each.policy, each.now, each) for each in waiting]
         held: list[list[Supersession]] = []
         until = max((planner.old for planner in planners), default=0.0)
-        merged: set[str] = set()  # inputs of the merges so far, of those by which something held is contained
+        merged: set[str] = set()  # inputs of the merges so far that contain a segment in `held`
         for window in segments.windows(self._window):
             found = list(blocks(ref for ref in segments.refs(window) if ref.key not in damaged))
-            # What overlaps nothing, nearly all, has nothing to do with others: only the rest is compared.
+            # Nearly all segments overlap no other and need no comparison: only the rest is compared.
             several = [block for block in found if len(block) > 1]
             outputs = unite(self._late(several), until)
             taken = {s.key for output in outputs for s in output.inputs}
             outputs += [o for planner in planners for o in planner.add(found, taken)]
             condemned = {segments[place].key for places in window for place in places if buried[place]}
             held.append(contained([s for block in several for s in block if s.key not in condemned]))
-            # What is contained in an input of a merge waits for that merge: see `_unite`. So it is held back,
-            # with all of its window, while a group is open that a later window may make an output of.
+            # A segment that an input of a merge contains waits for that merge: see `_unite`. So it is held back, with
+            # all of its window, while a group is open that a later window may turn into an output.
             open_ = {ref.key for planner in planners for ref in planner.open}
             ready = tuple(s for each in held if not _is_in(open_, each) for s in each)
             held = [each for each in held if _is_in(open_, each)]
             in_use = frozenset(merged)
-            # The same window may have had a merge too, which is done when the rest of it is processed.
+            # A merge of the same window is also done by the time its held-back segments are processed.
             merged.update(s.key for output in outputs for s in output.inputs)
             merged &= {above.key for each in held for s in each for above in s.superseding}
             failpoint("compaction.plan")
@@ -364,10 +364,10 @@ class Compaction:
         yield ChainSurvey(chain, tuple(outputs), left, tuple(listed.problems), frozenset(merged))
 
     def _late(self, found: Iterable[Block]) -> Iterator[list[SegmentRef]]:
-        """Of those that overlap in part: one that had not read some rows, with those that have them."""
+        """Yield groups of segments that overlap in part: one that had not read some rows, with those that have them."""
         for block in overlapping(found):
             for stretch in cover(block, 1):
-                # What cannot be read, or is forked, is told where it is merged or verified.
+                # Unreadable or forked segments are reported at their merge or verification.
                 with suppress(DataError), open_stretch(self._store, stretch, refs=block) as reader:
                     others = {part.segment.key: part.segment for part in reader.late()}
                     if others:
@@ -376,7 +376,7 @@ class Compaction:
     # Merge
 
     def _merge(self, outputs: Sequence[Output], leftovers: Sequence[Supersession]) -> tuple[Late, list[Failure]]:
-        """Make `outputs`, the largest first; prove them and `leftovers`. Returns what came late, and what failed."""
+        """Make `outputs`, the largest first; prove them and `leftovers`. Return the late segments and the failures."""
         supersessions: list[Supersession] = []
         failures: list[Failure] = []
         if outputs:
@@ -394,9 +394,9 @@ class Compaction:
         return late, failures + refused
 
     def _unite(self, late: Late, in_use: AbstractSet[str]) -> list[Failure]:
-        """Merge late segments that have rows of their own with what contains them, and prove it.
+        """Merge late segments that have rows of their own with the segments that contain them, and prove it.
 
-        `in_use`: keys of inputs of this round's merges. What is contained in one of these waits for the next round:
+        `in_use`: keys of inputs of this round's merges. A segment that one of these contains waits for the next round:
         two outputs of one level that both hold it could hide each other's rows.
         """
         ready = [s for s, _ in late if in_use.isdisjoint(above.key for above in s.superseding)]
@@ -413,7 +413,7 @@ class Compaction:
     # Prove and tombstone
 
     def _prove(self, supersessions: list[Supersession]) -> tuple[Late, list[Failure]]:
-        """Write tombstones for those that hold. Returns what came late, and why the others do not hold."""
+        """Write tombstones for those that hold. Return the late segments, and the failures of the others."""
         failpoint("compaction.verify")
         late: Late = []
         refused: list[Failure] = []
@@ -423,7 +423,7 @@ class Compaction:
             for supersession, failure in zip(supersessions, self._runner.map(prove_one, supersessions), strict=True):
                 count, is_contained = len(supersession.superseded), not supersession.exact
                 if failure is None:
-                    # Only now: everything that the tombstone names has been found in what replaces it.
+                    # Only now: all rows of the segments that the tombstone names were found in the superseding ones.
                     for part in supersession.parts(SEGMENTS_OF_A_TOMBSTONE):
                         self._report.tombstones.append(self._tombstones.put(part))
                         failpoint("compaction.tombstone")
@@ -440,7 +440,9 @@ class Compaction:
     # Delete
 
     def _delete(self, chains: Sequence[Chain], grace: float) -> frozenset[str]:
-        """Returns the keys of replacing segments that are damaged: what they replace is not deleted."""
+        """Delete superseded segments after the grace. Return the keys of damaged superseding segments: those that they
+        supersede are not deleted.
+        """
         now = self._tombstones.now()
         failpoint("compaction.grace")
         damaged: set[str] = set()
@@ -471,7 +473,7 @@ class Compaction:
         return due, failures
 
     def _delete_proved(self, deletions: Sequence[Deletion]) -> None:
-        # Beginning Spark takes longer than a few.
+        # For a few, starting Spark takes longer than the work.
         is_much = sum(len(each.going) for each in deletions) > DELETED_TOGETHER
         runner = self._runner if is_much else LocalRunner(self._store, check=self._check)
         counts: Counter[Chain] = Counter()
@@ -522,14 +524,14 @@ class Compaction:
     # Report
 
     def preview(self, selection: Selection, expired: frozenset[str] = frozenset()) -> list[ChainSurvey]:
-        """What a run would begin with, chain by chain; all of it at once in memory. It writes nothing. `expired`: keys
-        of segments that its retention would have deleted before.
+        """Return the work that a run would begin with, chain by chain, all of it in memory. It writes nothing.
+        `expired`: keys of segments that the run's retention would have deleted before.
         """
-        now = self._tombstones.now_read()  # where that is not told, the youngest object of each chain gives its time
+        now = self._tombstones.now_read()  # 0.0: unknown; the newest object of each chain gives the time
         return list(_at_once(lambda chain: self._foretold(chain, selection, now, expired), self._selected(selection)))
 
     def preview_retention(self, selection: Selection, retention: Retention | None) -> RetentionReport:
-        """What retention would delete in a run; nothing is written."""
+        """Return the report of the deletions that retention would make in a run; nothing is written."""
         found = RetentionReport()
         if retention is not None and self._may_expire(selection):
             now = self._tombstones.now_read()
@@ -552,7 +554,7 @@ class Compaction:
         return replace(found, problems=(*found.problems, *failures), going=going, outdated=tuple(snapshots))
 
     def _remember(self, chains: Sequence[Chain]) -> None:
-        """Separates failures that were reported before from new ones; if the record cannot be read, all are new."""
+        """Separate failures that were reported before from new ones; if the records cannot be read, all are new."""
         report = self._report
         try:
             report.told = self.reported.told(report.failures)
@@ -562,9 +564,9 @@ class Compaction:
 
 
 def _at_once(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """`work` of each item in order, several in parallel: it mostly waits for the store.
+    """Yield the result of `work` for each item, in order, several in parallel: it mostly waits for the store.
 
-    At most as many results are kept as items are worked on at once.
+    At most as many results are held as items are processed at once.
     """
     with ThreadPoolExecutor(LISTINGS_AT_ONCE) as pool:
         running: deque[Future[R]] = deque()
@@ -582,7 +584,7 @@ def _grouped(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def _feeds(chains: Sequence[Chain]) -> list[list[Chain]]:
-    """`chains`, ascending, feed by feed."""
+    """Return `chains`, ascending, grouped by feed."""
     return [list(group) for _, group in groupby(chains, key=lambda chain: (chain.site, chain.feed))]
 
 

@@ -1,11 +1,11 @@
-"""Up to where a chain was found sound: what `floe segments verify --since-last` need not read again.
+"""Sign-offs: records of the segments of a chain that `floe segments verify --since-last` need not read again.
 
     {prefix}/_floe/verify/site=…/…/partition={n}/{shallow,deep}.json
 
-It holds a mark of 8 bytes for each segment that was looked at and is part of no difference: a hash of its key, its
-size and the store's time of it. So what is put later, merged into another level, or written over under the same name is
-new, whatever its sequences and however late it arrives. It is written last, when all of a chain was read, and only over
-what the run itself had found there.
+A sign-off holds a mark of 8 bytes for each segment that was checked and is part of no problem: a hash of its key, its
+size and its modification time at the store. So a segment that is stored later, merged into another level, or
+overwritten under the same name is new, for any sequences and however late it arrives. The object is written last, after
+all of a chain was read, and only over the version that the run itself had found.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _SIGN_OFF = JsonForm(_SignOffWire)
 
 
 def mark(ref: SegmentRef) -> int:
-    """What a listing shows of a segment, in 64 bits."""
+    """Return 64 bits of a hash over the listed key, size and modification time of a segment."""
     text = f"{ref.key}\n{ref.size}\n{ref.modified!r}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=MARK_BYTES).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
 class SignOff:
-    """What earlier runs found sound in one chain. `end`: up to there nothing was wrong, 0 where the chain begins with a
-    difference; `at`: when it was written, seconds since 1970 UTC by the store's clock; `marks` ascend.
+    """Segments of one chain that earlier runs found sound. `end`: there is no problem up to this sequence, 0 if the
+    chain begins with one; `at`: time of writing, seconds since 1970 UTC by the store's clock; `marks`: ascending.
 
-    `etag`: of the object, None where there is none yet. Without one that can be read nothing is signed off.
+    `etag`: ETag of the object, None if there is no object yet. If the object is unreadable, no segment is signed off.
     """
 
     end: int = 0
@@ -69,17 +69,19 @@ class SignOff:
 
 
 class SignOffs:
-    """The sign-offs of one store, for runs that are `deep` or not: what was only looked at is not signed off for those
-    who read it all.
+    """The sign-offs of one store, for deep or for shallow runs. They are separate: a shallow check signs nothing off
+    for a deep run.
     """
 
     def __init__(self, objects: ObjectStore, layout: Layout, *, deep: bool) -> None:
         self._objects, self._layout, self._deep = objects, layout, deep
 
     def read(self, chain: Chain) -> SignOff:
-        """One that is spoiled signs nothing off, which is logged: all is read, and it is written anew."""
+        """Return the sign-off of `chain`; an empty one if there is none. An unreadable one is logged and counts as
+        empty: all segments are read, and it is rewritten.
+        """
         key = self._layout.sign_off(chain, deep=self._deep)
-        # The etag before the content: a change between the two makes the next write fail, not the check.
+        # ETag first, content second: a change between the two makes the next write fail, not this check.
         if (info := self._objects.head(key)) is None or (raw := self._objects.get(key, length=MAX_BYTES + 1)) is None:
             return SignOff()
         try:
@@ -94,8 +96,9 @@ class SignOffs:
         return SignOff(wire.end, info.modified, info.etag, array("Q", wire.marks))
 
     def write(self, chain: Chain, former: SignOff, end: int, marks: array[int]) -> bool:
-        """Signs `marks` off in place of `former`, and reads it back. False where another run has written meanwhile, or
-        where they are too many: what stands there then stays. Raises what the store raises.
+        """Sign `marks` off in place of `former`, and read the object back. Return False if another run has written
+        meanwhile, or if there are too many marks: the stored object then stays as it is. Raises the errors of the
+        store.
         """
         key = self._layout.sign_off(chain, deep=self._deep)
         body = _SIGN_OFF.encode(_SignOffWire(self._deep, end, _ascending(marks)))
@@ -114,7 +117,7 @@ class SignOffs:
 
 
 def _ascending(marks: array[int]) -> bytes:
-    """The bytes of `marks` in order; Arrow needs no number of Python's for each."""
+    """Return the bytes of `marks` in ascending order; Arrow needs no Python integer for each."""
     if not marks:
         return b""
     values = pa.Array.from_buffers(pa.uint64(), len(marks), [None, pa.py_buffer(marks)])

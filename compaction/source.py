@@ -1,13 +1,13 @@
-"""`spark.read.format("floe")`: the archive as a table, each covered sequence once; `readStream`: as a stream.
+"""Spark data source `floe`: the archive as a table, each covered sequence once (`read`), or as a stream (`readStream`).
 
     spark.read.format("floe").option("config", "central.yaml").option("site", "us-east").load()
 
-Spark finds the source by itself (`pyspark_floe.py`). One partition of the DataFrame for each stretch of the cover, so a
-glob's double counting cannot happen. Ranges of time leave out segments by their footers and row groups by their
-statistics, as ranges of sequences do by names.
+Spark finds the source by itself (`pyspark_floe.py`). One partition of the DataFrame for each stretch of the cover, so
+that no row counts twice, as it would with a glob. Ranges of time exclude segments by their footers and row groups by
+their statistics, as ranges of sequences do by names.
 
-Filters are pushed down only with option `pushdown`: Spark refuses *every* read of a source that can push
-filters unless `spark.sql.python.filterPushdown.enabled` is on.
+Filters are pushed down only with option `pushdown`: Spark refuses *every* read of a source that can push filters unless
+`spark.sql.python.filterPushdown.enabled` is on.
 """
 
 import pickle
@@ -60,11 +60,12 @@ def read_stretch(
     columns: Sequence[str] | None = None,
     asked: RowFilter = _EVERY_ROW,
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of `stretch` that `asked` takes, in order: `columns` of the segment schema, or all. No batch is empty.
+    """Yield the rows of `stretch` that match `asked`, in order, with `columns` of the schema, or all. No batch is
+    empty.
 
-    Includes what others have of what its segment did not read (`common.segments.unread`). Where the segment is gone
-    or cannot be read, the rest is read through the cover of the remaining segments. Raises the segment's own error
-    (SegmentGone, SegmentCorrupt) where nothing else accounts for the rows.
+    Includes the rows that others have of the segment's unread sequences (`common.segments.unread`). If the segment is
+    gone or cannot be read, the rest is read through the cover of the remaining segments. Raises the segment's own error
+    (SegmentGone, SegmentCorrupt) if nothing else accounts for the rows.
     """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
     read = [*{"sequence", *wanted, *asked.columns}]
@@ -101,8 +102,8 @@ def read_segment(
     *,
     is_united: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """As `read_stretch`, from the stretch's own segment only, with `is_united` and what others have of what it did not
-    read. Raises SegmentGone, SegmentCorrupt.
+    """Yield rows as `read_stretch`, from the stretch's own segment only; with `is_united` also those that others have
+    of its unread sequences. Raises SegmentGone, SegmentCorrupt.
     """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
     with open_stretch(store, stretch) if is_united else store.open(stretch.segment, rows=stretch.rows) as reader:
@@ -114,12 +115,12 @@ def read_segment(
 
 
 _LISTINGS_AT_ONCE = 8
-_LISTINGS = 3  # compaction may delete what a listing named
-_SMALL = 2**20  # bytes; a segment up to this size is fetched by one request, whatever is read of it
+_LISTINGS = 3  # listings at most: compaction may delete a listed segment
+_SMALL = 2**20  # bytes; a segment up to this size is fetched by one request, even for a part of it
 
 
 def register(spark: SparkSession) -> None:
-    """For a session that did not find the source by itself, because its Python does not have `pyspark_floe`."""
+    """Register the source in a session that did not find it by itself: its Python does not have `pyspark_floe`."""
     try:
         spark.dataSource.register(FloeDataSource)
     except AnalysisException as error:
@@ -128,7 +129,7 @@ def register(spark: SparkSession) -> None:
 
 
 class FloeDataSource(DataSource):
-    """Floe's archive. Options: `docs/archive.md`."""
+    """Data source of Floe's archive. Options: `docs/archive.md`."""
 
     @classmethod
     def name(cls) -> str:
@@ -152,7 +153,7 @@ class FloeDataSource(DataSource):
 
 
 def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
-    """The same source under `name`, its store given in code: no secret is passed as a Spark option."""
+    """Return the same source under `name`, its store given in code: no secret is passed as a Spark option."""
 
     class _Given(FloeDataSource):
         @classmethod
@@ -169,11 +170,11 @@ def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
 def frame_of(
     spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: Sequence[str] = (), *, is_united: bool = False
 ) -> DataFrame:
-    """The rows of `stretches`, each as its own segment has them, in a task each; column `segment` is the place of the
-    stretch. Without `columns` all of them. `is_united`: with what others have of what it did not read.
+    """Return the rows of `stretches`, each as its own segment has them, in a task each; column `segment` is the place
+    of the stretch. Without `columns` all of them. `is_united`: with the rows that others have of its unread sequences.
 
-    Not as a source: Spark plans one in a process of the driver, by the executors' interpreter, which is not there where
-    it comes with an archive.
+    It is not a data source: Spark plans one in a process of the driver, by the executors' interpreter, which is missing
+    there if it comes with an archive.
     """
     rows, settings, names = SequenceRange(1, MAX_SEQUENCE), spark.settings, tuple(columns) or None
     options = ReadOptions(
@@ -185,7 +186,7 @@ def frame_of(
 
 
 def read_parts(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
-    """Runs in an executor. The batches hold the places of stretches."""
+    """Read stretches in an executor. The batches hold their places."""
     options, stretches = pickle.loads(payload)  # noqa: S301 - from our own driver
     for batch in batches:
         numbers: list[Any] = batch.column(0).to_pylist()
@@ -199,7 +200,7 @@ def _schema(options: ReadOptions) -> types.StructType:
 
 @dataclass
 class _Part(InputPartition):
-    """One stretch, and its number among the partitions of the read. `is_at_edge`: of the range of time."""
+    """One stretch, and its number among the partitions of the read. `is_at_edge`: at an edge of the range of time."""
 
     stretch: Stretch[SegmentRef]
     number: int
@@ -227,7 +228,7 @@ class _Reader(DataSourceReader):
 def _planned(
     store: SegmentStore, chain: Chain, options: ReadOptions, listings: int = _LISTINGS
 ) -> list[tuple[Stretch[SegmentRef], bool]]:
-    """The stretches to read of a chain, and whether each is at the edge of the range of time."""
+    """Return the stretches to read of a chain, each with True if it is at an edge of the range of time."""
     rows, begin, end = options.rows, options.wanted.begin, options.wanted.end
     timeline = Timeline(store, store.list(chain, position=rows.first, level=options.level), rows.first)
     try:
@@ -241,11 +242,11 @@ def _planned(
 
 def _read(options: ReadOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
     if not isinstance(partition, _Part):
-        return  # Spark's way to say that there are no partitions
+        return  # Spark passes another object if there are no partitions
     schema, stretch, store = options.schema(), partition.stretch, _open_store(options)
     wanted = {*schema.names, *(["headers"] if HEADERS_PARSED.name in schema.names else [])}
     columns = [name for name in SCHEMA.names if name in wanted]
-    # What is named is wanted as it is, and what is of one level too: no other segment may replace it.
+    # A named segment is read as it is, and so is one of a single level: no other may replace it.
     is_cover = not options.is_named and options.level is None
     is_large, is_whole = stretch.segment.size > _SMALL, stretch.rows.encloses(stretch.segment.coverage)
     is_little = not is_whole or "payload" not in columns or bool(options.wanted.subjects)
@@ -257,7 +258,7 @@ def _read(options: ReadOptions, partition: InputPartition) -> Iterator[pa.Record
 
 
 class _FilteringReader(_Reader):
-    """Reads less where filters allow it; Spark applies every filter again."""
+    """Reader that reads less if filters allow it; Spark applies every filter again."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
         first, last = self._options.rows.first, self._options.rows.last
@@ -273,14 +274,14 @@ class _FilteringReader(_Reader):
                     wanted = _narrowed(wanted, *_bounds(condition), 1_000)
                 case ("subject",):
                     wanted = _of_subject(wanted, condition)
-        if first > last:  # an empty range has no value of its own, and no segment reaches the very last one
+        if first > last:  # a range cannot be empty, and no segment reaches the very last sequence
             first = last = MAX_SEQUENCE
         self._options = replace(self._options, rows=SequenceRange(first, last), wanted=wanted)
         return filters
 
 
 def _bounds(condition: Filter) -> tuple[int, int]:
-    """The least and the greatest value that the filter may let through, a time as microseconds since 1970."""
+    """Return the least and the greatest value that the filter may let through, a time as microseconds since 1970."""
     if not isinstance(given := getattr(condition, "value", None), tuple | list):
         given = [given]
     values = [number for each in given if (number := _number(each)) is not None]
@@ -310,7 +311,7 @@ def _number(value: object) -> int | None:
 
 
 def _narrowed(wanted: RowFilter, low: int, high: int, unit: int) -> RowFilter:
-    """`low`, `high`: times in `unit` nanoseconds; those at the ends of their range say nothing."""
+    """Return `wanted` within times `low` to `high`, in `unit` nanoseconds; the extremes of their range set no limit."""
     if low > _LEAST:
         begin = max(_LEAST, min(low * unit, MAX_SEQUENCE))
         wanted = replace(wanted, begin=begin if wanted.begin is None else max(begin, wanted.begin))
@@ -322,19 +323,19 @@ def _narrowed(wanted: RowFilter, low: int, high: int, unit: int) -> RowFilter:
 
 def _of_subject(wanted: RowFilter, condition: Filter) -> RowFilter:
     match condition:
-        # A backslash may stand for a byte that is no text.
+        # A backslash may represent a byte that is not text.
         case datasource.EqualTo(_, str(subject)) if is_subject(subject) and "\\" not in subject and not wanted.subjects:
             return replace(wanted, subjects=(subject,))
     return wanted
 
 
 class _StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Spark asks it on the driver how far to go; `read` is called by executors, in a copy."""
+    """Reader of a stream. Spark requests positions from it on the driver; executors call `read`, in a copy."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._asked = options
         self._archive: ArchiveStream | None = None
-        # Where it begins is a position; from there on every row counts, whatever its time.
+        # It begins at a position; from there on every row counts, of any time.
         self._options = replace(
             options, rows=SequenceRange(1, MAX_SEQUENCE), wanted=replace(options.wanted, begin=None)
         )
@@ -346,7 +347,7 @@ class _StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._archive
 
     def initialOffset(self) -> Positions:  # noqa: N802
-        return {}  # asked again where the first batch was not done: so it must be the same for ever
+        return {}  # called again if the first batch was not done: so it must never change
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         asked = self._asked.stream
@@ -386,7 +387,7 @@ _stores: dict[str, SegmentStore] = {}
 
 
 def _open_store(options: ReadOptions) -> SegmentStore:
-    """Opened once in each process: Spark gives one Python process many small partitions."""
+    """Return the store, opened once in each process: Spark gives one Python process many small partitions."""
     settings = options.store
     identity = f"{settings.model_dump_json()} {settings.secret_access_key.get_secret_value()} {options.spool_dir}"
     if identity not in _stores:

@@ -1,4 +1,4 @@
-"""What `spark.read.format("floe")` is asked for: options as text, and the columns that follow from them."""
+"""Options of `spark.read.format("floe")` and `readStream`, parsed from text, and the columns that follow from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ def arranged(batch: pa.RecordBatch, schema: pa.Schema, chain: Chain, segment: in
 
 
 def _pairs(block: bytes | None) -> list[dict[str, str]] | None:
-    """Names and values in order with repeats, as text; None where a message has no header block."""
+    """Return names and values in order with repeats, as text; None if a message has no header block."""
     if block is None:
         return None
     return [{"name": _text(name), "value": _text(value)} for name, value in parse_block(block)]
@@ -77,10 +77,10 @@ _MAX_NS = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What only a stream asks for.
+    """Options that only a stream has.
 
-    `from_latest`: begins behind what is there at its first start. `skips_expired`: goes on behind what retention
-    deleted. `rows`, `segments`: the most of one batch, None for no limit.
+    `from_latest`: a new query begins after the present end. `skips_expired`: it continues after the sequences that
+    retention deleted. `rows`, `segments`: the limit of one batch, None for no limit.
     """
 
     from_latest: bool = False
@@ -91,14 +91,14 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What to read, and with which columns.
+    """Selection and columns of a read.
 
-    `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain. `columns`:
-    None for all. `is_named`: segments are read as they are instead of the cover, with their place as a column;
-    `is_united`: but with what others have of what they did not read.
-    `level`: only its segments, None for the cover over all. `wanted`: rows by time and subject; `margin_ns`: how much
-    earlier a message may be than one before it. `feeds`: of the configuration, if there is one; they need not be
-    archived yet. `pushdown`: whether filters are to be pushed down. `given`: names of the options that are set.
+    `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain. `columns`: None
+    for all. `is_named`: segments are read as they are instead of the cover, with their place as a column; `is_united`:
+    but with the rows that others have of their unread sequences. `level`: only its segments, None for the cover over
+    all. `wanted`: rows by time and subject; `margin_ns`: the time by which a message may be earlier than one before it.
+    `feeds`: those of the configuration, if there is one; they need not be archived yet. `pushdown`: filters are pushed
+    down. `given`: names of the options that are set.
     """
 
     store: StoreSettings
@@ -118,12 +118,12 @@ class ReadOptions:
     given: frozenset[str] = frozenset()
 
     def refuse(self, *, streams: bool) -> None:
-        """Raises UsageError for an option that a read, or a stream, does not have."""
+        """Raise UsageError for an option that a read, or a stream, does not have."""
         if wrong := sorted(self.given & (_BATCH if streams else _STREAM)):
             raise UsageError(f"option {wrong[0]}: only for {'read' if streams else 'readStream'}")
 
     def selected(self, chains: ChainStore) -> list[Chain]:
-        """Raises UsageError where there are no chains of the names given."""
+        """Return the selected chains. Raises UsageError if there are no chains of the given names."""
         site, feed = (str(self.chain[n]) if n in self.chain else None for n in ("site", "feed"))
         numbers = [int(self.chain[n]) if n in self.chain else None for n in ("incarnation", "partition")]
         return among(chains, site, feed, lambda known: chosen(known, self.feeds, site, feed, *numbers))
@@ -139,7 +139,7 @@ class ReadOptions:
 
 
 def parse_options(options: Mapping[str, str], now: float) -> ReadOptions:
-    """`now`: seconds since 1970, for times such as `2h ago`.
+    """Parse the options of a read or a stream. `now`: seconds since 1970, for times such as `2h ago`.
 
     Raises UsageError, naming the option, for one that is unknown or wrong; ConfigError from `config`.
     """
@@ -200,7 +200,7 @@ def _wanted(given: Mapping[str, str], now: float) -> RowFilter:
     begin, end = (_moment(given, names, now) for names in (_BEGINS, _ENDS))
     if begin is not None and end is not None and begin >= end:
         raise UsageError(f"option since: expected before {format_time(end)}, found {format_time(begin)}")
-    subjects = tuple(given.get("subject", "").split())  # no subject holds a space
+    subjects = tuple(given.get("subject", "").split())  # no subject contains a space
     for each in subjects:
         if not is_filter(each):
             raise UsageError(f"option subject: expected filters such as nodes.*.temp, found {each!r:.80}")

@@ -1,4 +1,4 @@
-"""The Spark session of a run: made when there is work for it, with the settings that a merge depends on."""
+"""Spark session of a run: made when there is work for it, with the settings that a merge depends on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")
 Batches = Iterable[pa.RecordBatch]
 
-# Not for a user or a cluster to change: each of them could lose rows, double work or open a port.
+# Users and clusters may not change these: each could lose rows, double work or open a port.
 FIXED = {
     "spark.speculation": "false",
     "spark.files.ignoreMissingFiles": "false",
@@ -60,35 +60,35 @@ FIXED = {
 REFUSED = ("spark.speculation",)
 DEFAULTS = {
     "spark.sql.session.timeZone": "UTC",
-    # What is shuffled is two numbers of each row, and only where segments overlap.
+    # A shuffle moves two numbers of each row, and only if segments overlap.
     "spark.sql.shuffle.partitions": "8",
 }
 _AUTHENTICATE, _SECRET, _SECRET_FILE = (f"spark.authenticate{end}" for end in ("", ".secret", ".secret.file"))
 _SEALED = "spark.network.crypto.enabled"
-# Tasks hold the store's secret: where they travel, they do so encrypted, and so they are on an executor's disk.
+# Tasks hold the store's secret: it is encrypted in transit and on an executor's disk.
 _SEALS = {_SEALED: "true", "spark.io.encryption.enabled": "true"}
 _ENCRYPTIONS = (_SEALED, "spark.ssl.rpc.enabled", "spark.authenticate.enableSaslEncryption")
 _REDACTION = "spark.redaction.regex"
-_CONFIDENTIAL = "(?i)secret|password|token|access[.]?key"  # Spark's own; what another one leaves out is added to it
+_CONFIDENTIAL = "(?i)secret|password|token|access[.]?key"  # Spark's own; it is added to a configured pattern
 _PYTHON = "spark.pyspark.python"
-_GATEWAY = "PYSPARK_GATEWAY_PORT"  # in the environment where `spark-submit` has started Java, and with it this process
+_GATEWAY = "PYSPARK_GATEWAY_PORT"  # set if `spark-submit` has started Java, and with it this process
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _LOG_CONFIGURATION = f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
 _LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
 _TASK_FAILURES = 4
-# What tasks raise and the driver looks for.
+# Errors of tasks that the driver recognises.
 _OF_TASKS = (SegmentCorrupt, SegmentGone, Refused)
 DISTRIBUTION_PROBLEM = "E-COMMON"
-LOOK = 0.5  # seconds between two looks at which items are done
+LOOK = 0.5  # seconds between two checks for items that are done
 RESULT = "id long, result binary"
 _RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
 
 
 class Spark:
-    """Spark as a place where work is done: its session is made on first use and stopped at the end of the context.
+    """Runner on Spark: its session is made on first use and stopped at the end of the context.
 
-    `settings`: what tasks are given, the store with its secret; it goes into no log. `check`: called before work is
-    begun, raises where the run is to stop.
+    `settings`: those that tasks get, the store with its secret; they are not logged. `check`: called before work is
+    started, raises if the run is to stop.
     """
 
     def __init__(self, settings: Settings, check: Callable[[], None] = lambda: None) -> None:
@@ -98,14 +98,14 @@ class Spark:
         self._session: SparkSession | None = None
 
     def session(self) -> SparkSession:
-        """Raises ConfigError where PySpark or Java is missing, or tasks would travel in clear."""
-        # It warns of versions of pandas, which Floe does not use.
+        """Return the session. Raises ConfigError if PySpark or Java is missing, or tasks would travel in clear."""
+        # PySpark warns of versions of pandas, which Floe does not use.
         warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
         if self._session is None:
             session = start(self._spark.master, self._spark.conf)
             try:
                 holds_secret = bool(self.settings.store.secret_access_key.get_secret_value())
-                # As it is: the cluster's own defaults count too.
+                # The effective configuration: the cluster's own defaults count too.
                 check_sealed(self._spark.master, dict(session.sparkContext.getConf().getAll()), holds_secret)
             except ConfigError:
                 session.stop()
@@ -114,7 +114,7 @@ class Spark:
         return self._session
 
     def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
-        """As `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
+        """Run `work` as `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
         session = self.session()
         self.check()
         finished = session.sparkContext.accumulator(0)  # bit n: item n is done; counted once, by the last stage
@@ -125,11 +125,11 @@ class Spark:
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
             raise spark_error(work.__name__, error) from error
         log.info("items done", action="items_done", work=work.__name__, items=len(items))
-        # What our own executors answered, over Spark's connection.
+        # Results of our own executors, over Spark's connection.
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
 
     def cancelled_if_asked(self) -> AbstractContextManager[None]:
-        """What the block does is cancelled once the run is to stop, also where that was asked before Spark began."""
+        """Cancel the work of the block once the run is to stop, also if that was requested before Spark started."""
 
         def look() -> None:
             try:
@@ -140,7 +140,7 @@ class Spark:
         return _looking(look)
 
     def cancel(self) -> None:
-        """End what runs now, from another thread: whoever waits for it gets an error."""
+        """Cancel all running jobs, from another thread: a caller that waits for one gets an error."""
         if self._session is not None:
             self._session.sparkContext.cancelAllJobs()
 
@@ -153,7 +153,7 @@ class Spark:
 
 
 def check_conf(conf: Mapping[str, str]) -> None:
-    """Raises ConfigError for a setting that would double the work of tasks; warns of those overridden."""
+    """Raise ConfigError for a setting that would double the work of tasks; log a warning of each overridden one."""
     for name, value in FIXED.items():
         found = conf.get(name, value)
         if found.lower() == value:
@@ -170,7 +170,7 @@ def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, str]:
     java = conf.get(_JAVA_OPTIONS, "")
     if "log4j" not in java:
         java = f"{java} {_LOG_CONFIGURATION}".strip()
-    # YARN and Kubernetes make a secret of their own; a cluster of `spark://` has one that must be given.
+    # YARN and Kubernetes make a secret of their own; a `spark://` cluster needs a configured one.
     has_secret = master == "yarn" or master.startswith("k8s:") or _SECRET in conf or _SECRET_FILE in conf
     if not _is_on(conf, _AUTHENTICATE, has_secret):
         seals = {}
@@ -187,9 +187,9 @@ def _is_on(conf: Mapping[str, str], name: str, otherwise: bool = False) -> bool:
 
 
 def check_sealed(master: str, conf: Mapping[str, str], holds_secret: bool) -> None:
-    """Raises ConfigError where the store's secret would travel to executors in clear, or to whoever poses as one.
+    """Raise ConfigError if the store's secret would travel to executors in clear, or to an impostor.
 
-    `holds_secret`: tasks hold one. Without, a warning says that others may read along.
+    `holds_secret`: tasks hold one. Otherwise a warning is logged that others may read along.
     """
     is_authentic = _is_on(conf, _AUTHENTICATE)
     if master.startswith("local") or (is_authentic and any(_is_on(conf, name) for name in _ENCRYPTIONS)):
@@ -214,13 +214,13 @@ def check_sealed(master: str, conf: Mapping[str, str], holds_secret: bool) -> No
 
 
 def with_retries(master: str) -> str:
-    """`local[N]` runs a failed task only once; the form `local[N,M]` repeats it, as a cluster does."""
+    """Return `master` with retries: `local[N]` runs a failed task once, `local[N,M]` repeats it, as a cluster does."""
     match = _LOCAL.fullmatch(master)
     return f"local[{match['cores'] or 1},{_TASK_FAILURES}]" if match else master
 
 
 def start(master: str, conf: Mapping[str, str]) -> SparkSession:
-    """Raises ConfigError where PySpark or Java is missing or does not start, Unavailable where Spark fails."""
+    """Start a session. Raises ConfigError without a PySpark and a Java that start, Unavailable if Spark fails."""
     try:
         from pyspark import SparkConf, SparkContext
         from pyspark.errors import PySparkException
@@ -234,11 +234,11 @@ def start(master: str, conf: Mapping[str, str]) -> SparkSession:
     shown = {name: value for name, value in wanted.items() if not re.search(_CONFIDENTIAL, name)}
     try:
         if shown != wanted or is_nameless():
-            # PySpark would put all of them on Java's command line, which every user of the host may read.
+            # PySpark would put all of them on Java's command line, which every user of the host can read.
             gateway = launch_gateway(SparkConf().setAll(list(shown.items())))  # type: ignore[no-untyped-call]
             if is_nameless():
                 users = gateway.jvm.org.apache.hadoop.security.UserGroupInformation
-                users.setLoginUser(users.createRemoteUser(USER))  # before Hadoop asks the host for one
+                users.setLoginUser(users.createRemoteUser(USER))  # before Hadoop queries the host for one
             SparkContext(conf=SparkConf().setAll(list(wanted.items())), gateway=gateway)
         return SparkSession.builder.config(map=wanted).getOrCreate()
     except Exception as error:
@@ -254,7 +254,7 @@ def start(master: str, conf: Mapping[str, str]) -> SparkSession:
 
 
 def _with_secret(master: str, conf: Mapping[str, str]) -> Mapping[str, str]:
-    """Spark reads the file of the secret by itself on Kubernetes only. Raises ConfigError."""
+    """Return `conf` with the secret from its file: Spark itself reads that on Kubernetes only. Raises ConfigError."""
     path = conf.get(_SECRET_FILE)
     if path is None or _SECRET in conf or master.startswith("k8s:"):
         return conf
@@ -268,11 +268,11 @@ def _with_secret(master: str, conf: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value for name, value in conf.items() if name != _SECRET_FILE} | {_SECRET: secret}
 
 
-USER = "floe"  # the name that a user without one gets
+USER = "floe"  # the name for a user without one
 
 
 def is_nameless() -> bool:
-    """Whether this host has no name for the user, as where OpenShift chooses a number: Java and Hadoop need one."""
+    """True if this host has no name for the user, as with a number from OpenShift: Java and Hadoop need one."""
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
@@ -281,11 +281,11 @@ def is_nameless() -> bool:
 
 
 def _set_environment(master: str, conf: Mapping[str, str]) -> None:
-    """Executors run the interpreter that is configured, else, on this host, this one and this code, whatever
-    `python3` on the PATH is.
+    """Set the environment of Spark. Executors run the interpreter that is configured, else, on this host, this one and
+    this code, regardless of `python3` on the PATH.
     """
     if _PYTHON in conf:
-        os.environ["PYSPARK_PYTHON"] = conf[_PYTHON]  # PySpark itself looks there only
+        os.environ["PYSPARK_PYTHON"] = conf[_PYTHON]  # PySpark itself reads only this variable
     elif _GATEWAY not in os.environ:
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     if _LOCAL.fullmatch(master):
@@ -309,7 +309,7 @@ def spark_error(what: str, error: Exception) -> FloeError:
             code=DISTRIBUTION_PROBLEM,
         )
     log.debug("spark failed", action="spark_failed", what=what, error=text)
-    # Of a task's error the words behind the stack. Py4j says first whom it called.
+    # For a task's error, take the text after the stack. Py4j's first line only names the call.
     lines = text.rpartition("Traceback (most recent call last):")[2].splitlines()
     told = (line.removeprefix(": ") for line in lines if not line.startswith("An error occurred while"))
     line = next((line for line in told if line[:1].strip()), type(error).__name__)
@@ -323,7 +323,7 @@ def spark_error(what: str, error: Exception) -> FloeError:
 
 @runtime_checkable
 class SizedItem(Protocol):
-    """An item whose log line says more than its number. `size`: stored bytes that are read for it."""
+    """An item with details for its log line. `size`: stored bytes that are read for it."""
 
     @property
     def size(self) -> int: ...
@@ -331,10 +331,10 @@ class SizedItem(Protocol):
 
 
 class ItemsDone:
-    """Logs each of `items` that is done, which it is of how many, and how long the rest takes about; where that is not
-    shown, a line of progress on stderr, until `close`.
+    """Log of the items that are done, with the count of all and an estimate for the rest; if that is not shown, a line
+    of progress on stderr, until `close`.
 
-    `work`: the name of what is done with them, `verb_…`. Made when the work begins; each item counts once.
+    `work`: the name of the work, `verb_…`. Made when the work begins; each item counts once.
     """
 
     def __init__(self, work: str, items: Sequence[object], clock: Clock) -> None:
@@ -343,7 +343,7 @@ class ItemsDone:
         self._teller = Teller()
 
     def done(self, number: int) -> None:
-        """The item of this number, from 0, is done."""
+        """Record that the item of this number, from 0, is done."""
         if number in self._done:
             return
         self._done.add(number)
@@ -362,7 +362,7 @@ class ItemsDone:
 
 @contextmanager
 def _looking(look: Callable[[], None]) -> Iterator[None]:
-    """`look` is called in a thread, every LOOK seconds, as long as the driver waits in the block."""
+    """Call `look` in a thread, every LOOK seconds, as long as the driver waits in the block."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -380,7 +380,7 @@ def _looking(look: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _watched(finished: Accumulator[int], said: ItemsDone) -> Iterator[None]:
-    """Has each item said when its task has ended, while the driver waits for all of them."""
+    """Report each item when its task has ended, while the driver waits for all of them."""
 
     def look() -> None:
         bits = finished.value
@@ -397,7 +397,7 @@ def _watched(finished: Accumulator[int], said: ItemsDone) -> Iterator[None]:
 
 
 def with_master(settings: Settings, master: str | None) -> Settings:
-    """`settings` with another master; without one as they are."""
+    """Return `settings` with another master; without one as they are."""
     if not master:
         return settings
     spark = settings.compaction.spark.model_copy(update={"master": master})
@@ -407,9 +407,9 @@ def with_master(settings: Settings, master: str | None) -> Settings:
 
 @contextmanager
 def stoppable(settings: Settings, then: Callable[[], None] = lambda: None) -> Iterator[Spark]:
-    """Spark for a command that ends with a signal: what runs is cancelled, and `then` is called.
+    """Yield Spark for a command that ends with a signal: running work is cancelled, and `then` is called.
 
-    Raises Unavailable in place of any error once a signal asked it to stop.
+    Raises Unavailable in place of any error once a signal has requested a stop.
     """
     spark = Spark(settings, check=lambda: asked.check())
 
@@ -421,14 +421,14 @@ def stoppable(settings: Settings, then: Callable[[], None] = lambda: None) -> It
         try:
             yield spark
         except FloeError:
-            asked.check()  # what was cancelled fails in many ways
+            asked.check()  # cancelled work fails in many ways
             raise
 
 
 def task_of(
     payload: bytes, expected: str, finished: Accumulator[int] | None = None, work: str = "compaction.spark:run_items"
 ) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
-    """The function that tasks run. It imports nothing of Floe before it knows whose `common` it would get.
+    """Return the function that tasks run. It imports nothing of Floe before it knows which `common` it would get.
 
     `finished`: gets the bit of each item that is done. `work`: module and function that get `payload` and the batches.
     """
@@ -459,9 +459,9 @@ def task_of(
 
 
 def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
-    """Runs in an executor. The batches hold the numbers of the items."""
+    """Run the work in an executor. The batches hold the numbers of the items."""
     settings, work, items = pickle.loads(payload)  # noqa: S301 - from our own driver
-    # PySpark collects garbage after each task: some 75 ms, were it to look at all that is imported here.
+    # PySpark collects garbage after each task: some 75 ms, if it had to check all that is imported here.
     gc.freeze()
     store = open_store(settings)
     try:
@@ -474,22 +474,22 @@ def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
         store.close()
 
 
-# Whether Spark can start here
+# Requirements of Spark on this host
 
 JAVA_VERSIONS = (17, 21)
-ASK_TIMEOUT = 20.0  # seconds for another program to tell its version
+ASK_TIMEOUT = 20.0  # seconds for another program to print its version
 _INSTALL = f"{INSTALL_ALL}, or use --engine local"
 
 
 def require_spark() -> None:
-    """Raises ConfigError where PySpark or Java is missing or too old. Starts no session; blocking, for the time that
+    """Raise ConfigError if PySpark or Java is missing or too old. Starts no session; blocking, for the time that
     `java -version` takes.
     """
     if _GATEWAY in os.environ:
         return
     if importlib.util.find_spec("pyspark") is None:
         raise ConfigError("engine spark: expected pyspark, found none", hint=_INSTALL, code="E-SPARK")
-    with suppress(PackageNotFoundError):  # as where that of SPARK_HOME is on PYTHONPATH
+    with suppress(PackageNotFoundError):  # as with that of SPARK_HOME on PYTHONPATH
         found = distribution_version("pyspark")
         if not (4, 2) <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < (5,):
             text = f"engine spark: expected pyspark 4.2 or newer, below 5, found {found}"
@@ -499,7 +499,7 @@ def require_spark() -> None:
         text = f"engine spark: SPARK_HOME={home}: expected Spark there, found no bin/spark-submit"
         raise ConfigError(text, hint="unset SPARK_HOME, or use --engine local", code="E-SPARK")
     if Path(os.environ.get("SPARK_CONF_DIR") or f"{home}/conf", "spark-env.sh").exists():
-        return  # it may say which Java
+        return  # it may set another Java
     program, told, major = _java_found()
     if major < min(JAVA_VERSIONS):
         raise ConfigError(
@@ -510,7 +510,7 @@ def require_spark() -> None:
 
 
 def _java_found() -> tuple[str, str, int]:
-    """The program, the first line of what it says of its version, and that; empty and 0 where it does not start."""
+    """Return the program, the first line on its version, and the major version; empty and 0 if it does not start."""
     home = os.environ.get("JAVA_HOME")
     program = str(Path(home) / "bin" / "java") if home else "java"
     told = _told([program, "-version"])
@@ -524,13 +524,13 @@ def _install_java() -> str:
     return f"{line} && unset JAVA_HOME" if os.environ.get("JAVA_HOME") else line
 
 
-# What `floe doctor` asks
+# Checks of `floe doctor`
 
 
 def examine_spark(settings: Settings, is_asked: bool) -> list[DoctorFinding]:
-    """Whether Spark can start here; starts no session. Blocking.
+    """Check if Spark can start here; starts no session. Blocking.
 
-    `is_asked`: compaction is what this host is for; else what is missing is only a warning.
+    `is_asked`: compaction is a purpose of this host; otherwise a missing part is only a warning.
     """
     bad, meaning = (is_bad if is_asked else warns), "`floe compact` with `engine: spark` cannot start on this host"
     found = [_java(bad, meaning)]
@@ -553,7 +553,7 @@ def _java(bad: Callable[..., DoctorFinding], meaning: str) -> DoctorFinding:
 
 
 def _workers_python(settings: Settings, bad: Callable[..., DoctorFinding]) -> DoctorFinding:
-    """The interpreter of the workers: this one, unless Spark's settings name another."""
+    """Check the interpreter of the workers: this one, unless Spark's settings name another."""
     spark = settings.compaction.spark
     ours, theirs = sys.version.split()[0], spark.conf.get(_PYTHON, "")
     if not theirs and _LOCAL.fullmatch(spark.master):
@@ -580,7 +580,7 @@ def _workers_python(settings: Settings, bad: Callable[..., DoctorFinding]) -> Do
 
 
 def _told(words: list[str]) -> str:
-    """What a program prints, on both outputs; empty where it does not start."""
+    """Return the output of a program, stdout and stderr; empty if it does not start or end in time."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ASK_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,8 @@
-"""What `spark.readStream.format("floe")` reads next: positions of chains, and the cover between two of them.
+"""Positions of `spark.readStream.format("floe")` in the chains, and the cover that a batch reads between two of them.
 
-A stream is at a *position* in each chain: the first sequence that it has not read. A batch reads what the cover
-accounts for from there on, up to the first hole that nobody accepted; other chains go on. What arrives later, behind a
-position, is not read: neither by this stream nor by ingress.
+A stream has a *position* in each chain: the first sequence that it has not read. A batch reads the cover from there up
+to the first hole that is not accepted; other chains continue. Sequences below a position that arrive later are not
+read, neither by this stream nor by ingress.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from compaction.source_options import ReadOptions
 
 log = get_logger(__name__)
 
-# What Spark keeps in a checkpoint, as JSON: by the name of a chain, the first sequence that is not read yet; and
+# The content of Spark's checkpoint, as JSON: by the name of a chain, the first sequence that is not read yet; and
 # `format_version`. Empty: the query is new.
 Positions = dict[str, int]
 FORMAT = {"format_version": 1}
@@ -35,13 +35,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 LISTINGS_AT_ONCE = 8
-LOOK_AGAIN = 300.0  # seconds after which a chain is listed though its tail did not change
+LOOK_AGAIN = 300.0  # seconds after which a chain is listed even if its tail did not change
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What a chain has for a stream: stretches without a hole that counts, the position behind them, and where the
-    segments that were listed end. `hole`: what stops it, None where it is all there is.
+    """The next part of a chain for a stream: stretches without a hole that counts, the position after them, and that
+    after the last listed segment (`end`). `hole`: the hole that stops the chain, None if there is none.
     """
 
     stretches: Sequence[Stretch[SegmentRef]]
@@ -51,27 +51,28 @@ class _Ahead:
 
 
 class ArchiveStream:
-    """Where a stream over the selected chains begins, and how far it can go. Blocking; used by one thread at a time."""
+    """Start and batch limits of a stream over the selected chains. Blocking; used by one thread at a time."""
 
     def __init__(self, store: SegmentStore, options: ReadOptions, clock: Clock) -> None:
         self._store, self._options, self._clock = store, options, clock
         self._chains = ChainStore(store.objects, store.layout)
-        self._idle: dict[Chain, tuple[int, str, float]] = {}  # position, etag of the tail, when it was listed
-        self._ahead: dict[str, _Ahead] = {}  # of the last look
+        self._idle: dict[Chain, tuple[int, str, float]] = {}  # position, ETag of the tail, time of the listing
+        self._ahead: dict[str, _Ahead] = {}  # from the last call of `latest`
         self._is_bounded, self._turn = False, 0
-        self._targets: Positions | None = None  # once bounded, where each chain ends
+        self._targets: Positions | None = None  # once bounded: the end of each chain
         self._told: dict[Chain, SequenceRange] = {}
 
     def bound(self) -> None:
-        """Has `latest` go no further than what is there at its next call."""
+        """Limit `latest` to the data that its next call finds."""
         self._is_bounded, self._targets = True, None
 
     def latest(self, start: Mapping[str, int], rows: int | None = None, segments: int | None = None) -> Positions:
-        """How far a batch from `start` may go; `start` itself where there is nothing to read.
+        """Return the positions that a batch from `start` may reach; `start` itself if there is nothing to read.
 
-        `rows`, `segments`: the most that it may hold of all chains together, None for any number. A chain that `start`
-        does not know only begins with this batch: the next one reads it. Raises UsageError for names that are not
-        there, DataError where retention deleted what comes next, unless the options say to skip it.
+        `rows`, `segments`: the limit over all chains together, None for no limit. A chain that is not in `start` only
+        gets its first position in this batch; the next one reads it. Raises UsageError for names that do not exist,
+        DataError for positions of another format, or if retention deleted the next sequences, unless the options skip
+        them.
         """
         if (version := {**FORMAT, **start}["format_version"]) != FORMAT["format_version"]:
             raise DataError(f"checkpoint: expected positions of format 1, found {version}", hint="use a newer Floe")
@@ -96,13 +97,13 @@ class ArchiveStream:
         return dict(sorted({**start, **reached, **begun, **FORMAT}.items()))
 
     def ends(self) -> Positions:
-        """The position behind the last segment of each chain, as the last look saw it."""
+        """Return the position after the last segment of each chain, as the last call of `latest` found it."""
         return {name: each.end for name, each in sorted(self._ahead.items())}
 
     def stretches(self, start: Mapping[str, int], end: Mapping[str, int]) -> list[Stretch[SegmentRef]]:
-        """What accounts for the sequences from `start` up to, not including, `end`, each once.
+        """Return the stretches that account for the sequences from `start` up to, not including, `end`, each once.
 
-        Raises DataError where something is not covered any more that a batch was to hold.
+        Raises DataError if a planned sequence is no longer covered.
         """
         parts = [
             (Chain.parse(name), SequenceRange(start[name], behind - 1))
@@ -129,7 +130,7 @@ class ArchiveStream:
             return list(pool.map(work, items))
 
     def _tails(self) -> dict[Chain, str]:
-        with suppress(Refused):  # a credential of one site may not list them: then every chain is
+        with suppress(Refused):  # a credential of one site may not list tails: then every chain is listed
             return self._chains.tails()
         return {}
 
@@ -140,7 +141,7 @@ class ArchiveStream:
     def _start(self, chain: Chain) -> int:
         options, position = self._options, self._beginning(chain)
         if options.stream.from_latest:
-            # A copy of a bucket may have the tail before the segments.
+            # A copy of a bucket may have the tail but not yet the segments.
             places = (max(position, self._chains.read_tail(chain) or 0), position)
             listed = next(filter(None, (self._store.list(chain, position=at) for at in places)), [])
             return max((ref.coverage.last + 1 for ref in listed), default=position)
@@ -161,7 +162,7 @@ class ArchiveStream:
         return found
 
     def _tell(self, chain: Chain, hole: SequenceRange | None) -> None:
-        """Logs a hole that stops the chain, once."""
+        """Log a hole that stops the chain, once."""
         if hole is None:
             self._told.pop(chain, None)
         elif self._told.get(chain) != hole:
@@ -170,19 +171,19 @@ class ArchiveStream:
             log.warning("chain waits at a hole", action="chain_waits", **context)
 
     def _found(self, chain: Chain, position: int, at_once: int | None) -> _Ahead:
-        """`at_once`: how many segments of each level are listed, None for all."""
+        """Return the next part of `chain`. `at_once`: the number of segments to list of each level, None for all."""
         refs = self._store.list(chain, position=position, limit=at_once)
         ends: dict[int, list[int]] = {}
         for ref in refs:
             ends.setdefault(ref.level, []).append(ref.coverage.last)
-        # What is not listed of a level ends behind what is.
+        # Segments of a level that are not listed end after the listed ones.
         last = min((max(each) for each in ends.values() if at_once and len(each) >= at_once), default=MAX_SEQUENCE)
         taken: list[Stretch[SegmentRef]] = []
         end, hole = max((ref.coverage.last + 1 for ref in refs), default=position), None
         for stretch in cover(refs, position, last):
             if stretch.rows.first > position:
                 if last < MAX_SEQUENCE:
-                    return self._found(chain, position, None)  # what was not listed may cover it
+                    return self._found(chain, position, None)  # unlisted segments may cover it
                 hole = SequenceRange(position, stretch.rows.first - 1)
                 if (passed := self._passed(chain, hole)) is not None:
                     position = passed.last + 1
@@ -195,7 +196,10 @@ class ArchiveStream:
         return _Ahead(taken, position, end, hole)
 
     def _passed(self, chain: Chain, hole: SequenceRange) -> SequenceRange | None:
-        """The first part of `hole` that is given up: accepted, or deleted by retention; None where nothing of it is."""
+        """Return the leading part of `hole` that is accepted, or deleted by retention; None if there is none.
+
+        Raises DataError if retention deleted its first sequence and the options do not skip that.
+        """
         first = hole.first
         if (floor := self._chains.read_floor(chain) or 0) > first:
             if not self._options.stream.skips_expired:
@@ -213,7 +217,7 @@ class ArchiveStream:
 
 
 def _bounded(ahead: _Ahead, position: int) -> _Ahead:
-    """What is before `position` of it."""
+    """Return the part of `ahead` before `position`."""
     if ahead.position <= position:
         return ahead
     parts = [(s, s.rows.intersection(SequenceRange(1, position - 1))) for s in ahead.stretches] if position > 1 else []
@@ -221,10 +225,11 @@ def _bounded(ahead: _Ahead, position: int) -> _Ahead:
 
 
 def shared(ahead: Mapping[str, _Ahead], rows: int | None, segments: int | None, turn: int) -> Positions:
-    """How far each chain goes so that together they stay below a limit of `rows` (covered sequences, so that there are
-    no more rows) or of `segments`; at least one chain goes on. None: no limit.
+    """Return the position that each chain reaches so that together they stay within `rows` (covered sequences, so that
+    there are never more rows) or `segments`; at least one chain advances. None: no limit.
 
-    In equal parts; what one does not need goes to the others. Where there are more chains than that, they take turns.
+    The limit is divided equally; a part that one chain does not need goes to the others. More chains than that take
+    turns.
     """
     if (left := rows or segments) is None:
         return {name: each.position for name, each in ahead.items()}
@@ -246,7 +251,7 @@ def _cost(stretch: Stretch[SegmentRef], rows: int | None) -> int:
 
 
 def _within(ahead: _Ahead, share: int, rows: int | None) -> tuple[int, int]:
-    """The position that `share` reaches, 0 for none, and what it costs. Only a first stretch is cut."""
+    """Return the position that `share` reaches, 0 for none, and its cost. Only a first stretch is cut."""
     position = spent = 0
     for stretch in ahead.stretches:
         if spent + (cost := _cost(stretch, rows)) > share:

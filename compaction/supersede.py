@@ -1,9 +1,9 @@
-"""Which segments may replace which: a strict order, so that two jobs can never delete each other's output.
+"""Rules by which segments may supersede others: a strict order, so that two jobs can never delete each other's output.
 
-A segment may be superseded only by segments of a higher level, or by one of the same level and coverage with
-a larger name. Contained means: the cover of the superseding segments, together, accounts for its whole
-coverage. A contained segment is only a candidate: `compaction.compare` reads its rows
-before anything is written down, and `compaction.tombstones` says what may go.
+A segment may be superseded only by segments of a higher level, or by one of the same level and coverage with a larger
+name. Contained means: the cover of the superseding segments, together, accounts for its whole coverage. A contained
+segment is only a candidate: `compaction.compare` reads its rows before a tombstone is written, and
+`compaction.tombstones` decides which segments may be deleted.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Stretches = tuple[Stretch[SegmentRef], ...]
 
 @dataclass(frozen=True, slots=True)
 class Supersession:
-    """Segments, and what accounts for them from now on.
+    """Segments, and the stretches that account for them from now on.
 
     `superseded`: ascending by coverage. `stretches`: the rows of the superseding segments that readers take there,
-    ascending. `exact`: the superseding segment was made of exactly these, so it holds no other rows.
+    ascending. `exact`: the superseding segment was made from exactly these, so it holds no other rows.
     """
 
     superseded: tuple[SegmentRef, ...]
@@ -48,7 +48,7 @@ class Supersession:
         return all(not b.coverage.overlaps(a.coverage) for a, b in pairwise(self.superseded))
 
     def parts(self, limit: int) -> list[Supersession]:
-        """The same cut into several of at most `limit` superseded segments; then none of them is `exact`."""
+        """Return the same, cut into parts of at most `limit` superseded segments; if it is cut, no part is `exact`."""
         if len(self.superseded) <= limit:
             return [self]
         cut = [self.superseded[n : n + limit] for n in range(0, len(self.superseded), limit)]
@@ -61,7 +61,7 @@ class Supersession:
 
 
 def may_supersede(upper: SegmentRef, lower: SegmentRef) -> bool:
-    """The strict order: whether `upper` stands above `lower`."""
+    """True if `upper` is above `lower` in the strict order."""
     if upper.chain != lower.chain:
         return False
     if upper.level == lower.level:
@@ -75,13 +75,13 @@ def made_by(output: SegmentRef, inputs: Iterable[SegmentRef]) -> Supersession:
 
 
 def contained(segments: Sequence[SegmentRef]) -> list[Supersession]:
-    """All of one chain's `segments` that others of them may supersede, grouped by what replaces them.
+    """Return the supersessions of one chain's `segments` by others of them, grouped by the superseding segments.
 
-    Segments that a tombstone already condemns must be left out: they supersede nothing.
+    Leave out segments that a tombstone supersedes already: they supersede nothing.
     """
     groups: defaultdict[object, list[tuple[Stretches, SegmentRef]]] = defaultdict(list)
     for stretches, segment in _contained(segments):
-        # All that one segment replaces stays together: the usual case, a merge's inputs.
+        # All segments that one segment replaces stay together: the usual case, a merge's inputs.
         groups[stretches if len(stretches) > 1 else stretches[0].segment.key].append((stretches, segment))
     found = []
     for group in sorted(groups.values(), key=lambda group: len(group[0][0]) == 1):
@@ -95,14 +95,14 @@ def contained(segments: Sequence[SegmentRef]) -> list[Supersession]:
 
 
 def outstanding(segments: Sequence[SegmentRef], level: int) -> list[SegmentRef]:
-    """The segments of `level` that nothing supersedes yet: what a merge of the level has to read."""
+    """Return the segments of `level` that nothing supersedes yet: those that a merge of the level has to read."""
     above = SegmentCover([s for s in segments if s.level > level])
     largest = _largest_twins(s for s in segments if s.level == level)
     return [s for s in largest.values() if not above.over(s.coverage)]
 
 
 def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[Stretches, SegmentRef]]:
-    # From the top down, so that a segment is replaced by what stays and not by what is itself replaced.
+    # Top down, so that a segment is replaced by segments that stay, and not by replaced ones.
     staying: list[SegmentRef] = []
     for level in sorted({s.level for s in segments}, reverse=True):
         above, same = SegmentCover(staying), [s for s in segments if s.level == level]
@@ -131,14 +131,14 @@ def _by_coverage(segment: SegmentRef) -> tuple[SequenceRange, str]:
 
 
 class SegmentCover:
-    """The cover of some segments, computed once and asked many times."""
+    """The cover of some segments, computed once for many queries."""
 
     def __init__(self, segments: Sequence[SegmentRef]) -> None:
         self._stretches = cover(segments, 1)
         self._firsts = [stretch.rows.first for stretch in self._stretches]
 
     def over(self, coverage: SequenceRange) -> Stretches:
-        """The stretches that account for all of `coverage`, trimmed to it; empty if any of it is a hole."""
+        """Return the stretches that account for all of `coverage`, trimmed to it; empty if any of it is a hole."""
         taken: list[Stretch[SegmentRef]] = []
         position = coverage.first
         index = bisect_right(self._firsts, position) - 1
@@ -152,11 +152,11 @@ class SegmentCover:
         return ()
 
 
-MAX_BYTES = 64 * 1024  # of one note
+MAX_BYTES = 64 * 1024  # of one record
 
 
 class Reported:
-    """What was reported about the chains of one store."""
+    """Records of the failures that were reported for the chains of one store."""
 
     def __init__(self, objects: ObjectStore, layout: Layout) -> None:
         self._objects, self._layout = objects, layout
@@ -166,7 +166,7 @@ class Reported:
         return [failure for failure in failures if self._key(failure) in known]
 
     def remember(self, chains: Sequence[Chain], failures: Iterable[Failure]) -> None:
-        """`failures` are all problems of `chains` now: record the new ones, remove those that are over."""
+        """Record the new ones of `failures`, all present failures of `chains`; remove the records of past ones."""
         known = self._listed()
         found = {key: failure for failure in failures if (key := self._key(failure))}
         for key, failure in found.items():
@@ -179,7 +179,7 @@ class Reported:
                 self._objects.delete(key)
 
     def _is_over(self, key: str) -> bool:
-        """True also where the note at `key` names no object."""
+        """True if the record at `key` is unreadable, names no object, or names one that no longer exists."""
         raw = self._objects.get(key, length=MAX_BYTES) or b""
         try:
             named = json.loads(raw)["objects"]
@@ -191,7 +191,7 @@ class Reported:
         return {info.key for info in self._objects.list(self._layout.reported_prefix())}
 
     def _key(self, failure: Failure) -> str:
-        """Where the failure is recorded; empty for one that is not about the data of one chain."""
+        """Return the key of the failure's record; empty for a failure that does not concern the data of one chain."""
         if failure.chain is None or failure.exit_code != DataError.exit_code:
             return ""
         digest = hashlib.sha256(failure.line.encode()).hexdigest()[:16]

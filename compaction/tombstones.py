@@ -1,11 +1,11 @@
-"""What has been superseded and why it may go: one small object for each supersession.
+"""Tombstones: one small object for each supersession, naming the superseded segments and the superseding ones.
 
     {prefix}/_floe/tombstones/site=…/…/partition={n}/{last:020d}-{first:020d}-{sha256[:16]}.json
 
-A tombstone is written once the rows of its superseded segments were found in the superseding ones. The grace is
-counted from then, by the store's clock. It holds no time and no host: two jobs, or a repeated job, write the same
-bytes under the same name. A tombstone is untrusted until its name, its hash and every rule of
-`compaction.supersede` have been checked; a damaged one is reported and never acted on.
+A tombstone is written once the rows of its superseded segments were found in the superseding ones. The grace is counted
+from then, by the store's clock. It holds no time and no host: two jobs, or a repeated job, write the same bytes under
+the same name. A tombstone is untrusted until its name, its hash and every rule of `compaction.supersede` have been
+checked; a damaged one is reported and never acted on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAME = re.compile(r"(?P<last>\d{20})-(?P<first>\d{20})-(?P<digest>[0-9a-f]{16})
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Segments that were proved to be in others. The stored form has no times; `modified` is 0 there."""
+    """Segments that were proved to be in others. The stored form has no times: `modified` is 0."""
 
     superseded: tuple[SegmentRef, ...]
     superseding: tuple[SegmentRef, ...]
@@ -65,7 +65,7 @@ class Tombstone:
         return f"{self.coverage.last:020d}-{self.coverage.first:020d}-{digest}.json"
 
     def problem(self) -> str:
-        """The rule that it breaks; empty if it keeps them all."""
+        """Return a description of the rule that it breaks; empty if it keeps them all."""
         for lower in self.superseded:
             above = [u for u in self.superseding if may_supersede(u, lower)]
             if len(above) < len(self.superseding):
@@ -84,13 +84,13 @@ class Tombstone:
 
     @classmethod
     def from_json(cls, raw: bytes, layout: Layout, chain: Chain) -> Tombstone:
-        """Raises ValueError, naming what is wrong, unless `raw` is one of `chain` that keeps the rules."""
+        """Parse `raw`. Raises ValueError, naming the fault, unless it is a valid tombstone of `chain`."""
         document = json.loads(raw)
         fields = document.keys() if isinstance(document, dict) else set()
         version = document["format_version"] if "format_version" in fields else FORMAT_VERSION
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {version!r:.40}")
-        if not fields >= _FIELDS:  # others are from a newer version
+        if not fields >= _FIELDS:  # further fields are from a newer version
             raise ValueError(f"expected an object of {sorted(_FIELDS)}, found {raw[:60]!r}")
         tombstone = cls(_refs(document["superseded"], layout, chain), _refs(document["superseding"], layout, chain))
         if problem := tombstone.problem():
@@ -103,7 +103,7 @@ _FIELDS = {"format_version", "superseded", "superseding"}
 
 @dataclass(frozen=True, slots=True)
 class StoredTombstone:
-    """A tombstone that is in the store. `written`: seconds since 1970 UTC by the store's clock."""
+    """A tombstone in the store. `written`: seconds since 1970 UTC by the store's clock."""
 
     tombstone: Tombstone
     key: str
@@ -112,10 +112,10 @@ class StoredTombstone:
 
 @dataclass(frozen=True, slots=True)
 class Buried:
-    """What a tombstone says about listed segments; 8 bytes for each segment, by its place in the listing.
+    """The listed segments that a tombstone names; 8 bytes for each segment, by its place in the listing.
 
-    `superseded`: those of them that are listed; `changed`: among these, those with another length than it says.
-    `superseding`: None where one is not listed with the length that it says.
+    `superseded`: those of them that are listed; `changed`: among these, those with another length than the tombstone
+    states. `superseding`: None if one is not listed with the length that the tombstone states.
     """
 
     key: str
@@ -126,7 +126,7 @@ class Buried:
 
 
 class TombstoneIndex:
-    """What the tombstones of one chain say about its listed `segments`. Pure; `add` all before asking anything.
+    """Index of one chain's tombstones over its listed `segments`. Pure; `add` all of them before any query.
 
     `problems`: with objects among the tombstones.
     """
@@ -134,7 +134,7 @@ class TombstoneIndex:
     def __init__(self, listed: SegmentTable) -> None:
         self.segments = listed
         self.problems: list[Failure] = []
-        self._condemned = bytearray(len(listed))  # by any: none of these may supersede another
+        self._condemned = bytearray(len(listed))  # superseded by any tombstone: none of these may supersede another
         self._stones: list[Buried] = []
 
     def add(self, stone: StoredTombstone) -> None:
@@ -158,7 +158,7 @@ class TombstoneIndex:
         return found
 
     def valid(self) -> list[Buried]:
-        """Those whose superseding segments are all listed, with the same length, and not condemned."""
+        """Return those with superseding segments all listed, with the same length, and themselves not superseded."""
         return [
             stone
             for stone in self._stones
@@ -166,7 +166,7 @@ class TombstoneIndex:
         ]
 
     def buried(self) -> bytearray:
-        """1 at the place of each segment that a valid tombstone supersedes, 0 at all others."""
+        """Return 1 at the place of each segment that a valid tombstone supersedes, 0 at all others."""
         found = bytearray(len(self.segments))
         for stone in self.valid():
             for place in stone.superseded:
@@ -174,10 +174,10 @@ class TombstoneIndex:
         return found
 
     def deletable(self, now: float, grace: float) -> Iterator[Tombstone]:
-        """What may be deleted, by tombstone, as listed; the caller still checks what stays.
+        """Yield the segments that may be deleted, by tombstone, as listed; the caller still checks those that stay.
 
-        `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches the
-        chain's greatest end stays, and so does one whose length is not what the tombstone says.
+        `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches the chain's
+        greatest end stays, and so does one with another length than the tombstone states.
         """
         greatest = self.segments.end
         for stone in self.valid():
@@ -203,7 +203,7 @@ class Tombstones:
         return self._objects.list(self._layout.tombstones_prefix(chain))
 
     def read(self, chain: Chain, info: ObjectInfo) -> StoredTombstone | None:
-        """None if it was deleted meanwhile. Raises DataError (E-STATE-JSON) for what is not a valid tombstone."""
+        """Return the tombstone; None if it was deleted meanwhile. Raises DataError (E-STATE-JSON) if it is invalid."""
         try:
             if not (match := _NAME.fullmatch(info.key.rpartition("/")[2])):
                 raise ValueError("foreign name")
@@ -224,7 +224,7 @@ class Tombstones:
     def put(self, supersession: Supersession) -> str:
         """Write it, read it back, and return its key; an equal one that exists already keeps its age.
 
-        Raises DataError where `supersession` breaks a rule, and OutcomeUnknown if it does not read back.
+        Raises DataError if `supersession` breaks a rule, and OutcomeUnknown if it does not read back.
         """
         tombstone = Tombstone.of(supersession)
         if problem := tombstone.problem():
@@ -237,11 +237,11 @@ class Tombstones:
         return key
 
     def now(self) -> float:
-        """Seconds since 1970 UTC by the store's clock, taken from an object that is written for it."""
+        """Return the seconds since 1970 UTC by the store's clock, taken from an object that is written for it."""
         return store_now(self._objects, self._layout.clock())
 
     def now_read(self) -> float:
-        """As `now`, without a write; 0.0 where the store does not say it."""
+        """Return the same as `now`, without a write; 0.0 if the store does not state its time."""
         told = self._objects.now(self._layout.root) if isinstance(self._objects, Timekeeping) else None
         return told or 0.0
 
@@ -273,7 +273,7 @@ KEPT = 3
 
 
 def outdated(refs: Sequence[SnapshotRef], now: float, grace: float) -> list[SnapshotRef]:
-    """Which of one chain's snapshots may go, the oldest position first.
+    """Return the snapshots of one chain that may be deleted, the oldest position first. The newest `KEPT` stay.
 
     `now`: seconds since 1970 by the store's clock. `grace`: seconds.
     """

@@ -1,6 +1,6 @@
-"""The traffic of a fleet by site, feed and hour: what is counted, the CSV, and one HTML page with plots.
+"""Traffic of a fleet by site, feed and hour: the counts, the CSV, and one HTML page with plots.
 
-The page is one file, without scripts or anything from elsewhere; a strict Content-Security-Policy stands in it.
+The page is one file, without scripts or external parts; it contains a strict Content-Security-Policy.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ _KEYS = ["site", "feed", "hour"]
 
 @dataclass(frozen=True, slots=True)
 class HourOfRows:
-    """The rows of one stretch whose messages were stored in one hour. `hour`: since 1970; `size`: raw bytes; `first`,
-    `last`: sequences; `past_ms`: milliseconds from the beginning of the hour to each row, together; `earliest_ns`.
+    """Rows of one stretch with messages that were stored in one hour. `hour`: since 1970; `size`: raw bytes; `first`,
+    `last`: sequences; `past_ms`: milliseconds from the beginning of the hour to each row, summed; `earliest_ns`: the
+    earliest timestamp.
     """
 
     hour: int
@@ -59,15 +60,15 @@ class HourOfRows:
 
 
 def missing_by_hour(rows: SequenceRange, hours: Sequence[HourOfRows], end: int) -> dict[int, int]:
-    """How many sequences of `rows` have no row, by hour: each counts in the hour of the next row, behind the last row
-    in the hour `end`.
+    """Return the number of sequences of `rows` without a row, by hour: each counts in the hour of the next row, after
+    the last row in the hour `end`.
     """
     ordered = sorted(hours, key=lambda each: each.last)
     sums, kept, last = [], 0, rows.first - 1
     for each in ordered:
         kept, last = kept + each.rows, max(last, each.last)
         sums.append(last - rows.first + 1 - kept)
-    # Where timestamps run backwards, hours overlap: a later sum is the better one.
+    # If timestamps run backwards, hours overlap: a later sum is the better one.
     for index in range(len(sums) - 2, -1, -1):
         sums[index] = min(sums[index], sums[index + 1])
     found, before = dict[int, int](), 0
@@ -79,8 +80,8 @@ def missing_by_hour(rows: SequenceRange, hours: Sequence[HourOfRows], end: int) 
 
 
 def by_reason(missing: Mapping[int, int], footer: Footer) -> dict[int, dict[str, int]]:
-    """Why the sequences that are `missing` in each hour have no row: the ledger, in proportion where it has several
-    reasons. Over a whole segment the sums are those of the ledger.
+    """Return the reasons why the sequences that are `missing` in each hour have no row: from the ledger, in proportion
+    if it has several. Over a whole segment the sums are those of the ledger.
     """
     left, found = dict[str, int](), dict[int, dict[str, int]]()
     for reason, number in footer.ledger.to_json().items():
@@ -103,9 +104,9 @@ def by_reason(missing: Mapping[int, int], footer: Footer) -> dict[int, dict[str,
 
 
 def hours_of(stretch: Stretch[SegmentRef], hours: Sequence[HourOfRows], footer: Footer | None) -> list[dict[str, Any]]:
-    """The rows of the traffic of one stretch. `footer`: of its segment; None where no sequence lacks a row.
+    """Return the rows of the traffic of one stretch. `footer`: of its segment; None if no sequence lacks a row.
 
-    The lag is known at level 0, where an object is as old as the put that made the messages visible.
+    The lag is known at level 0: its objects are as old as the put that made the messages visible.
     """
     segment, found = stretch.segment, dict[int, dict[str, Any]]()
 
@@ -134,7 +135,7 @@ def hours_of(stretch: Stretch[SegmentRef], hours: Sequence[HourOfRows], footer: 
 
 
 class TrafficReport(ArchiveReport):
-    """Per site, feed and hour: messages, bytes, what was kept, why the others were not, and the lag."""
+    """Per site, feed and hour: messages, bytes, kept messages, the reasons for the others, and the lag."""
 
     name, is_finest = "traffic", True
 
@@ -150,7 +151,7 @@ class TrafficReport(ArchiveReport):
         pq.write_table(ordered.replace_schema_metadata({METADATA: state.to_json()}), path, compression="zstd")
 
     def table(self) -> pa.Table:
-        """All of the report."""
+        """Return all of the report."""
         with self._fetched() as path:
             return TRAFFIC.empty_table() if path is None else pq.read_table(path).cast(TRAFFIC)
 
@@ -188,17 +189,17 @@ class TrafficReport(ArchiveReport):
             raise of_spark("report traffic", error) from error
 
 
-# For people and spreadsheets
+# Page and spreadsheet
 
-SHOWN_NS = 30 * DAY * NS_PER_S  # that the page shows where nobody says since when
-MOST_BARS = 24 * 14  # of a plot; of a longer time a bar is a day
+SHOWN_NS = 30 * DAY * NS_PER_S  # on the page without --since
+MOST_BARS = 24 * 14  # of a plot; for a longer time a bar is a day
 MOST_PLOTS = 200  # feeds with a plot, those with most messages; all are in the table
 
 Part = Mapping[str, Any]
 
 
 def within(table: pa.Table, since: int | None, until: int | None) -> pa.Table:
-    """The hours that begin at `since` or later and before `until`, ns since 1970."""
+    """Return the hours that begin at `since` or later and before `until`, ns since 1970."""
     for bound, keeps in ((since, pc.greater_equal), (until, pc.less)):
         if bound is not None:
             moment = pa.scalar(bound // 1000, pa.int64()).cast(table.schema.field("hour").type)
@@ -207,7 +208,7 @@ def within(table: pa.Table, since: int | None, until: int | None) -> pa.Table:
 
 
 def write_csv(table: pa.Table, file: TextIO) -> None:
-    """A header, then a line for each row; hours as RFC 3339 in UTC, nothing for what is not known.
+    """Write a header, then a line for each row; hours as RFC 3339 in UTC, an empty cell for an unknown value.
 
     Text that a spreadsheet would take for a formula begins with an apostrophe.
     """
@@ -225,7 +226,7 @@ def _as_cell(value: Any) -> Any:
 
 
 def rendered(table: pa.Table, since: int | None, until: int | None, made: float) -> bytes:
-    """The page of `table`, for the hours from `since` (None: the last 30 days of it) up to `until`. `made`: now."""
+    """Return the page of `table`, for the hours from `since` (None: its last 30 days) up to `until`. `made`: now."""
     if since is None and table.num_rows:
         newest: Any = pc.max(table["hour"]).cast(pa.int64()).as_py()
         since = newest * 1000 + HOUR * NS_PER_S - SHOWN_NS
@@ -297,7 +298,7 @@ def _kind(is_number: bool) -> str:
 
 
 def _lag(rows: Iterable[Part]) -> tuple[float | None, float | None]:
-    """The mean and the greatest lag in seconds; None where none is known."""
+    """Return the mean and the greatest lag in seconds; None if none is known."""
     known = [row for row in rows if row["lag_known"]]
     if not known:
         return None, None
@@ -350,7 +351,7 @@ def _axis(begin: int, end: int) -> str:
 
 
 def _columns(kind: str, values: Mapping[int, int], most: int, bars: int) -> str:
-    """One path for all: a page of many feeds stays small."""
+    """Return one path for all columns: a page of many feeds stays small."""
     width = (WIDTH - LEFT) / bars
     path = "".join(
         f"M{LEFT + at * width:.1f} {ABOVE + HEIGHT}v{-HEIGHT * value / most:.1f}h{width * 0.9:.1f}V{ABOVE + HEIGHT}z"
@@ -361,7 +362,7 @@ def _columns(kind: str, values: Mapping[int, int], most: int, bars: int) -> str:
 
 
 def _line(values: Mapping[int, float], most: float, bars: int) -> str:
-    """Broken where no lag is known."""
+    """Return the path of the lags, with a break if no lag is known."""
     width, path = (WIDTH - LEFT) / bars, ""
     for at, value in sorted(values.items()):
         x, y = LEFT + at * width, ABOVE + HEIGHT * (1 - min(max(value, 0.0) / most, 1.0))

@@ -1,8 +1,8 @@
-"""The rows of several segments as one: in sequence order, each sequence once, in bounded memory.
+"""Union of the rows of several segments: in sequence order, each sequence once, in bounded memory.
 
-Segments that do not overlap are passed through batch by batch. Where they overlap, the rows up to the
-sequence that every open segment has reached are put together, a batch of each at a time; equal sequences
-must have equal content, else two histories share one name (a fork) and nothing is written.
+Segments that do not overlap are passed through batch by batch. If segments overlap, the rows up to the sequence that
+every open segment has reached are merged, one batch of each at a time. Equal sequences must have equal content;
+otherwise two histories share one name (a fork), and no output is written.
 """
 
 from bisect import bisect_right
@@ -21,7 +21,7 @@ from common.segments.segment import SegmentRef
 from common.sequences import preference
 from compaction.failures import naming
 
-# pyarrow's stubs cannot say what its kernels take: arrays and chunked arrays, and the kernels, are not typed.
+# pyarrow's stubs do not type its kernels, nor the arrays and chunked arrays that these accept.
 Values = Any
 pc: Any = pyarrow.compute
 
@@ -35,10 +35,10 @@ _Parts = list[tuple[SegmentRef, pa.RecordBatch]]
 
 
 def union(segments: Iterable[SegmentRef], open_segment: Open) -> Generator[pa.RecordBatch, None, None]:
-    """The rows of `segments` in ascending order; where they overlap, those of equal sequence once.
+    """Yield the rows of `segments` in ascending order; rows of one sequence in several segments once.
 
-    A segment is opened when its coverage is reached and closed when its rows are out. Raises DataError, code E-FORK,
-    naming two segments that differ in one sequence; what `open_segment` and reading raise.
+    A segment is opened when its coverage is reached and closed after its last row. Raises DataError (E-FORK) that names
+    two segments with different rows of one sequence, and the errors of `open_segment` and of reading.
     """
     waiting = deque(sorted(segments, key=lambda s: (s.coverage, s.name)))
     runs: list[_Run] = []
@@ -54,7 +54,7 @@ def union(segments: Iterable[SegmentRef], open_segment: Open) -> Generator[pa.Re
 
 
 class _Run:
-    """One open segment and the rows of it that are next; `head` is None once there are no more."""
+    """One open segment and its next rows; `head` is None after the last row."""
 
     def __init__(self, segment: SegmentRef, reader: SegmentReader) -> None:
         self.segment, self.reader, self._batches = segment, reader, reader.batches()
@@ -81,7 +81,7 @@ class _Run:
 
 
 def _open_reached(waiting: deque[SegmentRef], runs: list[_Run], open_segment: Open) -> None:
-    """Open what covers a sequence up to the least that all open runs have at hand, or the next of all."""
+    """Open each waiting segment that begins at or below the least end of the open batches, or else the next one."""
     while waiting:
         at_hand = [run.last for run in runs if run.head is not None]
         if at_hand and waiting[0].coverage.first > min(at_hand):
@@ -94,7 +94,7 @@ def _open_reached(waiting: deque[SegmentRef], runs: list[_Run], open_segment: Op
 
 def _next_batch(runs: list[_Run]) -> pa.RecordBatch:
     last = min(run.last for run in runs)
-    # Among equal rows the first stays: that of the segment which the cover rule prefers.
+    # Of equal rows the first is kept: the row of the segment that the cover rule prefers.
     ordered = sorted(runs, key=lambda run: preference(run.segment), reverse=True)
     taken = [(run.segment, run.take(last)) for run in ordered]
     parts = [(segment, batch) for segment, batch in taken if batch.num_rows]
@@ -102,7 +102,7 @@ def _next_batch(runs: list[_Run]) -> pa.RecordBatch:
 
 
 def _together(parts: _Parts) -> pa.RecordBatch:
-    """The rows of overlapping batches, sorted; for each sequence the first. Raises DataError for a fork."""
+    """Return the rows of overlapping batches, sorted, the first row of each sequence. Raises DataError for a fork."""
     table = pa.Table.from_batches([batch for _, batch in parts])
     order: Values = pc.sort_indices(table.column("sequence"))  # stable: equal sequences keep the order of the parts
     merged = table.take(order)

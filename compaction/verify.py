@@ -1,13 +1,13 @@
-"""Walks a chain and tells what is wrong with it: holes, damaged segments, levels that disagree.
+"""Verification of chains: find holes, damaged segments, and levels that disagree.
 
-Shallow: every segment's length and checksum, its footer (which balances, I7, and agrees with its key), the
-coverage from where the chain begins to where its tail says it ends, and the row counts of levels that cover
-the same. Deep: every byte of every segment is fetched and proved by its name, every row read (under the checksum
-of its page), in order and within its coverage, and compared with every other segment that has the same sequence.
+Shallow: the length and checksum of every segment, its footer (which balances, I7, and agrees with its key), the
+coverage from the beginning of the chain to the end that its tail states, and the row counts of levels with equal
+coverage. Deep: every byte of every segment is fetched and proved by its name; every row is read (under the checksum of
+its page), in order and within its coverage, and compared with every other segment that has the same sequence.
 
-A chain may have a million segments. One listing of it is kept as a table, and looked at window by window
-(`common.segments.table`); what must be known of all of it is added up. What single segments hold is found by *tasks*:
-segments that overlap are in one, so that a task needs no other, and may be done anywhere, in any order.
+A chain may have a million segments. One listing of it is kept as a table and checked window by window
+(`common.segments.table`); facts about all of the chain are summed up. The content of segments is checked by *tasks*:
+segments that overlap are in one task, so that a task needs no other, and may run anywhere, in any order.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from compaction.supersede import Supersession, contained
 from compaction.union import union
 
 REQUESTS_AT_ONCE = 8
-SHOWN = 5  # hidden segments of one hole
+SHOWN = 5  # hidden segments that a hint names for one hole
 TAIL_ALONE = "only the tail names them: egress puts them soon, or corrects the tail with its next segment"
-TASK_BYTES = 256 << 20  # that are read in one task, or the segments that overlap where these are more
+TASK_BYTES = 256 << 20  # read by one deep task at most, unless segments that overlap have more
 
 T = TypeVar("T")
 Tell = Callable[[SegmentRef, Footer], None]
 
-#: What each kind of problem is counted as, unless it says so itself.
+#: The finding that each kind of problem counts as, unless the problem names another.
 COUNTED = {
     "hole": "missing",
     "gone": "missing",
@@ -67,8 +67,8 @@ FINDINGS = ("found", "delayed", "missing", "damaged", "divergent", "contained", 
 class VerifyProblem:
     """One problem. `kind`: hole, gone, late, damaged, rows, fork, document, behind.
 
-    `hint`: what to do. `rows`: where it is, None where it is about all of the chain. `counted`: the finding that it is,
-    where its kind does not tell.
+    `hint`: the remedy. `rows`: its sequences, None if it concerns all of the chain. `counted`: the finding that it
+    counts as, if its kind does not decide that.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class VerifyProblem:
 
 @dataclass(slots=True)
 class LevelReport:
-    """The sound segments of one level. `size`: stored bytes. What is a hole here, another level may cover."""
+    """The sound segments of one level. `size`: stored bytes. Another level may cover a hole in this one."""
 
     segments: int = 0
     size: int = 0
@@ -93,13 +93,13 @@ class LevelReport:
 
 @dataclass(slots=True)
 class ChainReport:
-    """What was found in one chain. `coverage`: None without segments. `rows`: of all sound segments that were looked
-    at, a merged row in each of them. `overlapping`: segments that share sequences with another one of their level,
-    which costs space and is no fault. `contained`: segments that others may supersede, which is none either.
-    `accepted`: holes that an operator has given up. `foreign`: keys among those of the chain that are none of Floe's.
+    """Findings in one chain. `coverage`: None without segments. `rows`: of all sound segments that were checked, so a
+    merged row counts in each of them. `overlapping`: segments that share sequences with another one of their level,
+    which costs space and is no fault. `contained`: segments that others may supersede, which is no fault either.
+    `accepted`: holes that an operator has accepted. `foreign`: keys among those of the chain that are not Floe's.
 
-    `skipped`: segments that were not looked at again, because an earlier run, `former`, has signed them off (None: that
-    was not asked for). `unsigned`: why this run's own sign-off could not be written.
+    `skipped`: segments that were not checked again, because an earlier run, `former`, has signed them off (None: this
+    was not requested). `unsigned`: the error that prevented this run's own sign-off.
     """
 
     chain: Chain
@@ -124,7 +124,7 @@ class ChainReport:
         return sum(found.size for found in self.levels.values())
 
     def findings(self) -> dict[str, int]:
-        """How much there is of each of FINDINGS: of segments, ranges, documents and keys."""
+        """Return the count of each of FINDINGS: of segments, ranges, documents and keys."""
         counts = Counter(problem.finding for problem in self.problems)
         counts.update(found=sum(self.segments.values()), contained=self.contained, foreign=self.foreign)
         return {finding: counts[finding] for finding in FINDINGS}
@@ -132,7 +132,7 @@ class ChainReport:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTask:
-    """Segments of one chain that no other segment of it overlaps. `accepted`: gaps there that are given up. `named`:
+    """Segments of one chain that no other segment of it overlaps. `accepted`: accepted gaps in their range. `named`:
     the configuration that hints name.
     """
 
@@ -154,8 +154,8 @@ class VerifyTask:
 
 @dataclass(slots=True)
 class VerifyResult:
-    """What a task found. `sound`: the places, in the task, of sound segments. `unsettled`: sequences of which the next
-    run may find something else though nothing new is put. `problems`: with single segments; `found`: with several.
+    """Result of a task. `sound`: the places, in the task, of sound segments. `unsettled`: sequences for which the next
+    run may find something else though nothing new is stored. `problems`: with single segments; `found`: with several.
     """
 
     sound: list[int] = field(default_factory=list)
@@ -168,7 +168,7 @@ class VerifyResult:
 
 
 def known_chains(chains: ChainStore) -> list[Chain]:
-    """All that there is a trace of: a `chain.json`, a tail, or an end in the `stream.json` of what came next."""
+    """Return all chains with a trace: `chain.json`, a tail, or an end in `stream.json` of the next incarnation."""
     known = {*chains.chains(), *chains.listed_tails()}
     waiting = {(chain.site, chain.feed, chain.incarnation) for chain in known if chain.incarnation}
     while waiting:
@@ -176,11 +176,11 @@ def known_chains(chains: ChainStore) -> list[Chain]:
         try:
             document = chains.read_stream(Chain(site, feed, incarnation))
         except DataError:
-            continue  # a problem of the chain
+            continue  # reported as a problem of the chain
         ends = (document and document.previous) or {}
         before = {Chain(site, feed, incarnation - 1, partition) for partition, end in ends.items() if end}
         if lacking := before - known:
-            # One stands for all of which there is nothing: a document may name a thousand.
+            # One represents all partitions without any object: a document may name a thousand.
             there = chains.partitions(min(lacking))
             before -= lacking - there - set(sorted(lacking - there)[:1])
         if incarnation > 1 and not before <= known:
@@ -201,13 +201,13 @@ def verify_chains(
     sign_offs: SignOffs | None = None,
     listed: Callable[[Chain, int], None] = lambda _chain, _segments: None,
 ) -> list[ChainReport]:
-    """Raises what the store raises; problems of the data are in the reports.
+    """Return a report of each selected chain. Raises the errors of the store; problems of the data are in the reports.
 
-    Segments that are deleted meanwhile are passed over, where others account for them. `window`: how many are
-    looked at together at least. `tell`: called with each sound segment once it was looked at. `runner`: where tasks are
-    done, of all chains together; None: here, one after the other. `sign_offs`: what they hold is not looked at again,
-    unless it overlaps something new, and what is found sound is written there. `listed`: called with each chain and the
-    number of its segments, before the first of them is looked at.
+    Segments that are deleted meanwhile are skipped, if others account for them. `window`: the number of segments that
+    are checked together at least. `tell`: called with each sound segment after its check. `runner`: runs the tasks of
+    all chains together; None: they run here, one after the other. `sign_offs`: segments in them are not checked again,
+    unless they overlap something new; segments that are found sound are added. `listed`: called with each chain and the
+    number of its segments, before the first of them is checked.
     """
     reports: list[ChainReport] = []
     waiting: list[tuple[_Verification, VerifyTask]] = []
@@ -241,19 +241,18 @@ def verify_chains(
 
 
 def _spread(runner: Runner, tasks: Sequence[VerifyTask]) -> list[VerifyResult | FloeError]:
-    """The results in the order of `tasks`, of which the largest are begun first."""
+    """Return the results in the order of `tasks`; the largest tasks are started first."""
     order = sorted(range(len(tasks)), key=lambda number: tasks[number].size, reverse=True)
     results = dict(zip(order, runner.map(look_apart, [tasks[number] for number in order]), strict=True))
     return [results[number] for number in range(len(tasks))]
 
 
 class _Verification:
-    """One chain being looked at. `_found`: problems that are reported after those of its documents
-    and single segments.
+    """Verification of one chain. `_found`: problems that are reported after those of its documents and single segments.
 
-    `_behind`: segments that reach behind the end of the incarnation, `_end`. `_first`: where the chain must begin, None
-    where that is not known; `_tail`: where its tail says it ends, 0 where there is none. `_absent`: keys of documents
-    that are not there. `_marks`: of what may be signed off.
+    `_behind`: segments that reach beyond the end of the incarnation, `_end`. `_first`: the sequence at which the chain
+    must begin, None if unknown; `_tail`: the end that its tail states, 0 if there is no tail. `_absent`: keys of
+    missing documents. `_marks`: of segments that may be signed off.
     """
 
     def __init__(self, chain: Chain, sign_offs: SignOffs | None) -> None:
@@ -271,7 +270,7 @@ class _Verification:
     def tasks(
         self, store: SegmentStore, chains: ChainStore, window: int, listed: Callable[[Chain, int], None], *, deep: bool
     ) -> Iterator[VerifyTask]:
-        # Before the listing: what is written meanwhile can only make the coverage reach further.
+        # Before the listing: segments that are written meanwhile can only extend the coverage.
         self._read_documents(chains)
         self._read_captures(chains, deep=deep)
         table = store.table(self._chain)
@@ -299,7 +298,7 @@ class _Verification:
         accepted = tuple(gap for gap in self._accepted if gap.overlaps(within))
         return VerifyTask(self._chain, tuple(segments), accepted, deep, remembered())
 
-    # What is there
+    # Documents and captures
 
     def _read_documents(self, chains: ChainStore) -> None:
         chain, layout = self._chain, chains.layout
@@ -309,11 +308,11 @@ class _Verification:
         self._end = self._read(lambda: chains.read_end(chain))
         if document is None and self._end:
             self._others = self._read(lambda: self._named_besides(chains)) or 0
-        # Without it nobody knows where the incarnation before ended, nor begins this one.
+        # Without it the end of the previous incarnation is unknown, and no target starts this one.
         self._read(lambda: chains.read_stream(chain), layout.stream_document(chain) if chain.incarnation else "")
 
     def _named_besides(self, chains: ChainStore) -> int:
-        """Other partitions of the incarnation that had an end above 0 and have no `chain.json`."""
+        """Return the number of other partitions of the incarnation that had an end above 0 and have no `chain.json`."""
         chain = self._chain
         following = chains.read_stream(chain.next_incarnation())
         named = {n for n, end in ((following and following.previous) or {}).items() if end}
@@ -321,7 +320,7 @@ class _Verification:
         return len(named - {each.partition for each in there} - {chain.partition})
 
     def _read_captures(self, chains: ChainStore, *, deep: bool) -> None:
-        """Of each kind the newest, which a restore of all takes; deep: every one."""
+        """Read the newest capture of each kind, which a restore of everything takes; deep: every one."""
         captures = CaptureStore(chains.layout, chains.objects)
         for kind in () if self._chain.partition else CAPTURES:
             refs = captures.ls(self._chain, kind)
@@ -329,7 +328,10 @@ class _Verification:
                 self._read(partial(captures.read, ref))
 
     def _read(self, read: Callable[[], T | None], needed: str = "") -> T | None:
-        """`needed`: the key of a document that any chain with segments must have."""
+        """Return the result of `read`, or None after noting its DataError as a problem.
+
+        `needed`: the key of a document that any chain with segments must have.
+        """
         try:
             found = read()
         except DataError as error:
@@ -354,7 +356,7 @@ class _Verification:
         self._marks.extend(map(mark, segments))
 
     def take(self, task: VerifyTask, result: VerifyResult) -> None:
-        """What was found of a task; tasks of one chain in their order."""
+        """Add the result of a task; the tasks of one chain in their order."""
         report, sound = self._report, [task.segments[place] for place in result.sound]
         self._add(sound)
         report.rows += result.rows
@@ -370,7 +372,7 @@ class _Verification:
             self._marks.extend(map(mark, right))
 
     def _add(self, segments: Sequence[SegmentRef]) -> None:
-        """No other segment may overlap any of these."""
+        """Count sound segments. No other segment may overlap any of them."""
         reach: dict[int, int] = {}  # by level
         for segment in sorted(segments, key=lambda s: s.coverage):
             coverage, level = segment.coverage, self._report.levels.setdefault(segment.level, LevelReport())
@@ -383,12 +385,12 @@ class _Verification:
             if self._end is not None and coverage.last > self._end:
                 self._behind.extend([segment])
 
-    # All of it
+    # The whole chain
 
     def end(self, store: SegmentStore, chains: ChainStore) -> ChainReport:
-        """The report, once all tasks were taken; what may be signed off is."""
+        """Return the report, after all tasks were taken; sign off the segments that may be."""
         report = self._report
-        # At the end: what retention has deleted meanwhile is no hole.
+        # Read at the end: sequences that retention has deleted meanwhile are no hole.
         floor = self._read(lambda: chains.read_floor(self._chain))
         self._first = max(self._first, floor or 1) if self._first else floor
         report.levels = dict(sorted(report.levels.items()))
@@ -422,7 +424,7 @@ class _Verification:
                 self._report.problems.append(VerifyProblem("hole", text, hint, part, counted))
 
     def _check_end(self) -> None:
-        """What lies behind the end of the incarnation is not delivered; holes there are not faults."""
+        """Note segments after the end of the incarnation, which are not delivered; holes there are not faults."""
         for rows in behind(self._covered.stretches(), self._end, self._accepted):
             count = sum(s.coverage.overlaps(rows) for s in self._behind)
             text = f"sequences {rows}, in {count} segment{'' if count == 1 else 's'}, lie behind the end of the "
@@ -430,7 +432,9 @@ class _Verification:
             self._report.problems.append(VerifyProblem("behind", text, ways_on(self._chain, rows), rows))
 
     def _sign_off(self, sign_offs: SignOffs) -> FloeError | None:
-        """Why it could not be written. A spoiled document may mean anything: then what was signed off stays."""
+        """Write the sign-off; return the error if that fails. A problem without a range, such as an unreadable
+        document, may concern any sequence: then the former sign-off stays.
+        """
         report, problems = self._report, self._report.problems
         if report.coverage is None or any(problem.rows is None for problem in problems):
             return None
@@ -445,7 +449,7 @@ class _Verification:
 
 
 def look_apart(store: SegmentStore, task: VerifyTask) -> VerifyResult | FloeError:
-    """As `look`, in another process: an error is an answer, so that it keeps its exit code and is not tried again."""
+    """Run `look` in another process: an error is returned, so that it keeps its exit code and is not retried."""
     remember(*task.named)
     try:
         return look(store, task)
@@ -454,12 +458,12 @@ def look_apart(store: SegmentStore, task: VerifyTask) -> VerifyResult | FloeErro
 
 
 def look(store: SegmentStore, task: VerifyTask, tell: Tell | None = None) -> VerifyResult:
-    """Raises what the store raises; problems of the data are in the result."""
+    """Check the segments of one task. Raises the errors of the store; problems of the data are in the result."""
     return _Look(store, task, tell).run()
 
 
 class _Look:
-    """One task."""
+    """Check of one task."""
 
     def __init__(self, store: SegmentStore, task: VerifyTask, tell: Tell | None) -> None:
         self._store, self._task, self._tell, self._result = store, task, tell, VerifyResult()
@@ -471,12 +475,12 @@ class _Look:
         self._check_levels(segments, footers)
         if self._task.deep:
             self._check_rows(segments)
-        # What is gone may be given up.
+        # Gone sequences may be accepted later.
         self._result.unsettled += [s.coverage for s in segments if footers[s.key].unread is not None]
         return self._result
 
     def _footers(self) -> dict[str, Footer]:
-        """The footers of sound segments, by key; a problem is noted for each other segment."""
+        """Return the footers of sound segments, by key; note a problem for each damaged one."""
         footers: dict[str, Footer] = {}
         deep, segments = self._task.deep, self._task.segments
         # Whole segments are read one after the other: each may need much memory.
@@ -494,7 +498,7 @@ class _Look:
         return footers
 
     def _check_unread(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
-        """What others have of what a segment did not read, and what of a filled hole no segment has."""
+        """Check unread sequences: rows of them in other segments, and those of a filled hole that no segment has."""
         found = self._result.found
         for stretch in cover(segments, 1):
             if footers[stretch.segment.key].unread is None:
@@ -525,7 +529,7 @@ class _Look:
             is_same = not others and sum(len(s.coverage) for s in below) == len(above.coverage)
             if is_same and not holes([s.coverage for s in below], above.coverage):
                 rows, found = sum(footers[s.key].rows for s in below), footers[above.key].rows
-                # Late rows were united into it: of what those below had not read, and no others.
+                # Late rows may have been united into it: of the sequences that those below had not read, and no others.
                 unread = sum(footers[s.key].ledger.unread() for s in below)
                 if not rows <= found <= rows + unread:
                     text = f"{above.key}: expected {rows} rows as in the {len(below)} segments below it, found {found}"
@@ -536,11 +540,11 @@ class _Look:
             within = SequenceRange(block[0].coverage.first, max(s.coverage.last for s in block))
             try:
                 for _batch in union(block, self._store.open) if len(block) > 1 else ():
-                    pass  # equal sequences of different segments are compared as they are united
+                    pass  # the union compares equal sequences of different segments
             except Forked as error:
                 hint = "\n".join([f"{error.hint}:", *map(quarantine_command, error.keys)])
                 self._result.found.append(VerifyProblem("fork", error.message, hint, within))
-            except SegmentCorrupt as error:  # it was sound when it was looked at
+            except SegmentCorrupt as error:  # it was sound when it was checked
                 self._result.found.append(VerifyProblem("damaged", error.message, rows=within))
             except SegmentGone:
                 self._result.unsettled.append(within)
@@ -563,10 +567,10 @@ class _Look:
 
 
 def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer | VerifyProblem | None:
-    """None for a segment that is gone: the others show whether its coverage is missing."""
+    """Return the footer, or a problem; None for a segment that is gone: the others show if its coverage is missing."""
     try:
         if deep:
-            # Its name proves all of its bytes, of whatever size; the reader checks order, range, counts and pages.
+            # Its name proves all of its bytes, at any size; the reader checks order, range, counts and pages.
             with store.open(segment, whole=True) as reader:
                 for _batch in reader.batches():
                     pass
@@ -584,8 +588,8 @@ def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Fo
 
 
 def _brought_back(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:
-    """If a versioned bucket still has a segment of the lowest level that covers some of the hole: to remove its delete
-    marker comes first. Empty where there is none.
+    """Return a hint if a versioned bucket still has a segment of the lowest level that covers some of the hole:
+    removing its delete marker comes first. Empty if there is none.
     """
     layout, hidden = store.layout, list[HiddenObject]()
     if isinstance(store.objects, Versioned):
