@@ -1,22 +1,22 @@
-"""What is read of and written to an archive.
+"""Benchmarks of reading and writing an archive: listings, compaction, replay and Spark queries.
 
-`listing.1m`: which segments come next, decided in an archive of 1,000,000 of them.
+`listing.1m`: the choice of the next segments in an archive of 1,000,000 of them.
 `listing.egress_1m`: the memory that egress needs to find its position in such an archive, and to walk it for holes,
 with at most 20 LISTs at the start of a session and one before each put.
-`compaction.plan_1m`: from the listings of 1,000 chains to what is merged of their 1,000,000 segments, as a run of
-compaction does it, below 1 GB.
+`compaction.plan_1m`: from the listings of 1,000 chains to the merges of their 1,000,000 segments, as a run of
+compaction plans them, below 1 GB.
 `compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
-`compaction.delete_small`: milliseconds for each segment of 15 messages that is proved to be in what stays, and deleted,
-by `local[2]` of Spark as `compaction.spark`.
+`compaction.delete_small`: milliseconds for each segment of 15 messages that is proved to be in the remaining segments,
+and deleted, by `local[2]` of Spark as in `compaction.spark`.
 `compaction.spark`: four such outputs by `local[2]` of Spark, beside the same merges one after the other on one core;
 without the start of the session and of its Python processes.
 `memory.merge.small`, `memory.merge.large`: the peak of a process that merges 0.2 and 4 GB of rows.
 `replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes.
-`query.time_1pct`: the same that Spark reads for a query of all columns.
+`query.time_1pct`: the same share for the bytes that Spark reads in a query of all columns.
 `compaction.stored.*`: stored bytes per message of an emulated fleet after one merge, beside those before it.
 
-The port of the listings is synthetic: its keys are made when they are asked for, so that the figure is Floe's own work
-over the pages of a listing, not a server's.
+The object store of the listings is synthetic: it makes its keys on request, so that the figure is Floe's own work over
+the pages of a listing, not a server's.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class LevelKeys(Sequence[str]):
 
 
 class Synthetic:
-    """The one verb of an object store that a listing needs. `requests`: pages that it would take."""
+    """An object store with listings only, made on request. `requests`: the LISTs that a server would have needed."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -126,7 +126,7 @@ class Synthetic:
 
 
 def look(store: SegmentStore, position: int) -> float:
-    """Milliseconds that the decision takes."""
+    """Return the milliseconds that the choice of the next segments takes."""
     started = time.perf_counter()
     found = look_from(store, CHAIN, position, None, frozenset()).stretches
     elapsed = (time.perf_counter() - started) * 1000
@@ -135,7 +135,7 @@ def look(store: SegmentStore, position: int) -> float:
 
 
 def million() -> Figure:
-    """The greater of two medians: at positions in level 0, and at positions that only level 1 covers."""
+    """Measure the greater of two medians: at positions in level 0, and at positions that only level 1 covers."""
     store, rng = SegmentStore(Synthetic(), LAYOUT), random.Random(SEED)  # type: ignore[arg-type]
     old = [look(store, rng.randint(1, OLD * ROWS)) for _ in range(LOOKS)]
     new = [look(store, rng.randint(OLD * ROWS + 1, (OLD + NEW) * ROWS)) for _ in range(LOOKS)]
@@ -143,14 +143,14 @@ def million() -> Figure:
 
 
 class HighMarks:
-    """A high-water mark of every chain: where the archive ends."""
+    """The high-water mark of every chain: the last sequence of the archive."""
 
     async def get(self, _chain: Chain) -> int:
         return (OLD + NEW) * ROWS
 
 
 async def session(objects: Synthetic) -> Archive:
-    """What a session asks of the listing before it reads, and before a put. Fails where it asks too often."""
+    """List as a session does before it reads, and before a put. Fails if it needs too many LISTs."""
     store = SegmentStore(objects, LAYOUT)  # type: ignore[arg-type]
     archive = Archive(CHAIN, 1, store, None, HighMarks(), Threads("bench", 1))  # type: ignore[arg-type]
     await archive.load()
@@ -164,7 +164,7 @@ async def session(objects: Synthetic) -> Archive:
 
 
 def walked() -> Figure:
-    """The most MB by which the process grows while a session begins and the whole chain is walked."""
+    """Measure the most MB by which the process grows while a session begins and the whole chain is walked."""
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     archive, covered = asyncio.run(session(Synthetic())), Covered()
@@ -186,7 +186,7 @@ MEMORY = 1000.0  # MB
 
 
 class ManyChains:
-    """The listings of many chains, made when they are asked for; what is put is not kept."""
+    """An object store with the listings of many chains, made on request; objects that are put are not kept."""
 
     def __init__(self) -> None:
         self.chains = [Chain(f"site-{number:04d}", "BENCH") for number in range(CHAINS)]
@@ -204,7 +204,7 @@ class ManyChains:
 
     @staticmethod
     def _info(folder: str, number: int) -> ObjectInfo:
-        # Not by the layout: what a store does is to take little of the time that is measured.
+        # Not by the layout: the store must take little of the time that is measured.
         name = f"{(number + 1) * ROWS:020d}-{number * ROWS + 1:020d}-{number:016x}.parquet"
         return ObjectInfo(folder + name, SIZE, number * SPACING, "e")
 
@@ -218,7 +218,7 @@ class ManyChains:
 
 
 class Nobody:
-    """Merges nothing, and says so. `inputs`: how many segments it was to merge."""
+    """A runner that merges nothing, and reports failures. `inputs`: how many segments it was to merge."""
 
     def __init__(self) -> None:
         self.inputs = 0
@@ -229,7 +229,7 @@ class Nobody:
 
 
 def planned() -> Figure:
-    """Seconds. Fails where the process grows by more than MEMORY."""
+    """Measure the seconds of a plan. Fails if the process grows by more than `MEMORY`."""
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     levels = parse("store: {url: 'file:///bench'}\n", "bench")[0].compaction.levels
@@ -239,7 +239,7 @@ def planned() -> Figure:
     started = time.perf_counter()
     Compaction(store, levels, None, nobody).run(Selection())  # type: ignore[arg-type]
     elapsed, grown = time.perf_counter() - started, _resident("VmHWM") - before
-    young = 11  # of each chain, within min_age
+    young = 11  # segments of each chain within min_age
     gc.unfreeze()
     gc.set_threshold(*thresholds)
     assert nobody.inputs == CHAINS * (EACH - young), f"{nobody.inputs} segments were to be merged"
@@ -253,7 +253,7 @@ INPUTS, INPUT_ROWS = 8, 50_000
 def inputs(
     store: SegmentStore, count: int = INPUTS, chain: Chain = CHAIN, rows: int = INPUT_ROWS, step: int = 1
 ) -> list[SegmentRef]:
-    """Each holds `rows` messages, one of every `step` sequences."""
+    """Put `count` segments of `rows` messages each, one of every `step` sequences."""
     bodies = payloads()
     ranges = [SequenceRange(n * rows * step + 1, (n + 1) * rows * step) for n in range(count)]
     return [_segment(store, chain, coverage, bodies, step) for coverage in ranges]
@@ -278,7 +278,7 @@ def _segment(store: SegmentStore, chain: Chain, coverage: SequenceRange, bodies:
 
 
 def plain_copy(paths: list[Path], target: Path) -> float:
-    """Seconds in which pyarrow reads the rows, row group by row group, and writes them with the same codec."""
+    """Return the seconds in which pyarrow reads the rows by row group, and writes them with the same codec."""
     started = time.perf_counter()
     with pq.ParquetFile(paths[0]) as first:
         schema = first.schema_arrow
@@ -318,7 +318,7 @@ TINY, TINY_ROWS = 1_000, 15
 
 
 def delete_rate() -> Figure:
-    """Milliseconds for each small segment that a run proves and deletes; half of its sequences have a row."""
+    """Measure the ms for each small segment that a run proves and deletes; half of its sequences have a row."""
     from tests.support.spark import SharedSpark  # starts Java
 
     def took() -> float:
@@ -337,18 +337,18 @@ def delete_rate() -> Figure:
             return elapsed
 
     for _ in range(2):
-        took()  # starts the Python processes, then has Java compile what it runs often
+        took()  # starts the Python processes, then has Java compile the code that runs often
     seconds = statistics.median(took() for _ in range(REPEATS))
     return Figure("compaction.delete_small", round(1000 * seconds / TINY, 3), "ms")
 
 
-#: Nodes of a fleet, and how many segments are merged: a day's, or where those are many, some.
+#: Nodes of a fleet, and how many segments are merged: those of a day, or of a tenth of it for the largest fleet.
 FLEETS = {10: 288, 100: 288, 1000: 29}
-INTERVAL = 300  # seconds; each node publishes once in it, and it makes one segment
+INTERVAL = 300  # seconds; each node publishes once in it, and its messages are one segment
 
 
 def stored(nodes: int) -> tuple[float, float, float]:
-    """Bytes per message: as published, in segments as egress makes them by default, and in what these merge into."""
+    """Return the bytes per message: as published, in segments of egress with default settings, and after a merge."""
     fleet, segments = Fleet(read_facts(), seed=SEED, nodes=nodes, interval=INTERVAL), FLEETS[nodes]
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
         store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
@@ -405,14 +405,14 @@ def spark_rate() -> Figure:
 
         def on_one_core() -> float:
             before = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, {min(before)})  # this thread, and those that it starts: a merge reads ahead in one
+            os.sched_setaffinity(0, {min(before)})  # this thread and those that it starts: a merge reads ahead in one
             try:
                 return rate(LocalRunner(store))
             finally:
                 os.sched_setaffinity(0, before)
 
         for _ in range(2):
-            rate(spark)  # starts the Python processes, then has Java compile what it runs often
+            rate(spark)  # starts the Python processes, then has Java compile the code that runs often
         return paired("compaction.spark", "MB/s raw", floor=on_one_core, value=lambda: rate(spark))
 
 
@@ -421,7 +421,7 @@ MERGES = {"small": 4, "large": 80}  # inputs of about 50 MB raw
 
 @cache
 def merge_peak(size: str) -> float:
-    """The most MB of a process of its own; the median of some, since it varies with how far the reader is ahead."""
+    """Return the peak MB of a merge in a process of its own: the median, since it varies with the reader's lead."""
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
         store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
         refs = inputs(store, MERGES[size])
@@ -437,7 +437,7 @@ def merge_peak(size: str) -> float:
 
 
 def merged_alone(folder: Path) -> None:
-    """Merge all segments of the bench in this process; its peak in MB as JSON on stdout."""
+    """Merge all segments of the bench in this process; print its peak in MB as JSON."""
     store = SegmentStore(LocalObjects(folder), Layout("data"))
     merged = merge(store, Output(1, tuple(store.list(CHAIN, level=0))))
     print(json.dumps({"peak": round(_resident("VmHWM"), 1), "raw_bytes": merged.raw_bytes}))
@@ -459,7 +459,7 @@ PARTS = 100  # of the archive, one of which is replayed
 
 
 def fill_folder(folder: Path) -> int:
-    """Writes segments as egress does, straight into the folder; returns their bytes."""
+    """Write segments as egress does, directly into the folder; return their bytes."""
     layout, noise, total = Layout("data"), random.Random(1).randbytes(PAYLOAD + SMALL_ROWS * SMALL), 0
     for number in range(SMALL):
         coverage = SequenceRange(number * SMALL_ROWS + 1, (number + 1) * SMALL_ROWS)
@@ -485,7 +485,7 @@ def fill_folder(folder: Path) -> int:
 
 
 async def replayed(folder: Path, url: str) -> int:
-    """Replays a part out of the middle of the time; returns the bytes that were read."""
+    """Replay a part of the time in the middle; return the bytes that were read."""
     objects = CountingObjects(folder)
     store, documents = SegmentStore(objects, Layout("data")), ChainStore(objects, Layout("data"))
     documents.create_stream(CHAIN, StreamDocument({"name": "BENCH"}, "t0"))
@@ -524,7 +524,7 @@ def bytes_read() -> Figure:
 
 
 def queried() -> Figure:
-    """The bytes that driver and executors read of a part out of the middle of the time, planning included."""
+    """Measure the bytes that driver and executors read for a part of the time in the middle, planning included."""
     from tests.support.spark import counted_bytes, counting_source, spark_session  # starts Java
 
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as name:

@@ -1,4 +1,4 @@
-"""`egress.unsampled`, `egress.sampled.*` and `memory.egress`: a source stream to segments in the store."""
+"""Benchmarks `egress.unsampled`, `egress.sampled.*`, `memory.egress`: a source stream to segments in the store."""
 
 import time
 
@@ -12,9 +12,9 @@ SAMPLED = {"inspect_field": "sender", "inspect_duration": "1h", "size_trigger": 
 
 
 def freeze(at: BenchPlace) -> tuple[float, float]:
-    """Messages per second from the first stored segment to the last, and the peak resident size in MB.
+    """Return the messages per second from the first stored segment to the last, and the peak resident size in MB.
 
-    From the first segment on, so that the start of the process is left out: a service runs for months.
+    The time before the first segment is left out, with the start of the process: a service runs for months.
     """
     config = at.config(at.s3.new_bucket())
     store = store_of(config)
@@ -45,7 +45,7 @@ def memory() -> Figure:
 
 
 def freeze_sampled(at: BenchPlace, count: int) -> float:
-    """Messages per second from one segment to another, first and last left out.
+    """Return the messages per second between two segments: from the end of the first to that of the last but one.
 
     Segments close by age, so all of them are late by the same second; the last one waits for messages that do not come.
     """

@@ -1,4 +1,4 @@
-"""Paired runs, medians, the table and `bench/results.json`."""
+"""The harness of the benchmarks: paired runs, medians, the table and `bench/results.json`."""
 
 import json
 import statistics
@@ -15,7 +15,7 @@ REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure. `floor`: in the same unit, None where nothing compares; `ratio`: value / floor."""
+    """One figure. `floor`: in the same unit, None if nothing compares; `ratio`: value / floor."""
 
     name: str
     value: float
@@ -26,7 +26,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A figure and its requirement: the least ratio, or the greatest value where there is no floor."""
+    """A figure and its requirement `ask`: the least ratio, or a bound of the value if there is no floor."""
 
     name: str
     unit: str
@@ -37,7 +37,7 @@ class Bench:
 def paired(
     name: str, unit: str, floor: Callable[[], float], value: Callable[[], float], repeats: int = REPEATS
 ) -> Figure:
-    """Floor and value in turn, so that a machine that changes speed affects both; medians, also of the ratios."""
+    """Measure floor and value in turn, so that a machine that changes speed affects both; return the medians."""
     pairs = [(floor(), value()) for _ in range(repeats)]
     floors, values = zip(*pairs, strict=True)
     ratios = [v / f for f, v in pairs]
@@ -64,7 +64,7 @@ def _shown(value: float) -> str:
 
 
 def save(results: Iterable[Figure]) -> None:
-    """Keeps earlier figures of other names (`ONLY=` runs one), replaces those of the same name."""
+    """Save the figures: replace those of the same names, keep those of other names (`ONLY=` runs one)."""
     kept = {r["name"]: r for r in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
     kept.update({result.name: asdict(result) for result in results})
     RESULTS.write_text(json.dumps(sorted(kept.values(), key=lambda r: r["name"]), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Segments in the store to messages in the target, and seconds from published at a site to stored there."""
+"""Benchmarks of ingress: segments in the store to messages in the target, and the latency from site to target."""
 
 import asyncio
 import random
@@ -44,14 +44,14 @@ COUNT = 400_000
 CHAINS = 10
 DEADLINE = 60  # seconds for one run
 SEGMENT = 20_000  # messages of the segments that are written here
-# As long as the provenance line of the messages that Floe stores.
+# As long as the provenance line of the messages that Floe stores
 PROVENANCE = b"Floe-Source: bench BENCH 0 0 200000 1700000000000000000\r\n"
 
 Raw = Callable[[str, str, str, int, bytes], Awaitable[float]]
 
 
 def frozen(at: BenchPlace) -> Path:
-    """The configuration of a bucket that egress has filled with all messages, as one chain."""
+    """Have egress fill a new bucket with all messages, as one chain; return its configuration."""
     config = at.config(at.s3.new_bucket())
     store = store_of(config)
     service = at.service("egress", "egress", "run", "-c", str(config))
@@ -84,7 +84,7 @@ def _write(config: Path, chain: Chain, count: int) -> None:
 
 
 def melt(at: BenchPlace, config: Path, publisher: str) -> tuple[float, float]:
-    """Messages per second from the first stored in the target to the last, and the peak resident size in MB.
+    """Return the messages per second from the first stored in the target to the last, and the peak resident MB.
 
     Each run has its own target and state, so every run carries everything.
     """
@@ -184,7 +184,7 @@ SEED = 20_000
 
 
 class Clocked:
-    """When each message was published and when the target had stored it."""
+    """The times at which each message was published, and received from a consumer of the target."""
 
     def __init__(self, client: FloeClient, stream: str) -> None:
         self._client, self._stream = client, stream
@@ -233,7 +233,7 @@ async def _prepare(url: str) -> None:
 
 
 def _configs(at: BenchPlace, bucket: str, endpoint_url: str, ingress: Mapping[str, Any]) -> tuple[Path, Path]:
-    """One for each service; egress writes through `endpoint_url`."""
+    """Write one configuration for each service; egress writes through `endpoint_url`."""
     central = at.config(bucket, {"segment": {"max_age": "1s"}})
     document = yaml.safe_load(central.read_text())
     document["ingress"] = {**{k: v for k, v in document["ingress"].items() if k != "poll_interval"}, **ingress}
@@ -246,7 +246,7 @@ def _configs(at: BenchPlace, bucket: str, endpoint_url: str, ingress: Mapping[st
 
 
 def latencies(at: BenchPlace, endpoint_url: str, ingress: Mapping[str, Any]) -> list[float]:
-    """Seconds of each message, in the order in which they were published."""
+    """Return the seconds of each message, in the order in which they were published."""
     bucket = at.s3.new_bucket()
     site, central = _configs(at, bucket, endpoint_url, ingress)
     run(_prepare(at.nats.url))
@@ -276,12 +276,12 @@ def events() -> Figure:
     return Figure("latency.events", round(statistics.median(found), 3), "s")
 
 
-# 12,000 chains in one target: a feed that was made again a thousand times, one of many partitions, one between.
+# 12,000 chains in one target: a feed with a thousand incarnations, one with many partitions, one between the two.
 SHAPES = {"again": (1000, 4), "wide": (4, 1000), "both": (80, 50)}
 
 
 def start(times: int = 3) -> Figure:
-    """What the event loop does about chains at a start: positions taken over, ends read, obstacles looked for."""
+    """Measure the work of the event loop for chains at a start: positions, ends of former incarnations, obstacles."""
     source = {"site": "bench", "feed": [*SHAPES]}
     settings = TargetSettings.model_validate({"stream": TARGET, "sources": [source]})
     chains = [

@@ -1,4 +1,4 @@
-"""Real servers and processes for a measurement."""
+"""Real servers and processes for a measurement, the data for it, and the floors of plain clients."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ class BenchPlace:
     s3: SharedS3
 
     def config(self, bucket: str, feed: Mapping[str, Any] | None = None, **more: Any) -> Path:
-        """A configuration for both services; each bucket has new lease and state buckets.
+        """Write a configuration for both services; each bucket has lease and state buckets of its own.
 
         `feed`: further keys of the feed.
         """
@@ -88,7 +88,7 @@ def place() -> Iterator[BenchPlace]:
 
 
 def archive_end(store: SegmentStore) -> int:
-    """The last sequence that the archive covers without a hole from 1; 0 where it does not cover 1."""
+    """Return the last sequence that the archive covers without a hole from 1; 0 if it does not cover 1."""
     end = 0
     for ref in sorted(store.list(CHAIN, level=0), key=lambda ref: ref.coverage.first):
         if ref.coverage.first <= end + 1:
@@ -101,7 +101,7 @@ def store_of(config: Path) -> SegmentStore:
 
 
 def until(check: Callable[[], bool], service: Service, seconds: float = 120, every: float = 0.02) -> float:
-    """Polls until `check` is true; returns the moment. Times in seconds."""
+    """Poll until `check` is true; return the time of it. Times in seconds."""
     deadline = time.perf_counter() + seconds
     while not check():
         assert service.runs(), service.tail()
@@ -111,7 +111,7 @@ def until(check: Callable[[], bool], service: Service, seconds: float = 120, eve
 
 
 def peak_mb(service: Service) -> float:
-    """The peak resident size of a running process so far, in MB (10^6 bytes)."""
+    """Return the peak resident size of a running process so far, in MB (10^6 bytes)."""
     status = Path(f"/proc/{service.pid}/status").read_text()
     kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
     return round(kib * 1024 / 1e6, 1)
@@ -120,7 +120,7 @@ def peak_mb(service: Service) -> float:
 MESSAGE_BYTES = 1000  # of payload
 PULL_BATCH = 10_000
 PULL_BYTES = 16 * 2**20
-FILL_AHEAD = 3_000  # messages that may be on their way into a stream
+FILL_AHEAD = 3_000  # messages that may be in flight to a stream
 ATOMIC_BATCH = 1000
 FAST_FLOW = 500  # messages from one acknowledgement to the next; the server gives no more
 FAST_AHEAD = 2  # acknowledgements that may be outstanding
@@ -131,14 +131,17 @@ async def client_of(url: str) -> FloeClient:
 
 
 def payloads(count: int = 500) -> list[bytes]:
-    """Documents of 1 KB that compress about as well as JSON does: half repeating text, half noise."""
+    """Return documents of 1 KB that compress about as well as JSON does: half repeating text, half noise."""
     rng = random.Random(1)
     text = json.dumps({"facts": {f"key{n}": n for n in range(40)}}).encode()[: MESSAGE_BYTES // 2]
     return [text + rng.randbytes(MESSAGE_BYTES // 2).hex().encode()[: MESSAGE_BYTES // 2] for _ in range(count)]
 
 
 def documents(size: int, senders: int) -> Callable[[int], bytes]:
-    """Registrations of `size` bytes, in turn by `senders` nodes; the sender comes first, as in Choria's."""
+    """Return a function that makes registrations of about `size` bytes, by `senders` nodes in turn.
+
+    The sender comes first, as in Choria's.
+    """
     rng = random.Random(1)
     bodies = [
         json.dumps({"facts": {f"key{n}": rng.randbytes(9).hex() for n in range(size // 31)}}).encode()[1:]
@@ -167,15 +170,15 @@ async def fill(url: str, stream: str, count: int, payload: Callable[[int], bytes
 
 
 async def stored(client: FloeClient, stream: str, count: int) -> None:
-    """Returns when the stream holds `count` messages. A server drops messages that come faster than it stores."""
+    """Wait until the stream holds `count` messages. A server drops messages that come faster than it stores."""
     while count > 0 and ((info := await stream_info(client, stream)) is None or info.messages < count):
         await asyncio.sleep(0.005)
 
 
 async def raw_read(url: str, stream: str, count: int, size: int = MESSAGE_BYTES) -> float:
-    """Messages per second that one client reads with big pull requests into a sink that only counts.
+    """Return the messages per second that one client reads with large pull requests into a sink that only counts.
 
-    `size`: of a message; a server disconnects a client for which more than 64 MiB are waiting.
+    `size`: bytes of a message; a server disconnects a client for which more than 64 MiB are waiting.
     """
     batch = min(PULL_BATCH // 2, PULL_BYTES // size)
     client, done, seen = await client_of(url), asyncio.Event(), 0
@@ -208,7 +211,7 @@ async def raw_read(url: str, stream: str, count: int, size: int = MESSAGE_BYTES)
 
 
 async def raw_atomic(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
-    """Messages per second that one client stores in atomic batches of 1,000, one in flight.
+    """Return the messages per second that one client stores in atomic batches of 1,000, one in flight.
 
     `header`: a line that each message carries besides those of the batch, so that sizes are those of Floe.
     """
@@ -239,7 +242,7 @@ async def raw_atomic(url: str, stream: str, subject: str, count: int, header: by
 
 
 async def raw_fast(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
-    """Messages per second that one client stores in one fast-ingest batch, at the server's pace.
+    """Return the messages per second that one client stores in one fast-ingest batch, at the server's pace.
 
     The expected sequence is on every message. `header`: a line that each message carries besides it, so that sizes are
     those of Floe.

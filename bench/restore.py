@@ -1,7 +1,7 @@
-"""`restore.*` and `memory.restore`: segments in the store to a stream that the server has made of them.
+"""Benchmarks `restore.*` and `memory.restore`: segments in the store to a stream on the server.
 
-`restore.encode`: rows to the form of nats-server 2.15; `restore.encode_files`: to that of 2.10 to 2.14, with a hash of
-each row.
+`restore.encode`: rows to the restore format of nats-server 2.15; `restore.encode_files`: to that of 2.10 to 2.14, with
+a hash of each row.
 """
 
 import random
@@ -52,7 +52,7 @@ CONFIG = {
 
 
 def frozen(at: BenchPlace, size: int) -> Path:
-    """The configuration of a site whose bucket holds the stream."""
+    """Archive the stream in a new bucket; return the configuration of its site."""
     config = at.config(at.s3.new_bucket())
     store, chains = store_of(config), open_chains(load_settings(str(config)))
     chains.create_stream(CHAIN, StreamDocument(CONFIG, CREATED, None))
@@ -77,7 +77,7 @@ def request() -> RestoreRequest:
 
 
 async def restored(config: Path, size: int) -> float:
-    """Seconds from the first look at the store to the server's last answer, with the counts compared."""
+    """Return the seconds from the first read of the store to the server's last answer, with the counts compared."""
     settings, clock = load_settings(str(config)), SystemClock()
     asked, store, chains = request(), store_of(config), open_chains(settings)
     store.list(CHAIN), chains.read_stream(CHAIN)  # clients of the store are made at their first use
@@ -92,7 +92,7 @@ async def restored(config: Path, size: int) -> float:
 
 
 class SentArchive:
-    """The bytes that a restore sends, in memory."""
+    """The bytes that a restore sends, in memory: the floor is sending them alone."""
 
     def __init__(self, config: Path, version: str) -> None:
         self._asked = request()
@@ -116,7 +116,7 @@ class SentArchive:
         return plan, history.rows(plan, plan.begin, COLUMNS, Stop())
 
     async def sent(self, url: str) -> float:
-        """Seconds until the server has made the stream."""
+        """Send the bytes; return the seconds until the server has created the stream."""
         client, name = await client_of(url), self._asked.name
         started = time.perf_counter()
         async with aclosing(await ArchiveUpload.begin(client, name, self.config, self.state, SystemClock())) as upload:
@@ -140,7 +140,7 @@ async def version_of(url: str) -> str:
 
 
 def against_memory(name: str, unit: str, size: int, amount: float) -> Figure:
-    """`amount`: of the unit, in one restore."""
+    """Measure a restore beside sending the same bytes from memory. `amount`: of the unit, in one restore."""
     with place() as at:
         config = frozen(at, size)
         archive = SentArchive(config, run(version_of(at.nats.url)))
@@ -161,12 +161,12 @@ def large() -> Figure:
 
 
 def memory() -> Figure:
-    """Of the command, which reads everything back too."""
+    """Measure the peak of the command `floe restore`, which also reads everything back."""
     with place() as at:
         config, peak = frozen(at, 1000), 0.0
         service = at.service("restore", "restore", "-c", str(config), f"{CHAIN.site}/{STREAM}", "--yes")
         while service.runs():
-            with suppress(StopIteration, OSError):  # it has just ended
+            with suppress(StopIteration, OSError):  # the process has just ended
                 peak = max(peak, peak_mb(service))
             time.sleep(0.02)
         assert service.wait(10) == 0, service.tail()
@@ -180,7 +180,7 @@ def _nats(at: BenchPlace, *words: str) -> float:
 
 
 def of_nats(which: str) -> Figure:
-    """What the command `nats` takes to back the same stream up, or to restore it."""
+    """Measure the command `nats`: a backup of the same stream, or its restore."""
     with place() as at:
         body, folder = documents(200, SEGMENT), str(at.folder / "backup")
         run(fill(at.nats.url, STREAM, ROWS[200], lambda number: body(number)[:200]))
@@ -190,7 +190,7 @@ def of_nats(which: str) -> Figure:
         return Figure(f"restore.nats_{which}", round(rates[which], 1), "msg/s")
 
 
-# Rows to the bytes that nats-server takes a stream back from, on one core
+# Rows to the bytes from which nats-server restores a stream, on one core
 
 ENCODED, BATCH = 400_000, 20_000
 SIZE = 200  # bytes of a message: subject, headers and payload
@@ -198,7 +198,7 @@ HEADERS = b"NATS/1.0\r\nContent-Type: text\r\n\r\n"
 
 
 def batches() -> Iterator[pa.RecordBatch]:
-    """Every fourth message has headers; here and there sequences are gone."""
+    """Yield the rows: every fourth message has headers, and some sequences are missing."""
     rng = random.Random(3)
     sequence = 5000
     for _ in range(0, ENCODED, BATCH):
@@ -211,7 +211,7 @@ def batches() -> Iterator[pa.RecordBatch]:
 
 
 def encode(name: str, version: str) -> Figure:
-    """Messages in a second of the processor's time, which others on the machine do not lengthen."""
+    """Measure messages per second of CPU time, which other processes on the machine do not lengthen."""
     rows = list(batches())
     last = rows[-1].column("sequence")[-1].as_py()
     state = ArchiveState(ENCODED, ENCODED * SIZE, 5001, BEGAN, last + 5, BEGAN)

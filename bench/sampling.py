@@ -1,4 +1,4 @@
-"""`memory.senders.1m`, `pause.snapshot`: a sampler that knows a million senders, in a process of its own."""
+"""Benchmarks `memory.senders.1m`, `pause.snapshot`: a sampler with a million senders, in a process of its own."""
 
 import gc
 import json
@@ -54,7 +54,7 @@ def resident_mb() -> float:
 
 
 def longest_turn(sampler: Sampler, batches: list[Columns], is_over: threading.Event) -> float:
-    """Folds batches as the reader does, until `is_over`; returns the longest time between two, in ms."""
+    """Fold in batches as the reader does, until `is_over`; return the longest time between two, in ms."""
     longest, number, before = 0.0, 0, time.perf_counter()
     while not is_over.is_set():
         sampler.fold(batches[number % len(batches)])
@@ -64,7 +64,7 @@ def longest_turn(sampler: Sampler, batches: list[Columns], is_over: threading.Ev
 
 
 def pause(sampler: Sampler, batches: list[Columns], folder: Path) -> float:
-    """The longest pause, in milliseconds: to freeze, or for a batch while another thread writes the snapshot."""
+    """Return the longest pause in ms: for the freeze, or for a batch while another thread writes the snapshot."""
     objects = open_objects(StoreSettings.model_validate({"url": f"file://{folder}"}))
     store, is_over = SegmentStore(objects, Layout("data"), spool_dir=folder), threading.Event()
     began = time.perf_counter()

@@ -1,1 +1,1 @@
-"""What surrounds Floe: local servers, the demo, a fleet emulator, deployments."""
+"""Tools and files around Floe: local servers, the demo, a fleet emulator, deployments."""

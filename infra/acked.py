@@ -1,7 +1,7 @@
-"""Publishing many messages to a stream and knowing of each whether the server stored it.
+"""A publisher of many messages to a stream that counts the acknowledgement of each one.
 
-Every message carries a reply subject of its own, so acknowledgements are counted exactly and in any order,
-with a bounded number in flight: a server that falls behind slows the publisher instead of dropping messages.
+Every message carries a reply subject of its own, so acknowledgements are counted exactly and in any order. The number
+in flight is bounded: a server that falls behind slows the publisher instead of dropping messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.tasks import wait_for
 
 WINDOW = 4096  # messages in flight
 ACK_TIMEOUT = 10.0  # seconds without any acknowledgement until those in flight count as unknown
-FLUSH_BYTES = 256 * 1024  # what is queued between two waits for the socket
+FLUSH_BYTES = 256 * 1024  # bytes queued between two waits for the socket
 
 Frame = Callable[[bytes, bytes, bytes | None, bytes | None], bytes]
 OnStored = Callable[[int, int], None]  # number of the message (0 is the first published), its sequence
@@ -26,7 +26,7 @@ OnStored = Callable[[int, int], None]  # number of the message (0 is the first p
 
 @dataclass(slots=True)
 class Published:
-    """What happened to the messages. `unknown`: neither acknowledged nor refused in time."""
+    """The outcomes of the messages. `unknown`: neither acknowledged nor refused in time."""
 
     sent: int = 0
     stored: int = 0
@@ -44,7 +44,7 @@ class Published:
 
 
 class AckedPublisher:
-    """Use as `async with AckedPublisher(client) as publisher`; at the end it waits for messages in flight."""
+    """The publisher. Use `async with AckedPublisher(client) as publisher`; the exit waits for messages in flight."""
 
     def __init__(self, client: FloeClient, *, window: int = WINDOW, on_stored: OnStored | None = None) -> None:
         self.published = Published()
@@ -68,7 +68,7 @@ class AckedPublisher:
     async def publish(
         self, subject: bytes, payload: bytes, headers: bytes | None = None, *, make: Frame = frame
     ) -> int:
-        """Sends one message when there is room; returns its number. Raises what `make` raises (ValueError)."""
+        """Send one message when there is room; return its number. Raises the errors of `make` (ValueError)."""
         number = self.published.sent
         data = make(subject, payload, headers, self._inbox + b"%d" % number)
         while len(self._under_way) >= self._window:
@@ -83,7 +83,7 @@ class AckedPublisher:
         return number
 
     async def flush(self) -> None:
-        """Gives what is queued to the socket. Raises Unavailable where the connection stays lost."""
+        """Write the queued bytes to the socket. Raises Unavailable if the connection stays lost."""
         self._queued = 0
         try:
             await self._client.flush_writes()
@@ -104,7 +104,7 @@ class AckedPublisher:
             self._client.send(data)
 
     async def _reconnected(self) -> None:
-        """Gives up the messages in flight and waits for the connection. Raises Unavailable if it stays lost."""
+        """Count the messages in flight as unknown, and wait for the connection. Raises Unavailable if it stays lost."""
         self._give_up()
         if not await self._client.wait_up(ACK_TIMEOUT):
             raise Unavailable(f"the NATS connection was lost and did not come back within {ACK_TIMEOUT:g} s")
@@ -121,7 +121,7 @@ class AckedPublisher:
 
     def _take(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         number = int(subject[len(self._inbox) :])
-        if number not in self._under_way:  # given up before
+        if number not in self._under_way:  # already counted as unknown
             return
         self._under_way.remove(number)
         self._progress.set()

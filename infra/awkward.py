@@ -1,9 +1,9 @@
-"""A stream of awkward messages: the same again for the same random source.
+"""A generator of awkward messages, the same again for the same random source.
 
-Each kind is a message that nats-server 2.15 stores and a careless copier loses, repeats, alters, or lets act a second
-time: a function from `Context` to `Awkward`. Kinds in `NEEDS` are stored only by a stream with that setting. Besides
-there are: the same message id far apart, sequences deleted after they were stored, and a few subjects again and again,
-so that a limit per subject leaves holes.
+Each kind is a message that nats-server 2.15 stores and that a careless copier loses, repeats, alters, or makes act a
+second time; it is a function from `Context` to `Awkward`. Kinds in `NEEDS` are stored only by a stream with that
+setting. The stream also gets the same message id far apart, sequences deleted after they were stored, and a few
+subjects repeatedly, so that a limit per subject leaves holes.
 """
 
 import random
@@ -19,7 +19,7 @@ from common.jetstream.client import ApiError, FloeClient, frame
 from common.jetstream.pull import get_message
 from infra.acked import AckedPublisher, Published
 
-MAX_HEADERS = 65_535  # bytes of a header block; nats-server refuses more, whatever max_payload says
+MAX_HEADERS = 65_535  # bytes of a header block; nats-server refuses more, even if max_payload is greater
 LONG_VALUE = 32 * 1024  # leaves room for the provenance line below MAX_HEADERS
 
 
@@ -35,7 +35,7 @@ class Awkward:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a kind may use: `number` is the message's index, different from every other's."""
+    """The input of a kind. `number`: the index of the message, unique among all."""
 
     root: bytes
     stream: bytes
@@ -51,7 +51,7 @@ class Context:
 
 
 def unchecked_frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: bytes | None = None) -> bytes:
-    """As `frame`, with any `headers`: other clients do not check them either."""
+    """Return the same as `frame`, with any `headers`: other clients do not check them either."""
     if headers is None:
         return frame(subject, payload, None, reply)
     size = len(headers)
@@ -77,7 +77,7 @@ def _kind(name: str, make: Callable[[Context], tuple[bytes, bytes | None, bytes]
 
 
 def _headers(name: str, *lines: bytes, payload: bytes | None = None, needs: str = "") -> None:
-    """A kind that is given by its header lines; `%d` in one is the message's number, `%s` the stream's name."""
+    """Add a kind made of header lines. In them `%d` is the message's number, `%s` the stream's name, `%r` the root."""
 
     def make(context: Context) -> tuple[bytes, bytes | None, bytes]:
         values = {b"%d": b"%d" % context.number, b"%s": context.stream, b"%r": context.root}
@@ -126,7 +126,7 @@ _headers("many", *[b"K%d: v" % i for i in range(1000)])
 _headers("traced", b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 RARE |= {"long_value", "many"}
 
-# Invalid blocks, of clients that wrote their own; the server stores whatever is in the announced bytes
+# Invalid blocks, of clients that build their own; the server stores any content of the announced length
 _block("block_without_end", b"NATS/1.0\r\nA: 1\r\n")
 _block("block_without_lines", b"NATS/1.0")
 _block("block_of_another_protocol", b"HTTP/1.1 200 OK\r\nNats-Marker-Reason: x\r\n\r\n")
@@ -200,19 +200,19 @@ def _maximal_with_headers(context: Context) -> tuple[bytes, bytes | None, bytes]
 
 
 def _msg_id_again(context: Context) -> tuple[bytes, bytes | None, bytes]:
-    """One of four ids: dropped as a duplicate within the stream's window, stored again after it."""
+    """Make a message with one of four ids: dropped as a duplicate within the stream's window, stored again after it."""
     again = b"Nats-Msg-Id: %s-again%d" % (context.root, context.rng.randrange(4))
     return context.subject(b"again"), block(again), context.text()
 
 
 ROUNDS_BETWEEN_RARE = 8
 DELETED_SHARE = 0.03
-LONGEST_PAUSE = 2.0  # seconds; a stream's duplicate window up to this is waited out once
+LONGEST_PAUSE = 2.0  # seconds; for a duplicate window up to this long, publishing pauses once until it has passed
 
 
 @dataclass(frozen=True, slots=True)
 class AwkwardReport:
-    """What happened to the messages; `stored`: how many of each kind; `deleted`: sequences removed again."""
+    """The outcomes of the messages. `stored`: how many of each kind. `deleted`: sequences that were deleted again."""
 
     published: Published
     stored: Counter[str]
@@ -222,7 +222,7 @@ class AwkwardReport:
 def awkward_messages(
     rng: random.Random, *, root: str, stream: str, count: int, max_payload: int, config: Mapping[str, Any]
 ) -> Iterator[Awkward]:
-    """`count` messages below the subject `root`: all kinds that a stream with `config` stores, shuffled."""
+    """Yield `count` messages below the subject `root`: all kinds that a stream with `config` stores, shuffled."""
     kinds = [name for name in KINDS if name not in NEEDS or config.get(NEEDS[name])]
     number = turn = 0
     while number < count:
@@ -244,10 +244,10 @@ async def publish_awkward(
     largest: int | None = None,
     clock: Clock | None = None,
 ) -> AwkwardReport:
-    """Publishes `count` awkward messages into `stream` and deletes some of them again.
+    """Publish `count` awkward messages into `stream`, and delete some of them again.
 
     The stream must take `{subject_root}.>`. `largest`: bytes of the largest messages, headers included; by default the
-    most that the server takes, and then the server of a target must take more. Raises ConfigError where the stream does
+    most that the server takes, and then the server of a target must take more. Raises ConfigError if the stream does
     not exist.
     """
     config = await _config(client, stream)
@@ -275,7 +275,7 @@ async def _config(client: FloeClient, stream: str) -> dict[str, Any]:
 
 
 async def _outlast_duplicate_window(publisher: AckedPublisher, config: Mapping[str, Any], clock: Clock) -> None:
-    """Waits, if the window is short enough, so that the second half's repeated message ids are stored."""
+    """Wait until the window has passed, if it is short enough, so that the second half's repeated ids are stored."""
     window = config.get("duplicate_window", 0) / NS_PER_S
     if window <= LONGEST_PAUSE:
         await publisher.settle()
@@ -295,7 +295,7 @@ async def _delete_some(
 
 
 async def delete(client: FloeClient, stream: str, sequence: int) -> bool:
-    """False where a limit or a rollup deleted it first."""
+    """Delete a message. Return False if a limit or a rollup deleted it first."""
     try:
         await client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})
     except ApiError as error:

@@ -119,7 +119,7 @@ def _seed(given: int | None) -> int:
 
 
 def _connection(config: str | None, server: str | None) -> NatsSettings:
-    """The URL if given, else what the configuration says for egress, else this machine."""
+    """Return the settings for `server` if given, else those of the configuration for egress, else the defaults."""
     if config and server:
         raise UsageError("--server and --config: expected at most one of them")
     if config:
@@ -137,7 +137,7 @@ def _connection(config: str | None, server: str | None) -> NatsSettings:
 
 
 async def _until_terminated(running: Coroutine[Any, Any, T]) -> T:
-    """SIGTERM cancels it as Ctrl-C does, so that it cleans up."""
+    """Await `running`, and cancel it on SIGTERM as Ctrl-C does, so that it cleans up."""
     task, loop = asyncio.ensure_future(running), asyncio.get_running_loop()
     terminated = False
 

@@ -1,6 +1,6 @@
-"""Makes the Grafana dashboard: `python -m infra.dashboards` writes `infra/grafana/floe.json`.
+"""The generator of the Grafana dashboard: `python -m infra.dashboards` writes `infra/grafana/floe.json`.
 
-The file is committed, and a test holds that it is what this makes, and that every metric in it exists.
+The file is committed. A test checks that it agrees with this module, and that every metric in it exists.
 """
 
 import json
@@ -37,18 +37,18 @@ class Panel:
 
 
 def rate(metric: str, selector: str = "", by: str = "") -> str:
-    """The increase in a second of a counter, added up by the labels `by` if any."""
+    """Return the expression for the increase of a counter per second, summed by the labels `by` if there are any."""
     found = f"rate(floe_{metric}{{{selector}}}[$__rate_interval])"
     return f"sum by ({by}) ({found})" if by else found
 
 
 def quantile(metric: str, selector: str, by: str, share: float = 0.95) -> str:
-    """What `share` of what a histogram saw stayed below."""
+    """Return the expression for the value below which the fraction `share` of a histogram's observations lies."""
     return f"histogram_quantile({share}, {rate(f'{metric}_bucket', selector, f'{by}, le')})"
 
 
 def stat(title: str, expression: str, *, unit: str = "short", red: float | None = 1) -> Panel:
-    """A number, red from `red` on."""
+    """Return a panel with one number, red from `red` on."""
     return Panel(title, {expression: ""}, unit, "stat", red, width=4)
 
 
@@ -285,7 +285,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
     ),
 }
 
-#: Metrics that no panel shows, by why.
+#: Metrics that no panel shows, by reason.
 LEFT_OUT: Mapping[str, Sequence[str]] = {
     "a panel shows what it is a part or a limit of": (
         "floe_egress_share",
@@ -335,7 +335,7 @@ VARIABLES = {
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana imports it."""
+    """Return the dashboard in the form that Grafana imports."""
     return {
         "uid": "floe",
         "title": "Floe",
@@ -350,7 +350,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The content of the file."""
+    """Return the content of the file."""
     return json.dumps(dashboard(), indent=1, sort_keys=True) + "\n"
 
 
@@ -375,7 +375,7 @@ def _variables() -> Iterator[dict[str, Any]]:
 
 
 def _panels() -> Iterator[dict[str, Any]]:
-    """The rows and their panels from left to right, each row of panels as high as its highest."""
+    """Yield the rows and their panels from left to right, each row of panels as high as its highest."""
     number = y = 0
     for title, panels in ROWS.items():
         number += 1

@@ -1,4 +1,4 @@
-"""The fleet emulator: publishes into a stream what a fleet publishes, and checks what was stored."""
+"""The fleet emulator: publishes the messages of a fleet into a stream, and checks that they were stored."""
 
 import asyncio
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ log = get_logger(__name__)
 
 SUBJECT = "choria.node_metadata.{sender}"
 STREAM = "NODE_DATA"
-TICK = 0.05  # seconds between two looks at what is due
+TICK = 0.05  # seconds between two checks for due messages
 
 
 @dataclass(frozen=True, slots=True)
 class PublishSchedule:
-    """When which message is due, in seconds after the start.
+    """The schedule of the messages, in seconds after the start.
 
     `interval`: every node publishes once in so many seconds, one after the other. `rate`: messages per second of the
-    whole fleet instead; 0 means as fast as the server takes them. `count`, `duration`: where to stop, whichever comes
-    first; None means never.
+    whole fleet instead; 0 means as fast as the server takes them. `count`, `duration`: publishing stops at the first
+    of the two; None means never.
     """
 
     nodes: int
@@ -44,13 +44,13 @@ class PublishSchedule:
             raise UsageError(f"interval {self.interval}, rate {self.rate}: expected more than 0 seconds, 0 or more")
 
     def per_second(self) -> float:
-        """Infinity if there is no limit."""
+        """Return the messages per second of the fleet; infinity if there is no limit."""
         if self.rate is None:
             return self.nodes / self.interval
         return self.rate or float("inf")
 
     def due(self, elapsed: float) -> int:
-        """How many messages must have been published `elapsed` seconds after the start."""
+        """Return the number of messages that must have been published `elapsed` seconds after the start."""
         limit = self.count if self.count is not None else 2**62
         return int(min(limit, 1 + elapsed * self.per_second()))
 
@@ -61,18 +61,18 @@ class PublishSchedule:
 
 @dataclass(slots=True)
 class EmulatorProgress:
-    """How far an emulation has come; read while it runs."""
+    """The progress of an emulation; read while it runs."""
 
     published: Published = field(default_factory=Published)
     elapsed: float = 0.0
 
     def rate(self) -> float:
-        """Messages per second."""
+        """Return the messages per second so far."""
         return self.published.sent / self.elapsed if self.elapsed else 0.0
 
 
 class Emulator:
-    """One fleet publishing into one stream. `subject` holds `{sender}` where the node's name goes.
+    """One fleet that publishes into one stream. `subject` contains `{sender}` in the place of the node's name.
 
     Raises UsageError for another subject.
     """
@@ -87,7 +87,7 @@ class Emulator:
         self._documents = self._endless()
 
     async def run(self, stop: Stop) -> Published:
-        """Publishes until the schedule is over or `stop` is set; returns when all is acknowledged."""
+        """Publish until the schedule is over or `stop` is set; return when no message is in flight."""
         started = self._clock.monotonic()
         async with AckedPublisher(self._client) as publisher:
             self.progress.published = publisher.published
@@ -100,9 +100,7 @@ class Emulator:
             return await publisher.settle()
 
     async def _publish_due(self, publisher: AckedPublisher, elapsed: float, stop: Stop) -> None:
-        """Publishes what is due now, at most what the fastest rate gives in a second, and waits for the next
-        message.
-        """
+        """Publish the messages that are due now, at most 20,000; then sleep for `TICK`, or not if there is no limit."""
         due = min(self._pace.due(elapsed) - publisher.published.sent, 20_000)
         for _ in range(due):
             if stop.is_set:
@@ -112,7 +110,7 @@ class Emulator:
         await self._clock.sleep(TICK if self._pace.per_second() != float("inf") else 0)
 
     def _endless(self) -> Iterator[tuple[bytes, bytes]]:
-        """Subject and document, node after node, turn after turn."""
+        """Yield subject and document, node after node, turn after turn."""
         before, _, after = self._subject.encode().partition(b"{sender}")
         turn = 0
         while True:
@@ -123,9 +121,9 @@ class Emulator:
 
 
 def subject_filter(subject: str) -> str:
-    """The subjects of a stream that takes what is published under `subject`.
+    """Return the subject filter of a stream that stores the messages published under `subject`.
 
-    Raises UsageError unless it contains `{sender}`, after a first token.
+    Raises UsageError if `subject` does not contain `{sender}` after a first token.
     """
     before, sender, _ = subject.partition("{sender}")
     if not sender or "." not in before.lstrip("."):
@@ -134,7 +132,7 @@ def subject_filter(subject: str) -> str:
 
 
 async def open_stream(client: FloeClient, stream: str, subject: str, *, create: bool) -> StreamInfo:
-    """Creates the stream if `create` and it is missing. Raises ConfigError where it is missing."""
+    """Return the stream, created if it is missing and `create` is true. Raises ConfigError if it is still missing."""
     info = await stream_info(client, stream)
     if info is None and create:
         subjects = [subject_filter(subject)]
@@ -146,7 +144,7 @@ async def open_stream(client: FloeClient, stream: str, subject: str, *, create: 
 
 
 async def check_stored(client: FloeClient, before: StreamInfo, published: Published) -> None:
-    """Raises DataError where the stream grew by less than was acknowledged."""
+    """Raise DataError if the stream grew by fewer messages than acknowledged, or any is refused or unknown."""
     after = await stream_info(client, before.name)
     grown = after.last_sequence - before.last_sequence if after else 0
     if grown < published.stored or published.refused or published.unknown:
@@ -162,7 +160,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """What to publish, where and for how long. Sizes in bytes, times in seconds."""
+    """The settings of an emulation: server, stream, messages and schedule. Sizes in bytes, times in seconds."""
 
     settings: NatsSettings
     stream: str
@@ -182,9 +180,9 @@ class Emulation:
 
 
 async def run_emulation(emulation: Emulation, clock: Clock | None = None) -> dict[str, object]:
-    """Publishes until the schedule is over or a signal comes; returns the result, with a sentence under `line`.
+    """Publish until the schedule is over or a signal comes; return the result, with a sentence under `line`.
 
-    Raises DataError where the stream does not hold what was sent, ConfigError where it does not exist.
+    Raises DataError if the stream does not hold all messages sent, ConfigError if it does not exist.
     """
     clock, facts = clock or SystemClock(), read_facts()
     pace = emulation.pace()

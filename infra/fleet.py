@@ -1,12 +1,12 @@
-"""A fleet that exists only as documents: what each of N nodes publishes in each interval.
+"""A simulated fleet: the documents that each of N nodes publishes in each interval.
 
-A document is what a Choria server publishes as registration: `sender`, `timestamp`, agents, classes, facts
+A document has the form of a Choria server's registration: `sender`, `timestamp`, agents, classes, facts
 and status. Everything in it is varied from the facts of one real machine, and is the same again for the same
 seed, node, turn and time. Nodes of one role and variant share their packages, mounts and processes, as
-machines of one role do; names, addresses, sizes and counters are each node's own. Now and then a node is
+machines of one role do; names, addresses, sizes and counters are each node's own. At intervals a node is
 upgraded: its variant, and with it the size of its document, changes.
 
-Facts are read from /proc, /sys, /etc and the package database. What a system does not have is left out (an
+Facts are read from /proc, /sys, /etc and the package database. Facts that a system does not have are left out (an
 empty section), never invented. Command lines and environments are not read: they may hold secrets.
 """
 
@@ -29,7 +29,7 @@ MAX_MOUNTS = 40
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One machine. Sizes in bytes unless a key says otherwise; `packages` is version by name."""
+    """The facts of one machine. Sizes are in bytes unless a key names another unit; `packages`: version by name."""
 
     os: dict[str, str]
     kernel: dict[str, str]
@@ -42,7 +42,7 @@ class Facts:
 
 
 def read_facts(root: Path = Path("/")) -> Facts:
-    """The facts of the machine whose file system is at `root`."""
+    """Read the facts of the machine that has its file system at `root`."""
     return Facts(
         os=_os_release(root),
         kernel={"name": platform.system(), "release": platform.release(), "machine": platform.machine()},
@@ -56,7 +56,7 @@ def read_facts(root: Path = Path("/")) -> Facts:
 
 
 def _text_of(path: Path) -> str:
-    """Empty where the file cannot be read."""
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -133,7 +133,7 @@ def _processes(root: Path) -> Iterator[dict[str, object]]:
 
 
 def _installed(root: Path) -> dict[str, str]:
-    """The installed packages of Debian and its derivatives; elsewhere those of this Python."""
+    """Return the installed packages of Debian and its derivatives; on other systems those of this Python."""
     packages, name = {}, ""
     for line in _text_of(root / "var/lib/dpkg/status").splitlines():
         if line.startswith("Package: "):
@@ -168,7 +168,7 @@ _PACKAGE_FILL = 32  # bytes of JSON that a package entry takes, about
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large documents are, in bytes: spread over the range, most of them in its lower third."""
+    """The sizes of documents, in bytes: spread over the range, most of them in its lower third."""
 
     least: int = 1024
     most: int = 15 * 1024
@@ -197,12 +197,12 @@ class Fleet:
         self._processes = max(len(facts.processes), 1)
 
     def sender(self, node: int) -> str:
-        """The host name of node 0 .. nodes-1."""
+        """Return the host name of `node`, 0 to nodes-1."""
         mixed = _mix(self._seed, node, 0)
         return f"{ROLES[mixed % len(ROLES)]}{node:05d}.{LOCATIONS[(mixed >> 8) % len(LOCATIONS)]}.example.net"
 
     def document(self, node: int, turn: int, now: float) -> bytes:
-        """What `node` publishes in the interval `turn` (0 is the first), at `now` seconds since 1970."""
+        """Return the document of `node` in the interval `turn` (0 is the first), at `now` seconds since 1970."""
         own, mood = _mix(self._seed, node, 0), _mix(self._seed, node, turn + 1)
         variant = (own // 64 + (turn + node) // TURNS_BETWEEN_UPGRADES) % VARIANTS
         body = self._bodies[own % len(ROLES)][variant]
@@ -236,7 +236,7 @@ class Fleet:
 
 
 def _mix(seed: int, a: int, b: int) -> int:
-    """64 bits that look random and depend on all three (the finish of splitmix64)."""
+    """Return 64 bits that look random and depend on all three arguments (the finalizer of splitmix64)."""
     x = (seed * 0x9E3779B97F4A7C15 + a * 0xBF58476D1CE4E5B9 + b * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -244,7 +244,7 @@ def _mix(seed: int, a: int, b: int) -> int:
 
 
 def _body(facts: Facts, role: str, size: int, rng: random.Random) -> bytes:
-    """The part that nodes of one role and variant share: JSON members without the braces around them."""
+    """Return the part that nodes of one role and variant share: JSON members without the braces around them."""
     document: dict[str, object] = {
         "agents": sorted(rng.sample(AGENTS, rng.randint(2, len(AGENTS)))),
         "classes": [f"roles::{role}", "profiles::base", f"profiles::{rng.choice(('blue', 'green'))}"],
@@ -255,7 +255,7 @@ def _body(facts: Facts, role: str, size: int, rng: random.Random) -> bytes:
 
 
 def _facts(facts: Facts, room: int, rng: random.Random) -> dict[str, object]:
-    """Facts of about `room` bytes of JSON: first those that every machine has, then as many lists as fit."""
+    """Return facts of about `room` bytes of JSON: first those that every machine has, then as many lists as fit."""
     chosen: dict[str, object] = {"os": facts.os, "kernel": facts.kernel, "cpu": facts.cpu}
     room -= len(json.dumps(chosen))
     lists = {"interfaces": facts.interfaces, "mounts": facts.mounts, "processes": facts.processes}

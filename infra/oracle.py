@@ -1,9 +1,8 @@
-"""Compares what a stream held, what the archive holds and what arrived, message by message.
+"""The comparison of source streams, archive and target streams, message by message.
 
-Each place is read into a `Trace`: 24 bytes for each message, whatever its size. `compare` then tells apart what can
-have happened to messages on the way: lost (in front, in the middle, at the end), repeated, out of order, altered,
-unexpected. `source_trace` and `target_traces` fill them from streams, `archived` reads the archive through the cover
-rule.
+Each place is read into a `Trace`: 24 bytes for each message of any size. `compare` then classifies the damage to
+messages on the way: lost (at the start, in the middle, at the end), repeated, out of order, altered, unexpected.
+`source_trace` and `target_traces` fill traces from streams, `archived` reads the archive through the cover rule.
 
 Streams are read raw, byte for byte, through their own consumer. Memory holds one pull of messages at a time, and 24 to
 32 bytes for each message read.
@@ -36,17 +35,17 @@ SubjectMap = Callable[[bytes], bytes]
 
 
 def same_subject(subject: bytes) -> bytes:
-    """The mapping of a target that keeps subjects."""
+    """Return `subject`: the mapping of a target that keeps subjects."""
     return subject
 
 
 def prefixed(prefix: str) -> SubjectMap:
-    """The mapping of a target with `subject_prefix: prefix`."""
+    """Return the mapping of a target with `subject_prefix: prefix`."""
     return lambda subject: prefix.encode() + b"." + subject
 
 
 def fingerprint(subject: bytes, headers: bytes | None, payload: bytes) -> int:
-    """64 bits over subject, raw header block and payload; no headers and an empty block differ."""
+    """Return a 64-bit hash of subject, raw header block and payload; no headers and an empty block differ."""
     digest = blake2b(digest_size=8)
     for part in (subject, headers, payload):
         digest.update(b"-" if part is None else b"%d:" % len(part))
@@ -58,7 +57,7 @@ def fingerprint(subject: bytes, headers: bytes | None, payload: bytes) -> int:
 class Trace:
     """The messages of one chain in the order in which they were read.
 
-    `through`: the greatest sequence that the reading accounts for, whether or not it is still held.
+    `through`: the greatest sequence that the reading accounts for, even if its message no longer exists.
     """
 
     sequences: array[int] = field(default_factory=lambda: array("Q"))
@@ -88,9 +87,9 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How what was found differs from what was expected; counts of messages.
+    """The differences between the found and the expected messages; counts of messages.
 
-    `gone`: found, and no longer held by the source, which does not count as damage. `left_out`: not found, in agreement
+    `gone`: found, but no longer held by the source, which does not count as damage. `left_out`: not found, in agreement
     with the archive's ledger. `examples`: a few lines that name sequences.
     """
 
@@ -110,7 +109,7 @@ class Comparison:
 
     @property
     def lost(self) -> int:
-        """All that was expected and not found."""
+        """The number of messages that were expected and not found."""
         return self.lost_prefix + self.lost_middle + self.lost_postfix
 
     @property
@@ -127,17 +126,17 @@ class Comparison:
 
 
 def compare(expected: Trace, found: Trace, *, name: str = "", may_be_gone: bool = False) -> Comparison:
-    """What happened to the messages of `expected` on their way to `found`.
+    """Compare the messages of `expected` with those that arrived in `found`.
 
-    `expected` is in sequence order without repeats, as a stream is. With `may_be_gone` its source has deleted
-    messages since they were carried on: what was found up to `expected.through` and is not in `expected`
-    counts as gone. Raises ValueError where `expected` is not in order.
+    `expected` is in sequence order without repeats, as a stream is. `may_be_gone`: its source may have deleted
+    messages after they were carried, so a found message up to `expected.through` that is not in `expected` counts as
+    gone. Raises ValueError if `expected` is not in order.
     """
     return _Walk(expected, found, name, may_be_gone).result()
 
 
 def allow(comparison: Comparison, left_out: int) -> Comparison:
-    """The comparison if `left_out` messages, no more and no fewer, were left out on purpose.
+    """Return the comparison for exactly `left_out` messages that were left out on purpose.
 
     If another number is missing, the difference counts as lost.
     """
@@ -196,7 +195,7 @@ class _Walk:
         )
 
     def _take(self, index: int, sequence: int) -> bool:
-        """Judges the message at `index`; False if it was there before."""
+        """Check the found message at `index`. Return False if it is a repeat."""
         place = self._place(sequence)
         if place is None:
             return self._take_other(sequence)
@@ -231,7 +230,7 @@ class _Walk:
             self._note("altered", f"sequence {sequence}: timestamp {there} became {here}")
 
     def _lost(self) -> tuple[int, int, int]:
-        """Lost in front, in the middle, at the end; if nothing came at all, all is lost at the end."""
+        """Return how many are lost at the start, in the middle, at the end; all at the end if nothing came at all."""
         lost = self._seen.count(0)
         if lost:
             self._example_lost()
@@ -262,7 +261,7 @@ def _require_order(trace: Trace) -> None:
 
 
 async def source_trace(client: FloeClient, stream: str, subject: SubjectMap = same_subject) -> Trace:
-    """Raises ConfigError where the stream does not exist."""
+    """Read a source stream into a trace. Raises ConfigError if the stream does not exist."""
     trace = Trace()
     last = await read_stream(client, stream, lambda message: trace.add(message, subject(message.subject)))
     trace.through = last
@@ -271,9 +270,9 @@ async def source_trace(client: FloeClient, stream: str, subject: SubjectMap = sa
 
 @dataclass(slots=True)
 class Arrived:
-    """What a target stream holds, chain by chain, in the order in which it was stored.
+    """The messages of a target stream, by chain, in the order in which they were stored.
 
-    `delays`: milliseconds between a message's time at its source and its time here. `foreign`: messages
+    `delays`: milliseconds between a message's time at its source and its time in the target. `foreign`: messages
     without provenance.
     """
 
@@ -295,16 +294,16 @@ class Arrived:
 
 
 async def target_traces(client: FloeClient, stream: str) -> Arrived:
-    """Raises ConfigError where the stream does not exist."""
+    """Read a target stream into traces by chain. Raises ConfigError if the stream does not exist."""
     arrived = Arrived()
     await read_stream(client, stream, arrived.take)
     return arrived
 
 
 async def read_stream(client: FloeClient, stream: str, take: Callable[[Message], None]) -> int:
-    """Gives every message that the stream holds to `take`, in order; returns the stream's last sequence.
+    """Pass every message that the stream holds to `take`, in order; return the stream's last sequence.
 
-    Raises ConfigError where the stream does not exist, else as `scan`.
+    Raises ConfigError if the stream does not exist, and the errors of `read_through`.
     """
     info = await stream_info(client, stream)
     if info is None:
@@ -315,7 +314,7 @@ async def read_stream(client: FloeClient, stream: str, take: Callable[[Message],
 
 
 def archived(store: SegmentStore, chain: Chain, position: int = 1) -> Iterator[Message]:
-    """The messages that the cover of `chain` holds from `position` on; holes are skipped."""
+    """Yield the messages that the cover of `chain` holds from `position` on; holes are skipped."""
     for stretch in cover(store.list(chain, position=position), position):
         with open_stretch(store, stretch) as reader:
             for batch in reader.batches(stretch.rows):
@@ -323,7 +322,7 @@ def archived(store: SegmentStore, chain: Chain, position: int = 1) -> Iterator[M
 
 
 def archive_holes(store: SegmentStore, chain: Chain) -> list[SequenceRange]:
-    """The ranges between the first and the last covered sequence that no segment covers."""
+    """Return the ranges between the first and the last covered sequence that no segment covers."""
     ranges = [ref.coverage for ref in store.list(chain)]
     if not ranges:
         return []

@@ -1,6 +1,6 @@
-"""The rights of each role, at NATS and on the bucket: one table, which makes the files in `infra/rights/` and the docs.
+"""The rights of each role in NATS and on the bucket: one table, from which `infra/rights/` and the docs are generated.
 
-`python -m infra.rights FOLDER [NAME=VALUE …]` writes the files, for other names than those of the ready ones:
+`python -m infra.rights FOLDER [NAME=VALUE …]` writes the files with names other than those of the committed ones:
 `python -m infra.rights rights site=eu-west stream=NODE_DATA bucket=archive`. The names are the fields of `Names`.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the rights are about. `subjects`: what subjects of the target begin with; `copy`: a stream to replay into.
+    """The names in the rights. `subjects`: the prefix of the target's subjects; `copy`: a stream to replay into.
 
-    `domain`: the JetStream domain that is asked for. A server inside it takes the domain off a subject before it
-    judges; `outside`, if not empty: the connection is to one that does not.
+    `domain`: the JetStream domain that is used. A server inside it removes the domain from a subject before it checks
+    permissions; `outside`, if not empty: the connection is to a server that does not.
     """
 
     site: str = "us-east"
@@ -37,10 +37,10 @@ class Names:
     inbox: str = "_INBOX"
 
     def filled(self, text: str) -> str:
-        """`text` with the names in place of `{name}`, and what the domain makes of `{api}`, `{kv}` and `{acks}`."""
+        """Return `text` with the names in place of `{name}`, and with `{api}`, `{kv}` and `{acks}` for the domain."""
         api = f"$JS.{self.domain}.API"
         plain = {"api": "$JS.API", "kv": "$KV", "heard": f"{api}.$KV" if self.domain else "$KV"}
-        acks = "$JS.ACK" if self.domain else f"$JS.ACK.{self.stream}"  # with one, domain and account stand in between
+        acks = "$JS.ACK" if self.domain else f"$JS.ACK.{self.stream}"  # a domain and its account come before the stream
         asked = {**plain, "api": api, "kv": f"{api}.$KV"} if self.domain and self.outside else plain
         names = {each.name: getattr(self, each.name) for each in fields(self)}
         for name, value in {**asked, "acks": acks, **names}.items():
@@ -50,7 +50,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class SubjectRights:
-    """Subjects that a role publishes or subscribes to; `only`: when it needs them, empty for always."""
+    """Subjects that a role publishes or subscribes to. `only`: the case in which it needs them, empty for always."""
 
     subjects: tuple[str, ...]
     only: str = ""
@@ -59,7 +59,7 @@ class SubjectRights:
 
 @dataclass(frozen=True, slots=True)
 class KeyRights:
-    """S3 actions on keys below the prefix; with `*` for any text."""
+    """S3 actions on keys below the prefix, with `*` for any text."""
 
     actions: tuple[str, ...]
     keys: tuple[str, ...]
@@ -67,8 +67,8 @@ class KeyRights:
 
 @dataclass(frozen=True, slots=True)
 class RoleRights:
-    """`commands`: what the role may run. `nats` is empty for who never connects; `listed`: prefixes that may be
-    listed; `note`: what is said of the commands.
+    """The rights of a role. `commands`: those that it may run. `nats`: empty if it never connects. `listed`: prefixes
+    that it may list. `note`: text that follows the commands.
     """
 
     name: str
@@ -102,7 +102,7 @@ def _kv(bucket: str) -> tuple[str, ...]:
 
 
 def _hearing(role: str) -> tuple[str, ...]:
-    """With a domain both are listened to, wherever the server is."""
+    """Return both forms of the lease subjects: with a domain, a client subscribes to both, inside and outside of it."""
     return (f"$KV.{{lease_bucket}}.{role}.>", f"{{heard}}.{{lease_bucket}}.{role}.>")
 
 
@@ -249,7 +249,7 @@ ROLES = (
     ),
 )
 
-#: Commands that no role is for, and why.
+#: Commands without a role, by reason.
 OTHERS = {
     "it has the rights of the role that it examines": ("doctor", "config check"),
     "it asks the monitor of a service, and neither NATS nor the bucket": ("check egress", "check ingress"),
@@ -261,7 +261,7 @@ OTHERS = {
 
 
 def nats_conf(role: RoleRights, names: Names) -> str:
-    """Permissions to include in a user of nats-server; what is needed only sometimes stands last, with its reason."""
+    """Return permissions to include in a user of nats-server; conditional ones come last, with their reasons."""
     lines = [f"# {role.name}: {role.what}", "permissions: {"]
     for word, listens in (("publish", False), ("subscribe", True)):
         lines.append(f"  {word}: {{ allow: [")
@@ -273,7 +273,7 @@ def nats_conf(role: RoleRights, names: Names) -> str:
 
 
 def s3_policy(role: RoleRights, names: Names) -> dict[str, Any]:
-    """The policy as Amazon S3, MinIO and SeaweedFS read it."""
+    """Return the policy in the form that Amazon S3, MinIO and SeaweedFS read."""
     arn, base = f"arn:aws:s3:::{names.bucket}", f"{names.prefix}/" if names.prefix else ""
     listed = [f"{base}{names.filled(each).removesuffix('*')}*" for each in role.listed]
     listing = {"Effect": "Allow", "Action": ["s3:ListBucket"], "Resource": [arn]}
@@ -285,7 +285,7 @@ def s3_policy(role: RoleRights, names: Names) -> dict[str, Any]:
 
 
 def rights_files(names: Names) -> Iterator[tuple[str, str]]:
-    """Each file: its name and its content."""
+    """Yield the name and the content of each file."""
     for role in ROLES:
         if role.nats:
             yield f"nats-{role.name}.conf", nats_conf(role, names)
@@ -306,7 +306,7 @@ def _written(subjects: tuple[str, ...]) -> str:
 
 
 def page_with_rights(page: str) -> str:
-    """`page` with the tables between its two marks brought up to date."""
+    """Return `page` with the tables between its two marks brought up to date."""
     nats = ["| role | publish | subscribe |", "|---|---|---|"]
     s3 = ["| role | what it does | bucket |", "|---|---|---|"]
     for role in ROLES:
@@ -325,7 +325,7 @@ def page_with_rights(page: str) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Write the files into the folder that the first word names; the others are names."""
+    """Write the files into the folder named by the first word; the other words set names."""
     known = [each.name for each in fields(Names)]
     given = dict(word.partition("=")[::2] for word in words[1:])
     if not words or not given.keys() <= set(known):

@@ -1,4 +1,4 @@
-"""The demo's last step: every chain read in three places, by Floe's own code and by Spark, and compared."""
+"""The demo's last step: reads every chain in three places, by Floe's own code and by Spark, and compares them."""
 
 import json
 from collections import Counter
@@ -36,12 +36,12 @@ COLUMNS = ("chain", "source", "left out", "archive", "target", "restored", "segm
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """One chain as it is in three places.
+    """The messages of one chain in three places.
 
     `delays`: milliseconds from source to target, unsorted. `segments`: how many by level. `stored_bytes`: of the
-    segments that account for the chain; `waiting_bytes`: of those that have been merged into others. `left_out`:
-    messages that were left out on purpose, according to the ledgers of the segments. `restored`: messages that came
-    back where the site lost its server, else None.
+    segments in the cover of the chain; `waiting_bytes`: of those that have been merged into others. `left_out`:
+    messages that were left out on purpose, according to the ledgers of the segments. `restored`: messages that were
+    restored if the site lost its server, else None.
     """
 
     chain: Chain
@@ -56,10 +56,11 @@ class Readings:
     restored: int | None = None
 
     def compared(self) -> list[Comparison]:
-        """The archive against the source, the target against the archive, and the target against the source.
+        """Compare the archive with the source, the target with the archive, and the target with the source.
 
-        What the source has deleted since, by a limit or by hand, is still in the archive and the target; between those
-        two nothing may differ. As many must be missing as the ledgers say were sampled out.
+        Messages that the source has deleted since, by a limit or by hand, are still in the archive and the target;
+        between those two nothing may differ. The number of missing messages must be the ledgers' number of sampled-out
+        ones.
         """
         name = f"{self.chain.site}/{self.chain.feed}"
         return [
@@ -72,11 +73,11 @@ class Readings:
         return allow(compare(self.source, found, name=name, may_be_gone=True), self.left_out)
 
     def ratio(self) -> float:
-        """How many times smaller the segments are than their messages; 0 without segments."""
+        """Return the bytes of the messages over those of their segments; 0 without segments."""
         return self.archive.raw_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     def delay(self, share: float) -> float:
-        """Seconds that `share` (0 to 1) of the messages did not exceed; 0 without messages."""
+        """Return the seconds that the fraction `share` (0 to 1) of the messages did not exceed; 0 without messages."""
         ordered = sorted(self.delays)
         return ordered[min(int(len(ordered) * share), len(ordered) - 1)] / 1000 if ordered else 0.0
 
@@ -96,7 +97,7 @@ class Readings:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The end of a demo. `problems`: what else is wrong, besides messages; `seconds`: how long all took."""
+    """The result of a demo. `problems`: everything wrong besides messages; `seconds`: the duration of the whole."""
 
     readings: tuple[Readings, ...]
     published: int
@@ -105,7 +106,7 @@ class DemoResult:
     problems: tuple[str, ...] = ()
 
     def comparison(self) -> Comparison:
-        """All chains together: of the three comparisons of a chain the worst counts."""
+        """Return the total over all chains: of the three comparisons of a chain, the worst counts."""
         return total(worst(readings.compared()) for readings in self.readings)
 
     @property
@@ -167,7 +168,7 @@ def _chain_json(readings: Readings) -> dict[str, object]:
     }
 
 
-# Which event may follow which: a node appears, falls silent, and comes back or is forgotten.
+# The events that may follow each event: a node appears, falls silent, and returns or is forgotten.
 FOLLOWS = {"": {"new"}, "new": {"timeout"}, "timeout": {"recover", "expire"}, "recover": {"timeout"}, "expire": {"new"}}
 MAX_PROBLEMS = 5
 
@@ -220,7 +221,7 @@ class ArchivedChain:
 
 
 def read_archive(world: World) -> dict[Chain, ArchivedChain]:
-    """All chains in the bucket, with subjects as in the target."""
+    """Read all chains in the bucket, with subjects as in the target."""
     settings = loader.load(str(world.central_config))
     with closing(open_store(settings)) as store:
         return {chain: _read_chain(store, chain) for chain in open_chains(settings).chains()}
@@ -245,12 +246,13 @@ def _left_out(store: SegmentStore, stretch: Stretch[SegmentRef]) -> int:
     if stretch.rows == footer.coverage or not chosen:
         return chosen
     with store.open(stretch.segment, rows=stretch.rows) as reader:
-        # The ledger has no numbers for a part of a segment. The sampled stream deletes nothing: the rest was left out.
+        # The ledger has no numbers for a part of a segment. The sampled stream deletes nothing, so all other sequences
+        # were left out.
         return len(stretch.rows) - sum(batch.num_rows for batch in reader.batches(stretch.rows))
 
 
 async def read_source(clients: Mapping[str, FloeClient], chain: Chain) -> Trace:
-    """With subjects as in the target."""
+    """Read the source of a chain, with subjects as in the target."""
     return await source_trace(clients[chain.site], chain.feed, prefixed(PREFIX))
 
 
@@ -260,7 +262,9 @@ async def read_chains(
     sources: Mapping[Chain, Trace],
     restored: Mapping[Chain, int],
 ) -> tuple[list[Readings], list[str]]:
-    """`sources`: of chains whose source was read before it was lost; `restored`: how many came back of them."""
+    """Read all chains; return them, and the problems found. `sources`: traces of sources that were read before they
+    were lost; `restored`: the number of their messages that were restored.
+    """
     arrived = await target_traces(clients["central"], TARGET)
     expected = [Chain(site, stream) for site in clients if site != "central" for stream in STREAMS]
     problems = _strangers(expected, archive, arrived)
@@ -295,8 +299,9 @@ def _strangers(expected: list[Chain], archive: Mapping[Chain, object], arrived: 
 
 
 async def ask_spark(world: World, readings: list[Readings], later: Mapping[Chain, int]) -> tuple[str, list[str]]:
-    """Counts the archive's rows with a Spark query; returns a sentence about it, and the differences from our
-    reading. `later`: how many came behind that.
+    """Count the archive's rows with a Spark query; return a sentence about it, and the differences from `readings`.
+
+    `later`: messages by chain that were archived after those readings.
     """
     out = await run_command(world.folder, "spark query", "compaction.report", "-c", str(world.central_config))
     try:
@@ -317,9 +322,9 @@ WHERE = (SITES[0], AWKWARD)  # the feed that holds every kind of message that is
 
 
 async def ask_drill(world: World) -> tuple[str, list[str]]:
-    """Restores one feed into a scratch stream; returns a sentence about it, and the differences from the archive.
+    """Restore one feed into a scratch stream; return a sentence about it, and the differences from the archive.
 
-    Raises FloeError where the drill fails, or its output cannot be read.
+    Raises FloeError if the drill fails, or its output cannot be read.
     """
     site, feed = WHERE
     command = ("floe", "drill", "-c", str(world.central_config), "--site", site, "--feed", feed, "--json")

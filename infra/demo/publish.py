@@ -1,4 +1,4 @@
-"""What the demo publishes: a fleet at each site, and bursts of awkward messages beside it."""
+"""The publishers of the demo: a fleet at each site, and bursts of awkward messages beside it."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ LEAVERS_NUMBER = 90_000  # of the first leaver; the numbers of the fleet are sma
 
 
 class Leavers(Fleet):
-    """Nodes with names of their own."""
+    """Nodes that fall silent early; their names differ from those of the fleet."""
 
     def sender(self, node: int) -> str:
         return super().sender(node + LEAVERS_NUMBER)
@@ -27,7 +27,7 @@ class Leavers(Fleet):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is published at each site. `rate`: documents per second; `awkward`: messages in all."""
+    """The load at each site. `rate`: documents per second; `awkward`: awkward messages in all."""
 
     seconds: float
     seed: int
@@ -38,7 +38,7 @@ class Load:
 
 @dataclass(slots=True)
 class SitePublisher:
-    """Publishes at one site. `reports`: one for each burst of awkward messages."""
+    """The publisher of one site. `reports`: one for each burst of awkward messages."""
 
     site: str
     client: FloeClient
@@ -53,14 +53,14 @@ class SitePublisher:
             await create_stream(self.client, config)
 
     async def run(self, stop: Stop) -> None:
-        """Publishes into both streams until the load's time is over or `stop` is set."""
+        """Publish into both streams until the load's time is over or `stop` is set."""
         async with asyncio.TaskGroup() as group:
             for emulator in self._make_emulators():
                 group.create_task(emulator.run(stop))
             group.create_task(self._bursts(stop))
 
     def sent(self) -> int:
-        """Messages published so far, without those of the current burst."""
+        """Return the number of messages published so far, without those of the current burst."""
         documents = sum(emulator.progress.published.sent for emulator in self.emulators)
         return documents + sum(report.published.sent for report in self.reports)
 

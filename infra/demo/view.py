@@ -1,4 +1,4 @@
-"""What the demo shows: numbered steps, with a moving line on a terminal and plain lines elsewhere."""
+"""The output of the demo: numbered steps, with a moving line on a terminal and plain lines elsewhere."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,26 +11,26 @@ from rich.table import Table
 
 from common.clock import Clock
 
-SECONDS_BETWEEN_LINES = 5.0  # where lines cannot be rewritten
+SECONDS_BETWEEN_LINES = 5.0  # if lines cannot be rewritten
 
 
 class DemoView(Protocol):
-    """Where the demo writes."""
+    """The output of the demo."""
 
     def step(self, title: str, why: str) -> None:
-        """The next numbered step: what happens, and why it is worth seeing."""
+        """Begin the next numbered step. `why`: the reason why it is worth seeing."""
 
     def say(self, text: str) -> None: ...
 
     def progress(self, text: str) -> None:
-        """How far the step is; replaces the former text where that is possible."""
+        """Show the progress of the step; replace the former text if that is possible."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """The first column holds names."""
+        """Print a table. The first column holds names."""
 
 
 class ConsoleView:
-    """Text for people, on stdout. `steps`: how many there will be."""
+    """The output for people, on stdout. `steps`: how many there will be."""
 
     def __init__(self, clock: Clock, steps: int, console: Console | None = None) -> None:
         self._clock, self._steps, self._number = clock, steps, 0
@@ -47,7 +47,7 @@ class ConsoleView:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keeps the moving line in place, and restores the terminal afterwards."""
+        """Keep the moving line in place, and restore the terminal afterwards."""
         if not self._console.is_terminal:
             yield
             return
@@ -87,7 +87,7 @@ class ConsoleView:
 
 
 class QuietView:
-    """Steps only, on stderr: stdout belongs to the JSON result."""
+    """The output of `--json`: steps only, on stderr, because stdout belongs to the result."""
 
     def __init__(self) -> None:
         self._number = 0

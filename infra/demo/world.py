@@ -1,4 +1,4 @@
-"""The demo's small world: two sites, a bucket and a centre, all on loopback in one temporary folder."""
+"""The servers and processes of the demo: two sites, a bucket and a centre, on loopback in one temporary folder."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from infra.local.minio import local_s3
 from infra.local.nats import NatsServer
 from infra.local.process import spawn
 
-PROJECT = Path(__file__).parents[2]  # where floe.py stands, in a checkout and when installed
+PROJECT = Path(__file__).parents[2]  # the folder of floe.py, in a checkout and when installed
 STOP_TIMEOUT = 30.0  # seconds until a drain has taken too long
 
 
@@ -42,7 +42,7 @@ class DemoService:
         return self._process is not None and self._process.poll() is None
 
     def check(self) -> None:
-        """Raises FloeError with the end of the log if the process has ended by itself."""
+        """Raise FloeError with the end of the log if the process has ended by itself."""
         if self._process is not None and self._process.poll() is not None:
             raise FloeError(
                 f"{self.name}: expected to run, found exit code {self._process.returncode}: {tail(self.log)}",
@@ -57,7 +57,10 @@ class DemoService:
         return pid
 
     async def drain(self) -> None:
-        """Sends SIGTERM and waits until the work is done. Raises FloeError where it takes too long or fails."""
+        """Send SIGTERM and wait until the process has drained. Raises FloeError if its exit code is not 0.
+
+        If it takes longer than `STOP_TIMEOUT`, it is killed, and TimeoutExpired is raised.
+        """
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -74,7 +77,7 @@ class DemoService:
 
 
 async def run_command(folder: Path, name: str, *command: str) -> str:
-    """Runs one `floe …` command to its end; returns its stdout. Raises FloeError where it fails.
+    """Run one `floe …` command to its end; return its stdout. Raises FloeError if it fails.
 
     Cancelling kills the process.
     """
@@ -108,7 +111,7 @@ def _spawn(command: tuple[str, ...], *, stdout: int | IO[bytes], stderr: IO[byte
 
 
 def _kill(process: subprocess.Popen[bytes]) -> int:
-    """SIGKILL to the process and to those that it started (Spark's JVM); returns its id. Nothing if it has ended."""
+    """Send SIGKILL to the process and those that it started (Spark's JVM), unless it has ended; return its id."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -117,7 +120,7 @@ def _kill(process: subprocess.Popen[bytes]) -> int:
 
 
 def tail(log: Path, lines: int = 5) -> str:
-    """The end of a log, on one line; empty where there is none."""
+    """Return the end of a log, on one line; empty if there is no log."""
     text = log.read_text(errors="replace") if log.exists() else ""
     return " | ".join(text.splitlines()[-lines:])
 
@@ -146,7 +149,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     ADVISORIES: {"name": ADVISORIES, "subjects": ["advisories.>"], "storage": "file"},
 }
 
-# One document of each node in ten seconds, at once where its size changes, and advisories about silent nodes.
+# One document of each node in ten seconds, at once if its size changes, and advisories about silent nodes.
 WARN_SECONDS, SAMPLE_SECONDS = 5, 10
 SAMPLED = {
     "stream": NODES,
@@ -181,7 +184,7 @@ LEASE_TTL = "3s"
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The processes of Floe, by what the demo calls them."""
+    """The processes of Floe, by their names in the demo."""
 
     egress: Mapping[str, DemoService]
     ingress: DemoService
@@ -195,7 +198,7 @@ class Services:
 
 
 class World:
-    """The servers, the configuration files and the processes. `close` ends all of them, whatever happened."""
+    """The servers, the configuration files and the processes. `close` ends all of them, in any state."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="floe-demo-"))
@@ -206,7 +209,7 @@ class World:
         self.services: Services | None = None
 
     def start(self) -> None:
-        """Returns when all servers are ready. Raises FloeError where one does not start."""
+        """Start all servers; return when they are ready. Raises FloeError if one does not start."""
         for server in (*self.sites.values(), self.central):
             try:
                 server.start()
@@ -216,7 +219,7 @@ class World:
         self.s3.create_bucket(BUCKET)
 
     def write_configs(self) -> Services:
-        """One configuration for each site and one for the centre; returns their services, not yet started."""
+        """Write a configuration for each site and one for the centre; return their services, not yet started."""
         egress = {
             site: DemoService(self.folder, f"egress {site}", self._write_site(site), "egress", "run") for site in SITES
         }
@@ -233,7 +236,7 @@ class World:
         return self.folder / "central.yaml"
 
     def close(self) -> None:
-        """Ends every process that this world started, and removes the folder unless it is to be kept."""
+        """End every process that this world started, and remove the folder unless it is to be kept."""
         for service in self.services.all() if self.services else []:
             service.kill()
         for server in (*self.sites.values(), self.central):

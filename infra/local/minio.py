@@ -1,7 +1,7 @@
-"""MinIO as the S3 server of the demo and the tests, where one is found: one process on loopback.
+"""MinIO, the S3 server of the demo and the tests if it is installed: one process on loopback.
 
-`python -m infra.local.minio` (`make minio`) starts one and prints the settings that reach it: what is found, else what
-go builds, else a container by its digest.
+`python -m infra.local.minio` (`make minio`) starts one and prints the settings to connect to it. It runs an installed
+MinIO, else one that it builds with go, else a container image that is pinned by its digest.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ IMAGE = (
 )
 IMAGE_VARIABLE = "FLOE_MINIO_IMAGE"
 _BUCKET = "floe"
-_LOOK = 0.5  # seconds between two looks whether it still runs
+_LOOK = 0.5  # seconds between two checks that it still runs
 
 
 def find_minio() -> Path | None:
-    """`FLOE_MINIO`, else `minio` on the PATH, where `go install` puts it, or beside this Python; None where none is.
+    """Return `FLOE_MINIO`, else `minio` on the PATH, in the folder of `go install`, or beside this Python; else None.
 
-    Raises ConfigError where FLOE_MINIO names no program; an empty FLOE_MINIO means none.
+    Raises ConfigError if FLOE_MINIO does not name a program; an empty FLOE_MINIO means none.
     """
     named = os.environ.get(VARIABLE)
     if named is not None:
@@ -51,14 +51,14 @@ def find_minio() -> Path | None:
 
 
 def local_s3(folder: Path) -> LocalS3:
-    """MinIO where one is found, else SeaweedFS; its data stays in `folder`."""
+    """Return MinIO if it is installed, else SeaweedFS; its data stays in `folder`."""
     return MinIO(folder) if find_minio() else SeaweedFS(folder)
 
 
 class MinIO(LocalS3):
     """`minio server` with one drive.
 
-    `environment`: further settings of MinIO, as MINIO_NOTIFY_NATS_… for notifications.
+    `environment`: further settings of MinIO, such as MINIO_NOTIFY_NATS_… for notifications.
     """
 
     name = "MinIO"
@@ -87,7 +87,7 @@ class MinIO(LocalS3):
 
 
 class _Container(MinIO):
-    """The same in a container, whose files belong to the user. `engine`: docker or podman."""
+    """MinIO in a container; its files belong to the user. `engine`: docker or podman."""
 
     def __init__(self, engine: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _Container(MinIO):
         self._image = os.environ.get(IMAGE_VARIABLE, "") or IMAGE
 
     def pull(self) -> None:
-        """Raises Unavailable."""
+        """Pull the image. Raises Unavailable if that fails."""
         if code := subprocess.run([self._engine, "pull", self._image], check=False, stdout=sys.stderr).returncode:
             raise Unavailable(
                 f"{self._engine} pull {self._image}: expected exit code 0, found {code}",
@@ -119,12 +119,12 @@ class _Container(MinIO):
         return [self._engine, "run", *options, self._image, "server", "/data"]
 
     def _environment(self) -> dict[str, str]:
-        # The engine's client finds its daemon and its files by the person's variables.
+        # The engine's client finds its daemon and its files by the environment of the user.
         return {**os.environ, **self._settings}
 
 
 def _folders() -> Iterator[Path]:
-    """Where a program that is not on the PATH may be."""
+    """Yield the folders that may hold a program that is not on the PATH."""
     for folder in (os.environ.get("GOBIN"), *(f"{p}/bin" for p in os.environ.get("GOPATH", "").split(":") if p)):
         if folder:
             yield Path(folder)
@@ -137,7 +137,7 @@ def _is_program(path: Path) -> bool:
 
 
 def _server() -> MinIO:
-    """Raises ConfigError where there is no way to one, Unavailable where that way fails."""
+    """Return a server, built or pulled if needed. Raises ConfigError if no method exists, Unavailable if it fails."""
     if find_minio():
         return MinIO()
     if shutil.which("go"):
@@ -154,7 +154,7 @@ def _server() -> MinIO:
 
 
 def _build() -> None:
-    """`go install`. Raises Unavailable where it does not build."""
+    """Run `go install`. Raises Unavailable if the build fails."""
     click.echo(f"no minio here: go install {MODULE} (some ten minutes, once) …", err=True)
     if code := subprocess.run(["go", "install", MODULE], check=False).returncode:
         raise Unavailable(f"go install {MODULE}: expected exit code 0, found {code}")
@@ -172,7 +172,7 @@ store:
 
 
 def main() -> int:
-    """Runs MinIO with a bucket until SIGINT or SIGTERM, with a folder that goes with it."""
+    """Run MinIO with a bucket, in a temporary folder, until SIGINT or SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         server = _server()

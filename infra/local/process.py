@@ -1,8 +1,8 @@
-"""Child processes that end with the process that started them, however that ends; free ports for them.
+"""Child processes that end with the process that started them, even if that is killed; and free ports for them.
 
 A test run or a demo that is killed cannot stop its servers. A death signal (PR_SET_PDEATHSIG) follows the thread that
 started the child, not the process: a server would end with the thread that started it. Here a small guard process holds
-the reading end of a pipe: the kernel closes the writing end when its owner is gone, and the guard then kills the
+the reading end of a pipe. The kernel closes the writing end when its owner has ended, and the guard then kills the
 tethered processes that still run.
 """
 
@@ -26,11 +26,11 @@ class _Guard(NamedTuple):
 
 
 _lock = threading.Lock()
-_guards: dict[int, _Guard] = {}  # by process id: a fork has to start its own
+_guards: dict[int, _Guard] = {}  # by process id: a forked process has to start its own
 
 
 def spawn(command: Sequence[str | os.PathLike[str]], **options: Any) -> subprocess.Popen[Any]:
-    """`subprocess.Popen(command, **options)`, tethered to this process."""
+    """Return `subprocess.Popen(command, **options)`, tethered to this process."""
     process = subprocess.Popen(command, **options)
     try:
         tether(process.pid)
@@ -42,9 +42,9 @@ def spawn(command: Sequence[str | os.PathLike[str]], **options: Any) -> subproce
 
 
 def tether(pid: int) -> None:
-    """The child `pid` is killed when this process is gone, and so is the process group that it leads.
+    """Have the child `pid` killed when this process has ended, together with the process group that it leads.
 
-    Call it before the child is waited for: until then its number is not given to another process.
+    Call it before the child is waited for: until then its process id is not reused.
     """
     with _lock:
         try:
@@ -64,7 +64,7 @@ def _tell(pid: int) -> None:
 
 
 def _start() -> _Guard:
-    # Not a Popen: the guard outlives this interpreter, which would warn about a child that still runs.
+    # Not a Popen: the guard outlives this interpreter, and a Popen would warn about a child that still runs.
     reading, writing = os.pipe()
     try:
         pid = os.posix_spawn(
@@ -72,7 +72,7 @@ def _start() -> _Guard:
             [sys.executable, "-I", "-S", __file__],
             os.environ,
             file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
-            setsid=True,  # it outlives what Ctrl-C or a hang-up ends
+            setsid=True,  # so that Ctrl-C or a hang-up does not end it
         )
     finally:
         os.close(reading)
@@ -80,7 +80,7 @@ def _start() -> _Guard:
 
 
 def _guard() -> None:
-    """Reads process ids, one a line, until the owner is gone; then kills those that still run."""
+    """Read process ids, one a line, until the owner has ended; then kill those that still run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     poll, rest = select.poll(), b""
@@ -111,23 +111,23 @@ def _kill(pid: int) -> None:
         (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
 
 
-# Below the range that Linux gives to outgoing connections (32768 and up): a server keeps its port over restarts;
-# from that range, a client of another server could take it meanwhile.
+# Below the range that Linux uses for outgoing connections (32768 and up): a server keeps its port over restarts, and a
+# port in that range could be taken by a client of another server meanwhile.
 _LOWEST, _HIGHEST = 10_240, 20_240
 PAIR_DISTANCE = _HIGHEST - _LOWEST
 _SHARE = 250  # ports that one process gives out
-_shares: dict[int, Iterator[int]] = {}  # by process id, as the guards
+_shares: dict[int, Iterator[int]] = {}  # by process id, like the guards
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 without a listener. Raises OSError where none is found."""
+    """Return a port of 127.0.0.1 without a listener. Raises OSError if none is found."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int, *, paired: bool = False) -> list[int]:
-    """`count` different free ports; with `paired`, `port + 10_000` of each is free too. Raises OSError.
+    """Return `count` different free ports; with `paired`, `port + 10_000` of each is free too. Raises OSError.
 
-    Who asks for a port binds it later: so no other process gives it out, and this one all its others first.
+    The caller binds a port later. So no other process gives it out, and this one gives out all its other ports first.
     """
     with _lock:
         share = _shares.get(os.getpid()) or _shares.setdefault(os.getpid(), cycle(_own_share()))
@@ -141,12 +141,12 @@ def free_ports(count: int, *, paired: bool = False) -> list[int]:
 
 
 def _own_share() -> list[int]:
-    """Ports that are this process's until it ends, in any order; some of another's where all are taken."""
+    """Return ports reserved by this process until it ends, in random order; another's if all are reserved."""
     rng = random.SystemRandom()
     shares = [range(lowest, lowest + _SHARE) for lowest in range(_LOWEST, _HIGHEST, _SHARE)]
     for share in rng.sample(shares, len(shares)):
         with socket.socket(socket.AF_UNIX) as claim, contextlib.suppress(OSError):
-            claim.bind(f"\0floe-ports-{share.start}")  # a name without a file, which goes with the last who has it open
+            claim.bind(f"\0floe-ports-{share.start}")  # an abstract name: it lasts until its last descriptor is closed
             claim.detach()
             break
     return rng.sample(share, _SHARE)

@@ -1,4 +1,4 @@
-"""A real S3 server for the demo, tests and benchmarks: SeaweedFS from its wheel, one process on loopback."""
+"""Real S3 servers for the demo, tests and benchmarks: their base class, and SeaweedFS from its wheel, on loopback."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _TIMEOUT = 10.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class SignedClient:
-    """Speaks to the S3 server on `port` of 127.0.0.1."""
+    """A client of the S3 server on `port` of 127.0.0.1 that signs its requests."""
 
     port: int
     access_key: str
     secret_key: str
 
     def call(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Status and body of the answer. Raises OSError and http.client.HTTPException."""
+        """Return status and body of the answer. Raises OSError and http.client.HTTPException."""
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
         return request(self.port, method, path, body, self._headers(method, path, stamp))
 
     def _headers(self, method: str, path: str, stamp: str) -> dict[str, str]:
-        """AWS Signature Version 4, the body left unsigned."""
+        """Return the headers of AWS Signature Version 4, with the body unsigned."""
         scope = f"{stamp[:8]}/{REGION}/s3/aws4_request"
         signed = {"host": f"127.0.0.1:{self.port}", "x-amz-content-sha256": "UNSIGNED-PAYLOAD", "x-amz-date": stamp}
         names = ";".join(signed)
@@ -72,20 +72,20 @@ def _hmac(key: bytes, text: str) -> bytes:
     return hmac.new(key, text.encode(), hashlib.sha256).digest()
 
 
-START_TIMEOUT = 120.0  # seconds; a start takes 3.4, now and then 7.5, a restart 2.2
+START_TIMEOUT = 120.0  # seconds; a start takes 3.4, sometimes 7.5, a restart 2.2
 _POLL = 0.05  # seconds
 _SERVICES = ("master", "volume", "filer", "s3")
-_STARTS = 3  # tries, each on other ports
+_STARTS = 3  # attempts, each on other ports
 
 
 class LocalS3:
     """One S3 server on loopback, in a folder of its own.
 
-    `folder`: where the data stays after `stop`; by default a temporary folder that `stop` removes. Data, ports and
-    keys stay over `kill` and `start`. `access_key` may do everything.
+    `folder`: keeps the data after `stop`; by default a temporary folder that `stop` removes. Data, ports and keys stay
+    over `kill` and `start`. `access_key` has all permissions.
     """
 
-    #: What it is called to people.
+    #: The name in messages.
     name: ClassVar[str]
     _services: ClassVar[tuple[str, ...]]
     _paired: ClassVar[bool] = False
@@ -112,7 +112,7 @@ class LocalS3:
 
     @property
     def pid(self) -> int | None:
-        """None while it does not run."""
+        """The process id; None while it does not run."""
         return self._process.pid if self._process else None
 
     @property
@@ -120,10 +120,10 @@ class LocalS3:
         return self._folder / f"{self.name.lower()}.log"
 
     def start(self) -> None:
-        """Returns when an object was written and read back.
+        """Start the server; return when an object was written and read back.
 
-        Raises ConfigError where the program is not installed, Unavailable (with the end of its log) where it is not
-        ready in time.
+        Raises ConfigError if the program is not installed, Unavailable (with the end of its log) if it is not ready in
+        time.
         """
         for _ in range(_STARTS if not self._ports else 1):
             self._ports = self._ports or self._choose_ports()
@@ -135,39 +135,39 @@ class LocalS3:
         raise taken
 
     def kill(self) -> None:
-        """SIGKILL, as in a crash; data, ports and keys stay."""
+        """Send SIGKILL, as in a crash; data, ports and keys stay."""
         if self._process:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """Ends the process and removes the folder, if it is a temporary one."""
-        # A polite stop waits for the other servers of a cluster; this one has none.
+        """End the process, and remove the folder if it is a temporary one."""
+        # A stop by SIGTERM waits for the other servers of a cluster; this one has none.
         self.kill()
         if not self._keeps_folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def create_bucket(self, name: str) -> None:
-        """No error if it exists. Raises Unavailable."""
+        """Create a bucket, if it does not exist. Raises Unavailable."""
         status, body = self._client().call("PUT", f"/{name}")
         if status not in (200, 409):
             raise Unavailable(f"create bucket {name}: expected 200, found {status} {body[:200]!r}")
 
     def new_bucket(self) -> str:
-        """Makes a bucket with a unique name."""
+        """Create a bucket with a unique name, and return the name."""
         name = f"b-{secrets.token_hex(6)}"
         self.create_bucket(name)
         return name
 
     def _command(self, data: Path) -> list[str]:
-        """What starts it on the chosen ports. Raises ConfigError where the program is not installed."""
+        """Return the command that starts it on the chosen ports. Raises ConfigError if the program is not installed."""
         raise NotImplementedError
 
     def _environment(self) -> dict[str, str]:
         return {
             "PATH": os.environ.get("PATH", ""),
-            "HOME": str(self._folder),  # it would read settings and certificates of the person
+            "HOME": str(self._folder),  # else it would read settings and certificates of the user
             "TMPDIR": str(self._folder),
         }
 
@@ -210,7 +210,7 @@ class LocalS3:
             time.sleep(_POLL)
 
     def check_running(self) -> None:
-        """Raises Unavailable with the end of its log where it has ended by itself."""
+        """Raise Unavailable with the end of its log if it has ended by itself."""
         assert self._process is not None
         if (status := self._process.poll()) is not None:
             log = self._log_end()
@@ -236,8 +236,8 @@ class SeaweedFS(LocalS3):
     """`weed server`, with two identities.
 
     `reader_access_key` may only read objects, neither list nor write. All buckets share their volumes (64 MiB each,
-    at most `volumes`), so a new bucket takes writes at once. `policies`: by name, each for an identity of its own,
-    whose keys are in `keys`.
+    at most `volumes`), so a new bucket takes writes at once. `policies`: by name; each has an identity of its own, with
+    its keys in `keys`.
     """
 
     name = "SeaweedFS"
@@ -254,11 +254,11 @@ class SeaweedFS(LocalS3):
         super().__init__(folder)
         self.reader_access_key, self.reader_secret_key = "floe-reader", secrets.token_hex(20)
         self._volumes, self._policies = volumes, dict(policies or {})
-        #: Access key and secret of each identity that a policy is for.
+        #: Access key and secret of each identity with a policy, by the policy's name.
         self.keys = {name: (f"floe-{name}", secrets.token_hex(20)) for name in self._policies}
 
     def kill(self) -> None:
-        """SIGKILL, as in a crash; data, ports and keys stay."""
+        """Send SIGKILL, as in a crash; data, ports and keys stay."""
         running = self._process is not None
         super().kill()
         if running:
@@ -314,13 +314,13 @@ class SeaweedFS(LocalS3):
         super()._wait_until_ready()
 
     def _share_volumes(self) -> bool:
-        # Without this each new bucket waits for volumes of its own, and the twentieth finds none left.
+        # Without this, each new bucket waits for volumes of its own, and the twentieth finds none left.
         rule = {"locationPrefix": "/buckets/", "collection": "all-buckets", "volumeGrowthCount": 1}
         body = json.dumps({"locations": [rule]}).encode()
         return request(self._ports["filer"], "PUT", "/etc/seaweedfs/filer.conf", body, {})[0] in (200, 201)
 
     def _remove_sockets(self) -> None:
-        # It always puts them into /tmp, and a SIGKILL leaves them there.
+        # The server always creates them in /tmp, and a SIGKILL leaves them there.
         for service, port in self._ports.items():
             for name in (f"{service}-{port}", f"{service}-grpc-{port + PAIR_DISTANCE}"):
                 Path(f"/tmp/seaweedfs-{name}.sock").unlink(missing_ok=True)
@@ -331,7 +331,7 @@ class _PortTakenError(Unavailable):
 
 
 def find_weed() -> Path:
-    """The server program: beside the running interpreter, else on the PATH. Raises ConfigError."""
+    """Return the server program: beside the running interpreter, else on the PATH. Raises ConfigError."""
     beside = Path(sysconfig.get_path("scripts")) / "weed"
     found = str(beside) if beside.exists() else shutil.which("weed")
     if found is None:
