@@ -1,1 +1,1 @@
-"""The fault runs at the length that the promises name (`make soak`)."""
+"""Fault runs at the full length that Floe's promises state (`make soak`)."""

@@ -1,4 +1,4 @@
-"""`python -m tests.soak [--only NAME]`: run the fault runs at full length, write docs/evidence/soak.json."""
+"""`python -m tests.soak [--only NAME]`: run the fault runs at full length and write docs/evidence/soak.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "docs" / "evidence" / "soak.json"
 
 EGRESS, INGRESS, COMPACTION = "egress", "ingress", "compaction"
-BESIDE = (  # what every run stands on
+BESIDE = (  # files that every run depends on
     *("common", "floe.py", "infra", "requirements.lock", "tests/scenarios", "tests/soak", "tests/support"),
 )
 
@@ -91,7 +91,7 @@ def main(only: list[str], stale: bool, seed: int | None, seeds: range) -> None:
             found = _run(server, name, seed if seed is not None else secrets.randbits(32))
             if not found["ok"]:
                 failed.append(name)
-            # Read again: another part of the soak may have written meanwhile.
+            # Read again: another process of the soak may have written meanwhile.
             results = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else {}
             found |= {"commit": commit, "code": code}
             _write(results | {name: added(results.get(name, {}), found)})
@@ -107,18 +107,18 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _commit(name: str) -> str:
-    """What is run: the commit, with a mark where files that count were changed behind it."""
+    """Return the commit of a run, with a note if files that count have uncommitted changes."""
     commit = _git("rev-parse", "--short=12", "HEAD").strip()
     return f"{commit} and changes" if _git("status", "--porcelain", "--", *_parts(name)).strip() else commit
 
 
 def _code(name: str) -> str:
-    """A digest of all committed files that count: the same in any history that holds the same files."""
+    """Return a digest of all committed files that count: the same in any history with the same files."""
     return hashlib.sha256(_git("ls-tree", "-r", "HEAD", "--", *_parts(name)).encode()).hexdigest()[:12]
 
 
 def _is_stale(name: str, result: dict[str, Any]) -> bool:
-    """Whether the run failed, is missing, or was made with other files than stand here."""
+    """True if the run failed, is missing, or was made with other files, or with uncommitted changes then or now."""
     unknown = not result.get("ok") or " " in result.get("commit", " ") or " " in _commit(name)
     return unknown or result.get("code") != _code(name)
 
