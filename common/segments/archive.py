@@ -52,8 +52,8 @@ def find_chain(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> C
     Raises UsageError as `select_chains`, and if several partitions match.
     """
     site, feed, incarnation, partition = parse_of_feed(text)
-    if None not in (incarnation, partition):
-        return select_chains(chains, text, feeds)[0]
+    if None not in (incarnation, partition) and (found := select_chains(chains, text, feeds)):
+        return found[0]
     return among(chains, site, feed, lambda known: one(known, feeds, site, feed, incarnation, partition))
 
 

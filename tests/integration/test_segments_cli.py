@@ -127,7 +127,8 @@ def test_a_name_that_is_not_there_is_an_error_that_says_what_is(run: Run, archiv
         result = run(words, what)
         assert (result.code, result.out, said in result.err) == (2, "", True), result
     archive.config.write_text(f"{archive.config.read_text()}egress: {{feeds: [{{stream: LATER}}]}}\n")
-    assert run("ls", "us-east/LATER").code == 0
+    for words in ("ls", "cat", "info"):
+        assert [run(words, chain).code for chain in ("us-east/LATER", "us-east/LATER/0/0")] == [0, 0]
 
 
 def test_of_a_feed_the_newest_incarnation_is_shown(run: Run, archive: Archive, merged: Merged) -> None:
