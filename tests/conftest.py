@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from botocore.loaders import JSONFileLoader
+from botocore.loaders import JSONFileLoader, Loader
 from hypothesis import HealthCheck, settings
 
 from common import exits, logs
@@ -43,7 +43,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no fault of an example.
-settings.register_profile("floe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("floe", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("floe")
 
 # Files of whole worlds: minutes of processes and servers. They begin early and spread between the other
@@ -62,6 +62,10 @@ _LONGEST = (*_SPARK, "test_demo.py")
 # Each S3 client parses the same large files of botocore again, which is most of what it costs.
 _parsed = cache(partial(JSONFileLoader.load_file, JSONFileLoader()))
 JSONFileLoader.load_file = lambda _, path: _parsed(path)  # type: ignore[method-assign]
+# And each session searches its folders again for the services that exist.
+_services = cache(lambda kind: _list_services(Loader(), kind))
+_list_services = Loader.list_available_services
+Loader.list_available_services = lambda _, type_name: _services(type_name)  # type: ignore[method-assign]
 
 canaries.watch()
 asyncio.set_event_loop_policy(virtual.Policy())

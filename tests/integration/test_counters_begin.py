@@ -11,7 +11,7 @@ from prometheus_client import Counter, Histogram
 from common.metrics import COUNTED, REGISTRY
 from egress.workers.process import WorkerProcess
 from ingress.discovery.notifications import Notified
-from tests.support.basics import soon, unique
+from tests.support.basics import metric_value, soon, unique
 from tests.support.egress import SITE, Bench, connected
 from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
 
@@ -36,7 +36,7 @@ def missing(known: dict[str, str], feeds: dict[str, str]) -> list[str]:
         sample = next(name for name in names if name.endswith(("_total", "_count")))
         for combination in itertools.product(*each.sets.values()):
             labels = {**values, **dict(zip(each.sets, combination, strict=True))}
-            if REGISTRY.get_sample_value(sample, labels) is None:
+            if metric_value(sample, labels) is None:
                 found.append(f"{sample} {labels}")
     return found
 

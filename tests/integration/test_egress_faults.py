@@ -15,10 +15,9 @@ import pytest
 from common.errors import Unavailable
 from common.jetstream.api import consumer_names
 from common.jetstream.kv import KeyValue
-from common.metrics import REGISTRY
 from egress.feed import lease_key
 from infra.local.nats import NatsServer
-from tests.support.basics import soon, unique
+from tests.support.basics import metric_value, soon, unique
 from tests.support.egress import QUICK, Bench
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
@@ -142,7 +141,7 @@ IMPATIENT = replace(QUICK, pace=replace(QUICK.pace, check=0.2, stalled=0.8))
 
 
 def metric(name: str, feed: str, **labels: str) -> float:
-    found = REGISTRY.get_sample_value(f"floe_egress_{name}", {"site": "site", "feed": feed, "partition": "0", **labels})
+    found = metric_value(f"floe_egress_{name}", {"site": "site", "feed": feed, "partition": "0", **labels})
     return math.nan if found is None else found
 
 

@@ -13,13 +13,12 @@ import pytest
 from common.exits import command
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
-from common.metrics import REGISTRY
 from common.sequences import SequenceRange
 from egress import consumers
 from egress.incarnations import HighWaterMarks
 from egress.reader import Reader
 from infra.local.nats import NatsServer
-from tests.support.basics import soon, unique
+from tests.support.basics import metric_value, soon, unique
 from tests.support.commands import paste
 from tests.support.egress import QUICK, SITE, Bench
 from tests.support.servers import restore_disk, save_disk
@@ -229,7 +228,7 @@ async def test_a_name_that_its_footer_contradicts_is_not_believed(
         assert running.status(stream)["end"] >= 40
         assert "expected 21.." in running.status(stream)["damaged"][lie]
         labels = {"site": SITE, "feed": stream, "partition": "0"}
-        assert REGISTRY.get_sample_value("floe_egress_damaged_segments", labels) == 1
+        assert metric_value("floe_egress_damaged_segments", labels) == 1
     assert command("segments quarantine", lie) in caplog.text
     assert bench.chains.read_tail(bench.chain(stream)) == 50 == await bench.mark(stream)
     (bench.root / "bucket" / lie).unlink()

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from common.jetstream.api import consumer_info, consumer_names, create_consumer, stream_info
-from common.metrics import REGISTRY
 from common.settings.egress import FeedSettings
 from egress.consumers import WantedMessages, take
 from egress.partition import partitions_of
 from infra.local.nats import NatsServer
-from tests.support.basics import soon, unique
+from tests.support.basics import metric_value, soon, unique
 from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench
 from tests.support.proxies import TcpProxy
@@ -67,7 +66,7 @@ async def durable_with(bench: Bench, stream: str, **expected: int) -> str:
 
 def lapses(feed: str) -> float:
     labels = {"site": SITE, "feed": feed, "partition": "0"}
-    return REGISTRY.get_sample_value("floe_egress_interest_lapsed_total", labels) or 0.0
+    return metric_value("floe_egress_interest_lapsed_total", labels) or 0.0
 
 
 def payloads(bench: Bench, feed: str, incarnation: int = 0) -> list[bytes]:

@@ -16,7 +16,6 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, Refused
 from common.jetstream.client import FloeClient, frame
-from common.metrics import REGISTRY
 from common.objects.open import open_objects
 from common.objects.s3 import S3Account
 from common.objects.sqs import SqsQueue
@@ -28,7 +27,7 @@ from common.tasks import unexpected
 from infra.local.nats import NatsServer
 from ingress.discovery import notifications
 from ingress.discovery.notifications import follow_queue, follow_subject
-from tests.support.basics import PATIENCE, SharedS3, counted, soon, unique
+from tests.support.basics import PATIENCE, SharedS3, counted, metric_value, soon, unique
 from tests.support.ingress import CHAIN, PREFIX, Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.support.servers import CREDENTIALS, Notifying, SqsServer, notification
 from tests.support.stores import FaultyStore
@@ -259,7 +258,7 @@ def store_config(s3: SharedS3, bucket: str, endpoint_url: str) -> dict[str, Any]
 
 
 def heard_of(result: str) -> float:
-    return REGISTRY.get_sample_value("floe_ingress_events_total", {"source": "nats", "result": result}) or 0
+    return metric_value("floe_ingress_events_total", {"source": "nats", "result": result}) or 0
 
 
 @pytest.mark.real

@@ -16,12 +16,11 @@ from common.chain import Chain
 from common.errors import FloeError, Unavailable
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
-from common.metrics import REGISTRY
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from infra.local.nats import NatsCluster, NatsServer
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
-from tests.support.basics import soon
+from tests.support.basics import metric_value, soon
 from tests.support.commands import ran
 from tests.support.ingress import (
     CHAIN,
@@ -176,7 +175,7 @@ async def test_a_row_of_another_interleaving_stops(client: FloeClient, centre: C
 
 def reading(name: str, target: str, **labels: str) -> float:
     """The sample of `floe_ingress_{name}` for the target; 0 where there is none."""
-    return REGISTRY.get_sample_value(f"floe_ingress_{name}", {"target": target, **labels}) or 0.0
+    return metric_value(f"floe_ingress_{name}", {"target": target, **labels}) or 0.0
 
 
 def of_chain(name: str, target: str, chain: Chain = CHAIN) -> float:

@@ -16,12 +16,11 @@ from common.errors import ConfigError
 from common.jetstream.api import GUARD, MARKER
 from common.jetstream.client import FloeClient
 from common.logs import configure, flush
-from common.metrics import REGISTRY
 from common.service.monitor import Health
 from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.target import examine_target
-from tests.support.basics import PATIENCE, soon
+from tests.support.basics import PATIENCE, metric_value, soon
 from tests.support.commands import floe
 from tests.support.ingress import (
     Archive,
@@ -109,7 +108,7 @@ async def test_a_gone_target_is_refilled(centre: Centre, client: FloeClient, mon
         assert status["code"] in ("E-TARGET-GONE", "E-TARGET-RECREATED")
         assert "floe checkpoint set" in status["hint"]
         assert any(centre.target in problem for problem in health.problems())
-        assert REGISTRY.get_sample_value("floe_ingress_stopped", {"target": centre.target}) == 1
+        assert metric_value("floe_ingress_stopped", {"target": centre.target}) == 1
 
         centre.archive.put(rows_of(31, 40))
         command = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--forget", "--yes"]
@@ -117,7 +116,7 @@ async def test_a_gone_target_is_refilled(centre: Centre, client: FloeClient, mon
         assert result.code == 0, result
         check_exact(await centre.carried(client, 40), centre.archive, centre.prefix)
         await soon(lambda: not health.problems())
-        assert REGISTRY.get_sample_value("floe_ingress_stopped", {"target": centre.target}) == 0
+        assert metric_value("floe_ingress_stopped", {"target": centre.target}) == 0
     flush()
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     actions = [line["action"] for line in lines if line.get("target", centre.target) == centre.target]

@@ -16,14 +16,13 @@ import yaml
 
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient
-from common.metrics import REGISTRY
 from common.objects.open import open_objects
 from common.settings.root import StoreSettings
 from infra.demo.world import PROJECT
 from infra.local.minio import IMAGE, MinIO, find_minio
 from tests.integration.test_events import S3Archive, S3Centre, store_config
 from tests.support import canaries
-from tests.support.basics import PATIENCE, SharedS3, soon, unique
+from tests.support.basics import PATIENCE, SharedS3, metric_value, soon, unique
 from tests.support.ingress import PREFIX, check_exact, client_of, rows_of
 
 pytestmark = [
@@ -70,7 +69,7 @@ def notify(s3: SharedS3, bucket: str) -> None:
 
 
 def woke() -> float:
-    return REGISTRY.get_sample_value("floe_ingress_events_total", {"source": "nats", "result": "woke"}) or 0
+    return metric_value("floe_ingress_events_total", {"source": "nats", "result": "woke"}) or 0
 
 
 async def test_a_segment_in_minio_wakes_ingress_long_before_its_poll(

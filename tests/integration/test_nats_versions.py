@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from common.jetstream.api import stream_info
-from common.metrics import REGISTRY
 from egress.evidence import source_of
 from infra.local.nats import NatsServer, nats_server_binary
 from tests.integration.test_egress_retention import emptied
-from tests.support.basics import soon, unique
+from tests.support.basics import metric_value, soon, unique
 from tests.support.egress import QUICK, Bench, Partitioned, connected, publish_over
 from tests.support.ingress import Archive, Centre
 
@@ -144,4 +143,4 @@ async def test_no_heartbeat_takes_up_a_reader_for_long(bench: Bench) -> None:
         await asyncio.sleep(3.5)  # three heartbeats, past the time after which silence is a doubt
         assert running.state(stream) == "reading"
         labels = {"site": "site", "feed": stream, "partition": "0", "reason": "silent"}
-        assert not REGISTRY.get_sample_value("floe_egress_doubts_total", labels)
+        assert not metric_value("floe_egress_doubts_total", labels)

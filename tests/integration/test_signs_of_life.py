@@ -18,9 +18,8 @@ from common import logs
 from common.chain import Chain
 from common.errors import Refused
 from common.jetstream.client import FloeClient
-from common.metrics import REGISTRY
 from common.segments.alive import Alive, ChainSign
-from tests.support.basics import soon, unique
+from tests.support.basics import metric_value, soon, unique
 from tests.support.commands import floe
 from tests.support.egress import QUICK, SITE, Bench
 from tests.support.egress_process import Process as EgressProcess
@@ -35,8 +34,8 @@ OTHER = Chain("eu-west", "NODES")
 LIVELY = replace(QUICK, pace=replace(QUICK.pace, alive=0.2))
 
 
-def sample(name: str, **labels: str) -> float | None:
-    return REGISTRY.get_sample_value(f"floe_{name}", labels)
+def gauge(name: str, **labels: str) -> float | None:
+    return metric_value(f"floe_{name}", labels)
 
 
 def said(bench: Bench, feed: str) -> ChainSign | None:
@@ -68,19 +67,19 @@ async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench:
     async with bench.egress({"stream": stream}, tuning=LIVELY, objects=store):  # type: ignore[arg-type]
         await bench.publish(stream, [b"x"] * 50)
         await soon(lambda: says(50, 50))
-        assert sample("egress_store_reachable") == sample("egress_nats_reachable") == 1
+        assert gauge("egress_store_reachable") == gauge("egress_nats_reachable") == 1
 
         # Refused: the archive goes on.
         trouble["/alive/"] = Refused("no")
-        await soon(lambda: (sample("egress_alive_errors_total", site=SITE) or 0) >= 1)
+        await soon(lambda: (gauge("egress_alive_errors_total", site=SITE) or 0) >= 1)
         await bench.publish(stream, [b"y"] * 10)
         await bench.archived_to(stream, 60)
-        assert sample("egress_store_reachable") == 1, "a refusal is an answer"
+        assert gauge("egress_store_reachable") == 1, "a refusal is an answer"
         trouble["/alive/"] = Refused("who?", code="E-S3-AUTH")
-        await soon(lambda: sample("egress_store_reachable") == 0)
+        await soon(lambda: gauge("egress_store_reachable") == 0)
 
         trouble.clear()
-        await soon(lambda: sample("egress_store_reachable") == 1)
+        await soon(lambda: gauge("egress_store_reachable") == 1)
         await soon(lambda: says(60, 60))
 
     await bench.delete_stream(stream)
@@ -129,21 +128,21 @@ async def test_a_silent_store_is_told_and_hides_neither_the_lag_nor_that_chains_
     logs.configure("info", "text")
     async with silenced(far) as line, far.egress({"stream": stream}, tuning=LIVELY) as running:
         await soon(lambda: "objects: the store does not answer" in running.health.problems())
-        assert (sample("egress_store_reachable"), sample("egress_nats_reachable")) == (0, 1)
+        assert (gauge("egress_store_reachable"), gauge("egress_nats_reachable")) == (0, 1)
         logs.flush()
         assert f"store http://127.0.0.1:{line.port}: no answer for 0.1 s" in capsys.readouterr().err
         line.heal()
         await soon(lambda: running.state(stream) == "reading")
         await far.publish(stream, [b"x"] * 10)
         for name, value in (("end_sequence", 10), ("source_sequence", 10), ("waiting", 0)):
-            await soon(lambda name=name, value=value: sample(f"egress_{name}", **labels) == value)
+            await soon(lambda name=name, value=value: gauge(f"egress_{name}", **labels) == value)
         line.blackhole()
-        await soon(lambda: sample("egress_waiting", **labels) == 1)
+        await soon(lambda: gauge("egress_waiting", **labels) == 1)
         await far.publish(stream, [b"y"] * 5)
-        await soon(lambda: sample("egress_source_sequence", **labels) == 15)
-        assert sample("egress_end_sequence", **labels) == 10
+        await soon(lambda: gauge("egress_source_sequence", **labels) == 15)
+        assert gauge("egress_end_sequence", **labels) == 10
         line.heal()
-        await soon(lambda: sample("egress_waiting", **labels) == 0)
+        await soon(lambda: gauge("egress_waiting", **labels) == 0)
         await far.archived_to(stream, 15)
 
 
@@ -184,9 +183,9 @@ async def test_the_centre_knows_the_true_lag_the_reason_and_who_is_silent(
 
     async with centre.running() as health:
         await centre.carried(client, 50)
-        await soon(lambda: sample("ingress_source_lag_sequences", target=centre.target, **labels) == 547)
-        assert sample("ingress_lag_sequences", target=centre.target, **labels) == 0
-        assert sample("ingress_site_silent", site=CHAIN.site) == 0
+        await soon(lambda: gauge("ingress_source_lag_sequences", target=centre.target, **labels) == 547)
+        assert gauge("ingress_lag_sequences", target=centre.target, **labels) == 0
+        assert gauge("ingress_site_silent", site=CHAIN.site) == 0
         shown = centre.status(health)["chains"][str(CHAIN)]["source"]
         assert (shown["state"], shown["sequence"]) == ("reading", 597)
 
@@ -207,6 +206,6 @@ async def test_the_centre_knows_the_true_lag_the_reason_and_who_is_silent(
     code, rows = await status(centre)
     assert (code, rows[CHAIN.site, CHAIN.feed]["egress"]) == (3, "silent")
     async with centre.running():
-        await soon(lambda: sample("ingress_site_silent", site=CHAIN.site) == 1)
-        assert sample("ingress_source_silent", **labels) == 1
-        await soon(lambda: sample("ingress_source_stopped", **{**labels, "site": OTHER.site}) == 1)
+        await soon(lambda: gauge("ingress_site_silent", site=CHAIN.site) == 1)
+        assert gauge("ingress_source_silent", **labels) == 1
+        await soon(lambda: gauge("ingress_source_stopped", **{**labels, "site": OTHER.site}) == 1)

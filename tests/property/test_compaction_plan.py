@@ -64,7 +64,7 @@ def test_a_quiet_chain_is_compacted_once_it_has_waited(count, policy):
     assert output.inputs == tuple(segments)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(SEGMENTS, POLICIES, st.integers(-500, 3000))
 def test_what_waits_is_merged_at_the_moment_that_is_foretold_and_not_before(segments, policy, later):
     """Where nothing else comes, and what is due now is merged."""

@@ -22,7 +22,7 @@ from egress.advisories.advisory import Advisory, AdvisoryDocument, Event, parse
 from egress.advisories.senders import AdvisorySender, sender_kind
 from egress.partition import Partition
 from infra.oracle import read_stream
-from tests.support.basics import unique
+from tests.support.basics import metric_value, unique
 from tests.support.servers import place
 
 SECOND = 1_000_000_000
@@ -133,14 +133,14 @@ class World:
         """The metric by result, over all events."""
         total: Counter[str] = Counter()
         for family in REGISTRY.collect():
-            for sample in family.samples if family.name == "floe_egress_advisories" else ():
-                if sample.labels["feed"] == self.feed:
-                    total[sample.labels["result"]] += int(sample.value)
+            for each in family.samples if family.name == "floe_egress_advisories" else ():
+                if each.labels["feed"] == self.feed:
+                    total[each.labels["result"]] += int(each.value)
         return +total
 
     def gauge(self, name: str) -> float | None:
         labels = {"site": SITE, "feed": self.feed, "partition": "0"}
-        return REGISTRY.get_sample_value(f"floe_egress_advisories_{name}", labels)
+        return metric_value(f"floe_egress_advisories_{name}", labels)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import isawaitable
@@ -22,6 +22,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.jetstream.protocol import layout
+from common.metrics import REGISTRY
 from common.sequences import SequenceRange
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ from infra.local.seaweedfs import LocalS3, SeaweedFS, find_weed
 
 T = TypeVar("T")
 
+MAX_POLL_S = 0.1
 PATIENCE = 120.0  # seconds for what takes one on a quiet machine: only what hangs takes that long
 
 
@@ -50,8 +52,15 @@ def eventually(check: Callable[[], T], seconds: float = PATIENCE, every: float =
     return answer
 
 
+def metric_value(name: str, labels: Mapping[str, str] | None = None) -> float | None:
+    """The value of a metric in this process; None without such labels. Collects this metric only, not all of them."""
+    found = REGISTRY.restricted_registry([name]).collect()
+    values = {(each.name, *sorted(each.labels.items())): each.value for metric in found for each in metric.samples}
+    return values.get((name, *sorted((labels or {}).items())))
+
+
 async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE, every: float = 0.02) -> T:
-    """`eventually` for the event loop; `check` may be a coroutine function."""
+    """`eventually` for the event loop, asking less and less often; `check` may be a coroutine function."""
     deadline = time.monotonic() + seconds
     while True:
         answer = check()
@@ -61,6 +70,7 @@ async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE,
             return answer
         assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"
         await asyncio.sleep(every)
+        every = min(every * 1.3, max(every, MAX_POLL_S))
 
 
 async def answered(ask: Callable[[], Awaitable[T]], *errors: type[BaseException]) -> T:

@@ -21,7 +21,7 @@ from egress.advisories.outbox import SendResult
 from egress.metrics import ADVISORY_RESULTS
 from infra import dashboards
 from ingress import metrics as ingress_metrics
-from tests.support.basics import unique
+from tests.support.basics import metric_value, unique
 from tests.unit.test_docs import OPERATIONS, ROOT, metric_names
 
 PROMETHEUS = ROOT / "infra" / "prometheus"
@@ -154,13 +154,11 @@ def test_a_counter_shows_0_for_every_value_of_its_fixed_sets(name: str) -> None:
 
     begin(f"{name}_", site="x")
 
-    made = [
-        REGISTRY.get_sample_value(f"floe_{name}_made_total", {"site": "x", "how": how}) for how in ("well", "badly")
-    ]
+    made = [metric_value(f"floe_{name}_made_total", {"site": "x", "how": how}) for how in ("well", "badly")]
     assert made == [0, 0]
-    assert REGISTRY.get_sample_value(f"floe_{name}_other_total", {"site": "x"}) is None
+    assert metric_value(f"floe_{name}_other_total", {"site": "x"}) is None
     begin(f"{name}_", "other", site="x")
-    assert REGISTRY.get_sample_value(f"floe_{name}_other_total", {"site": "x"}) == 0
+    assert metric_value(f"floe_{name}_other_total", {"site": "x"}) == 0
 
 
 def test_a_set_of_a_label_that_there_is_not_is_an_error() -> None:

@@ -137,7 +137,7 @@ STEP = st.one_of(
 
 
 @given(st.lists(STEP, max_size=30), st.integers(1, 9), st.integers(20, 200), st.one_of(st.none(), st.integers(1, 60)))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_segments_account_for_everything_once(
     steps: list[tuple[str, object]], max_messages: int, max_size: int, until: int | None
 ) -> None:
@@ -187,7 +187,7 @@ def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
 
 
 @given(st.sets(st.integers(1, 30)), st.integers(1, 40))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_the_ledger_agrees_with_looking_at_every_sequence(received: set[int], source_first: int) -> None:
     found = piece(SequenceRange(1, 30), sorted(received))
     missing = [s for s in range(1, 31) if s not in received]

@@ -15,7 +15,6 @@ from common import errors
 from common.chain import Chain
 from common.clock import SystemClock, doubling
 from common.jetstream.requests import ApiError
-from common.metrics import REGISTRY
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.ingress import TargetSettings
@@ -33,7 +32,7 @@ from ingress.rows.prepare import Accepting, Preparer, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from ingress.target import TargetSupervisor
 from ingress.verdict.verdict import Sending, Settled
-from tests.support.basics import PATIENCE, unique
+from tests.support.basics import PATIENCE, metric_value, unique
 from tests.support.clock import ManualClock
 from tests.support.ingress import CHAIN, piece
 
@@ -245,7 +244,7 @@ class Gauges(Lags):
 
     def shown(self, *names: str) -> list[float | None]:
         labels = {"target": self.target, "site": CHAIN.site, "feed": CHAIN.feed, "partition": "0"}
-        return [REGISTRY.get_sample_value(f"floe_ingress_{name}", labels) for name in names]
+        return [metric_value(f"floe_ingress_{name}", labels) for name in names]
 
 
 @pytest.fixture
@@ -263,7 +262,7 @@ def test_messages_are_counted_where_they_are_decoded_and_sequences_where_not(lag
     # Stored below 101; 101..200 in the open intent and 201..300 decoded hold 7 and 5; the rest: not yet.
     lags.at(50.0, chain_state(301, 1000), 101, [Block(piece(201, 300, 5))], Intent(9, (piece(101, 200, 7),)))
     assert lags.shown("lag_sequences", "lag_messages") == [900, 712]
-    assert REGISTRY.get_sample_value("floe_ingress_intent_open", {"target": lags.target}) == 1
+    assert metric_value("floe_ingress_intent_open", {"target": lags.target}) == 1
 
 
 def test_the_lag_grows_while_nothing_is_carried_and_is_0_when_all_is(lags: Gauges) -> None:
@@ -282,7 +281,7 @@ def test_the_lag_stays_until_another_instance_carries() -> None:
     for nobody in (None, "me"):
         report.standby(nobody)
         assert lags.shown("lag_sequences") == [200]
-    asked = REGISTRY.get_sample_value("floe_ingress_lag_last_success_timestamp_seconds", {"target": lags.target})
+    asked = metric_value("floe_ingress_lag_last_success_timestamp_seconds", {"target": lags.target})
     assert asked == 1090
     report.standby("another")
     assert lags.shown("lag_sequences") == [None]

@@ -99,7 +99,7 @@ def test_every_cut_is_refused_and_another_version() -> None:
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_every_flipped_bit_is_refused(data: st.DataObject) -> None:
     whole = bytearray(raw(snapshot(40)))
     place = data.draw(st.integers(0, len(whole) - 1))
@@ -109,7 +109,7 @@ def test_every_flipped_bit_is_refused(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_no_block_does_harm(data: st.DataObject) -> None:
     """Damage below a hash that is right, as somebody may write it on purpose."""
     blocks = [bytearray(block) for block in unframed(raw(snapshot(30)))]

@@ -109,7 +109,7 @@ TIMES = st.lists(st.integers(0, 50), min_size=1, max_size=30)
 
 
 @given(st.lists(TIMES, max_size=5), st.integers(1, 20), st.integers(0, 60))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_too_old_agrees_with_looking_at_every_message(batches: list[list[int]], keep: int, seen: int) -> None:
     sifter, newest = sieve(keep=keep), seen
     sifter.saw(seen * SECOND)
@@ -122,7 +122,7 @@ def test_too_old_agrees_with_looking_at_every_message(batches: list[list[int]], 
 
 
 @given(st.lists(st.sampled_from([KEPT, LOOPED, TOO_OLD, SAMPLED_OUT]), min_size=1), st.data())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_a_part_holds_what_was_kept_inside_it(codes: list[int], data: Any) -> None:
     columns, places = batch(*((1, None) for _ in codes)), [place for place, code in enumerate(codes) if not code]
     lists = columns.sequences, columns.timestamps_ns, columns.subjects, columns.headers, columns.payloads

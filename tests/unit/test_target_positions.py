@@ -12,7 +12,6 @@ from click.testing import CliRunner
 import floe
 from common.chain import Chain
 from common.errors import ConfigError, DataError, Refused
-from common.metrics import REGISTRY
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainStore, Floor, TargetPositions
 from common.segments.keys import Layout
@@ -22,6 +21,7 @@ from common.settings.loader import parse
 from common.settings.root import RetentionSettings
 from compaction.retention import read_needs
 from ingress.report import PositionsReport
+from tests.support.basics import metric_value
 from tests.support.clock import ManualClock
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES", 1, 2)
@@ -73,7 +73,7 @@ class Refusing(LocalObjects):
 
 
 def errors() -> float:
-    return REGISTRY.get_sample_value("floe_ingress_positions_errors_total", {"target": "T"}) or 0.0
+    return metric_value("floe_ingress_positions_errors_total", {"target": "T"}) or 0.0
 
 
 async def test_positions_are_put_when_they_changed_and_at_most_once_a_minute(tmp_path: Path, caplog: Any) -> None:
