@@ -28,6 +28,7 @@ from common.settings.loader import load
 from common.settings.root import Settings, StoreSettings
 from common.settings.types import parse_duration, parse_listen
 from egress.workers.supervisor import KILL_MARGIN
+from infra.demo.world import SPARK_CONF
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, SharedS3, eventually, problem_of, soon, unique
 from tests.support.commands import configuration
@@ -397,7 +398,9 @@ def test_spark_starts_for_a_user_without_a_name_and_a_home(s3: SharedS3, tmp_pat
     ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
     archive.put(1, 30)
     config = "/etc/floe/central.yaml"
-    text = yaml.safe_dump({"store": store, "spool_dir": "/var/cache/floe"})
+    text = yaml.safe_dump(
+        {"store": store, "spool_dir": "/var/cache/floe", "compaction": {"spark": {"conf": SPARK_CONF}}}
+    )
     room = Room(tmp_path / "room", "/var/cache/floe", {config: text}, NAMELESS)
     words = ["floe", "segments", "verify", "-c", config, "--engine", "spark", "--master", "local[1]", "--json"]
     with running(room, words, {"HOME": "/"}) as process:

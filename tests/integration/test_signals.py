@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from infra.demo.world import SPARK_CONF
 from infra.local.process import tether
 from tests.scenarios.processes import Service
 from tests.support.basics import PATIENCE, SharedS3, soon, unique
@@ -132,7 +133,7 @@ def compacting(archive: Archive, services: list[Service], *options: str, **env: 
     document = {
         "store": {"url": f"file://{archive.folder}/store"},
         "spool_dir": str(archive.folder / "spool"),
-        "compaction": {"levels": [level], "engine": "local"},
+        "compaction": {"levels": [level], "engine": "local", "spark": {"conf": SPARK_CONF}},
     }
     config.write_text(yaml.safe_dump(document))
     service = Service(archive.folder, "compact", "-v", "compact", "-c", str(config), *options).start(**env)

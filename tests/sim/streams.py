@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.world import NS, World
@@ -53,7 +54,12 @@ def patterns_meet(one: Words, other: Words) -> bool:
 
 def timestamp(ns: int) -> str:
     seconds, rest = divmod(ns, NS)
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{rest:09d}Z"
+    return f"{_second(seconds)}.{rest:09d}Z"
+
+
+@lru_cache(8)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def parse_headers(block: bytes | None) -> dict[bytes, bytes]:
