@@ -48,19 +48,19 @@ COMMANDS = {
 }
 
 #: Views of `floe status`, by section of the configuration.
-VIEWS = {"egress": "egress.status:site_view", "ingress": "ingress.operator.status:centre_view"}
+STATUS_VIEWS = {"egress": "egress.status:site_view", "ingress": "ingress.operator.status:centre_view"}
 
 #: Checks of `floe doctor` that only one part can make.
-PROBES = {"target": "ingress.target:examine_target", "spark": "compaction.spark:examine_spark"}
+DOCTOR_CHECKS = {"target": "ingress.target:examine_target", "spark": "compaction.spark:examine_spark"}
 
 #: Checks of `floe config check` that only one part can make.
-CHECKED = {"contradictions": "ingress.preflight:contradictions"}
+CONFIG_CHECKS = {"contradictions": "ingress.preflight:settings_problems"}
 
 #: Programs that a part starts and only `infra` can run.
 PROGRAMS = {"server": "infra.local.nats:NatsServer"}
 
 #: Commands that a group of one part gets from another part.
-ADDED = {"segments": {"verify": "compaction.cli:verify"}, "check": {"compaction": "compaction.cli:check_compaction"}}
+EXTRAS = {"segments": {"verify": "compaction.cli:verify"}, "check": {"compaction": "compaction.cli:check_compaction"}}
 
 
 class LazyGroup(click.Group):
@@ -73,7 +73,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command = _load(COMMANDS[cmd_name].target)
-        for name, target in ADDED.get(cmd_name, {}).items():
+        for name, target in EXTRAS.get(cmd_name, {}).items():
             command.add_command(_load(target), name)
         return command  # type: ignore[no-any-return]
 
@@ -133,7 +133,7 @@ def cli(ctx: click.Context, verbose: bool, debug: bool) -> None:  # noqa: ARG001
 
     The configuration is -c FILE, else FLOE_CONFIG, else /etc/floe/floe.yaml.
     """
-    hooks = VIEWS | PROBES | CHECKED | PROGRAMS
+    hooks = STATUS_VIEWS | DOCTOR_CHECKS | CONFIG_CHECKS | PROGRAMS
     ctx.obj = {section: functools.partial(_load, target) for section, target in hooks.items()}
 
 
@@ -144,32 +144,32 @@ def main() -> None:
             setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115  (to its end)
     # Only egress handles this signal. Its default action would end any other command without a message.
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    _refuse_foreign_common()
-    from common.exits import INTERRUPTED, end_with
-    from common.lean import without
+    _check_common_package()
+    from common.exits import EXIT_INTERRUPTED, exit_with_code
+    from common.lean import hide_package
 
-    words = _words(sys.argv[1:])
+    words = _command_words(sys.argv[1:])
     if not _uses_spark(words):
-        without("pandas")
+        hide_package("pandas")
     if words[:2] in (["egress", "run"], ["ingress", "run"]):
-        without("rich")
+        hide_package("rich")
     if not sys.warnoptions:  # a second Ctrl-C leaves coroutines that are never awaited
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     code = 0
     try:
-        with end_with():
+        with exit_with_code():
             cli(prog_name="floe")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    if code == INTERRUPTED:
+    if code == EXIT_INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process is already ending
         if words[:1] == ["check"]:  # interrupted while its modules were loading
             click.echo("UNKNOWN - interrupted before it was known")
             code = 3
-    _leave(code)
+    _exit_process(code)
 
 
-def _words(arguments: list[str]) -> list[str]:
+def _command_words(arguments: list[str]) -> list[str]:
     """Return the arguments from the name of the command on."""
     begins = (index for index, word in enumerate(arguments) if not word.startswith("-"))
     return arguments[next(begins, len(arguments)) :]
@@ -182,7 +182,7 @@ def _uses_spark(words: Sequence[str]) -> bool:
     return words[:1] in (["demo"], ["report"]) or (words[:1] == ["compact"] and "local" not in words)
 
 
-def _refuse_foreign_common() -> None:
+def _check_common_package() -> None:
     """Exit with 78 if `common` is from another distribution: many use that name."""
     home = Path(__file__).resolve().parent
     spec = importlib.util.find_spec("common")
@@ -197,9 +197,9 @@ def _refuse_foreign_common() -> None:
         sys.exit(78)
 
 
-def _leave(code: int) -> None:
+def _exit_process(code: int) -> None:
     """Exit, even if a thread still waits for a server that never answers."""
-    if (threads := sys.modules.get("common.service.process")) is not None and threads.busy_threads():
+    if (threads := sys.modules.get("common.service.process")) is not None and threads.count_running_calls():
         from common import logs
 
         logs.flush()

@@ -4,7 +4,7 @@ import click
 
 from bench.archive import BENCHES as ARCHIVE
 from bench.egress import BENCHES as EGRESS
-from bench.harness import Bench, report, save
+from bench.harness import Bench, print_table, save
 from bench.ingress import BENCHES as INGRESS
 from bench.restore import BENCHES as RESTORE
 from bench.sampling import BENCHES as SAMPLING
@@ -21,7 +21,7 @@ def main(only: str | None) -> None:
         if only in (None, bench.name):
             click.echo(f"measuring {bench.name} …", err=True)
             done.append((bench, bench.run()))
-    report(done)
+    print_table(done)
     save(result for _, result in done)
 
 

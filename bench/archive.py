@@ -37,7 +37,7 @@ from typing import overload
 
 import pyarrow.parquet as pq
 
-from bench.harness import REPEATS, Bench, Figure, paired
+from bench.harness import REPEATS, Bench, BenchResult, measure_paired
 from bench.place import payloads
 from common.chain import Chain
 from common.clock import SystemClock
@@ -50,34 +50,34 @@ from common.segments.columns import record_batch
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout, SegmentName
 from common.segments.segment import Footer, Ledger, Reason, SegmentRef
-from common.segments.store import PAGE, SegmentStore
+from common.segments.store import LIST_PAGE_SEGMENTS, SegmentStore
 from common.segments.writer import SegmentWriter
-from common.sequences import Covered, SequenceRange
-from common.service.process import Threads
-from common.service.progress import Teller
+from common.sequences import CoverageSet, SequenceRange
+from common.service.process import ThreadPool
+from common.service.progress import Progress
 from common.settings.loader import parse
 from common.settings.root import Settings
 from common.tasks import Stop
-from compaction.cli import collect_seldom
+from compaction.cli import reduce_garbage_collection
 from compaction.failures import Failure
-from compaction.merge import COMPRESSION_LEVEL, Merged, merge
+from compaction.merge import COMPRESSION_LEVEL, MergedSegment, merge
 from compaction.plan import Output
-from compaction.run import Compaction, LocalRunner, Runner, Selection, merge_one
-from compaction.supersede import made_by
-from compaction.tombstones import Tombstones
+from compaction.run import Compaction, LocalRunner, Runner, Selection, merge_output
+from compaction.supersede import supersession_of_merge
+from compaction.tombstones import TombstoneStore
 from egress.archive import Archive
-from infra.emulator import SUBJECT
+from infra.emulator import DEFAULT_SUBJECT
 from infra.fleet import Fleet, read_facts
 from infra.local.nats import NatsServer
-from ingress.chains.search import look as look_from
+from ingress.chains.search import plan_from_listings
 from ingress.replay.replay import Replay
-from ingress.replay.request import ReplayOptions, Request
+from ingress.replay.request import ReplayOptions, ReplayRequest
 from tests.support.stores import CountingObjects
 
 CHAIN, LAYOUT = Chain("bench", "BENCH"), Layout("data")
-NEW, OLD = 900_000, 100_000  # segments of level 0, and of level 1 before them
-ROWS = 1000  # sequences of a segment
-LOOKS = 300
+LEVEL0_SEGMENTS, LEVEL1_SEGMENTS = 900_000, 100_000  # segments of level 0, and of level 1 before them
+SEGMENT_ROWS = 1000  # sequences of a segment
+SEARCHES = 300
 SEED = 7
 
 
@@ -100,19 +100,19 @@ class LevelKeys(Sequence[str]):
         return self._key(index)
 
     def _key(self, index: int) -> str:
-        first = self._after + index * ROWS + 1
-        coverage = SequenceRange(first, first + ROWS - 1)
+        first = self._after + index * SEGMENT_ROWS + 1
+        coverage = SequenceRange(first, first + SEGMENT_ROWS - 1)
         return LAYOUT.segment(SegmentName(CHAIN, self._level, coverage, f"{index:016x}"))
 
 
-class Synthetic:
+class SyntheticStore:
     """An object store with listings only, made on request. `requests`: the LISTs that a server would have needed."""
 
     def __init__(self) -> None:
         self.requests = 0
         self._levels = {
-            LAYOUT.segments_prefix(CHAIN, 0): LevelKeys(0, OLD * ROWS, NEW),
-            LAYOUT.segments_prefix(CHAIN, 1): LevelKeys(1, 0, OLD),
+            LAYOUT.segments_prefix(CHAIN, 0): LevelKeys(0, LEVEL1_SEGMENTS * SEGMENT_ROWS, LEVEL0_SEGMENTS),
+            LAYOUT.segments_prefix(CHAIN, 1): LevelKeys(1, 0, LEVEL1_SEGMENTS),
         }
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
@@ -121,40 +121,45 @@ class Synthetic:
         keys = self._levels.get(prefix, ())
         start = bisect.bisect_right(keys, start_after)
         stop = len(keys) if limit is None else min(len(keys), start + limit)
-        self.requests += max(1, -(-(stop - start) // PAGE))
+        self.requests += max(1, -(-(stop - start) // LIST_PAGE_SEGMENTS))
         return [ObjectInfo(key, 100_000, 1.0, "e") for key in keys[start:stop]]
 
 
-def look(store: SegmentStore, position: int) -> float:
+def measure_search(store: SegmentStore, position: int) -> float:
     """Return the milliseconds that the choice of the next segments takes."""
     started = time.perf_counter()
-    found = look_from(store, CHAIN, position, None, frozenset()).stretches
+    found = plan_from_listings(store, CHAIN, position, None, frozenset()).stretches
     elapsed = (time.perf_counter() - started) * 1000
     assert [each.rows.first for each in found[:1]] == [position], f"expected rows from {position}, found {found[:1]}"
     return elapsed
 
 
-def million() -> Figure:
+def measure_listing() -> BenchResult:
     """Measure the greater of two medians: at positions in level 0, and at positions that only level 1 covers."""
-    store, rng = SegmentStore(Synthetic(), LAYOUT), random.Random(SEED)  # type: ignore[arg-type]
-    old = [look(store, rng.randint(1, OLD * ROWS)) for _ in range(LOOKS)]
-    new = [look(store, rng.randint(OLD * ROWS + 1, (OLD + NEW) * ROWS)) for _ in range(LOOKS)]
-    return Figure("listing.1m", round(max(statistics.median(old), statistics.median(new)), 2), "ms")
+    store, rng = SegmentStore(SyntheticStore(), LAYOUT), random.Random(SEED)  # type: ignore[arg-type]
+    old = [measure_search(store, rng.randint(1, LEVEL1_SEGMENTS * SEGMENT_ROWS)) for _ in range(SEARCHES)]
+    new = [
+        measure_search(
+            store, rng.randint(LEVEL1_SEGMENTS * SEGMENT_ROWS + 1, (LEVEL1_SEGMENTS + LEVEL0_SEGMENTS) * SEGMENT_ROWS)
+        )
+        for _ in range(SEARCHES)
+    ]
+    return BenchResult("listing.1m", round(max(statistics.median(old), statistics.median(new)), 2), "ms")
 
 
 class HighMarks:
     """The high-water mark of every chain: the last sequence of the archive."""
 
     async def get(self, _chain: Chain) -> int:
-        return (OLD + NEW) * ROWS
+        return (LEVEL1_SEGMENTS + LEVEL0_SEGMENTS) * SEGMENT_ROWS
 
 
-async def session(objects: Synthetic) -> Archive:
+async def open_session(objects: SyntheticStore) -> Archive:
     """List as a session does before it reads, and before a put. Fails if it needs too many LISTs."""
     store = SegmentStore(objects, LAYOUT)  # type: ignore[arg-type]
-    archive = Archive(CHAIN, 1, store, None, HighMarks(), Threads("bench", 1))  # type: ignore[arg-type]
+    archive = Archive(CHAIN, 1, store, None, HighMarks(), ThreadPool("bench", 1))  # type: ignore[arg-type]
     await archive.load()
-    end = (OLD + NEW) * ROWS
+    end = (LEVEL1_SEGMENTS + LEVEL0_SEGMENTS) * SEGMENT_ROWS
     assert archive.end == end, f"expected the end {end}, found {archive.end}"
     assert objects.requests <= 20, f"expected at most 20 LISTs at the start, found {objects.requests}"
     before = objects.requests
@@ -163,33 +168,33 @@ async def session(objects: Synthetic) -> Archive:
     return archive
 
 
-def walked() -> Figure:
+def measure_walk() -> BenchResult:
     """Measure the most MB by which the process grows while a session begins and the whole chain is walked."""
-    before = _resident("VmRSS")
+    before = _resident_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    archive, covered = asyncio.run(session(Synthetic())), Covered()
+    archive, covered = asyncio.run(open_session(SyntheticStore())), CoverageSet()
     for page in archive.pages():
         for ref in page:
             covered.add(ref.coverage)
     assert covered.stretches() == [SequenceRange(1, archive.end)], "expected no hole"
-    return Figure("listing.egress_1m", round(_resident("VmHWM") - before, 1), "MB")
+    return BenchResult("listing.egress_1m", round(_resident_mb("VmHWM") - before, 1), "MB")
 
 
-def _resident(what: str) -> float:
+def _resident_mb(field: str) -> float:
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(what)) * 1024 / 1e6
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field)) * 1024 / 1e6
 
 
-CHAINS, EACH = 1000, 1000  # segments of each chain, one every five minutes
-SPACING, SIZE = 300.0, 100_000
-MEMORY = 1000.0  # MB
+CHAIN_COUNT, SEGMENTS_PER_CHAIN = 1000, 1000  # segments of each chain, one every five minutes
+SEGMENT_INTERVAL_S, SEGMENT_BYTES = 300.0, 100_000
+MAX_MEMORY_MB = 1000.0  # MB
 
 
-class ManyChains:
+class ManyChainsStore:
     """An object store with the listings of many chains, made on request; objects that are put are not kept."""
 
     def __init__(self) -> None:
-        self.chains = [Chain(f"site-{number:04d}", "BENCH") for number in range(CHAINS)]
+        self.chains = [Chain(f"site-{number:04d}", "BENCH") for number in range(CHAIN_COUNT)]
         self._chains = {LAYOUT.segments_prefix(chain, 0): chain for chain in self.chains}
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
@@ -199,14 +204,14 @@ class ManyChains:
         if prefix.endswith("/partition=0/"):
             prefix += "level=0/"
         chain = self._chains.get(prefix)
-        infos = [] if chain is None else [self._info(prefix, number) for number in range(EACH)]
+        infos = [] if chain is None else [self._info(prefix, number) for number in range(SEGMENTS_PER_CHAIN)]
         return [info for info in infos if info.key > start_after][:limit]
 
     @staticmethod
     def _info(folder: str, number: int) -> ObjectInfo:
         # Not by the layout: the store must take little of the time that is measured.
-        name = f"{(number + 1) * ROWS:020d}-{number * ROWS + 1:020d}-{number:016x}.parquet"
-        return ObjectInfo(folder + name, SIZE, number * SPACING, "e")
+        name = f"{(number + 1) * SEGMENT_ROWS:020d}-{number * SEGMENT_ROWS + 1:020d}-{number:016x}.parquet"
+        return ObjectInfo(folder + name, SEGMENT_BYTES, number * SEGMENT_INTERVAL_S, "e")
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         return None
@@ -214,10 +219,10 @@ class ManyChains:
     def put(self, key: str, body: object, **_more: object) -> None: ...
 
     def head(self, key: str) -> ObjectInfo:
-        return ObjectInfo(key, 0, EACH * SPACING, "e")
+        return ObjectInfo(key, 0, SEGMENTS_PER_CHAIN * SEGMENT_INTERVAL_S, "e")
 
 
-class Nobody:
+class FailingRunner:
     """A runner that merges nothing, and reports failures. `inputs`: how many segments it was to merge."""
 
     def __init__(self) -> None:
@@ -228,23 +233,25 @@ class Nobody:
         return [Failure.of(str(output.chain), Unavailable("nobody merges here")) for output in outputs]
 
 
-def planned() -> Figure:
-    """Measure the seconds of a plan. Fails if the process grows by more than `MEMORY`."""
-    before = _resident("VmRSS")
+def measure_plan() -> BenchResult:
+    """Measure the seconds of a plan. Fails if the process grows by more than `MAX_MEMORY_MB`."""
+    before = _resident_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     levels = parse("store: {url: 'file:///bench'}\n", "bench")[0].compaction.levels
-    store, nobody = SegmentStore(ManyChains(), LAYOUT), Nobody()  # type: ignore[arg-type]
+    store, failing_runner = SegmentStore(ManyChainsStore(), LAYOUT), FailingRunner()  # type: ignore[arg-type]
     thresholds = gc.get_threshold()
-    collect_seldom()
+    reduce_garbage_collection()
     started = time.perf_counter()
-    Compaction(store, levels, None, nobody).run(Selection())  # type: ignore[arg-type]
-    elapsed, grown = time.perf_counter() - started, _resident("VmHWM") - before
+    Compaction(store, levels, None, failing_runner).run(Selection())  # type: ignore[arg-type]
+    elapsed, grown = time.perf_counter() - started, _resident_mb("VmHWM") - before
     young = 11  # segments of each chain within min_age
     gc.unfreeze()
     gc.set_threshold(*thresholds)
-    assert nobody.inputs == CHAINS * (EACH - young), f"{nobody.inputs} segments were to be merged"
-    assert grown < MEMORY, f"expected less than {MEMORY} MB, found {grown:.0f}"
-    return Figure("compaction.plan_1m", round(elapsed, 1), "s")
+    assert failing_runner.inputs == CHAIN_COUNT * (SEGMENTS_PER_CHAIN - young), (
+        f"{failing_runner.inputs} segments were to be merged"
+    )
+    assert grown < MAX_MEMORY_MB, f"expected less than {MAX_MEMORY_MB} MB, found {grown:.0f}"
+    return BenchResult("compaction.plan_1m", round(elapsed, 1), "s")
 
 
 INPUTS, INPUT_ROWS = 8, 50_000
@@ -291,7 +298,7 @@ def plain_copy(paths: list[Path], target: Path) -> float:
     return time.perf_counter() - started
 
 
-def merge_rate() -> Figure:
+def merge_rate() -> BenchResult:
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
         store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
         refs = inputs(store)
@@ -306,7 +313,7 @@ def merge_rate() -> Figure:
             store.delete(ref)
             return raw / elapsed
 
-        return paired(
+        return measure_paired(
             "compaction.merge",
             "MB/s raw",
             floor=lambda: raw / plain_copy(paths, Path(folder) / "copy.parquet"),
@@ -314,49 +321,49 @@ def merge_rate() -> Figure:
         )
 
 
-TINY, TINY_ROWS = 1_000, 15
+TINY_SEGMENTS, TINY_ROWS = 1_000, 15
 
 
-def delete_rate() -> Figure:
+def delete_rate() -> BenchResult:
     """Measure the ms for each small segment that a run proves and deletes; half of its sequences have a row."""
     from tests.support.spark import SharedSpark  # starts Java
 
-    def took() -> float:
+    def measure_delete() -> float:
         with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
             settings = settings_in(folder)
             store = open_store(settings)
             ChainStore(store.objects, store.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
-            refs = inputs(store, TINY, rows=TINY_ROWS, step=2)
+            refs = inputs(store, TINY_SEGMENTS, rows=TINY_ROWS, step=2)
             above = merge(store, Output(1, tuple(refs[:-1]))).ref
-            Tombstones(store.objects, store.layout).put(made_by(above, refs[:-1]))
+            TombstoneStore(store.objects, store.layout).put(supersession_of_merge(above, refs[:-1]))
             run = Compaction(store, (), 0.0, SharedSpark(settings))
             started = time.perf_counter()
             report = run.run(Selection())
             elapsed = time.perf_counter() - started
-            assert (len(report.deleted), report.failures) == (TINY - 1, [])
+            assert (len(report.deleted), report.failures) == (TINY_SEGMENTS - 1, [])
             return elapsed
 
     for _ in range(2):
-        took()  # starts the Python processes, then has Java compile the code that runs often
-    seconds = statistics.median(took() for _ in range(REPEATS))
-    return Figure("compaction.delete_small", round(1000 * seconds / TINY, 3), "ms")
+        measure_delete()  # starts the Python processes, then has Java compile the code that runs often
+    seconds = statistics.median(measure_delete() for _ in range(REPEATS))
+    return BenchResult("compaction.delete_small", round(1000 * seconds / TINY_SEGMENTS, 3), "ms")
 
 
 #: Nodes of a fleet, and how many segments are merged: those of a day, or of a tenth of it for the largest fleet.
-FLEETS = {10: 288, 100: 288, 1000: 29}
-INTERVAL = 300  # seconds; each node publishes once in it, and its messages are one segment
+SEGMENTS_BY_NODES = {10: 288, 100: 288, 1000: 29}
+INTERVAL_S = 300  # seconds; each node publishes once in it, and its messages are one segment
 
 
-def stored(nodes: int) -> tuple[float, float, float]:
+def measure_stored_bytes(nodes: int) -> tuple[float, float, float]:
     """Return the bytes per message: as published, in segments of egress with default settings, and after a merge."""
-    fleet, segments = Fleet(read_facts(), seed=SEED, nodes=nodes, interval=INTERVAL), FLEETS[nodes]
+    fleet, segments = Fleet(read_facts(), seed=SEED, nodes=nodes, interval=INTERVAL_S), SEGMENTS_BY_NODES[nodes]
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
         store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
         refs, raw, count = [], 0, nodes * segments
         for turn in range(segments):
             first = turn * nodes + 1
-            times = [(START + turn * INTERVAL) * 10**9 + n * INTERVAL * 10**9 // nodes for n in range(nodes)]
-            subjects = [SUBJECT.format(sender=fleet.sender(node)).encode() for node in range(nodes)]
+            times = [(START_S + turn * INTERVAL_S) * 10**9 + n * INTERVAL_S * 10**9 // nodes for n in range(nodes)]
+            subjects = [DEFAULT_SUBJECT.format(sender=fleet.sender(node)).encode() for node in range(nodes)]
             bodies = [fleet.document(node, turn, time / 1e9) for node, time in enumerate(times)]
             batch = record_batch(range(first, first + nodes), times, subjects, [None] * nodes, bodies)
             size = sum(map(len, bodies)) + sum(map(len, subjects))
@@ -371,10 +378,10 @@ def stored(nodes: int) -> tuple[float, float, float]:
     return raw / count, sum(ref.size for ref in refs) / count, after / count
 
 
-def stored_bytes(nodes: int) -> Figure:
-    _, before, after = stored(nodes)
+def stored_bytes(nodes: int) -> BenchResult:
+    _, before, after = measure_stored_bytes(nodes)
     name = f"compaction.stored.{nodes}"
-    return Figure(name, round(after, 1), "B/message", round(before, 1), round(after / before, 3))
+    return BenchResult(name, round(after, 1), "B/message", round(before, 1), round(after / before, 3))
 
 
 OUTPUTS = 4
@@ -384,7 +391,7 @@ def settings_in(folder: str) -> Settings:
     return parse(f"store: {{url: 'file://{folder}/store'}}\nspool_dir: '{folder}/spool'\n", "bench")[0]
 
 
-def spark_rate() -> Figure:
+def spark_rate() -> BenchResult:
     from tests.support.spark import SharedSpark  # starts Java
 
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
@@ -396,10 +403,10 @@ def spark_rate() -> Figure:
 
         def rate(runner: Runner) -> float:
             started = time.perf_counter()
-            made = runner.map(merge_one, outputs)
+            made = runner.map(merge_output, outputs)
             elapsed = time.perf_counter() - started
             for each in made:
-                assert isinstance(each, Merged), each
+                assert isinstance(each, MergedSegment), each
                 store.delete(each.ref)
             return raw / elapsed
 
@@ -413,7 +420,7 @@ def spark_rate() -> Figure:
 
         for _ in range(2):
             rate(spark)  # starts the Python processes, then has Java compile the code that runs often
-        return paired("compaction.spark", "MB/s raw", floor=on_one_core, value=lambda: rate(spark))
+        return measure_paired("compaction.spark", "MB/s raw", floor=on_one_core, value=lambda: rate(spark))
 
 
 MERGES = {"small": 4, "large": 80}  # inputs of about 50 MB raw
@@ -436,41 +443,41 @@ def merge_peak(size: str) -> float:
         return statistics.median(peaks)
 
 
-def merged_alone(folder: Path) -> None:
+def merge_in_child(folder: Path) -> None:
     """Merge all segments of the bench in this process; print its peak in MB as JSON."""
     store = SegmentStore(LocalObjects(folder), Layout("data"))
     merged = merge(store, Output(1, tuple(store.list(CHAIN, level=0))))
-    print(json.dumps({"peak": round(_resident("VmHWM"), 1), "raw_bytes": merged.raw_bytes}))
+    print(json.dumps({"peak": round(_resident_mb("VmHWM"), 1), "raw_bytes": merged.raw_bytes}))
     store.delete(merged.ref)
 
 
-def small_merge() -> Figure:
-    return Figure("memory.merge.small", merge_peak("small"), "MB")
+def small_merge() -> BenchResult:
+    return BenchResult("memory.merge.small", merge_peak("small"), "MB")
 
 
-def large_merge() -> Figure:
+def large_merge() -> BenchResult:
     small, large = merge_peak("small"), merge_peak("large")
-    return Figure("memory.merge.large", large, "MB", floor=small, ratio=round(large / small, 3))
+    return BenchResult("memory.merge.large", large, "MB", floor=small, ratio=round(large / small, 3))
 
 
-SMALL, SMALL_ROWS, PAYLOAD = 10_000, 50, 1000
-START = 1_700_000_000  # seconds; one message a second
-PARTS = 100  # of the archive, one of which is replayed
+SMALL_SEGMENTS, SMALL_ROWS, PAYLOAD_BYTES = 10_000, 50, 1000
+START_S = 1_700_000_000  # seconds; one message a second
+REPLAY_DIVISOR = 100  # of the archive, one of which is replayed
 
 
 def fill_folder(folder: Path) -> int:
     """Write segments as egress does, directly into the folder; return their bytes."""
-    layout, noise, total = Layout("data"), random.Random(1).randbytes(PAYLOAD + SMALL_ROWS * SMALL), 0
-    for number in range(SMALL):
+    layout, noise, total = Layout("data"), random.Random(1).randbytes(PAYLOAD_BYTES + SMALL_ROWS * SMALL_SEGMENTS), 0
+    for number in range(SMALL_SEGMENTS):
         coverage = SequenceRange(number * SMALL_ROWS + 1, (number + 1) * SMALL_ROWS)
         sequences = list(range(coverage.first, coverage.last + 1))
-        times = [(START + s) * 10**9 for s in sequences]
+        times = [(START_S + s) * 10**9 for s in sequences]
         batch = record_batch(
             sequences,
             times,
             [b"bench.a"] * SMALL_ROWS,
             [None] * SMALL_ROWS,
-            [noise[s : s + PAYLOAD] for s in sequences],
+            [noise[s : s + PAYLOAD_BYTES] for s in sequences],
         )
         spool = folder / "spool.parquet"
         writer = SegmentWriter(spool, level=0, compression_level=1)
@@ -484,26 +491,28 @@ def fill_folder(folder: Path) -> int:
     return total
 
 
-async def replayed(folder: Path, url: str) -> int:
+async def replay_part(folder: Path, url: str) -> int:
     """Replay a part of the time in the middle; return the bytes that were read."""
     objects = CountingObjects(folder)
     store, documents = SegmentStore(objects, Layout("data")), ChainStore(objects, Layout("data"))
     documents.create_stream(CHAIN, StreamDocument({"name": "BENCH"}, "t0"))
     documents.create_chain(CHAIN, ChainDocument((), 1, 1))
     settings = parse(f"nats: {{url: '{url}'}}\nstore: {{url: 'file://{folder}', prefix: data}}\n", "bench")[0]
-    whole = SMALL * SMALL_ROWS
-    first = START + whole // 2 + 7
-    request = Request("bench", "BENCH", "BACK", from_time=_text(first), to_time=_text(first + whole // PARTS))
-    work = Replay(settings, request, ReplayOptions(), store, documents, SystemClock(), Teller())
+    whole = SMALL_SEGMENTS * SMALL_ROWS
+    first = START_S + whole // 2 + 7
+    request = ReplayRequest(
+        "bench", "BENCH", "BACK", from_time=_text(first), to_time=_text(first + whole // REPLAY_DIVISOR)
+    )
+    work = Replay(settings, request, ReplayOptions(), store, documents, SystemClock(), Progress())
     objects.read = 0
-    async with work.connected() as client:
+    async with work.open_connection() as client:
         await create_stream(
             client, {"name": "BACK", "subjects": ["bench.>"], "allow_batched": True, "allow_atomic": True}
         )
         await work.run(client, Stop())
         info = await stream_info(client, "BACK")
     assert info is not None
-    assert info.messages == whole // PARTS, info.messages
+    assert info.messages == whole // REPLAY_DIVISOR, info.messages
     store.close()
     return objects.read
 
@@ -514,41 +523,44 @@ def _text(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def bytes_read() -> Figure:
+def bytes_read() -> BenchResult:
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as name, NatsServer() as server:
         folder = Path(name) / "store"
         folder.mkdir()
         total = fill_folder(folder)
-        read = asyncio.run(replayed(folder, server.url))
-    return Figure("replay.bytes_read", round(read / total, 4), "1")
+        read = asyncio.run(replay_part(folder, server.url))
+    return BenchResult("replay.bytes_read", round(read / total, 4), "1")
 
 
-def queried() -> Figure:
+def measure_query() -> BenchResult:
     """Measure the bytes that driver and executors read for a part of the time in the middle, planning included."""
     from tests.support.spark import counted_bytes, counting_source, spark_session  # starts Java
 
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as name:
-        folder, counts, whole = Path(name) / "store", Path(name) / "counts", SMALL * SMALL_ROWS
+        folder, counts, whole = Path(name) / "store", Path(name) / "counts", SMALL_SEGMENTS * SMALL_ROWS
         folder.mkdir()
         counts.mkdir()
         total = fill_folder(folder)
         ChainStore(LocalObjects(folder), Layout("data")).create_chain(CHAIN, ChainDocument((), 1, 1))
         spark_session().dataSource.register(counting_source(counts))
-        first = START + whole // 2 + 7
-        options = {"since": _text(first), "until": _text(first + whole // PARTS)}
+        first = START_S + whole // 2 + 7
+        options = {"since": _text(first), "until": _text(first + whole // REPLAY_DIVISOR)}
         frame = spark_session().read.format("floe_counted").options(url=f"file://{folder}", **options).load()
         sizes = [row.size for row in frame.selectExpr("octet_length(payload) AS size").collect()]
-        assert len(sizes) == whole // PARTS, len(sizes)
-        return Figure("query.time_1pct", round(counted_bytes(counts) / total, 4), "1")
+        assert len(sizes) == whole // REPLAY_DIVISOR, len(sizes)
+        return BenchResult("query.time_1pct", round(counted_bytes(counts) / total, 4), "1")
 
 
 BENCHES = [
-    Bench("listing.1m", "ms", "value <= 10", million),
-    Bench("listing.egress_1m", "MB", "value <= 20", walked),
+    Bench("listing.1m", "ms", "value <= 10", measure_listing),
+    Bench("listing.egress_1m", "MB", "value <= 20", measure_walk),
     Bench("replay.bytes_read", "1", "<= 0.03", bytes_read),
-    Bench("query.time_1pct", "1", "value <= 0.03", queried),
-    Bench("compaction.plan_1m", "s", "value <= 20", planned),
-    *(Bench(f"compaction.stored.{n}", "B/message", "ratio <= 0.8", partial(stored_bytes, n)) for n in FLEETS),
+    Bench("query.time_1pct", "1", "value <= 0.03", measure_query),
+    Bench("compaction.plan_1m", "s", "value <= 20", measure_plan),
+    *(
+        Bench(f"compaction.stored.{n}", "B/message", "ratio <= 0.8", partial(stored_bytes, n))
+        for n in SEGMENTS_BY_NODES
+    ),
     Bench("compaction.delete_small", "ms", "value <= 1.5", delete_rate),
     Bench("compaction.merge", "MB/s raw", "ratio >= 0.85", merge_rate),
     Bench("compaction.spark", "MB/s raw", "ratio >= 1.4", spark_rate),
@@ -557,4 +569,4 @@ BENCHES = [
 ]
 
 if __name__ == "__main__":
-    merged_alone(Path(sys.argv[1]))
+    merge_in_child(Path(sys.argv[1]))

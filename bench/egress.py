@@ -2,55 +2,67 @@
 
 import time
 
-from bench.harness import Bench, Figure, paired
-from bench.place import STREAM, BenchPlace, archive_end, documents, fill, peak_mb, place, raw_read, run, store_of, until
+from bench.harness import Bench, BenchResult, measure_paired
+from bench.place import (
+    STREAM,
+    BenchEnvironment,
+    archive_end,
+    bench_environment,
+    documents,
+    fill_stream,
+    measure_raw_read,
+    open_bench_store,
+    peak_mb,
+    run,
+    wait_until,
+)
 
-COUNT = 400_000
-SENDERS = 50_000
-HOUR = 12 * SENDERS  # messages of senders that publish every five minutes; one in twelve is copied
+MESSAGE_COUNT = 400_000
+SENDER_COUNT = 50_000
+HOUR_MESSAGES = 12 * SENDER_COUNT  # messages of senders that publish every five minutes; one in twelve is copied
 SAMPLED = {"inspect_field": "sender", "inspect_duration": "1h", "size_trigger": "1K", "segment": {"max_age": "1s"}}
 
 
-def freeze(at: BenchPlace) -> tuple[float, float]:
+def measure_archiving(at: BenchEnvironment) -> tuple[float, float]:
     """Return the messages per second from the first stored segment to the last, and the peak resident size in MB.
 
     The time before the first segment is left out, with the start of the process: a service runs for months.
     """
     config = at.config(at.s3.new_bucket())
-    store = store_of(config)
+    store = open_bench_store(config)
     service = at.service("egress", "egress", "run", "-c", str(config))
-    started = until(lambda: archive_end(store) > 0, service)
+    started = wait_until(lambda: archive_end(store) > 0, service)
     first = archive_end(store)
-    ended = until(lambda: archive_end(store) >= COUNT, service)
+    ended = wait_until(lambda: archive_end(store) >= MESSAGE_COUNT, service)
     peak = peak_mb(service)
     assert service.drain(is_known_to_work=True) == 0, service.tail()
-    return (COUNT - first) / (ended - started), peak
+    return (MESSAGE_COUNT - first) / (ended - started), peak
 
 
-def unsampled() -> Figure:
-    with place() as at:
-        run(fill(at.nats.url, STREAM, COUNT))
-        return paired(
+def bench_unsampled() -> BenchResult:
+    with bench_environment() as at:
+        run(fill_stream(at.nats.url, STREAM, MESSAGE_COUNT))
+        return measure_paired(
             "egress.unsampled",
             "msg/s",
-            floor=lambda: run(raw_read(at.nats.url, STREAM, COUNT)),
-            value=lambda: freeze(at)[0],
+            floor=lambda: run(measure_raw_read(at.nats.url, STREAM, MESSAGE_COUNT)),
+            value=lambda: measure_archiving(at)[0],
         )
 
 
-def memory() -> Figure:
-    with place() as at:
-        run(fill(at.nats.url, STREAM, COUNT))
-        return Figure("memory.egress", freeze(at)[1], "MB")
+def bench_memory() -> BenchResult:
+    with bench_environment() as at:
+        run(fill_stream(at.nats.url, STREAM, MESSAGE_COUNT))
+        return BenchResult("memory.egress", measure_archiving(at)[1], "MB")
 
 
-def freeze_sampled(at: BenchPlace, count: int) -> float:
+def measure_sampled(at: BenchEnvironment, count: int) -> float:
     """Return the messages per second between two segments: from the end of the first to that of the last but one.
 
     Segments close by age, so all of them are late by the same second; the last one waits for messages that do not come.
     """
     config = at.config(at.s3.new_bucket(), SAMPLED)
-    store = store_of(config)
+    store = open_bench_store(config)
     service = at.service("egress", "egress", "run", "-c", str(config))
     seen: list[tuple[int, float]] = []
 
@@ -60,26 +72,36 @@ def freeze_sampled(at: BenchPlace, count: int) -> float:
             seen.append((end, time.perf_counter()))
         return end >= count
 
-    until(moved, service)
+    wait_until(moved, service)
     assert service.drain(is_known_to_work=True) == 0, service.tail()
     (first, started), (last, ended) = seen[0], seen[-2]
     return (last - first) / (ended - started)
 
 
-def sampled(name: str, size: int, count: int) -> Figure:
-    with place() as at:
-        run(fill(at.nats.url, STREAM, count, documents(size, SENDERS)))
-        return paired(
+def bench_sampled(name: str, size: int, count: int) -> BenchResult:
+    with bench_environment() as at:
+        run(fill_stream(at.nats.url, STREAM, count, documents(size, SENDER_COUNT)))
+        return measure_paired(
             name,
             "msg/s",
-            floor=lambda: run(raw_read(at.nats.url, STREAM, count, size)),
-            value=lambda: freeze_sampled(at, count),
+            floor=lambda: run(measure_raw_read(at.nats.url, STREAM, count, size)),
+            value=lambda: measure_sampled(at, count),
         )
 
 
 BENCHES = [
-    Bench("egress.unsampled", "msg/s", "ratio >= 0.3", unsampled),
-    Bench("egress.sampled.1k", "msg/s", "ratio >= 0.3", lambda: sampled("egress.sampled.1k", 1_000, 2 * HOUR)),
-    Bench("egress.sampled.14k", "msg/s", "ratio >= 0.3", lambda: sampled("egress.sampled.14k", 14_000, HOUR)),
-    Bench("memory.egress", "MB", "<= 300", memory),
+    Bench("egress.unsampled", "msg/s", "ratio >= 0.3", bench_unsampled),
+    Bench(
+        "egress.sampled.1k",
+        "msg/s",
+        "ratio >= 0.3",
+        lambda: bench_sampled("egress.sampled.1k", 1_000, 2 * HOUR_MESSAGES),
+    ),
+    Bench(
+        "egress.sampled.14k",
+        "msg/s",
+        "ratio >= 0.3",
+        lambda: bench_sampled("egress.sampled.14k", 14_000, HOUR_MESSAGES),
+    ),
+    Bench("memory.egress", "MB", "<= 300", bench_memory),
 ]

@@ -14,7 +14,7 @@ REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class BenchResult:
     """One figure. `floor`: in the same unit, None if nothing compares; `ratio`: value / floor."""
 
     name: str
@@ -26,22 +26,22 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A figure and its requirement `ask`: the least ratio, or a bound of the value if there is no floor."""
+    """A figure and its `requirement`: the least ratio, or a bound of the value if there is no floor."""
 
     name: str
     unit: str
-    ask: str
-    run: Callable[[], Figure]
+    requirement: str
+    run: Callable[[], BenchResult]
 
 
-def paired(
+def measure_paired(
     name: str, unit: str, floor: Callable[[], float], value: Callable[[], float], repeats: int = REPEATS
-) -> Figure:
+) -> BenchResult:
     """Measure floor and value in turn, so that a machine that changes speed affects both; return the medians."""
     pairs = [(floor(), value()) for _ in range(repeats)]
     floors, values = zip(*pairs, strict=True)
     ratios = [v / f for f, v in pairs]
-    return Figure(
+    return BenchResult(
         name,
         round(statistics.median(values), 1),
         unit,
@@ -50,12 +50,12 @@ def paired(
     )
 
 
-def report(results: Iterable[tuple[Bench, Figure]]) -> None:
-    table = Table("name", "value", "unit", "floor", "ratio", "ask")
+def print_table(results: Iterable[tuple[Bench, BenchResult]]) -> None:
+    table = Table("name", "value", "unit", "floor", "ratio", "requirement")
     for bench, result in results:
         floor = "–" if result.floor is None else f"{result.floor:,.0f}"
         ratio = "–" if result.ratio is None else f"{result.ratio:.2f}"
-        table.add_row(result.name, _shown(result.value), result.unit, floor, ratio, bench.ask)
+        table.add_row(result.name, _shown(result.value), result.unit, floor, ratio, bench.requirement)
     Console().print(table)
 
 
@@ -63,7 +63,7 @@ def _shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
-def save(results: Iterable[Figure]) -> None:
+def save(results: Iterable[BenchResult]) -> None:
     """Save the figures: replace those of the same names, keep those of other names (`ONLY=` runs one)."""
     kept = {r["name"]: r for r in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
     kept.update({result.name: asdict(result) for result in results})

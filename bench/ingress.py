@@ -10,22 +10,22 @@ from typing import Any
 
 import yaml
 
-from bench.harness import Bench, Figure, paired
+from bench.harness import Bench, BenchResult, measure_paired
 from bench.place import (
     STREAM,
     TARGET,
-    BenchPlace,
+    BenchEnvironment,
     archive_end,
-    client_of,
-    fill,
+    bench_environment,
+    connect_bench,
+    fill_stream,
+    measure_raw_atomic,
+    measure_raw_fast,
+    open_bench_store,
     payloads,
     peak_mb,
-    place,
-    raw_atomic,
-    raw_fast,
     run,
-    store_of,
-    until,
+    wait_until,
 )
 from common.chain import Chain
 from common.jetstream.api import create_stream, stream_info
@@ -34,48 +34,48 @@ from common.open import load_settings, open_chains
 from common.segments.documents import ChainDocument, StreamDocument
 from common.settings.ingress import TargetSettings
 from ingress.chains.chain_state import ChainRegistry
-from ingress.rows.prepare import Accepting, TargetLimits
+from ingress.rows.prepare import SubjectFilters, TargetLimits
 from tests.scenarios.processes import Service
 from tests.support.basics import soon, unique
 from tests.support.segments import message, write_segment
 from tests.support.servers import Notifying
 
-COUNT = 400_000
-CHAINS = 10
-DEADLINE = 60  # seconds for one run
-SEGMENT = 20_000  # messages of the segments that are written here
+MESSAGE_COUNT = 400_000
+CHAIN_COUNT = 10
+RUN_TIMEOUT_S = 60  # seconds for one run
+SEGMENT_MESSAGES = 20_000  # messages of the segments that are written here
 # As long as the provenance line of the messages that Floe stores
 PROVENANCE = b"Floe-Source: bench BENCH 0 0 200000 1700000000000000000\r\n"
 
 Raw = Callable[[str, str, str, int, bytes], Awaitable[float]]
 
 
-def frozen(at: BenchPlace) -> Path:
+def archive_with_egress(at: BenchEnvironment) -> Path:
     """Have egress fill a new bucket with all messages, as one chain; return its configuration."""
     config = at.config(at.s3.new_bucket())
-    store = store_of(config)
+    store = open_bench_store(config)
     service = at.service("egress", "egress", "run", "-c", str(config))
-    until(lambda: archive_end(store) >= COUNT, service, every=0.2)
+    wait_until(lambda: archive_end(store) >= MESSAGE_COUNT, service, every=0.2)
     assert service.drain(is_known_to_work=True) == 0, service.tail()
     return config
 
 
-def written(at: BenchPlace, chains: int) -> Path:
+def write_archive(at: BenchEnvironment, chains: int) -> Path:
     config = at.config(at.s3.new_bucket())
     sites = [f"bench-{number}" for number in range(chains)]
     _change(config, ["sources"], [{"site": sites, "feed": STREAM}])
     for site in sites:
-        _write(config, Chain(site, STREAM), COUNT // chains)
+        _write(config, Chain(site, STREAM), MESSAGE_COUNT // chains)
     return config
 
 
 def _write(config: Path, chain: Chain, count: int) -> None:
-    store, documents = store_of(config), open_chains(load_settings(str(config)))
+    store, documents = open_bench_store(config), open_chains(load_settings(str(config)))
     bodies = payloads()
     documents.create_stream(chain, StreamDocument({"name": STREAM}, "t0", None))
     documents.create_chain(chain, ChainDocument((), 1, 1))
-    for first in range(1, count + 1, SEGMENT):
-        sequences = range(first, min(count, first + SEGMENT - 1) + 1)
+    for first in range(1, count + 1, SEGMENT_MESSAGES):
+        sequences = range(first, min(count, first + SEGMENT_MESSAGES - 1) + 1)
         rows = [message(s, bodies[s % len(bodies)], subject=b"%d" % (s % 1000)) for s in sequences]
         path = store.new_spool()
         store.put(write_segment(path, rows, chain=chain))
@@ -83,7 +83,7 @@ def _write(config: Path, chain: Chain, count: int) -> None:
     documents.write_tail(chain, count)
 
 
-def melt(at: BenchPlace, config: Path, publisher: str) -> tuple[float, float]:
+def measure_ingress(at: BenchEnvironment, config: Path, publisher: str) -> tuple[float, float]:
     """Return the messages per second from the first stored in the target to the last, and the peak resident MB.
 
     Each run has its own target and state, so every run carries everything.
@@ -107,16 +107,16 @@ def melt(at: BenchPlace, config: Path, publisher: str) -> tuple[float, float]:
 
 def _change(config: Path, path: Sequence[Any], value: Any) -> None:
     document = yaml.safe_load(config.read_text())
-    place = document["ingress"]["targets"][0]
+    part = document["ingress"]["targets"][0]
     for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = value
+        part = part[step]
+    part[path[-1]] = value
     config.write_text(yaml.safe_dump(document))
 
 
 async def _watch(url: str, stream: str, service: Service) -> float:
-    client = await client_of(url)
-    first, started, deadline = 0, 0.0, time.perf_counter() + DEADLINE
+    client = await connect_bench(url)
+    first, started, deadline = 0, 0.0, time.perf_counter() + RUN_TIMEOUT_S
     while True:
         info = await stream_info(client, stream)
         now = time.perf_counter()
@@ -124,66 +124,69 @@ async def _watch(url: str, stream: str, service: Service) -> float:
         assert service.runs(), service.tail()
         if info and info.messages and not first:
             first, started = info.messages, now
-        if info and info.messages >= COUNT:
+        if info and info.messages >= MESSAGE_COUNT:
             await client.aclose()
-            return (COUNT - first) / (now - started)
+            return (MESSAGE_COUNT - first) / (now - started)
         await asyncio.sleep(0.02)
 
 
 async def _delete(url: str, stream: str) -> None:
-    client = await client_of(url)
+    client = await connect_bench(url)
     await client.api(f"STREAM.DELETE.{stream}")
     await client.aclose()
 
 
 async def _floor(url: str, raw: Raw) -> float:
     stream = unique("F")
-    rate = await raw(url, stream, stream, COUNT, PROVENANCE)
+    rate = await raw(url, stream, stream, MESSAGE_COUNT, PROVENANCE)
     await _delete(url, stream)
     return rate
 
 
-def _against(name: str, publisher: str, raw: Raw) -> Figure:
-    with place() as at:
-        run(fill(at.nats.url, STREAM, COUNT))
-        config = frozen(at)
-        return paired(
-            name, "msg/s", floor=lambda: run(_floor(at.nats.url, raw)), value=lambda: melt(at, config, publisher)[0]
+def _measure_against(name: str, publisher: str, raw: Raw) -> BenchResult:
+    with bench_environment() as at:
+        run(fill_stream(at.nats.url, STREAM, MESSAGE_COUNT))
+        config = archive_with_egress(at)
+        return measure_paired(
+            name,
+            "msg/s",
+            floor=lambda: run(_floor(at.nats.url, raw)),
+            value=lambda: measure_ingress(at, config, publisher)[0],
         )
 
 
-def atomic() -> Figure:
-    return _against("ingress.atomic", "atomic", raw_atomic)
+def bench_atomic() -> BenchResult:
+    return _measure_against("ingress.atomic", "atomic", measure_raw_atomic)
 
 
-def fast() -> Figure:
-    return _against("ingress.fast", "fast", raw_fast)
+def bench_fast() -> BenchResult:
+    return _measure_against("ingress.fast", "fast", measure_raw_fast)
 
 
-def ten_chains() -> Figure:
-    with place() as at:
-        one, ten = written(at, 1), written(at, CHAINS)
-        return paired(
+def bench_ten_chains() -> BenchResult:
+    with bench_environment() as at:
+        one, ten = write_archive(at, 1), write_archive(at, CHAIN_COUNT)
+        return measure_paired(
             "ingress.ten_chains",
             "msg/s",
-            floor=lambda: melt(at, one, "fast")[0],
-            value=lambda: melt(at, ten, "fast")[0],
+            floor=lambda: measure_ingress(at, one, "fast")[0],
+            value=lambda: measure_ingress(at, ten, "fast")[0],
         )
 
 
-def memory() -> Figure:
-    with place() as at:
-        run(fill(at.nats.url, STREAM, COUNT))
-        return Figure("memory.ingress", melt(at, frozen(at), "auto")[1], "MB")
+def bench_memory() -> BenchResult:
+    with bench_environment() as at:
+        run(fill_stream(at.nats.url, STREAM, MESSAGE_COUNT))
+        return BenchResult("memory.ingress", measure_ingress(at, archive_with_egress(at), "auto")[1], "MB")
 
 
-MESSAGES = 32
-GAPS = (1.1, 2.2)  # seconds between two messages: each is alone in its segment
+LATENCY_MESSAGES = 32
+PAUSES_S = (1.1, 2.2)  # seconds between two messages: each is alone in its segment
 SUBJECT = "minio.events"
-SEED = 20_000
+RANDOM_SEED = 20_000
 
 
-class Clocked:
+class LatencyProbe:
     """The times at which each message was published, and received from a consumer of the target."""
 
     def __init__(self, client: FloeClient, stream: str) -> None:
@@ -211,28 +214,28 @@ class Clocked:
 
 
 async def _measure(url: str, stream: str, rng: random.Random) -> list[float]:
-    client = await client_of(url)
+    client = await connect_bench(url)
     await soon(lambda: stream_info(client, stream), seconds=30)
-    clocked = Clocked(client, stream)
-    await clocked.follow()
-    await clocked.send(b"warm")
-    await soon(lambda: b"warm" in clocked.stored, seconds=70, every=0.1)
-    clocked.published.clear()
-    for number in range(MESSAGES):
-        await asyncio.sleep(rng.uniform(*GAPS))
-        await clocked.send(b"%d" % number)
-    await soon(lambda: clocked.stored.keys() >= clocked.published.keys(), seconds=70, every=0.1)
+    probe = LatencyProbe(client, stream)
+    await probe.follow()
+    await probe.send(b"warm")
+    await soon(lambda: b"warm" in probe.stored, seconds=70, every=0.1)
+    probe.published.clear()
+    for number in range(LATENCY_MESSAGES):
+        await asyncio.sleep(rng.uniform(*PAUSES_S))
+        await probe.send(b"%d" % number)
+    await soon(lambda: probe.stored.keys() >= probe.published.keys(), seconds=70, every=0.1)
     await client.aclose()
-    return clocked.seconds()
+    return probe.seconds()
 
 
 async def _prepare(url: str) -> None:
-    client = await client_of(url)
+    client = await connect_bench(url)
     await create_stream(client, {"name": STREAM, "subjects": ["bench.>"], "storage": "file"})
     await client.aclose()
 
 
-def _configs(at: BenchPlace, bucket: str, endpoint_url: str, ingress: Mapping[str, Any]) -> tuple[Path, Path]:
+def _configs(at: BenchEnvironment, bucket: str, endpoint_url: str, ingress: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write one configuration for each service; egress writes through `endpoint_url`."""
     central = at.config(bucket, {"segment": {"max_age": "1s"}})
     document = yaml.safe_load(central.read_text())
@@ -245,7 +248,7 @@ def _configs(at: BenchPlace, bucket: str, endpoint_url: str, ingress: Mapping[st
     return site, central
 
 
-def latencies(at: BenchPlace, endpoint_url: str, ingress: Mapping[str, Any]) -> list[float]:
+def measure_latencies(at: BenchEnvironment, endpoint_url: str, ingress: Mapping[str, Any]) -> list[float]:
     """Return the seconds of each message, in the order in which they were published."""
     bucket = at.s3.new_bucket()
     site, central = _configs(at, bucket, endpoint_url, ingress)
@@ -255,7 +258,7 @@ def latencies(at: BenchPlace, endpoint_url: str, ingress: Mapping[str, Any]) -> 
         at.service("ingress", "ingress", "run", "-c", str(central)),
     ]
     try:
-        return run(_measure(at.nats.url, f"{TARGET}_{bucket}", random.Random(SEED)))
+        return run(_measure(at.nats.url, f"{TARGET}_{bucket}", random.Random(RANDOM_SEED)))
     except AssertionError:
         print(*(service.tail() for service in services), sep="\n")
         raise
@@ -264,53 +267,56 @@ def latencies(at: BenchPlace, endpoint_url: str, ingress: Mapping[str, Any]) -> 
             service.kill()
 
 
-def poll() -> Figure:
-    with place() as at:
-        found = latencies(at, at.s3.endpoint_url, {"poll_interval": "1s"})
-    return Figure("latency.poll", round(statistics.median(found), 3), "s")
+def bench_poll() -> BenchResult:
+    with bench_environment() as at:
+        found = measure_latencies(at, at.s3.endpoint_url, {"poll_interval": "1s"})
+    return BenchResult("latency.poll", round(statistics.median(found), 3), "s")
 
 
-def events() -> Figure:
-    with place() as at, Notifying(at.s3.endpoint_url, at.nats.url, SUBJECT) as s3:
-        found = latencies(at, s3.url, {"events": f"nats://{SUBJECT}"})
-    return Figure("latency.events", round(statistics.median(found), 3), "s")
+def bench_events() -> BenchResult:
+    with bench_environment() as at, Notifying(at.s3.endpoint_url, at.nats.url, SUBJECT) as s3:
+        found = measure_latencies(at, s3.url, {"events": f"nats://{SUBJECT}"})
+    return BenchResult("latency.events", round(statistics.median(found), 3), "s")
 
 
 # 12,000 chains in one target: a feed with a thousand incarnations, one with many partitions, one between the two.
-SHAPES = {"again": (1000, 4), "wide": (4, 1000), "both": (80, 50)}
+CHAINS_BY_FEED = {"incarnations": (1000, 4), "partitions": (4, 1000), "mixed": (80, 50)}
 
 
-def start(times: int = 3) -> Figure:
+def bench_start(times: int = 3) -> BenchResult:
     """Measure the work of the event loop for chains at a start: positions, ends of former incarnations, obstacles."""
-    source = {"site": "bench", "feed": [*SHAPES]}
+    source = {"site": "bench", "feed": [*CHAINS_BY_FEED]}
     settings = TargetSettings.model_validate({"stream": TARGET, "sources": [source]})
     chains = [
-        Chain("bench", feed, n, p) for feed, (most, cut) in SHAPES.items() for n in range(most) for p in range(cut)
+        Chain("bench", feed, n, p)
+        for feed, (incarnations, partitions) in CHAINS_BY_FEED.items()
+        for n in range(incarnations)
+        for p in range(partitions)
     ]
-    stored = {chain: 10 for chain in chains if chain.incarnation < SHAPES[chain.feed][0] - 1}
-    return Figure(
+    stored = {chain: 10 for chain in chains if chain.incarnation < CHAINS_BY_FEED[chain.feed][0] - 1}
+    return BenchResult(
         "start.chains", round(statistics.median(_started(settings, chains, stored) for _ in range(times)), 2), "s"
     )
 
 
 def _started(settings: TargetSettings, chains: list[Chain], stored: dict[Chain, int]) -> float:
-    began, registry = time.process_time(), ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
+    began, registry = time.process_time(), ChainRegistry(settings, TargetLimits(SubjectFilters([">"]), 1 << 20))
     registry.reset(stored)
     assert all(registry.add(chain) for chain in chains)
     registry.reset(stored)
     for chain in chains:
-        for whole in registry.needs_previous(chain):
-            registry.set_previous(whole, dict.fromkeys(range(SHAPES[chain.feed][1]), 9))
+        for whole in registry.stream_documents_to_read(chain):
+            registry.set_previous_ends(whole, dict.fromkeys(range(CHAINS_BY_FEED[chain.feed][1]), 9))
         assert not registry.obstacle(chain)
     return time.process_time() - began
 
 
 BENCHES = [
-    Bench("start.chains", "s", "<= 2", start),
-    Bench("ingress.fast", "msg/s", "ratio >= 0.7", fast),
-    Bench("ingress.atomic", "msg/s", "ratio >= 0.8", atomic),
-    Bench("ingress.ten_chains", "msg/s", "ratio >= 0.9", ten_chains),
-    Bench("memory.ingress", "MB", "<= 300", memory),
-    Bench("latency.poll", "s", "value <= 2.5", poll),
-    Bench("latency.events", "s", "value <= 1.8", events),
+    Bench("start.chains", "s", "<= 2", bench_start),
+    Bench("ingress.fast", "msg/s", "ratio >= 0.7", bench_fast),
+    Bench("ingress.atomic", "msg/s", "ratio >= 0.8", bench_atomic),
+    Bench("ingress.ten_chains", "msg/s", "ratio >= 0.9", bench_ten_chains),
+    Bench("memory.ingress", "MB", "<= 300", bench_memory),
+    Bench("latency.poll", "s", "value <= 2.5", bench_poll),
+    Bench("latency.events", "s", "value <= 1.8", bench_events),
 ]

@@ -28,13 +28,13 @@ from tests.support.basics import SharedS3
 STREAM = "BENCH"
 CHAIN = Chain("bench", STREAM)
 TARGET = "TARGET"
-SEGMENT = 50_000  # messages; a run has a multiple of it, so that the last segment closes by itself
+SEGMENT_MESSAGES = 50_000  # messages; a run has a multiple of it, so that the last segment closes by itself
 
 run = uvloop.run
 
 
 @dataclass(frozen=True)
-class BenchPlace:
+class BenchEnvironment:
     """A server, an S3 server and a folder."""
 
     folder: Path
@@ -65,7 +65,7 @@ class BenchPlace:
             "egress": {
                 **names,
                 "monitor": {"listen": ""},
-                "feeds": [{"stream": STREAM, "segment": {"max_messages": SEGMENT}, **(feed or {})}],
+                "feeds": [{"stream": STREAM, "segment": {"max_messages": SEGMENT_MESSAGES}, **(feed or {})}],
             },
             "ingress": {**names, "monitor": {"listen": ""}, "poll_interval": "1s", "targets": [target]},
             **more,
@@ -80,11 +80,11 @@ class BenchPlace:
 
 
 @contextmanager
-def place() -> Iterator[BenchPlace]:
+def bench_environment() -> Iterator[BenchEnvironment]:
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder, NatsServer() as nats, SeaweedFS() as s3:
-        yield BenchPlace(Path(folder), nats, SharedS3(s3))
+        yield BenchEnvironment(Path(folder), nats, SharedS3(s3))
 
 
 def archive_end(store: SegmentStore) -> int:
@@ -96,11 +96,11 @@ def archive_end(store: SegmentStore) -> int:
     return end
 
 
-def store_of(config: Path) -> SegmentStore:
+def open_bench_store(config: Path) -> SegmentStore:
     return open_store(load_settings(str(config)))
 
 
-def until(check: Callable[[], bool], service: Service, seconds: float = 120, every: float = 0.02) -> float:
+def wait_until(check: Callable[[], bool], service: Service, seconds: float = 120, every: float = 0.02) -> float:
     """Poll until `check` is true; return the time of it. Times in seconds."""
     deadline = time.perf_counter() + seconds
     while not check():
@@ -120,13 +120,13 @@ def peak_mb(service: Service) -> float:
 MESSAGE_BYTES = 1000  # of payload
 PULL_BATCH = 10_000
 PULL_BYTES = 16 * 2**20
-FILL_AHEAD = 3_000  # messages that may be in flight to a stream
+MAX_FILL_IN_FLIGHT = 3_000  # messages that may be in flight to a stream
 ATOMIC_BATCH = 1000
-FAST_FLOW = 500  # messages from one acknowledgement to the next; the server gives no more
-FAST_AHEAD = 2  # acknowledgements that may be outstanding
+FAST_ACK_MESSAGES = 500  # messages from one acknowledgement to the next; the server gives no more
+MAX_FAST_ACKS = 2  # acknowledgements that may be outstanding
 
 
-async def client_of(url: str) -> FloeClient:
+async def connect_bench(url: str) -> FloeClient:
     return await connect(NatsSettings(url=url), name="bench")
 
 
@@ -155,8 +155,8 @@ def documents(size: int, senders: int) -> Callable[[int], bytes]:
     return document
 
 
-async def fill(url: str, stream: str, count: int, payload: Callable[[int], bytes] | None = None) -> None:
-    client = await client_of(url)
+async def fill_stream(url: str, stream: str, count: int, payload: Callable[[int], bytes] | None = None) -> None:
+    client = await connect_bench(url)
     bodies = payloads()
     make = payload or (lambda number: bodies[number % len(bodies)])
     await create_stream(client, {"name": stream, "subjects": [f"{stream}.>"], "storage": "file", "retention": "limits"})
@@ -164,29 +164,29 @@ async def fill(url: str, stream: str, count: int, payload: Callable[[int], bytes
         numbers = range(start, min(count, start + 1000))
         client.send(b"".join(frame(f"{stream}.{n % 1000}".encode(), make(n)) for n in numbers))
         await client.flush_writes()
-        await stored(client, stream, start - FILL_AHEAD)
-    await stored(client, stream, count)
+        await wait_stored(client, stream, start - MAX_FILL_IN_FLIGHT)
+    await wait_stored(client, stream, count)
     await client.aclose()
 
 
-async def stored(client: FloeClient, stream: str, count: int) -> None:
+async def wait_stored(client: FloeClient, stream: str, count: int) -> None:
     """Wait until the stream holds `count` messages. A server drops messages that come faster than it stores."""
     while count > 0 and ((info := await stream_info(client, stream)) is None or info.messages < count):
         await asyncio.sleep(0.005)
 
 
-async def raw_read(url: str, stream: str, count: int, size: int = MESSAGE_BYTES) -> float:
+async def measure_raw_read(url: str, stream: str, count: int, size: int = MESSAGE_BYTES) -> float:
     """Return the messages per second that one client reads with large pull requests into a sink that only counts.
 
     `size`: bytes of a message; a server disconnects a client for which more than 64 MiB are waiting.
     """
     batch = min(PULL_BATCH // 2, PULL_BYTES // size)
-    client, done, seen = await client_of(url), asyncio.Event(), 0
+    client, done, seen = await connect_bench(url), asyncio.Event(), 0
     consumer = await create_consumer(
         client, stream, {"name": f"b{secrets.token_hex(4)}", "ack_policy": "none", "mem_storage": True}
     )
     inbox = client.new_inbox()
-    ask = frame(
+    pull_request = frame(
         f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer.name}".encode(),
         json.dumps({"batch": batch, "expires": 60_000_000_000}).encode(),
         reply=inbox.encode(),
@@ -196,13 +196,13 @@ async def raw_read(url: str, stream: str, count: int, size: int = MESSAGE_BYTES)
         nonlocal seen
         seen += 1
         if seen % batch == 0:
-            client.send(ask)
+            client.send(pull_request)
         if seen == count:
             done.set()
 
     await client.subscribe_raw(inbox, sink)
     started = time.perf_counter()
-    client.send(ask + ask)
+    client.send(pull_request + pull_request)
     await done.wait()
     elapsed = time.perf_counter() - started
     await delete_consumer(client, stream, consumer.name)
@@ -210,12 +210,12 @@ async def raw_read(url: str, stream: str, count: int, size: int = MESSAGE_BYTES)
     return count / elapsed
 
 
-async def raw_atomic(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
+async def measure_raw_atomic(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
     """Return the messages per second that one client stores in atomic batches of 1,000, one in flight.
 
     `header`: a line that each message carries besides those of the batch, so that sizes are those of Floe.
     """
-    client, bodies = await client_of(url), payloads()
+    client, bodies = await connect_bench(url), payloads()
     await create_stream(client, {"name": stream, "subjects": [subject + ".>"], "storage": "file", "allow_atomic": True})
     inbox, answers = client.new_inbox(), asyncio.Queue[bytes]()
     await client.subscribe_raw(inbox, lambda _s, _r, payload, _h: answers.put_nowait(payload))
@@ -241,19 +241,19 @@ async def raw_atomic(url: str, stream: str, subject: str, count: int, header: by
     return count / elapsed
 
 
-async def raw_fast(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
+async def measure_raw_fast(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
     """Return the messages per second that one client stores in one fast-ingest batch, at the server's pace.
 
     The expected sequence is on every message. `header`: a line that each message carries besides it, so that sizes are
     those of Floe.
     """
-    client, bodies = await client_of(url), payloads()
+    client, bodies = await connect_bench(url), payloads()
     await create_stream(
         client, {"name": stream, "subjects": [subject + ".>"], "storage": "file", "allow_batched": True}
     )
     inbox, answers = client.new_inbox(), asyncio.Queue[bytes]()
     await client.subscribe_raw(f"{inbox}.>", lambda _s, _r, payload, _h: answers.put_nowait(payload))
-    to = f"{inbox}.{secrets.token_hex(8)}.{FAST_FLOW}.fail".encode()
+    to = f"{inbox}.{secrets.token_hex(8)}.{FAST_ACK_MESSAGES}.fail".encode()
     name, acked, every, sent = subject.encode(), 0, 1, 0
 
     def frames(start: int, stop: int) -> bytes:
@@ -272,7 +272,7 @@ async def raw_fast(url: str, stream: str, subject: str, count: int, header: byte
     while sent < count:
         stop = min(count, sent + every)
         ready = frames(sent, stop)
-        while (sent and sent + every > acked + FAST_AHEAD * every) or not answers.empty():
+        while (sent and sent + every > acked + MAX_FAST_ACKS * every) or not answers.empty():
             ack = json.loads(await asyncio.wait_for(answers.get(), 10))
             assert ack.get("type") == "ack", ack
             acked, every = ack["seq"], ack["msgs"]

@@ -17,27 +17,38 @@ from typing import Any
 
 import pyarrow as pa
 
-from bench.harness import REPEATS, Bench, Figure, paired
-from bench.place import CHAIN, STREAM, BenchPlace, client_of, documents, fill, peak_mb, place, run, store_of
+from bench.harness import REPEATS, Bench, BenchResult, measure_paired
+from bench.place import (
+    CHAIN,
+    STREAM,
+    BenchEnvironment,
+    bench_environment,
+    connect_bench,
+    documents,
+    fill_stream,
+    open_bench_store,
+    peak_mb,
+    run,
+)
 from common.clock import SystemClock
 from common.jetstream.api import stream_info
 from common.open import load_settings, open_chains
 from common.segments.columns import record_batch
 from common.segments.documents import ChainDocument, StreamDocument
-from common.service.process import Threads
-from common.service.progress import Teller
+from common.service.process import ThreadPool
+from common.service.progress import Progress
 from common.tasks import Stop
 from ingress.restore.archive import ArchiveState, archive_writer
 from ingress.restore.history import ArchivedHistory
 from ingress.restore.plan import RestorePlan, RestoreRequest, guarded_config
-from ingress.restore.restore import COLUMNS, Restore, RestoreTuning
+from ingress.restore.restore import ROW_COLUMNS, Restore, RestoreTuning
 from ingress.restore.upload import ArchiveUpload
 from tests.support.basics import unique
 from tests.support.segments import message, write_segment
 
-ROWS = {200: 800_000, 1000: 300_000}  # by bytes of payload
-SEGMENT = 50_000  # messages
-BEGAN = 1_795_000_000_000_000_000  # ns
+ROWS_BY_PAYLOAD_BYTES = {200: 800_000, 1000: 300_000}  # by bytes of payload
+SEGMENT_MESSAGES = 50_000  # messages
+FIRST_TIME_NS = 1_795_000_000_000_000_000  # ns
 SUBJECTS = 1000
 CREATED = "2026-11-24T09:00:00Z"
 CONFIG = {
@@ -51,24 +62,27 @@ CONFIG = {
 }
 
 
-def frozen(at: BenchPlace, size: int) -> Path:
+def archive_stream(at: BenchEnvironment, size: int) -> Path:
     """Archive the stream in a new bucket; return the configuration of its site."""
     config = at.config(at.s3.new_bucket())
-    store, chains = store_of(config), open_chains(load_settings(str(config)))
+    store, chains = open_bench_store(config), open_chains(load_settings(str(config)))
     chains.create_stream(CHAIN, StreamDocument(CONFIG, CREATED, None))
     chains.create_chain(CHAIN, ChainDocument((), 1, 1))
-    body = documents(size, SEGMENT)
-    for first in range(1, ROWS[size] + 1, SEGMENT):
+    body = documents(size, SEGMENT_MESSAGES)
+    for first in range(1, ROWS_BY_PAYLOAD_BYTES[size] + 1, SEGMENT_MESSAGES):
         rows = [
             message(
-                s, body(s)[:size], subject=b"%s.%d" % (STREAM.encode(), s % SUBJECTS), timestamp_ns=BEGAN + s * 1000
+                s,
+                body(s)[:size],
+                subject=b"%s.%d" % (STREAM.encode(), s % SUBJECTS),
+                timestamp_ns=FIRST_TIME_NS + s * 1000,
             )
-            for s in range(first, first + SEGMENT)
+            for s in range(first, first + SEGMENT_MESSAGES)
         ]
         path = store.new_spool()
         store.put(write_segment(path, rows, chain=CHAIN))
         path.unlink()
-    chains.write_tail(CHAIN, ROWS[size])
+    chains.write_tail(CHAIN, ROWS_BY_PAYLOAD_BYTES[size])
     return config
 
 
@@ -76,50 +90,51 @@ def request() -> RestoreRequest:
     return RestoreRequest(CHAIN.site, STREAM, name=unique("R"), verify="state", promote=False)
 
 
-async def restored(config: Path, size: int) -> float:
+async def measure_restore(config: Path, size: int) -> float:
     """Return the seconds from the first read of the store to the server's last answer, with the counts compared."""
     settings, clock = load_settings(str(config)), SystemClock()
-    asked, store, chains = request(), store_of(config), open_chains(settings)
+    restore_request, store, chains = request(), open_bench_store(config), open_chains(settings)
     store.list(CHAIN), chains.read_stream(CHAIN)  # clients of the store are made at their first use
-    work = Restore(settings, asked, store, chains, clock, Teller(), RestoreTuning(looks=1))
-    async with work.connected() as client:
+    work = Restore(settings, restore_request, store, chains, clock, Progress(), RestoreTuning(name_checks=1))
+    async with work.open_connection() as client:
         started = time.perf_counter()
         report = await work.run(client, Stop())
         elapsed = time.perf_counter() - started
-        assert (report.exit_code, report.rows) == (0, ROWS[size]), [*report.lines()]
-        await client.api(f"STREAM.DELETE.{asked.name}")
+        assert (report.exit_code, report.rows) == (0, ROWS_BY_PAYLOAD_BYTES[size]), [*report.lines()]
+        await client.api(f"STREAM.DELETE.{restore_request.name}")
     return elapsed
 
 
-class SentArchive:
+class PreparedUpload:
     """The bytes that a restore sends, in memory: the floor is sending them alone."""
 
     def __init__(self, config: Path, version: str) -> None:
-        self._asked = request()
+        self._request = request()
         plan, batches = run(self._read(config))
         self.config = guarded_config(plan.config, "bench")
         writer = archive_writer(plan.name, version)
-        first, last = plan.times
+        first, last = plan.time_range_ns
         state = ArchiveState(plan.rows, plan.bytes, plan.begin, first, plan.end, last)
         self.state = {"messages": plan.rows, "bytes": plan.bytes, "first_seq": plan.begin, "last_seq": plan.end}
-        self.pieces = [*writer.head(self.config, plan.created, state, ())]
+        self.pieces = [*writer.encode_head(self.config, plan.created, state, ())]
         for batch in batches:
-            self.pieces += writer.rows(batch)
-        self.pieces += writer.tail()
+            self.pieces += writer.encode_rows(batch)
+        self.pieces += writer.encode_tail()
 
     async def _read(self, config: Path) -> tuple[RestorePlan, Iterator[Any]]:
         settings, clock = load_settings(str(config)), SystemClock()
-        threads, chains = Threads("bench", 2), open_chains(settings)
-        history = ArchivedHistory(self._asked, store_of(config), chains, threads, clock, Teller())
+        threads, chains = ThreadPool("bench", 2), open_chains(settings)
+        history = ArchivedHistory(self._request, open_bench_store(config), chains, threads, clock, Progress())
         plan = await history.plan()
         threads.close()
-        return plan, history.rows(plan, plan.begin, COLUMNS, Stop())
+        return plan, history.rows(plan, plan.begin, ROW_COLUMNS, Stop())
 
-    async def sent(self, url: str) -> float:
+    async def measure_upload(self, url: str) -> float:
         """Send the bytes; return the seconds until the server has created the stream."""
-        client, name = await client_of(url), self._asked.name
+        client, name = await connect_bench(url), self._request.name
+        request = {"config": self.config, "state": self.state}
         started = time.perf_counter()
-        async with aclosing(await ArchiveUpload.begin(client, name, self.config, self.state, SystemClock())) as upload:
+        async with aclosing(await ArchiveUpload.begin(client, name, request, SystemClock())) as upload:
             for piece in self.pieces:
                 await upload.send(piece)
             await upload.finish()
@@ -132,68 +147,68 @@ class SentArchive:
         return elapsed
 
 
-async def version_of(url: str) -> str:
-    client = await client_of(url)
+async def server_version_of(url: str) -> str:
+    client = await connect_bench(url)
     version = ".".join(map(str, client.server_version))
     await client.aclose()
     return version
 
 
-def against_memory(name: str, unit: str, size: int, amount: float) -> Figure:
+def against_memory(name: str, unit: str, size: int, amount: float) -> BenchResult:
     """Measure a restore beside sending the same bytes from memory. `amount`: of the unit, in one restore."""
-    with place() as at:
-        config = frozen(at, size)
-        archive = SentArchive(config, run(version_of(at.nats.url)))
-        return paired(
+    with bench_environment() as at:
+        config = archive_stream(at, size)
+        archive = PreparedUpload(config, run(server_version_of(at.nats.url)))
+        return measure_paired(
             name,
             unit,
-            floor=lambda: amount / run(archive.sent(at.nats.url)),
-            value=lambda: amount / run(restored(config, size)),
+            floor=lambda: amount / run(archive.measure_upload(at.nats.url)),
+            value=lambda: amount / run(measure_restore(config, size)),
         )
 
 
-def small() -> Figure:
-    return against_memory("restore.200", "msg/s", 200, ROWS[200])
+def bench_small() -> BenchResult:
+    return against_memory("restore.200", "msg/s", 200, ROWS_BY_PAYLOAD_BYTES[200])
 
 
-def large() -> Figure:
-    return against_memory("restore.1k", "MB/s", 1000, ROWS[1000] * 1000 / 1e6)
+def bench_large() -> BenchResult:
+    return against_memory("restore.1k", "MB/s", 1000, ROWS_BY_PAYLOAD_BYTES[1000] * 1000 / 1e6)
 
 
-def memory() -> Figure:
+def bench_memory() -> BenchResult:
     """Measure the peak of the command `floe restore`, which also reads everything back."""
-    with place() as at:
-        config, peak = frozen(at, 1000), 0.0
+    with bench_environment() as at:
+        config, peak = archive_stream(at, 1000), 0.0
         service = at.service("restore", "restore", "-c", str(config), f"{CHAIN.site}/{STREAM}", "--yes")
         while service.runs():
             with suppress(StopIteration, OSError):  # the process has just ended
                 peak = max(peak, peak_mb(service))
             time.sleep(0.02)
         assert service.wait(10) == 0, service.tail()
-        return Figure("memory.restore", peak, "MB")
+        return BenchResult("memory.restore", peak, "MB")
 
 
-def _nats(at: BenchPlace, *words: str) -> float:
+def _nats(at: BenchEnvironment, *words: str) -> float:
     started = time.perf_counter()
     subprocess.run(["nats", "-s", at.nats.url, "stream", *words], check=True, capture_output=True)
-    return ROWS[200] / (time.perf_counter() - started)
+    return ROWS_BY_PAYLOAD_BYTES[200] / (time.perf_counter() - started)
 
 
-def of_nats(which: str) -> Figure:
+def measure_nats_cli(operation: str) -> BenchResult:
     """Measure the command `nats`: a backup of the same stream, or its restore."""
-    with place() as at:
-        body, folder = documents(200, SEGMENT), str(at.folder / "backup")
-        run(fill(at.nats.url, STREAM, ROWS[200], lambda number: body(number)[:200]))
+    with bench_environment() as at:
+        body, folder = documents(200, SEGMENT_MESSAGES), str(at.folder / "backup")
+        run(fill_stream(at.nats.url, STREAM, ROWS_BY_PAYLOAD_BYTES[200], lambda number: body(number)[:200]))
         rates = {"backup": _nats(at, "backup", STREAM, folder, "--no-progress")}
         _nats(at, "rm", STREAM, "-f")
         rates["restore"] = _nats(at, "restore", folder, "--no-progress")
-        return Figure(f"restore.nats_{which}", round(rates[which], 1), "msg/s")
+        return BenchResult(f"restore.nats_{operation}", round(rates[operation], 1), "msg/s")
 
 
 # Rows to the bytes from which nats-server restores a stream, on one core
 
-ENCODED, BATCH = 400_000, 20_000
-SIZE = 200  # bytes of a message: subject, headers and payload
+ENCODED_MESSAGES, BATCH_MESSAGES = 400_000, 20_000
+MESSAGE_BYTES = 200  # bytes of a message: subject, headers and payload
 HEADERS = b"NATS/1.0\r\nContent-Type: text\r\n\r\n"
 
 
@@ -201,42 +216,48 @@ def batches() -> Iterator[pa.RecordBatch]:
     """Yield the rows: every fourth message has headers, and some sequences are missing."""
     rng = random.Random(3)
     sequence = 5000
-    for _ in range(0, ENCODED, BATCH):
-        sequences = [sequence := sequence + 1 + (rng.random() < 0.02) for _ in range(BATCH)]
+    for _ in range(0, ENCODED_MESSAGES, BATCH_MESSAGES):
+        sequences = [sequence := sequence + 1 + (rng.random() < 0.02) for _ in range(BATCH_MESSAGES)]
         subjects = [b"node.%05d.data" % (number % 1000) for number in sequences]
         headers = [None if number % 4 else HEADERS for number in sequences]
-        payloads = [rng.randbytes(SIZE - len(s) - len(h or b"")) for s, h in zip(subjects, headers, strict=True)]
-        times = [BEGAN + number * 1_234_567 for number in sequences]
+        payloads = [
+            rng.randbytes(MESSAGE_BYTES - len(s) - len(h or b"")) for s, h in zip(subjects, headers, strict=True)
+        ]
+        times = [FIRST_TIME_NS + number * 1_234_567 for number in sequences]
         yield record_batch(sequences, times, subjects, headers, payloads)
 
 
-def encode(name: str, version: str) -> Figure:
+def encode(name: str, version: str) -> BenchResult:
     """Measure messages per second of CPU time, which other processes on the machine do not lengthen."""
     rows = list(batches())
     last = rows[-1].column("sequence")[-1].as_py()
-    state = ArchiveState(ENCODED, ENCODED * SIZE, 5001, BEGAN, last + 5, BEGAN)
+    state = ArchiveState(
+        ENCODED_MESSAGES, ENCODED_MESSAGES * MESSAGE_BYTES, 5001, FIRST_TIME_NS, last + 5, FIRST_TIME_NS
+    )
 
     def once() -> float:
         writer = archive_writer("BENCH", version)
         started = time.process_time()
-        size = sum(map(len, writer.head({"name": "BENCH"}, "2026-01-01T00:00:00Z", state, [])))
-        size += sum(len(piece) for batch in rows for piece in writer.rows(batch))
-        size += sum(map(len, writer.tail()))
-        assert size > ENCODED * SIZE, f"expected more than {ENCODED * SIZE} bytes, found {size}"
-        return ENCODED / (time.process_time() - started)
+        size = sum(map(len, writer.encode_head({"name": "BENCH"}, "2026-01-01T00:00:00Z", state, [])))
+        size += sum(len(piece) for batch in rows for piece in writer.encode_rows(batch))
+        size += sum(map(len, writer.encode_tail()))
+        assert size > ENCODED_MESSAGES * MESSAGE_BYTES, (
+            f"expected more than {ENCODED_MESSAGES * MESSAGE_BYTES} bytes, found {size}"
+        )
+        return ENCODED_MESSAGES / (time.process_time() - started)
 
-    return Figure(name, round(statistics.median(once() for _ in range(REPEATS))), "msg/s")
+    return BenchResult(name, round(statistics.median(once() for _ in range(REPEATS))), "msg/s")
 
 
 BENCHES = [
-    Bench("restore.200", "msg/s", "ratio >= 0.8", small),
-    Bench("restore.1k", "MB/s", "ratio >= 0.8", large),
+    Bench("restore.200", "msg/s", "ratio >= 0.8", bench_small),
+    Bench("restore.1k", "MB/s", "ratio >= 0.8", bench_large),
     Bench("restore.encode", "msg/s", "value >= 500,000", partial(encode, "restore.encode", "2.15.1")),
     Bench("restore.encode_files", "msg/s", "value >= 200,000", partial(encode, "restore.encode_files", "2.14.6")),
-    Bench("memory.restore", "MB", "<= 300", memory),
+    Bench("memory.restore", "MB", "<= 300", bench_memory),
 ]
 if shutil.which("nats"):
     BENCHES += [
-        Bench("restore.nats_backup", "msg/s", "reported", lambda: of_nats("backup")),
-        Bench("restore.nats_restore", "msg/s", "reported", lambda: of_nats("restore")),
+        Bench("restore.nats_backup", "msg/s", "reported", lambda: measure_nats_cli("backup")),
+        Bench("restore.nats_restore", "msg/s", "reported", lambda: measure_nats_cli("restore")),
     ]

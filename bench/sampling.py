@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from bench.harness import REPEATS, Bench, Figure
+from bench.harness import REPEATS, Bench, BenchResult
 from common.chain import Chain
 from common.objects.open import open_objects
 from common.segments.columns import Columns
@@ -19,16 +19,16 @@ from common.segments.store import SegmentStore
 from common.settings.egress import FeedSettings
 from common.settings.root import StoreSettings
 from egress.sampling.sampler import Sampler
-from egress.sampling.settings import Sampling
+from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import Snapshots
+from egress.sampling.snapshot_store import SnapshotStore
 
-SENDERS = 1_000_000
-BATCH = 1_000  # messages that the reader hands over at once
+SENDER_COUNT = 1_000_000
+BATCH_MESSAGES = 1_000  # messages that the reader hands over at once
 CHAIN = Chain("bench", "BENCH")
 
 
-def settings() -> Sampling:
+def settings() -> SamplingSettings:
     feed = {
         "stream": "BENCH",
         "inspect_subject_token": -1,
@@ -36,16 +36,16 @@ def settings() -> Sampling:
         "size_trigger": "1K",
         "advisory": {"subject": "adv.%s"},
     }
-    found = Sampling.of(FeedSettings.model_validate(feed))
+    found = SamplingSettings.from_feed(FeedSettings.model_validate(feed))
     assert found is not None
     return found
 
 
 def batch(start: int, order: list[int]) -> Columns:
-    numbers = range(start, start + BATCH)
-    subjects = [b"nodes.node%07d.site.example.net" % order[number % SENDERS] for number in numbers]
+    numbers = range(start, start + BATCH_MESSAGES)
+    subjects = [b"nodes.node%07d.site.example.net" % order[number % SENDER_COUNT] for number in numbers]
     times = [1_700_000_000_000_000_000 + number * 1000 for number in numbers]
-    return Columns([n + 1 for n in numbers], times, subjects, [None] * BATCH, [b"x" * 1000] * BATCH)
+    return Columns([n + 1 for n in numbers], times, subjects, [None] * BATCH_MESSAGES, [b"x" * 1000] * BATCH_MESSAGES)
 
 
 def resident_mb() -> float:
@@ -53,7 +53,7 @@ def resident_mb() -> float:
     return pages * 4096 / 1e6
 
 
-def longest_turn(sampler: Sampler, batches: list[Columns], is_over: threading.Event) -> float:
+def longest_fold_ms(sampler: Sampler, batches: list[Columns], is_over: threading.Event) -> float:
     """Fold in batches as the reader does, until `is_over`; return the longest time between two, in ms."""
     longest, number, before = 0.0, 0, time.perf_counter()
     while not is_over.is_set():
@@ -63,7 +63,7 @@ def longest_turn(sampler: Sampler, batches: list[Columns], is_over: threading.Ev
     return longest * 1000
 
 
-def pause(sampler: Sampler, batches: list[Columns], folder: Path) -> float:
+def measure_pause(sampler: Sampler, batches: list[Columns], folder: Path) -> float:
     """Return the longest pause in ms: for the freeze, or for a batch while another thread writes the snapshot."""
     objects = open_objects(StoreSettings.model_validate({"url": f"file://{folder}"}))
     store, is_over = SegmentStore(objects, Layout("data"), spool_dir=folder), threading.Event()
@@ -72,35 +72,35 @@ def pause(sampler: Sampler, batches: list[Columns], folder: Path) -> float:
     frozen = (time.perf_counter() - began) * 1000
 
     def write() -> None:
-        Snapshots(store, CHAIN).save(Snapshot(CHAIN, 7, "0" * 64, 1, state, ()))
+        SnapshotStore(store, CHAIN).save(Snapshot(CHAIN, 7, "0" * 64, 1, state, ()))
         is_over.set()
 
     thread = threading.Thread(target=write)
     thread.start()
-    longest = longest_turn(sampler, batches, is_over)
+    longest = longest_fold_ms(sampler, batches, is_over)
     thread.join()
     return max(frozen, longest)
 
 
-def child() -> None:
+def run_child() -> None:
     """Measure both in this process; JSON on stdout."""
-    order = list(range(SENDERS))
+    order = list(range(SENDER_COUNT))
     random.Random(1).shuffle(order)
-    sampler = Sampler(settings(), tracks=True)
+    sampler = Sampler(settings(), makes_advisories=True)
     gc.collect()
     before = resident_mb()
-    for start in range(0, SENDERS, BATCH):
+    for start in range(0, SENDER_COUNT, BATCH_MESSAGES):
         sampler.fold(batch(start, order))
     gc.collect()
     memory = resident_mb() - before
-    assert sampler.values == SENDERS
+    assert sampler.value_count == SENDER_COUNT
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
-        batches = [batch(SENDERS + number * BATCH, order) for number in range(100)]
-        longest = max(pause(sampler, batches, Path(folder)) for _ in range(REPEATS))
+        batches = [batch(SENDER_COUNT + number * BATCH_MESSAGES, order) for number in range(100)]
+        longest = max(measure_pause(sampler, batches, Path(folder)) for _ in range(REPEATS))
     print(json.dumps({"memory": memory, "pause": longest}))
 
 
-def measured() -> dict[str, float]:
+def run_in_child() -> dict[str, float]:
     done = subprocess.run([sys.executable, "-m", "bench.sampling"], capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found
@@ -108,10 +108,15 @@ def measured() -> dict[str, float]:
 
 BENCHES = [
     Bench(
-        "memory.senders.1m", "MB", "<= 400", lambda: Figure("memory.senders.1m", round(measured()["memory"], 1), "MB")
+        "memory.senders.1m",
+        "MB",
+        "<= 400",
+        lambda: BenchResult("memory.senders.1m", round(run_in_child()["memory"], 1), "MB"),
     ),
-    Bench("pause.snapshot", "ms", "<= 50", lambda: Figure("pause.snapshot", round(measured()["pause"], 1), "ms")),
+    Bench(
+        "pause.snapshot", "ms", "<= 50", lambda: BenchResult("pause.snapshot", round(run_in_child()["pause"], 1), "ms")
+    ),
 ]
 
 if __name__ == "__main__":
-    child()
+    run_child()

@@ -9,17 +9,19 @@ from typing import Any
 
 import click
 
-from common.cli import json_option, print_json, run_command, table
+from common.cli import json_option, print_json, print_table, run_command
 from common.metrics import version
 
 #: The distributions that Floe runs on, in the order in which `floe version` lists them.
-PARTS = ("nats-py", "pyarrow", "pyspark", "boto3", "uvloop")
+LISTED_DISTRIBUTIONS = ("nats-py", "pyarrow", "pyspark", "boto3", "uvloop")
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of Floe, of Python, and of each of `PARTS`; None for one that is not installed."""
+def installed_versions() -> dict[str, str | None]:
+    """Return the versions of Floe, of Python, and of each of `LISTED_DISTRIBUTIONS`; None for one that is not
+    installed.
+    """
     found: dict[str, str | None] = {"floe": version(), "python": sys.version.split()[0]}
-    for name in PARTS:
+    for name in LISTED_DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -36,8 +38,8 @@ def show_version(as_json: bool) -> None:
     \b
     Example: floe version --json
     """
-    found = versions()
-    print_json(found) if as_json else table(list(found.items()), ("part", "version"))
+    found = installed_versions()
+    print_json(found) if as_json else print_table(list(found.items()), ("part", "version"))
 
 
 @click.command()
@@ -58,5 +60,5 @@ def completion(shell: str) -> None:
     from click.shell_completion import get_completion_class
 
     kind: Any = get_completion_class(shell)
-    made = kind(click.get_current_context().find_root().command, {}, "floe", "_FLOE_COMPLETE")
-    click.echo(made.source_template % made.source_vars())
+    completer = kind(click.get_current_context().find_root().command, {}, "floe", "_FLOE_COMPLETE")
+    click.echo(completer.source_template % completer.source_vars())

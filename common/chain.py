@@ -11,7 +11,7 @@ FEED_PATTERN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
 
 MAX_INCARNATION = 9999
 MAX_PARTITION = 65535  # the greatest number that a name can hold
-MAX_PARTITIONS = 1024  # of one feed: the most into which egress divides a stream, and the most accepted from a document
+MAX_PARTITIONS_PER_FEED = 1024  # the most into which egress divides a stream, and the most in a document
 CHAIN_FORM = "SITE/FEED[/INCARNATION[/PARTITION]]"
 _NUMBER = re.compile(r"[0-9]{1,5}")
 
@@ -44,7 +44,7 @@ class Chain:
     @classmethod
     def parse(cls, text: str) -> Chain:
         """Parse the form of `str`; `site/feed` alone means incarnation 0000, partition 0. Raises ValueError."""
-        site, feed, incarnation, partition = named_parts(text)
+        site, feed, incarnation, partition = parse_chain_parts(text)
         if feed is None:
             raise ValueError(f"chain {text!r:.80}: expected {CHAIN_FORM}")
         return cls(site, feed, incarnation or 0, partition or 0)
@@ -56,7 +56,7 @@ class Chain:
         return {"site": self.site, "feed": self.feed, "incarnation": self.incarnation, "partition": self.partition}
 
 
-def named_parts(text: str) -> tuple[str, str | None, int | None, int | None]:
+def parse_chain_parts(text: str) -> tuple[str, str | None, int | None, int | None]:
     """Split `SITE[/FEED[/INCARNATION[/PARTITION]]]`; a part that is not named is None. Raises ValueError."""
     site, *names = text.split("/")
     feed, numbers = names[0] if names else None, names[1:]

@@ -19,22 +19,22 @@ import click
 from common.cli import Command, Duration, config_option, json_option, print_json
 from common.clock import SystemClock
 from common.errors import ConfigError, DataError, FloeError, Refused, Unavailable, UsageError
-from common.logs import escaped
-from common.settings.types import counted, format_duration, parse_duration
+from common.logs import escape
+from common.settings.types import format_count, format_duration, parse_duration
 
 if TYPE_CHECKING:
     from common.chain import Chain
-    from common.segments.alive import Sighting
+    from common.segments.alive import StoredHeartbeat
     from common.segments.documents import ChainStore
     from common.segments.store import SegmentStore
     from common.segments.table import SegmentTable
-    from common.service.monitor import ServedAt
+    from common.service.monitor import MonitorAddress
     from common.settings.root import Settings
 
-TIMEOUT = 10.0  # seconds for a monitor to answer
-HANGS = 30.0  # seconds without a beat of the event loop that count as a hang
-SHOWN = 3  # problems in a line; the number of the others follows
-SMALLEST = 12  # bytes of the smallest possible Parquet file: its magic twice, and a length
+MONITOR_TIMEOUT_S = 10.0  # seconds for a monitor to answer
+HANG_AFTER_S = 30.0  # seconds without a beat of the event loop that count as a hang
+MAX_SHOWN = 3  # problems in a line; the number of the others follows
+MIN_PARQUET_BYTES = 12  # bytes of the smallest possible Parquet file: its magic twice, and a length
 
 
 class CheckState(IntEnum):
@@ -47,7 +47,7 @@ class CheckState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckFigure:
+class PerformanceValue:
     """One value of the performance data; `unit` is `s`, `B` or none. `warning`, `critical`: as ranges of Nagios."""
 
     name: str
@@ -63,37 +63,37 @@ class CheckFigure:
 
 @dataclass(slots=True)
 class CheckResult:
-    """The result of a check. `said`: the text if all is well; `problems`: the faults, of which the worst decides."""
+    """The result of a check. `ok_text`: the text if all is well; `problems`: the faults, of which the worst decides."""
 
-    said: str
-    figures: list[CheckFigure] = field(default_factory=list)
+    ok_text: str
+    performance_data: list[PerformanceValue] = field(default_factory=list)
     problems: list[tuple[CheckState, str]] = field(default_factory=list)
 
     @property
     def state(self) -> CheckState:
         return max((state for state, _ in self.problems), default=CheckState.OK)
 
-    def add(self, state: CheckState, text: str) -> None:
+    def add_problem(self, state: CheckState, text: str) -> None:
         """Add a problem."""
         self.problems.append((state, text))
 
-    def limit(self, text: str, value: float, warning: float, critical: float, *, at_least: bool = False) -> None:
+    def check_limit(self, text: str, value: float, warning: float, critical: float, *, at_least: bool = False) -> None:
         """Add a problem if `value` is above a limit, or with `at_least` below it."""
         for state, bound in ((CheckState.CRITICAL, critical), (CheckState.WARNING, warning)):
             if value < bound if at_least else value > bound:
-                self.add(state, text)
+                self.add_problem(state, text)
                 return
 
     def text(self) -> str:
-        """Return the worst problems, else `said`, in one line without `|`, which begins the performance data."""
+        """Return the worst problems, else `ok_text`, in one line without `|`, which begins the performance data."""
         worst = [text for _, text in sorted(self.problems, key=lambda found: -found[0])]
-        more = [f"and {len(worst) - SHOWN} more"] if len(worst) > SHOWN else []
-        found = "; ".join([*worst[:SHOWN], *more]) or self.said
-        return escaped(found.replace("\n", "; ").replace("|", "/"))
+        more = [f"and {len(worst) - MAX_SHOWN} more"] if len(worst) > MAX_SHOWN else []
+        found = "; ".join([*worst[:MAX_SHOWN], *more]) or self.ok_text
+        return escape(found.replace("\n", "; ").replace("|", "/"))
 
     def line(self) -> str:
         """Return `STATE - text | performance data`."""
-        figures = " ".join(str(each) for each in self.figures if math.isfinite(each.value))
+        figures = " ".join(str(each) for each in self.performance_data if math.isfinite(each.value))
         return f"{self.state.name} - {self.text()}" + (f" | {figures}" if figures else "")
 
 
@@ -143,16 +143,16 @@ class _CheckGroup(click.Group):
 
 
 def check_command(
-    group: click.Group | None, name: str, warning: str, critical: str, of: str, *, at_least: bool = False
+    group: click.Group | None, name: str, warning: str, critical: str, quantity: str, *, at_least: bool = False
 ) -> Callable[[Command], Command]:
     """Return a decorator that makes the command `name` of `group` (None: it is added later).
 
     It takes a function of settings, `warning`, `critical` and the values of other options, which returns a CheckResult.
-    `of`: the quantity that the thresholds limit. `warning`, `critical`: their defaults as durations; without, the
+    `quantity`: the quantity that the thresholds limit. `warning`, `critical`: their defaults as durations; without, the
     function finds them by `thresholds`. `at_least`: as there.
     """
 
-    def made(fn: Command) -> Command:
+    def decorate(fn: Command) -> Command:
         @functools.wraps(fn)
         def run(config: str, as_json: bool, **options: Any) -> None:
             try:
@@ -170,22 +170,22 @@ def check_command(
             except Exception as error:  # a monitor must receive any error as a state
                 result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{type(error).__name__}: {error}")])
             if as_json:
-                figures = {each.name: each.value for each in result.figures if math.isfinite(each.value)}
+                figures = {each.name: each.value for each in result.performance_data if math.isfinite(each.value)}
                 print_json({"state": result.state.name, "text": result.text(), "figures": figures})
             else:
                 click.echo(result.line())
             sys.exit(result.state)
 
-        chosen = _threshold(CheckState.WARNING, warning, of)(_threshold(CheckState.CRITICAL, critical, of)(run))
+        chosen = _option(CheckState.WARNING, warning, quantity)(_option(CheckState.CRITICAL, critical, quantity)(run))
         return (group.command if group else click.command)(name)(json_option(config_option(chosen)))
 
-    return made
+    return decorate
 
 
-def _threshold(state: CheckState, default: str, of: str) -> Callable[[Command], Command]:
+def _option(state: CheckState, default: str, quantity: str) -> Callable[[Command], Command]:
     """Return the option `--warning DURATION` or `--critical DURATION`, by `state`; None if it is not given."""
     shown = f"  [default: {default}]" if default else ""
-    return click.option(f"--{state.name.lower()}", type=Duration(), help=f"{state.name} beyond this {of}.{shown}")
+    return click.option(f"--{state.name.lower()}", type=Duration(), help=f"{state.name} beyond this {quantity}.{shown}")
 
 
 @click.group(cls=_CheckGroup)
@@ -204,8 +204,9 @@ def check_egress(settings: Settings, warning: float, critical: float) -> CheckRe
     Example: floe check egress -c site.yaml --critical 12h
     """
     monitor = settings.egress.monitor
-    document = status_of(monitor, "egress.monitor.listen")
-    left = re.findall(r"^floe_egress_expiry_seconds(?:\{[^}]*\})? (\S+)$", ask(monitor, "/metrics"), re.MULTILINE)
+    document = fetch_status(monitor, "egress.monitor.listen")
+    metrics = fetch_page(monitor, "/metrics")
+    left = re.findall(r"^floe_egress_expiry_seconds(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE)
     return judge_egress(document, min(map(float, left), default=math.inf), warning, critical)
 
 
@@ -219,7 +220,7 @@ def check_ingress(settings: Settings, warning: float, critical: float) -> CheckR
     \b
     Example: floe check ingress -c central.yaml --warning 5m --critical 30m
     """
-    return judge_ingress(status_of(settings.ingress.monitor, "ingress.monitor.listen"), warning, critical)
+    return judge_ingress(fetch_status(settings.ingress.monitor, "ingress.monitor.listen"), warning, critical)
 
 
 @check_command(check, "archive", "1m", "1h", "time since egress gave its last sign of life for a chain")
@@ -235,58 +236,57 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
     Example: floe check archive -c central.yaml
              floe check archive -c central.yaml us-east/NODES
     """
-    from common.open import open_view
+    from common.open import open_for_view
     from common.segments.archive import select_chains
-    from common.segments.keys import configured, parse
+    from common.segments.keys import configured_feeds, parse_chain_name
 
-    store, documents = open_view(settings)
+    store, documents = open_for_view(settings)
     with closing(store):
-        feeds, said = configured(settings), _sightings(documents, SystemClock().now())
+        feeds, heartbeats = configured_feeds(settings), _read_heartbeats(documents, SystemClock().now())
         if what is not None:
-            chains = select_chains(documents, what, {*feeds, *((chain.site, chain.feed) for chain in said)})
+            chains = select_chains(documents, what, {*feeds, *((chain.site, chain.feed) for chain in heartbeats)})
         else:
             found = documents.chains(settings.site or None)
             chains = [each for each in found if not feeds or (each.site, each.feed) in feeds]
-        looked = list[CheckedChain]()
+        checked = list[CheckedChain]()
         for chain in chains:
             try:
-                looked.append(_look(store, documents, chain, said))
+                checked.append(_check(store, documents, chain, heartbeats.get(chain)))
             except DataError as error:  # of one chain: the others are checked all the same
-                looked.append(CheckedChain(chain, damaged=(error.message,), egress=said.get(chain)))
-        wanted = parse(what) if what is not None else (settings.site or None, None, None, None)
-        for chain in said.keys() - set(chains):  # a feed may stop before anything of it is archived
+                checked.append(CheckedChain(chain, damaged=(error.message,), egress=heartbeats.get(chain)))
+        wanted = parse_chain_name(what) if what is not None else (settings.site or None, None, None, None)
+        for chain in heartbeats.keys() - set(chains):  # a feed may stop before anything of it is archived
             parts = chain.site, chain.feed, chain.incarnation, chain.partition
             is_meant = all(part in (None, own) for part, own in zip(wanted, parts, strict=True))
             if is_meant and (what is not None or not feeds or parts[:2] in feeds):
-                looked += [CheckedChain(chain, egress=said[chain])] if said[chain].sign.state == "stopped" else []
-        return judge_archive(looked, warning, critical)
+                stored = heartbeats[chain]
+                checked += [CheckedChain(chain, egress=stored)] if stored.heartbeat.state == "stopped" else []
+        return judge_archive(checked, warning, critical)
 
 
 # Answers of a monitor
 
 
-def ask(monitor: ServedAt, path: str) -> str:
+def fetch_page(monitor: MonitorAddress, path: str) -> str:
     """Return the answer of the monitor to `path`. Raises Unavailable."""
     from common.service.monitor import fetch
 
     try:
-        return fetch(monitor, path, TIMEOUT)
+        return fetch(monitor, path, MONITOR_TIMEOUT_S)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise Unavailable(f"monitor at {monitor.listen}: {error}", hint="does the service run?") from error
 
 
-def status_of(monitor: ServedAt, key: str) -> dict[str, Any]:
+def fetch_status(monitor: MonitorAddress, key: str) -> dict[str, Any]:
     """Return /status from the address that the configuration names `key`. Raises ConfigError, Unavailable."""
     if not monitor.listen:
         raise ConfigError(f"{key}: expected an address to ask, found none")
     try:
-        found = json.loads(ask(monitor, "/status"))
+        found = json.loads(fetch_page(monitor, "/status"))
     except ValueError:
         found = None
     if not isinstance(found, dict) or "problems" not in found:
-        raise Unavailable(
-            f"monitor at {monitor.listen}: expected the status of a service of Floe, found something else"
-        )
+        raise Unavailable(f"monitor at {monitor.listen}: expected the status of a Floe service, found something else")
     return found
 
 
@@ -304,16 +304,16 @@ def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, cri
     ends = [(each.get("source_last"), each.get("end"), each.get("first", 1) - 1) for each in feeds.values()]
     behind = sum(max(0, last - max(end, out)) for last, end, out in ends if last is not None and end is not None)
     stopped = [f"{name}: {part.get('code')}" for name, part in feeds.items() if part.get("state") == "stopped"]
-    result = CheckResult(f"{counted(len(feeds), 'chain')}, {counted(behind, 'sequence')} not archived", [
-        CheckFigure("chains", len(feeds)),
-        CheckFigure("stopped", len(stopped)),
-        CheckFigure("not_archived", behind),
-        CheckFigure("expiry", expiry, "s", f"{warning:.0f}:", f"{critical:.0f}:"),
+    result = CheckResult(f"{format_count(len(feeds), 'chain')}, {format_count(behind, 'sequence')} not archived", [
+        PerformanceValue("chains", len(feeds)),
+        PerformanceValue("stopped", len(stopped)),
+        PerformanceValue("not_archived", behind),
+        PerformanceValue("expiry", expiry, "s", f"{warning:.0f}:", f"{critical:.0f}:"),
     ])  # fmt: skip
     for each in stopped:
-        result.add(CheckState.CRITICAL, f"stopped: {each}")
-    result.limit(f"the source expires in {expiry:.0f} s", expiry, warning, critical, at_least=True)
-    return _with_process(result, document)
+        result.add_problem(CheckState.CRITICAL, f"stopped: {each}")
+    result.check_limit(f"the source expires in {expiry:.0f} s", expiry, warning, critical, at_least=True)
+    return _add_process_problems(result, document)
 
 
 def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) -> CheckResult:
@@ -322,35 +322,35 @@ def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) 
 
     targets = {name: part for name, part in parts_of(document).items() if name.startswith("target ")}
     chains = {
-        f"{chain} into {name}": each for name, part in targets.items() for chain, each in part.get("chains", {}).items()
+        f"{chain} into {name}": c for name, part in targets.items() for chain, c in part.get("chains", {}).items()
     }
     stopped = [f"{name}: {each.get('code')}" for name, each in chains.items() if "stopped" in each]
     stopped += [f"{name}: {part.get('code')}" for name, part in targets.items() if part.get("state") == "stopped"]
     sites = [(name, each["source"]) for name, each in chains.items() if "source" in each]
-    stopped += [f"{name}, at its site: {said.get('code')}" for name, said in sites if said.get("state") == "stopped"]
+    stopped += [f"{name}, at its site: {site.get('code')}" for name, site in sites if site.get("state") == "stopped"]
     lags = {name: float(each.get("lag_seconds", 0)) for name, each in chains.items()}
     limits = f"{warning:.0f}", f"{critical:.0f}"
-    most = max(lags.values(), default=0.0)
-    counts = f"{counted(len(targets), 'target')}, {counted(len(chains), 'chain')}"
-    result = CheckResult(f"{counts}, {most:.0f} s behind", [
-        CheckFigure("targets", len(targets)),
-        CheckFigure("chains", len(chains)),
-        CheckFigure("stopped", len(stopped)),
-        CheckFigure("waiting", sum("hole" in each for each in chains.values())),
-        CheckFigure("lag", most, "s", *limits),
+    max_lag = max(lags.values(), default=0.0)
+    counts = f"{format_count(len(targets), 'target')}, {format_count(len(chains), 'chain')}"
+    result = CheckResult(f"{counts}, {max_lag:.0f} s behind", [
+        PerformanceValue("targets", len(targets)),
+        PerformanceValue("chains", len(chains)),
+        PerformanceValue("stopped", len(stopped)),
+        PerformanceValue("waiting", sum("hole" in each for each in chains.values())),
+        PerformanceValue("lag", max_lag, "s", *limits),
     ])  # fmt: skip
     for each in stopped:
-        result.add(CheckState.CRITICAL, f"stopped: {each}")
+        result.add_problem(CheckState.CRITICAL, f"stopped: {each}")
     for name, lag in lags.items():
-        result.limit(f"{name}: {lag:.0f} s behind", lag, warning, critical)
-    return _with_process(result, document)
+        result.check_limit(f"{name}: {lag:.0f} s behind", lag, warning, critical)
+    return _add_process_problems(result, document)
 
 
-def _with_process(result: CheckResult, document: Mapping[str, Any]) -> CheckResult:
-    if (age := float(document.get("heartbeat_age_seconds", 0))) > HANGS:
-        result.add(CheckState.CRITICAL, f"hangs: the event loop turned {age:.0f} s ago")
+def _add_process_problems(result: CheckResult, document: Mapping[str, Any]) -> CheckResult:
+    if (age := float(document.get("heartbeat_age_seconds", 0))) > HANG_AFTER_S:
+        result.add_problem(CheckState.CRITICAL, f"hangs: the event loop turned {age:.0f} s ago")
     for problem in document["problems"]:
-        result.add(CheckState.WARNING, f"not ready: {problem}")
+        result.add_problem(CheckState.WARNING, f"not ready: {problem}")
     return result
 
 
@@ -369,63 +369,64 @@ class CheckedChain:
     end: int = 0
     missing: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
-    egress: Sighting | None = None
+    egress: StoredHeartbeat | None = None
     recreated: float | None = None
 
 
-RECREATED = 86_400.0  # seconds for which it is a warning
+RECREATED_WARNING_S = 86_400.0  # seconds for which it is a warning
 
 
 def judge_archive(found: list[CheckedChain], warning: float, critical: float) -> CheckResult:
     """Judge the bucket. `warning`, `critical`: seconds since the last heartbeat of a chain."""
-    said = [(each.chain, each.egress) for each in found if each.egress is not None]
-    ages = [sighting.age for _, sighting in said]
-    left = [(e.egress.sign.not_archived(e.chain.incarnation, e.end) or 0) for e in found if e.egress is not None]
-    result = CheckResult(f"{counted(len(found), 'chain')}, {counted(sum(left), 'sequence')} not archived", [
-        CheckFigure("chains", len(found)),
-        CheckFigure("holes", sum(len(each.missing) for each in found)),
-        CheckFigure("damaged", sum(len(each.damaged) for each in found)),
-        CheckFigure("not_archived", sum(left)),
-        CheckFigure("silent", max(ages, default=0.0), "s", f"{warning:.0f}", f"{critical:.0f}"),
+    heartbeats = [(each.chain, each.egress) for each in found if each.egress is not None]
+    ages = [stored.age for _, stored in heartbeats]
+    left = [(e.egress.heartbeat.unarchived_count(e.chain.incarnation, e.end) or 0) for e in found if e.egress]
+    result = CheckResult(f"{format_count(len(found), 'chain')}, {format_count(sum(left), 'sequence')} not archived", [
+        PerformanceValue("chains", len(found)),
+        PerformanceValue("holes", sum(len(each.missing) for each in found)),
+        PerformanceValue("damaged", sum(len(each.damaged) for each in found)),
+        PerformanceValue("not_archived", sum(left)),
+        PerformanceValue("silent", max(ages, default=0.0), "s", f"{warning:.0f}", f"{critical:.0f}"),
     ])  # fmt: skip
     if not found:
-        result.add(CheckState.UNKNOWN, "nothing is archived")
+        result.add_problem(CheckState.UNKNOWN, "nothing is archived")
     for each in found:
         for key in each.damaged:
-            result.add(CheckState.CRITICAL, f"damaged: {key}")
-        if each.recreated is not None and each.recreated < RECREATED:
-            result.add(CheckState.WARNING, f"{each.chain}: the stream was made again {each.recreated:.0f} s ago")
+            result.add_problem(CheckState.CRITICAL, f"damaged: {key}")
+        if (age := each.recreated) is not None and age < RECREATED_WARNING_S:
+            result.add_problem(CheckState.WARNING, f"{each.chain}: the stream was made again {age:.0f} s ago")
         if each.missing:
-            result.add(CheckState.CRITICAL, f"{each.chain}: {', '.join(each.missing[:SHOWN])} missing")
-    for chain, sighting in said:
-        if sighting.sign.state == "stopped":
-            result.add(CheckState.CRITICAL, f"{chain}: stopped at its site: {sighting.sign.code}")
-        result.limit(f"{chain}: no sign of life for {sighting.age:.0f} s", sighting.age, warning, critical)
+            result.add_problem(CheckState.CRITICAL, f"{each.chain}: {', '.join(each.missing[:MAX_SHOWN])} missing")
+    for chain, stored in heartbeats:
+        if stored.heartbeat.state == "stopped":
+            result.add_problem(CheckState.CRITICAL, f"{chain}: stopped at its site: {stored.heartbeat.code}")
+        result.check_limit(f"{chain}: no sign of life for {stored.age:.0f} s", stored.age, warning, critical)
     return result
 
 
-def _sightings(documents: ChainStore, now: float) -> dict[Chain, Sighting]:
+def _read_heartbeats(documents: ChainStore, now: float) -> dict[Chain, StoredHeartbeat]:
     """Return the heartbeats of egress, by chain with its incarnation; empty without the permission to read them. A stop
     that a live process reports counts over any other process of the same partition.
     """
-    from common.segments.alive import LATEST, Sighting, newest
+    from common.segments.alive import HEARTBEAT_OVERDUE_S, StoredHeartbeat, newest_by_partition
 
-    found: list[Sighting] = []
+    found: list[StoredHeartbeat] = []
     with suppress(Refused):
-        for info in documents.listed_alive():
-            if (alive := documents.read_alive(info.key)) is not None:
+        for info in documents.list_heartbeats():
+            if (alive := documents.read_heartbeat(info.key)) is not None:
                 age = max(0.0, now - info.modified)
-                found += [Sighting(sign, info.modified, age, alive.time) for sign in alive.chains]
-    stops = [each for each in found if each.sign.state == "stopped" and each.age <= LATEST]
-    return {each.sign.chain: each for each in {**newest(found), **newest(stops)}.values()}
+                found += [StoredHeartbeat(each, info.modified, age, alive.time) for each in alive.chains]
+    stops = [each for each in found if each.heartbeat.state == "stopped" and each.age <= HEARTBEAT_OVERDUE_S]
+    latest = {**newest_by_partition(found), **newest_by_partition(stops)}
+    return {each.heartbeat.chain: each for each in latest.values()}
 
 
-def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mapping[Chain, Sighting]) -> CheckedChain:
-    from common.sequences import Covered, SequenceRange, holes
+def _check(store: SegmentStore, documents: ChainStore, chain: Chain, egress: StoredHeartbeat | None) -> CheckedChain:
+    from common.sequences import CoverageSet, SequenceRange, holes
 
     # Before the listing: objects that are written meanwhile can only extend the coverage.
     tail, ended = documents.read_tail(chain) or 0, documents.read_end(chain)
-    document, table, covered = documents.read_chain(chain), store.table(chain), Covered()
+    document, table, covered = documents.read_chain(chain), store.table(chain), CoverageSet()
     floor = documents.read_floor(chain) or 1  # after the listing: segments that retention deletes are no hole
     for ref in table:
         covered.add(ref.coverage)
@@ -435,25 +436,25 @@ def _look(store: SegmentStore, documents: ChainStore, chain: Chain, said: Mappin
     if end >= first:
         accepted = [gap.range for gap in documents.gaps(chain)]
         missing = holes([*stretches, *accepted], SequenceRange(first, end))
-    found = CheckedChain(chain, end, tuple(map(str, missing)), tuple(_damaged(store, table)))
-    return replace(found, egress=said.get(chain), recreated=_recreated(documents, chain))
+    found = CheckedChain(chain, end, tuple(map(str, missing)), tuple(_damaged_keys(store, table)))
+    return replace(found, egress=egress, recreated=_recreation_age(documents, chain))
 
 
-def _recreated(documents: ChainStore, chain: Chain) -> float | None:
-    stream = documents.read_stream(chain) if chain.incarnation and not documents.is_followed(chain) else None
+def _recreation_age(documents: ChainStore, chain: Chain) -> float | None:
+    stream = documents.read_stream(chain) if chain.incarnation and not documents.has_next_incarnation(chain) else None
     if stream is None or stream.continues:
         return None
     info = documents.objects.head(documents.layout.stream_document(chain))
     return info and max(0.0, SystemClock().now() - info.modified)
 
 
-def _damaged(store: SegmentStore, table: SegmentTable) -> Iterator[str]:
+def _damaged_keys(store: SegmentStore, table: SegmentTable) -> Iterator[str]:
     """Yield the keys of objects too small for a segment, and of the newest segment if its footer is invalid."""
     from common.segments.parquet_guard import SegmentGone
 
-    yield from (table[place].key for place in range(len(table)) if table.size_of(place) < SMALLEST)
-    newest = max(range(len(table)), key=table.end_of, default=None)
-    if newest is not None and table.size_of(newest) >= SMALLEST:
+    yield from (table[place].key for place in range(len(table)) if table.size_at(place) < MIN_PARQUET_BYTES)
+    newest = max(range(len(table)), key=table.end_at, default=None)
+    if newest is not None and table.size_at(newest) >= MIN_PARQUET_BYTES:
         with suppress(SegmentGone):  # merged meanwhile
             try:
                 store.footer(table[newest])

@@ -30,8 +30,8 @@ import click
 from common.chain import CHAIN_FORM, Chain
 from common.clock import NS_PER_S, parse_time
 from common.errors import UsageError
-from common.exits import CONTEXT, end_with
-from common.logs import escaped
+from common.exits import CONTEXT_META_KEY, exit_with_code
+from common.logs import escape
 from common.sequences import MAX_SEQUENCE
 from common.settings.types import duration_words, parse_duration, parse_size
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from common.settings.root import Settings
 
 
-class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+class ParsedType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
     """A parameter type: `parse` makes a `kind` of a text, or raises ValueError that names the problem."""
 
     def __init__(self, name: str, kind: type, parse: Callable[[str], Any]) -> None:
@@ -66,34 +66,34 @@ def _parse_interval(text: str) -> float:
 
 
 #: A stream sequence, 1 .. 2^63-1, as int.
-SequenceType = functools.partial(Parsed, "sequence", int, parse_sequence)
+SequenceType = functools.partial(ParsedType, "sequence", int, parse_sequence)
 #: A duration such as 1h30m, as float seconds.
-Duration = functools.partial(Parsed, "duration", float, parse_duration)
+Duration = functools.partial(ParsedType, "duration", float, parse_duration)
 #: A duration between two checks, 1s to 1d, as float seconds.
-Interval = functools.partial(Parsed, "duration", float, _parse_interval)
+Interval = functools.partial(ParsedType, "duration", float, _parse_interval)
 #: A size such as 64K or 1G, as int bytes.
-Size = functools.partial(Parsed, "size", int, parse_size)
+Size = functools.partial(ParsedType, "size", int, parse_size)
 
 MOMENT_FORM = "a time such as 2026-01-02T03:04:05Z, 2026-01-02 03:04 (of this host's zone), -2h or 2h ago"
 _LOCAL_TIME = re.compile(r"(\d{4}-\d\d-\d\d)(?:[Tt ](\d\d:\d\d(?::\d\d)?))?", re.ASCII)
-NO_ZONE = "there is no zone TZ="
+UNKNOWN_ZONE_TEXT = "there is no zone TZ="
 _POSIX_ZONE = re.compile(r"(?:[A-Za-z]{3,}|<[A-Za-z0-9+-]{3,}>)[+-]?\d")  # such as CET-1CEST
 _AGO = re.compile(r"-?\s*(\S(?:.*\S)?)\s+ago|-?(\S+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """A time as the user gave it. `text`: RFC 3339 with a zone; empty if it is `ago`, seconds before now.
+class RequestedTime:
+    """A time as the user gave it. `text`: RFC 3339 with a zone; empty if it is `seconds_ago`, seconds before now.
 
     `zone`: the zone of this host, if the time named none; else empty.
     """
 
     text: str = ""
-    ago: float = 0.0
+    seconds_ago: float = 0.0
     zone: str = ""
 
     @classmethod
-    def parse(cls, text: str, local: tzinfo | None = None) -> Moment:
+    def parse(cls, text: str, local: tzinfo | None = None) -> RequestedTime:
         """Parse `text`. Raises ValueError. `local`: the zone of a time without one; None: this host's."""
         with suppress(ValueError):
             parse_time(text)
@@ -107,43 +107,43 @@ class Moment:
             return cls(at.isoformat(), zone=_zone_name(at))
         if match := _AGO.fullmatch(text):
             with suppress(ValueError):
-                return cls(ago=parse_duration((match[1] or match[2]).replace(" ", "")))
+                return cls(seconds_ago=parse_duration((match[1] or match[2]).replace(" ", "")))
         raise ValueError(f"expected {MOMENT_FORM}, found {text!r:.60}")
 
     def at(self, now: float) -> int:
-        """Return nanoseconds since 1970 UTC. `now`: seconds since 1970, from which `ago` counts."""
-        return parse_time(self.text) if self.text else round((now - self.ago) * NS_PER_S)
+        """Return nanoseconds since 1970 UTC. `now`: seconds since 1970, from which `seconds_ago` counts."""
+        return parse_time(self.text) if self.text else round((now - self.seconds_ago) * NS_PER_S)
 
 
 def _zone_name(at: datetime) -> str:
     """Name the zone of `at`, a time of this host. If TZ names no zone, the C library uses UTC under any name."""
-    name, asked = at.tzname() or str(at.tzinfo), os.environ.get("TZ", "").removeprefix(":")
-    is_file = asked.startswith("/") and Path(asked).is_file()
-    if at.utcoffset() or not asked or is_file or _POSIX_ZONE.match(asked):
+    name, zone = at.tzname() or str(at.tzinfo), os.environ.get("TZ", "").removeprefix(":")
+    is_file = zone.startswith("/") and Path(zone).is_file()
+    if at.utcoffset() or not zone or is_file or _POSIX_ZONE.match(zone):
         return name
     try:
-        ZoneInfo(asked)
+        ZoneInfo(zone)
     except (ValueError, OSError, KeyError):
-        return name if name == asked == "UTC" else f"UTC: {NO_ZONE}{asked:.60}"
+        return name if name == zone == "UTC" else f"UTC: {UNKNOWN_ZONE_TEXT}{zone:.60}"
     return name
 
 
-def moment(now: float, asked: Moment | None) -> int | None:
-    """Return `asked.at(now)`; None if `asked` is None."""
-    return None if asked is None else asked.at(now)
+def resolve_time(now: float, requested: RequestedTime | None) -> int | None:
+    """Return `requested.at(now)`; None if `requested` is None."""
+    return None if requested is None else requested.at(now)
 
 
-class TimeType(Parsed):
-    """A time, as Moment; stderr shows how a time without a zone is read."""
+class TimeType(ParsedType):
+    """A time, as RequestedTime; stderr shows how a time without a zone is read."""
 
     def __init__(self) -> None:
-        super().__init__("time", Moment, Moment.parse)
+        super().__init__("time", RequestedTime, RequestedTime.parse)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Moment:
-        found: Moment = super().convert(value, param, ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RequestedTime:
+        found: RequestedTime = super().convert(value, param, ctx)
         if found.zone and value is not found:
-            how = found.zone if NO_ZONE in found.zone else f"{found.zone}, the zone of this host"
-            click.echo(escaped(f"{value} is taken as {found.text} ({how})"), err=True)
+            how = found.zone if UNKNOWN_ZONE_TEXT in found.zone else f"{found.zone}, the zone of this host"
+            click.echo(escape(f"{value} is taken as {found.text} ({how})"), err=True)
         return found
 
 
@@ -152,10 +152,10 @@ OutputRow = Sequence[object] | Mapping[str, object]
 
 def print_json(value: object) -> None:
     """Print `value` as one JSON document; dataclasses as objects, bytes as text, sets and tuples as lists."""
-    click.echo(json.dumps(value, indent=2, default=_plain))
+    click.echo(json.dumps(value, indent=2, default=_json_value))
 
 
-def _plain(value: object) -> Any:
+def _json_value(value: object) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, bytes):
@@ -169,7 +169,7 @@ def _plain(value: object) -> Any:
     raise TypeError(f"no JSON form for {type(value).__name__}")
 
 
-class Styled(NamedTuple):
+class StyledCell(NamedTuple):
     """A table cell with a colour (by its name in rich), used if the output has colours; empty: no colour."""
 
     text: object
@@ -187,31 +187,31 @@ def terminal_width() -> int | None:
 
 
 #: The column that is never left out: on a narrow terminal it goes below its row.
-WHY = "why"
+WHY_COLUMN = "why"
 
 
-def _fitting(columns: Sequence[str], widths: Sequence[int], width: int | None) -> list[int]:
+def _fitting_columns(columns: Sequence[str], widths: Sequence[int], width: int | None) -> list[int]:
     """Return the columns to show side by side: all, or without `why` as many from the left as fit, one at least."""
-    kept = sorted(range(len(columns)), key=lambda index: columns[index] == WHY)  # `why` goes first
+    kept = sorted(range(len(columns)), key=lambda index: columns[index] == WHY_COLUMN)  # `why` goes first
     while width is not None and len(kept) > 1 and sum(widths[index] + 2 for index in kept) - 2 > width:
         kept.pop()
     return sorted(kept)
 
 
-def cut(line: str, width: int) -> str:
+def truncate(line: str, width: int) -> str:
     """Return `line` cut to `width` columns of a terminal, with an ellipsis if it is longer."""
-    from rich.cells import cell_len, set_cell_size  # here: as in `table`
+    from rich.cells import cell_len, set_cell_size  # here: as in `print_table`
 
     return line if cell_len(line) <= width else f"{set_cell_size(line, width - 1)}…"
 
 
-def table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | None = None) -> None:
+def print_table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | None = None) -> None:
     """Print the header `columns`, then each row: values in their order, or a mapping by column name.
 
-    None shows as `-`. Columns of numbers are aligned to the right. On a terminal the header is bold and `Styled` cells
-    have their colours, unless NO_COLOR is set. Each row is one line, at any width: a row that a terminal wraps can
-    still be copied whole. If a row is wider than `width`, the column `why` goes below its row, wrapped between words,
-    and columns are left out from the right until the rest fits.
+    None shows as `-`. Columns of numbers are aligned to the right. On a terminal the header is bold and `StyledCell`
+    cells have their colours, unless NO_COLOR is set. Each row is one line, at any width: a row that a terminal wraps
+    can still be copied whole. If a row is wider than `width`, the column `why` goes below its row, wrapped between
+    words, and columns are left out from the right until the rest fits.
     """
     from rich.cells import cell_len  # here: a service prints no table
     from rich.console import Console
@@ -220,13 +220,14 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | None =
     from rich.text import Text
 
     values = [[row.get(c) for c in columns] if isinstance(row, Mapping) else list(row) for row in rows]
-    styles = [[value.style if isinstance(value, Styled) else "" for value in row] for row in values]
-    values = [[value.text if isinstance(value, Styled) else value for value in row] for row in values]
-    cells = [["-" if value is None else escaped(str(value)) for value in row] for row in values]
+    styles = [[value.style if isinstance(value, StyledCell) else "" for value in row] for row in values]
+    values = [[value.text if isinstance(value, StyledCell) else value for value in row] for row in values]
+    cells = [["-" if value is None else escape(str(value)) for value in row] for row in values]
 
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
-    kept = _fitting(columns, widths, width)
-    below = [] if len(kept) == len(columns) or WHY not in columns else [row[columns.index(WHY)] for row in cells]
+    kept = _fitting_columns(columns, widths, width)
+    has_below = len(kept) < len(columns) and WHY_COLUMN in columns
+    below = [row[columns.index(WHY_COLUMN)] for row in cells] if has_below else []
     shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
     for index in kept:
         is_number = _is_numeric([row[index] for row in values])
@@ -242,35 +243,35 @@ def table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | None =
         with console.capture() as printed:
             console.print(Segments(Segment.adjust_line_length(line, length)), end="")
         click.echo(printed.get())
-        if number and below and (why := below[number - 1]) != "-":
-            text = textwrap.fill(why, max(1, (width or 0) - 4), break_long_words=False, break_on_hyphens=False)
+        if number and below and (reason := below[number - 1]) != "-":
+            text = textwrap.fill(reason, max(1, (width or 0) - 4), break_long_words=False, break_on_hyphens=False)
             click.echo(textwrap.indent(text, "    "))
 
 
 @dataclass(frozen=True, slots=True)
 class StatusView:
-    """One view of `floe status`. `rows`: for programs; `cells`: the same for people, by column. `narrow`: the columns
-    that are shown; with `-o wide` all of `columns` are. `details`: lines below the table; `notes`: servers that gave no
-    answer, for stderr. `code`: 3 if an operator should act, 75 if something did not answer.
+    """One view of `floe status`. `rows`: for programs; `cells`: the same for people, by column. `narrow_columns`: the
+    columns that are shown; with `-o wide` all of `columns` are. `details`: lines below the table; `notes`: servers that
+    gave no answer, for stderr. `code`: 3 if an operator should act, 75 if something did not answer.
     """
 
     name: str
     rows: Sequence[Mapping[str, object]]
     cells: Sequence[Mapping[str, object]]
     columns: Sequence[str]
-    narrow: Sequence[str]
+    narrow_columns: Sequence[str]
     code: int = 0
     details: Sequence[str] = ()
     notes: Sequence[str] = ()
 
     def show(self, *, is_wide: bool) -> None:
         """Print it for people."""
-        table(self.cells, self.columns if is_wide else self.narrow, None if is_wide else terminal_width())
+        print_table(self.cells, self.columns if is_wide else self.narrow_columns, None if is_wide else terminal_width())
         for line in self.details:
-            click.echo(escaped(line))
+            click.echo(escape(line))
 
 
-def ago(seconds: float | None) -> str | None:
+def format_age(seconds: float | None) -> str | None:
     """Return the age of an event for people: `3m20s ago`; None for never."""
     return None if seconds is None else f"{duration_words(seconds)} ago"
 
@@ -304,7 +305,7 @@ def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `-c FILE` and `--context NAME`; the command gets `config: str`, and `load_settings` uses the context."""
 
     def keep(ctx: click.Context, _param: click.Parameter, name: str) -> None:
-        ctx.meta[CONTEXT] = name
+        ctx.meta[CONTEXT_META_KEY] = name
 
     context = click.option(
         "--context",
@@ -334,54 +335,54 @@ def run_command(fn: Callable[P, Any]) -> Callable[P, None]:
     """Run the body of a click command, a coroutine function or a plain one, and exit according to its outcome.
 
     Place it below the click decorators. The exit code is the value that `fn` returns (None: 0), or that of the error.
-    If `fn` has a parameter `named`, it gets the options that name a chain as one `Named`; None if none is given.
+    If `fn` has a parameter `selector`, it gets the options that name a chain as one `ChainSelector`; None if none is
+    given.
     """
-    takes_named = "named" in inspect.signature(fn).parameters
+    takes_selector = "selector" in inspect.signature(fn).parameters
 
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
-        with end_with() as ending:
-            if takes_named:
-                kwargs["named"] = _named(kwargs)
+        with exit_with_code() as ending:
+            if takes_selector:
+                kwargs["selector"] = _chain_selector(kwargs)
             result = fn(*args, **kwargs)
             ending.code = (run_async(result) if inspect.iscoroutine(result) else result) or 0
 
     return wrapper
 
 
-def _named(options: dict[str, Any]) -> Named | None:
-    text, *parts = (options.pop(name) for name in (CHAIN, *PARTS))
+def _chain_selector(options: dict[str, Any]) -> ChainSelector | None:
+    text, *parts = (options.pop(name) for name in (CHAIN_ARG, *CHAIN_OPTIONS))
     site, feed, *history = parts
     if text is not None:
-        refuse_beside(text, dict(zip(PARTS, parts, strict=True)))
-        return Named.parse(text)
-    is_needed = any(
-        each.name == CHAIN and each.callback is _needed for each in click.get_current_context().command.params
-    )
+        refuse_both(text, dict(zip(CHAIN_OPTIONS, parts, strict=True)))
+        return ChainSelector.parse(text)
+    parameters = click.get_current_context().command.params
+    is_needed = any(each.name == CHAIN_ARG and each.callback is _require_chain for each in parameters)
     if not is_needed and bool(site) is not bool(feed):
         raise UsageError("expected --site and --feed together")
-    return Named(site, feed, *history) if is_needed or site else None
+    return ChainSelector(site, feed, *history) if is_needed or site else None
 
 
-def _needed(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+def _require_chain(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """Require the argument, or --site and --feed: click processes arguments after all options that are given."""
     if value is None and None in (ctx.params.get("site"), ctx.params.get("feed")):
         raise click.MissingParameter("It may also be said as --site and --feed.", ctx, param)
     return value
 
 
-def refuse_beside(text: str, parts: Mapping[str, object]) -> None:
-    """Raise UsageError if any of `parts` is given: these options also name the chain that `text` names."""
-    if given := [f"--{name}" for name, value in parts.items() if value not in (None, "")]:
+def refuse_both(text: str, options: Mapping[str, object]) -> None:
+    """Raise UsageError if any of `options` is given: these options also name the chain that `text` names."""
+    if given := [f"--{name}" for name, value in options.items() if value not in (None, "")]:
         raise UsageError(f"expected {text} or {' '.join(given)}, found both")
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end on a new event loop: uvloop's if it is installed (the extra `fast`).
 
-    Raises Unforeseen for an error in the background that has no owner.
+    Raises UnexpectedError for an error in the background that has no owner.
     """
-    from common.tasks import to_its_end
+    from common.tasks import run_until_fatal
 
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with suppress(ImportError):
@@ -389,7 +390,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
         loop_factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(to_its_end(main))
+        return runner.run(run_until_fatal(main))
 
 
 Command = Callable[..., Any]
@@ -404,22 +405,22 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show only.")
 
 
-CHAIN = "chain_named"  # the parameter name of the argument
-PARTS = ("site", "feed", "incarnation", "partition")
+CHAIN_ARG = "chain_named"  # the parameter name of the argument
+CHAIN_OPTIONS = ("site", "feed", "incarnation", "partition")
 
 
-def chain_options(command: Command, is_needed: bool = True, is_one: bool = True) -> Command:
+def chain_options(command: Command, is_needed: bool = True, is_single: bool = True) -> Command:
     """Add `SITE/FEED[/INCARNATION[/PARTITION]]`, or the same as `--site --feed [--incarnation] [--partition]`, as
-    `named`. `is_one`: one chain is meant; else, without incarnation and partition, all chains of the feed.
+    `selector`. `is_single`: one chain is meant; else, without incarnation and partition, all chains of the feed.
     """
-    newest, only = ("Else the newest.", "The partition, if several.") if is_one else ("Only this one.",) * 2
+    newest, only = ("Else the newest.", "The partition, if several.") if is_single else ("Only this one.",) * 2
     metavar = CHAIN_FORM if is_needed else f"[{CHAIN_FORM}]"
     for decorate in (
         click.option("--partition", type=click.IntRange(0, 65535), help=only),
         click.option("--incarnation", type=click.IntRange(0, 9999), help=newest),
         click.option("--feed", help="The feed."),
         click.option("--site", help="The site; with --feed, in place of the argument."),
-        click.argument(CHAIN, required=False, metavar=metavar, callback=_needed if is_needed else None),
+        click.argument(CHAIN_ARG, required=False, metavar=metavar, callback=_require_chain if is_needed else None),
     ):
         command = decorate(command)
     return command
@@ -431,7 +432,7 @@ def any_chain_options(command: Command) -> Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ChainSelector:
     """One chain as an operator names it. `incarnation`, `partition` None: the newest, the only one.
 
     Raises UsageError for values that no chain can have.
@@ -449,40 +450,40 @@ class Named:
             raise UsageError(str(error)) from None
 
     @classmethod
-    def parse(cls, text: str) -> Named:
+    def parse(cls, text: str) -> ChainSelector:
         """Parse `SITE/FEED[/INCARNATION[/PARTITION]]`. Raises UsageError."""
-        from common.segments.keys import parse_of_feed
+        from common.segments.keys import parse_chain_of_feed
 
-        return cls(*parse_of_feed(text))
+        return cls(*parse_chain_of_feed(text))
 
-    def chain(self, settings: Settings, held: Collection[Chain] = (), carried: Collection[Chain] = ()) -> Chain:
-        """Return the chain that is meant, among those of the archive, `held` and `carried`.
+    def resolve(self, settings: Settings, tracked: Collection[Chain] = (), delivered: Collection[Chain] = ()) -> Chain:
+        """Return the chain that is meant, among those of the archive, `tracked` and `delivered`.
 
-        `held`: chains that a target remembers. `carried`: chains of which a target has a position. Blocking, unless all
-        parts are named and one of the two has the chain. Raises UsageError if there is no such chain, and if the target
-        is not at the newest incarnation yet.
+        `tracked`: chains that a target remembers. `delivered`: chains of which a target has a position. Blocking,
+        unless all parts are named and one of the two has the chain. Raises UsageError if there is no such chain, and if
+        the target is not at the newest incarnation yet.
         """
-        from common.open import open_view
-        from common.segments.archive import among
-        from common.segments.keys import configured, one
+        from common.open import open_for_view
+        from common.segments.archive import match_chains
+        from common.segments.keys import configured_feeds, resolve_chain
 
         site, feed = self.site, self.feed
         if self.incarnation is not None and self.partition is not None:
             named = Chain(site, feed, self.incarnation, self.partition)
-            if named in held or named in carried:
+            if named in tracked or named in delivered:
                 return named
-        feeds, others = configured(settings), {*held, *carried}
-        found = among(
-            open_view(settings)[1],
+        feeds, others = configured_feeds(settings), {*tracked, *delivered}
+        found = match_chains(
+            open_for_view(settings)[1],
             site,
             feed,
-            lambda known: one({*known, *others}, feeds, site, feed, self.incarnation, self.partition),
+            lambda known: resolve_chain({*known, *others}, feeds, site, feed, self.incarnation, self.partition),
         )
-        self._refuse_doubt(found, carried)
+        self._refuse_ambiguous(found, delivered)
         return found
 
-    def _refuse_doubt(self, found: Chain, carried: Collection[Chain]) -> None:
-        at = [c.incarnation for c in carried if (c.site, c.feed) == (self.site, self.feed)]
+    def _refuse_ambiguous(self, found: Chain, delivered: Collection[Chain]) -> None:
+        at = [c.incarnation for c in delivered if (c.site, c.feed) == (self.site, self.feed)]
         if self.incarnation is None and at and max(at) < found.incarnation:
             raise UsageError(
                 f"{self.site}/{self.feed}: incarnation {found.incarnation:04d} is the newest, and the target "

@@ -13,7 +13,7 @@ NS_PER_S = 1_000_000_000
 
 TIME_FORM = "a time with its zone such as 2026-01-02T03:04:05Z"
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|z|[+-]\d\d:\d\d)", re.ASCII)
-_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def parse_time(text: str) -> int:
@@ -27,7 +27,7 @@ def parse_time(text: str) -> int:
         at = datetime.fromisoformat(f"{match[1].upper()}{match[3].upper().replace('Z', '+00:00')}")
     except ValueError as error:
         raise ValueError(f"expected {TIME_FORM}, found {text!r:.60}: {error}") from error
-    return (at - _BEGIN) // timedelta(seconds=1) * NS_PER_S + int((match[2] or "").ljust(9, "0"))
+    return (at - _EPOCH) // timedelta(seconds=1) * NS_PER_S + int((match[2] or "").ljust(9, "0"))
 
 
 def format_time(nanoseconds: int) -> str:
@@ -52,7 +52,7 @@ class Clock(Protocol):
     async def sleep(self, seconds: float) -> None:
         """Wait `seconds` (at least one turn of the event loop)."""
 
-    def pause(self, seconds: float) -> None:
+    def block(self, seconds: float) -> None:
         """Block this thread for `seconds`. Never call it on an event loop."""
 
 
@@ -68,14 +68,14 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    def pause(self, seconds: float) -> None:
+    def block(self, seconds: float) -> None:
         time.sleep(seconds)
 
 
-DELAYS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)  # seconds
+RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)  # seconds
 
 
-def doubling(first: float, last: float) -> tuple[float, ...]:
+def doubling_delays(first: float, last: float) -> tuple[float, ...]:
     delays = [first]
     while delays[-1] < last:
         delays.append(min(last, delays[-1] * 2))
@@ -88,10 +88,10 @@ class Backoff:
     `rng`: scales each to 50 to 100 %, so that instances that failed together do not return together; None: no scaling.
     """
 
-    def __init__(self, rng: random.Random | None, delays: Sequence[float] = DELAYS) -> None:
+    def __init__(self, rng: random.Random | None, delays: Sequence[float] = RETRY_DELAYS_S) -> None:
         self._rng, self._delays, self._failures = rng, delays, 0
 
-    def next(self) -> float:
+    def next_delay(self) -> float:
         delay = self._delays[min(self._failures, len(self._delays) - 1)]
         self._failures += 1
         return delay if self._rng is None else delay * self._rng.uniform(0.5, 1.0)

@@ -10,14 +10,14 @@ import click
 
 from common.cli import config_file, json_option, print_json, run_async, run_command
 from common.errors import ConfigError, FloeError, Refused, UsageError
-from common.settings.types import counted
+from common.settings.types import format_count
 
 if TYPE_CHECKING:
-    from common.migration.write import File, Imported
+    from common.migration.write import Imported, ImportedFile
     from common.settings.loader import ConfigDocument
 
-#: Loaders of functions that only one role has: `contradictions` of `floe.CHECKED`.
-Parts = Mapping[str, Callable[[], Any]]
+#: Loaders of functions that only one role has: `contradictions` of `floe.CONFIG_CHECKS`.
+RoleFunctions = Mapping[str, Callable[[], Any]]
 
 
 @click.group()
@@ -33,7 +33,7 @@ def config() -> None:
 @json_option
 @click.pass_obj
 @run_command
-def check(parts: Parts, document: str | None, config: str, strict: bool, connect: bool, as_json: bool) -> int:
+def check(parts: RoleFunctions, document: str | None, config: str, strict: bool, connect: bool, as_json: bool) -> int:
     """Check all documents of FILE; touches neither NATS nor the store, unless with --connect.
 
     Exit 78 if something is wrong; each problem is a line `file:line:column: key: what`. If egress and ingress of a
@@ -51,39 +51,39 @@ def check(parts: Parts, document: str | None, config: str, strict: bool, connect
     warnings = list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
     if strict and warnings:
         errors, documents, warnings = [*errors, ConfigError(*warnings, code="E-CONFIG-STRICT")], [], []
-    tried = _tried(documents) if connect and not errors else []
+    tried = _try_connections(documents) if connect and not errors else []
     failures = [error for _, error in tried if error is not None]
     if as_json:
         found: dict[str, object] = {
             "file": file,
             "ok": not errors and not failures,
             "documents": [_summary(document) for document in documents],
-            "problems": [problem for error in errors for problem in _problems(error)],
+            "problems": [problem for error in errors for problem in _problem_rows(error)],
             "warnings": warnings,
         }
         if connect:
-            shown = [{"name": name, "ok": not error, "error": error and error.line()} for name, error in tried]
+            shown = [{"name": name, "ok": not error, "error": error and error.as_text()} for name, error in tried]
             found |= {"connections": shown}
         print_json(found)
     else:
         _print_checked(file, documents, errors, warnings)
         for name, error in tried:
-            click.echo(f"{name}: ok") if error is None else click.echo(f"{name}: {error.line()}", err=True)
+            click.echo(f"{name}: ok") if error is None else click.echo(f"{name}: {error.as_text()}", err=True)
     return ConfigError.exit_code if errors else failures[0].exit_code if failures else 0
 
 
-def _tried(documents: list[ConfigDocument]) -> list[tuple[str, FloeError | None]]:
+def _try_connections(documents: list[ConfigDocument]) -> list[tuple[str, FloeError | None]]:
     """Try each connection of the documents; return its name and the error, None if it works."""
     from common import logs
-    from common.doctor import connections
+    from common.doctor import try_connections
 
     logs.configure("critical")  # the lines below already show the errors that the connections log
-    found = [each for document in documents for each in run_async(connections(document.settings))]
+    found = [each for document in documents for each in run_async(try_connections(document.settings))]
     return [(each.name, each.error) for each in found]
 
 
-def _check(file: str, parts: Parts) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:
-    from common.settings.loader import add_combinations, note_loops, note_unbuilt, read_documents
+def _check(file: str, parts: RoleFunctions) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:
+    from common.settings.loader import add_combinations, add_loop_problems, add_unbuilt_problems, read_documents
     from common.settings.yaml import ConfigFileError, Problems
 
     try:
@@ -94,24 +94,24 @@ def _check(file: str, parts: Parts) -> tuple[list[ConfigDocument], list[ConfigEr
     refused: list[str] = []
     for document in documents:
         wrong, loops = Problems(document.name), Problems(document.name)
-        note_unbuilt(document, wrong)
+        add_unbuilt_problems(document, wrong)
         if document.settings.ingress.targets:
             found = parts["contradictions"]()(document.settings.ingress)
             add_combinations((), found, document.root, wrong)
-        note_loops(document, loops)
+        add_loop_problems(document, loops)
         errors += [ConfigFileError(wrong)] if wrong else []
         refused += [f"{problem}; every command that runs it refuses it" for problem in loops]
     return documents, errors, refused
 
 
 def _print_checked(file: str, documents: list[ConfigDocument], errors: list[ConfigError], warnings: list[str]) -> None:
-    lines = [error.line() for error in errors] + [f"warning: {warning}" for warning in warnings]
+    lines = [error.as_text() for error in errors] + [f"warning: {warning}" for warning in warnings]
     for line in lines:
         click.echo(line, err=True)
     for document in documents if not errors else ():
         summary = _summary(document)
         site = f"site {summary['site']}, " if summary["site"] else ""
-        feeds, targets = counted(summary["feeds"], "feed"), counted(summary["targets"], "target")
+        feeds, targets = format_count(summary["feeds"], "feed"), format_count(summary["targets"], "target")
         place = f"{file}:{document.root.mark.line}"
         click.echo(f"{place}: ok ({site}{feeds}, {targets})")
 
@@ -121,7 +121,7 @@ def _summary(document: ConfigDocument) -> dict[str, Any]:
     return {"site": settings.site, "feeds": len(settings.egress.feeds), "targets": len(settings.ingress.targets)}
 
 
-def _problems(error: ConfigError) -> list[object]:
+def _problem_rows(error: ConfigError) -> list[object]:
     found = getattr(error, "found", None)
     return list(found) if found else [{"message": str(error)}]
 
@@ -149,7 +149,7 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
     except ConfigError as error:
         if not as_json:
             raise
-        print_json({"file": file, "ok": False, "problems": _problems(error)})
+        print_json({"file": file, "ok": False, "problems": _problem_rows(error)})
         return ConfigError.exit_code
     if out_dir is not None:
         _write(imported.files, Path(out_dir))
@@ -162,7 +162,7 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
     return 0
 
 
-def _write(files: tuple[File, ...], folder: Path) -> None:
+def _write(files: tuple[ImportedFile, ...], folder: Path) -> None:
     """Write all files, or none if one of them exists already."""
     there = [str(folder / each.name) for each in files if (folder / each.name).exists()]
     if there:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.objects.port import ConditionsRefused, Governed, Linked
-from common.tasks import end
+from common.objects.port import ConditionalPutRefused, LinkingStore, PolicyStore
+from common.tasks import cancel
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -53,15 +53,15 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "disk": ("spool", "space"),
 }  # fmt: skip
 
-MOST_WAIT = 6.0  # seconds to connect, even if `connect_timeout` is longer: a frozen server costs half a minute at most
+CONNECT_TIMEOUT_S = 6.0  # even if `connect_timeout` is longer: a frozen server costs half a minute at most
 NO_JETSTREAM = ("E-JS-10039", "E-JS-10076")  # not for this account, not on this server
-MOST_LOOKUP = 8.0  # seconds for the resolver, if the work that needs it has not ended either; glibc fails after 10
-MOST_SKEW = 60.0  # seconds between two clocks
-WRITERS = 8  # that put one key at the same time
-MOST_TAILS = 1000  # chains that are read for the layout: one request
+LOOKUP_TIMEOUT_S = 8.0  # seconds for the resolver, if the work that needs it has not ended either; glibc fails after 10
+MAX_CLOCK_SKEW_S = 60.0  # seconds between two clocks
+CONCURRENT_WRITERS = 8  # that put one key at the same time
+MAX_TAILS_LISTED = 1000  # chains that are read for the layout: one request
 NO_ETAG = "0" * 32  # an ETag that no object has
 # Errors for which a service waits until an operator acts.
-ANSWERED = ("E-S3-CLOCK", "E-STORE-FULL", "E-READ-BACK", "E-S3-TLS", "E-NATS-TLS", "E-STORE-ROOT")
+NEEDS_OPERATOR_CODES = ("E-S3-CLOCK", "E-STORE-FULL", "E-READ-BACK", "E-S3-TLS", "E-NATS-TLS", "E-STORE-ROOT")
 
 
 class DoctorState(StrEnum):
@@ -99,22 +99,22 @@ class Examination:
     findings: tuple[DoctorFinding, ...]
 
     @property
-    def code(self) -> int:
+    def exit_code(self) -> int:
         """The exit code: 3 if a problem was found; 1 if something did not answer; else 0."""
         if any(each.state is DoctorState.PROBLEM for each in self.findings):
             return 3
         return 1 if any(each.unreached for each in self.findings) else 0
 
 
-def well(part: str, what: str, found: str) -> DoctorFinding:
+def ok(part: str, what: str, found: str) -> DoctorFinding:
     return DoctorFinding(part, what, DoctorState.OK, found)
 
 
-def warns(part: str, what: str, found: str, meaning: str, todo: str = "") -> DoctorFinding:
+def warning(part: str, what: str, found: str, meaning: str, todo: str = "") -> DoctorFinding:
     return DoctorFinding(part, what, DoctorState.WARNING, found, meaning, todo)
 
 
-def is_bad(part: str, what: str, found: str, meaning: str, todo: str = "") -> DoctorFinding:
+def problem(part: str, what: str, found: str, meaning: str, todo: str = "") -> DoctorFinding:
     return DoctorFinding(part, what, DoctorState.PROBLEM, found, meaning, todo)
 
 
@@ -126,17 +126,16 @@ def failed(part: str, what: str, error: FloeError, meaning: str = "", todo: str 
     """Return the finding for an error of a probe: without an answer nothing is known, any other error is a problem."""
     found = f"{error.code}: {error.message}"
     todo = "\n".join(filter(None, [error.hint, todo]))
-    if error.code in ANSWERED:
-        return is_bad(
-            part, what, found, "it answers, and cannot be used as it is: a service would only try again", todo
-        )
+    if error.code in NEEDS_OPERATOR_CODES:
+        return problem(part, what, found, "it answers, and cannot be used: a service would only try again", todo)
     if isinstance(error, Unavailable | OutcomeUnknown):
         meaning = "it does not answer, so nothing is known of it; a service would wait for it and try again"
         todo = todo or "look at the server, and at what is on the way to it"
         return DoctorFinding(part, what, DoctorState.SKIPPED, found, meaning, todo, unreached=True)
     if not meaning and isinstance(error, Refused):
         meaning = "the credential is refused, or lacks a right that the role needs: it cannot work"
-    return is_bad(part, what, found, meaning or "the configuration and what it is for do not fit: it cannot work", todo)
+    meaning = meaning or "the configuration and what it is for do not fit: it cannot work"
+    return problem(part, what, found, meaning, todo)
 
 
 def roles_of(settings: Settings) -> tuple[str, ...]:
@@ -149,17 +148,17 @@ def roles_of(settings: Settings) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
+class ConnectionResult:
     """The result of an attempt to connect; `error` None: it succeeded."""
 
     name: str
     error: FloeError | None = None
 
 
-async def connections(settings: Settings) -> list[Connected]:
+async def try_connections(settings: Settings) -> list[ConnectionResult]:
     """Connect to NATS as each role with a service, and to the store."""
     roles = [role for role in roles_of(settings) if role != "compaction"]
-    return await asyncio.gather(*(_connected(settings, role) for role in roles), _store_reached(settings))
+    return await asyncio.gather(*(_try_nats(settings, role) for role in roles), _try_store(settings))
 
 
 async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
@@ -167,62 +166,62 @@ async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
 
     Raises ConfigError if there is none for it, Unavailable and OutcomeUnknown if that is not known.
     """
-    from common.jetstream.api import ask
-    from common.jetstream.requests import NOBODY, ApiError
+    from common.jetstream.api import query
+    from common.jetstream.requests import NO_RESPONDERS_CODE, ApiError
 
     try:
-        return await ask(client, "INFO")
+        return await query(client, "INFO")
     except Refused:
         return None
     except (Unavailable, ApiError) as error:
-        if error.code not in (NOBODY, *NO_JETSTREAM):
+        if error.code not in (NO_RESPONDERS_CODE, *NO_JETSTREAM):
             raise Unavailable(error.message, hint=error.hint, code=error.code) from error
         todo = "enable JetStream for the account, or correct nats.jetstream_domain; it is shown by\nnats account info"
         raise ConfigError(f"no JetStream: {error.message}", hint=todo, code=error.code) from error
 
 
-def promptly(nats: NatsSettings) -> NatsSettings:
-    """Return the same connection with a timeout of MOST_WAIT at most, to check only that it can be made."""
-    return nats.model_copy(update={"connect_timeout": min(nats.connect_timeout, MOST_WAIT)})
+def cap_timeout(nats: NatsSettings) -> NatsSettings:
+    """Return the same connection with a timeout of CONNECT_TIMEOUT_S at most, to check only that it can be made."""
+    return nats.model_copy(update={"connect_timeout": min(nats.connect_timeout, CONNECT_TIMEOUT_S)})
 
 
-async def resolved(nats: NatsSettings) -> NatsSettings:
-    """Return the same connection as `promptly`, without servers with names that the resolver does not answer.
+async def resolve_servers(nats: NatsSettings) -> NatsSettings:
+    """Return the same connection as `cap_timeout`, without servers with names that the resolver does not answer.
 
     The resolution is not left to `connect`: the end of an event loop waits for its own resolutions, even long ones.
-    Raises Unavailable if no server is left, else as `with_context`.
+    Raises Unavailable if no server is left, else as `apply_context`.
     """
-    from common.jetstream.context import with_context
+    from common.jetstream.context import apply_context
 
-    nats = promptly(with_context(nats))
-    async with _lookups(*nats.url) as lookups:
+    nats = cap_timeout(apply_context(nats))
+    async with _resolving(*nats.url) as lookups:
         await asyncio.wait(lookups.values(), timeout=nats.connect_timeout)
         if known := tuple(url for url in nats.url if lookups[url].done()):
             return nats.model_copy(update={"url": known})
-    raise _unresolved("nats.url", nats.url, nats.connect_timeout)
+    raise _unresolved_error("nats.url", nats.url, nats.connect_timeout)
 
 
-async def while_resolved(store: StoreSettings, work: Coroutine[Any, Any, T]) -> T:
+async def run_if_resolved(store: StoreSettings, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`. Raises Unavailable if neither that nor an answer of the resolver comes within
-    MOST_LOOKUP seconds; a call in a thread continues.
+    LOOKUP_TIMEOUT_S seconds; a call in a thread continues.
     """
     address = store.endpoint_url or f"https://s3.{store.region}.amazonaws.com"
     is_remote = not store.url.startswith("file:")
     doing = asyncio.ensure_future(work)
-    async with _lookups(*([address] if is_remote else [])) as lookups:
-        await asyncio.wait([doing], timeout=MOST_LOOKUP if is_remote else None)
+    async with _resolving(*([address] if is_remote else [])) as lookups:
+        await asyncio.wait([doing], timeout=LOOKUP_TIMEOUT_S if is_remote else None)
         if doing.done() or all(each.done() for each in lookups.values()):
             return await doing
-    await end(doing)
-    raise _unresolved("store.endpoint_url", [address], MOST_LOOKUP)
+    await cancel(doing)
+    raise _unresolved_error("store.endpoint_url", [address], LOOKUP_TIMEOUT_S)
 
 
 @asynccontextmanager
-async def _lookups(*addresses: str) -> AsyncIterator[dict[str, asyncio.Task[None]]]:
+async def _resolving(*addresses: str) -> AsyncIterator[dict[str, asyncio.Task[None]]]:
     """Yield a task for each address, done once the resolver has answered for its host. Leaves threads behind."""
-    from common.service.process import Threads
+    from common.service.process import ThreadPool
 
-    threads = Threads("lookup", len(addresses) or 1)
+    threads = ThreadPool("lookup", len(addresses) or 1)
 
     async def look_up(address: str) -> None:
         host = urlsplit(address).hostname
@@ -237,46 +236,46 @@ async def _lookups(*addresses: str) -> AsyncIterator[dict[str, asyncio.Task[None
         yield tasks
     finally:
         threads.close()
-        await end(*tasks.values())
+        await cancel(*tasks.values())
 
 
-def _unresolved(key: str, addresses: Sequence[str], seconds: float) -> Unavailable:
+def _unresolved_error(key: str, addresses: Sequence[str], seconds: float) -> Unavailable:
     names = ", ".join(str(urlsplit(address).hostname) for address in addresses)
     hint = f"look at this host's resolver (/etc/resolv.conf), or have {key} name an address that needs none"
     return Unavailable(f"{names}: not resolved, the resolver gives no answer within {seconds:g} s", hint=hint)
 
 
-async def _connected(settings: Settings, role: str) -> Connected:
+async def _try_nats(settings: Settings, role: str) -> ConnectionResult:
     from common.jetstream.client import connect
 
     nats = settings.nats_for("egress" if role == "egress" else "ingress")
     name = f"nats ({role}) {nats.context or ', '.join(nats.url)}"
     try:
-        async with aclosing(await connect(await resolved(nats), name="floe config check")) as client:
+        async with aclosing(await connect(await resolve_servers(nats), name="floe config check")) as client:
             await jetstream_account(client)
-            return Connected(name)
+            return ConnectionResult(name)
     except FloeError as error:
-        return Connected(name, error)
+        return ConnectionResult(name, error)
 
 
-async def _store_reached(settings: Settings) -> Connected:
-    from common.service.process import Threads
+async def _try_store(settings: Settings) -> ConnectionResult:
+    from common.service.process import ThreadPool
 
-    threads = Threads("connect", 1)
+    threads = ThreadPool("connect", 1)
     try:
-        await while_resolved(settings.store, threads.run(_list_once, settings))
+        await run_if_resolved(settings.store, threads.run(_list_first_key, settings))
     except FloeError as error:
-        return Connected(f"store {settings.store.url}", error)
+        return ConnectionResult(f"store {settings.store.url}", error)
     finally:
         threads.close()
-    return Connected(f"store {settings.store.url}")
+    return ConnectionResult(f"store {settings.store.url}")
 
 
-def _list_once(settings: Settings) -> None:
-    from common.objects.open import VIEW_TIMEOUT, open_objects
+def _list_first_key(settings: Settings) -> None:
+    from common.objects.open import VIEW_TIMEOUT_S, open_objects
 
-    objects = open_objects(settings.store, timeout=max(VIEW_TIMEOUT, promptly(settings.nats).connect_timeout))
-    objects.list(_listed(settings, roles_of(settings))[0], limit=1)
+    objects = open_objects(settings.store, timeout=max(VIEW_TIMEOUT_S, cap_timeout(settings.nats).connect_timeout))
+    objects.list(_listed_prefixes(settings, roles_of(settings))[0], limit=1)
 
 
 def _only_site(settings: Settings, roles: Collection[str]) -> str | None:
@@ -284,7 +283,7 @@ def _only_site(settings: Settings, roles: Collection[str]) -> str | None:
     return settings.site or None if {*roles} == {"egress"} else None
 
 
-def _listed(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
+def _listed_prefixes(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
     """Return the prefixes that the roles list; a site lists only its own keys."""
     from common.segments.keys import Layout, encode
 
@@ -292,7 +291,7 @@ def _listed(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
     if not site:
         return (f"{layout.root}site=", f"{layout.root}_floe/")
     own = f"{layout.root}site={encode(site)}/"
-    return (own, layout.documents_prefix(site), layout.tails_prefix(site), layout.alive_prefix(site))
+    return (own, layout.documents_prefix(site), layout.tails_prefix(site), layout.heartbeats_prefix(site))
 
 
 # The store
@@ -300,10 +299,10 @@ def _listed(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
 
 def examine_store(settings: Settings, roles: Collection[str], clock: Clock) -> list[DoctorFinding]:
     """Probe the store; blocking. `roles`: those with the rights to check."""
-    from common.objects.open import VIEW_TIMEOUT, open_objects
+    from common.objects.open import VIEW_TIMEOUT_S, open_objects
 
     try:
-        objects = open_objects(settings.store, timeout=max(VIEW_TIMEOUT, promptly(settings.nats).connect_timeout))
+        objects = open_objects(settings.store, timeout=max(VIEW_TIMEOUT_S, cap_timeout(settings.nats).connect_timeout))
     except FloeError as error:
         return [failed("store", "connection", error)]
     return list(_StoreProbes(settings, frozenset(roles), clock, objects).findings())
@@ -328,20 +327,18 @@ class _StoreProbes:
         if connection.state is not DoctorState.OK:
             return
         for what, probe in self._probes():
-            yield (found := self._tried(what, probe))
+            yield (found := self._run_probe(what, probe))
             if found.unreached:
                 return
         self._clean()
 
     def _probes(self) -> Iterator[tuple[str, Callable[[], DoctorFinding]]]:
         yield "list", self._list
-        self._look_for_chains()
-        if (place := self._place()) is None:
-            yield from _none_of(
-                CHECKS["store"][2:10], "no chain is known to write under: none is archived or configured"
-            )
+        self._find_chains()
+        if (place := self._probe_prefix()) is None:
+            yield from _skip_checks(CHECKS["store"][2:10], "no chain is archived or configured")
         else:
-            self._key, self._race = f"{place}doctor", f"{place}doctor-race"
+            self._key, self._race_key = f"{place}doctor", f"{place}doctor-race"
             yield "write", lambda: self._write(place)
             yield "read", self._read
             if self._may_write:
@@ -352,13 +349,13 @@ class _StoreProbes:
                 yield "list after write", lambda: self._list_after_write(place)
                 yield "clock", self._clocks
             else:
-                yield from _none_of(CHECKS["store"][4:10], "not tried without the right to write")
-        if isinstance(self._objects, Governed):  # a folder is not
+                yield from _skip_checks(CHECKS["store"][4:10], "not tried without the right to write")
+        if isinstance(self._objects, PolicyStore):  # a folder is not
             yield "lifecycle", partial(self._lifecycle, self._objects)
             yield "versioning", partial(self._versioning, self._objects)
-        yield "layout", self._layout_found
+        yield "layout", self._layout_probe
 
-    def _tried(self, what: str, probe: Callable[[], DoctorFinding]) -> DoctorFinding:
+    def _run_probe(self, what: str, probe: Callable[[], DoctorFinding]) -> DoctorFinding:
         try:
             return probe()
         except FloeError as error:
@@ -375,31 +372,31 @@ class _StoreProbes:
         return " ".join(["python -m infra.rights rights", *given])
 
     def _connection(self) -> DoctorFinding:
-        where = " at ".join(filter(None, [self._settings.store.url, self._settings.store.endpoint_url]))
+        address = " at ".join(filter(None, [self._settings.store.url, self._settings.store.endpoint_url]))
         try:
-            self._objects.list(_listed(self._settings, self._roles)[0], limit=1)
+            self._objects.list(_listed_prefixes(self._settings, self._roles)[0], limit=1)
         except FloeError as error:
             if error.code != "E-S3-DENIED":  # that is an answer; the other checks report the refusal
                 return failed("store", "connection", error)
-        return well("store", "connection", where)
+        return ok("store", "connection", address)
 
     def _list(self) -> DoctorFinding:
-        prefixes = _listed(self._settings, self._roles)
+        prefixes = _listed_prefixes(self._settings, self._roles)
         for prefix in prefixes:
             self._objects.list(prefix, limit=1)
-        return well("store", "list", ", ".join(f"{prefix}*" for prefix in prefixes))
+        return ok("store", "list", ", ".join(f"{prefix}*" for prefix in prefixes))
 
-    def _look_for_chains(self) -> None:
+    def _find_chains(self) -> None:
         with suppress(FloeError):  # the check `list` reports it
             tails = self._layout.tails_prefix(_only_site(self._settings, self._roles))
-            found = self._objects.list(tails, limit=MOST_TAILS)
+            found = self._objects.list(tails, limit=MAX_TAILS_LISTED)
             self._chains = [chain for info in found if (chain := self._layout.parse_tail(info.key))]
 
-    def _place(self) -> str | None:
+    def _probe_prefix(self) -> str | None:
         """Return the prefix for probes: under the first feed of the file, else under an archived chain; else None."""
-        from common.segments.keys import configured
+        from common.segments.keys import configured_feeds
 
-        pairs = sorted(configured(self._settings)) or [(chain.site, chain.feed) for chain in self._chains or ()]
+        pairs = sorted(configured_feeds(self._settings)) or [(chain.site, chain.feed) for chain in self._chains or ()]
         pairs = [pair for pair in pairs if pair[0] == self._site] or pairs
         return f"{self._layout.documents_prefix(*pairs[0])}probe/" if pairs else None
 
@@ -419,23 +416,23 @@ class _StoreProbes:
                 return failed("store", "write", error, meaning, self._rights())
             return skipped("store", "write", "refused; ingress writes only under _floe/ingress/, which is not tried")
         self._may_write = True
-        return well("store", "write", f"{place}*")
+        return ok("store", "write", f"{place}*")
 
     def _read(self) -> DoctorFinding:
         self._objects.get(self._key)
-        return well("store", "read", self._key)
+        return ok("store", "read", self._key)
 
     def _delete(self) -> DoctorFinding:
         try:
             self._objects.delete(self._key)
         except Refused as error:
             if "compaction" not in self._roles:
-                return well("store", "delete", "refused, and needed only by compaction and operators")
+                return ok("store", "delete", "refused, and needed only by compaction and operators")
             meaning = "compaction merges, and cannot delete what it merged: the archive grows with each run"
             return failed("store", "delete", error, meaning, self._rights())
         self._may_delete = True
         needed = "compaction" in self._roles
-        return well("store", "delete", "allowed" if needed else "allowed, which only compaction and operators need")
+        return ok("store", "delete", "allowed" if needed else "allowed, which only compaction and operators need")
 
     # Behaviour of the store
 
@@ -446,11 +443,11 @@ class _StoreProbes:
         self._objects.put(self._key, body, sha256=hashlib.sha256(body).hexdigest())
         info = self._objects.head(self._key)
         if verifies and info is not None and info.sha256 is not None:
-            return well("store", "checksum", "a wrong SHA-256 is refused, the right one is kept and told")
+            return ok("store", "checksum", "a wrong SHA-256 is refused, the right one is kept and told")
         found = "keeps no SHA-256 that it tells" if verifies else "takes bytes with a wrong SHA-256"
         meaning = "every segment is read back whole after its put: as safe, and twice the traffic"
         wanted = "" if self._settings.store.checksum == "sha256" else "set store.checksum: sha256"
-        return warns("store", "checksum", found, meaning, wanted or "nothing, or a newer version of the store")
+        return warning("store", "checksum", found, meaning, wanted or "nothing, or a newer version of the store")
 
     def _conditional(self) -> DoctorFinding:
         objects, key = self._objects, self._key
@@ -458,47 +455,47 @@ class _StoreProbes:
         try:
             ignored = ["If-None-Match"] if objects.put_if_absent(key, b"y") else []
             ignored += ["If-Match"] if objects.put_if_match(key, b"z", NO_ETAG) else []
-        except ConditionsRefused as error:
+        except ConditionalPutRefused as error:
             needs = "compaction" in self._roles and self._settings.compaction.retention.is_set
-            finding = is_bad if needs else warns
-            return finding("store", "conditional put", error.message, _NO_CONDITIONS, _OTHER_STORE)
-        if isinstance(objects, Linked) and not objects.has_links():
+            finding = problem if needs else warning
+            return finding("store", "conditional put", error.message, _NO_CONDITIONS_MEANING, _OTHER_STORE)
+        if isinstance(objects, LinkingStore) and not objects.has_links():
             found = "the file system has no hard links: only the locks of this host keep two writers apart"
             meaning = "two hosts that write here may undo each other's change"
             todo = "write from one host only; else use a file system with hard links, or S3"
-            return warns("store", "conditional put", found, meaning, todo)
+            return warning("store", "conditional put", found, meaning, todo)
         if not ignored:
-            return well("store", "conditional put", "a condition that does not hold is refused")
-        todo = f"set store.conditional_puts: no; {_SAME_NAME}"
-        return warns("store", "conditional put", f"ignored: {', '.join(ignored)}", _SECOND_LINE, todo)
+            return ok("store", "conditional put", "a condition that does not hold is refused")
+        todo = f"set store.conditional_puts: no; {_SAME_NAME_REMEDY}"
+        return warning("store", "conditional put", f"ignored: {', '.join(ignored)}", _CONDITIONS_MEANING, todo)
 
     def _concurrent(self) -> DoctorFinding:
         """Let several writers make one key at once: one may win. Without the right to delete, they replace it."""
         if self._may_delete:
-            self._objects.delete(self._race)
+            self._objects.delete(self._race_key)
             etag = None
         else:
-            self._objects.put(self._race, f"{self._clock.now()}".encode())
-            info = self._objects.head(self._race)
+            self._objects.put(self._race_key, f"{self._clock.now()}".encode())
+            info = self._objects.head(self._race_key)
             etag = info.etag if info else NO_ETAG
-        bodies = [f"{self._clock.now()} {number}".encode() for number in range(WRITERS)]
+        bodies = [f"{self._clock.now()} {number}".encode() for number in range(CONCURRENT_WRITERS)]
 
         def write(body: bytes) -> bool:
             with suppress(OutcomeUnknown, Unavailable):  # a conflict is no victory
                 if etag is None:
-                    return self._objects.put_if_absent(self._race, body)
-                return self._objects.put_if_match(self._race, body, etag)
+                    return self._objects.put_if_absent(self._race_key, body)
+                return self._objects.put_if_match(self._race_key, body, etag)
             return False
 
-        with ThreadPoolExecutor(WRITERS) as pool:
+        with ThreadPoolExecutor(CONCURRENT_WRITERS) as pool:
             try:
                 winners = sum(pool.map(write, bodies))
-            except ConditionsRefused:
+            except ConditionalPutRefused:
                 return skipped("store", "concurrent put", "not tried: the store takes no conditions")
-        found = f"{winners} of {WRITERS} writers of one key at once were told that they won"
+        found = f"{winners} of {CONCURRENT_WRITERS} writers of one key at once were told that they won"
         if winners == 1:
-            return well("store", "concurrent put", found)
-        return warns("store", "concurrent put", found, _SECOND_LINE, _SAME_NAME)
+            return ok("store", "concurrent put", found)
+        return warning("store", "concurrent put", found, _CONDITIONS_MEANING, _SAME_NAME_REMEDY)
 
     def _list_after_write(self, place: str) -> DoctorFinding:
         for body in (b"1", b"22"):
@@ -506,7 +503,7 @@ class _StoreProbes:
             found = [info for info in self._objects.list(place) if info.key == self._key]
             behind = self._objects.list(place, start_after=self._key)
             if [info.size for info in found] != [len(body)] or any(info.key <= self._key for info in behind):
-                return is_bad(
+                return problem(
                     "store",
                     "list after write",
                     f"put {len(body)} bytes, listed {[info.size for info in found]}",
@@ -514,18 +511,18 @@ class _StoreProbes:
                     "put, and chains would stop or wait at the centre",
                     "use a store whose listings are consistent; a cache or a mirror in between must go",
                 )
-        return well("store", "list after write", "an object is listed at once, with its new size")
+        return ok("store", "list after write", "an object is listed at once, with its new size")
 
     def _clocks(self) -> DoctorFinding:
-        from common.objects.port import store_now
+        from common.objects.port import read_store_clock
 
         before = self._clock.now()
-        theirs = store_now(self._objects, self._key)
+        theirs = read_store_clock(self._objects, self._key)
         skew = theirs - (before + self._clock.now()) / 2
-        if abs(skew) <= MOST_SKEW:
-            return well("store", "clock", "within a minute of this host's")
+        if abs(skew) <= MAX_CLOCK_SKEW_S:
+            return ok("store", "clock", "within a minute of this host's")
         ahead = "ahead of" if skew > 0 else "behind"
-        return warns(
+        return warning(
             "store",
             "clock",
             f"{abs(skew):.0f} s {ahead} this host's",
@@ -535,7 +532,7 @@ class _StoreProbes:
         )
 
     def _clean(self) -> None:
-        for key in (self._key, self._race) if self._may_delete else ():
+        for key in (self._key, self._race_key) if self._may_delete else ():
             with suppress(FloeError):  # a probe object that stays does no harm
                 self._objects.delete(key)
 
@@ -546,26 +543,26 @@ class _StoreProbes:
         end = ["--endpoint-url", shlex.quote(store.endpoint_url)] if store.endpoint_url else []
         return " ".join(["aws s3api", call, "--bucket", shlex.quote(store.url.partition("://")[2]), *more, *end])
 
-    def _lifecycle(self, bucket: Governed) -> DoctorFinding:
+    def _lifecycle(self, bucket: PolicyStore) -> DoctorFinding:
         try:
             rules = self._rules = bucket.lifecycle()
         except (Refused, ConfigError) as error:
-            return _not_told("lifecycle", error)
-        ours = [rule for rule in rules if is_over(rule.prefix, self._layout.root)]
-        alive = self._layout.alive_prefix()
-        ending = [rule for rule in ours if (rule.deletes or rule.archives) and not rule.prefix.startswith(alive)]
+            return _unknown_settings("lifecycle", error)
+        ours = [rule for rule in rules if prefixes_overlap(rule.prefix, self._layout.root)]
+        alive = self._layout.heartbeats_prefix()
+        ending = [rule for rule in ours if (rule.deletes or rule.archive_class) and not rule.prefix.startswith(alive)]
         if ending:
-            told = "; ".join(_told(rule) for rule in ending)
-            return is_bad(
+            rule_texts = "; ".join(_rule_text(rule) for rule in ending)
+            return problem(
                 "store",
                 "lifecycle",
-                told,
+                rule_texts,
                 "segments and documents go away, or cannot be read: holes that nothing fills, and chains that stop",
                 f"take these rules off `{self._layout.root or 'the whole bucket'}`; they are shown by\n"
                 + self._aws("get-bucket-lifecycle-configuration"),
             )
-        if "compaction" in self._roles and not any(rule.aborts for rule in ours):
-            return warns(
+        if "compaction" in self._roles and not any(rule.aborts_uploads for rule in ours):
+            return warning(
                 "store",
                 "lifecycle",
                 "no rule for uploads that never ended",
@@ -573,79 +570,79 @@ class _StoreProbes:
                 "add a rule AbortIncompleteMultipartUpload of 7 days; the rules that there are:\n"
                 + self._aws("get-bucket-lifecycle-configuration"),
             )
-        return well("store", "lifecycle", f"{len(rules) or 'no'} rules, none deletes or moves what Floe keeps")
+        return ok("store", "lifecycle", f"{len(rules) or 'no'} rules, none deletes or moves what Floe keeps")
 
-    def _versioning(self, bucket: Governed) -> DoctorFinding:
+    def _versioning(self, bucket: PolicyStore) -> DoctorFinding:
         try:
             status = bucket.versioning()
         except (Refused, ConfigError) as error:
-            return _not_told("versioning", error)
+            return _unknown_settings("versioning", error)
         if status != "Enabled":
             meaning = "what is deleted or written over by mistake, or with a stolen key, is gone"
             todo = "switch it on, and have a rule NoncurrentVersionExpiration drop old versions after 30 days or so:\n"
             todo += self._aws("put-bucket-versioning", "--versioning-configuration Status=Enabled")
-            return warns("store", "versioning", status.lower() or "off", meaning, todo)
+            return warning("store", "versioning", status.lower() or "off", meaning, todo)
         if self._rules is None:
-            return well("store", "versioning", "on; whether old versions are dropped is not told")
-        if any(rule.drops_versions and self._layout.root.startswith(rule.prefix) for rule in self._rules):
-            return well("store", "versioning", "on, and old versions are dropped after a time")
-        return well("store", "versioning", "on; the bucket grows unless a rule NoncurrentVersionExpiration bounds it")
+            return ok("store", "versioning", "on; whether old versions are dropped is not told")
+        if any(rule.deletes_versions and self._layout.root.startswith(rule.prefix) for rule in self._rules):
+            return ok("store", "versioning", "on, and old versions are dropped after a time")
+        return ok("store", "versioning", "on; the bucket grows unless a rule NoncurrentVersionExpiration bounds it")
 
-    def _layout_found(self) -> DoctorFinding:
+    def _layout_probe(self) -> DoctorFinding:
         if self._chains is None:
             return skipped("store", "layout", f"{self._layout.tails_prefix()}* cannot be listed")
         sites = {chain.site for chain in self._chains}
         wanted = {site for target in self._settings.ingress.targets for each in target.sources for site in each.site}
         kind = "one bucket for several sites" if len(sites) > 1 else "one bucket of one site"
-        found = f"{kind}: {', '.join(sorted(sites)[:SHOWN])}" if sites else "nothing is archived yet"
-        if len(sites) > SHOWN:
-            found += f" and {len(sites) - SHOWN} more"
+        found = f"{kind}: {', '.join(sorted(sites)[:MAX_SITES_SHOWN])}" if sites else "nothing is archived yet"
+        if len(sites) > MAX_SITES_SHOWN:
+            found += f" and {len(sites) - MAX_SITES_SHOWN} more"
         found += "; this credential may only read, as of a copy" if self._may_write is False else ""
         if "ingress" in self._roles and (missing := sorted(wanted - sites)):
-            return warns(
+            return warning(
                 "store",
                 "layout",
-                f"{found}; nothing of {', '.join(missing[:SHOWN])}",
+                f"{found}; nothing of {', '.join(missing[:MAX_SITES_SHOWN])}",
                 "a target waits for sites of which nothing is in this bucket: they archive nothing yet, under another "
                 "name, or into a bucket of their own of which this one has no copy",
                 "compare `site`, `store.url` and `store.prefix` of the site with this file; a copy must have `_floe/` "
                 "too",
             )
-        return well("store", "layout", found)
+        return ok("store", "layout", found)
 
 
-SHOWN = 5  # names in a line
-_SECOND_LINE = (
+MAX_SITES_SHOWN = 5  # names in a line
+_CONDITIONS_MEANING = (
     "conditions are a second line: names carry the content and all that is put is read back, so segments are safe; "
     "two processes that write one small document at the same time may undo each other's change"
 )
-_NO_CONDITIONS = (
+_NO_CONDITIONS_MEANING = (
     "segments, captures, snapshots and tombstones carry their content in their names: they are put plainly and read "
     "back; stream.json, chain.json, starts and passed gaps are claimed in the state bucket of the role before they are "
     "put. What has no such arbiter is refused with E-STORE-CONDITIONS: retention, which raises floors, and the "
     "sign-offs of `floe segments verify --since-last`"
 )
 _OTHER_STORE = "nothing where neither retention nor sign-offs are wanted, else another store: one that takes conditions"
-_SAME_NAME = "never run two sites under one name; use a newer version of the store where there is one"
+_SAME_NAME_REMEDY = "never run two sites under one name; use a newer version of the store where there is one"
 
 
-def _none_of(checks: Sequence[str], why: str) -> Iterator[tuple[str, Callable[[], DoctorFinding]]]:
-    return ((what, partial(skipped, "store", what, why)) for what in checks)
+def _skip_checks(checks: Sequence[str], reason: str) -> Iterator[tuple[str, Callable[[], DoctorFinding]]]:
+    return ((what, partial(skipped, "store", what, reason)) for what in checks)
 
 
-def _not_told(what: str, error: Refused | ConfigError) -> DoctorFinding:
+def _unknown_settings(what: str, error: Refused | ConfigError) -> DoctorFinding:
     """Skip a check: the credential may not read, or the store does not offer, the settings of the bucket."""
     hint = error.hint if isinstance(error, Refused) else ""
     return skipped("store", what, f"not told: {error.code}", "ask whoever owns the bucket", hint)
 
 
-def is_over(prefix: str, root: str) -> bool:
+def prefixes_overlap(prefix: str, root: str) -> bool:
     """True if keys under `root` may begin with `prefix`."""
     return prefix.startswith(root) or root.startswith(prefix)
 
 
-def _told(rule: LifecycleRule) -> str:
-    what = "deletes objects" if rule.deletes else f"moves objects to {rule.archives}"
+def _rule_text(rule: LifecycleRule) -> str:
+    what = "deletes objects" if rule.deletes else f"moves objects to {rule.archive_class}"
     part = ", of some tags or sizes" if rule.is_partial else ""
     return f"rule {rule.name or 'without a name'} {what} under {rule.prefix or 'every key'!r}{part}"
 
@@ -669,16 +666,16 @@ def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFindi
             free = shutil.disk_usage(folder).free
         except FloeError as error:
             meaning = "segments are built in this folder: without it nothing is archived or merged"
-            return [is_bad("disk", "spool", f"{error.code}: {error.message}", meaning, error.hint)]
+            return [problem("disk", "spool", f"{error.code}: {error.message}", meaning, error.hint)]
     feeds = sum(feed.segment.max_size * len(feed.filters()) for feed in settings.egress.feeds)
     merged = max((level.max_size for level in settings.compaction.levels), default=0)
     needed = max(feeds if "egress" in roles else 0, merged if "compaction" in roles else 0)
     found = f"{size_words(free)} free" + (f", {size_words(needed)} needed at most" if needed else "")
     if free >= needed:
-        return [well("disk", "spool", str(folder)), well("disk", "space", found)]
+        return [ok("disk", "spool", str(folder)), ok("disk", "space", found)]
     meaning = (
         "the spool has an open segment of each partition, up to `segment.max_size` before compression, or the output "
         "of a merge; a full disk stops them with E-SPOOL until there is room"
     )
     todo = "make room, set `spool_dir` to a larger disk, or a smaller `segment.max_size` (`max_size` of a level)"
-    return [well("disk", "spool", str(folder)), is_bad("disk", "space", found, meaning, todo)]
+    return [ok("disk", "spool", str(folder)), problem("disk", "space", found, meaning, todo)]

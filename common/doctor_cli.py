@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import Styled, config_option, json_option, print_json, run_command, table
+from common.cli import StyledCell, config_option, json_option, print_json, print_table, run_command
 from common.doctor import (
     CHECKS,
     ROLES,
@@ -20,17 +20,17 @@ from common.doctor import (
     examine_disk,
     examine_store,
     failed,
-    is_bad,
     jetstream_account,
-    resolved,
+    ok,
+    problem,
+    resolve_servers,
     roles_of,
+    run_if_resolved,
     skipped,
-    warns,
-    well,
-    while_resolved,
+    warning,
 )
 from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.logs import escaped
+from common.logs import escape
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from common.settings.root import Role, Settings
     from common.settings.service import ServiceSettings
 
-#: Loaders of functions that only one role has: `target` and `spark` of `floe.PROBES`.
-Probes = Mapping[str, Callable[[], Any]]
+#: Loaders of functions that only one role has: `target` and `spark` of `floe.DOCTOR_CHECKS`.
+RoleProbes = Mapping[str, Callable[[], Any]]
 
-COLUMNS = ("part", "check", "result", "found")
+FINDING_COLUMNS = ("part", "check", "result", "found")
 COLOURS = {
     DoctorState.OK: "green",
     DoctorState.WARNING: "yellow",
     DoctorState.PROBLEM: "red",
     DoctorState.SKIPPED: "dim",
 }
-TRIED = (2, 10)  # the oldest nats-server with which every test of Floe runs
-NEVER = 2**62  # a revision that no key has
-NEARLY = 0.9  # of a limit of the account
-THREADS = 3  # store, disk, Spark
+OLDEST_TESTED_SERVER = (2, 10)  # the oldest nats-server with which every test of Floe runs
+IMPOSSIBLE_REVISION = 2**62  # a revision that no key has
+NEARLY_FULL_RATIO = 0.9  # of a limit of the account
+PROBE_THREADS = 3  # store, disk, Spark
 
 
 @click.command()
@@ -62,7 +62,7 @@ THREADS = 3  # store, disk, Spark
 @config_option
 @click.pass_obj
 @run_command
-def doctor(probes: Probes, roles: tuple[str, ...], config: str, as_json: bool) -> int:
+def doctor(probes: RoleProbes, roles: tuple[str, ...], config: str, as_json: bool) -> int:
     """Examine the store, NATS, Spark and the disk; explain each result and its remedy.
 
     Without --role for the roles of the file: egress if it has feeds, ingress if it has targets, else
@@ -79,40 +79,40 @@ def doctor(probes: Probes, roles: tuple[str, ...], config: str, as_json: bool) -
     settings = load_settings(config, quiet=True)
     found = run_async(examine(settings, roles, probes))
     if as_json:
-        document = {"roles": found.roles, "code": found.code, "findings": found.findings}
+        document = {"roles": found.roles, "code": found.exit_code, "findings": found.findings}
         print_json(document)
     else:
         _show(found)
-    return found.code
+    return found.exit_code
 
 
 def _show(found: Examination) -> None:
-    rows = [(each.part, each.what, Styled(each.state, COLOURS[each.state]), each.found) for each in found.findings]
-    table(rows, COLUMNS)
+    rows = [(each.part, each.what, StyledCell(each.state, COLOURS[each.state]), each.found) for each in found.findings]
+    print_table(rows, FINDING_COLUMNS)
     for each in found.findings:
         if not each.meaning:
             continue
-        click.echo(f"\n{each.state}: {each.part}, {each.what}: {escaped(each.found)}")
+        click.echo(f"\n{each.state}: {each.part}, {each.what}: {escape(each.found)}")
         click.echo(f"  what it means: {each.meaning}")
         if each.todo:
             click.echo("  what to do: " + "\n    ".join(each.todo.split("\n")))
 
 
-async def examine(settings: Settings, roles: Collection[str], probes: Probes) -> Examination:
+async def examine(settings: Settings, roles: Collection[str], probes: RoleProbes) -> Examination:
     """Examine all parts at the same time: one without an answer delays no other. `roles` empty: as the file has."""
     from common.clock import SystemClock
-    from common.service.process import Threads
+    from common.service.process import ThreadPool
 
-    examined, threads = tuple(roles) or roles_of(settings), Threads("doctor", THREADS)
+    examined, threads = tuple(roles) or roles_of(settings), ThreadPool("doctor", PROBE_THREADS)
     work: list[Coroutine[Any, Any, list[DoctorFinding]]] = [
         _examine_store(settings, threads.run(examine_store, settings, examined, SystemClock())),
         *(_examine_nats(settings, "egress", probes) for role in examined if role == "egress"),
         *(_examine_nats(settings, "ingress", probes) for role in examined if role == "ingress"),
         threads.run(examine_disk, settings, examined),
     ]
-    is_asked = "compaction" in examined
-    if settings.compaction.engine == "spark" and (is_asked or not settings.egress.feeds):
-        work.append(threads.run(probes["spark"](), settings, is_asked))
+    is_requested = "compaction" in examined
+    if settings.compaction.engine == "spark" and (is_requested or not settings.egress.feeds):
+        work.append(threads.run(probes["spark"](), settings, is_requested))
     try:
         found = [each for part in await asyncio.gather(*work) for each in part]
     finally:
@@ -123,7 +123,7 @@ async def examine(settings: Settings, roles: Collection[str], probes: Probes) ->
 
 async def _examine_store(settings: Settings, work: Coroutine[Any, Any, list[DoctorFinding]]) -> list[DoctorFinding]:
     try:
-        return await while_resolved(settings.store, work)
+        return await run_if_resolved(settings.store, work)
     except FloeError as error:
         return [failed("store", "connection", error)]
 
@@ -131,17 +131,17 @@ async def _examine_store(settings: Settings, work: Coroutine[Any, Any, list[Doct
 # NATS
 
 
-async def _examine_nats(settings: Settings, role: Role, probes: Probes) -> list[DoctorFinding]:
+async def _examine_nats(settings: Settings, role: Role, probes: RoleProbes) -> list[DoctorFinding]:
     from common.jetstream.client import connect
 
     nats = settings.nats_for(role)
     try:
-        client = await connect(await resolved(nats), name=f"floe doctor ({role})")
+        client = await connect(await resolve_servers(nats), name=f"floe doctor ({role})")
     except FloeError as error:
         return [failed("nats", "connection", error)]
-    where = f"as {role} to {nats.context or ', '.join(nats.url)}"
-    found = [well("nats", "connection", where)]
-    async with aclosing(client), aclosing(_of_server(client, settings, role, probes)) as findings:
+    user = f"as {role} to {nats.context or ', '.join(nats.url)}"
+    found = [ok("nats", "connection", user)]
+    async with aclosing(client), aclosing(_server_findings(client, settings, role, probes)) as findings:
         async for each in findings:
             found.append(each)
             if each.unreached:  # the checks that follow would only wait, too
@@ -149,8 +149,8 @@ async def _examine_nats(settings: Settings, role: Role, probes: Probes) -> list[
     return found
 
 
-async def _of_server(
-    client: FloeClient, settings: Settings, role: Role, probes: Probes
+async def _server_findings(
+    client: FloeClient, settings: Settings, role: Role, probes: RoleProbes
 ) -> AsyncGenerator[DoctorFinding, None]:
     section: ServiceSettings = settings.egress if role == "egress" else settings.ingress
     yield _version(client)
@@ -163,36 +163,36 @@ async def _of_server(
         yield _limits(account)
         yield _domain(account, section.nats.jetstream_domain)
     yield await _rights(client, settings, role)
-    sizes = _sizes({} if isinstance(account, DoctorFinding) else account)
+    sizes = _stream_size_limits({} if isinstance(account, DoctorFinding) else account)
     yield await _buckets(client, section, sizes)
     if role == "egress":
-        yield well("nats", "max_payload", f"{client.max_payload} bytes at the site")
+        yield ok("nats", "max_payload", f"{client.max_payload} bytes at the site")
         for stream in sorted({feed.stream for feed in settings.egress.feeds}):
             yield await _stream(client, stream)
         return
     examine_target = probes["target"]()
     for target in settings.ingress.targets:
-        stopped = await asyncio.to_thread(_stops, settings, target.stream)
+        stopped = await asyncio.to_thread(_stopped_chains, settings, target.stream)
         for each in await examine_target(client, target, stopped, sizes[0]):
             yield each
 
 
-def _stops(settings: Settings, target: str) -> Mapping[Chain, str]:
+def _stopped_chains(settings: Settings, target: str) -> Mapping[Chain, str]:
     """Return why chains of the target have stopped; empty if unreadable, which the checks of the store report."""
-    from common.open import open_view
+    from common.open import open_for_view
 
     with suppress(FloeError):
-        said = open_view(settings)[1].read_positions(target)
-        return said.stopped if said else {}
+        positions = open_for_view(settings)[1].read_positions(target)
+        return positions.stopped if positions else {}
     return {}
 
 
 def _version(client: FloeClient) -> DoctorFinding:
     found = ".".join(map(str, client.server_version))
-    if client.server_version >= TRIED:
-        return well("nats", "version", found)
+    if client.server_version >= OLDEST_TESTED_SERVER:
+        return ok("nats", "version", found)
     meaning = "Floe is not tried with servers before 2.10, and what it relies on may be missing"
-    return warns("nats", "version", found, meaning, "upgrade nats-server to 2.10 or newer; 2.14 takes fast batches")
+    return warning("nats", "version", found, meaning, "upgrade nats-server to 2.10 or newer; 2.14 takes fast batches")
 
 
 async def _account(client: FloeClient) -> dict[str, Any] | DoctorFinding:
@@ -211,7 +211,7 @@ async def _account(client: FloeClient) -> dict[str, Any] | DoctorFinding:
 
 
 def _limits(account: Mapping[str, Any]) -> DoctorFinding:
-    limits, full, told = account.get("limits") or {}, [], []
+    limits, full, texts = account.get("limits") or {}, [], []
     for name, used in (
         ("storage", "storage"),
         ("memory", "memory"),
@@ -219,24 +219,24 @@ def _limits(account: Mapping[str, Any]) -> DoctorFinding:
         ("consumers", "consumers"),
     ):
         limit, now = int(limits.get(f"max_{name}", -1)), int(account.get(used, 0))
-        told.append(f"{name} {now}" + (f" of {limit}" if limit > 0 else ""))
-        if limit > 0 and now >= limit * NEARLY:
+        texts.append(f"{name} {now}" + (f" of {limit}" if limit > 0 else ""))
+        if limit > 0 and now >= limit * NEARLY_FULL_RATIO:
             full.append(f"{name} {now} of {limit}")
     if not full:
-        return well("nats", "jetstream", ", ".join(told))
+        return ok("nats", "jetstream", ", ".join(texts))
     meaning = "the account is at its limit: targets refuse messages, or buckets and consumers cannot be made"
-    return warns(
+    return warning(
         "nats", "jetstream", ", ".join(full), meaning, "raise the limit of the account, or remove what nobody needs"
     )
 
 
-def _domain(account: Mapping[str, Any], asked: str) -> DoctorFinding:
+def _domain(account: Mapping[str, Any], expected: str) -> DoctorFinding:
     found = str(account.get("domain") or "")
-    if asked in ("", found):
-        return well("nats", "domain", found or "none")
+    if expected in ("", found):
+        return ok("nats", "domain", found or "none")
     meaning = "another domain answered than was asked for: streams and buckets are made in the wrong place"
-    return is_bad(
-        "nats", "domain", f"expected {asked}, found {found or 'none'}", meaning, "correct nats.jetstream_domain"
+    return problem(
+        "nats", "domain", f"expected {expected}, found {found or 'none'}", meaning, "correct nats.jetstream_domain"
     )
 
 
@@ -246,7 +246,7 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
     """
     from common.errors import OutcomeUnknown
     from common.jetstream.kv import KeyValue
-    from common.jetstream.requests import NOBODY, ApiError
+    from common.jetstream.requests import NO_RESPONDERS_CODE, ApiError
 
     section: ServiceSettings = settings.egress if role == "egress" else settings.ingress
     buckets = (section.state_bucket, section.lease_bucket)
@@ -259,7 +259,7 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
         for name in sorted(streams)
         for call in ("CREATE", "INFO", "MSG.NEXT", "DELETE")
     ]
-    captured = {feed.stream for feed in settings.egress.feeds if feed.consumers_period} & streams
+    captured = {feed.stream for feed in settings.egress.feeds if feed.capture_consumers_s} & streams
     lists = [f"CONSUMER.LIST.{name}" for name in sorted(captured)]
     calls += lists
     calls += [f"STREAM.{call}.KV_{bucket}" for bucket in buckets for call in ("INFO", "MSG.GET", "CREATE")]
@@ -273,11 +273,11 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
         except ApiError:  # the request was authorized
             pass
         except (Unavailable, OutcomeUnknown) as error:
-            if error.code != NOBODY:
+            if error.code != NO_RESPONDERS_CODE:
                 return failed("nats", "rights", error)
     for bucket in buckets:
         try:
-            await KeyValue(client, bucket).update("doctor", b"", NEVER)
+            await KeyValue(client, bucket).update("doctor", b"", IMPOSSIBLE_REVISION)
         except Refused:
             refused.append(f"$KV.{bucket}.>")
         except OutcomeUnknown as error:
@@ -285,7 +285,7 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
         except FloeError:  # the bucket does not exist yet, or the request was authorized
             pass
     if not refused:
-        return well("nats", "rights", f"{len(calls) + len(buckets)} requests of {role} were let pass")
+        return ok("nats", "rights", f"{len(calls) + len(buckets)} requests of {role} were let pass")
     is_warning = set(refused) <= {client.api_subject(call) for call in lists}
     meaning = f"{role} needs them, and stops with E-NATS-PERMISSION"
     if is_warning:
@@ -298,46 +298,44 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
     todo = f"grant them to the user; the files with the rights of each role:\n{command}"
     if is_warning:
         todo = f"set capture_consumers: never, or {todo}"
-    return (warns if is_warning else is_bad)("nats", "rights", f"refused: {', '.join(refused)}", meaning, todo)
+    return (warning if is_warning else problem)("nats", "rights", f"refused: {', '.join(refused)}", meaning, todo)
 
 
-def _sizes(account: Mapping[str, Any]) -> tuple[bool, int]:
+def _stream_size_limits(account: Mapping[str, Any]) -> tuple[bool, int]:
     """Return True if each stream of the account must have `max_bytes`, and the most that it may have, 0: any."""
     parts = [account, *(account.get("tiers") or {}).values()]  # an account with tiers has its limits there
     limits = [each.get("limits") or {} for each in parts]
-    most = [size for each in limits if (size := int(each.get("storage_max_stream_bytes") or 0)) > 0]
-    return (any(each.get("max_bytes_required") for each in limits), min(most, default=0))
+    sizes = [size for each in limits if (size := int(each.get("storage_max_stream_bytes") or 0)) > 0]
+    return (any(each.get("max_bytes_required") for each in limits), min(sizes, default=0))
 
 
 async def _buckets(client: FloeClient, section: ServiceSettings, sizes: tuple[bool, int]) -> DoctorFinding:
     """Find how full the buckets with `max_bytes` are, and how large a missing one is made."""
-    from common.jetstream.api import STREAM_NOT_FOUND, find
+    from common.jetstream.api import STREAM_NOT_FOUND, query_or_none
 
-    (are_demanded, most_allowed), told, full = sizes, list[str](), list[str]()
+    (are_demanded, allowed), texts, full = sizes, list[str](), list[str]()
     for bucket, size in ((section.state_bucket, section.kv_max_bytes), (section.lease_bucket, section.lease_bytes)):
         try:
-            answer = await find(client, f"STREAM.INFO.KV_{bucket}", STREAM_NOT_FOUND)
+            answer = await query_or_none(client, f"STREAM.INFO.KV_{bucket}", STREAM_NOT_FOUND)
         except FloeError as error:
             if isinstance(error, Refused):
                 return skipped("nats", "buckets", "refused: see the check of the rights")
             return failed("nats", "buckets", error)
-        used, most = 0, size if are_demanded else 0
+        used, cap = 0, size if are_demanded else 0
         if answer is not None:
-            used, most = int(answer["state"]["bytes"]), int(answer["config"].get("max_bytes") or 0)
-        told.append(f"{bucket}: {used} bytes" + (f" of {most}" if most > 0 else ""))
+            used, cap = int(answer["state"]["bytes"]), int(answer["config"].get("max_bytes") or 0)
+        texts.append(f"{bucket}: {used} bytes" + (f" of {cap}" if cap > 0 else ""))
         if answer is None:
-            told[-1] = f"{bucket}: not made yet" + (f", max_bytes {most}, as the account demands" if most else "")
-            if 0 < most_allowed < most:
+            texts[-1] = f"{bucket}: not made yet" + (f", max_bytes {cap}, as the account demands" if cap else "")
+            if 0 < allowed < cap:
                 meaning = "the account takes no stream as large as that: the bucket is not made, and nothing is carried"
-                return is_bad(
-                    "nats", "buckets", f"{told[-1]}, and allows {most_allowed}", meaning, "lower kv_max_bytes"
-                )
-        elif 0 < most * NEARLY <= used:
-            full.append(f"nats stream edit KV_{bucket} --max-bytes {2 * most}")
+                return problem("nats", "buckets", f"{texts[-1]}, and allows {allowed}", meaning, "lower kv_max_bytes")
+        elif 0 < cap * NEARLY_FULL_RATIO <= used:
+            full.append(f"nats stream edit KV_{bucket} --max-bytes {2 * cap}")
     if not full:
-        return well("nats", "buckets", ", ".join(told))
+        return ok("nats", "buckets", ", ".join(texts))
     meaning = "a full bucket takes nothing more: chains and targets stop with E-KV-FULL"
-    return warns("nats", "buckets", ", ".join(told), meaning, "\n".join(["give it more:", *full]))
+    return warning("nats", "buckets", ", ".join(texts), meaning, "\n".join(["give it more:", *full]))
 
 
 async def _stream(client: FloeClient, name: str) -> DoctorFinding:
@@ -349,10 +347,8 @@ async def _stream(client: FloeClient, name: str) -> DoctorFinding:
         return failed("nats", "stream", error)
     if info is None:
         meaning = "egress has nothing to read: the feed waits, or stops with E-SOURCE-GONE where it was archived before"
-        return warns(
+        return warning(
             "nats", "stream", f"{name}: no such stream", meaning, "make the stream, or correct `stream` of the feed"
         )
     retention = info.config.get("retention", "limits")
-    return well(
-        "nats", "stream", f"{name}: {info.messages} messages, {info.last_sequence} the last, retention {retention}"
-    )
+    return ok("nats", "stream", f"{name}: {info.messages} messages, last {info.last_sequence}, retention {retention}")

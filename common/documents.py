@@ -10,23 +10,23 @@ T = TypeVar("T")
 #: Levels of objects and arrays in a document. The interpreter's own limit differs between versions of Python.
 MAX_DEPTH = 100
 
-_SQUARE = bytes.maketrans(b"{}", b"[]")
-_OTHER = bytes(set(range(256)) - set(b'[]{}"'))
-_BETWEEN = (ord("[") + ord("]")) // 2
-_AT_ONCE = 16
+_TO_SQUARE = bytes.maketrans(b"{}", b"[]")
+_DROPPED_BYTES = bytes(set(range(256)) - set(b'[]{}"'))
+_BRACKET_MIDPOINT = (ord("[") + ord("]")) // 2
+_MAX_REMOVED_LEVELS = 16
 
 
-def is_too_deep(raw: bytes, most: int = MAX_DEPTH) -> bool:
-    """True if JSON has more than `most` levels of objects and arrays. Other text may pass with a few levels more."""
-    if raw.count(b"[") + raw.count(b"{") <= most:
+def is_too_deep(raw: bytes, max_depth: int = MAX_DEPTH) -> bool:
+    """True if JSON has more than `max_depth` levels of objects and arrays. Other text may pass with a few more."""
+    if raw.count(b"[") + raw.count(b"{") <= max_depth:
         return False
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Drop texts: first those without a bracket, as most are. Then remove the innermost levels, all of a level at once.
-    brackets, taken = b"".join(raw.translate(_SQUARE, _OTHER).replace(b'""', b"").split(b'"')[::2]), 0
-    while taken < _AT_ONCE and len(outer := brackets.replace(b"[]", b"")) < len(brackets):
+    brackets, taken = b"".join(raw.translate(_TO_SQUARE, _DROPPED_BYTES).replace(b'""', b"").split(b'"')[::2]), 0
+    while taken < _MAX_REMOVED_LEVELS and len(outer := brackets.replace(b"[]", b"")) < len(brackets):
         brackets, taken = outer, taken + 1
-    return taken + max(accumulate(_BETWEEN - each for each in brackets), default=0) > most
+    return taken + max(accumulate(_BRACKET_MIDPOINT - each for each in brackets), default=0) > max_depth
 
 
 def check_depth(raw: bytes) -> None:
@@ -39,7 +39,7 @@ _VERSIONED = msgspec.defstruct("Version", [("format_version", int)])
 _VERSIONS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_VERSIONED)
 
 
-class JsonForm(Generic[T]):
+class JsonCodec(Generic[T]):
     """Encoder and decoder for values of `kind`, a msgspec struct tagged with `format_version` 1.
 
     Create it at import: if two threads decode a type for the first time at once, the process ends.

@@ -5,12 +5,12 @@ FloeError
 ├── UsageError            2  correct the command line
 ├── Refused              77  provide the missing credential or permission
 ├── Unavailable          75  wait: Floe retries with backoff, then fails
-│   ├── StoreAway        75  the object store does not answer
+│   ├── StoreUnavailable 75  the object store does not answer
 │   └── LeaseLost        75  another instance has the work
 ├── OutcomeUnknown       75  unknown if it is done: settled by reading, never by guessing
 ├── AnotherWriter         4  another writer changes data that only this program may change
 ├── Stopped               1  a verdict that needs an operator; names the choices
-├── Unforeseen            1  a defect, or no memory left: the work that failed is restarted (`common/tasks.py`)
+├── UnexpectedError       1  a defect, or no memory left: the work that failed is restarted (`common/tasks.py`)
 └── DataError             3  stored data is invalid
     └── SegmentCorrupt    3
 """
@@ -37,7 +37,7 @@ class FloeError(Exception):
     def __str__(self) -> str:
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
-    def line(self) -> str:
+    def as_text(self) -> str:
         """Return the text for stderr: one line, then the further lines of the hint.
 
         Control characters are escaped, so that data cannot forge lines.
@@ -57,10 +57,10 @@ class ConfigError(FloeError):
         super().__init__("\n".join(problems), hint=hint, code=code)
         self.problems = problems
 
-    def line(self) -> str:
+    def as_text(self) -> str:
         if len(self.problems) == 1:
-            return super().line()
-        return "\n".join(FloeError(problem, code=self.code).line() for problem in self.problems) + (
+            return super().as_text()
+        return "\n".join(FloeError(problem, code=self.code).as_text() for problem in self.problems) + (
             f"\n{self.hint}" if self.hint else ""
         )
 
@@ -86,7 +86,7 @@ class Unavailable(FloeError):
     default_code = "E-UNAVAILABLE"
 
 
-class StoreAway(Unavailable):
+class StoreUnavailable(Unavailable):
     """An object store that cannot be reached, or does not answer in time."""
 
 
@@ -103,7 +103,7 @@ class OutcomeUnknown(FloeError):
     default_code = "E-UNKNOWN"
 
 
-class AnotherWriter(FloeError):
+class OtherWriter(FloeError):
     """Another writer that changes data that only this program may change."""
 
     exit_code = 4
@@ -116,21 +116,21 @@ class Stopped(FloeError):
     default_code = "E-STOPPED"
 
 
-class Unforeseen(FloeError):
+class UnexpectedError(FloeError):
     """An unexpected error: a defect, or memory that ran out."""
 
     default_code = "E-UNEXPECTED"
 
     @classmethod
-    def of(cls, error: BaseException, where: str = "") -> Unforeseen:
-        """Wrap `error`, or one error of a group; return an Unforeseen as it is. `where`: the work that it ended."""
+    def wrap(cls, error: BaseException, work: str = "") -> UnexpectedError:
+        """Wrap `error`, or one error of a group; return an UnexpectedError as it is. `work`: the work that it ended."""
         while isinstance(error, BaseExceptionGroup):
             # Of several errors, one that is not a FloeError explains most.
             error = min(error.exceptions, key=lambda each: isinstance(each, FloeError))
-        if isinstance(error, Unforeseen):
+        if isinstance(error, UnexpectedError):
             return error
         known = cls(
-            f"{where}: {type(error).__name__}: {error}" if where else f"{type(error).__name__}: {error}",
+            f"{work}: {type(error).__name__}: {error}" if work else f"{type(error).__name__}: {error}",
             hint="this is a bug, or memory ran out: keep the log; what it ended begins again by itself",
         )
         known.__cause__ = error
@@ -150,20 +150,20 @@ class SegmentCorrupt(DataError):
     default_code = "E-SEG-CORRUPT"
 
 
-def certificate_hint(said: str, address: str, server: str) -> str:
-    """Return a remedy for the certificate of `server` that OpenSSL rejected with the message `said`.
+def certificate_hint(message: str, address: str, server: str) -> str:
+    """Return a remedy for the certificate of `server` that OpenSSL rejected with the message `message`.
 
     Empty if its authority is unknown, or for any other cause. `address`: the configuration key that names the server.
     """
-    if any(words in said for words in ("mismatch", "not valid for", "doesn't match", "no appropriate subjectAltName")):
+    if any(text in message for text in ("mismatch", "not valid for", "doesn't match", "no appropriate subjectAltName")):
         return f"have {address} name the {server} as its certificate does"
-    if is_out_of_date(said):
+    if is_out_of_date(message):
         return f"renew the certificate of the {server}, or set the clock that is wrong"
     return ""
 
 
-def is_out_of_date(said: str) -> bool:
+def is_out_of_date(message: str) -> bool:
     """True if a certificate was rejected only for its dates: a renewal, or a clock that is set after boot, ends that
     without a change here.
     """
-    return "expired" in said or "not yet valid" in said
+    return "expired" in message or "not yet valid" in message

@@ -19,10 +19,10 @@ import click
 
 from common.errors import FloeError
 
-DIFFERENCES = 3  # done, but something is missing, damaged or needs a decision
-LATER = 75  # the same command, run again later, continues
-INTERRUPTED = 130
-BROKEN_PIPE = 141
+EXIT_DIFFERENCES = 3  # done, but something is missing, damaged or needs a decision
+EXIT_RETRY_LATER = 75  # the same command, run again later, continues
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
@@ -35,8 +35,8 @@ class CommandEnding:
 
 
 @contextmanager
-def end_with() -> Iterator[CommandEnding]:
-    """Run a block, then exit: with the code that it set, or that of `report`. Click's own exceptions pass through."""
+def exit_with_code() -> Iterator[CommandEnding]:
+    """Run a block, then exit: with the code that it set, or that of `report_error`. Click's exceptions pass through."""
     ending = CommandEnding()
     try:
         yield ending
@@ -44,20 +44,20 @@ def end_with() -> Iterator[CommandEnding]:
     except (click.ClickException, click.Abort, click.exceptions.Exit, SystemExit):
         raise
     except BaseException as error:
-        ending.code = report(error)
+        ending.code = report_error(error)
     if ending.code:
         sys.exit(ending.code)
 
 
-def report(error: BaseException) -> int:
-    if isinstance(error, BrokenPipeError) and _nobody_reads():
+def report_error(error: BaseException) -> int:
+    if isinstance(error, BrokenPipeError) and _is_stdout_closed():
         _discard_output()
-        return BROKEN_PIPE
+        return EXIT_BROKEN_PIPE
     causes = [cause for cause in _causes(error) if not isinstance(cause, asyncio.CancelledError)]
     if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
-        return INTERRUPTED
-    errors = [_explained(cause) for cause in causes or [error]]
-    for line in dict.fromkeys(explained.line() for explained in errors):
+        return EXIT_INTERRUPTED
+    errors = [_as_floe_error(cause) for cause in causes or [error]]
+    for line in dict.fromkeys(explained.as_text() for explained in errors):
         _to_stderr(line)
     if is_debug():
         _to_stderr("".join(traceback.format_exception(error)))
@@ -66,15 +66,15 @@ def report(error: BaseException) -> int:
 
 def is_debug() -> bool:
     """True if tracebacks are wanted: `floe --debug …` or FLOE_DEBUG=1."""
-    return _is_asked("debug") or os.environ.get("FLOE_DEBUG", "") not in ("", "0")
+    return _has_flag("debug") or os.environ.get("FLOE_DEBUG", "") not in ("", "0")
 
 
 def is_verbose() -> bool:
     """True if a command that ends by itself shows its log: `floe -v …`, or as `is_debug`."""
-    return _is_asked("verbose") or is_debug()
+    return _has_flag("verbose") or is_debug()
 
 
-def _is_asked(flag: str) -> bool:
+def _has_flag(flag: str) -> bool:
     """True if a flag is given before the command."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.find_root().params.get(flag))
@@ -88,13 +88,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _explained(error: BaseException) -> FloeError:
+def _as_floe_error(error: BaseException) -> FloeError:
     if isinstance(error, FloeError):
         return error
     if isinstance(error, OSError) and error.strerror:
         code = "E-DISK" if error.errno in _DISK_ERRORS else "E-OS"
-        where = f"{error.filename}: " if error.filename else ""
-        return FloeError(f"{where}{error.strerror}", code=code)
+        path = f"{error.filename}: " if error.filename else ""
+        return FloeError(f"{path}{error.strerror}", code=code)
     return FloeError(
         f"{type(error).__name__}: {error}",
         hint="this is a bug; --debug or FLOE_DEBUG=1 shows where",
@@ -107,7 +107,7 @@ def _to_stderr(text: str) -> None:
         click.echo(text, err=True)
 
 
-def _nobody_reads() -> bool:
+def _is_stdout_closed() -> bool:
     """True if the reader of stdout is gone; a broken pipe may also be one of this process's connections."""
     try:
         poll = select.poll()
@@ -127,27 +127,27 @@ def _discard_output() -> None:
 
 _source = _path = "site.yaml"  # until a configuration is read from a file
 _context = ""
-CONTEXT = "floe.context"  # key of the option `--context` in the `meta` of click's context
+CONTEXT_META_KEY = "floe.context"  # key of the option `--context` in the `meta` of click's context
 
 
-def remember(path: str, context: str | None = None) -> None:
+def set_config(path: str, context: str | None = None) -> None:
     """Remember that `path` holds the configuration, for use in `context` (None: as `--context`). The last call wins."""
     global _source, _path, _context
-    _source, _path, _context = path, os.path.abspath(path), asked_context() if context is None else context
+    _source, _path, _context = path, os.path.abspath(path), requested_context() if context is None else context
 
 
-def remembered() -> tuple[str, str]:
-    """Return the file and the context that `command` names, for `remember` in another process that makes hints."""
+def config_in_use() -> tuple[str, str]:
+    """Return the file and the context that `floe_command` names, for `set_config` in another process with hints."""
     return _path, _context
 
 
-def asked_context() -> str:
+def requested_context() -> str:
     """Return the context that `--context` names; empty without it."""
     called = click.get_current_context(silent=True)
-    return "" if called is None else str(called.meta.get(CONTEXT, ""))
+    return "" if called is None else str(called.meta.get(CONTEXT_META_KEY, ""))
 
 
-def source() -> str:
+def config_source() -> str:
     return _source
 
 
@@ -155,15 +155,15 @@ def source() -> str:
 INSTALL_ALL = "in a checkout of Floe: pip install --require-hashes -r requirements.lock"
 
 
-def ways(*found: str | tuple[str, ...]) -> str:
+def choices(*found: str | tuple[str, ...]) -> str:
     """Return a hint that lists choices, each on its own lines: words, or a tuple of words and commands.
 
     Each command has a line for itself, so that the whole line can be pasted.
     """
-    return "\n".join(way if isinstance(way, str) else "\n".join([f"{way[0]}:", *way[1:]]) for way in found)
+    return "\n".join(each if isinstance(each, str) else "\n".join([f"{each[0]}:", *each[1:]]) for each in found)
 
 
-def command(words: str, *rest: str) -> str:
+def floe_command(words: str, *rest: str) -> str:
     """Return `floe {words} -c FILE {rest}`, in the same context; FILE is quoted for a shell and valid in any folder."""
     context = ["--context", shlex.quote(_context)] if _context else []
     return " ".join(["floe", words, "-c", shlex.quote(_path), *context, *filter(None, rest)])

@@ -20,16 +20,16 @@ _points: dict[str, tuple[str, str]] = {}
 _passes: Counter[str] = Counter()
 
 
-def enable(text: str) -> None:
+def set_failpoints(text: str) -> None:
     """Set the failpoints to `text`, in the format of FLOE_FAILPOINTS; forget those that were set before."""
     _points.clear()
     for part in filter(None, text.split(",")):
         name, _, action = part.partition("=")
-        what, _, nth = action.partition("@")
-        _points[name.strip()] = (what, nth or "1")
+        mode, _, nth = action.partition("@")
+        _points[name.strip()] = (mode, nth or "1")
 
 
-enable(os.environ.get("FLOE_FAILPOINTS", ""))
+set_failpoints(os.environ.get("FLOE_FAILPOINTS", ""))
 
 
 def failpoint(name: str) -> None:
@@ -54,6 +54,6 @@ def _act(name: str, action: str) -> None:
         clock = SystemClock()
         until = clock.monotonic() + float(action.removeprefix("sleep:"))
         while (left := until - clock.monotonic()) > 0:
-            clock.pause(min(left, 0.1))
+            clock.block(min(left, 0.1))
     else:
         raise ValueError(f"unknown failpoint action {action!r} for {name}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 
-class _Without:
+class _HiddenPackageFinder:
     """Import finder that comes first and reports one package as not installed."""
 
     def __init__(self, package: str) -> None:
@@ -17,23 +17,23 @@ class _Without:
             raise ModuleNotFoundError(f"Floe does without {name} here", name=name)
 
 
-def slim() -> None:
+def reduce_memory() -> None:
     """Make a service process small. Call it before anything imports pyarrow.
 
     Arrow's default pool keeps the memory that it allocated: at its peak ingress used 298 to 322 MB, with jemalloc 237
     to 254.
     """
-    without("pandas")
-    without("numpy")
+    hide_package("pandas")
+    hide_package("numpy")
     if sys.platform == "linux":
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "jemalloc")
 
 
-def without(package: str) -> None:
+def hide_package(package: str) -> None:
     """Hide `package` from imports, unless it is already loaded; libraries that use it optionally then work without it.
 
     `pandas`: for every command except those that start Spark; pyarrow would import it needlessly, which costs half a
     second and 40 to 50 MB. `numpy`: for services, likewise 13 MB; a restore needs it. `rich`: for services, because
     structlog would import it; commands show tables with it.
     """
-    sys.meta_path.insert(0, _Without(package))
+    sys.meta_path.insert(0, _HiddenPackageFinder(package))

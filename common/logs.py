@@ -25,8 +25,8 @@ from structlog.stdlib import BoundLogger, ProcessorFormatter
 from common.errors import FloeError
 from common.metrics import counter
 
-CAPACITY = 10_000  # lines in the queue; beyond it lines are dropped and counted
-FLUSH_TIMEOUT = 1.0  # seconds
+QUEUE_LINES = 10_000  # lines in the queue; beyond it lines are dropped and counted
+FLUSH_TIMEOUT_S = 1.0  # seconds
 
 dropped_lines = counter("log_lines_dropped", "Log lines dropped because nobody reads the log fast enough")
 
@@ -34,7 +34,7 @@ dropped_lines = counter("log_lines_dropped", "Log lines dropped because nobody r
 class LineHandler(QueueHandler):
     """Handler that formats in the caller's thread and writes in a thread of its own. `dropped`: lines lost so far."""
 
-    def __init__(self, stream: TextIO, capacity: int = CAPACITY) -> None:
+    def __init__(self, stream: TextIO, capacity: int = QUEUE_LINES) -> None:
         self._lines: queue.Queue[Any] = queue.Queue(capacity)
         super().__init__(self._lines)
         self.dropped, self._writer = 0, _Writer(stream, self)
@@ -53,7 +53,7 @@ class LineHandler(QueueHandler):
 
     def flush(self) -> None:
         with self._lines.all_tasks_done:
-            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_TIMEOUT)
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
         self.flush()
@@ -67,18 +67,18 @@ class _Writer(QueueListener):
 
     def __init__(self, stream: TextIO, handler: LineHandler) -> None:
         super().__init__(handler.queue)
-        self._stream, self._handler, self._told = stream, handler, 0
+        self._stream, self._handler, self._reported = stream, handler, 0
         # Bypass Python's buffer: a thread stuck in its lock would keep the interpreter from ending.
         self._descriptor: int | None = None
         with suppress(OSError, ValueError, AttributeError):
             self._descriptor = stream.fileno()
 
     def handle(self, record: Any) -> None:
-        if lines := self._handler.dropped - self._told:
-            self._told += lines
+        if lines := self._handler.dropped - self._reported:
+            self._reported += lines
             text = f"log lines dropped: {lines}"
-            told = logging.LogRecord("common.logs", logging.WARNING, "", 0, text, None, None)
-            self._write(self._handler.format(told))
+            notice = logging.LogRecord("common.logs", logging.WARNING, "", 0, text, None, None)
+            self._write(self._handler.format(notice))
         self._write(record)
 
     def _write(self, line: str) -> None:
@@ -94,18 +94,18 @@ class _Writer(QueueListener):
             self._handler.drop()
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Return `text` with control characters and line ends escaped: data cannot forge lines or move the cursor."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-MAX_URL = 100  # characters; only the host of a longer URL is kept
+MAX_URL_CHARS = 100  # characters; only the host of a longer URL is kept
 _URL = re.compile(r"""(https?://[^/\s"'?]+)[^\s"']*""")
-MAX_VALUE = 4096  # characters of one value; longer ones are cut, so that no event floods the log
+MAX_VALUE_CHARS = 4096  # characters of one value; longer ones are cut, so that no event floods the log
 
-RESERVED = {"ts", "level", "logger", "event"}  # keys that every line has
+RESERVED_KEYS = {"ts", "level", "logger", "event"}  # keys that every line has
 
 Event = MutableMapping[str, Any]
 
@@ -145,29 +145,29 @@ def configure(level: str = "info", format: str = "auto", *, instance: str = "", 
     stream = stream or sys.stderr
     if format == "auto":
         format = "text" if stream.isatty() else "json"
-    reset()
+    remove_handler()
     _handler = LineHandler(stream)
-    render = {"text": _as_text, "plain": _as_words}.get(format, _as_json)
+    render = {"text": _as_text, "plain": _as_plain_line}.get(format, _as_json)
     _handler.setFormatter(ProcessorFormatter(processors=[lambda _, _name, event: render(_arrange(event, instance))]))
     logging.getLogger().addHandler(_handler)
-    _log_from(getattr(logging, level.upper()))
+    _set_level(getattr(logging, level.upper()))
 
 
-def reset() -> None:
+def remove_handler() -> None:
     global _handler
     if _handler is not None:
         logging.getLogger().removeHandler(_handler)
         _handler.close()
         _handler = None
-    _log_from(logging.NOTSET)
+    _set_level(logging.NOTSET)
 
 
-def log_from(level: str) -> None:
+def set_level(level: str) -> None:
     """Log from `level` up from now on; everything else stays as configured."""
-    _log_from(getattr(logging, level.upper()))
+    _set_level(getattr(logging, level.upper()))
 
 
-def _log_from(level: int) -> None:
+def _set_level(level: int) -> None:
     global _level
     _level = level
     logging.getLogger().setLevel(max(level, logging.WARNING))
@@ -175,13 +175,13 @@ def _log_from(level: int) -> None:
         logging.getLogger(name).setLevel(level)
 
 
-def always(**fields: Any) -> None:
+def add_fields(**fields: Any) -> None:
     """Add these fields to every line from now on, also to the lines of libraries."""
     _always.update(fields)
 
 
 def flush() -> None:
-    """Wait until the lines so far are written, FLUSH_TIMEOUT seconds at most."""
+    """Wait until the lines so far are written, FLUSH_TIMEOUT_S seconds at most."""
     if _handler is not None:
         _handler.flush()
 
@@ -194,14 +194,14 @@ def _arrange(event: Event, instance: str) -> dict[str, Any]:
         "ts": at.replace("+00:00", "Z"),
         "level": record.levelname.lower(),
         "logger": record.name,
-        "event": _plain(event.pop("event", "")),
+        "event": _loggable(event.pop("event", "")),
     }
     if instance:
         line["instance"] = instance
     line.update(_always)
     _explain(event)
     # An event must not change the keys that every line has: such a field keeps its value under another key.
-    return line | {(f"{key}_" if key in RESERVED else key): _plain(value) for key, value in event.items()}
+    return line | {(f"{key}_" if key in RESERVED_KEYS else key): _loggable(value) for key, value in event.items()}
 
 
 def _explain(event: Event) -> None:
@@ -217,17 +217,17 @@ def _explain(event: Event) -> None:
         event["traceback"] = "".join(traceback.format_exception(error))
 
 
-def _plain(value: Any) -> Any:
+def _loggable(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _loggable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [_loggable(item) for item in value]
     text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
-    if len(text) > MAX_URL:
-        text = _URL.sub(lambda found: found[0] if len(found[0]) <= MAX_URL else f"{found[1]}/…", text)
-    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}… ({len(text)} characters)"
+    if len(text) > MAX_URL_CHARS:
+        text = _URL.sub(lambda found: found[0] if len(found[0]) <= MAX_URL_CHARS else f"{found[1]}/…", text)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}… ({len(text)} characters)"
 
 
 def _as_json(line: dict[str, Any]) -> str:
@@ -236,17 +236,17 @@ def _as_json(line: dict[str, Any]) -> str:
 
 def _as_text(line: dict[str, Any]) -> str:
     at, level, name, event = (line.pop(key) for key in ("ts", "level", "logger", "event"))
-    fields = "".join(f"  {key}={_as_word(value)}" for key, value in line.items())
-    return escaped(f"{at} {level.upper():7} {name}: {event}{fields}")
+    fields = "".join(f"  {key}={_as_field(value)}" for key, value in line.items())
+    return escape(f"{at} {level.upper():7} {name}: {event}{fields}")
 
 
-def _as_words(line: dict[str, Any]) -> str:
+def _as_plain_line(line: dict[str, Any]) -> str:
     left_out = {"ts", "level", "logger", "event", "action", "instance"} | _always.keys()
-    fields = "".join(f"  {key}={_as_word(value)}" for key, value in line.items() if key not in left_out)
-    return escaped(f"{line['level']}: {line['event']}{fields}")
+    fields = "".join(f"  {key}={_as_field(value)}" for key, value in line.items() if key not in left_out)
+    return escape(f"{line['level']}: {line['event']}{fields}")
 
 
-def _as_word(value: Any) -> str:
+def _as_field(value: Any) -> str:
     if isinstance(value, str) and value and value.isprintable() and not set(value) & set(' ="'):
         return value
     return json.dumps(value, ensure_ascii=False)

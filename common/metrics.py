@@ -43,7 +43,7 @@ def _of_checkout(project: Path) -> str:
 PREFIX = "floe_"
 
 #: Seconds: from one object request within a rack to an upload over a slow line.
-SECONDS_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+DURATION_BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 # Counters are read as rates; their creation times would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -56,11 +56,11 @@ GCCollector(registry=REGISTRY)
 def counter(name: str, help: str, labels: Sequence[str] = (), *, kind: str = "", **sets: Iterable[str]) -> Counter:
     """Create the counter `floe_{name}_total`; `name` may end in `_total`. Raises ValueError if it exists.
 
-    `sets`: the values of labels that have a small fixed set; ValueError for another label. `kind`: see `begin`.
+    `sets`: the values of labels that have a small fixed set; ValueError for another label. `kind`: see `show_zeros`.
     """
     if unknown := sets.keys() - set(labels):
         raise ValueError(f"metric {name}: expected sets of its labels, found {unknown}")
-    return _noted(Counter(PREFIX + name, help, labels, registry=REGISTRY), name, labels, kind, sets)
+    return _declare(Counter(PREFIX + name, help, labels, registry=REGISTRY), name, labels, kind, sets)
 
 
 def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
@@ -74,28 +74,28 @@ def histogram(
     labels: Sequence[str] = (),
     *,
     kind: str = "",
-    buckets: Sequence[float] = SECONDS_BUCKETS,
+    buckets: Sequence[float] = DURATION_BUCKETS_S,
     **sets: Iterable[str],
 ) -> Histogram:
     """Create the histogram `floe_{name}` of seconds. Raises ValueError if it exists.
 
-    `kind`: see `begin`; `sets`: as in `counter`.
+    `kind`: see `show_zeros`; `sets`: as in `counter`.
     """
     made = Histogram(PREFIX + name, help, labels, registry=REGISTRY, buckets=buckets)
-    return _noted(made, name, labels, kind, sets)
+    return _declare(made, name, labels, kind, sets)
 
 
-def total(found: Counter, **labels: str) -> float:
-    """Return the count of `found` over all labels, or over those that have the values `labels`."""
-    samples = (sample for metric in found.collect() for sample in metric.samples if sample.name.endswith("_total"))
+def counter_total(metric: Counter, **labels: str) -> float:
+    """Return the count of `metric` over all labels, or over those that have the values `labels`."""
+    samples = (sample for family in metric.collect() for sample in family.samples if sample.name.endswith("_total"))
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 # Counters begin at 0: without a sample before its first event, a counter has no increase that an alert could see
 
 
-class Counted(NamedTuple):
-    """A counter or a histogram. `labels`: those that `begin` receives; `sets`: all values of the others."""
+class DeclaredMetric(NamedTuple):
+    """A counter or a histogram. `labels`: those that `show_zeros` receives; `sets`: all values of the others."""
 
     metric: Counter | Histogram
     name: str
@@ -104,23 +104,23 @@ class Counted(NamedTuple):
     sets: Mapping[str, tuple[str, ...]]
 
 
-COUNTED: list[Counted] = []
+DECLARED_METRICS: list[DeclaredMetric] = []
 
 
-def _noted(metric: M, name: str, labels: Sequence[str], kind: str, sets: Mapping[str, Iterable[str]]) -> M:
+def _declare(metric: M, name: str, labels: Sequence[str], kind: str, sets: Mapping[str, Iterable[str]]) -> M:
     free = tuple(label for label in labels if label not in sets)
     fixed = {label: tuple(map(str, values)) for label, values in sets.items()}
     if labels:  # without labels it shows 0 from its declaration on
-        COUNTED.append(Counted(metric, name, free, kind, fixed))
+        DECLARED_METRICS.append(DeclaredMetric(metric, name, free, kind, fixed))
     return metric
 
 
-def begin(prefix: str, kind: str = "", **labels: str) -> None:
+def show_zeros(prefix: str, kind: str = "", **labels: str) -> None:
     """Show 0 for all counters and histograms `floe_{prefix}…` with exactly these labels, besides those with fixed sets.
 
     `kind`: only those that were declared with it, because they do not concern every owner of these labels.
     """
-    for each in COUNTED:
+    for each in DECLARED_METRICS:
         if each.name.startswith(prefix) and each.kind == kind and set(each.labels) == labels.keys():
             for values in itertools.product(*each.sets.values()):
                 each.metric.labels(**labels, **dict(zip(each.sets, values, strict=True)))

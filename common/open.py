@@ -30,19 +30,19 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
 
     document = loader.load_document(path)
     try:
-        settings = document.settings.in_context(name := exits.asked_context())
+        settings = document.settings.with_nats_context(name := exits.requested_context())
     except ValueError:  # not a ConfigError: the name is checked before any file is read
         raise UsageError(f"--context: expected the name of a context, found {name!r:.80}") from None
-    exits.remember(path)
+    exits.set_config(path)
     is_plain = quiet and not exits.is_verbose()
     level, form = ("warning", "plain") if is_plain else (settings.log.level, settings.log.format)
     logs.configure(level, form, instance=settings.instance or socket.gethostname())
     for warning in document.warnings:
-        logs.get_logger("common.config").warning(warning, action="config_warning")
+        logs.get_logger("common.config").warning("configuration warned", action="configuration_warned", text=warning)
     return settings
 
 
-class Reload:
+class ConfigReload:
     """SIGHUP handler for the configuration of a running service: it reads and checks the file again.
 
     A change that can take effect at once does; each other key that changed is logged as one that needs a restart.
@@ -61,38 +61,40 @@ class Reload:
 
         log = logs.get_logger("common.config")
         try:
-            settings = loader.load_document(self._path).settings.in_context(exits.asked_context())
+            settings = loader.load_document(self._path).settings.with_nats_context(exits.requested_context())
         except ConfigError as error:
-            log.error("configuration refused, going on with the former", action="reload_refused", file=self._path)
+            former = "the former configuration stays in use"
+            log.error("configuration refused", action="configuration_refused", file=self._path, hint=former)
             for problem in error.problems:
-                log.error("configuration problem", action="reload_problem", error=problem)
+                log.error("configuration problem found", action="configuration_problem_found", error=problem)
             return
-        changes = loader.changed(self._settings, settings)
-        taken = [key for key in changes if key in TAKEN_AT_ONCE]
+        changes = loader.changed_keys(self._settings, settings)
+        taken = [key for key in changes if key in RELOADABLE_KEYS]
         for key, (before, now) in changes.items():
             if key not in taken:
-                told = {"hint": f"{key}_file is read again without one"} if now == loader.A_SECRET else {}
-                log.warning("change needs a restart", action="reload_restart", key=key, before=before, now=now, **told)
+                hint = {"hint": f"{key}_file is read again without one"} if now == loader.A_SECRET else {}
+                log.warning("restart required", action="restart_required", key=key, before=before, now=now, **hint)
         if "log.level" in taken:
-            logs.log_from(settings.log.level)
-            kept = self._settings.log.model_copy(update={"level": settings.log.level})
-            self._settings = self._settings.model_copy(update={"log": kept})
-        log.warning("configuration read again", action="reload", taken=taken, restart=len(changes) - len(taken))
+            logs.set_level(settings.log.level)
+            log_settings = self._settings.log.model_copy(update={"level": settings.log.level})
+            self._settings = self._settings.model_copy(update={"log": log_settings})
+        left = len(changes) - len(taken)
+        log.warning("configuration reloaded", action="configuration_reloaded", taken=taken, restart=left)
 
 
-TAKEN_AT_ONCE = ("log.level",)
+RELOADABLE_KEYS = ("log.level",)
 
 
 @contextmanager
-def reloaded_on_hangup(path: str, settings: Settings) -> Iterator[None]:
+def reload_on_hangup(path: str, settings: Settings) -> Iterator[None]:
     """Make SIGHUP read the configuration at `path` again, within the block. `settings`: the values in use."""
-    from common.service.process import hangups
+    from common.service.process import on_hangup
 
-    hangups.append(reload := Reload(path, settings))
+    on_hangup.append(reload := ConfigReload(path, settings))
     try:
         yield
     finally:
-        hangups.remove(reload)
+        on_hangup.remove(reload)
 
 
 def open_store(settings: Settings, objects: ObjectStore | None = None) -> SegmentStore:
@@ -109,19 +111,19 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
     )
 
 
-def open_patiently(settings: Settings) -> tuple[SegmentStore, ChainStore]:
+def open_for_work(settings: Settings) -> tuple[SegmentStore, ChainStore]:
     """Open the store for a command that works on it: it waits as services do, and logs requests without an answer."""
     from common.objects.open import open_objects
 
-    objects = open_objects(settings.store, is_told=True)
+    objects = open_objects(settings.store, log_waits=True)
     return open_store(settings, objects), open_chains(settings, objects)
 
 
-def open_view(settings: Settings) -> tuple[SegmentStore, ChainStore]:
+def open_for_view(settings: Settings) -> tuple[SegmentStore, ChainStore]:
     """Open the store for a command that somebody waits for: it fails after some ten seconds without an answer."""
-    from common.objects.open import VIEW_TIMEOUT, open_objects
+    from common.objects.open import VIEW_TIMEOUT_S, open_objects
 
-    objects = open_objects(settings.store, timeout=VIEW_TIMEOUT)
+    objects = open_objects(settings.store, timeout=VIEW_TIMEOUT_S)
     return open_store(settings, objects), open_chains(settings, objects)
 
 

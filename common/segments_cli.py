@@ -19,50 +19,50 @@ from msgspec import structs
 
 from common.chain import Chain
 from common.cli import (
-    Moment,
+    RequestedTime,
     SequenceType,
     StatusView,
-    Styled,
+    StyledCell,
     TimeType,
-    ago,
     config_option,
     confirm,
-    cut,
+    format_age,
     json_option,
-    moment,
     print_json,
+    print_table,
+    resolve_time,
     run_command,
-    table,
     terminal_width,
+    truncate,
 )
 from common.clock import NS_PER_S, SystemClock, format_time, parse_time
 from common.errors import ConfigError, DataError, SegmentCorrupt, UsageError
-from common.exits import DIFFERENCES
+from common.exits import EXIT_DIFFERENCES
 from common.jetstream.headers import parse_block
-from common.logs import escaped
+from common.logs import escape
 from common.objects.port import ObjectInfo, check_key
-from common.open import load_settings, open_patiently, open_view
-from common.segments.archive import Timeline, find_chain, find_incarnation, history, read_cover, select_chains, span
+from common.open import load_settings, open_for_view, open_for_work
+from common.segments.archive import Timeline, chain_ends, find_chain, find_incarnation, read_cover, select_chains, span
 from common.segments.captures import CapturedConsumer, CapturedConsumers, CaptureStore
 from common.segments.columns import is_text, messages
 from common.segments.documents import ChainStore, CompactionRun, run_of
-from common.segments.keys import configured, parse
+from common.segments.keys import configured_feeds, parse_chain_name
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.segments.store import SegmentStore, quarantine
-from common.segments.views import address, duckdb_view, polars_frame
+from common.segments.views import duckdb_view, object_address, polars_frame
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.root import Settings
-from common.settings.types import counted, format_duration, is_filter, size_words
+from common.settings.types import format_count, format_duration, is_filter, size_words
 from common.subjects import matches
 
-_COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
-_WIDE = ("chain", "level", "first", "last", "rows", "first_time", "last_time", "bytes", "modified", "name")
-FOOTERS_AT_ONCE = 8
-Part = tuple[Sequence[SegmentRef], SequenceRange]
-POLL = 2.0  # seconds between two listings of `cat --follow`
-SHOWN_BYTES = 64  # of a payload that is no text, on a terminal
+_LIST_COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
+_WIDE_LIST_COLUMNS = ("chain", "level", "first", "last", "rows", "first_time", "last_time", "bytes", "modified", "name")
+PARALLEL_FOOTERS = 8
+CoverPart = tuple[Sequence[SegmentRef], SequenceRange]
+FOLLOW_POLL_S = 2.0  # seconds between two listings of `cat --follow`
+MAX_BINARY_BYTES_SHOWN = 64  # of a payload that is no text, on a terminal
 VIEWS = {"duckdb": duckdb_view, "polars": polars_frame}
 
 
@@ -95,8 +95,8 @@ def list_segments(
     is_cover: bool,
     level: int | None,
     form: str,
-    since: Moment | None,
-    until: Moment | None,
+    since: RequestedTime | None,
+    until: RequestedTime | None,
     as_json: bool,
 ) -> int:
     """List segments, of all chains or of those that the argument names; the totals go to stderr.
@@ -117,62 +117,62 @@ def list_segments(
     if form in VIEWS and not is_cover:
         raise click.UsageError(f"--format {form}: expected --cover, without which merged rows count twice")
     settings = load_settings(config, quiet=True)
-    store, chains = open_view(settings)
+    store, chains = open_for_view(settings)
 
     bounds, taken, problems = _bounds(since, until), list[Stretch[SegmentRef]](), list[str]()
-    for chain in select_chains(chains, what, configured(settings)):
+    for chain in select_chains(chains, what, configured_feeds(settings)):
         refs = store.list(chain, level=level)
-        if (within := _between(store, refs, bounds)) is not None:
+        if (within := _select(store, refs, bounds)) is not None:
             refs = [ref for ref in refs if ref.coverage.overlaps(within)] if within else []
         taken += cover(refs, 1) if is_cover else [Stretch(ref, ref.coverage) for ref in refs]
     rows = [_listed(each, settings) for each in taken]
     if is_wide:
-        _widen(store, [each.segment for each in taken], rows, problems)
+        _add_footers(store, [each.segment for each in taken], rows, problems)
     if form == "json":
         print_json(rows)
     elif form in ("table", "wide"):
-        table(rows, _WIDE if is_wide else _COLUMNS, None if is_wide else terminal_width())
+        print_table(rows, _WIDE_LIST_COLUMNS if is_wide else _LIST_COLUMNS, None if is_wide else terminal_width())
         click.echo(_total([each.segment for each in taken], rows), err=True)
     elif form in VIEWS:
         click.echo(VIEWS[form](taken, settings.store, "messages"), nl=False)
     else:
         for each in taken:
-            click.echo(address(settings.store, each.segment.key))
+            click.echo(object_address(settings.store, each.segment.key))
         if count := sum(each.rows != each.segment.coverage for each in taken):
             others = "also hold rows that others account for; --json says which rows to take"
             click.echo(f"{count} of these {others}", err=True)
     for problem in problems:
         click.echo(problem, err=True)
-    return DIFFERENCES if problems else 0
+    return EXIT_DIFFERENCES if problems else 0
 
 
 Bounds = tuple[int | None, int | None]
 
 
-def _bounds(since: Moment | None, until: Moment | None) -> Bounds:
+def _bounds(since: RequestedTime | None, until: RequestedTime | None) -> Bounds:
     """Return from (inclusive) and to (exclusive), ns since 1970. Raises click.UsageError if nothing lies between."""
     now = SystemClock().now()
-    begin, end = moment(now, since), moment(now, until)
+    begin, end = resolve_time(now, since), resolve_time(now, until)
     if begin is not None and end is not None and begin >= end:
         raise click.UsageError(f"--since {format_time(begin)}: expected before --until {format_time(end)}")
     return begin, end
 
 
-def _between(store: SegmentStore, refs: Sequence[SegmentRef], bounds: Bounds) -> SequenceRange | Literal[False] | None:
+def _select(store: SegmentStore, refs: Sequence[SegmentRef], bounds: Bounds) -> SequenceRange | Literal[False] | None:
     """Return the sequences of one chain between two times, by the footers of some of `refs`, with those that are
     missing or damaged right before them; None for no bound, False if there are none.
     """
     if bounds == (None, None):
         return None
     (begin, end), timeline = bounds, Timeline(store, refs)
-    first = 1 if begin is None else timeline.begin_at(begin) or timeline.behind
-    behind = None if end is None else timeline.first_at(end)
+    first = 1 if begin is None else timeline.start_sequence_at(begin) or timeline.next_position
+    behind = None if end is None else timeline.first_sequence_at(end)
     if behind is not None and behind <= first:
         return False
     return SequenceRange(first, MAX_SEQUENCE if behind is None else behind - 1)
 
 
-def _widen(
+def _add_footers(
     store: SegmentStore, refs: Sequence[SegmentRef], rows: Sequence[dict[str, object]], problems: list[str]
 ) -> None:
     """Add values from the footer of its segment to each of `rows`; None if the footer cannot be read."""
@@ -183,22 +183,22 @@ def _widen(
         except (SegmentCorrupt, SegmentGone) as error:
             return error.message
 
-    with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(PARALLEL_FOOTERS) as pool:
         for row, found in zip(rows, pool.map(footer, refs), strict=True):
-            said = (None, None, None)
+            values = (None, None, None)
             if isinstance(found, str):
                 problems.append(found)
             else:
                 times = (found.first_timestamp_ns, found.last_timestamp_ns)
-                said = (found.rows, *(None if at is None else format_time(at) for at in times))  # type: ignore[assignment]
-            row |= dict(zip(("rows", "first_time", "last_time"), said, strict=True))
+                values = (found.rows, *(None if at is None else format_time(at) for at in times))  # type: ignore[assignment]
+            row |= dict(zip(("rows", "first_time", "last_time"), values, strict=True))
 
 
 def _total(refs: Sequence[SegmentRef], rows: Sequence[Mapping[str, Any]]) -> str:
-    chains = len({ref.chain for ref in refs})
-    text = f"{counted(len(refs), 'segment')} of {counted(chains, 'chain')}, {size_words(sum(r.size for r in refs))}"
+    chains, size = len({ref.chain for ref in refs}), size_words(sum(ref.size for ref in refs))
+    text = f"{format_count(len(refs), 'segment')} of {format_count(chains, 'chain')}, {size}"
     if rows and "rows" in rows[0]:
-        text += f", {counted(sum(row['rows'] or 0 for row in rows), 'row')}"
+        text += f", {format_count(sum(row['rows'] or 0 for row in rows), 'row')}"
     return text
 
 
@@ -223,8 +223,8 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
         check_key(named := _key(settings, key))
     except ConfigError as error:
         raise UsageError(error.message) from None
-    confirm(f"put {escaped(key)} away?", yes, is_needed=False)
-    with closing(open_patiently(settings)[0]) as store:
+    confirm(f"put {escape(key)} away?", yes, is_needed=False)
+    with closing(open_for_work(settings)[0]) as store:
         done = quarantine(store, named, accept_hole=yes)
     if as_json:
         print_json(asdict(done))
@@ -252,7 +252,7 @@ def info(config: str, what: str, as_json: bool) -> int:
         floe segments info -c central.yaml data/site=us-east/…/level=0/….parquet
     """
     settings = load_settings(config, quiet=True)
-    store, chains = open_view(settings)
+    store, chains = open_for_view(settings)
     if (ref := _segment(store, settings, what)) is not None:
         found = describe_segment(store, ref)
     else:
@@ -260,8 +260,8 @@ def info(config: str, what: str, as_json: bool) -> int:
     if as_json:
         print_json(found)
     else:
-        table(lines(readable(found)), ("field", "value"))
-    return DIFFERENCES if found.get("holes") else 0
+        print_table(flatten(for_people(found)), ("field", "value"))
+    return EXIT_DIFFERENCES if found.get("holes") else 0
 
 
 @segments.command()
@@ -281,8 +281,8 @@ def cat(
     what: str,
     from_sequence: int | None,
     to_sequence: int | None,
-    since: Moment | None,
-    until: Moment | None,
+    since: RequestedTime | None,
+    until: RequestedTime | None,
     subjects: tuple[str, ...],
     limit: int | None,
     follow: bool,
@@ -303,28 +303,28 @@ def cat(
         floe segments cat -c central.yaml us-east/NODE_DATA --from-sequence 1000 --to-sequence 1010
         floe segments cat -c central.yaml us-east/NODE_DATA --json | jq -r .payload
     """
-    _refuse_asked(from_sequence, to_sequence, since, until, subjects, follow)
+    _refuse_conflicts(from_sequence, to_sequence, since, until, subjects, follow)
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    bounds, (store, chains) = _bounds(since, until), open_view(settings)
+    bounds, (store, chains) = _bounds(since, until), open_for_view(settings)
     ref = _segment(store, settings, what)
     if ref and follow:
         raise click.UsageError("--follow: expected a chain, found one segment")
     chain = None if ref else _chain(settings, chains, what)
     refs = store.list(chain, position=from_sequence or 1) if chain else [ref] if ref else []
-    within = _between(store, refs, bounds)
+    within = _select(store, refs, bounds)
     problems, is_damaged = list[str](), False
-    reach = partial(_reach, chains, chain) if chain and not from_sequence else span
+    reach = partial(_range_of, chains, chain) if chain and not from_sequence else span
     whole = None if within is False else reach(refs)
     position = from_sequence or 1
-    form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(text_of, width=terminal_width())
-    is_feed = chain is not None and parse(what)[2] is None
-    before = _before(store, chains, chain, (from_sequence, to_sequence), bounds) if chain and is_feed else []
+    form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(format_message, width=terminal_width())
+    is_feed = chain is not None and parse_chain_name(what)[2] is None
+    before = _earlier_parts(store, chains, chain, (from_sequence, to_sequence), bounds) if chain and is_feed else []
     with suppress(KeyboardInterrupt) if follow else nullcontext():
         limit = _print(store, before, subjects, limit, form, problems)
         if whole is not None and limit != 0:
             first, last = from_sequence or whole.first, to_sequence or whole.last
             if before and chain:
-                first = max(first, _begin(chains, chain))
+                first = max(first, _first_sequence(chains, chain))
             if within:
                 first, last = max(first, within.first), min(last, within.last)
             if first > last and not follow and not before:
@@ -343,7 +343,7 @@ def cat(
                 click.echo(problem, err=True)
             is_damaged |= bool(problems)
             problems.clear()
-            clock.pause(POLL)
+            clock.block(FOLLOW_POLL_S)
             refs = store.list(chain, position=position)
             if (whole := span(refs)) is not None and whole.last >= position:
                 rows = [(refs, SequenceRange(position, whole.last))]
@@ -351,23 +351,23 @@ def cat(
                 position = whole.last + 1
     for problem in problems:
         click.echo(problem, err=True)
-    return DIFFERENCES if is_damaged or problems else 0
+    return EXIT_DIFFERENCES if is_damaged or problems else 0
 
 
-def _refuse_asked(
+def _refuse_conflicts(
     first: int | None,
     last: int | None,
-    since: Moment | None,
-    until: Moment | None,
+    since: RequestedTime | None,
+    until: RequestedTime | None,
     subjects: Sequence[str],
     follow: bool,
 ) -> None:
     """Raise click.UsageError for options that contradict each other."""
-    for one, other, names in (
+    for given, other, names in (
         (first, since, "--from-sequence and --since"),
         (last, until, "--to-sequence and --until"),
     ):
-        if one is not None and other is not None:
+        if given is not None and other is not None:
             raise click.UsageError(f"expected one of {names}, found both")
     if first is not None and last is not None and first > last:
         raise click.UsageError(f"--from-sequence {first} is greater than --to-sequence {last}")
@@ -380,7 +380,7 @@ def _refuse_asked(
 
 def _print(
     store: SegmentStore,
-    parts: Sequence[Part],
+    parts: Sequence[CoverPart],
     subjects: Sequence[str],
     limit: int | None,
     form: Callable[[Message], str],
@@ -401,16 +401,16 @@ def _print(
     return limit
 
 
-def _before(
-    store: SegmentStore, chains: ChainStore, newest: Chain, asked: tuple[int | None, int | None], bounds: Bounds
-) -> list[Part]:
+def _earlier_parts(
+    store: SegmentStore, chains: ChainStore, newest: Chain, requested: tuple[int | None, int | None], bounds: Bounds
+) -> list[CoverPart]:
     """Return the requested parts of the incarnations that the one of `newest` continues, all partitions."""
-    found = list[Part]()
-    for each, end in history(chains, newest).items():
-        if each.incarnation == newest.incarnation or (refs := store.list(each, position=asked[0] or 1)) == []:
+    found = list[CoverPart]()
+    for each, end in chain_ends(chains, newest).items():
+        if each.incarnation == newest.incarnation or (refs := store.list(each, position=requested[0] or 1)) == []:
             continue
-        within, last = _between(store, refs, bounds), min(end, chains.read_end(each) or end, asked[1] or end)
-        first = max(asked[0] or 1, _begin(chains, each), within.first if within else 1)
+        within, last = _select(store, refs, bounds), min(end, chains.read_end(each) or end, requested[1] or end)
+        first = max(requested[0] or 1, _first_sequence(chains, each), within.first if within else 1)
         last = min(last, within.last) if within else last
         if within is not False and first <= last:
             found.append((refs, SequenceRange(first, last)))
@@ -434,7 +434,7 @@ def _key(settings: Settings, what: str) -> str:
 
 def _chain(settings: Settings, chains: ChainStore, what: str) -> Chain:
     try:
-        return find_chain(chains, what, configured(settings))
+        return find_chain(chains, what, configured_feeds(settings))
     except UsageError as error:
         if "=" in what:  # no site has such a name
             raise UsageError(f"{what}: expected the key of a segment, or a chain") from None
@@ -454,7 +454,7 @@ def _listed(stretch: Stretch[SegmentRef], settings: Settings) -> dict[str, objec
         "modified": format_time(int(ref.modified) * NS_PER_S),
         "name": ref.name,
         "key": ref.key,
-        "path": address(settings.store, ref.key),
+        "path": object_address(settings.store, ref.key),
     }
 
 
@@ -462,24 +462,22 @@ def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
     """Return the footer of one segment, and size and time of its object in the store. Raises SegmentCorrupt."""
     with store.open(ref) as reader:
         footer = json.loads(reader.footer.to_json())
-        groups = [
-            {**asdict(group.range), "rows": group.rows, "raw_bytes": group.raw_bytes} for group in reader.row_groups
-        ]
+        groups = [{**asdict(g.range), "rows": g.rows, "raw_bytes": g.raw_bytes} for g in reader.row_groups]
     modified = format_time(int(ref.modified) * NS_PER_S)
     return {"key": ref.key, "bytes": ref.size, "modified": modified, **footer, "row_groups": groups}
 
 
-def _begin(chains: ChainStore, chain: Chain) -> int:
+def _first_sequence(chains: ChainStore, chain: Chain) -> int:
     document = chains.read_chain(chain)
     return max(document.first if document else 1, chains.read_floor(chain) or 1)
 
 
-def _reach(chains: ChainStore, chain: Chain, refs: Sequence[SegmentRef]) -> SequenceRange | None:
+def _range_of(chains: ChainStore, chain: Chain, refs: Sequence[SegmentRef]) -> SequenceRange | None:
     """Return the range from the begin of the chain, if known, to the last sequence of `refs`; None without segments."""
     whole = span(refs)
     with suppress(DataError):  # `segments verify` reports it
         if whole and chains.read_chain(chain):
-            return SequenceRange(min(_begin(chains, chain), whole.first), whole.last)
+            return SequenceRange(min(_first_sequence(chains, chain), whole.first), whole.last)
     return whole
 
 
@@ -487,7 +485,7 @@ def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dic
     refs = store.list(chain)
     whole = span(refs)
     document, stream, floor = chains.read_chain(chain), chains.read_stream(chain), chains.floor(chain)
-    reach = _reach(chains, chain, refs)
+    reach = _range_of(chains, chain, refs)
     missing = holes((ref.coverage for ref in refs), reach) if reach else []
     return {
         "chain": str(chain),
@@ -497,7 +495,7 @@ def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dic
         "created": stream.created if stream else None,
         "previous": dict(stream.previous) if stream and stream.previous else None,
         "floor": floor and floor.first,
-        "floor_since": floor and format_time(int(floor.raised) * NS_PER_S),
+        "floor_since": floor and format_time(int(floor.raised_at) * NS_PER_S),
         "tail": chains.read_tail(chain),
         "first": whole.first if whole else None,
         "last": whole.last if whole else None,
@@ -510,19 +508,19 @@ def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dic
     }
 
 
-def lines(found: Mapping[str, Any]) -> list[tuple[str, object]]:
+def flatten(found: Mapping[str, Any]) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = []
     for name, value in found.items():
         if isinstance(value, Mapping):
-            rows += [(f"{name}.{inner}", each) for inner, each in lines(value)]
+            rows += [(f"{name}.{inner}", each) for inner, each in flatten(value)]
         elif isinstance(value, list):
-            rows += lines({f"{name}[{i}]": each for i, each in enumerate(value)})
+            rows += flatten({f"{name}[{i}]": each for i, each in enumerate(value)})
         else:
             rows.append((name, value))
     return rows
 
 
-def readable(found: Mapping[str, Any]) -> dict[str, Any]:
+def for_people(found: Mapping[str, Any]) -> dict[str, Any]:
     shown = _without_nanoseconds(found)
     if found.get("sampling") is not None:
         left_out = found["ledger"].get(Reason.SAMPLED_OUT.value, 0)
@@ -574,40 +572,40 @@ def _json_headers(block: bytes | None) -> dict[str, object]:
     return {"headers": [[name.decode(), value.decode()] for name, value in parse_block(block)]}
 
 
-def text_of(message: Message, *, width: int | None = None) -> str:
+def format_message(message: Message, *, width: int | None = None) -> str:
     """Format one line. `width`: of the terminal, at which the line is cut; None: a program reads all of it."""
     headers, is_read = "-", width is not None
     if message.headers is not None:
         pairs = [b": ".join(pair) for pair in parse_block(message.headers)]
         headers = _text_bytes(b"; ".join(pairs) if is_read else message.headers, is_read)
-    subject, payload = escaped(decode_subject(message.subject)), _text_bytes(message.payload, is_read)
+    subject, payload = escape(decode_subject(message.subject)), _text_bytes(message.payload, is_read)
     line = "\t".join((str(message.sequence), format_time(message.timestamp_ns), subject, headers, payload))
-    return line if width is None else cut(line.expandtabs(), width)
+    return line if width is None else truncate(line.expandtabs(), width)
 
 
 def _text_bytes(raw: bytes, is_read: bool) -> str:
     if is_text(raw):
-        return escaped(raw.decode())
+        return escape(raw.decode())
     if not is_read:
         return encode_bytes(raw)
-    more = "…" if len(raw) > SHOWN_BYTES else ""
-    return f"<{counted(len(raw), 'byte')}: {raw[:SHOWN_BYTES].hex()}{more}>"
+    more = "…" if len(raw) > MAX_BINARY_BYTES_SHOWN else ""
+    return f"<{format_count(len(raw), 'byte')}: {raw[:MAX_BINARY_BYTES_SHOWN].hex()}{more}>"
 
 
-LISTED_AT_ONCE = 8  # chains
+PARALLEL_LISTINGS = 8  # chains
 
 
 async def archive_view(settings: Settings) -> StatusView:
     """Return the archive view: the contents of the store, by chain. Sends no request to NATS."""
-    (store, documents), clock = open_view(settings), SystemClock()
+    (store, documents), clock = open_for_view(settings), SystemClock()
     # A site may list only its own keys.
     site = settings.site if settings.egress.feeds and not settings.ingress.targets else None
-    with closing(store), closing(Threads("archive", LISTED_AT_ONCE)) as threads:
-        tails = await threads.run(documents.listed_tails, site)
+    with closing(store), closing(ThreadPool("archive", PARALLEL_LISTINGS)) as threads:
+        tails = await threads.run(documents.list_tails, site)
         named = await threads.run(documents.chains, site)
         runs = await threads.run(documents.runs)
         chains = sorted({*named, *tails})
-        rows = await asyncio.gather(*(threads.run(_archived, store, chain, tails.get(chain)) for chain in chains))
+        rows = await asyncio.gather(*(threads.run(_chain_figures, store, chain, tails.get(chain)) for chain in chains))
     now, compactions = clock.now(), [run_of(runs, chain) for chain in chains]
     for row, run in zip(rows, compactions, strict=True):
         done = run and run.succeeded
@@ -617,10 +615,10 @@ async def archive_view(settings: Settings) -> StatusView:
         {
             "chain": str(chain),
             "archived": row["archived"],
-            "last archived": ago(None if (at := row["last_archived"]) is None else now - parse_time(at) / NS_PER_S),
+            "last archived": format_age((at := row["last_archived"]) and now - parse_time(at) / NS_PER_S),
             "segments": row["segments"],
             "stored": size_words(row["bytes"]),
-            "last compaction": _compaction(run, now),
+            "last compaction": _last_compaction(run, now),
         }
         for chain, row, run in zip(chains, rows, compactions, strict=True)
     ]
@@ -628,15 +626,15 @@ async def archive_view(settings: Settings) -> StatusView:
     return StatusView("archive", rows, cells, columns, columns)
 
 
-def _compaction(run: CompactionRun | None, now: float) -> object:
+def _last_compaction(run: CompactionRun | None, now: float) -> object:
     """Return the time of the last success, in red with the exit code if the last run failed."""
     if run is None:
         return None
-    done = ago(None if run.succeeded is None else now - run.succeeded) or "never"
-    return Styled(f"{done}, then exit code {run.code}", "red") if run.code else done
+    done = format_age(None if run.succeeded is None else now - run.succeeded) or "never"
+    return StyledCell(f"{done}, then exit code {run.code}", "red") if run.code else done
 
 
-def _archived(store: SegmentStore, chain: Chain, tail: ObjectInfo | None) -> dict[str, Any]:
+def _chain_figures(store: SegmentStore, chain: Chain, tail: ObjectInfo | None) -> dict[str, Any]:
     """Return the figures of one chain, all its levels together. Blocking."""
     end, count, size, modified = 0, 0, 0, tail.modified if tail else 0.0
     for page in store.walk(chain):
@@ -674,32 +672,33 @@ def list_consumers(config: str, feed: str, to_sequence: int | None, as_json: boo
         floe consumers ls -c central.yaml us-east/NODE_DATA/0000 --to-sequence 120000 --json
     """
     settings = load_settings(config, quiet=True)
-    _, chains = open_view(settings)
-    chain = find_incarnation(chains, feed, configured(settings))
+    _, chains = open_for_view(settings)
+    chain = find_incarnation(chains, feed, configured_feeds(settings))
     found = CaptureStore(chains.layout, chains.objects).consumers(chain, to_sequence)
     age = None if found is None else max(0.0, SystemClock().now() - parse_time(found.at) / NS_PER_S)
     if as_json:
         print_json(_captured_json(chain, found, age))
         return
     if found is not None:
-        table([_captured_row(each) for each in found.consumers], _CONSUMER_COLUMNS)
+        print_table([_captured_row(each) for each in found.consumers], _CONSUMER_COLUMNS)
     of = f"{chain.site}/{chain.feed}/{chain.incarnation:04d}"
     if found is None:
         text = f"{of}: no consumers captured" + (f" up to sequence {to_sequence}" if to_sequence else "")
     else:
-        text = f"{of}: {counted(len(found.consumers), 'consumer')}, captured {ago(age)}, when {found.end} was archived"
-    click.echo(escaped(text), err=True)
+        count = format_count(len(found.consumers), "consumer")
+        text = f"{of}: {count}, captured {format_age(age)}, when {found.end} was archived"
+    click.echo(escape(text), err=True)
 
 
 def _captured_row(consumer: CapturedConsumer) -> list[object]:
     filters = consumer.config.get("filter_subjects") or [consumer.config.get("filter_subject", "")]
     return [
-        escaped(consumer.name),
+        escape(consumer.name),
         consumer.delivered_stream,
         consumer.ack_floor_stream,
         consumer.ack_pending,
         consumer.redelivered,
-        escaped(" ".join(map(str, filters))) or None,
+        escape(" ".join(map(str, filters))) or None,
         "yes" if consumer.paused else None,
     ]
 

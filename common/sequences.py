@@ -50,7 +50,7 @@ class SequenceRange:
         return SequenceRange(first, last) if first <= last else None
 
 
-class Covering(Protocol):
+class CoverCandidate(Protocol):
     """The properties of a segment that the cover rule needs."""
 
     @property
@@ -61,7 +61,7 @@ class Covering(Protocol):
     def name(self) -> str: ...
 
 
-S = TypeVar("S", bound=Covering)
+S = TypeVar("S", bound=CoverCandidate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Stretch(Generic[S]):
     rows: SequenceRange
 
 
-def extends(coverage: SequenceRange, position: int) -> bool:
+def reaches(coverage: SequenceRange, position: int) -> bool:
     """True if `coverage` accounts for `position`; it may begin below. For reading across levels."""
     return position in coverage
 
@@ -91,7 +91,7 @@ def holes(ranges: Iterable[SequenceRange], within: SequenceRange) -> list[Sequen
     return found
 
 
-class Covered:
+class CoverageSet:
     """The sequences that the added ranges account for. Its size grows with the number of holes, not of ranges."""
 
     def __init__(self) -> None:
@@ -125,14 +125,14 @@ class Covered:
         return holes(self.stretches(), within)
 
 
-def preference(segment: Covering) -> tuple[int, int, str]:
+def preference(segment: CoverCandidate) -> tuple[int, int, str]:
     """Sort key of segments that contain one position: furthest end, then higher level, then larger name."""
     return (segment.coverage.last, segment.level, segment.name)
 
 
-def choose(segments: Iterable[S], position: int) -> S | None:
+def choose_segment(segments: Iterable[S], position: int) -> S | None:
     """Return the segment that the cover rule takes at `position`; None if none contains it (a hole)."""
-    containing = [s for s in segments if extends(s.coverage, position)]
+    containing = [s for s in segments if reaches(s.coverage, position)]
     return max(containing, key=preference, default=None)
 
 
@@ -146,7 +146,7 @@ def cover(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[S
     return list(_sweep(sorted(segments, key=lambda s: s.coverage.first), first, last))
 
 
-def leading(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[Stretch[S]]:
+def leading_stretches(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[Stretch[S]]:
     """Return the stretches of the cover from `first` to its first hole; nothing behind the hole is computed."""
     return until_hole(_sweep(sorted(segments, key=lambda s: s.coverage.first), first, last), first)
 

@@ -15,11 +15,11 @@ def matches(filter_subject: str, subject: bytes | str) -> bool:
     wanted, tokens = filter_subject.encode().split(b"."), subject.split(b".")
     if wanted[-1] == b">":
         wanted = wanted[:-1]
-        return len(tokens) > len(wanted) and _agree(wanted, tokens[: len(wanted)])
-    return len(tokens) == len(wanted) and _agree(wanted, tokens)
+        return len(tokens) > len(wanted) and _tokens_match(wanted, tokens[: len(wanted)])
+    return len(tokens) == len(wanted) and _tokens_match(wanted, tokens)
 
 
-def _agree(wanted: list[bytes], tokens: list[bytes]) -> bool:
+def _tokens_match(wanted: list[bytes], tokens: list[bytes]) -> bool:
     return all(filter_token in (b"*", token) for filter_token, token in zip(wanted, tokens, strict=True))
 
 
@@ -36,16 +36,16 @@ def covers(wide: str, narrow: str) -> bool:
     return len(outside) == len(inside)
 
 
-def overlaps(one: str, other: str) -> bool:
+def overlaps(left: str, right: str) -> bool:
     """True if some subject matches both filters, by the rules of NATS; the empty filter matches all."""
-    if not one or not other:
+    if not left or not right:
         return True
-    for left, right in zip_longest(one.split("."), other.split(".")):
-        if left is None or right is None:
+    for mine, other in zip_longest(left.split("."), right.split(".")):
+        if mine is None or other is None:
             return False  # the shorter one matches no subject with so many tokens
-        if ">" in (left, right):
+        if ">" in (mine, other):
             return True  # it matches the rest of the other, which has one token at least
-        if left != right and "*" not in (left, right):
+        if mine != other and "*" not in (mine, other):
             return False
     return True
 

@@ -10,10 +10,10 @@ from enum import StrEnum
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
-from common.clock import Backoff, Clock, doubling
-from common.errors import FloeError, OutcomeUnknown, Unavailable, Unforeseen
+from common.clock import Backoff, Clock, doubling_delays
+from common.errors import FloeError, OutcomeUnknown, Unavailable, UnexpectedError
 from common.logs import get_logger
-from common.metrics import begin, counter
+from common.metrics import counter, show_zeros
 
 log = get_logger(__name__)
 
@@ -83,7 +83,7 @@ def _is_set(event: asyncio.Event | Stop) -> bool:
     return event.is_set if isinstance(event, Stop) else event.is_set()
 
 
-async def within(future: asyncio.Future[T], seconds: float) -> T:
+async def wait_result(future: asyncio.Future[T], seconds: float) -> T:
     """Return the result of `future`. Raises TimeoutError, and cancels it, if it does not come in `seconds`.
 
     Used instead of `asyncio.wait_for`, for the reason that `wait_for` gives.
@@ -97,7 +97,7 @@ async def within(future: asyncio.Future[T], seconds: float) -> T:
         future.cancel()
 
 
-async def done_in(work: asyncio.Future[Any], seconds: float, clock: Clock) -> bool:
+async def wait_done(work: asyncio.Future[Any], seconds: float, clock: Clock) -> bool:
     """Wait until `work` is done or `seconds` have passed by `clock`; return True if it is done. It is not cancelled."""
     pause = asyncio.ensure_future(clock.sleep(seconds))
     try:
@@ -119,17 +119,17 @@ async def first_of(*waits: Awaitable[object], seconds: float | None = None) -> N
 
 P = ParamSpec("P")
 
-AGAIN = 0.5  # seconds until a task that has not ended is cancelled once more
-PAUSES = doubling(1.0, 60.0)  # seconds until work that an error ended is restarted
-MAX_TRACE = 4000  # characters; the end of a traceback names the place
-GOOD_WHILE = 60.0  # seconds of running, after which an error counts as the first again
+CANCEL_RETRY_S = 0.5  # seconds until a task that has not ended is cancelled once more
+RESTART_DELAYS_S = doubling_delays(1.0, 60.0)  # seconds until work that an error ended is restarted
+MAX_TRACEBACK_CHARS = 4000  # characters; the end of a traceback names the place
+BACKOFF_RESET_S = 60.0  # seconds of running, after which an error counts as the first again
 
 #: Receives an error on behalf of its owner.
-Tell = Callable[[Exception], None]
+ReportError = Callable[[Exception], None]
 
 
 #: The components that an error may end; `service`: the error had no owner.
-PARTS = (
+COMPONENTS = (
     "alive",
     "captures",
     "decisions",
@@ -148,111 +148,113 @@ PARTS = (
     "walk",
     "worker",
 )
-unexpected = counter("unexpected_errors", "Errors that nobody foresaw, by what they ended.", ("part",), part=PARTS)
-begin("unexpected_errors")
+unexpected = counter("unexpected_errors", "Errors that nobody foresaw, by what they ended.", ("part",), part=COMPONENTS)
+show_zeros("unexpected_errors")
 
 
-def told(error: BaseException, part: str, where: str = "", **context: object) -> Unforeseen:
-    unexpected.labels(part).inc()
-    known = Unforeseen.of(error, where)
+def record_unexpected(error: BaseException, component: str, work: str = "", **context: object) -> UnexpectedError:
+    unexpected.labels(component).inc()
+    known = UnexpectedError.wrap(error, work)
     # Not by exc_info: the log keeps tracebacks only of errors that are not FloeErrors, and the cause matters here.
     cause = known.__cause__ or error
     trace = "".join(traceback.format_exception(cause))
     log.error(
-        "unforeseen",
-        action="unforeseen",
-        part=part,
+        "unexpected error raised",
+        action="unexpected_error_raised",
+        component=component,
         code=known.code,
         error=known.message,
-        traceback=trace[-MAX_TRACE:],
+        traceback=trace[-MAX_TRACEBACK_CHARS:],
         **context,
     )
     return known
 
 
-def orphaned(error: BaseException) -> None:
-    """Hand over an error without an owner: it ends the service (`to_its_end`). Call it on the event loop."""
+def raise_fatal(error: BaseException) -> None:
+    """Raise an error without an owner: it ends the service (`run_until_fatal`). Call it on the event loop."""
     context = {"message": "an error without an owner", "exception": error}
     asyncio.get_running_loop().call_exception_handler(context)
 
 
-def guarded(callback: Callable[P, None], tell: Tell) -> Callable[P, None]:
-    """Wrap `callback` for other callers: its errors go to its owner by `tell`, not to the caller."""
+def report_errors(callback: Callable[P, None], report_error: ReportError) -> Callable[P, None]:
+    """Wrap `callback` for other callers: its errors go to its owner by `report_error`, not to the caller."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             callback(*args, **kwargs)
         except Exception as error:
-            tell(error)
+            report_error(error)
 
     return call
 
 
-def watched(work: Coroutine[Any, Any, None], tell: Tell, *, name: str) -> asyncio.Task[None]:
+def spawn(work: Coroutine[Any, Any, None], report_error: ReportError, *, name: str) -> asyncio.Task[None]:
+    """Start `work` as a task of its own: its error goes to its owner by `report_error`."""
+
     def on_end(task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
-            tell(error)
+            report_error(error)
 
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(on_end)
     return task
 
 
-class Trouble:
+class PendingError:
     """The error of a callback, kept until its owner, which waits for something else too, raises it.
 
-    `told`: an event that the owner waits for anyway, set with the first error; by default its own.
+    `event`: one that the owner waits for anyway, set with the first error; by default its own.
     """
 
-    def __init__(self, told: asyncio.Event | None = None) -> None:
-        self.told = told or asyncio.Event()
+    def __init__(self, event: asyncio.Event | None = None) -> None:
+        self.event = event or asyncio.Event()
         self._error: Exception | None = None
 
-    def tell(self, error: Exception) -> None:
+    def set(self, error: Exception) -> None:
         """Keep `error` if it is the first, and set the event."""
         self._error = self._error or error
-        self.told.set()
+        self.event.set()
 
-    def check(self) -> None:
+    def raise_if_set(self) -> None:
         if self._error is not None:
             raise self._error
 
     async def wait(self) -> None:
         """Wait until there is an error, then raise it."""
-        await self.told.wait()
-        self.check()
+        await self.event.wait()
+        self.raise_if_set()
 
 
-async def again(part: str, work: Callable[[], Coroutine[Any, Any, None]], clock: Clock) -> None:
+async def restart_on_error(component: str, work: Callable[[], Coroutine[Any, Any, None]], clock: Clock) -> None:
     """Run `work` to its end; after an unexpected error, restart it after a pause that grows.
 
-    Raises a FloeError that is not `Unforeseen`: the caller handles it.
+    Raises a FloeError that is not `UnexpectedError`: the caller handles it.
     """
-    backoff = Backoff(None, PAUSES)
+    backoff = Backoff(None, RESTART_DELAYS_S)
     while True:
         began = clock.monotonic()
         try:
             await work()
             return
         except Exception as error:
-            if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
+            if isinstance(error, FloeError) and not isinstance(error, UnexpectedError):
                 raise
-            if clock.monotonic() - began >= GOOD_WHILE:
+            if clock.monotonic() - began >= BACKOFF_RESET_S:
                 backoff.reset()
-            pause = backoff.next()
-            told(error, part, part, pause=pause)
+            pause = backoff.next_delay()
+            record_unexpected(error, component, component, pause=pause)
         await clock.sleep(pause)
 
 
-async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
-    """Run the main work of a process; an error without an owner cancels it, and is raised as Unforeseen."""
+async def run_until_fatal(main: Coroutine[Any, Any, T]) -> T:
+    """Run the main work of a process; an error without an owner cancels it, and is raised as UnexpectedError."""
     loop = asyncio.get_running_loop()
     orphan: asyncio.Future[BaseException] = loop.create_future()
 
     def keep(error: BaseException) -> None:
         if not orphan.done():
-            told(error, "service")
+            record_unexpected(error, "service")
             orphan.set_result(error)
 
     def handle(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -260,7 +262,7 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
         if "transport" in context or isinstance(
             error, None | ConnectionError | TimeoutError | Unavailable | OutcomeUnknown
         ):
-            log.warning("event loop", action="loop", error=str(error or context.get("message")))
+            log.warning("loop error raised", action="loop_error_raised", error=str(error or context.get("message")))
         else:
             # The garbage collector finds a task that was never awaited, and may run in any thread.
             loop.call_soon_threadsafe(keep, error)
@@ -272,14 +274,14 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end(task)
+        await cancel(task)
         loop.set_exception_handler(former)
     if orphan.done():
-        raise Unforeseen.of(orphan.result())
+        raise UnexpectedError.wrap(orphan.result())
     return task.result()
 
 
-async def end(*tasks: asyncio.Task[Any]) -> None:
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
     """Cancel `tasks` and return when they have ended; drop the errors that they raise.
 
     Cancels more than once, because `asyncio.wait_for` of Python 3.11 loses a cancellation that comes together with the
@@ -288,25 +290,25 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
     while running := [task for task in tasks if not task.done()]:
         for task in running:
             task.cancel()
-        await asyncio.wait(running, timeout=AGAIN)
+        await asyncio.wait(running, timeout=CANCEL_RETRY_S)
     for task in tasks:
         if not task.cancelled():
             task.exception()
 
 
-async def unless(stop: asyncio.Event | Stop, work: Coroutine[Any, Any, T]) -> T | None:
+async def run_until_stopped(stop: asyncio.Event | Stop, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`; None if `stop` is set first: `work` is then cancelled."""
     task = asyncio.create_task(work)
     try:
         await first_of(stop.wait(), asyncio.wait({task}))
         return task.result() if task.done() else None
     finally:
-        await end(task)
+        await cancel(task)
 
 
-async def told_late(work: Awaitable[T], seconds: float, tell: Callable[[], None]) -> T:
-    """Return the result of `work`; call `tell`, once, if `work` is not done after `seconds`."""
-    timer = asyncio.get_running_loop().call_later(seconds, tell)
+async def warn_if_slow(work: Awaitable[T], seconds: float, warn: Callable[[], None]) -> T:
+    """Return the result of `work`; call `warn`, once, if `work` is not done after `seconds`."""
+    timer = asyncio.get_running_loop().call_later(seconds, warn)
     try:
         return await work
     finally:
@@ -314,49 +316,49 @@ async def told_late(work: Awaitable[T], seconds: float, tell: Callable[[], None]
 
 
 @asynccontextmanager
-async def either(*events: asyncio.Event | Stop) -> AsyncIterator[Stop]:
+async def any_set(*events: asyncio.Event | Stop) -> AsyncIterator[Stop]:
     """Yield a new `Stop` that is set as soon as one of `events` is, while the block runs."""
-    one = Stop()
+    any_stop = Stop()
 
     async def pass_on(event: asyncio.Event | Stop) -> None:
         await event.wait()
-        one.set()
+        any_stop.set()
 
     if any(map(_is_set, events)):
-        one.set()
-    tasks = [asyncio.create_task(pass_on(event), name="either") for event in events]
+        any_stop.set()
+    tasks = [asyncio.create_task(pass_on(event), name="any_set") for event in events]
     try:
-        yield one
+        yield any_stop
     finally:
-        await end(*tasks)
+        await cancel(*tasks)
 
 
-async def together(*works: Coroutine[Any, Any, object]) -> None:
+async def run_all(*works: Coroutine[Any, Any, object]) -> None:
     """Run `works` side by side to their ends; the first that fails ends the others.
 
     Raises a BaseExceptionGroup of the errors. Unlike asyncio's TaskGroup, it cancels a task until the task has ended.
     """
-    await _run(works, len(works))
+    await _run_until(works, len(works))
 
 
-async def beside(main: Coroutine[Any, Any, object], *sides: Coroutine[Any, Any, object]) -> None:
+async def run_with(main: Coroutine[Any, Any, object], *sides: Coroutine[Any, Any, object]) -> None:
     """Run `main` to its end, and the `sides` for as long; one of them that fails ends everything.
 
     Raises a BaseExceptionGroup of the errors.
     """
-    await _run((main, *sides), 1)
+    await _run_until((main, *sides), 1)
 
 
-async def _run(works: Sequence[Coroutine[Any, Any, object]], needed: int) -> None:
+async def _run_until(works: Sequence[Coroutine[Any, Any, object]], needed: int) -> None:
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        while not all(task.done() for task in tasks[:needed]) and not any(map(_failure, tasks)):
+        while not all(task.done() for task in tasks[:needed]) and not any(map(_error_of, tasks)):
             await asyncio.wait([t for t in tasks if not t.done()], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end(*tasks)
-    if failures := [failure for failure in map(_failure, tasks) if failure is not None]:
+        await cancel(*tasks)
+    if failures := [failure for failure in map(_error_of, tasks) if failure is not None]:
         raise BaseExceptionGroup("side by side", failures)
 
 
-def _failure(task: asyncio.Task[object]) -> BaseException | None:
+def _error_of(task: asyncio.Task[object]) -> BaseException | None:
     return None if not task.done() or task.cancelled() else task.exception()

@@ -22,24 +22,24 @@ from dataclasses import dataclass
 from common.subjects import matches
 
 Tokens = Sequence[bytes]
-Part = Callable[[Tokens], bytes]
+TokenMapper = Callable[[Tokens], bytes]
 
 _FUNCTION = re.compile(r"\{\{\s*(\w+)\s*\((.*)\)\s*\}\}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _MAX_INT32 = 2**31 - 1
 
-_SPELT = "wildcard partition split splitFromLeft splitFromRight sliceFromLeft sliceFromRight left right random"
+_NAMES = "wildcard partition split splitFromLeft splitFromRight sliceFromLeft sliceFromRight left right random"
 # The server accepts capitals, and first letters, in either case.
-_NAMES = {n.lower(): re.sub("^.|[A-Z]", lambda c: f"[{c[0].lower()}{c[0].upper()}]", n) for n in _SPELT.split(" ")}
+_PATTERNS = {n.lower(): re.sub("^.|[A-Z]", lambda c: f"[{c[0].lower()}{c[0].upper()}]", n) for n in _NAMES.split(" ")}
 
 
 class TransformError(ValueError):
-    """A transform that is refused, and why; `where` is `source` or `destination`."""
+    """A transform that is refused, and why; `side` is `source` or `destination`."""
 
-    def __init__(self, where: str, why: str) -> None:
-        super().__init__(f"{where}: {why}")
-        self.where, self.why = where, why
+    def __init__(self, side: str, reason: str) -> None:
+        super().__init__(f"{side}: {reason}")
+        self.side, self.reason = side, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Transform:
     source: str
     destination: str
     pattern: str
-    _parts: tuple[Part, ...]
+    _parts: tuple[TokenMapper, ...]
     _rest: int | None
 
     def apply(self, subject: bytes) -> bytes:
@@ -73,18 +73,18 @@ def compile_transform(source: str, destination: str) -> Transform:
     rest = len(wanted) - 1 if wanted[-1] == ">" else None
     whole = not wildcards and rest is None
     texts = given if rest is None else given[:-1]
-    made = [_part(text, wildcards, whole=whole) for text in texts]
+    made = [_token_mapper(text, wildcards, whole=whole) for text in texts]
     return Transform(source, destination, _pattern(texts, rest), tuple(made), rest)
 
 
-def _tokens(where: str, subject: str) -> list[str]:
+def _tokens(side: str, subject: str) -> list[str]:
     tokens = subject.split(".")
     if "" in tokens or ">" in tokens[:-1]:
-        raise TransformError(where, f"expected a subject without empty tokens, > only last, found {subject!r}")
+        raise TransformError(side, f"expected a subject without empty tokens, > only last, found {subject!r}")
     for token in tokens:
-        is_function = where == "destination" and "{{" in token
+        is_function = side == "destination" and "{{" in token
         if _CONTROL.search(token) or (" " in token and not is_function):
-            raise TransformError(where, f"expected no spaces and control characters, found {subject!r}")
+            raise TransformError(side, f"expected no spaces and control characters, found {subject!r}")
     return tokens
 
 
@@ -100,36 +100,36 @@ def _pattern(texts: Sequence[str], rest: int | None) -> str:
 # One token of the destination
 
 
-def _part(text: str, wildcards: Sequence[int], *, whole: bool) -> Part:
+def _token_mapper(text: str, wildcards: Sequence[int], *, whole: bool) -> TokenMapper:
     if len(text) > 1 and text[0] == "$" and _NUMBER.fullmatch(text[1:]):
-        return _at(_place(text, int(text[1:]), wildcards))
+        return _wildcard_mapper(_wildcard_index(text, int(text[1:]), wildcards))
     if "{{" not in text and "}}" not in text:
         raw = text.encode()
         return lambda _tokens: raw
     name, arguments = _function(text)
     if name == "partition":
         return _partition(text, arguments, wildcards, whole=whole)
-    return _of_token(text, name, arguments, wildcards)
+    return _function_mapper(text, name, arguments, wildcards)
 
 
 def _function(text: str) -> tuple[str, list[str]]:
     found = _FUNCTION.fullmatch(text)
     name = found[1].lower() if found else ""
-    if found is None or name not in _NAMES or not re.fullmatch(_NAMES[name], found[1]):
-        known = ", ".join(name for name in _NAMES if name != "random")
+    if found is None or name not in _PATTERNS or not re.fullmatch(_PATTERNS[name], found[1]):
+        known = ", ".join(name for name in _PATTERNS if name != "random")
         raise TransformError("destination", f"expected one of {known}, found {text}")
     if name == "random":
         raise TransformError("destination", f"expected a function that gives the same each time, found {text}")
     return name, re.split(r",\s*", found[2])
 
 
-def _of_token(text: str, name: str, arguments: list[str], wildcards: Sequence[int]) -> Part:
+def _function_mapper(text: str, name: str, arguments: list[str], wildcards: Sequence[int]) -> TokenMapper:
     expected = 1 if name == "wildcard" else 2
     if len(arguments) != expected or (expected == 1 and not arguments[0]):
         raise TransformError("destination", f"{text}: expected {expected} of arguments, found {len(arguments)}")
-    place = _place(text, _number(text, arguments[0]), wildcards)
+    place = _wildcard_index(text, _number(text, arguments[0]), wildcards)
     if name == "wildcard":
-        return _at(place)
+        return _wildcard_mapper(place)
     if name == "split":
         return _split(text, arguments[1], place)
     size, cut = _number(text, arguments[1]), _CUTS[name]
@@ -138,11 +138,11 @@ def _of_token(text: str, name: str, arguments: list[str], wildcards: Sequence[in
     return lambda tokens: cut(tokens[place], size) if 0 < size < len(tokens[place]) else tokens[place]
 
 
-def _at(place: int) -> Part:
+def _wildcard_mapper(place: int) -> TokenMapper:
     return lambda tokens: tokens[place]
 
 
-def _place(text: str, number: int, wildcards: Sequence[int]) -> int:
+def _wildcard_index(text: str, number: int, wildcards: Sequence[int]) -> int:
     """Return the index in the source of wildcard `number` (1 is the first)."""
     if not 1 <= number <= len(wildcards):
         found = f"source has {len(wildcards)}" if wildcards else "source has none"
@@ -156,13 +156,13 @@ def _number(text: str, argument: str) -> int:
     return int(argument.strip(" "))
 
 
-def _partition(text: str, arguments: list[str], wildcards: Sequence[int], *, whole: bool) -> Part:
+def _partition(text: str, arguments: list[str], wildcards: Sequence[int], *, whole: bool) -> TokenMapper:
     count = _number(text, arguments[0])
     if not 0 <= count <= _MAX_INT32:
         raise TransformError("destination", f"{text}: expected 0 to {_MAX_INT32} partitions, found {count}")
     numbers = [_number(text, argument) for argument in arguments[1:]]
     # Without a wildcard in the source, the server hashes the whole subject, even if tokens are named.
-    places = [] if whole else [_place(text, number, wildcards) for number in numbers]
+    places = [] if whole else [_wildcard_index(text, number, wildcards) for number in numbers]
     if not places:
         return lambda tokens: _bucket(b".".join(tokens), count)
     return lambda tokens: _bucket(b"".join(tokens[place] for place in places), count)
@@ -176,7 +176,7 @@ def _bucket(key: bytes, count: int) -> bytes:
     return b"%d" % (value % count if count else 0)
 
 
-def _split(text: str, at: str, place: int) -> Part:
+def _split(text: str, at: str, place: int) -> TokenMapper:
     if not at or " " in at:
         raise TransformError("destination", f"{text}: expected a text without spaces to split at, found {at!r}")
     raw = at.encode()

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 import click
 
 from common.chain import Chain
-from common.check_cli import CheckFigure, CheckResult, CheckState, check_command, thresholds
-from common.cli import config_option, json_option, print_json, run_command, table
+from common.check_cli import CheckResult, CheckState, PerformanceValue, check_command, thresholds
+from common.cli import config_option, json_option, print_json, print_table, run_command
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Unavailable, UsageError
-from common.logs import escaped, get_logger
-from common.open import load_settings, open_chains, open_patiently, open_view, reloaded_on_hangup
-from common.service.progress import Teller, share_text
-from common.settings.types import counted, size_words
+from common.logs import escape, get_logger
+from common.open import load_settings, open_chains, open_for_view, open_for_work, reload_on_hangup
+from common.service.progress import Progress, format_share
+from common.settings.types import format_count, size_words
 
 log = get_logger("compaction.cli")
 
 DAY = 86_400.0  # seconds
-SILENCE = 25.0  # seconds that a call of the store may take after a signal
+STORE_SILENCE_S = 25.0  # seconds that a call of the store may take after a signal
 
 if TYPE_CHECKING:
     from common.segments.documents import ChainStore
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from common.settings.root import Settings
     from compaction.failures import Failure
     from compaction.retention import Retention
-    from compaction.run import Compaction, Report, Runner, Selection
+    from compaction.run import Compaction, Runner, RunReport, Selection
 
 
 @click.command()
@@ -86,31 +86,31 @@ def compact(
         raise UsageError(f"--metrics-textfile {textfile}: expected the name of a file, found something else")
     if textfile and not os.access(textfile.parent, os.W_OK | os.X_OK):
         raise UsageError(f"--metrics-textfile {textfile}: expected a file in a folder that can be written, found none")
-    from common.segments.keys import parse
-    from common.service.life import Life
+    from common.segments.keys import parse_chain_name
+    from common.service.life import ProcessLog
     from compaction import report
     from compaction.run import Selection
     from compaction.spark import require_spark
 
-    site, feed, incarnation, partition = (None,) * 4 if what is None else parse(what)
+    site, feed, incarnation, partition = (None,) * 4 if what is None else parse_chain_name(what)
     with _Metrics(textfile, SystemClock()) as metrics:
-        settings = _overridden(load_settings(config, quiet=True), engine, master)
+        settings = _override_settings(load_settings(config, quiet=True), engine, master)
         selection = Selection((settings.site or None) if site is None else site, feed, partition, level, incarnation)
-        store, chains = open_patiently(settings)
+        store, chains = open_for_work(settings)
         with closing(store):
-            life = Life("compact", settings, SystemClock(), {}, engine=settings.compaction.engine, feed=feed)
+            life = ProcessLog("compact", settings, SystemClock(), {}, engine=settings.compaction.engine, feed=feed)
             if what is not None:
                 _check_names(settings, selection)
             with _compaction(config, settings, store) as compaction:
                 retention = _retention(settings, store)
                 if dry_run:
                     return _preview(compaction, retention, selection, as_json, strict)
-                with life, _RunNote(chains, selection, SystemClock()) as note:
+                with life, _RunRecord(chains, selection, SystemClock()) as note:
                     if settings.compaction.engine == "spark":
                         require_spark()
                     done = compaction.run(selection, retention)
-                    life.results(**report.totals(done))
-                    note.code = _told(done, as_json, strict, metrics)
+                    life.add_end_fields(**report.totals(done))
+                    note.code = _report_run(done, as_json, strict, metrics)
                     return note.code
 
 
@@ -146,25 +146,25 @@ def verify(
       floe segments verify -c central.yaml --deep --since-last
     """
     from common.segments.archive import select_chains
-    from common.segments.checks import look_for_foreign
-    from common.segments.keys import configured
+    from common.segments.checks import find_foreign_keys
+    from common.segments.keys import configured_feeds
     from compaction import report
-    from compaction.sign_off import SignOffs
+    from compaction.sign_off import SignOffStore
     from compaction.verify import known_chains, verify_chains
 
     if master and engine != "spark":
         raise UsageError("--master: expected --engine spark")
-    settings = _overridden(load_settings(config, quiet=True), engine, master)
-    store, chains = open_patiently(settings)
+    settings = _override_settings(load_settings(config, quiet=True), engine, master)
+    store, chains = open_for_work(settings)
     with closing(store):
-        selected = select_chains(chains, what, configured(settings)) if what else known_chains(chains)
-        sign_offs = SignOffs(store.objects, store.layout, deep=deep) if since_last else None
-        with closing(_VerifyProgress(len(selected), SystemClock())) as tell, _tasks(settings) as runner:
+        selected = select_chains(chains, what, configured_feeds(settings)) if what else known_chains(chains)
+        signed = SignOffStore(store.objects, store.layout, deep=deep) if since_last else None
+        with closing(_VerifyProgress(len(selected), SystemClock())) as bar, _verify_runner(settings) as spark:
             found = verify_chains(
-                store, chains, selected, deep=deep, tell=tell, runner=runner, sign_offs=sign_offs, listed=tell.listed
+                store, chains, selected, deep=deep, on_segment=bar, runner=spark, sign_offs=signed, on_listed=bar.listed
             )
-        places = [place for chain in selected for place in store.layout.places(chain)] if what else []
-        foreign = look_for_foreign(store.objects, store.layout, places)
+        places = [place for chain in selected for place in store.layout.chain_prefixes(chain)] if what else []
+        foreign = find_foreign_keys(store.objects, store.layout, places)
     for each in found:
         each.foreign = foreign.chains[each.chain]
     if as_json:
@@ -172,17 +172,17 @@ def verify(
     else:
         columns = report.VERIFY_COLUMNS if since_last else report.VERIFY_COLUMNS[:-1]
         rows = [*map(report.verify_row, found), report.verify_total(found, foreign)]
-        table([row[: len(columns)] for row in rows], columns)
+        print_table([row[: len(columns)] for row in rows], columns)
         for line in foreign.lines():
             click.echo(line, err=True)
-        _offer(foreign.keys)
+        _print_quarantine_commands(foreign.keys)
     problems = [(chain.chain, problem) for chain in found for problem in chain.problems]
     for chain, problem in problems:
         text = f"{chain}: {problem.kind}: {problem.text}"
-        click.echo(DataError(text, hint=problem.hint, code="E-VERIFY").line(), err=True)
-    unsigned = [(chain.chain, chain.unsigned) for chain in found if chain.unsigned is not None]
+        click.echo(DataError(text, hint=problem.hint, code="E-VERIFY").as_text(), err=True)
+    unsigned = [(chain.chain, chain.sign_off_error) for chain in found if chain.sign_off_error is not None]
     for chain, refusal in unsigned:
-        click.echo(f"{chain}: what was read is not signed off: {refusal.line()}", err=True)
+        click.echo(f"{chain}: what was read is not signed off: {refusal.as_text()}", err=True)
     if not as_json:
         click.echo(report.verify_line(found, deep=deep), err=True)
     if problems:
@@ -209,14 +209,14 @@ def check_compaction(
     Example: floe check compaction -c central.yaml --warning 2d --critical 4d
     """
     from common.segments.documents import run_of
-    from compaction.report import succeeded_at
+    from compaction.report import read_last_success
     from compaction.run import Compaction, LocalRunner, Selection
 
     levels, now = settings.compaction.levels, SystemClock().now()
     longest = max((level.max_wait for level in levels), default=0.0)
     limits = thresholds((warning, critical), (longest + DAY, longest + 3 * DAY))
     succeeded = thresholds((warning, critical), (DAY, 3 * DAY))  # a run that has nothing to do succeeds too
-    with closing(open_view(settings)[0]) as store:
+    with closing(open_for_view(settings)[0]) as store:
         surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None))
         merged = (store.pages(survey.chain, level) for survey in surveys for level in {level.to for level in levels})
         done = max((ref.modified for pages in merged for page in pages for ref in page), default=None)
@@ -228,34 +228,35 @@ def check_compaction(
     ranges = f"{limits[0]:.0f}", f"{limits[1]:.0f}"
     last = "none was made yet" if done is None else f"the last was made {now - done:.0f} s ago"
     result = CheckResult(f"{len(waiting)} segments wait for a merge; {last}", [
-        CheckFigure("chains", len(surveys)),
-        CheckFigure("waiting", len(waiting)),
-        CheckFigure("waiting_bytes", sum(segment.size for segment in waiting), "B"),
-        CheckFigure("oldest", max(0.0, age), "s", *ranges),
-        CheckFigure("last_merge", math.inf if done is None else max(0.0, now - done), "s"),
+        PerformanceValue("chains", len(surveys)),
+        PerformanceValue("waiting", len(waiting)),
+        PerformanceValue("waiting_bytes", sum(segment.size for segment in waiting), "B"),
+        PerformanceValue("oldest", max(0.0, age), "s", *ranges),
+        PerformanceValue("last_merge", math.inf if done is None else max(0.0, now - done), "s"),
     ])  # fmt: skip
-    result.limit(f"{len(waiting)} segments wait for a merge, the oldest for {age:.0f} s", age, *limits)
+    result.check_limit(f"{len(waiting)} segments wait for a merge, the oldest for {age:.0f} s", age, *limits)
     for survey in surveys:
         for problem in survey.problems:
-            result.add(CheckState.WARNING, problem.line)
+            result.add_problem(CheckState.WARNING, problem.line)
     if textfile is not None:
-        if (done := succeeded_at(textfile)) is None:
-            result.add(CheckState.UNKNOWN, f"{textfile}: expected the metrics of a run, found none")
+        if (done := read_last_success(textfile)) is None:
+            result.add_problem(CheckState.UNKNOWN, f"{textfile}: expected the metrics of a run, found none")
             return result
     else:
         # Runs that covered one of the chains. Without any, the archive has waited since its oldest segment.
         found = [run for survey in surveys if (run := run_of(runs, survey.chain)) is not None]
         if not found:
-            result.limit(
+            result.check_limit(
                 f"no run is noted, and the oldest segment is {now - oldest:.0f} s old", now - oldest, *succeeded
             )
             return result
         done = min(run.succeeded or 0 for run in found)
     if done == 0:
-        result.add(CheckState.CRITICAL, "no run has succeeded yet")
+        result.add_problem(CheckState.CRITICAL, "no run has succeeded yet")
     else:
-        result.figures.append(CheckFigure("last_success", now - done, "s", *(f"{each:.0f}" for each in succeeded)))
-        result.limit(f"no run has succeeded for {now - done:.0f} s", now - done, *succeeded)
+        bounds = (f"{each:.0f}" for each in succeeded)
+        result.performance_data.append(PerformanceValue("last_success", now - done, "s", *bounds))
+        result.check_limit(f"no run has succeeded for {now - done:.0f} s", now - done, *succeeded)
     return result
 
 
@@ -266,39 +267,41 @@ class _VerifyProgress:
     """
 
     def __init__(self, chains: int, clock: Clock) -> None:
-        self._chains, self._clock, self._teller, self._began = chains, clock, Teller(), clock.monotonic()
-        self._of, self._at = dict[Chain, int](), Counter[Chain]()
+        self._chains, self._clock, self._progress, self._began = chains, clock, Progress(), clock.monotonic()
+        self._listed, self._checked = dict[Chain, int](), Counter[Chain]()
         self._rows = self._size = 0
 
     def listed(self, chain: Chain, segments: int) -> None:
-        self._of[chain] = segments
+        self._listed[chain] = segments
 
     def __call__(self, segment: SegmentRef, footer: Footer) -> None:
         chain, now = segment.chain, self._clock.monotonic()
-        self._at[chain] += 1
+        self._checked[chain] += 1
         self._rows, self._size = self._rows + footer.rows, self._size + segment.size
-        ended = len(self._of) - 1
-        share = share_text(ended + self._at[chain] / max(1, self._of.get(chain, 1)), self._chains, now - self._began)
-        read = f"{counted(self._at.total(), 'segment')}, {counted(self._rows, 'row')}, {size_words(self._size)}"
-        self._teller.progress(f"{share}  {chain} ({ended + 1} of {counted(self._chains, 'chain')}): {read}", now)
+        ended = len(self._listed) - 1
+        part = self._checked[chain] / max(1, self._listed.get(chain, 1))
+        share = format_share(ended + part, self._chains, now - self._began)
+        count = format_count(self._checked.total(), "segment")
+        read = f"{count}, {format_count(self._rows, 'row')}, {size_words(self._size)}"
+        self._progress.update(f"{share}  {chain} ({ended + 1} of {format_count(self._chains, 'chain')}): {read}", now)
 
     def close(self) -> None:
-        self._teller.end_line()
+        self._progress.end_line()
 
 
 @contextmanager
-def _tasks(settings: Settings) -> Iterator[Runner | None]:
+def _verify_runner(settings: Settings) -> Iterator[Runner | None]:
     """Yield the runner for tasks of a verification: None for this process. Spark starts with the first task."""
-    from compaction.spark import stoppable
+    from compaction.spark import spark_until_stopped
 
     if settings.compaction.engine == "local":
         yield None
         return
-    with stoppable(settings) as spark:
+    with spark_until_stopped(settings) as spark:
         yield spark
 
 
-def _overridden(settings: Settings, engine: str | None, master: str | None) -> Settings:
+def _override_settings(settings: Settings, engine: str | None, master: str | None) -> Settings:
     from compaction.spark import with_master
 
     settings = with_master(settings, master)
@@ -308,14 +311,12 @@ def _overridden(settings: Settings, engine: str | None, master: str | None) -> S
 
 def _check_names(settings: Settings, selection: Selection) -> None:
     """Raise UsageError for a site, feed or partition that does not exist."""
-    from common.segments.archive import among
-    from common.segments.keys import chosen, configured
+    from common.segments.archive import match_chains
+    from common.segments.keys import configured_feeds, filter_chains
 
-    site, feed, incarnation, partition = selection.site, selection.feed, selection.incarnation, selection.partition
-    feeds = configured(settings)
-    among(
-        open_patiently(settings)[1], site, feed, lambda known: chosen(known, feeds, site, feed, incarnation, partition)
-    )
+    site, feed, numbers = selection.site, selection.feed, (selection.incarnation, selection.partition)
+    feeds, chains = configured_feeds(settings), open_for_work(settings)[1]
+    match_chains(chains, site, feed, lambda known: filter_chains(known, feeds, site, feed, *numbers))
 
 
 @contextmanager
@@ -325,39 +326,39 @@ def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterato
     Raises Unavailable if a signal requests a stop.
     """
     from compaction.run import Compaction, LocalRunner
-    from compaction.spark import stoppable
+    from compaction.spark import spark_until_stopped
 
     chosen = settings.compaction
-    with reloaded_on_hangup(config, settings), stoppable(settings, _leave_a_silent_store) as spark:
+    with reload_on_hangup(config, settings), spark_until_stopped(settings, _exit_if_store_silent) as spark:
         runner = spark if chosen.engine == "spark" else LocalRunner(store, check=spark.check)
         grace = chosen.delete_grace if chosen.delete else None
-        collect_seldom()
+        reduce_garbage_collection()
         proves = chosen.prove_deletions
         yield Compaction(store, chosen.levels, grace, runner, prove_deletions=proves, check=spark.check)
 
 
-def collect_seldom() -> None:
+def reduce_garbage_collection() -> None:
     """Collect garbage rarely, for runs of millions of small values, none in a cycle: it took a tenth of their time."""
     gc.freeze()  # objects that exist by now stay
     gc.set_threshold(50_000)
 
 
-def _leave_a_silent_store() -> None:
-    """End the process once a call of the store has taken SILENCE seconds: it cannot be cancelled, and every step of a
+def _exit_if_store_silent() -> None:
+    """End the process once a call of the store has taken STORE_SILENCE_S: it cannot be cancelled, and every step of a
     run may be interrupted. Never returns.
     """
-    from common.exits import LATER
+    from common.exits import EXIT_RETRY_LATER
     from common.logs import flush
-    from common.objects.port import in_flight
+    from common.objects.port import calls_in_flight
 
     seconds, tick = dict[object, int](), threading.Event()
-    while max(seconds.values(), default=0) < SILENCE:
+    while max(seconds.values(), default=0) < STORE_SILENCE_S:
         tick.wait(1.0)
-        seconds = {call: seconds.get(call, 0) + 1 for call in set(in_flight)}
-    text = f"stopped by a signal; the store has not answered for {SILENCE:g} s"
-    click.echo(Unavailable(text, hint="what is done stays; the next run goes on").line(), err=True)
+        seconds = {call: seconds.get(call, 0) + 1 for call in set(calls_in_flight)}
+    text = f"stopped by a signal; the store has not answered for {STORE_SILENCE_S:g} s"
+    click.echo(Unavailable(text, hint="what is done stays; the next run goes on").as_text(), err=True)
     flush()
-    os._exit(LATER)
+    os._exit(EXIT_RETRY_LATER)
 
 
 def _retention(settings: Settings, store: SegmentStore) -> Retention | None:
@@ -367,18 +368,18 @@ def _retention(settings: Settings, store: SegmentStore) -> Retention | None:
     rules, targets = settings.compaction.retention, settings.ingress.targets
     if not rules.is_set:
         return None
-    sources = {each.stream: frozenset(f"{site}/{feed}" for site, feed in each.source_of) for each in targets}
-    return Retention(store, lambda site, feed: RetentionRule(*rules.of(site, feed)), sources)
+    sources = {each.stream: frozenset(f"{site}/{feed}" for site, feed in each.feed_sources) for each in targets}
+    return Retention(store, lambda site, feed: RetentionRule(*rules.limits_of(site, feed)), sources)
 
 
-def _told(done: Report, as_json: bool, strict: bool, metrics: _Metrics) -> int:
+def _report_run(done: RunReport, as_json: bool, strict: bool, metrics: _Metrics) -> int:
     from compaction import report
 
     if as_json:
         print_json(report.report_json(done))
     else:
-        _show(report.report_rows(done), report.COLUMNS, report.nothing_done(done))
-    code = _ending(done.failures, [] if strict else done.told)
+        _print_table(report.report_rows(done), report.RUN_COLUMNS, report.idle_reasons(done))
+    code = _print_failures(done.failures, [] if strict else done.known_failures)
     metrics.write(done, is_success=code == 0)
     return code
 
@@ -397,19 +398,19 @@ class _Metrics:
             with suppress(OSError):  # the error that aborted the run is reported instead
                 self.write(None, is_success=False)
 
-    def write(self, done: Report | None, *, is_success: bool) -> None:
+    def write(self, done: RunReport | None, *, is_success: bool) -> None:
         """Write the metrics. `done` None: the run was aborted. Raises OSError if the file cannot be written."""
         from compaction import report
 
         if self._path is None:
             return
-        report.last_success.set(report.succeeded_at(self._path) or 0.0)
+        report.last_success.set(report.read_last_success(self._path) or 0.0)
         seconds = self._clock.monotonic() - self._began
         report.show_metrics(done, seconds, self._clock.now(), is_success=is_success)
         report.write_metrics(self._path)
 
 
-class _RunNote:
+class _RunRecord:
     """Record of the end of a run in the store, for status and checks on other hosts, also if the run is aborted.
 
     A run over single levels, incarnations or partitions leaves none: it covers too little.
@@ -421,7 +422,7 @@ class _RunNote:
         #: The exit code, set when the run ends by itself.
         self.code = 1
 
-    def __enter__(self) -> _RunNote:
+    def __enter__(self) -> _RunRecord:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -436,7 +437,7 @@ class _RunNote:
             succeeded = now if code == 0 else before.succeeded if before else None
             self._documents.write_run(chosen.site, chosen.feed, CompactionRun(now, seconds, code, succeeded))
         except FloeError as lost:
-            log.warning("run not noted", action="run_not_noted", error=str(lost))
+            log.warning("run record failed", action="run_record_failed", error=str(lost))
 
 
 def _preview(
@@ -452,31 +453,31 @@ def _preview(
     else:
         rows = [*report.retention_preview_rows(retained), *report.preview_rows(surveys)]
         total = [report.preview_total(surveys, retained)] if rows else []
-        _show([*rows, *total], report.PREVIEW_COLUMNS, ["nothing to do"])
-    return _ending(problems, [] if strict else compaction.reported.told(problems))
+        _print_table([*rows, *total], report.PREVIEW_COLUMNS, ["nothing to do"])
+    return _print_failures(problems, [] if strict else compaction.known_failures.known(problems))
 
 
-def _show(rows: list[list[object]], columns: Sequence[str], otherwise: Sequence[str]) -> None:
+def _print_table(rows: list[list[object]], columns: Sequence[str], otherwise: Sequence[str]) -> None:
     if rows:
-        table(rows, columns)
+        print_table(rows, columns)
     for line in () if rows else otherwise:
-        click.echo(escaped(line))
+        click.echo(escape(line))
 
 
-def _ending(failures: list[Failure], told: list[Failure]) -> int:
-    """Print each of `failures` that is not in `told`, with its remedies. Return the exit code."""
+def _print_failures(failures: list[Failure], known: list[Failure]) -> int:
+    """Print each of `failures` that is not in `known_failures`, with its remedies. Return the exit code."""
     from compaction.failures import exit_code
 
-    new = [failure for failure in failures if failure not in told]
+    new = [failure for failure in failures if failure not in known]
     for failure in new:
         click.echo(failure.line, err=True)
-        _offer(failure.suspects)
-    if told:
-        click.echo(f"problems that were told before: {len(told)}; --strict says them again", err=True)
+        _print_quarantine_commands(failure.suspects)
+    if known:
+        click.echo(f"problems that were told before: {len(known)}; --strict says them again", err=True)
     return exit_code(new)
 
 
-def _offer(keys: Sequence[str]) -> None:
+def _print_quarantine_commands(keys: Sequence[str]) -> None:
     from common.segments.store import quarantine_command
 
     for key in keys:

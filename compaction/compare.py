@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from common.errors import DataError
 from common.segments.columns import CONTENT_COLUMNS, SCHEMA, first_difference
-from common.segments.parquet_guard import SegmentGone, fork
+from common.segments.parquet_guard import SegmentGone, fork_error
 from common.segments.reader import SegmentReader
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -26,21 +26,21 @@ from compaction.union import Values, pc
 
 IntArray = npt.NDArray[np.int64]
 
-DENSE = 1 << 20  # sequences; a coverage up to here is checked as a whole before its rows are read
-SMALL_BYTES = 1 << 20  # stored; a segment up to here is fetched whole, by one request
+DENSE_SEQUENCES = 1 << 20  # sequences; a coverage up to here is checked as a whole before its rows are read
+WHOLE_FETCH_BYTES = 1 << 20  # stored; a segment up to here is fetched whole, by one request
 
 
 def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
     """Raise an error unless every row of the superseded segments is in the superseding ones, equal in content.
 
-    If the supersession is `exact`, no other row may be there either. Raises DataError (E-ROWS-MISSING, E-ROWS-ADDED,
+    If the supersession is `is_exact`, no other row may be there either. Raises DataError (E-ROWS-MISSING, E-ROWS-ADDED,
     E-FORK) naming segment and sequence; SegmentCorrupt, SegmentGone, Unavailable from reading. Memory is bounded by one
     row group of each segment.
     """
     covered = [stretch.rows for stretch in supersession.stretches]
     for segment in supersession.superseded:
         if left := holes(covered, segment.coverage):
-            raise _missing(segment, supersession.stretches[-1].segment, left[0].first)
+            raise _missing_row(segment, supersession.stretches[-1].segment, left[0].first)
     with closing(_Readers(store)) as readers:
         for stretch in supersession.stretches:
             with store.open(stretch.segment, rows=stretch.rows) as above:
@@ -48,7 +48,7 @@ def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
                     _compare(supersession, readers, stretch, _rows(above, window), window)
 
 
-class Keeper:
+class DeletionProof:
     """Proof that the segments that stay hold the rows of those to delete. By sequence only.
 
     The run that deletes reads again: a tombstone is a proposal, by any writer. Check segments in ascending order.
@@ -67,7 +67,7 @@ class Keeper:
         If those that stay hold every sequence of its coverage, the segment need not be read.
         """
         coverage = segment.coverage
-        if len(coverage) <= DENSE and self._absent(coverage.first + np.arange(len(coverage))) is None:
+        if len(coverage) <= DENSE_SEQUENCES and self._first_missing(coverage.first + np.arange(len(coverage))) is None:
             return
         try:
             opened = self._opened(segment)
@@ -75,22 +75,22 @@ class Keeper:
             return
         with opened as below:
             for batch in below.batches(columns=("sequence",)):
-                if (absent := self._absent(batch.column("sequence").to_numpy())) is not None:
-                    raise _missing(segment, *absent)
+                if (absent := self._first_missing(batch.column("sequence").to_numpy())) is not None:
+                    raise _missing_row(segment, *absent)
 
-    def _absent(self, wanted: IntArray) -> tuple[SegmentRef, int] | None:
+    def _first_missing(self, wanted: IntArray) -> tuple[SegmentRef, int] | None:
         """Return the first of `wanted`, ascending, that those that stay lack, with the segment that covers it."""
-        stretches = self._cover.over(SequenceRange(int(wanted[0]), int(wanted[-1])))
+        stretches = self._cover.stretches(SequenceRange(int(wanted[0]), int(wanted[-1])))
         for stretch in stretches:
-            here = wanted[_part(wanted, stretch.rows)]
-            if (missing := self._absent_in(stretch.segment, here)) is not None:
+            here = wanted[_slice_within(wanted, stretch.rows)]
+            if (missing := self._first_missing_in(stretch.segment, here)) is not None:
                 return stretch.segment, missing
         return None if stretches else (self._staying[-1], int(wanted[0]))
 
-    def _absent_in(self, above: SegmentRef, wanted: IntArray) -> int | None:
+    def _first_missing_in(self, above: SegmentRef, wanted: IntArray) -> int | None:
         reader = self._reader(above) if wanted.size else None
         for number, group in enumerate(reader.row_groups if reader else ()):
-            part = _part(wanted, group.range)
+            part = _slice_within(wanted, group.range)
             if part.start:
                 return int(wanted[0])
             if reader and part.stop:
@@ -113,7 +113,7 @@ class Keeper:
 
     def _opened(self, segment: SegmentRef) -> SegmentReader:
         """Open a segment; of a large one only the sequences are fetched."""
-        return self._store.open(segment) if segment.size <= SMALL_BYTES else self._store.open_part(segment)
+        return self._store.open(segment) if segment.size <= WHOLE_FETCH_BYTES else self._store.open_part(segment)
 
     def close(self) -> None:
         if self._above is not None:
@@ -121,7 +121,7 @@ class Keeper:
             self._above = None
 
 
-def _part(sequences: IntArray, within: SequenceRange) -> slice:
+def _slice_within(sequences: IntArray, within: SequenceRange) -> slice:
     """Return the slice of ascending `sequences` that is in `within`."""
     begin, end = np.searchsorted(sequences, within.first), np.searchsorted(sequences, within.last, "right")
     return slice(int(begin), int(end))
@@ -167,7 +167,7 @@ def _compare(
     supersession: Supersession, readers: _Readers, stretch: Stretch[SegmentRef], above: pa.Table, window: SequenceRange
 ) -> None:
     # The sample keys of overlapping rows may come from different settings.
-    is_whole = supersession.exact and supersession.is_disjoint
+    is_whole = supersession.is_exact and supersession.is_disjoint
     names = SCHEMA.names[1:] if is_whole else CONTENT_COLUMNS
     sequences: Values = above.column("sequence").to_pylist()
     found: Values = pa.chunked_array([pa.repeat(False, above.num_rows)])
@@ -176,10 +176,10 @@ def _compare(
             below = readers.rows(segment, window)
             begin, end = _bounds(below, sequences)
             hits = _find(segment, stretch.segment, below, above.slice(begin, end - begin), names)
-            if supersession.exact:
-                found = _marked(found, begin, hits)
-    if supersession.exact and not pc.all(found, min_count=0).as_py():
-        raise _added(stretch.segment, sequences[pc.index(found, False).as_py()])
+            if supersession.is_exact:
+                found = _or_at(found, begin, hits)
+    if supersession.is_exact and not pc.all(found, min_count=0).as_py():
+        raise _added_row(stretch.segment, sequences[pc.index(found, False).as_py()])
 
 
 def _bounds(below: pa.Table, sequences: list[int]) -> tuple[int, int]:
@@ -189,30 +189,28 @@ def _bounds(below: pa.Table, sequences: list[int]) -> tuple[int, int]:
     return bisect_left(sequences, wanted[0].as_py()), bisect_right(sequences, wanted[-1].as_py())
 
 
-def _find(
-    segment: SegmentRef, above_segment: SegmentRef, below: pa.Table, above: pa.Table, names: Sequence[str]
-) -> Values:
+def _find(segment: SegmentRef, above_ref: SegmentRef, below: pa.Table, above: pa.Table, names: Sequence[str]) -> Values:
     """Return a mask of the rows of `above` that are in `below`. Raises DataError if one is missing or different."""
     wanted = below.column("sequence")
     present = pc.is_in(above.column("sequence"), value_set=wanted)
     matching = above if pc.all(present).as_py() else above.filter(present)
     if matching.num_rows < below.num_rows:
         missing = pc.index(pc.is_in(wanted, value_set=matching.column("sequence")), pa.scalar(False)).as_py()
-        raise _missing(segment, above_segment, wanted[missing].as_py())
+        raise _missing_row(segment, above_ref, wanted[missing].as_py())
     for name in names:
         if (row := first_difference(below.column(name), matching.column(name))) is not None:
-            raise fork(segment, above_segment, wanted[row].as_py())
+            raise fork_error(segment, above_ref, wanted[row].as_py())
     return present
 
 
-def _marked(found: Values, begin: int, hits: Values) -> Values:
+def _or_at(found: Values, begin: int, hits: Values) -> Values:
     end = begin + len(hits)
     middle = pc.or_(found.slice(begin, len(hits)), hits)
     parts = [found.slice(0, begin), middle, found.slice(end)]
     return pa.chunked_array([chunk for part in parts for chunk in part.chunks], pa.bool_())
 
 
-def _missing(segment: SegmentRef, above: SegmentRef, sequence: int) -> DataError:
+def _missing_row(segment: SegmentRef, above: SegmentRef, sequence: int) -> DataError:
     return DataError(
         f"sequence {sequence} of {segment.key} has no row in {above.key}, which covers it",
         hint="the segment stays, and nothing is deleted by it; compare both with `floe segments cat`",
@@ -220,7 +218,7 @@ def _missing(segment: SegmentRef, above: SegmentRef, sequence: int) -> DataError
     )
 
 
-def _added(above: SegmentRef, sequence: int) -> DataError:
+def _added_row(above: SegmentRef, sequence: int) -> DataError:
     return DataError(
         f"sequence {sequence} of {above.key} is in none of the segments it was made of",
         hint="nothing was deleted; keep the segments and report this",

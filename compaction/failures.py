@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common.chain import Chain
 from common.errors import FloeError, SegmentCorrupt
-from common.segments.parquet_guard import Forked, SegmentGone
+from common.segments.parquet_guard import ForkError, SegmentGone
 from common.segments.segment import SegmentRef
 
 # If several of these occurred, the operator must see the first in this order.
@@ -24,7 +24,7 @@ class UnreadableInput(SegmentCorrupt):
 
 
 @contextmanager
-def naming(segment: SegmentRef) -> Iterator[None]:
+def as_unreadable_input(segment: SegmentRef) -> Iterator[None]:
     """Convert SegmentCorrupt in the block into UnreadableInput of `segment`."""
     try:
         yield
@@ -34,14 +34,14 @@ def naming(segment: SegmentRef) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One piece of work that ended with an error. `what`: a description of the piece, for people.
+    """One piece of work that ended with an error. `work`: a description of the piece, for people.
 
     `damaged`: keys of segments that are unreadable. `is_stale`: the archive has changed since the listing, so a new
     listing may help. `code`: the error code. `suspects`: keys of objects that an operator may quarantine. `chain`: the
     chain that the failure concerns; None if it concerns no single chain.
     """
 
-    what: str
+    work: str
     line: str
     exit_code: int
     damaged: frozenset[str] = frozenset()
@@ -51,11 +51,11 @@ class Failure:
     chain: Chain | None = None
 
     @classmethod
-    def of(cls, what: str, error: FloeError, chain: Chain | None = None) -> Failure:
+    def of(cls, work: str, error: FloeError, chain: Chain | None = None) -> Failure:
         damaged = (error.key,) if isinstance(error, UnreadableInput) else ()
-        suspects = error.keys if isinstance(error, Forked) else damaged
+        suspects = error.keys if isinstance(error, ForkError) else damaged
         is_stale = isinstance(error, SegmentGone)
-        return cls(what, error.line(), error.exit_code, frozenset(damaged), is_stale, error.code, suspects, chain)
+        return cls(work, error.as_text(), error.exit_code, frozenset(damaged), is_stale, error.code, suspects, chain)
 
 
 def exit_code(failures: Iterable[Failure]) -> int:

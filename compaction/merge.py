@@ -20,7 +20,7 @@ from common.failpoints import failpoint
 from common.metrics import version
 from common.segments.parquet_guard import MIB
 from common.segments.reader import SegmentReader
-from common.segments.segment import UNREAD, Footer, Inputs, Ledger, Reason, SegmentRef
+from common.segments.segment import UNREAD_REASONS, Footer, Ledger, MergeInputs, Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange, Stretch, cover, preference
@@ -41,7 +41,7 @@ class RowTally:
         self.rows = [0] * len(self.stretches)
         self.late: tuple[int, SequenceRange] | None = None
         self._footers = footers
-        self._unread: dict[int, _Gaps] = {}
+        self._unread: dict[int, _MissingSequences] = {}
         self._index = 0
 
     def add(self, sequences: Values) -> None:
@@ -55,19 +55,19 @@ class RowTally:
             sequences = sequences.slice(inside)
             self._index += bool(len(sequences))
 
-    def _gaps(self, index: int) -> _Gaps | None:
+    def _gaps(self, index: int) -> _MissingSequences | None:
         """Return the missing sequences in the unread part of the stretch; None if its segment read all of it."""
         stretch = self.stretches[index]
         unread = self._footers[stretch.segment.key].unread
         within = unread and unread.intersection(stretch.rows)
-        return None if within is None else self._unread.setdefault(index, _Gaps(within))
+        return None if within is None else self._unread.setdefault(index, _MissingSequences(within))
 
     def ledger(self) -> tuple[Ledger, SequenceRange | None]:
         """Return the ledger of sequences without a row, and the range of the unread ones. Sets `late`: call it once."""
         total, unread = Ledger(), None
         for index, (stretch, rows) in enumerate(zip(self.stretches, self.rows, strict=True)):
             found, gaps = self._footers[stretch.segment.key], self._gaps(index)
-            ledger = _without_row(len(stretch.rows) - rows, found, gaps)
+            ledger = _ledger_of_missing(len(stretch.rows) - rows, found, gaps)
             total = total.plus(ledger)
             if gaps is None:
                 continue
@@ -76,12 +76,12 @@ class RowTally:
                 before, begin = self.late or (0, within)
                 self.late = before + count, SequenceRange(begin.first, within.last)
             if still:
-                here = gaps.hull()
+                here = gaps.span()
                 unread = SequenceRange((unread or here).first, here.last)
         return total, unread
 
 
-class _Gaps:
+class _MissingSequences:
     """The sequences of `within` that have no row. Rows are added in ascending order."""
 
     def __init__(self, within: SequenceRange) -> None:
@@ -91,10 +91,10 @@ class _Gaps:
     def add(self, sequences: Values) -> None:
         first, last = (count_up_to(sequences, n) for n in (self.within.first - 1, self.within.last))
         for sequence in sequences.slice(first, last - first).to_pylist():
-            self._miss(sequence - 1)
+            self._add_missing(sequence - 1)
             self._next = sequence + 1
 
-    def _miss(self, last: int) -> None:
+    def _add_missing(self, last: int) -> None:
         if self._next <= last:
             self._first, self._last = self._first or self._next, last
             self._missing += last - self._next + 1
@@ -103,16 +103,16 @@ class _Gaps:
     @property
     def missing(self) -> int:
         """Their number. Only valid once all rows are added."""
-        self._miss(self.within.last)
+        self._add_missing(self.within.last)
         return self._missing
 
-    def hull(self) -> SequenceRange:
+    def span(self) -> SequenceRange:
         """Return the range from the first to the last. Only valid once all rows are added, and if some are missing."""
-        self._miss(self.within.last)
+        self._add_missing(self.within.last)
         return SequenceRange(self._first, self._last)
 
 
-def _without_row(missing: int, footer: Footer, gaps: _Gaps | None) -> Ledger:
+def _ledger_of_missing(missing: int, footer: Footer, gaps: _MissingSequences | None) -> Ledger:
     """Return the part of an input's ledger that belongs to `missing` sequences of a stretch of it, as far as it is
     known; the rest counts as `unattributed`.
 
@@ -121,11 +121,11 @@ def _without_row(missing: int, footer: Footer, gaps: _Gaps | None) -> Ledger:
     the stretch, or if all have the same reason.
     """
     ledger = footer.ledger
-    others = Ledger({r: count for r, count in ledger.counts.items() if count and r not in UNREAD})
+    others = Ledger({r: count for r, count in ledger.counts.items() if count and r not in UNREAD_REASONS})
     gone = Ledger()
     if gaps is not None and footer.unread is not None:
         is_all_gone = ledger.unread() == len(footer.unread) or not others.counts
-        gone = _gone(gaps.missing if is_all_gone else min(gaps.missing, ledger.unread()), ledger)
+        gone = _ledger_of_gone(gaps.missing if is_all_gone else min(gaps.missing, ledger.unread()), ledger)
     rest = missing - gone.total()
     if rest == others.total():
         return gone.plus(others)
@@ -134,9 +134,9 @@ def _without_row(missing: int, footer: Footer, gaps: _Gaps | None) -> Ledger:
     return gone.plus(Ledger({Reason.UNATTRIBUTED: rest} if rest else {}))
 
 
-def _gone(count: int, ledger: Ledger) -> Ledger:
+def _ledger_of_gone(count: int, ledger: Ledger) -> Ledger:
     """Return `count` of the sequences that `ledger` counts as gone; the worse of two reasons if either is possible."""
-    reasons: dict[Reason | str, int] = {r: ledger.counts[r] for r in UNREAD if ledger.counts.get(r)}
+    reasons: dict[Reason | str, int] = {r: ledger.counts[r] for r in UNREAD_REASONS if ledger.counts.get(r)}
     if not count:
         return Ledger()
     if sum(reasons.values()) == count:
@@ -167,7 +167,7 @@ def merged_footer(output: Output, footers: Mapping[str, Footer], tally: RowTally
         writer=f"floe {version()} compaction",
         sampling=sampling,
         sampling_digest=sampling_digest,
-        inputs=Inputs.of([s.name for s in output.inputs]),
+        inputs=MergeInputs.of([s.name for s in output.inputs]),
         unread=unread,
     )
 
@@ -191,7 +191,7 @@ def _sampling(footers: Iterable[Footer]) -> tuple[Mapping[str, Any] | None, str]
 T = TypeVar("T")
 
 
-def ahead(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
+def prefetch(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
     """Yield `items` in order, up to `depth` of them made before they are requested; an error is raised at its place.
 
     If the caller stops early, `items` is closed before this returns.
@@ -210,12 +210,12 @@ def ahead(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
 
 COMPRESSION_LEVEL = 3
 # Page and file metadata may make an output a little larger than its inputs.
-SPOOL_MARGIN = 1.1
+SPOOL_SIZE_FACTOR = 1.1
 RELEASE_BYTES = 64 * MIB  # of rows written between two releases of free memory
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedSegment:
     """An output that was stored and read back, `ref`. `inputs`: the number of inputs; `size`: their stored bytes.
     `raw_bytes`: of its rows, before compression. `late`: the number of rows that came with one input and that another
     had not read, and the range that holds them; None if there were none.
@@ -229,7 +229,7 @@ class Merged:
     late: tuple[int, SequenceRange] | None = None
 
 
-def merge(store: SegmentStore, output: Output) -> Merged:
+def merge(store: SegmentStore, output: Output) -> MergedSegment:
     """Make `output`; return after it was read back without error. The same inputs always give the same bytes.
 
     Memory is bounded by two row groups of the output and one of each input that overlaps them. Raises SegmentCorrupt
@@ -246,7 +246,7 @@ def merge(store: SegmentStore, output: Output) -> Merged:
         spooled.path.unlink(missing_ok=True)
     failpoint("compaction.read_back")
     check_read_back(store, ref, spooled.footer)
-    return Merged(ref, len(output.inputs), output.size, spooled.footer.rows, spooled.footer.raw_bytes, late)
+    return MergedSegment(ref, len(output.inputs), output.size, spooled.footer.rows, spooled.footer.raw_bytes, late)
 
 
 def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> None:
@@ -261,7 +261,7 @@ def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> Non
 
 def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[int, SequenceRange] | None]:
     path = store.new_spool()
-    needed = int(output.size * SPOOL_MARGIN) + max(s.size for s in output.inputs)
+    needed = int(output.size * SPOOL_SIZE_FACTOR) + max(s.size for s in output.inputs)
     if (free := shutil.disk_usage(path.parent).free) < needed:
         raise Unavailable(
             f"spool folder: expected {needed} free bytes to merge {output.coverage}, found {free}",
@@ -271,7 +271,7 @@ def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[i
     footers: dict[str, Footer] = {}
     tally = RowTally(output, footers)
 
-    def opened(segment: SegmentRef) -> SegmentReader:
+    def open_input(segment: SegmentRef) -> SegmentReader:
         failpoint("compaction.open")
         reader = store.open(segment)
         footers[segment.key] = reader.footer
@@ -284,10 +284,10 @@ def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[i
             level=output.level,
             compression_level=COMPRESSION_LEVEL,
             subject_statistics=store.subject_statistics,
-            aside=aside,
+            pool=aside,
         )
         try:
-            for batch in ahead(union(output.inputs, opened)):
+            for batch in prefetch(union(output.inputs, open_input)):
                 failpoint("compaction.merge")
                 tally.add(batch.column("sequence"))
                 writer.append(batch)

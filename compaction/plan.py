@@ -24,7 +24,7 @@ from common.chain import Chain
 from common.segments.keys import MAX_LEVEL
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
-from compaction.supersede import outstanding
+from compaction.supersede import unsuperseded
 
 if TYPE_CHECKING:
     from common.settings.root import LevelSettings
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Block = tuple[SegmentRef, ...]
 
 # By coverage, then by name, which has the digest after the coverage.
-_PLACE = attrgetter("segment.coverage.first", "segment.coverage.last", "segment.digest")
+_BY_COVERAGE_AND_NAME = attrgetter("segment.coverage.first", "segment.coverage.last", "segment.digest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,17 @@ class Planner:
     Leave unreadable segments out of the windows, as if they did not exist: runs end next to them.
     """
 
-    def __init__(self, policy: LevelSettings, now: float, waiting: Waiting | None = None) -> None:
+    def __init__(self, policy: LevelSettings, now: float, waiting: WaitingSegments | None = None) -> None:
         self._policy, self._now, self._waiting = policy, now, waiting
         self._group = _Group()
 
     @property
-    def open(self) -> Sequence[SegmentRef]:
+    def open_segments(self) -> Sequence[SegmentRef]:
         """Segments of the group that is not closed yet: a later window may turn them into an output."""
         return self._group.segments
 
     @property
-    def old(self) -> float:
+    def old_before(self) -> float:
         """The time of storage up to which segments have the policy's `min_age`."""
         return self._now - self._policy.min_age
 
@@ -100,21 +100,21 @@ class Planner:
                 if block[0].level == level:
                     outputs += self._take(SegmentBlock.of(block))
                 continue
-            for left in blocks(s for s in outstanding(block, level) if s.key not in taken):
+            for left in blocks(s for s in unsuperseded(block, level) if s.key not in taken):
                 outputs += self._take(SegmentBlock.of(left))
         return outputs
 
     def end(self) -> list[Output]:
         return self._close(is_full=False)
 
-    def merges(self, waiting: Iterable[SegmentBlock]) -> bool:
+    def is_any_due(self, waiting: Iterable[SegmentBlock]) -> bool:
         """True if any of these blocks, ascending, are due. Only for a planner with no other use."""
         return any(self._take(block) for block in waiting) or bool(self.end())
 
     def _take(self, block: SegmentBlock) -> list[Output]:
         outputs: list[Output] = []
         is_young = self._now < block.newest + self._policy.min_age
-        if is_young or block.first != self._group.reach + 1:
+        if is_young or block.first != self._group.last + 1:
             outputs = self.end()
         elif self._group.blocks and not self._group.has_room(block, self._policy):
             outputs = self._close(is_full=True)
@@ -134,12 +134,13 @@ class Planner:
 
 
 @dataclass(slots=True)
-class Waiting:
+class WaitingSegments:
     """Segments of one chain that wait for a merge by one policy at `now`, and the reasons; a few numbers in any case.
 
-    `young`: segments that are younger than `min_age`, or overlap one that is; `old_at`: the time at which the first of
-    them is old enough. `small`: the others, in `runs` that are neither large nor old enough; `largest`: stored bytes of
-    the largest run; `few`: those in runs with too few segments for `max_wait` to apply. Times: seconds since 1970 UTC.
+    `young`: segments that are younger than `min_age`, or overlap one that is; `young_until`: the time at which the
+    first of them is old enough. `small`: the others, in `runs` that are neither large nor old enough; `largest`: stored
+    bytes of the largest run; `too_few`: those in runs with too few segments for `max_wait` to apply. Times: seconds
+    since 1970 UTC.
     """
 
     chain: Chain
@@ -147,13 +148,13 @@ class Waiting:
     now: float
     young: int = field(default=0, init=False)
     young_bytes: int = field(default=0, init=False)
-    old_at: float = field(default=math.inf, init=False)
+    young_until: float = field(default=math.inf, init=False)
     small: int = field(default=0, init=False)
     small_bytes: int = field(default=0, init=False)
     runs: int = field(default=0, init=False)
     largest: int = field(default=0, init=False)
-    few: int = field(default=0, init=False)
-    _next: _Forecast = field(default_factory=lambda: _Forecast(), init=False)
+    too_few: int = field(default=0, init=False)
+    _next: _NextMerge = field(default_factory=lambda: _NextMerge(), init=False)
 
     @property
     def segments(self) -> int:
@@ -166,7 +167,7 @@ class Waiting:
     def add_young(self, block: SegmentBlock) -> None:
         self.young += len(block.segments)
         self.young_bytes += block.size
-        self.old_at = min(self.old_at, block.newest + self.policy.min_age)
+        self.young_until = min(self.young_until, block.newest + self.policy.min_age)
         self._next.add(block, self.policy)
 
     def add_small(self, group: _Group) -> None:
@@ -174,7 +175,7 @@ class Waiting:
         self.small_bytes += group.size
         self.runs += 1
         self.largest = max(self.largest, group.size)
-        self.few += len(group.segments) if group.due_at(self.policy, is_full=False) == math.inf else 0
+        self.too_few += len(group.segments) if group.due_at(self.policy, is_full=False) == math.inf else 0
         for block in group.blocks:
             self._next.add(block, self.policy)
 
@@ -188,7 +189,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class _Forecast:
+class _NextMerge:
     """The earliest time at which waiting blocks would be merged, by planning at each time at which one gets old enough.
 
     If some blocks make an output at one time, they make one at any later time too, with more of them: so the time is
@@ -198,14 +199,14 @@ class _Forecast:
     at: float = math.inf
     key: str = ""
     _blocks: list[SegmentBlock] = field(default_factory=list)
-    _reach: int = 0
+    _last: int = 0
     _limit: int = 1000
 
     def add(self, block: SegmentBlock, policy: LevelSettings) -> None:
         is_late = block.newest + policy.min_age >= self.at
-        if is_late or block.first != self._reach + 1:
+        if is_late or block.first != self._last + 1:
             self.end(policy)
-        self._reach = block.reach
+        self._last = block.last
         if is_late:
             return
         self._blocks.append(block)
@@ -218,10 +219,10 @@ class _Forecast:
 
     def end(self, policy: LevelSettings) -> tuple[float, str]:
         """Evaluate the blocks, to which no later one is adjacent. Return the earliest time so far, and its key."""
-        found = {_waited_at(each.oldest, policy): "max_wait" for each in self._blocks}
+        found = {_max_wait_time(each.oldest, policy): "max_wait" for each in self._blocks}
         found |= {each.newest + policy.min_age: "min_age" for each in self._blocks}
         moments = sorted(at for at in found if at < self.at)
-        place = bisect_left(moments, True, key=lambda at: Planner(policy, at).merges(self._blocks))
+        place = bisect_left(moments, True, key=lambda at: Planner(policy, at).is_any_due(self._blocks))
         if place < len(moments):
             self.at, self.key = moments[place], found[moments[place]]
         self._blocks = []
@@ -240,8 +241,8 @@ def unite(late: Iterable[Iterable[SegmentRef]], until: float = math.inf) -> list
         for segment in found:
             by_chain[segment.chain][segment.key] = segment
     together = [block for _, one in sorted(by_chain.items()) for block in blocks(one.values())]
-    old = [block for block in together if max(s.modified for s in block) <= until]
-    outputs = [Output(1 + max(s.level for s in block), block) for block in old]
+    old_before = [block for block in together if max(s.modified for s in block) <= until]
+    outputs = [Output(1 + max(s.level for s in block), block) for block in old_before]
     return [output for output in outputs if output.level <= MAX_LEVEL]
 
 
@@ -252,7 +253,7 @@ class SegmentBlock(NamedTuple):
 
     segments: tuple[SegmentRef, ...]
     first: int
-    reach: int
+    last: int
     size: int
     oldest: float
     newest: float
@@ -262,8 +263,8 @@ class SegmentBlock(NamedTuple):
         if len(segments) == 1:  # nearly always
             [((_, _, coverage, _), _, size, modified)] = segments
             return cls(segments, coverage.first, coverage.last, size, modified, modified)
-        times, reach = [s.modified for s in segments], max(s.coverage.last for s in segments)
-        return cls(segments, segments[0].coverage.first, reach, sum(s.size for s in segments), min(times), max(times))
+        times, last = [s.modified for s in segments], max(s.coverage.last for s in segments)
+        return cls(segments, segments[0].coverage.first, last, sum(s.size for s in segments), min(times), max(times))
 
 
 @dataclass(slots=True)
@@ -276,9 +277,9 @@ class _Group:
     oldest: float = math.inf
 
     @property
-    def reach(self) -> int:
+    def last(self) -> int:
         """The last sequence of the group; 0 if it is empty."""
-        return self.blocks[-1].reach if self.blocks else 0
+        return self.blocks[-1].last if self.blocks else 0
 
     def add(self, block: SegmentBlock) -> None:
         self.blocks.append(block)
@@ -296,10 +297,10 @@ class _Group:
         # A single segment is promoted only for its size: rewriting it alone for its count would gain nothing.
         if (count and self.size >= policy.min_size) or (count > 1 and (is_full or count >= policy.max_count)):
             return -math.inf
-        return _waited_at(self.oldest, policy) if count >= max(policy.min_count, 2) else math.inf
+        return _max_wait_time(self.oldest, policy) if count >= max(policy.min_count, 2) else math.inf
 
 
-def _waited_at(oldest: float, policy: LevelSettings) -> float:
+def _max_wait_time(oldest: float, policy: LevelSettings) -> float:
     """Return the first moment at which an object that was stored at `oldest` is older than `max_wait`."""
     return math.nextafter(oldest + policy.max_wait, math.inf)
 
@@ -310,20 +311,20 @@ def blocks(segments: Iterable[SegmentRef]) -> Iterator[Block]:
     The segments of one block are merged together or not at all, at any size.
     """
     members: list[SegmentRef] = []
-    reach = 0
-    for segment in sorted(segments, key=_PLACE):
+    last = 0
+    for segment in sorted(segments, key=_BY_COVERAGE_AND_NAME):
         coverage = segment.coverage
-        if members and coverage.first > reach:
+        if members and coverage.first > last:
             yield tuple(members)
             members = []
         members.append(segment)
-        reach = max(reach, coverage.last)
+        last = max(last, coverage.last)
     if members:
         yield tuple(members)
 
 
-def overlapping(found: Iterable[Block]) -> Iterator[Block]:
+def unsuperseded_overlaps(found: Iterable[Block]) -> Iterator[Block]:
     """Yield groups of overlapping segments, of any levels, that no other segment of their block supersedes."""
     for block in found:
-        staying = (s for level in {s.level for s in block} for s in outstanding(block, level))
+        staying = (s for level in {s.level for s in block} for s in unsuperseded(block, level))
         yield from (left for left in blocks(staying) if len(left) > 1)

@@ -15,26 +15,26 @@ from prometheus_client import write_to_textfile
 from common.chain import Chain
 from common.cli import print_json
 from common.clock import NS_PER_S, format_time
-from common.exits import end_with
+from common.exits import exit_with_code
 from common.metrics import REGISTRY, gauge
 from common.segments.captures import CaptureRef
-from common.segments.checks import Foreign
+from common.segments.checks import ForeignKeys
 from common.segments.documents import SnapshotRef
 from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
 from common.settings import loader
 from common.settings.root import Settings
-from common.settings.types import counted, duration_words, format_duration, size_words
-from compaction.plan import Output, Waiting
+from common.settings.types import duration_words, format_count, format_duration, size_words
+from compaction.plan import Output, WaitingSegments
 from compaction.retention import RetentionReport
-from compaction.run import ChainSurvey, Report
+from compaction.run import ChainSurvey, RunReport
 from compaction.sign_off import SignOff
 from compaction.spark import Spark
 from compaction.verify import FINDINGS, ChainReport, LevelReport
 
 Ref = TypeVar("Ref", SegmentRef, SnapshotRef, CaptureRef)
 
-COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
+RUN_COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
 VERIFY_COLUMNS = (
     "chain",
     "coverage",
@@ -48,25 +48,25 @@ VERIFY_COLUMNS = (
 )
 
 
-def report_rows(report: Report) -> list[list[object]]:
-    retained = report.retained
+def report_rows(report: RunReport) -> list[list[object]]:
+    retained = report.retention
     rows: list[list[object]] = []
-    for (chain, level), count, size in _added_up(retained.expired, lambda s: (s.chain, s.level)):
+    for (chain, level), count, size in _sum_by(retained.expired, lambda s: (s.chain, s.level)):
         floor = retained.floors.get(chain)
         rows.append(["expired", chain, level, f"before {floor}" if floor else None, count, size, None])
-    for chain, count, size in _added_up(retained.captures, lambda c: c.chain):
-        rows.append(["expired", chain, None, counted(count, "capture"), None, size, None])
-    rows += [["held", h.chain, None, f"from {h.first}", None, h.size, f"for {h.target}"] for h in retained.held]
+    for chain, count, size in _sum_by(retained.captures, lambda c: c.chain):
+        rows.append(["expired", chain, None, format_count(count, "capture"), None, size, None])
+    rows += [["held", h.chain, None, f"from {h.first}", None, h.size, f"for {h.target}"] for h in retained.holds]
     rows += [["merged", m.ref.chain, m.ref.level, m.ref.coverage, m.inputs, m.size, m.ref.size] for m in report.merged]
-    for (chain, level), count, size in _added_up(report.deleted, lambda s: (s.chain, s.level)):
+    for (chain, level), count, size in _sum_by(report.deleted, lambda s: (s.chain, s.level)):
         rows.append(["deleted", chain, level, None, count, size, None])
     # A snapshot has no level and is not a segment.
-    for chain, count, size in _added_up(report.pruned, lambda s: s.chain):
-        rows.append(["pruned", chain, None, counted(count, "snapshot"), None, size, None])
+    for chain, count, size in _sum_by(report.pruned, lambda s: s.chain):
+        rows.append(["pruned", chain, None, format_count(count, "snapshot"), None, size, None])
     return rows
 
 
-def totals(report: Report) -> dict[str, int]:
+def totals(report: RunReport) -> dict[str, int]:
     """Return the totals of the run, for the line at its end."""
     return {
         "merged": len(report.merged),
@@ -74,13 +74,13 @@ def totals(report: Report) -> dict[str, int]:
         "bytes": sum(each.size for each in report.merged),
         "stored_bytes": sum(each.ref.size for each in report.merged),
         "deleted": len(report.deleted),
-        "expired": len(report.retained.expired),
+        "expired": len(report.retention.expired),
         "pruned": len(report.pruned),
         "failures": len(report.failures),
     }
 
 
-def report_json(report: Report) -> dict[str, Any]:
+def report_json(report: RunReport) -> dict[str, Any]:
     return {
         "merged": [
             _output_json(m.ref.segment, m.inputs, m.size)
@@ -92,14 +92,14 @@ def report_json(report: Report) -> dict[str, Any]:
         "deleted": [_segment_json(s) for s in report.deleted],
         "pruned": [_segment_json(s) for s in report.pruned],
         "waiting": [_waiting_json(each) for each in report.waiting.values()],
-        "retention": retention_json(report.retained),
+        "retention": retention_json(report.retention),
         "failures": [
             {
-                "what": f.what,
+                "what": f.work,
                 "error": f.line,
                 "exit_code": f.exit_code,
                 "damaged": sorted(f.damaged),
-                "is_new": f not in report.told,
+                "is_new": f not in report.known_failures,
             }
             for f in report.failures
         ],
@@ -117,9 +117,9 @@ def retention_json(retained: RetentionReport) -> dict[str, Any]:
                 "target": each.target,
                 "first": each.first,
                 "bytes": each.size,
-                "why": each.why,
+                "why": each.reason,
             }
-            for each in retained.held
+            for each in retained.holds
         ],
     }
 
@@ -130,7 +130,7 @@ def retention_preview_rows(retained: RetentionReport) -> list[list[object]]:
         for s in retained.expired
     ]
     rows += [["expire", c.key, c.size, None] for c in retained.captures]
-    return rows + [["hold", f"{h.chain} from {h.first}", h.size, f"for {h.target}"] for h in retained.held]
+    return rows + [["hold", f"{h.chain} from {h.first}", h.size, f"for {h.target}"] for h in retained.holds]
 
 
 def preview_rows(surveys: Sequence[ChainSurvey]) -> list[list[object]]:
@@ -138,11 +138,11 @@ def preview_rows(surveys: Sequence[ChainSurvey]) -> list[list[object]]:
     for survey in surveys:
         for output in survey.outputs:
             rows += [["merge", s.key, s.size, f"level {output.level} {output.coverage}"] for s in output.inputs]
-        rows += [["delete", s.key, s.size, None] for s in survey.going]
-        rows += [["delete", s.key, s.size, None] for s in survey.outdated]
+        rows += [["delete", s.key, s.size, None] for s in survey.deletable]
+        rows += [["delete", s.key, s.size, None] for s in survey.snapshots]
     for survey in surveys:
         for (low, level), outputs in _by_level(survey.outputs):
-            segments = counted(sum(len(o.inputs) for o in outputs), "segment")
+            segments = format_count(sum(len(o.inputs) for o in outputs), "segment")
             into = f"{segments} into {len(outputs)} of level {level}"
             rows.append(["due", f"{survey.chain} level {low}", sum(o.size for o in outputs), into])
         for each in survey.waiting:
@@ -154,31 +154,31 @@ def preview_rows(surveys: Sequence[ChainSurvey]) -> list[list[object]]:
 def preview_total(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> list[object]:
     """Return the last row: the bytes to read, and the segments that wait, go or expire."""
     sums = _preview_totals(surveys, retained)
-    merges = f"{counted(sums['outputs'], 'merge')} of {counted(sums['segments'], 'segment')}"
+    merges = f"{format_count(sums['outputs'], 'merge')} of {format_count(sums['segments'], 'segment')}"
     merges = merges if sums["outputs"] else "no merge"
     others = (("waiting", "waits", "wait"), ("deletable", "goes", "go"), ("expired", "expires", "expire"))
-    said = [
-        f"{counted(count, 'segment')}, {size_words(sums[f'{name}_bytes'])} {one if count == 1 else many}"
+    texts = [
+        f"{format_count(count, 'segment')}, {size_words(sums[f'{name}_bytes'])} {one if count == 1 else many}"
         for name, one, many in others
         if (count := sums[name])
     ]
-    return ["total", counted(len(surveys), "chain"), sums["bytes"], "; ".join([merges, *said])]
+    return ["total", format_count(len(surveys), "chain"), sums["bytes"], "; ".join([merges, *texts])]
 
 
 def _preview_totals(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> dict[str, int]:
     outputs = [output for survey in surveys for output in survey.outputs]
     waiting = [each for survey in surveys for each in survey.waiting]
-    going = [segment for survey in surveys for segment in survey.going]
+    deletable = [segment for survey in surveys for segment in survey.deletable]
     return {
         "outputs": len(outputs),
         "segments": sum(len(output.inputs) for output in outputs),
         "bytes": sum(output.size for output in outputs),
         "waiting": sum(each.segments for each in waiting),
         "waiting_bytes": sum(each.size for each in waiting),
-        "deletable": len(going),
-        "deletable_bytes": sum(segment.size for segment in going),
+        "deletable": len(deletable),
+        "deletable_bytes": sum(segment.size for segment in deletable),
         "expired": len(retained.expired),
-        "expired_bytes": sum(map(retained.expired.size_of, range(len(retained.expired)))),
+        "expired_bytes": sum(map(retained.expired.size_at, range(len(retained.expired)))),
     }
 
 
@@ -190,42 +190,42 @@ def _by_level(outputs: Iterable[Output]) -> list[tuple[tuple[int, int], list[Out
     return sorted(found.items())
 
 
-def waiting_words(waiting: Waiting) -> str:
+def waiting_words(waiting: WaitingSegments) -> str:
     """Return the reasons why it is not merged yet, by policy key, and the time to a merge if nothing else arrives."""
     policy, (at, key) = waiting.policy, waiting.next_merge()
-    said = []
+    texts = []
     if waiting.small:
         where = "with" if waiting.runs == 1 else f"in {waiting.runs:,} runs, the largest with"
         limit = f"{size_words(waiting.largest)} of {size_words(policy.min_size)} (min_size)"
-        said.append(f"{waiting.small:,} {where} {limit}")
-    if waiting.few:
-        said.append(f"{waiting.few:,} with fewer than {policy.min_count} beside each other (min_count)")
+        texts.append(f"{waiting.small:,} {where} {limit}")
+    if waiting.too_few:
+        texts.append(f"{waiting.too_few:,} with fewer than {policy.min_count} beside each other (min_count)")
     if waiting.young:
-        left = duration_words(waiting.old_at - waiting.now)
+        left = duration_words(waiting.young_until - waiting.now)
         limit = f"younger than {format_duration(policy.min_age)} (min_age)"
-        said.append(f"{waiting.young:,} {limit}, the first for {left} more")
+        texts.append(f"{waiting.young:,} {limit}, the first for {left} more")
     when = f"next merge in {duration_words(at - waiting.now)} ({key})" if key else "no merge before others come"
-    return f"{counted(waiting.segments, 'segment')}: {'; '.join([*said, when])}"
+    return f"{format_count(waiting.segments, 'segment')}: {'; '.join([*texts, when])}"
 
 
-MOST_REASONS = 10  # lines of reasons why nothing was done
+MAX_REASONS = 10  # lines of reasons why nothing was done
 
 
-def nothing_done(report: Report) -> list[str]:
+def idle_reasons(report: RunReport) -> list[str]:
     """Return the reasons why a run that did nothing had nothing to do, in lines."""
-    waiting, (chains, levels) = list(report.waiting.values()), report.looked_at
+    waiting, chains, levels = list(report.waiting.values()), report.chain_count, report.level_count
     why = "no entry of compaction.levels reads that level" if chains else "the archive holds no such chain"
     if not (chains and levels):
         return [f"nothing to do: {why}"]
     if not waiting:
-        return [f"nothing to do: of {counted(chains, 'chain')} no segment is left to merge"]
-    count = counted(sum(each.segments for each in waiting), "segment")
-    lines = [f"{each.chain} level {each.policy.from_}: {waiting_words(each)}" for each in waiting[:MOST_REASONS]]
-    more = [f"… and {len(waiting) - MOST_REASONS:,} more: --dry-run lists them"] * (len(waiting) > MOST_REASONS)
-    return [f"nothing to do yet: {count} of {counted(chains, 'chain')} left as they are", *lines, *more]
+        return [f"nothing to do: of {format_count(chains, 'chain')} no segment is left to merge"]
+    count = format_count(sum(each.segments for each in waiting), "segment")
+    lines = [f"{each.chain} level {each.policy.from_}: {waiting_words(each)}" for each in waiting[:MAX_REASONS]]
+    more = [f"… and {len(waiting) - MAX_REASONS:,} more: --dry-run lists them"] * (len(waiting) > MAX_REASONS)
+    return [f"nothing to do yet: {count} of {format_count(chains, 'chain')} left as they are", *lines, *more]
 
 
-def _waiting_json(waiting: Waiting) -> dict[str, Any]:
+def _waiting_json(waiting: WaitingSegments) -> dict[str, Any]:
     (at, key), policy = waiting.next_merge(), waiting.policy
     return {
         **waiting.chain.log_context(),
@@ -238,14 +238,14 @@ def _waiting_json(waiting: Waiting) -> dict[str, Any]:
             "runs": waiting.runs,
             "largest": waiting.largest,
             "min_size": policy.min_size,
-            "too_few": waiting.few,
+            "too_few": waiting.too_few,
             "min_count": policy.min_count,
         },
         "young": {
             "segments": waiting.young,
             "bytes": waiting.young_bytes,
             "min_age": policy.min_age,
-            "seconds": _seconds(waiting.old_at - waiting.now),
+            "seconds": _seconds(waiting.young_until - waiting.now),
         },
         "next_merge": {"seconds": _seconds(at - waiting.now), "key": key or None},
     }
@@ -266,9 +266,9 @@ def preview_json(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> d
             for survey in surveys
             for o in survey.outputs
         ],
-        "unproved": sum(len(supersession.superseded) for s in surveys for supersession in s.leftovers),
-        "deletable": [_segment_json(s) for survey in surveys for s in survey.going],
-        "outdated": [_segment_json(s) for survey in surveys for s in survey.outdated],
+        "unproved": sum(len(supersession.superseded) for s in surveys for supersession in s.unproved),
+        "deletable": [_segment_json(s) for survey in surveys for s in survey.deletable],
+        "outdated": [_segment_json(s) for survey in surveys for s in survey.snapshots],
         "waiting": [_waiting_json(each) for survey in surveys for each in survey.waiting if each.segments],
         "totals": _preview_totals(surveys, retained),
         "retention": retention_json(retained),
@@ -285,11 +285,11 @@ def verify_row(report: ChainReport) -> list[object]:
         " ".join(map(str, report.accepted)) or None,
         len(report.problems),
         _findings(report.findings()),
-        _signed_off(report.former),
+        _signed_off(report.former_sign_off),
     ]
 
 
-def verify_total(reports: Sequence[ChainReport], foreign: Foreign) -> list[object]:
+def verify_total(reports: Sequence[ChainReport], foreign: ForeignKeys) -> list[object]:
     """Return the sums of the rows of all chains, and the count of all foreign keys."""
     segments, findings = Counter[int](), Counter[str]()
     for report in reports:
@@ -307,22 +307,22 @@ def _findings(counts: Mapping[str, int]) -> str | None:
 
 
 def _signed_off(former: SignOff | None) -> str | None:
-    if former is None or not former.marks:
+    if former is None or not former.fingerprints:
         return None
-    return f"up to {former.end} on {format_time(int(former.at) * NS_PER_S)}"
+    return f"up to {former.end} on {format_time(int(former.written_at) * NS_PER_S)}"
 
 
 def verify_line(reports: Sequence[ChainReport], *, deep: bool) -> str:
     """Return the last line of `floe segments verify`: the amount that was read, and the number of problems."""
     segments = sum(count for each in reports for count in each.segments.values())
-    read = f"{counted(segments, 'segment')} of {counted(len(reports), 'chain')}"
+    read = f"{format_count(segments, 'segment')} of {format_count(len(reports), 'chain')}"
     rows, size = sum(each.rows for each in reports), sum(each.size for each in reports)
     skipped = sum(each.skipped for each in reports)
-    but = f", but for {counted(skipped, 'segment')} that earlier runs signed off" if skipped else ""
+    but = f", but for {format_count(skipped, 'segment')} that earlier runs signed off" if skipped else ""
     how = f"every row was read{but}" if deep else f"checksums and footers{but}; --deep reads every row"
     problems = sum(len(each.problems) for each in reports)
-    well = counted(problems, "problem") if problems else "all is well"
-    return f"{well}: {read}, {counted(rows, 'row')}, {size_words(size)} ({how})"
+    well = format_count(problems, "problem") if problems else "all is well"
+    return f"{well}: {read}, {format_count(rows, 'row')}, {size_words(size)} ({how})"
 
 
 def verify_json(report: ChainReport) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def verify_json(report: ChainReport) -> dict[str, Any]:
         "levels": {str(level): _level_json(found) for level, found in report.levels.items()},
         "findings": report.findings(),
         "skipped": report.skipped,
-        "signed_off": report.former and {"last": report.former.end, "at": report.former.at},
+        "signed_off": (former := report.former_sign_off) and {"last": former.end, "at": former.written_at},
     }
 
 
@@ -361,13 +361,13 @@ def _level_json(level: LevelReport) -> dict[str, int]:
     return {"segments": level.segments, "size": level.size, **bounds}
 
 
-def foreign_json(foreign: Foreign) -> list[dict[str, Any]]:
+def foreign_json(foreign: ForeignKeys) -> list[dict[str, Any]]:
     nobody: dict[str, Any] = dict.fromkeys(("site", "feed", "incarnation", "partition"))
     counts = {"foreign": foreign.count, "keys": foreign.keys, "problems": []}
     return [{**nobody, **counts}] if foreign.count else []
 
 
-def _added_up(objects: Iterable[Ref], group_of: Callable[[Ref], Any]) -> list[tuple[Any, int, int]]:
+def _sum_by(objects: Iterable[Ref], group_of: Callable[[Ref], Any]) -> list[tuple[Any, int, int]]:
     counts: Counter[Any] = Counter()
     sizes: Counter[Any] = Counter()
     for each in objects:
@@ -406,18 +406,16 @@ written_bytes = gauge("compaction_written_bytes", "Stored bytes of the segments 
 deleted_segments = gauge("compaction_deleted_segments", "Segments that were merged and that the last run deleted.")
 deleted_bytes = gauge("compaction_deleted_bytes", "Stored bytes of merged segments that the last run deleted.")
 expired_segments = gauge("compaction_expired_segments", "Segments that retention deleted in the last run.")
-expired_bytes = gauge(
-    "compaction_expired_bytes", "Stored bytes of the segments that retention deleted in the last run."
-)
+expired_bytes = gauge("compaction_expired_bytes", "Stored bytes that retention deleted in the last run.")
 held_bytes = gauge(
     "compaction_retention_held_bytes", "Stored bytes that retention would delete and a target still needs.", ("target",)
 )
 failed = gauge("compaction_failures", "What went wrong in the last run, told before or not; 1 where it broke off.")
 
 
-def show_metrics(report: Report | None, seconds: float, now: float, *, is_success: bool) -> None:
+def show_metrics(report: RunReport | None, seconds: float, now: float, *, is_success: bool) -> None:
     """Set the metrics of a run that took `seconds` and ended at `now`; `report` None: it was aborted."""
-    done = report or Report()
+    done = report or RunReport()
     last_run.set(now)
     duration.set(seconds)
     if is_success:
@@ -428,12 +426,12 @@ def show_metrics(report: Report | None, seconds: float, now: float, *, is_succes
     read_bytes.set(sum(each.size for each in done.merged))
     written_bytes.set(sum(each.ref.size for each in done.merged))
     deleted_segments.set(len(done.deleted))
-    deleted_bytes.set(sum(map(done.deleted.size_of, range(len(done.deleted)))))
-    expired = done.retained.expired
+    deleted_bytes.set(sum(map(done.deleted.size_at, range(len(done.deleted)))))
+    expired = done.retention.expired
     expired_segments.set(len(expired))
-    expired_bytes.set(sum(map(expired.size_of, range(len(expired)))))
+    expired_bytes.set(sum(map(expired.size_at, range(len(expired)))))
     held_bytes.clear()
-    for each in done.retained.held:
+    for each in done.retention.holds:
         held_bytes.labels(each.target).inc(each.size)
     failed.set(1 if report is None else len(done.failures))
 
@@ -444,7 +442,7 @@ def write_metrics(path: Path) -> None:
     write_to_textfile(str(path), REGISTRY.restricted_registry(names))
 
 
-def succeeded_at(path: Path) -> float | None:
+def read_last_success(path: Path) -> float | None:
     """Return the time of the last success, from the file of the run before; 0: none; None if the file lacks it."""
     with suppress(OSError, ValueError):
         if not path.is_file():  # a device may have no end
@@ -469,9 +467,9 @@ def summarise(settings: Settings) -> list[dict[str, object]]:
         session = spark.session()
         from pyspark.sql import functions as f
 
-        from compaction.source import source_of
+        from compaction.source import make_source
 
-        session.dataSource.register(source_of(settings, _FORMAT))
+        session.dataSource.register(make_source(settings, _FORMAT))
         counted = (
             session.read.format(_FORMAT)
             .load()
@@ -497,5 +495,5 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    with end_with():
+    with exit_with_code():
         main(standalone_mode=False)

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from common.cli import (
-    Moment,
+    RequestedTime,
     TimeType,
     config_option,
     json_option,
-    moment,
     print_json,
-    refuse_beside,
+    print_table,
+    refuse_both,
+    resolve_time,
     run_command,
-    table,
 )
 from common.clock import SystemClock, format_time
 from common.errors import DataError, FloeError, UsageError
-from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
+from common.open import load_settings, open_chains, open_store, reload_on_hangup
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     R = TypeVar("R", bound=ArchiveReport)
 
-COLUMNS = ("report", "chains", "segments", "bytes", "rows", "damaged")
+REPORT_COLUMNS = ("report", "chains", "segments", "bytes", "rows", "damaged")
 
 
 @click.group()
@@ -40,7 +40,7 @@ def report() -> None:
     """Make tables of the archive, and keep them current."""
 
 
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _report_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in (
         config_option,
         json_option,
@@ -61,7 +61,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @report.command()
-@_options
+@_report_options
 @run_command
 def latest(as_json: bool, **options: Any) -> int:
     """Write the newest message of each sample key to latest.parquet, as a registry at the centre would hold it.
@@ -76,16 +76,16 @@ def latest(as_json: bool, **options: Any) -> int:
     """
     from compaction.reports import LatestReport
 
-    with _made(LatestReport, None, **options) as (_made_report, done, _place):
+    with _updated_report(LatestReport, None, **options) as (_made_report, done, _place):
         return _show("latest", options["output"], done, as_json)
 
 
 @report.command()
 @click.option("--since", type=TimeType(), help="Only from that hour on; a new report reads nothing before it.")
 @click.option("--until", type=TimeType(), help="Up to that time; the Parquet file holds what comes behind it too.")
-@_options
+@_report_options
 @run_command
-def traffic(as_json: bool, since: Moment | None, until: Moment | None, **options: Any) -> int:
+def traffic(as_json: bool, since: RequestedTime | None, until: RequestedTime | None, **options: Any) -> int:
     """Write messages, bytes, kept, sampled out and lag by site, feed and hour: traffic.parquet, traffic.csv,
     traffic.html.
 
@@ -101,17 +101,17 @@ def traffic(as_json: bool, since: Moment | None, until: Moment | None, **options
     from compaction.traffic import HOUR_NS, TrafficReport
 
     now = SystemClock().now()
-    begin, end = moment(now, since), moment(now, until)
+    begin, end = resolve_time(now, since), resolve_time(now, until)
     begin = None if begin is None else begin - begin % HOUR_NS
     if begin is not None and end is not None and begin >= end:
         raise UsageError(f"--since {format_time(begin)}: expected before --until {format_time(end)}")
-    with _made(TrafficReport, begin, **options) as (made, done, place):
+    with _updated_report(TrafficReport, begin, **options) as (made, done, place):
         _put_views(made, place, begin, end, now)
         return _show("traffic", options["output"], done, as_json)
 
 
 @contextmanager
-def _made(
+def _updated_report(
     kind: type[R],
     since: int | None,
     *,
@@ -127,16 +127,16 @@ def _made(
 
     Raises Unavailable if a signal requests a stop.
     """
-    from common.service.life import Life
+    from common.service.life import ProcessLog
     from compaction.reports import ReportState, open_place
-    from compaction.spark import require_spark, stoppable, with_master
+    from compaction.spark import require_spark, spark_until_stopped, with_master
 
     settings = with_master(load_settings(config, quiet=True), master)
     chains, named = _selected(settings, what, site, feed)
     place, address = open_place(output, settings), f"{settings.store.url}/{settings.store.prefix}"
     with closing(open_store(settings)) as store:
-        life = Life(f"report {kind.name}", settings, SystemClock(), {}, chains=len(chains), output=output)
-        with life, reloaded_on_hangup(config, settings), stoppable(settings) as spark:
+        life = ProcessLog(f"report {kind.name}", settings, SystemClock(), {}, chains=len(chains), output=output)
+        with life, reload_on_hangup(config, settings), spark_until_stopped(settings) as spark:
             made = kind(spark, store, place)
             try:
                 require_spark()
@@ -144,41 +144,41 @@ def _made(
             except FloeError as error:
                 error.hint = error.hint.replace(", or use --engine local", "")  # there is no other engine here
                 raise
-            life.results(segments=done.segments, bytes=done.size, rows=done.rows, failures=len(done.damaged))
+            life.add_end_fields(segments=done.segments, bytes=done.size, rows=done.rows, failures=len(done.damaged))
             yield made, done, place
 
 
 def _selected(settings: Settings, what: str | None, site: str | None, feed: str | None) -> tuple[list[Chain], str]:
     """Return the selected chains, and a name for them. Raises UsageError for a site or feed that does not exist."""
-    from common.segments.archive import among
-    from common.segments.keys import chosen, configured, parse
+    from common.segments.archive import match_chains
+    from common.segments.keys import configured_feeds, filter_chains, parse_chain_name
 
     if what is not None:
-        refuse_beside(what, {"site": site, "feed": feed})
-        site, feed, *history = parse(what)
+        refuse_both(what, {"site": site, "feed": feed})
+        site, feed, *history = parse_chain_name(what)
         if any(part is not None for part in history):
             raise UsageError(f"{what}: expected SITE[/FEED], found a chain", hint="a report is about whole feeds")
     if "" in (site, feed):
         raise UsageError("expected names, found an empty --site or --feed")
-    documents, is_asked = open_chains(settings), (site, feed) != (None, None)
+    documents, has_selection = open_chains(settings), (site, feed) != (None, None)
     site = site or settings.site or None
     named = f"{site or 'all sites'}/{feed}" if feed else site or "all sites"
-    if not is_asked:
+    if not has_selection:
         return documents.chains(site), named
-    feeds = configured(settings)
-    return among(documents, site, feed, lambda known: chosen(known, feeds, site, feed)), named
+    feeds = configured_feeds(settings)
+    return match_chains(documents, site, feed, lambda known: filter_chains(known, feeds, site, feed)), named
 
 
 def _put_views(made: TrafficReport, place: ReportPlace, since: int | None, until: int | None, now: float) -> None:
     """Put the page and the CSV of the hours from `since` up to `until`."""
-    from compaction.traffic import rendered, within, write_csv
+    from compaction.traffic import render_page, select_hours, write_csv
 
     whole, new = made.table(), made.store.new_spool()
     try:
         with new.open("w", newline="", encoding="utf-8") as file:
-            write_csv(within(whole, since, until), file)
+            write_csv(select_hours(whole, since, until), file)
         place.put("traffic.csv", new)
-        new.write_bytes(rendered(whole, since, until, now))
+        new.write_bytes(render_page(whole, since, until, now))
         place.put("traffic.html", new)
     finally:
         new.unlink(missing_ok=True)
@@ -190,10 +190,10 @@ def _show(name: str, output: str, done: ReportRun, as_json: bool) -> int:
     if as_json:
         print_json({"report": name, "output": output, **asdict(done)})
     else:
-        table([[name, done.chains, done.segments, done.size, done.rows, len(done.damaged)]], COLUMNS)
+        print_table([[name, done.chains, done.segments, done.size, done.rows, len(done.damaged)]], REPORT_COLUMNS)
     for key in done.damaged:
         text = f"segment {key}: expected the bytes that its name promises; the report does without it"
         click.echo(
-            DataError(text, hint=f"put it away:\n{quarantine_command(key)}", code="E-SEG-CORRUPT").line(), err=True
+            DataError(text, hint=f"put it away:\n{quarantine_command(key)}", code="E-SEG-CORRUPT").as_text(), err=True
         )
     return DataError.exit_code if done.damaged else 0

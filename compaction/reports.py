@@ -26,18 +26,18 @@ import pyarrow.parquet as pq
 
 from common.chain import Chain
 from common.clock import format_time
-from common.documents import JsonForm
+from common.documents import JsonCodec
 from common.errors import DataError, FloeError, UsageError
-from common.jetstream.headers import header
+from common.jetstream.headers import header_value
 from common.logs import get_logger
-from common.objects.local import replacing
+from common.objects.local import replace_file
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore, sha256_of
 from common.segments.archive import search
 from common.segments.columns import SCHEMA, microseconds
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import MAX_SEQUENCE, Covered, SequenceRange, Stretch, cover
+from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, Stretch, cover
 from common.settings.root import Settings
 from compaction.spark import Spark, spark_error
 
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 METADATA = b"floe.report"
-STRETCHES = 10_000  # that are read before the report is replaced
-ROUNDS = 3  # rounds of reading, repeated because segments were gone or damaged
-REQUESTS_AT_ONCE = 8
-TASKS_OF_A_CORE = 4
+STRETCHES_PER_PART = 10_000  # that are read before the report is replaced
+READ_ROUNDS = 3  # rounds of reading, repeated because segments were gone or damaged
+CONCURRENT_REQUESTS = 8
+TASKS_PER_CORE = 4
 
 
 # Place of a report
@@ -81,7 +81,7 @@ class FolderPlace:
 
     def put(self, name: str, path: Path) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with path.open("rb") as whole, replacing(self._folder / name) as file:
+        with path.open("rb") as whole, replace_file(self._folder / name) as file:
             shutil.copyfileobj(whole, file)
 
 
@@ -98,7 +98,7 @@ class BucketPlace:
         self._objects.put(self._prefix + name, path, sha256=sha256_of(path))
 
 
-class _AsidePlace:
+class _ScratchPlace:
     """One file on the spool disk, for a report that is made there and then replaces another one as a whole."""
 
     def __init__(self, path: Path) -> None:
@@ -142,7 +142,7 @@ class _ReportWire(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="fo
     since: int | None = None
 
 
-_FORM = JsonForm(_ReportWire)
+_FORM = JsonCodec(_ReportWire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +158,14 @@ class ReportState:
     since: int | None = None
     accounted: Mapping[Chain, tuple[SequenceRange, ...]] = field(default_factory=dict)
 
-    def covered(self, chain: Chain) -> Covered:
-        found = Covered()
+    def covered(self, chain: Chain) -> CoverageSet:
+        found = CoverageSet()
         for each in self.accounted.get(chain, ()):
             found.add(each)
         return found
 
     def plus(self, more: Iterable[tuple[Chain, SequenceRange]]) -> ReportState:
-        grown: dict[Chain, Covered] = {}
+        grown: dict[Chain, CoverageSet] = {}
         for chain, rows in more:
             grown.setdefault(chain, self.covered(chain)).add(rows)
         accounted = {**self.accounted, **{chain: tuple(each.stretches()) for chain, each in grown.items()}}
@@ -183,12 +183,12 @@ class ReportState:
         return cls(wire.report, wire.store, wire.chains, wire.since, accounted)
 
 
-def unaccounted(refs: Sequence[SegmentRef], accounted: Covered, *, finest: bool) -> list[Stretch[SegmentRef]]:
+def uncovered(refs: Sequence[SegmentRef], accounted: CoverageSet, *, finest: bool) -> list[Stretch[SegmentRef]]:
     """Return the rows of `refs`, of one chain, that are not in `accounted`, each once, ascending.
 
     `finest`: by the lowest level that has them; otherwise by the cover.
     """
-    done, found = Covered(), list[Stretch[SegmentRef]]()
+    done, found = CoverageSet(), list[Stretch[SegmentRef]]()
     for each in accounted.stretches():
         done.add(each)
     levels = sorted({ref.level for ref in refs}) if finest else [None]
@@ -235,7 +235,7 @@ class ArchiveReport:
         """
         if not full:
             return self._run(wanted, chains)
-        whole, aside = self.place, _AsidePlace(self.store.new_spool())
+        whole, aside = self.place, _ScratchPlace(self.store.new_spool())
         try:
             self.place = aside
             self._replace(wanted, None)
@@ -248,34 +248,34 @@ class ArchiveReport:
 
     def _run(self, wanted: ReportState, chains: Sequence[Chain]) -> ReportRun:
         done, damaged = ReportRun(len(chains)), set[str]()
-        state = self._begun(wanted, chains)
-        for number in range(1, ROUNDS + 1):
+        state = self._initial_state(wanted, chains)
+        for number in range(1, READ_ROUNDS + 1):
             bad = set[str]()
             for part in self._parts(chains, state, damaged):
                 self._spark.check()
                 try:
-                    with self._spark.cancelled_if_asked():
-                        state = self._account(state, part)
+                    with self._spark.cancelled_on_stop():
+                        state = self._add_part(state, part)
                 except (FloeError, pa.ArrowException) as error:
                     self._spark.check()
-                    if not (found := self._not_intact(part)) or number == ROUNDS:
+                    if not (found := self._find_damaged(part)) or number == READ_ROUNDS:
                         raise
-                    log.info("looking again", action="report_again", segments=len(found), error=str(error)[:300])
+                    log.info("report repeated", action="report_repeated", segments=len(found), error=str(error)[:300])
                     bad |= found
                     continue
                 done.segments += len(part)
                 done.size += sum(stretch.segment.size for stretch in part)
-                log.info("part read", action="report_part", segments=len(part), bytes=done.size)
+                log.info("report part read", action="report_part_read", segments=len(part), bytes=done.size)
             damaged |= bad
             if not bad:
                 break
         done.damaged = sorted(key for key in damaged if self.store.objects.head(key) is not None)
-        with self._fetched() as path:
+        with self._fetch() as path:
             done.rows = pq.read_metadata(path).num_rows if path else 0
         return done
 
     @contextmanager
-    def _fetched(self) -> Iterator[Path | None]:
+    def _fetch(self) -> Iterator[Path | None]:
         """Yield a copy of the present file; None if there is none."""
         path = self.store.new_spool()
         try:
@@ -283,12 +283,12 @@ class ArchiveReport:
         finally:
             path.unlink(missing_ok=True)
 
-    def _begun(self, wanted: ReportState, chains: Sequence[Chain]) -> ReportState:
-        former = self._former()
+    def _initial_state(self, wanted: ReportState, chains: Sequence[Chain]) -> ReportState:
+        former = self._read_state()
         state = former or wanted
         place = (wanted.report, wanted.store, wanted.chains)
         if (found := (state.report, state.store, state.chains)) != place:
-            text = f"{self.file}: expected a report of {_told(place)}, found one of {_told(found)}"
+            text = f"{self.file}: expected a report of {_describe(place)}, found one of {_describe(found)}"
             raise UsageError(text, hint="give each its own --output, or begin anew with --full")
         if state.since is not None and wanted.since is not None and wanted.since < state.since:
             text = f"{self.file}: expected --since {format_time(state.since)} or later, where it begins"
@@ -304,9 +304,9 @@ class ArchiveReport:
             self._replace(state, None)
         return state
 
-    def _former(self) -> ReportState | None:
+    def _read_state(self) -> ReportState | None:
         """Return the state of the present report; None if there is none. Raises DataError if it is not a report."""
-        with self._fetched() as path:
+        with self._fetch() as path:
             if path is None:
                 return None
             try:
@@ -325,15 +325,15 @@ class ArchiveReport:
             accounted = state.covered(chain)
             position = accounted.holes(SequenceRange(1, MAX_SEQUENCE))[0].first
             refs = [ref for ref in self.store.list(chain, position=position) if ref.key not in damaged]
-            for stretch in unaccounted(refs, accounted, finest=self.is_finest):
+            for stretch in uncovered(refs, accounted, finest=self.is_finest):
                 part.append(stretch)
-                if len(part) >= STRETCHES:
+                if len(part) >= STRETCHES_PER_PART:
                     yield part
                     part = []
         if part:
             yield part
 
-    def _account(self, state: ReportState, part: Sequence[Stretch[SegmentRef]]) -> ReportState:
+    def _add_part(self, state: ReportState, part: Sequence[Stretch[SegmentRef]]) -> ReportState:
         state = state.plus((stretch.segment.chain, stretch.rows) for stretch in part)
         self._replace(state, part)
         return state
@@ -342,7 +342,7 @@ class ArchiveReport:
         """Add the rows of `part` to the report. `part` None: make an empty report."""
         new = self.store.new_spool()
         try:
-            with self._fetched() if part is not None else nullcontext() as former:
+            with self._fetch() if part is not None else nullcontext() as former:
                 self._write(new, former, part or (), state)
             self.place.put(self.file, new)
         finally:
@@ -356,20 +356,20 @@ class ArchiveReport:
         """Return the rows of `part`; column `segment` is the place of their stretch in it."""
         session = self._spark.session()
         self._spark.check()  # the session takes seconds to start
-        from compaction.source import frame_of
+        from compaction.source import make_frame
 
-        frame = frame_of(self._spark, part, columns, is_united=True)
+        frame = make_frame(self._spark, part, columns, has_late_rows=True)
         # With a task for each stretch, a result would have as many parts as there are segments.
-        return frame.coalesce(session.sparkContext.defaultParallelism * TASKS_OF_A_CORE)
+        return frame.coalesce(session.sparkContext.defaultParallelism * TASKS_PER_CORE)
 
-    def _not_intact(self, part: Sequence[Stretch[SegmentRef]]) -> set[str]:
+    def _find_damaged(self, part: Sequence[Stretch[SegmentRef]]) -> set[str]:
         refs = {stretch.segment.key: stretch.segment for stretch in part}
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
             sound = pool.map(self.store.is_intact, refs.values())
             return {key for key, is_sound in zip(refs, sound, strict=True) if not is_sound}
 
 
-def _told(place: tuple[str, str, str]) -> str:
+def _describe(place: tuple[str, str, str]) -> str:
     report, store, chains = place
     return f"{report} of {chains} in {store}"
 
@@ -379,7 +379,7 @@ def _told(place: tuple[str, str, str]) -> str:
 FEED_FIELDS: list[Any] = [pa.field("site", pa.string()), pa.field("feed", pa.string())]
 _HISTORY_FIELDS: list[Any] = [pa.field("incarnation", pa.int32()), pa.field("partition", pa.int32())]
 _ROW_FIELDS: list[Any] = [each.remove_metadata() for each in SCHEMA]
-LATEST: pa.Schema = pa.schema([*FEED_FIELDS, *_HISTORY_FIELDS, *_ROW_FIELDS, pa.field("operation", pa.string())])
+LATEST_SCHEMA: pa.Schema = pa.schema([*FEED_FIELDS, *_HISTORY_FIELDS, *_ROW_FIELDS, pa.field("operation", pa.string())])
 GROUP_ROWS, GROUP_BYTES = 20_000, 32 * 1024 * 1024  # of a row group, about
 
 Row = Mapping[str, Any]
@@ -392,7 +392,7 @@ def key_of(row: Row) -> tuple[str, str, bool, str, bytes]:
     return row["site"], row["feed"], is_bare, name, (row["subject_raw"] or b"") if is_bare else b""
 
 
-def newest(rows: Iterable[Row]) -> Row:
+def newest_row(rows: Iterable[Row]) -> Row:
     """Return the newest row. Sequences are those of the stream, so they also order the partitions of a feed."""
     return max(rows, key=lambda row: (row["incarnation"], row["sequence"], row["partition"]))
 
@@ -401,7 +401,7 @@ def operation_of(headers: bytes | None) -> str | None:
     """Return the operation of a message that gives its key no value: `DEL` or `PURGE` of a key-value bucket, or the
     server's reason for a marker (`MaxAge`, `Purge`, `Remove`); None for a value.
     """
-    found = header(headers, b"KV-Operation") or header(headers, b"Nats-Marker-Reason")
+    found = header_value(headers, b"KV-Operation") or header_value(headers, b"Nats-Marker-Reason")
     return None if found in (None, b"", b"PUT") else found.decode("utf-8", "backslashreplace")
 
 
@@ -412,15 +412,16 @@ class LatestReport(ArchiveReport):
 
     def _write(self, path: Path, former: Path | None, part: Sequence[Stretch[SegmentRef]], state: ReportState) -> None:
         both = merged_in_order(_stored(former), self._newest(part), key=key_of)
-        with pq.ParquetWriter(path, LATEST.with_metadata({METADATA: state.to_json()}), compression="zstd") as writer:
-            for batch in _batches(newest(rows) for _, rows in groupby(both, key_of)):
+        schema = LATEST_SCHEMA.with_metadata({METADATA: state.to_json()})
+        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+            for batch in _batches(newest_row(rows) for _, rows in groupby(both, key_of)):
                 writer.write_batch(batch)
 
     def _newest(self, part: Sequence[Stretch[SegmentRef]]) -> Iterator[Row]:
         """Yield the newest rows of `part`, in the order of `key_of`."""
         if not part:
             return
-        names = [name for name in LATEST.names if name not in ("timestamp", "operation")]
+        names = [name for name in LATEST_SCHEMA.names if name not in ("timestamp", "operation")]
         try:
             frame = self._frame(part, names)
             from pyspark.sql import functions as f
@@ -435,10 +436,10 @@ class LatestReport(ArchiveReport):
                 values = row.asDict()
                 yield {n: bytes(v) if isinstance(v, bytearray) else v for n, v in values.items()}
         except Exception as error:  # Spark raises its own, py4j's and the source's errors
-            raise of_spark("report latest", error) from error
+            raise as_floe_error("report latest", error) from error
 
 
-def of_spark(what: str, error: Exception) -> FloeError:
+def as_floe_error(what: str, error: Exception) -> FloeError:
     return error if isinstance(error, FloeError) else spark_error(what, error)
 
 
@@ -462,8 +463,8 @@ def _batches(rows: Iterable[Row]) -> Iterator[pa.RecordBatch]:
 
 
 def _batch(rows: Sequence[Row]) -> pa.RecordBatch:
-    columns = {name: pa.array([row.get(name) for row in rows], LATEST.field(name).type) for name in LATEST.names}
+    columns = {each.name: pa.array([row.get(each.name) for row in rows], each.type) for each in LATEST_SCHEMA}
     times = microseconds(columns["timestamp_ns"])
-    columns["timestamp"] = times.cast(LATEST.field("timestamp").type)
+    columns["timestamp"] = times.cast(LATEST_SCHEMA.field("timestamp").type)
     columns["operation"] = pa.array([operation_of(row["headers"]) for row in rows], pa.string())
-    return pa.RecordBatch.from_arrays(list(columns.values()), schema=LATEST)
+    return pa.RecordBatch.from_arrays(list(columns.values()), schema=LATEST_SCHEMA)

@@ -56,29 +56,29 @@ class RetentionRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """Needs of the targets of ingress. `said`: the positions that they report. `sources`: by target, the `site/feed`
-    that the configuration lets flow in. `unknown`: targets without known positions, and the reason: everything is kept
-    for them.
+class TargetNeeds:
+    """Needs of the targets of ingress. `positions`: the positions that they report. `sources`: by target, the
+    `site/feed` that the configuration lets flow in. `unknown`: targets without known positions, and the reason:
+    everything is kept for them.
     """
 
-    said: Sequence[TargetPositions] = ()
+    positions: Sequence[TargetPositions] = ()
     sources: Mapping[str, Collection[str]] = field(default_factory=dict)
     unknown: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, chain: Chain, first: int) -> tuple[int, str]:
+    def earliest(self, chain: Chain, first: int) -> tuple[int, str]:
         """Return the sequence from which `chain`, which begins at `first`, is needed, and the target that needs it;
         MAX_SEQUENCE and an empty name if no target does.
         """
         found = [(0, target) for target in self.unknown]
-        needs = ((each.need(chain, first, self.sources.get(each.target, ())), each.target) for each in self.said)
+        needs = ((p.needed_from(chain, first, self.sources.get(p.target, ())), p.target) for p in self.positions)
         found += [(need, target) for need, target in needs if need is not None]
         return min(found, default=(MAX_SEQUENCE, ""))
 
 
-def read_needs(chains: ChainStore, sources: Mapping[str, Collection[str]]) -> Needs:
+def read_needs(chains: ChainStore, sources: Mapping[str, Collection[str]]) -> TargetNeeds:
     """Read the positions of every target; `sources`: those of the configuration. Raises the errors of the store."""
-    said, unknown = list[TargetPositions](), dict[str, str]()
+    positions, unknown = list[TargetPositions](), dict[str, str]()
     for target in sorted({*chains.targets_with_positions(), *sources}):
         try:
             found = chains.read_positions(target)
@@ -88,11 +88,11 @@ def read_needs(chains: ChainStore, sources: Mapping[str, Collection[str]]) -> Ne
         if found is None and target in sources:
             unknown[target] = "it has not said yet how far it is"
         elif found is not None:
-            said.append(found)
-    return Needs(said, sources, unknown)
+            positions.append(found)
+    return TargetNeeds(positions, sources, unknown)
 
 
-def excesses(held: Mapping[Chain, tuple[int, int]], max_bytes: int) -> dict[Chain, int]:
+def excess_bytes(held: Mapping[Chain, tuple[int, int]], max_bytes: int) -> dict[Chain, int]:
     """Return the stored bytes that each chain of a feed has too many: older incarnations give first, partitions of one
     in proportion to the bytes that they may give.
 
@@ -109,15 +109,15 @@ def excesses(held: Mapping[Chain, tuple[int, int]], max_bytes: int) -> dict[Chai
 
 
 #: The time at which the newest message of a segment was published, in seconds since 1970 UTC.
-Newest = Callable[[SegmentRef], float]
+NewestTimeOf = Callable[[SegmentRef], float]
 
 
 @dataclass(frozen=True, slots=True)
 class FloorPlan:
-    """The plan of a chain. `floor`: the first sequence that stays. `held`: stored bytes that are due, but needed."""
+    """The plan of a chain. `floor`: the first sequence that stays. `held_bytes`: those that are due, but needed."""
 
     floor: int
-    held: int = 0
+    held_bytes: int = 0
 
 
 def plan_floor(
@@ -127,12 +127,12 @@ def plan_floor(
     now: float,
     excess: int,
     need: int,
-    newest: Newest,
+    newest: NewestTimeOf,
 ) -> FloorPlan:
     """Plan the beginning of a chain after retention. Pure, except for `newest`.
 
     `stretches`: its cover from `floor` on, its present beginning. `now`: by the store's clock. `excess`: the bytes that
-    it has too many. `need`: the first sequence that a target needs.
+    it has too many. `needed_from`: the first sequence that a target needs.
     """
     held = 0
     for stretch in _due(stretches, rule, now, excess, newest):
@@ -144,11 +144,11 @@ def plan_floor(
 
 
 def _due(
-    stretches: Iterable[Stretch[SegmentRef]], rule: RetentionRule, now: float, excess: int, newest: Newest
+    stretches: Iterable[Stretch[SegmentRef]], rule: RetentionRule, now: float, excess: int, newest: NewestTimeOf
 ) -> Iterator[Stretch[SegmentRef]]:
     for stretch, _ in pairwise(stretches):  # the last one stays
         segment = stretch.segment
-        is_before = _times(segment, newest)
+        is_before = _is_before(segment, newest)
         if excess <= 0 and not (rule.max_age and is_before(now - rule.max_age)):
             return
         if rule.keep_from_ns is not None and not is_before(rule.keep_from_ns / NS_PER_S):
@@ -157,13 +157,13 @@ def _due(
         yield stretch
 
 
-def _times(segment: SegmentRef, newest: Newest) -> Callable[[float], bool]:
+def _is_before(segment: SegmentRef, newest: NewestTimeOf) -> Callable[[float], bool]:
     """Return a predicate: True if all of the segment is from before a moment. It reads the footer at most once."""
     when = cache(lambda: newest(segment))
     return lambda moment: segment.modified < moment or when() < moment
 
 
-def useless(captures: Sequence[CaptureRef], floor: int) -> list[CaptureRef]:
+def unneeded_captures(captures: Sequence[CaptureRef], floor: int) -> list[CaptureRef]:
     """Return the `captures`, of one kind and the oldest first, that no restore of the remaining messages takes: a
     restore takes the newest at or below its last sequence, which is `floor` or a later one. Pure.
     """
@@ -171,16 +171,16 @@ def useless(captures: Sequence[CaptureRef], floor: int) -> list[CaptureRef]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBack:
-    """Stored bytes of `chain`, from sequence `first` on, that are due and stay because `target` needs them. `why`: in
-    words, if the reason is not its position.
+class RetentionHold:
+    """Stored bytes of `chain`, from sequence `first` on, that are due and stay because `target` needs them. `reason`:
+    in words, if the reason is not its position.
     """
 
     chain: Chain
     target: str
     first: int
     size: int
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -190,19 +190,19 @@ class RetentionReport:
     expired: SegmentTable = field(default_factory=SegmentTable)
     captures: list[CaptureRef] = field(default_factory=list)
     floors: dict[Chain, int] = field(default_factory=dict)
-    held: list[HeldBack] = field(default_factory=list)
+    holds: list[RetentionHold] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
     def absorb(self, other: RetentionReport) -> None:
-        self.expired.absorb(other.expired)
+        self.expired.move_from(other.expired)
         self.captures += other.captures
         self.floors |= other.floors
-        self.held += other.held
+        self.holds += other.holds
         self.failures += other.failures
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class _ListedChain:
     """One chain as listed. `floor`: that of retention, 1 if it never ran; `first`: the beginning of the chain."""
 
     chain: Chain
@@ -212,7 +212,7 @@ class _Listed:
 
     def stretches(self) -> Iterator[Stretch[SegmentRef]]:
         for window in self.table.windows():
-            yield from cover([ref for ref in self.table.refs(window) if ref.coverage.last >= self.first], self.first)
+            yield from cover([r for r in self.table.iter_refs(window) if r.coverage.last >= self.first], self.first)
 
     def sizes(self) -> tuple[int, int]:
         """Return the stored bytes of the cover, and of its last segment; merged inputs not yet deleted do not count."""
@@ -225,7 +225,7 @@ class _Listed:
     def below(self, floor: int) -> Iterator[SegmentRef]:
         """Yield all segments that end below `floor`; never one that reaches the chain's end."""
         limit = min(floor, self.table.end)
-        return (self.table[place] for place in range(len(self.table)) if self.table.end_of(place) < limit)
+        return (self.table[place] for place in range(len(self.table)) if self.table.end_at(place) < limit)
 
 
 class Retention:
@@ -246,12 +246,12 @@ class Retention:
 
         Raises the errors of the store if it cannot be listed.
         """
-        planned, listed = self._planned(chains, now)
-        report = RetentionReport(held=planned.held, failures=planned.failures)
-        for held in planned.held:
-            context: dict[str, Any] = {"target": held.target, "first": held.first, "bytes": held.size}
-            context |= {"error": held.why} if held.why else {}
-            log.warning("retention held", action="retention_held", **context, **held.chain.log_context())
+        planned, listed = self._plan(chains, now)
+        report = RetentionReport(holds=planned.holds, failures=planned.failures)
+        for hold in planned.holds:
+            context: dict[str, Any] = {"target": hold.target, "first": hold.first, "bytes": hold.size}
+            context |= {"error": hold.reason} if hold.reason else {}
+            log.warning("retention held", action="retention_held", **context, **hold.chain.log_context())
         limits: dict[Chain, int] = {}
         for each in listed:
             limits[each.chain] = each.floor
@@ -267,42 +267,43 @@ class Retention:
             failpoint("compaction.after_floor")
             limits[each.chain] = report.floors[each.chain] = floor
             log.info("floor raised", action="floor_raised", floor=floor, **each.chain.log_context())
-        for ref in self._useless(chains, {each: limits.get(each, 1) for each in chains}, report):
+        for ref in self._find_captures(chains, {each: limits.get(each, 1) for each in chains}, report):
             check()
             self._delete_capture(ref, report)
         if len(planned.expired):
             needs = read_needs(self._documents, self._sources)  # again: an operator may have moved a target back
             for each in listed:
-                self._delete(each, min(limits[each.chain], needs.of(each.chain, each.first)[0]), check, report)
+                self._delete(each, min(limits[each.chain], needs.earliest(each.chain, each.first)[0]), check, report)
         return report
 
     def preview(self, chains: Sequence[Chain], now: float) -> RetentionReport:
         """Return the report that `apply` would give. `now` 0: unknown; each chain's newest object gives the time."""
-        report, listed = self._planned(chains, now)
+        report, listed = self._plan(chains, now)
         floors = {each.chain: report.floors.get(each.chain, each.floor) for each in listed}
-        report.captures = self._useless(chains, {each: floors.get(each, 1) for each in chains}, report)
+        report.captures = self._find_captures(chains, {each: floors.get(each, 1) for each in chains}, report)
         return report
 
-    def _planned(self, chains: Sequence[Chain], now: float) -> tuple[RetentionReport, list[_Listed]]:
+    def _plan(self, chains: Sequence[Chain], now: float) -> tuple[RetentionReport, list[_ListedChain]]:
         report, rule = RetentionReport(), self._rules(chains[0].site, chains[0].feed)
         if not rule.is_set:
             return report, []
-        listed = [found for chain in chains if (found := self._listed(chain, report)) is not None]
-        excess = excesses({e.chain: e.sizes() for e in listed}, rule.max_bytes) if rule.max_bytes else {}
+        listed = [found for chain in chains if (found := self._list_chain(chain, report)) is not None]
+        excess = excess_bytes({e.chain: e.sizes() for e in listed}, rule.max_bytes) if rule.max_bytes else {}
         needs = read_needs(self._documents, self._sources)
         for each in listed:
-            chain, (need, target) = each.chain, needs.of(each.chain, each.first)
+            chain, (need, target) = each.chain, needs.earliest(each.chain, each.first)
             plan = plan_floor(
                 each.stretches(), each.first, rule, now or each.table.newest, excess.get(chain, 0), need, self._newest
             )
             if plan.floor > each.first:
                 report.floors[chain] = plan.floor
             report.expired.extend(each.below(min(report.floors.get(chain, each.floor), need)))
-            if plan.held:
-                report.held.append(HeldBack(chain, target, plan.floor, plan.held, needs.unknown.get(target, "")))
+            if plan.held_bytes:
+                reason = needs.unknown.get(target, "")
+                report.holds.append(RetentionHold(chain, target, plan.floor, plan.held_bytes, reason))
         return report, listed
 
-    def _listed(self, chain: Chain, report: RetentionReport) -> _Listed | None:
+    def _list_chain(self, chain: Chain, report: RetentionReport) -> _ListedChain | None:
         """List a chain; None if a document cannot be read: nothing of the chain is touched."""
         try:
             document, floor = self._documents.read_chain(chain), self._documents.read_floor(chain)
@@ -310,9 +311,9 @@ class Retention:
             report.failures.append(Failure.of(f"retention of {chain}", error, chain))
             return None
         begins = document.first if document else 1
-        return _Listed(chain, self._store.table(chain), floor or 1, max(begins, floor or 1))
+        return _ListedChain(chain, self._store.table(chain), floor or 1, max(begins, floor or 1))
 
-    def _delete(self, each: _Listed, limit: int, check: Callable[[], None], report: RetentionReport) -> None:
+    def _delete(self, each: _ListedChain, limit: int, check: Callable[[], None], report: RetentionReport) -> None:
         deleted = 0
         for segment in each.below(limit):
             check()
@@ -327,7 +328,7 @@ class Retention:
         if deleted:
             log.info("segments expired", action="segments_expired", segments=deleted, **each.chain.log_context())
 
-    def _useless(
+    def _find_captures(
         self, chains: Sequence[Chain], floors: Mapping[Chain, int], report: RetentionReport
     ) -> list[CaptureRef]:
         """Return captures of incarnations in which a floor was raised; the lowest floor of the partitions counts."""
@@ -336,7 +337,7 @@ class Retention:
             floor = min(floors[chain] for chain in chains if chain.incarnation == first.incarnation)
             try:
                 for kind in CAPTURES:
-                    found += useless(self._captures.ls(first, kind), floor)
+                    found += unneeded_captures(self._captures.list_captures(first, kind), floor)
             except FloeError as error:
                 report.failures.append(Failure.of(f"captures of {first}", error, first))
         return found

@@ -28,20 +28,20 @@ from common.errors import DataError, FloeError, SegmentCorrupt
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import ObjectInfo
-from common.segments.documents import ChainStore, SnapshotRef, carry_late, list_snapshots
+from common.segments.documents import ChainStore, SnapshotRef, late_rows_remedies, list_snapshots
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.segments.table import WINDOW, SegmentTable
+from common.segments.table import WINDOW_SEGMENTS, SegmentTable
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, cover
-from compaction.compare import Keeper, prove_by_reading
+from compaction.compare import DeletionProof, prove_by_reading
 from compaction.failures import Failure
-from compaction.merge import Merged, merge
-from compaction.plan import Block, Output, Planner, Waiting, blocks, overlapping, unite
+from compaction.merge import MergedSegment, merge
+from compaction.plan import Block, Output, Planner, WaitingSegments, blocks, unite, unsuperseded_overlaps
 from compaction.retention import Retention, RetentionReport
-from compaction.spark import ItemsDone
-from compaction.supersede import Reported, Supersession, contained, made_by
-from compaction.tombstones import TombstoneIndex, Tombstones, outdated
+from compaction.spark import ItemLog
+from compaction.supersede import KnownFailures, Supersession, find_supersessions, supersession_of_merge
+from compaction.tombstones import TombstoneIndex, TombstoneStore, outdated_snapshots
 
 if TYPE_CHECKING:
     from common.settings.root import LevelSettings
@@ -51,12 +51,12 @@ log = get_logger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-LISTINGS_AT_ONCE = 8
-DELETED_TOGETHER = 256  # segments that one task proves and deletes; each task reads the sequences of those that stay
-DELETED_IN_A_ROW = 8  # by one thread: handing one to a thread costs more than deleting it from a folder
-SEGMENTS_OF_A_TOMBSTONE = 10_000  # about 1 MB
-BATCH = 30_000  # segments that one batch of merges and proofs reads at least, if there are as many
-ROUNDS = 3  # rounds of planning at most, repeated because of segments that were damaged or gone
+CONCURRENT_LISTINGS = 8
+SEGMENTS_PER_DELETION = 256  # that one task proves and deletes; each task reads the sequences of those that stay
+SEGMENTS_PER_THREAD = 8  # that one thread deletes: handing one to a thread costs more than deleting it from a folder
+SEGMENTS_PER_TOMBSTONE = 10_000  # about 1 MB
+BATCH_SEGMENTS = 30_000  # segments that one batch of merges and proofs reads at least, if there are as many
+PLANNING_ROUNDS = 3  # rounds of planning at most, repeated because of segments that were damaged or gone
 
 
 class Runner(Protocol):
@@ -67,7 +67,7 @@ class Runner(Protocol):
 
 
 #: Single segments with a row that their containing segments lack, each with the failure of its proof.
-Late = list[tuple[Supersession, Failure]]
+LateSegments = list[tuple[Supersession, Failure]]
 Deleted = tuple[list[SegmentRef], list[Failure]]
 
 
@@ -80,41 +80,41 @@ class LocalRunner:
         self._store, self._clock, self._check = store, clock or SystemClock(), check
 
     def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
-        results, said = [], ItemsDone(work.__name__, items, self._clock)
-        with closing(said):
+        results, item_log = [], ItemLog(work.__name__, items, self._clock)
+        with closing(item_log):
             for number, item in enumerate(items):
                 self._check()
                 results.append(work(self._store, item))
-                said.done(number)
+                item_log.add_done(number)
         return results
 
 
-def merge_one(store: SegmentStore, output: Output) -> Merged | Failure:
+def merge_output(store: SegmentStore, output: Output) -> MergedSegment | Failure:
     clock = SystemClock()
     began = clock.monotonic()
     try:
         merged = merge(store, output)
     except FloeError as error:
-        what = f"merge of {output.coverage} of {output.chain} to level {output.level}"
-        return Failure.of(what, error, output.chain)
+        work = f"merge of {output.coverage} of {output.chain} to level {output.level}"
+        return Failure.of(work, error, output.chain)
     done = {"rows": merged.rows, "stored_bytes": merged.ref.size, "seconds": round(clock.monotonic() - began, 3)}
     log.info("segment merged", action="segment_merged", **output.log_context(), **done)
     return merged
 
 
-def prove_one(store: SegmentStore, supersession: Supersession) -> Failure | None:
+def prove_rows(store: SegmentStore, supersession: Supersession) -> Failure | None:
     try:
         prove_by_reading(store, supersession)
     except FloeError as error:
-        return unproved(store, supersession, error)
+        return proof_failure(store, supersession, error)
     return None
 
 
-def unproved(store: SegmentStore, supersession: Supersession, error: FloeError) -> Failure:
+def proof_failure(store: SegmentStore, supersession: Supersession, error: FloeError) -> Failure:
     """Return the failure of a proof, with the superseding segments that are damaged in the store."""
     chain, last = supersession.superseded[0].chain, supersession.superseding[-1]
-    what = f"proof of {chain}: {len(supersession.superseded)} segments by {last.name} of level {last.level}"
-    failure = Failure.of(what, error, chain)
+    work = f"proof of {chain}: {len(supersession.superseded)} segments by {last.name} of level {last.level}"
+    failure = Failure.of(work, error, chain)
     if not isinstance(error, SegmentCorrupt):
         return failure
     return replace(failure, damaged=frozenset(s.key for s in supersession.superseding if not store.is_intact(s)))
@@ -122,14 +122,14 @@ def unproved(store: SegmentStore, supersession: Supersession, error: FloeError) 
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Segments to delete, ascending, because of those that stay. `prove`: only after their rows were found in these."""
+    """Segments to delete, ascending. `needs_proof`: only after their rows were found in the superseding ones."""
 
-    going: Sequence[SegmentRef]
-    staying: Sequence[SegmentRef]
-    prove: bool
+    superseded: Sequence[SegmentRef]
+    superseding: Sequence[SegmentRef]
+    needs_proof: bool
 
 
-def delete_some(store: SegmentStore, deletion: Deletion, check: Callable[[], None] = lambda: None) -> Deleted:
+def delete_superseded(store: SegmentStore, deletion: Deletion, check: Callable[[], None] = lambda: None) -> Deleted:
     """Delete the segments. Return those that were deleted, ascending, and the failures of those that stay.
 
     `check`: called before each proof, raises if the run is to stop.
@@ -137,7 +137,7 @@ def delete_some(store: SegmentStore, deletion: Deletion, check: Callable[[], Non
     deleted: list[SegmentRef] = []
     failures: list[Failure] = []
 
-    def succeeds(step: Callable[[SegmentRef], None], segment: SegmentRef) -> bool:
+    def try_step(step: Callable[[SegmentRef], None], segment: SegmentRef) -> bool:
         try:
             step(segment)
             return True
@@ -148,14 +148,14 @@ def delete_some(store: SegmentStore, deletion: Deletion, check: Callable[[], Non
     def is_proved(segment: SegmentRef) -> bool:
         check()
         failpoint("compaction.delete_some")
-        return not deletion.prove or succeeds(keeper.check, segment)
+        return not deletion.needs_proof or try_step(proof.check, segment)
 
     def delete(group: Sequence[SegmentRef]) -> list[SegmentRef]:
-        return [segment for segment in group if succeeds(store.delete, segment)]
+        return [segment for segment in group if try_step(store.delete, segment)]
 
-    with closing(Keeper(store, deletion.staying)) as keeper:
+    with closing(DeletionProof(store, deletion.superseding)) as proof:
         # A few are deleted as soon as they are proved: the next run need not repeat the proofs of a stopped one.
-        for gone in _at_once(delete, _grouped(filter(is_proved, deletion.going), DELETED_IN_A_ROW)):
+        for gone in _in_parallel(delete, _batched(filter(is_proved, deletion.superseded), SEGMENTS_PER_THREAD)):
             deleted += gone
     return deleted, failures
 
@@ -170,47 +170,49 @@ class Selection:
     level: int | None = None
     incarnation: int | None = None
 
-    def takes(self, chain: Chain) -> bool:
+    def includes(self, chain: Chain) -> bool:
         """True if a chain of the selected site and feed is selected."""
         return self.incarnation in (None, chain.incarnation) and self.partition in (None, chain.partition)
 
 
 @dataclass(slots=True)
-class Report:
-    """Result of a run. `told`: those of `failures` that an earlier run has reported. `looked_at`: the number of chains,
-    and of levels of the policy; `waiting`: the segments that it left unmerged, by chain and level.
+class RunReport:
+    """Result of a run. `known_failures`: those of `failures` that an earlier run has reported. `chain_count`,
+    `level_count`: the numbers of selected chains, and of levels of the policy; `waiting`: the segments that it left
+    unmerged, by chain and level.
     """
 
-    looked_at: tuple[int, int] = field(default=(0, 0), init=False, compare=False)
-    waiting: dict[tuple[Chain, int], Waiting] = field(default_factory=dict, init=False, compare=False)
-    retained: RetentionReport = field(default_factory=RetentionReport)
-    merged: list[Merged] = field(default_factory=list)
+    chain_count: int = field(default=0, init=False, compare=False)
+    level_count: int = field(default=0, init=False, compare=False)
+    waiting: dict[tuple[Chain, int], WaitingSegments] = field(default_factory=dict, init=False, compare=False)
+    retention: RetentionReport = field(default_factory=RetentionReport)
+    merged: list[MergedSegment] = field(default_factory=list)
     tombstones: list[str] = field(default_factory=list)
     deleted: SegmentTable = field(default_factory=SegmentTable)
     pruned: list[SnapshotRef] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    told: list[Failure] = field(default_factory=list)
+    known_failures: list[Failure] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class ChainSurvey:
-    """The work to do in one chain, or in one window of it. `in_use`: keys of segments that contain some of `leftovers`
-    and that an earlier survey of the same listing merges. `going`, `outdated`: segments and snapshots that may be
-    deleted now; `waiting`: the segments that are not merged yet, for each policy; only a preview fills these.
+    """The work to do in one chain, or in one window of it. `in_use`: keys of segments that contain some of `unproved`
+    and that an earlier survey of the same listing merges. `deletable`, `snapshots`: segments and snapshots that may
+    be deleted now; `waiting`: the segments that are not merged yet, for each policy; only a preview fills these.
     """
 
     chain: Chain
     outputs: tuple[Output, ...] = ()
-    leftovers: tuple[Supersession, ...] = ()
+    unproved: tuple[Supersession, ...] = ()
     problems: tuple[Failure, ...] = ()
     in_use: frozenset[str] = frozenset()
-    going: tuple[SegmentRef, ...] = ()
-    outdated: tuple[SnapshotRef, ...] = ()
-    waiting: tuple[Waiting, ...] = ()
+    deletable: tuple[SegmentRef, ...] = ()
+    snapshots: tuple[SnapshotRef, ...] = ()
+    waiting: tuple[WaitingSegments, ...] = ()
 
     @property
     def segments(self) -> int:
-        return sum(len(o.inputs) for o in self.outputs) + sum(len(s.superseded) for s in self.leftovers)
+        return sum(len(o.inputs) for o in self.outputs) + sum(len(s.superseded) for s in self.unproved)
 
 
 class Compaction:
@@ -230,76 +232,76 @@ class Compaction:
         runner: Runner,
         *,
         prove_deletions: bool = True,
-        window: int = WINDOW,
-        batch: int = BATCH,
+        window: int = WINDOW_SEGMENTS,
+        batch: int = BATCH_SEGMENTS,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._policies, self._grace = store, policies, grace
         self._runner, self._window, self._batch, self._check = runner, window, batch, check
         self._prove_deletions = prove_deletions
         self._chains = ChainStore(store.objects, store.layout)
-        self._tombstones = Tombstones(store.objects, store.layout)
-        self.reported = Reported(store.objects, store.layout)
-        self._report = Report()
+        self._tombstones = TombstoneStore(store.objects, store.layout)
+        self.known_failures = KnownFailures(store.objects, store.layout)
+        self._report = RunReport()
 
-    def run(self, selection: Selection, retention: Retention | None = None) -> Report:
+    def run(self, selection: Selection, retention: Retention | None = None) -> RunReport:
         """Do all work that is due. Raises the errors of the store if it cannot even be listed.
 
         `retention`: None: only merged segments are deleted; likewise without a grace, and for parts of feeds.
         """
-        chains = self._selected(selection)
-        self._report = Report()
-        self._report.looked_at = len(chains), len(self._chosen(selection))
+        chains = self._select(selection)
+        self._report = RunReport()
+        self._report.chain_count, self._report.level_count = len(chains), len(self._select_policies(selection))
         if retention is not None and self._may_expire(selection):
-            now, retained = self._tombstones.now(), self._report.retained
-            for each in _at_once(lambda feed: retention.apply(feed, now, self._check), _feeds(chains)):
+            now, retained = self._tombstones.now(), self._report.retention
+            for each in _in_parallel(lambda feed: retention.apply(feed, now, self._check), _by_feed(chains)):
                 retained.absorb(each)
             self._report.failures += retained.failures
-        damaged = self._work(chains, selection, frozenset())
+        damaged = self._plan_and_merge(chains, selection, frozenset())
         if self._grace is not None:
             found = self._delete(chains, self._grace)
             if found - damaged:
                 # The inputs of a damaged output still exist: merging them again repairs it.
-                self._work(chains, selection, damaged | found)
+                self._plan_and_merge(chains, selection, damaged | found)
             self._prune(chains, self._grace)
         self._report.failures = list(dict.fromkeys(self._report.failures))
         # A run over one level does not see the problems of the other levels.
-        self._remember(chains if selection.level is None else [])
+        self._split_known_failures(chains if selection.level is None else [])
         failpoint("compaction.done")
         return self._report
 
-    def _work(self, chains: Sequence[Chain], selection: Selection, damaged: frozenset[str]) -> frozenset[str]:
+    def _plan_and_merge(self, chains: Sequence[Chain], selection: Selection, damaged: frozenset[str]) -> frozenset[str]:
         """Plan, merge, prove and tombstone; repeat if segments were gone or damaged. Return all damaged keys."""
-        for round_number in range(1, ROUNDS + 1):
+        for round_number in range(1, PLANNING_ROUNDS + 1):
             now, failures = self._tombstones.now(), []
             for surveys in self._batches(chains, selection, now, damaged):
                 self._check()
                 outputs = [output for survey in surveys for output in survey.outputs]
-                late, failed = self._merge(outputs, [left for survey in surveys for left in survey.leftovers])
+                late, failed = self._merge(outputs, [left for survey in surveys for left in survey.unproved])
                 in_use = {s.key for o in outputs for s in o.inputs}.union(*(s.in_use for s in surveys))
                 failures += [problem for survey in surveys for problem in survey.problems]
                 failures += failed + self._unite(late, in_use)
-            self._report.failures += [f for f in failures if not f.is_stale or round_number == ROUNDS]
+            self._report.failures += [f for f in failures if not f.is_stale or round_number == PLANNING_ROUNDS]
             found = frozenset(key for failure in failures for key in failure.damaged)
             if not any(f.is_stale for f in failures) and found <= damaged:
                 break
             damaged |= found
-            log.info("planning again", action="plan_again", failures=len(failures), damaged=len(damaged))
+            log.info("planning repeated", action="planning_repeated", failures=len(failures), damaged=len(damaged))
         return damaged
 
     # List and plan
 
-    def _selected(self, selection: Selection) -> list[Chain]:
+    def _select(self, selection: Selection) -> list[Chain]:
         chains = self._chains.chains(selection.site, selection.feed)
-        return [chain for chain in chains if selection.takes(chain)]
+        return [chain for chain in chains if selection.includes(chain)]
 
     def _batches(
         self, chains: Sequence[Chain], selection: Selection, now: float, damaged: frozenset[str]
     ) -> Iterator[list[ChainSurvey]]:
         batch: list[ChainSurvey] = []
         count = 0
-        for chain, listed in zip(chains, _at_once(self._listed, chains), strict=True):
-            waiting = self._waiting(chain, selection, now or listed.segments.newest)
+        for chain, listed in zip(chains, _in_parallel(self._list_chain, chains), strict=True):
+            waiting = self._new_waiting(chain, selection, now or listed.segments.newest)
             for survey in self._survey(chain, listed, waiting, damaged):
                 batch.append(survey)
                 count += survey.segments
@@ -310,10 +312,10 @@ class Compaction:
             self._report.waiting.update({(chain, each.policy.from_): each for each in waiting if each.segments})
         yield batch
 
-    def _waiting(self, chain: Chain, selection: Selection, now: float) -> tuple[Waiting, ...]:
-        return tuple(Waiting(chain, policy, now) for policy in self._chosen(selection))
+    def _new_waiting(self, chain: Chain, selection: Selection, now: float) -> tuple[WaitingSegments, ...]:
+        return tuple(WaitingSegments(chain, policy, now) for policy in self._select_policies(selection))
 
-    def _listed(self, chain: Chain) -> TombstoneIndex:
+    def _list_chain(self, chain: Chain) -> TombstoneIndex:
         listed = self._index(chain, self._store.table(chain), self._tombstones.names(chain))
         failpoint("compaction.list")
         return listed
@@ -328,29 +330,29 @@ class Compaction:
                 index.problems.append(replace(Failure.of(f"tombstones of {chain}", error, chain), suspects=(info.key,)))
         return index
 
-    def _chosen(self, selection: Selection) -> list[LevelSettings]:
+    def _select_policies(self, selection: Selection) -> list[LevelSettings]:
         return [policy for policy in self._policies if selection.level in (None, policy.from_)]
 
     def _survey(
-        self, chain: Chain, listed: TombstoneIndex, waiting: Sequence[Waiting], damaged: frozenset[str]
+        self, chain: Chain, listed: TombstoneIndex, waiting: Sequence[WaitingSegments], damaged: frozenset[str]
     ) -> Iterator[ChainSurvey]:
-        segments, buried = listed.segments, listed.buried()
+        segments, buried = listed.segments, listed.superseded_mask()
         planners = [Planner(each.policy, each.now, each) for each in waiting]
         held: list[list[Supersession]] = []
-        until = max((planner.old for planner in planners), default=0.0)
+        until = max((planner.old_before for planner in planners), default=0.0)
         merged: set[str] = set()  # inputs of the merges so far that contain a segment in `held`
         for window in segments.windows(self._window):
-            found = list(blocks(ref for ref in segments.refs(window) if ref.key not in damaged))
+            found = list(blocks(ref for ref in segments.iter_refs(window) if ref.key not in damaged))
             # Nearly all segments overlap no other and need no comparison: only the rest is compared.
             several = [block for block in found if len(block) > 1]
             outputs = unite(self._late(several), until)
             taken = {s.key for output in outputs for s in output.inputs}
             outputs += [o for planner in planners for o in planner.add(found, taken)]
             condemned = {segments[place].key for places in window for place in places if buried[place]}
-            held.append(contained([s for block in several for s in block if s.key not in condemned]))
+            held.append(find_supersessions([s for block in several for s in block if s.key not in condemned]))
             # A segment that an input of a merge contains waits for that merge: see `_unite`. So it is held back, with
             # all of its window, while a group is open that a later window may turn into an output.
-            open_ = {ref.key for planner in planners for ref in planner.open}
+            open_ = {ref.key for planner in planners for ref in planner.open_segments}
             ready = tuple(s for each in held if not _is_in(open_, each) for s in each)
             held = [each for each in held if _is_in(open_, each)]
             in_use = frozenset(merged)
@@ -365,35 +367,35 @@ class Compaction:
 
     def _late(self, found: Iterable[Block]) -> Iterator[list[SegmentRef]]:
         """Yield groups of segments that overlap in part: one that had not read some rows, with those that have them."""
-        for block in overlapping(found):
+        for block in unsuperseded_overlaps(found):
             for stretch in cover(block, 1):
                 # Unreadable or forked segments are reported at their merge or verification.
                 with suppress(DataError), open_stretch(self._store, stretch, refs=block) as reader:
-                    others = {part.segment.key: part.segment for part in reader.late()}
+                    others = {part.segment.key: part.segment for part in reader.late_parts()}
                     if others:
                         yield [stretch.segment, *others.values()]
 
     # Merge
 
-    def _merge(self, outputs: Sequence[Output], leftovers: Sequence[Supersession]) -> tuple[Late, list[Failure]]:
-        """Make `outputs`, the largest first; prove them and `leftovers`. Return the late segments and the failures."""
+    def _merge(self, outputs: Sequence[Output], unproved: Sequence[Supersession]) -> tuple[LateSegments, list[Failure]]:
+        """Make `outputs`, the largest first; prove them and `unproved`. Return the late segments and the failures."""
         supersessions: list[Supersession] = []
         failures: list[Failure] = []
         if outputs:
-            log.info("merging", action="merge_started", outputs=len(outputs), bytes=sum(o.size for o in outputs))
+            log.info("merges started", action="merge_started", outputs=len(outputs), bytes=sum(o.size for o in outputs))
             outputs = sorted(outputs, key=lambda o: o.size, reverse=True)
-        for output, result in zip(outputs, self._runner.map(merge_one, outputs) if outputs else (), strict=True):
+        for output, result in zip(outputs, self._runner.map(merge_output, outputs) if outputs else (), strict=True):
             if isinstance(result, Failure):
                 failures.append(result)
                 continue
             self._report.merged.append(result)
-            supersessions.append(made_by(result.ref, output.inputs))
+            supersessions.append(supersession_of_merge(result.ref, output.inputs))
             if result.late is not None:
-                failures.append(_came_late(result.ref, *result.late))
-        late, refused = self._prove([*supersessions, *leftovers])
+                failures.append(_late_rows_failure(result.ref, *result.late))
+        late, refused = self._prove([*supersessions, *unproved])
         return late, failures + refused
 
-    def _unite(self, late: Late, in_use: AbstractSet[str]) -> list[Failure]:
+    def _unite(self, late: LateSegments, in_use: AbstractSet[str]) -> list[Failure]:
         """Merge late segments that have rows of their own with the segments that contain them, and prove it.
 
         `in_use`: keys of inputs of this round's merges. A segment that one of these contains waits for the next round:
@@ -412,19 +414,19 @@ class Compaction:
 
     # Prove and tombstone
 
-    def _prove(self, supersessions: list[Supersession]) -> tuple[Late, list[Failure]]:
+    def _prove(self, supersessions: list[Supersession]) -> tuple[LateSegments, list[Failure]]:
         """Write tombstones for those that hold. Return the late segments, and the failures of the others."""
         failpoint("compaction.verify")
-        late: Late = []
+        late: LateSegments = []
         refused: list[Failure] = []
         while supersessions:
             self._check()
             doubtful: list[Supersession] = []
-            for supersession, failure in zip(supersessions, self._runner.map(prove_one, supersessions), strict=True):
-                count, is_contained = len(supersession.superseded), not supersession.exact
+            for supersession, failure in zip(supersessions, self._runner.map(prove_rows, supersessions), strict=True):
+                count, is_contained = len(supersession.superseded), not supersession.is_exact
                 if failure is None:
                     # Only now: all rows of the segments that the tombstone names were found in the superseding ones.
-                    for part in supersession.parts(SEGMENTS_OF_A_TOMBSTONE):
+                    for part in supersession.parts(SEGMENTS_PER_TOMBSTONE):
                         self._report.tombstones.append(self._tombstones.put(part))
                         failpoint("compaction.tombstone")
                 elif is_contained and count > 1 and _is_about_rows(failure):
@@ -447,41 +449,41 @@ class Compaction:
         failpoint("compaction.grace")
         damaged: set[str] = set()
         waiting: list[Deletion] = []
-        for due, failures in _at_once(lambda chain: self._due(chain, now, grace), chains):
+        for due, failures in _in_parallel(lambda chain: self._find_due(chain, now, grace), chains):
             self._report.failures += failures
             damaged.update(key for failure in failures for key in failure.damaged)
             waiting += due
-            if len(waiting) * DELETED_TOGETHER >= self._batch:
+            if len(waiting) * SEGMENTS_PER_DELETION >= self._batch:
                 self._delete_proved(waiting)
                 waiting.clear()
         self._delete_proved(waiting)
         return frozenset(damaged)
 
-    def _due(self, chain: Chain, now: float, grace: float) -> tuple[list[Deletion], list[Failure]]:
+    def _find_due(self, chain: Chain, now: float, grace: float) -> tuple[list[Deletion], list[Failure]]:
         due: list[Deletion] = []
         failures: list[Failure] = []
         if names := self._tombstones.names(chain):
             index = self._index(chain, self._store.table(chain), names)
             for stone in index.deletable(now, grace):
                 if damaged := [s for s in stone.superseding if not self._store.is_intact(s)]:
-                    failures += [_not_intact(s) for s in damaged]
+                    failures += [_not_intact_failure(s) for s in damaged]
                 else:
-                    going = _grouped(sorted(stone.superseded, key=lambda s: s.coverage), DELETED_TOGETHER)
-                    due += [Deletion(group, stone.superseding, self._prove_deletions) for group in going]
-            for key in index.done():
+                    groups = _batched(sorted(stone.superseded, key=lambda s: s.coverage), SEGMENTS_PER_DELETION)
+                    due += [Deletion(group, stone.superseding, self._prove_deletions) for group in groups]
+            for key in index.finished_keys():
                 self._store.objects.delete(key)
         return due, failures
 
     def _delete_proved(self, deletions: Sequence[Deletion]) -> None:
         # For a few, starting Spark takes longer than the work.
-        is_much = sum(len(each.going) for each in deletions) > DELETED_TOGETHER
+        is_much = sum(len(each.superseded) for each in deletions) > SEGMENTS_PER_DELETION
         runner = self._runner if is_much else LocalRunner(self._store, check=self._check)
         counts: Counter[Chain] = Counter()
 
         def delete_here(store: SegmentStore, deletion: Deletion) -> Deleted:
-            return delete_some(store, deletion, self._check)
+            return delete_superseded(store, deletion, self._check)
 
-        work = delete_here if isinstance(runner, LocalRunner) else delete_some
+        work = delete_here if isinstance(runner, LocalRunner) else delete_superseded
         for deleted, failures in runner.map(work, deletions) if deletions else ():
             self._report.deleted.extend(deleted)
             self._report.failures += failures
@@ -493,12 +495,12 @@ class Compaction:
 
     def _prune(self, chains: Sequence[Chain], grace: float) -> None:
         now = self._tombstones.now()
-        for pruned, failures in _at_once(lambda chain: self._prune_in(chain, now, grace), chains):
+        for pruned, failures in _in_parallel(lambda chain: self._prune_in(chain, now, grace), chains):
             self._report.pruned += pruned
             self._report.failures += failures
 
     def _prune_in(self, chain: Chain, now: float, grace: float) -> tuple[list[SnapshotRef], list[Failure]]:
-        due, failures = self._outdated(chain, now, grace)
+        due, failures = self._find_outdated(chain, now, grace)
         pruned: list[SnapshotRef] = []
         try:
             for ref in due:
@@ -511,12 +513,12 @@ class Compaction:
             log.info("snapshots pruned", action="snapshots_pruned", **chain.log_context(), snapshots=len(pruned))
         return pruned, failures
 
-    def _outdated(self, chain: Chain, now: float, grace: float) -> tuple[list[SnapshotRef], list[Failure]]:
+    def _find_outdated(self, chain: Chain, now: float, grace: float) -> tuple[list[SnapshotRef], list[Failure]]:
         try:
             refs = list_snapshots(self._store.objects, self._store.layout, chain)
         except FloeError as error:
             return [], [Failure.of(f"snapshots of {chain}", error)]
-        return outdated(refs, now or max((ref.modified for ref in refs), default=0.0), grace), []
+        return outdated_snapshots(refs, now or max((ref.modified for ref in refs), default=0.0), grace), []
 
     def _may_expire(self, selection: Selection) -> bool:
         return self._grace is not None and {selection.partition, selection.level, selection.incarnation} == {None}
@@ -527,63 +529,63 @@ class Compaction:
         """Return the work that a run would begin with, chain by chain, all of it in memory. It writes nothing.
         `expired`: keys of segments that the run's retention would have deleted before.
         """
-        now = self._tombstones.now_read()  # 0.0: unknown; the newest object of each chain gives the time
-        return list(_at_once(lambda chain: self._foretold(chain, selection, now, expired), self._selected(selection)))
+        now = self._tombstones.now_without_write()  # 0.0: unknown; the newest object of each chain gives the time
+        return list(_in_parallel(lambda chain: self._preview(chain, selection, now, expired), self._select(selection)))
 
     def preview_retention(self, selection: Selection, retention: Retention | None) -> RetentionReport:
         """Return the report of the deletions that retention would make in a run; nothing is written."""
         found = RetentionReport()
         if retention is not None and self._may_expire(selection):
-            now = self._tombstones.now_read()
-            for each in _at_once(lambda feed: retention.preview(feed, now), _feeds(self._selected(selection))):
+            now = self._tombstones.now_without_write()
+            for each in _in_parallel(lambda feed: retention.preview(feed, now), _by_feed(self._select(selection))):
                 found.absorb(each)
         return found
 
-    def _foretold(self, chain: Chain, selection: Selection, now: float, expired: frozenset[str]) -> ChainSurvey:
-        listed = self._listed(chain)
-        waiting = self._waiting(chain, selection, now or listed.segments.newest)
+    def _preview(self, chain: Chain, selection: Selection, now: float, expired: frozenset[str]) -> ChainSurvey:
+        listed = self._list_chain(chain)
+        waiting = self._new_waiting(chain, selection, now or listed.segments.newest)
         surveys = list(self._survey(chain, listed, waiting, expired))
         outputs = tuple(output for survey in surveys for output in survey.outputs)
-        leftovers = tuple(leftover for survey in surveys for leftover in survey.leftovers)
-        found = ChainSurvey(chain, outputs, leftovers, tuple(listed.problems), waiting=waiting)
+        unproved = tuple(leftover for survey in surveys for leftover in survey.unproved)
+        found = ChainSurvey(chain, outputs, unproved, tuple(listed.problems), waiting=waiting)
         if self._grace is None:
             return found
-        deletable = listed.deletable(now or listed.segments.newest, self._grace)
-        going = tuple(segment for each in deletable for segment in each.superseded)
-        snapshots, failures = self._outdated(chain, now, self._grace)
-        return replace(found, problems=(*found.problems, *failures), going=going, outdated=tuple(snapshots))
+        due = listed.deletable(now or listed.segments.newest, self._grace)
+        deletable = tuple(segment for each in due for segment in each.superseded)
+        snapshots, failures = self._find_outdated(chain, now, self._grace)
+        return replace(found, problems=(*found.problems, *failures), deletable=deletable, snapshots=tuple(snapshots))
 
-    def _remember(self, chains: Sequence[Chain]) -> None:
+    def _split_known_failures(self, chains: Sequence[Chain]) -> None:
         """Separate failures that were reported before from new ones; if the records cannot be read, all are new."""
         report = self._report
         try:
-            report.told = self.reported.told(report.failures)
-            self.reported.remember(chains, report.failures)
+            report.known_failures = self.known_failures.known(report.failures)
+            self.known_failures.update(chains, report.failures)
         except FloeError as error:
             report.failures.append(Failure.of("memory of what was told", error))
 
 
-def _at_once(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield the result of `work` for each item, in order, several in parallel: it mostly waits for the store.
 
     At most as many results are held as items are processed at once.
     """
-    with ThreadPoolExecutor(LISTINGS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(CONCURRENT_LISTINGS) as pool:
         running: deque[Future[R]] = deque()
         for item in items:
             running.append(pool.submit(work, item))
-            if len(running) >= LISTINGS_AT_ONCE:
+            if len(running) >= CONCURRENT_LISTINGS:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
 
 
-def _grouped(items: Iterable[T], size: int) -> Iterator[list[T]]:
+def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
     rest = iter(items)
     return iter(lambda: list(islice(rest, size)), [])
 
 
-def _feeds(chains: Sequence[Chain]) -> list[list[Chain]]:
+def _by_feed(chains: Sequence[Chain]) -> list[list[Chain]]:
     """Return `chains`, ascending, grouped by feed."""
     return [list(group) for _, group in groupby(chains, key=lambda chain: (chain.site, chain.feed))]
 
@@ -596,17 +598,17 @@ def _is_about_rows(failure: Failure) -> bool:
     return failure.exit_code == DataError.exit_code and not failure.damaged and not failure.is_stale
 
 
-def _came_late(ref: SegmentRef, count: int, rows: SequenceRange) -> Failure:
+def _late_rows_failure(ref: SegmentRef, count: int, rows: SequenceRange) -> Failure:
     error = DataError(
         f"{count} rows of {rows} came with a segment that was put later than one that had not read them; "
         "they are united now; a target whose position was behind them when they came does not hold them",
-        hint=carry_late(ref.chain, rows),
+        hint=late_rows_remedies(ref.chain, rows),
         code="E-LATE-ROWS",
     )
     return Failure.of(f"merge of {ref.coverage} of {ref.chain}", error, ref.chain)
 
 
-def _not_intact(segment: SegmentRef) -> Failure:
+def _not_intact_failure(segment: SegmentRef) -> Failure:
     error = DataError(
         f"segment {segment.key} replaces others and does not read back as its name says",
         hint="nothing that it replaces was deleted; those are merged again",

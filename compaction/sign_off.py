@@ -2,8 +2,8 @@
 
     {prefix}/_floe/verify/site=…/…/partition={n}/{shallow,deep}.json
 
-A sign-off holds a mark of 8 bytes for each segment that was checked and is part of no problem: a hash of its key, its
-size and its modification time at the store. So a segment that is stored later, merged into another level, or
+A sign-off holds a fingerprint of 8 bytes for each segment that was checked and is part of no problem: a hash of its
+key, its size and its modification time at the store. So a segment that is stored later, merged into another level, or
 overwritten under the same name is new, for any sequences and however late it arrives. The object is written last, after
 all of a chain was read, and only over the version that the run itself had found.
 """
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.chain import Chain
-from common.documents import JsonForm
+from common.documents import JsonCodec
 from common.errors import OutcomeUnknown
 from common.failpoints import failpoint
 from common.logs import get_logger
@@ -30,8 +30,8 @@ from common.segments.segment import SegmentRef
 
 log = get_logger(__name__)
 
-MAX_BYTES = 32 << 20  # about 3,000,000 segments
-MARK_BYTES = 8
+SIGN_OFF_MAX_BYTES = 32 << 20  # about 3,000,000 segments
+FINGERPRINT_BYTES = 8
 
 
 class _SignOffWire(msgspec.Struct, frozen=True, tag_field="format_version", tag=1):
@@ -40,35 +40,35 @@ class _SignOffWire(msgspec.Struct, frozen=True, tag_field="format_version", tag=
     marks: bytes
 
 
-_SIGN_OFF = JsonForm(_SignOffWire)
+_SIGN_OFF = JsonCodec(_SignOffWire)
 
 
-def mark(ref: SegmentRef) -> int:
+def fingerprint(ref: SegmentRef) -> int:
     """Return 64 bits of a hash over the listed key, size and modification time of a segment."""
     text = f"{ref.key}\n{ref.size}\n{ref.modified!r}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=MARK_BYTES).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_BYTES).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
 class SignOff:
     """Segments of one chain that earlier runs found sound. `end`: there is no problem up to this sequence, 0 if the
-    chain begins with one; `at`: time of writing, seconds since 1970 UTC by the store's clock; `marks`: ascending.
+    chain begins with one; `written_at`: seconds since 1970 UTC by the store's clock; `fingerprints`: ascending.
 
     `etag`: ETag of the object, None if there is no object yet. If the object is unreadable, no segment is signed off.
     """
 
     end: int = 0
-    at: float = 0.0
+    written_at: float = 0.0
     etag: str | None = None
-    marks: array[int] = field(default_factory=lambda: array("Q"))
+    fingerprints: array[int] = field(default_factory=lambda: array("Q"))
 
     def __contains__(self, ref: SegmentRef) -> bool:
-        wanted = mark(ref)
-        place = bisect_left(self.marks, wanted)
-        return place < len(self.marks) and self.marks[place] == wanted
+        wanted = fingerprint(ref)
+        place = bisect_left(self.fingerprints, wanted)
+        return place < len(self.fingerprints) and self.fingerprints[place] == wanted
 
 
-class SignOffs:
+class SignOffStore:
     """The sign-offs of one store, for deep or for shallow runs. They are separate: a shallow check signs nothing off
     for a deep run.
     """
@@ -80,30 +80,31 @@ class SignOffs:
         """Return the sign-off of `chain`; an empty one if there is none. An unreadable one is logged and counts as
         empty: all segments are read, and it is rewritten.
         """
-        key = self._layout.sign_off(chain, deep=self._deep)
+        key = self._layout.verify_result(chain, deep=self._deep)
         # ETag first, content second: a change between the two makes the next write fail, not this check.
-        if (info := self._objects.head(key)) is None or (raw := self._objects.get(key, length=MAX_BYTES + 1)) is None:
+        info, limit = self._objects.head(key), SIGN_OFF_MAX_BYTES + 1
+        if info is None or (raw := self._objects.get(key, length=limit)) is None:
             return SignOff()
         try:
-            if len(raw) > MAX_BYTES:
-                raise ValueError(f"expected at most {MAX_BYTES} bytes, found more")
+            if len(raw) > SIGN_OFF_MAX_BYTES:
+                raise ValueError(f"expected at most {SIGN_OFF_MAX_BYTES} bytes, found more")
             wire = _SIGN_OFF.decode(raw)
-            if wire.deep is not self._deep or len(wire.marks) % MARK_BYTES:
+            if wire.deep is not self._deep or len(wire.marks) % FINGERPRINT_BYTES:
                 raise ValueError(f"expected whole marks and deep: {self._deep}, found deep: {wire.deep}")
         except ValueError as error:
             log.warning("sign-off ignored", action="sign_off_ignored", key=key, error=str(error))
             return SignOff(etag=info.etag)
         return SignOff(wire.end, info.modified, info.etag, array("Q", wire.marks))
 
-    def write(self, chain: Chain, former: SignOff, end: int, marks: array[int]) -> bool:
-        """Sign `marks` off in place of `former`, and read the object back. Return False if another run has written
-        meanwhile, or if there are too many marks: the stored object then stays as it is. Raises the errors of the
+    def write(self, chain: Chain, former: SignOff, end: int, fingerprints: array[int]) -> bool:
+        """Sign `fingerprints` off in place of `former`, and read the object back. Return False if another run has
+        written meanwhile, or if there are too many: the stored object then stays as it is. Raises the errors of the
         store.
         """
-        key = self._layout.sign_off(chain, deep=self._deep)
-        body = _SIGN_OFF.encode(_SignOffWire(self._deep, end, _ascending(marks)))
-        if len(body) > MAX_BYTES:
-            log.warning("too many segments to sign off", action="sign_off_refused", key=key, segments=len(marks))
+        key = self._layout.verify_result(chain, deep=self._deep)
+        body = _SIGN_OFF.encode(_SignOffWire(self._deep, end, _ascending(fingerprints)))
+        if len(body) > SIGN_OFF_MAX_BYTES:
+            log.warning("sign-off skipped", action="sign_off_skipped", key=key, segments=len(fingerprints))
             return False
         failpoint("verify.sign_off")
         try:
@@ -112,15 +113,15 @@ class SignOffs:
             else:
                 self._objects.put_if_match(key, body, former.etag)
         except OutcomeUnknown as error:
-            log.warning("sign-off in doubt", action="sign_off_in_doubt", key=key, error=str(error))
+            log.warning("sign-off unconfirmed", action="sign_off_unconfirmed", key=key, error=str(error))
         return self._objects.get(key, length=len(body) + 1) == body
 
 
-def _ascending(marks: array[int]) -> bytes:
-    """Return the bytes of `marks` in ascending order; Arrow needs no Python integer for each."""
-    if not marks:
+def _ascending(fingerprints: array[int]) -> bytes:
+    """Return the bytes of `fingerprints` in ascending order; Arrow needs no Python integer for each."""
+    if not fingerprints:
         return b""
-    values = pa.Array.from_buffers(pa.uint64(), len(marks), [None, pa.py_buffer(marks)])
+    values = pa.Array.from_buffers(pa.uint64(), len(fingerprints), [None, pa.py_buffer(fingerprints)])
     ascending = values.take(pc.array_sort_indices(values))
     values_buffer = ascending.buffers()[1]
-    return b"" if values_buffer is None else values_buffer.to_pybytes()[: len(marks) * MARK_BYTES]
+    return b"" if values_buffer is None else values_buffer.to_pybytes()[: len(fingerprints) * FINGERPRINT_BYTES]

@@ -47,8 +47,8 @@ from common.segments.unread import open_stretch
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.settings.root import Settings
 from common.settings.types import is_subject
-from compaction.source_options import HEADERS_PARSED, ReadOptions, arranged, parse_options
-from compaction.spark import Batches, Spark, task_of
+from compaction.source_options import HEADERS_PARSED, ReadOptions, arrange_columns, parse_options
+from compaction.spark import Batches, Spark, make_task
 from compaction.stream import ArchiveStream, Positions
 
 _EVERY_ROW = RowFilter()
@@ -58,9 +58,9 @@ def read_stretch(
     store: SegmentStore,
     stretch: Stretch[SegmentRef],
     columns: Sequence[str] | None = None,
-    asked: RowFilter = _EVERY_ROW,
+    row_filter: RowFilter = _EVERY_ROW,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of `stretch` that match `asked`, in order, with `columns` of the schema, or all. No batch is
+    """Yield the rows of `stretch` that match `row_filter`, in order, with `columns` of the schema, or all. No batch is
     empty.
 
     Includes the rows that others have of the segment's unread sequences (`common.segments.unread`). If the segment is
@@ -68,16 +68,16 @@ def read_stretch(
     (SegmentGone, SegmentCorrupt) if nothing else accounts for the rows.
     """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
-    read = [*{"sequence", *wanted, *asked.columns}]
+    read = [*{"sequence", *wanted, *row_filter.columns}]
     pending, avoided = [stretch], set[str]()
     while pending:
         now = pending.pop(0)
         position, last = now.rows.first, now.rows.last
         try:
-            with open_stretch(store, now, avoided=avoided) as reader:
-                for rows in reader.ranges(asked) if asked != _EVERY_ROW else [now.rows]:
+            with open_stretch(store, now, excluded=avoided) as reader:
+                for rows in reader.ranges(row_filter) if row_filter != _EVERY_ROW else [now.rows]:
                     for batch in reader.batches(rows, read):
-                        if (found := asked.selected(batch)).num_rows:
+                        if (found := row_filter.select(batch)).num_rows:
                             yield found.select(wanted)
                         position = batch.column("sequence")[-1].as_py() + 1
         except (SegmentGone, SegmentCorrupt):
@@ -98,25 +98,25 @@ def read_segment(
     store: SegmentStore,
     stretch: Stretch[SegmentRef],
     columns: Sequence[str] | None = None,
-    asked: RowFilter = _EVERY_ROW,
+    row_filter: RowFilter = _EVERY_ROW,
     *,
-    is_united: bool = False,
+    has_late_rows: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield rows as `read_stretch`, from the stretch's own segment only; with `is_united` also those that others have
-    of its unread sequences. Raises SegmentGone, SegmentCorrupt.
+    """Yield rows as `read_stretch`, from the stretch's own segment only; with `has_late_rows` also those that others
+    have of its unread sequences. Raises SegmentGone, SegmentCorrupt.
     """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
-    with open_stretch(store, stretch) if is_united else store.open(stretch.segment, rows=stretch.rows) as reader:
-        ranges = reader.ranges(asked) if asked != _EVERY_ROW else [stretch.rows]
+    with open_stretch(store, stretch) if has_late_rows else store.open(stretch.segment, rows=stretch.rows) as reader:
+        ranges = reader.ranges(row_filter) if row_filter != _EVERY_ROW else [stretch.rows]
         for rows in filter(None, (each.intersection(stretch.rows) for each in ranges)):
-            for batch in reader.batches(rows, [*{*wanted, *asked.columns}]):
-                if (found := asked.selected(batch)).num_rows:
+            for batch in reader.batches(rows, [*{*wanted, *row_filter.columns}]):
+                if (found := row_filter.select(batch)).num_rows:
                     yield found.select(wanted)
 
 
-_LISTINGS_AT_ONCE = 8
-_LISTINGS = 3  # listings at most: compaction may delete a listed segment
-_SMALL = 2**20  # bytes; a segment up to this size is fetched by one request, even for a part of it
+_CONCURRENT_LISTINGS = 8
+_LISTING_ATTEMPTS = 3  # listings at most: compaction may delete a listed segment
+_WHOLE_FETCH_BYTES = 2**20  # bytes; a segment up to this size is fetched by one request, even for a part of it
 
 
 def register(spark: SparkSession) -> None:
@@ -143,44 +143,45 @@ class FloeDataSource(DataSource):
 
     def reader(self, schema: types.StructType) -> DataSourceReader:  # noqa: ARG002
         options = self.read_options()
-        options.refuse(streams=False)
+        options.check_allowed(streams=False)
         return _FilteringReader(options) if options.pushdown else _Reader(options)
 
     def streamReader(self, schema: types.StructType) -> DataSourceStreamReader:  # noqa: ARG002, N802
         options = self.read_options()
-        options.refuse(streams=True)
+        options.check_allowed(streams=True)
         return _StreamReader(options)
 
 
-def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
+def make_source(settings: Settings, name: str) -> type[FloeDataSource]:
     """Return the same source under `name`, its store given in code: no secret is passed as a Spark option."""
 
-    class _Given(FloeDataSource):
+    class _ConfiguredSource(FloeDataSource):
         @classmethod
         def name(cls) -> str:
             return name
 
         def read_options(self) -> ReadOptions:
-            asked = parse_options({"url": settings.store.url, **self.options}, SystemClock().now())
-            return replace(asked, store=settings.store, spool_dir=settings.spool_dir)
+            options = parse_options({"url": settings.store.url, **self.options}, SystemClock().now())
+            return replace(options, store=settings.store, spool_dir=settings.spool_dir)
 
-    return _Given
+    return _ConfiguredSource
 
 
-def frame_of(
-    spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: Sequence[str] = (), *, is_united: bool = False
+def make_frame(
+    spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: Sequence[str] = (), *, has_late_rows: bool = False
 ) -> DataFrame:
     """Return the rows of `stretches`, each as its own segment has them, in a task each; column `segment` is the place
-    of the stretch. Without `columns` all of them. `is_united`: with the rows that others have of its unread sequences.
+    of the stretch. Without `columns` all of them. `has_late_rows`: with the rows that others have of its unread
+    sequences.
 
     It is not a data source: Spark plans one in a process of the driver, by the executors' interpreter, which is missing
     there if it comes with an archive.
     """
-    rows, settings, names = SequenceRange(1, MAX_SEQUENCE), spark.settings, tuple(columns) or None
+    rows, own, names = SequenceRange(1, MAX_SEQUENCE), spark.settings, tuple(columns) or None
     options = ReadOptions(
-        settings.store, settings.spool_dir, {}, rows, names, headers_parsed=False, is_named=True, is_united=is_united
+        own.store, own.spool_dir, {}, rows, names, headers_parsed=False, is_by_segment=True, has_late_rows=has_late_rows
     )
-    task = task_of(pickle.dumps((options, list(stretches))), version(), work=f"{__name__}:read_parts")
+    task = make_task(pickle.dumps((options, list(stretches))), version(), work=f"{__name__}:read_parts")
     numbers = spark.session().range(0, len(stretches), 1, max(1, len(stretches)))
     return numbers.mapInArrow(task, _schema(options))
 
@@ -191,7 +192,7 @@ def read_parts(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
     for batch in batches:
         numbers: list[Any] = batch.column(0).to_pylist()
         for number in numbers:
-            yield from _read(options, _Part(stretches[number], number))
+            yield from _read_partition(options, _Partition(stretches[number], number))
 
 
 def _schema(options: ReadOptions) -> types.StructType:
@@ -199,7 +200,7 @@ def _schema(options: ReadOptions) -> types.StructType:
 
 
 @dataclass
-class _Part(InputPartition):
+class _Partition(InputPartition):
     """One stretch, and its number among the partitions of the read. `is_at_edge`: at an edge of the range of time."""
 
     stretch: Stretch[SegmentRef]
@@ -212,49 +213,49 @@ class _Reader(DataSourceReader):
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        return [_Part(stretch, number, is_at_edge) for number, (stretch, is_at_edge) in enumerate(self._covers())]
+        return [_Partition(stretch, number, is_at_edge) for number, (stretch, is_at_edge) in enumerate(self._covers())]
 
     def _covers(self) -> list[tuple[Stretch[SegmentRef], bool]]:
         store = _open_store(self._options)
         chains = self._options.selected(ChainStore(store.objects, store.layout))
-        with ThreadPoolExecutor(_LISTINGS_AT_ONCE) as pool:
-            found = pool.map(lambda chain: _planned(store, chain, self._options), chains)
+        with ThreadPoolExecutor(_CONCURRENT_LISTINGS) as pool:
+            found = pool.map(lambda chain: _plan_chain(store, chain, self._options), chains)
             return [stretch for stretches in found for stretch in stretches]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return _read(self._options, partition)
+        return _read_partition(self._options, partition)
 
 
-def _planned(
-    store: SegmentStore, chain: Chain, options: ReadOptions, listings: int = _LISTINGS
+def _plan_chain(
+    store: SegmentStore, chain: Chain, options: ReadOptions, listings: int = _LISTING_ATTEMPTS
 ) -> list[tuple[Stretch[SegmentRef], bool]]:
     """Return the stretches to read of a chain, each with True if it is at an edge of the range of time."""
-    rows, begin, end = options.rows, options.wanted.begin, options.wanted.end
+    rows, begin, end = options.rows, options.row_filter.begin, options.row_filter.end
     timeline = Timeline(store, store.list(chain, position=rows.first, level=options.level), rows.first)
     try:
         stretches = timeline.between(begin, end, rows.last, options.margin_ns)
     except SegmentGone:
         if listings <= 1:
             raise
-        return _planned(store, chain, options, listings - 1)
+        return _plan_chain(store, chain, options, listings - 1)
     return [(each, timeline.is_at_edge(each.segment, begin, end)) for each in stretches]
 
 
-def _read(options: ReadOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-    if not isinstance(partition, _Part):
+def _read_partition(options: ReadOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    if not isinstance(partition, _Partition):
         return  # Spark passes another object if there are no partitions
     schema, stretch, store = options.schema(), partition.stretch, _open_store(options)
     wanted = {*schema.names, *(["headers"] if HEADERS_PARSED.name in schema.names else [])}
     columns = [name for name in SCHEMA.names if name in wanted]
     # A named segment is read as it is, and so is one of a single level: no other may replace it.
-    is_cover = not options.is_named and options.level is None
-    is_large, is_whole = stretch.segment.size > _SMALL, stretch.rows.encloses(stretch.segment.coverage)
-    is_little = not is_whole or "payload" not in columns or bool(options.wanted.subjects)
-    if not options.is_named and (partition.is_at_edge or (is_large and is_little)):
-        store = store.in_parts(always=True)
-    read = read_stretch if is_cover else partial(read_segment, is_united=options.is_united)
-    for batch in read(store, stretch, columns, options.wanted):
-        yield arranged(batch, schema, stretch.segment.chain, partition.number)
+    is_cover = not options.is_by_segment and options.level is None
+    is_large, is_whole = stretch.segment.size > _WHOLE_FETCH_BYTES, stretch.rows.encloses(stretch.segment.coverage)
+    is_little = not is_whole or "payload" not in columns or bool(options.row_filter.subjects)
+    if not options.is_by_segment and (partition.is_at_edge or (is_large and is_little)):
+        store = store.with_partial_reads(always=True)
+    read = read_stretch if is_cover else partial(read_segment, has_late_rows=options.has_late_rows)
+    for batch in read(store, stretch, columns, options.row_filter):
+        yield arrange_columns(batch, schema, stretch.segment.chain, partition.number)
 
 
 class _FilteringReader(_Reader):
@@ -262,21 +263,21 @@ class _FilteringReader(_Reader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
         first, last = self._options.rows.first, self._options.rows.last
-        wanted = self._options.wanted
+        wanted = self._options.row_filter
         for condition in filters:
             match getattr(condition, "attribute", None):
                 case ("sequence",):
                     low, high = _bounds(condition)
                     first, last = max(first, low), min(last, high)
                 case ("timestamp_ns",):
-                    wanted = _narrowed(wanted, *_bounds(condition), 1)
+                    wanted = _with_times(wanted, *_bounds(condition), 1)
                 case ("timestamp",):
-                    wanted = _narrowed(wanted, *_bounds(condition), 1_000)
+                    wanted = _with_times(wanted, *_bounds(condition), 1_000)
                 case ("subject",):
-                    wanted = _of_subject(wanted, condition)
+                    wanted = _with_subject(wanted, condition)
         if first > last:  # a range cannot be empty, and no segment reaches the very last sequence
             first = last = MAX_SEQUENCE
-        self._options = replace(self._options, rows=SequenceRange(first, last), wanted=wanted)
+        self._options = replace(self._options, rows=SequenceRange(first, last), row_filter=wanted)
         return filters
 
 
@@ -294,13 +295,13 @@ def _bounds(condition: Filter) -> tuple[int, int]:
             case datasource.GreaterThanOrEqual():
                 return values[0], MAX_SEQUENCE
             case datasource.LessThan():
-                return _LEAST, values[0] - 1
+                return _MIN_VALUE, values[0] - 1
             case datasource.LessThanOrEqual():
-                return _LEAST, values[0]
-    return _LEAST, MAX_SEQUENCE
+                return _MIN_VALUE, values[0]
+    return _MIN_VALUE, MAX_SEQUENCE
 
 
-_LEAST = -MAX_SEQUENCE
+_MIN_VALUE = -MAX_SEQUENCE
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -310,18 +311,18 @@ def _number(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _narrowed(wanted: RowFilter, low: int, high: int, unit: int) -> RowFilter:
+def _with_times(wanted: RowFilter, low: int, high: int, unit: int) -> RowFilter:
     """Return `wanted` within times `low` to `high`, in `unit` nanoseconds; the extremes of their range set no limit."""
-    if low > _LEAST:
-        begin = max(_LEAST, min(low * unit, MAX_SEQUENCE))
+    if low > _MIN_VALUE:
+        begin = max(_MIN_VALUE, min(low * unit, MAX_SEQUENCE))
         wanted = replace(wanted, begin=begin if wanted.begin is None else max(begin, wanted.begin))
     if high < MAX_SEQUENCE:
-        end = max(_LEAST, min((high + 1) * unit, MAX_SEQUENCE))
+        end = max(_MIN_VALUE, min((high + 1) * unit, MAX_SEQUENCE))
         wanted = replace(wanted, end=end if wanted.end is None else min(end, wanted.end))
     return wanted
 
 
-def _of_subject(wanted: RowFilter, condition: Filter) -> RowFilter:
+def _with_subject(wanted: RowFilter, condition: Filter) -> RowFilter:
     match condition:
         # A backslash may represent a byte that is not text.
         case datasource.EqualTo(_, str(subject)) if is_subject(subject) and "\\" not in subject and not wanted.subjects:
@@ -333,30 +334,30 @@ class _StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reader of a stream. Spark requests positions from it on the driver; executors call `read`, in a copy."""
 
     def __init__(self, options: ReadOptions) -> None:
-        self._asked = options
+        self._given = options
         self._archive: ArchiveStream | None = None
         # It begins at a position; from there on every row counts, of any time.
         self._options = replace(
-            options, rows=SequenceRange(1, MAX_SEQUENCE), wanted=replace(options.wanted, begin=None)
+            options, rows=SequenceRange(1, MAX_SEQUENCE), row_filter=replace(options.row_filter, begin=None)
         )
 
     @property
     def _stream(self) -> ArchiveStream:
         if self._archive is None:
-            self._archive = ArchiveStream(_open_store(self._asked), self._asked, SystemClock())
+            self._archive = ArchiveStream(_open_store(self._given), self._given, SystemClock())
         return self._archive
 
     def initialOffset(self) -> Positions:  # noqa: N802
         return {}  # called again if the first batch was not done: so it must never change
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        asked = self._asked.stream
-        if asked.rows:
-            return ReadMaxRows(asked.rows)
-        return ReadMaxFiles(asked.segments) if asked.segments else ReadAllAvailable()
+        limits = self._given.stream
+        if limits.rows:
+            return ReadMaxRows(limits.rows)
+        return ReadMaxFiles(limits.segments) if limits.segments else ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        self._stream.bound()
+        self._stream.limit_to_present()
 
     def latestOffset(self, start: Positions, limit: ReadLimit) -> Positions:  # noqa: N802
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
@@ -367,10 +368,10 @@ class _StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._stream.ends() or None
 
     def partitions(self, start: Positions, end: Positions) -> list[InputPartition]:
-        return [_Part(stretch, number) for number, stretch in enumerate(self._stream.stretches(start, end))]
+        return [_Partition(stretch, number) for number, stretch in enumerate(self._stream.stretches(start, end))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return _read(self._options, partition)
+        return _read_partition(self._options, partition)
 
 
 _HEADER = types.StructType([types.StructField(name, types.StringType()) for name in ("name", "value")])

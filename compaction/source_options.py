@@ -7,14 +7,14 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from common.chain import Chain
-from common.cli import Moment
+from common.cli import RequestedTime
 from common.clock import NS_PER_S, format_time
 from common.errors import UsageError
 from common.jetstream.headers import parse_block
-from common.segments.archive import MARGIN_NS, among
+from common.segments.archive import SKEW_MARGIN_NS, match_chains
 from common.segments.columns import SCHEMA
 from common.segments.documents import ChainStore
-from common.segments.keys import MAX_LEVEL, Pair, chosen, configured
+from common.segments.keys import MAX_LEVEL, FeedId, configured_feeds, filter_chains
 from common.segments.reader import RowFilter
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.root import StoreSettings
@@ -28,10 +28,10 @@ HEADERS_PARSED = pa.field(
     "headers_parsed",
     pa.list_(pa.field("element", pa.struct([pa.field("name", pa.string()), pa.field("value", pa.string())]))),
 )
-SEGMENT = pa.field("segment", pa.int32(), nullable=False)
+SEGMENT_FIELD = pa.field("segment", pa.int32(), nullable=False)
 
 
-def arranged(batch: pa.RecordBatch, schema: pa.Schema, chain: Chain, segment: int) -> pa.RecordBatch:
+def arrange_columns(batch: pa.RecordBatch, schema: pa.Schema, chain: Chain, segment: int) -> pa.RecordBatch:
     parts = {**chain.log_context(), "segment": segment}
 
     def column(name: str) -> Values:
@@ -59,7 +59,7 @@ def _text(raw: bytes) -> str:
 _CREDENTIALS = {"access_key_id", "secret_access_key"}
 _STORE_OPTIONS = {"url", "prefix", "endpoint_url", "region", "addressing_style", "checksum", *_CREDENTIALS}
 _BEGINS, _ENDS = ("since", "from_time"), ("until", "to_time")
-_BOTH = {
+_COMMON_OPTIONS = {
     *_STORE_OPTIONS,
     *CHAIN_FIELDS.names,
     *_BEGINS,
@@ -69,9 +69,9 @@ _BOTH = {
     "columns",
     "headers_parsed",
 }
-_BATCH = {*_ENDS, "to_sequence", "level", "time_margin", "pushdown"}
-_STREAM = {"from", "on_expired", "max_rows_per_batch", "max_segments_per_batch"}
-OPTIONS = frozenset(_BOTH | _BATCH | _STREAM)
+_BATCH_OPTIONS = {*_ENDS, "to_sequence", "level", "time_margin", "pushdown"}
+_STREAM_OPTIONS = {"from", "on_expired", "max_rows_per_batch", "max_segments_per_batch"}
+OPTIONS = frozenset(_COMMON_OPTIONS | _BATCH_OPTIONS | _STREAM_OPTIONS)
 _MAX_NS = 2**63 - 1
 
 
@@ -94,11 +94,11 @@ class ReadOptions:
     """Selection and columns of a read.
 
     `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain. `columns`: None
-    for all. `is_named`: segments are read as they are instead of the cover, with their place as a column; `is_united`:
-    but with the rows that others have of their unread sequences. `level`: only its segments, None for the cover over
-    all. `wanted`: rows by time and subject; `margin_ns`: the time by which a message may be earlier than one before it.
-    `feeds`: those of the configuration, if there is one; they need not be archived yet. `pushdown`: filters are pushed
-    down. `given`: names of the options that are set.
+    for all. `is_by_segment`: segments are read as they are instead of the cover, with their place as a column;
+    `has_late_rows`: but with the rows that others have of their unread sequences. `level`: only its segments, None for
+    the cover over all. `row_filter`: rows by time and subject; `margin_ns`: the time by which a message may be earlier
+    than one before it. `feeds`: those of the configuration, if there is one; they need not be archived yet. `pushdown`:
+    filters are pushed down. `given`: names of the options that are set.
     """
 
     store: StoreSettings
@@ -107,32 +107,32 @@ class ReadOptions:
     rows: SequenceRange
     columns: tuple[str, ...] | None
     headers_parsed: bool
-    is_named: bool = False
-    is_united: bool = False
+    is_by_segment: bool = False
+    has_late_rows: bool = False
     level: int | None = None
-    wanted: RowFilter = field(default_factory=RowFilter)
-    margin_ns: int = MARGIN_NS
-    feeds: frozenset[Pair] = frozenset()
+    row_filter: RowFilter = field(default_factory=RowFilter)
+    margin_ns: int = SKEW_MARGIN_NS
+    feeds: frozenset[FeedId] = frozenset()
     pushdown: bool = False
     stream: StreamOptions = field(default_factory=StreamOptions)
     given: frozenset[str] = frozenset()
 
-    def refuse(self, *, streams: bool) -> None:
+    def check_allowed(self, *, streams: bool) -> None:
         """Raise UsageError for an option that a read, or a stream, does not have."""
-        if wrong := sorted(self.given & (_BATCH if streams else _STREAM)):
+        if wrong := sorted(self.given & (_BATCH_OPTIONS if streams else _STREAM_OPTIONS)):
             raise UsageError(f"option {wrong[0]}: only for {'read' if streams else 'readStream'}")
 
     def selected(self, chains: ChainStore) -> list[Chain]:
         """Return the selected chains. Raises UsageError if there are no chains of the given names."""
         site, feed = (str(self.chain[n]) if n in self.chain else None for n in ("site", "feed"))
         numbers = [int(self.chain[n]) if n in self.chain else None for n in ("incarnation", "partition")]
-        return among(chains, site, feed, lambda known: chosen(known, self.feeds, site, feed, *numbers))
+        return match_chains(chains, site, feed, lambda known: filter_chains(known, self.feeds, site, feed, *numbers))
 
     def schema(self) -> pa.Schema:
         fields = [field for field in CHAIN_FIELDS if field.name not in self.chain]
         fields += list(SCHEMA.remove_metadata())
         fields += [HEADERS_PARSED] if self.headers_parsed else []
-        fields += [SEGMENT] if self.is_named else []
+        fields += [SEGMENT_FIELD] if self.is_by_segment else []
         if self.columns is not None:
             fields = [field for field in fields if field.name in self.columns]
         return pa.schema([field.remove_metadata() for field in fields])
@@ -158,7 +158,7 @@ def parse_options(options: Mapping[str, str], now: float) -> ReadOptions:
         columns=tuple(columns) or None,
         headers_parsed=_flag(given, "headers_parsed"),
         level=_number(given, "level", 0, MAX_LEVEL) if "level" in given else None,
-        wanted=_wanted(given, now),
+        row_filter=_row_filter(given, now),
         margin_ns=_margin(given),
         feeds=feeds,
         pushdown=_flag(given, "pushdown"),
@@ -170,7 +170,7 @@ def parse_options(options: Mapping[str, str], now: float) -> ReadOptions:
     return parsed
 
 
-def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str, frozenset[Pair]]:
+def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str, frozenset[FeedId]]:
     fields = {name: given[name] for name in _STORE_OPTIONS & given.keys()}
     if path := given.get("config"):
         if fields:
@@ -178,7 +178,7 @@ def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str, frozenset[Pair
         from common.settings.loader import load
 
         settings = load(path)
-        return settings.store, settings.spool_dir, configured(settings)
+        return settings.store, settings.spool_dir, configured_feeds(settings)
     try:
         return StoreSettings.model_validate(fields), "", frozenset()
     except ValidationError as error:
@@ -196,7 +196,7 @@ def _rows(given: Mapping[str, str]) -> SequenceRange:
     return SequenceRange(first, last)
 
 
-def _wanted(given: Mapping[str, str], now: float) -> RowFilter:
+def _row_filter(given: Mapping[str, str], now: float) -> RowFilter:
     begin, end = (_moment(given, names, now) for names in (_BEGINS, _ENDS))
     if begin is not None and end is not None and begin >= end:
         raise UsageError(f"option since: expected before {format_time(end)}, found {format_time(begin)}")
@@ -213,14 +213,14 @@ def _moment(given: Mapping[str, str], names: tuple[str, ...], now: float) -> int
     if len(asked) > 1:
         raise UsageError(f"expected one of the options {' and '.join(names)}, found both")
     try:
-        return max(-_MAX_NS, min(Moment.parse(given[asked[0]]).at(now), _MAX_NS))
+        return max(-_MAX_NS, min(RequestedTime.parse(given[asked[0]]).at(now), _MAX_NS))
     except ValueError as error:
         raise UsageError(f"option {asked[0]}: {error}") from error
 
 
 def _margin(given: Mapping[str, str]) -> int:
     try:
-        return round(parse_duration(given["time_margin"]) * NS_PER_S) if "time_margin" in given else MARGIN_NS
+        return round(parse_duration(given["time_margin"]) * NS_PER_S) if "time_margin" in given else SKEW_MARGIN_NS
     except ValueError as error:
         raise UsageError(f"option time_margin: {error}") from error
 

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import pyarrow as pa
 
 from common.clock import Clock, SystemClock
-from common.doctor import DoctorFinding, is_bad, skipped, warns, well
+from common.doctor import DoctorFinding, ok, problem, skipped, warning
 from common.errors import ConfigError, FloeError, Refused, SegmentCorrupt, Unavailable
 from common.exits import INSTALL_ALL
 from common.logs import get_logger
 from common.metrics import version
 from common.open import open_store
 from common.segments.store import SegmentGone, SegmentStore
-from common.service.process import stop_asked
-from common.service.progress import Teller, share_text
+from common.service.process import stop_on_signals_sync
+from common.service.progress import Progress, format_share
 from common.settings.root import Settings
 from common.settings.types import duration_words
 
@@ -47,7 +47,7 @@ R = TypeVar("R")
 Batches = Iterable[pa.RecordBatch]
 
 # Users and clusters may not change these: each could lose rows, double work or open a port.
-FIXED = {
+FIXED_CONF = {
     "spark.speculation": "false",
     "spark.files.ignoreMissingFiles": "false",
     "spark.files.ignoreCorruptFiles": "false",
@@ -57,17 +57,17 @@ FIXED = {
     "spark.sql.parquet.fieldId.read.ignoreMissing": "false",
     "spark.ui.enabled": "false",
 }
-REFUSED = ("spark.speculation",)
-DEFAULTS = {
+REFUSED_CONF = ("spark.speculation",)
+DEFAULT_CONF = {
     "spark.sql.session.timeZone": "UTC",
     # A shuffle moves two numbers of each row, and only if segments overlap.
     "spark.sql.shuffle.partitions": "8",
 }
 _AUTHENTICATE, _SECRET, _SECRET_FILE = (f"spark.authenticate{end}" for end in ("", ".secret", ".secret.file"))
-_SEALED = "spark.network.crypto.enabled"
+_CRYPTO = "spark.network.crypto.enabled"
 # Tasks hold the store's secret: it is encrypted in transit and on an executor's disk.
-_SEALS = {_SEALED: "true", "spark.io.encryption.enabled": "true"}
-_ENCRYPTIONS = (_SEALED, "spark.ssl.rpc.enabled", "spark.authenticate.enableSaslEncryption")
+_ENCRYPTION_CONF = {_CRYPTO: "true", "spark.io.encryption.enabled": "true"}
+_ENCRYPTIONS = (_CRYPTO, "spark.ssl.rpc.enabled", "spark.authenticate.enableSaslEncryption")
 _REDACTION = "spark.redaction.regex"
 _CONFIDENTIAL = "(?i)secret|password|token|access[.]?key"  # Spark's own; it is added to a configured pattern
 _PYTHON = "spark.pyspark.python"
@@ -77,10 +77,10 @@ _LOG_CONFIGURATION = f"-Dlog4j2.configurationFile={Path(__file__).with_name('log
 _LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
 _TASK_FAILURES = 4
 # Errors of tasks that the driver recognises.
-_OF_TASKS = (SegmentCorrupt, SegmentGone, Refused)
-DISTRIBUTION_PROBLEM = "E-COMMON"
-LOOK = 0.5  # seconds between two checks for items that are done
-RESULT = "id long, result binary"
+_TASK_ERRORS = (SegmentCorrupt, SegmentGone, Refused)
+DISTRIBUTION_ERROR_CODE = "E-COMMON"
+POLL_INTERVAL_S = 0.5  # seconds between two checks for items that are done
+RESULT_SCHEMA = "id long, result binary"
 _RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
 
 
@@ -102,11 +102,11 @@ class Spark:
         # PySpark warns of versions of pandas, which Floe does not use.
         warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
         if self._session is None:
-            session = start(self._spark.master, self._spark.conf)
+            session = start_session(self._spark.master, self._spark.conf)
             try:
                 holds_secret = bool(self.settings.store.secret_access_key.get_secret_value())
                 # The effective configuration: the cluster's own defaults count too.
-                check_sealed(self._spark.master, dict(session.sparkContext.getConf().getAll()), holds_secret)
+                check_encrypted(self._spark.master, dict(session.sparkContext.getConf().getAll()), holds_secret)
             except ConfigError:
                 session.stop()
                 raise
@@ -118,26 +118,26 @@ class Spark:
         session = self.session()
         self.check()
         finished = session.sparkContext.accumulator(0)  # bit n: item n is done; counted once, by the last stage
-        task = task_of(pickle.dumps((self.settings, work, list(items))), version(), finished)
+        task = make_task(pickle.dumps((self.settings, work, list(items))), version(), finished)
         try:
-            with self.cancelled_if_asked(), _watched(finished, ItemsDone(work.__name__, items, SystemClock())):
-                rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
+            with self.cancelled_on_stop(), _logging_items(finished, ItemLog(work.__name__, items, SystemClock())):
+                rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT_SCHEMA).collect()
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
             raise spark_error(work.__name__, error) from error
-        log.info("items done", action="items_done", work=work.__name__, items=len(items))
+        log.info("items finished", action="items_finished", work=work.__name__, items=len(items))
         # Results of our own executors, over Spark's connection.
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
 
-    def cancelled_if_asked(self) -> AbstractContextManager[None]:
+    def cancelled_on_stop(self) -> AbstractContextManager[None]:
         """Cancel the work of the block once the run is to stop, also if that was requested before Spark started."""
 
-        def look() -> None:
+        def poll() -> None:
             try:
                 self.check()
             except FloeError:
                 self.cancel()
 
-        return _looking(look)
+        return _polling(poll)
 
     def cancel(self) -> None:
         """Cancel all running jobs, from another thread: a caller that waits for one gets an error."""
@@ -154,13 +154,13 @@ class Spark:
 
 def check_conf(conf: Mapping[str, str]) -> None:
     """Raise ConfigError for a setting that would double the work of tasks; log a warning of each overridden one."""
-    for name, value in FIXED.items():
+    for name, value in FIXED_CONF.items():
         found = conf.get(name, value)
         if found.lower() == value:
             continue
-        if name in REFUSED:
+        if name in REFUSED_CONF:
             raise ConfigError(f"compaction.spark.conf.{name}: expected {value}, found {found}")
-        log.warning("spark setting overridden", action="spark_conf", name=name, found=found, used=value)
+        log.warning("spark setting overridden", action="spark_setting_overridden", name=name, found=found, used=value)
 
 
 def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, str]:
@@ -173,20 +173,20 @@ def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, str]:
     # YARN and Kubernetes make a secret of their own; a `spark://` cluster needs a configured one.
     has_secret = master == "yarn" or master.startswith("k8s:") or _SECRET in conf or _SECRET_FILE in conf
     if not _is_on(conf, _AUTHENTICATE, has_secret):
-        seals = {}
+        encryption = {}
     elif _is_on(conf, "spark.ssl.rpc.enabled"):
-        seals = {_AUTHENTICATE: "true"}
+        encryption = {_AUTHENTICATE: "true"}
     else:
-        seals = {_AUTHENTICATE: "true"} | _SEALS
+        encryption = {_AUTHENTICATE: "true"} | _ENCRYPTION_CONF
     redaction = f"{conf[_REDACTION]}|{_CONFIDENTIAL}" if conf.get(_REDACTION) else _CONFIDENTIAL
-    return DEFAULTS | own | seals | dict(conf) | {_JAVA_OPTIONS: java, _REDACTION: redaction} | FIXED
+    return DEFAULT_CONF | own | encryption | dict(conf) | {_JAVA_OPTIONS: java, _REDACTION: redaction} | FIXED_CONF
 
 
 def _is_on(conf: Mapping[str, str], name: str, otherwise: bool = False) -> bool:
     return conf.get(name, str(otherwise)).lower() == "true"
 
 
-def check_sealed(master: str, conf: Mapping[str, str], holds_secret: bool) -> None:
+def check_encrypted(master: str, conf: Mapping[str, str], holds_secret: bool) -> None:
     """Raise ConfigError if the store's secret would travel to executors in clear, or to an impostor.
 
     `holds_secret`: tasks hold one. Otherwise a warning is logged that others may read along.
@@ -196,7 +196,7 @@ def check_sealed(master: str, conf: Mapping[str, str], holds_secret: bool) -> No
         return
     if holds_secret:
         name, todo = (
-            (_SEALED, "take it out of compaction.spark.conf")
+            (_CRYPTO, "take it out of compaction.spark.conf")
             if is_authentic
             else (_AUTHENTICATE, f"set compaction.spark.conf.{_SECRET_FILE} to a file that holds the cluster's secret")
         )
@@ -205,12 +205,11 @@ def check_sealed(master: str, conf: Mapping[str, str], holds_secret: bool) -> No
             "the store's secret would travel in clear",
             hint=f"{todo}, or leave store.access_key_id and its secret out: executors then use a role of their own",
         )
-    log.warning(
-        "spark without authentication or encryption: whoever reaches the cluster's network may read along; "
-        f"set compaction.spark.conf.{_SECRET_FILE} to a file that holds the secret of the cluster",
-        action="spark_open",
-        master=master,
+    hint = (
+        "without authentication or encryption, others on the cluster's network may read along; "
+        f"set compaction.spark.conf.{_SECRET_FILE} to a file that holds the secret of the cluster"
     )
+    log.warning("spark unencrypted", action="spark_unencrypted", master=master, hint=hint)
 
 
 def with_retries(master: str) -> str:
@@ -219,7 +218,7 @@ def with_retries(master: str) -> str:
     return f"local[{match['cores'] or 1},{_TASK_FAILURES}]" if match else master
 
 
-def start(master: str, conf: Mapping[str, str]) -> SparkSession:
+def start_session(master: str, conf: Mapping[str, str]) -> SparkSession:
     """Start a session. Raises ConfigError without a PySpark and a Java that start, Unavailable if Spark fails."""
     try:
         from pyspark import SparkConf, SparkContext
@@ -233,12 +232,12 @@ def start(master: str, conf: Mapping[str, str]) -> SparkSession:
     wanted: dict[str, Any] = named | spark_conf(master, _with_secret(master, conf))
     shown = {name: value for name, value in wanted.items() if not re.search(_CONFIDENTIAL, name)}
     try:
-        if shown != wanted or is_nameless():
+        if shown != wanted or is_user_unknown():
             # PySpark would put all of them on Java's command line, which every user of the host can read.
             gateway = launch_gateway(SparkConf().setAll(list(shown.items())))  # type: ignore[no-untyped-call]
-            if is_nameless():
+            if is_user_unknown():
                 users = gateway.jvm.org.apache.hadoop.security.UserGroupInformation
-                users.setLoginUser(users.createRemoteUser(USER))  # before Hadoop queries the host for one
+                users.setLoginUser(users.createRemoteUser(SPARK_USER))  # before Hadoop queries the host for one
             SparkContext(conf=SparkConf().setAll(list(wanted.items())), gateway=gateway)
         return SparkSession.builder.config(map=wanted).getOrCreate()
     except Exception as error:
@@ -268,10 +267,10 @@ def _with_secret(master: str, conf: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value for name, value in conf.items() if name != _SECRET_FILE} | {_SECRET: secret}
 
 
-USER = "floe"  # the name for a user without one
+SPARK_USER = "floe"  # the name for a user without one
 
 
-def is_nameless() -> bool:
+def is_user_unknown() -> bool:
     """True if this host has no name for the user, as with a number from OpenShift: Java and Hadoop need one."""
     try:
         pwd.getpwuid(os.getuid())
@@ -290,9 +289,9 @@ def _set_environment(master: str, conf: Mapping[str, str]) -> None:
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     if _LOCAL.fullmatch(master):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    if is_nameless():
-        java = f"-Duser.name={USER} -Duser.home={tempfile.gettempdir()} {os.environ.get('SPARK_SUBMIT_OPTS', '')}"
-        os.environ |= {"SPARK_SUBMIT_OPTS": java.strip(), "SPARK_USER": USER}
+    if is_user_unknown():
+        java = f"-Duser.name={SPARK_USER} -Duser.home={tempfile.gettempdir()} {os.environ.get('SPARK_SUBMIT_OPTS', '')}"
+        os.environ |= {"SPARK_SUBMIT_OPTS": java.strip(), "SPARK_USER": SPARK_USER}
     root = str(Path(__file__).parents[1])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:
@@ -301,21 +300,21 @@ def _set_environment(master: str, conf: Mapping[str, str]) -> None:
 
 def spark_error(what: str, error: Exception) -> FloeError:
     text = str(error)
-    if DISTRIBUTION_PROBLEM in text:
-        found = text[text.index(DISTRIBUTION_PROBLEM) :].splitlines()[0]
+    if DISTRIBUTION_ERROR_CODE in text:
+        found = text[text.index(DISTRIBUTION_ERROR_CODE) :].splitlines()[0]
         return ConfigError(
-            found.removeprefix(DISTRIBUTION_PROBLEM).lstrip(": "),
+            found.removeprefix(DISTRIBUTION_ERROR_CODE).lstrip(": "),
             hint="run executors in an environment of their own that has this version of floe-jetstream",
-            code=DISTRIBUTION_PROBLEM,
+            code=DISTRIBUTION_ERROR_CODE,
         )
     log.debug("spark failed", action="spark_failed", what=what, error=text)
     # For a task's error, take the text after the stack. Py4j's first line only names the call.
     lines = text.rpartition("Traceback (most recent call last):")[2].splitlines()
-    told = (line.removeprefix(": ") for line in lines if not line.startswith("An error occurred while"))
-    line = next((line for line in told if line[:1].strip()), type(error).__name__)
+    texts = (line.removeprefix(": ") for line in lines if not line.startswith("An error occurred while"))
+    line = next((line for line in texts if line[:1].strip()), type(error).__name__)
     if known := re.match(r"(common[\w.]*)\.(\w+): (.*)", line):
         kind = getattr(sys.modules.get(known[1]), known[2], Exception)
-        for each in _OF_TASKS:
+        for each in _TASK_ERRORS:
             if issubclass(kind, each):
                 return each(f"spark {what}: {known[3]}")
     return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")
@@ -330,7 +329,7 @@ class SizedItem(Protocol):
     def log_context(self) -> dict[str, object]: ...
 
 
-class ItemsDone:
+class ItemLog:
     """Log of the items that are done, with the count of all and an estimate for the rest; if that is not shown, a line
     of progress on stderr, until `close`.
 
@@ -340,9 +339,9 @@ class ItemsDone:
     def __init__(self, work: str, items: Sequence[object], clock: Clock) -> None:
         self._work, self._items, self._clock = work, items, clock
         self._begun, self._done = clock.monotonic(), set[int]()
-        self._teller = Teller()
+        self._progress = Progress()
 
-    def done(self, number: int) -> None:
+    def add_done(self, number: int) -> None:
         """Record that the item of this number, from 0, is done."""
         if number in self._done:
             return
@@ -351,25 +350,25 @@ class ItemsDone:
         seconds = self._clock.monotonic() - self._begun
         context = {**item.log_context(), "bytes": item.size} if isinstance(item, SizedItem) else {}
         left = duration_words(seconds * (of - count) / count) if count < of else "0 s"
-        log.info("item done", action="item_done", work=self._work, item=count, of=of, left=left, **context)
+        log.info("item finished", action="item_finished", work=self._work, item=count, of=of, left=left, **context)
         if not logging.getLogger(__name__).isEnabledFor(logging.INFO):
-            text = f"{share_text(count, of, seconds)}  {self._work.partition('_')[0]} {count:,} of {of:,}"
-            self._teller.progress(text, self._clock.monotonic())
+            text = f"{format_share(count, of, seconds)}  {self._work.partition('_')[0]} {count:,} of {of:,}"
+            self._progress.update(text, self._clock.monotonic())
 
     def close(self) -> None:
-        self._teller.end_line()
+        self._progress.end_line()
 
 
 @contextmanager
-def _looking(look: Callable[[], None]) -> Iterator[None]:
-    """Call `look` in a thread, every LOOK seconds, as long as the driver waits in the block."""
+def _polling(poll: Callable[[], None]) -> Iterator[None]:
+    """Call `poll` in a thread, every POLL_INTERVAL_S seconds, as long as the driver waits in the block."""
     ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(LOOK):
-            look()
+        while not ended.wait(POLL_INTERVAL_S):
+            poll()
 
-    watching = threading.Thread(target=watch, name="spark-look", daemon=True)
+    watching = threading.Thread(target=watch, name="spark-poll", daemon=True)
     watching.start()
     try:
         yield
@@ -379,21 +378,21 @@ def _looking(look: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(finished: Accumulator[int], said: ItemsDone) -> Iterator[None]:
+def _logging_items(finished: Accumulator[int], item_log: ItemLog) -> Iterator[None]:
     """Report each item when its task has ended, while the driver waits for all of them."""
 
-    def look() -> None:
+    def poll() -> None:
         bits = finished.value
         for number in range(bits.bit_length()):
             if bits >> number & 1:
-                said.done(number)
+                item_log.add_done(number)
 
     try:
-        with _looking(look):
+        with _polling(poll):
             yield
     finally:
-        look()
-        said.close()
+        poll()
+        item_log.close()
 
 
 def with_master(settings: Settings, master: str | None) -> Settings:
@@ -406,33 +405,33 @@ def with_master(settings: Settings, master: str | None) -> Settings:
 
 
 @contextmanager
-def stoppable(settings: Settings, then: Callable[[], None] = lambda: None) -> Iterator[Spark]:
-    """Yield Spark for a command that ends with a signal: running work is cancelled, and `then` is called.
+def spark_until_stopped(settings: Settings, on_stop: Callable[[], None] = lambda: None) -> Iterator[Spark]:
+    """Yield Spark for a command that ends with a signal: running work is cancelled, and `on_stop` is called.
 
     Raises Unavailable in place of any error once a signal has requested a stop.
     """
-    spark = Spark(settings, check=lambda: asked.check())
+    spark = Spark(settings, check=lambda: stop.check())
 
     def cancel() -> None:
         spark.cancel()
-        then()
+        on_stop()
 
-    with stop_asked(cancel) as asked, spark:
+    with stop_on_signals_sync(cancel) as stop, spark:
         try:
             yield spark
         except FloeError:
-            asked.check()  # cancelled work fails in many ways
+            stop.check()  # cancelled work fails in many ways
             raise
 
 
-def task_of(
+def make_task(
     payload: bytes, expected: str, finished: Accumulator[int] | None = None, work: str = "compaction.spark:run_items"
 ) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
     """Return the function that tasks run. It imports nothing of Floe before it knows which `common` it would get.
 
     `finished`: gets the bit of each item that is done. `work`: module and function that get `payload` and the batches.
     """
-    marker, (module, _, function) = DISTRIBUTION_PROBLEM, work.partition(":")
+    marker, (module, _, function) = DISTRIBUTION_ERROR_CODE, work.partition(":")
 
     def task(batches: Batches) -> Iterator[pa.RecordBatch]:
         import importlib
@@ -477,7 +476,7 @@ def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
 # Requirements of Spark on this host
 
 JAVA_VERSIONS = (17, 21)
-ASK_TIMEOUT = 20.0  # seconds for another program to print its version
+PROGRAM_TIMEOUT_S = 20.0  # seconds for another program to print its version
 _INSTALL = f"{INSTALL_ALL}, or use --engine local"
 
 
@@ -500,10 +499,10 @@ def require_spark() -> None:
         raise ConfigError(text, hint="unset SPARK_HOME, or use --engine local", code="E-SPARK")
     if Path(os.environ.get("SPARK_CONF_DIR") or f"{home}/conf", "spark-env.sh").exists():
         return  # it may set another Java
-    program, told, major = _java_found()
+    program, found, major = _java_found()
     if major < min(JAVA_VERSIONS):
         raise ConfigError(
-            f"engine spark: expected Java 17 or 21, found {told or 'none'} ({program})",
+            f"engine spark: expected Java 17 or 21, found {found or 'none'} ({program})",
             hint=f"{_install_java()}, or use --engine local",
             code="E-SPARK",
         )
@@ -513,9 +512,9 @@ def _java_found() -> tuple[str, str, int]:
     """Return the program, the first line on its version, and the major version; empty and 0 if it does not start."""
     home = os.environ.get("JAVA_HOME")
     program = str(Path(home) / "bin" / "java") if home else "java"
-    told = _told([program, "-version"])
-    match = re.search(r'^.*version "(?:1\.)?(\d+).*$', told, re.MULTILINE)
-    first = match[0] if match else told.partition("\n")[0]
+    output = _read([program, "-version"])
+    match = re.search(r'^.*version "(?:1\.)?(\d+).*$', output, re.MULTILINE)
+    first = match[0] if match else output.partition("\n")[0]
     return (f"JAVA_HOME={home}" if home else program), first, int(match[1]) if match else 0
 
 
@@ -527,12 +526,13 @@ def _install_java() -> str:
 # Checks of `floe doctor`
 
 
-def examine_spark(settings: Settings, is_asked: bool) -> list[DoctorFinding]:
+def examine_spark(settings: Settings, is_required: bool) -> list[DoctorFinding]:
     """Check if Spark can start here; starts no session. Blocking.
 
-    `is_asked`: compaction is a purpose of this host; otherwise a missing part is only a warning.
+    `is_required`: compaction is a purpose of this host; otherwise a missing part is only a warning.
     """
-    bad, meaning = (is_bad if is_asked else warns), "`floe compact` with `engine: spark` cannot start on this host"
+    bad = problem if is_required else warning
+    meaning = "`floe compact` with `engine: spark` cannot start on this host"
     found = [_java(bad, meaning)]
     try:
         import pyspark
@@ -540,16 +540,16 @@ def examine_spark(settings: Settings, is_asked: bool) -> list[DoctorFinding]:
         todo = f"{INSTALL_ALL}\nor set `compaction.engine: local`"
         found.append(bad("spark", "pyspark", f"cannot be imported: {error}", meaning, todo))
     else:
-        found.append(well("spark", "pyspark", pyspark.__version__))
+        found.append(ok("spark", "pyspark", pyspark.__version__))
     return [*found, _workers_python(settings, bad)]
 
 
 def _java(bad: Callable[..., DoctorFinding], meaning: str) -> DoctorFinding:
-    program, told, major = _java_found()
+    program, found, major = _java_found()
     if major in JAVA_VERSIONS:
-        return well("spark", "java", told)
+        return ok("spark", "java", found)
     todo = f"{_install_java()}\nor set JAVA_HOME, or `compaction.engine: local`"
-    return bad("spark", "java", f"expected Java 17 or 21, found {told or 'none'} ({program})", meaning, todo)
+    return bad("spark", "java", f"expected Java 17 or 21, found {found or 'none'} ({program})", meaning, todo)
 
 
 def _workers_python(settings: Settings, bad: Callable[..., DoctorFinding]) -> DoctorFinding:
@@ -557,16 +557,16 @@ def _workers_python(settings: Settings, bad: Callable[..., DoctorFinding]) -> Do
     spark = settings.compaction.spark
     ours, theirs = sys.version.split()[0], spark.conf.get(_PYTHON, "")
     if not theirs and _LOCAL.fullmatch(spark.master):
-        return well("spark", "python", f"{ours}, this one")
+        return ok("spark", "python", f"{ours}, this one")
     if not _LOCAL.fullmatch(spark.master):
         meaning = (
             "the workers are on other hosts: each needs this version of Python (of two numbers) and of floe-jetstream"
         )
         return skipped("spark", "python", f"{spark.master}: {theirs or sys.executable} on each worker", meaning)
-    found = _told([theirs, "-c", "import sys, common.metrics; print(sys.version.split()[0], common.metrics.version())"])
+    found = _read([theirs, "-c", "import sys, common.metrics; print(sys.version.split()[0], common.metrics.version())"])
     expected = f"{ours.rpartition('.')[0]}."
     if found.startswith(expected) and found.split()[1:] == [version()]:
-        return well("spark", "python", f"{found.split()[0]}, {theirs}")
+        return ok("spark", "python", f"{found.split()[0]}, {theirs}")
     meaning = "workers that run another Python, or another Floe, end the job with E-COMMON or E-SPARK"
     todo = "take spark.pyspark.python out of compaction.spark.conf, or install this floe-jetstream there"
     seen = found.splitlines()[-1] if found else "none"
@@ -579,10 +579,10 @@ def _workers_python(settings: Settings, bad: Callable[..., DoctorFinding]) -> Do
     )
 
 
-def _told(words: list[str]) -> str:
+def _read(words: list[str]) -> str:
     """Return the output of a program, stdout and stderr; empty if it does not start or end in time."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ASK_TIMEOUT)
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=PROGRAM_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return (done.stdout + done.stderr).strip()

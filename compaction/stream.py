@@ -18,9 +18,9 @@ from common.clock import Clock
 from common.errors import DataError, Refused
 from common.logs import get_logger
 from common.segments.archive import search
-from common.segments.documents import ChainStore, accepted_part, way_out
+from common.segments.documents import ChainStore, accepted_part, hole_remedies
 from common.segments.segment import SegmentRef
-from common.segments.store import PAGE, SegmentStore
+from common.segments.store import LIST_PAGE_SEGMENTS, SegmentStore
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from compaction.source_options import ReadOptions
 
@@ -34,12 +34,12 @@ FORMAT = {"format_version": 1}
 T = TypeVar("T")
 R = TypeVar("R")
 
-LISTINGS_AT_ONCE = 8
-LOOK_AGAIN = 300.0  # seconds after which a chain is listed even if its tail did not change
+CONCURRENT_LISTINGS = 8
+RELIST_INTERVAL_S = 300.0  # seconds after which a chain is listed even if its tail did not change
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
+class _NextPart:
     """The next part of a chain for a stream: stretches without a hole that counts, the position after them, and that
     after the last listed segment (`end`). `hole`: the hole that stops the chain, None if there is none.
     """
@@ -57,12 +57,12 @@ class ArchiveStream:
         self._store, self._options, self._clock = store, options, clock
         self._chains = ChainStore(store.objects, store.layout)
         self._idle: dict[Chain, tuple[int, str, float]] = {}  # position, ETag of the tail, time of the listing
-        self._ahead: dict[str, _Ahead] = {}  # from the last call of `latest`
+        self._ahead: dict[str, _NextPart] = {}  # from the last call of `latest`
         self._is_bounded, self._turn = False, 0
         self._targets: Positions | None = None  # once bounded: the end of each chain
-        self._told: dict[Chain, SequenceRange] = {}
+        self._logged_holes: dict[Chain, SequenceRange] = {}
 
-    def bound(self) -> None:
+    def limit_to_present(self) -> None:
         """Limit `latest` to the data that its next call finds."""
         self._is_bounded, self._targets = True, None
 
@@ -79,21 +79,21 @@ class ArchiveStream:
         chains, tails = self._options.selected(self._chains), self._tails()
         known = [chain for chain in chains if str(chain) in start]
         new = [chain for chain in chains if str(chain) not in start]
-        begun = dict(zip(map(str, new), self._mapped(self._beginning if start else self._start, new), strict=True))
+        begun = dict(zip(map(str, new), self._mapped(self._first if start else self._start, new), strict=True))
         is_first = self._is_bounded and self._targets is None
-        at_once = PAGE if (rows or segments) and not is_first else None
-        looks = self._mapped(lambda chain: self._look(chain, start[str(chain)], tails.get(chain, ""), at_once), known)
-        self._ahead = {str(chain): look for chain, look in zip(known, looks, strict=True)}
+        limit = LIST_PAGE_SEGMENTS if (rows or segments) and not is_first else None
+        parts = self._mapped(lambda chain: self._next(chain, start[str(chain)], tails.get(chain, ""), limit), known)
+        self._ahead = {str(chain): part for chain, part in zip(known, parts, strict=True)}
         if is_first:
-            found = self._mapped(lambda name: self._found(Chain.parse(name), begun[name], None), begun)
+            found = self._mapped(lambda name: self._list_next_part(Chain.parse(name), begun[name], None), begun)
             seen = {**self._ahead, **dict(zip(begun, found, strict=True))}
             self._targets = {name: each.position for name, each in seen.items()}
         if (targets := self._targets) is not None:
             begun = {name: position for name, position in begun.items() if name in targets}
-            self._ahead = {name: _bounded(each, targets.get(name, 0)) for name, each in self._ahead.items()}
+            self._ahead = {name: _cut_before(each, targets.get(name, 0)) for name, each in self._ahead.items()}
         self._turn += 1
         ahead = {name: each for name, each in self._ahead.items() if each.position > start[name]}
-        reached = shared(ahead, rows, segments, self._turn)
+        reached = share_limit(ahead, rows, segments, self._turn)
         return dict(sorted({**start, **reached, **begun, **FORMAT}.items()))
 
     def ends(self) -> Positions:
@@ -118,74 +118,74 @@ class ArchiveStream:
             listed = self._store.list(chain, position=rows.first) if refs is None else refs
             taken = cover(listed, rows.first, rows.last)
             missing = holes([each.rows for each in taken], rows)
-            if not missing or (refs is None and all(self._passed(chain, hole) == hole for hole in missing)):
+            if not missing or (refs is None and all(self._skippable_part(chain, hole) == hole for hole in missing)):
                 return taken
         raise DataError(
             f"chain {chain}: expected segments that cover {missing[0]}, of which a batch was planned, found none",
-            hint=way_out(chain, missing[0]),
+            hint=hole_remedies(chain, missing[0]),
         )
 
     def _mapped(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        with ThreadPoolExecutor(LISTINGS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(CONCURRENT_LISTINGS) as pool:
             return list(pool.map(work, items))
 
     def _tails(self) -> dict[Chain, str]:
         with suppress(Refused):  # a credential of one site may not list tails: then every chain is listed
-            return self._chains.tails()
+            return self._chains.tail_etags()
         return {}
 
-    def _beginning(self, chain: Chain) -> int:
+    def _first(self, chain: Chain) -> int:
         document = self._chains.read_chain(chain)
         return max(document.first if document else 1, self._chains.read_floor(chain) or 1)
 
     def _start(self, chain: Chain) -> int:
-        options, position = self._options, self._beginning(chain)
+        options, position = self._options, self._first(chain)
         if options.stream.from_latest:
             # A copy of a bucket may have the tail but not yet the segments.
             places = (max(position, self._chains.read_tail(chain) or 0), position)
             listed = next(filter(None, (self._store.list(chain, position=at) for at in places)), [])
             return max((ref.coverage.last + 1 for ref in listed), default=position)
-        if options.wanted.begin is not None:
-            found, behind = search(self._store, chain, options.wanted.begin, position)
+        if options.row_filter.begin is not None:
+            found, behind = search(self._store, chain, options.row_filter.begin, position)
             position = max(position, behind if found is None else found)
         return max(position, options.rows.first)
 
-    def _look(self, chain: Chain, position: int, tail: str, at_once: int | None) -> _Ahead:
+    def _next(self, chain: Chain, position: int, tail: str, limit: int | None) -> _NextPart:
         idle = self._idle.get(chain)
         now = self._clock.monotonic()
-        if tail and idle is not None and idle[:2] == (position, tail) and now < idle[2] + LOOK_AGAIN:
-            return _Ahead((), position, position)
-        found = self._found(chain, position, at_once)
+        if tail and idle is not None and idle[:2] == (position, tail) and now < idle[2] + RELIST_INTERVAL_S:
+            return _NextPart((), position, position)
+        found = self._list_next_part(chain, position, limit)
         if not found.stretches and found.hole is None and (self._chains.read_tail(chain) or 0) < position:
             self._idle[chain] = (position, tail, now)
-        self._tell(chain, found.hole)
+        self._log_hole_once(chain, found.hole)
         return found
 
-    def _tell(self, chain: Chain, hole: SequenceRange | None) -> None:
+    def _log_hole_once(self, chain: Chain, hole: SequenceRange | None) -> None:
         """Log a hole that stops the chain, once."""
         if hole is None:
-            self._told.pop(chain, None)
-        elif self._told.get(chain) != hole:
-            self._told[chain] = hole
-            context = {"hole": str(hole), "why": way_out(chain, hole), **chain.log_context()}
-            log.warning("chain waits at a hole", action="chain_waits", **context)
+            self._logged_holes.pop(chain, None)
+        elif self._logged_holes.get(chain) != hole:
+            self._logged_holes[chain] = hole
+            context = {"hole": str(hole), "hint": hole_remedies(chain, hole), **chain.log_context()}
+            log.warning("chain blocked", action="chain_blocked", **context)
 
-    def _found(self, chain: Chain, position: int, at_once: int | None) -> _Ahead:
-        """Return the next part of `chain`. `at_once`: the number of segments to list of each level, None for all."""
-        refs = self._store.list(chain, position=position, limit=at_once)
+    def _list_next_part(self, chain: Chain, position: int, limit: int | None) -> _NextPart:
+        """Return the next part of `chain`. `limit`: the number of segments to list of each level, None for all."""
+        refs = self._store.list(chain, position=position, limit=limit)
         ends: dict[int, list[int]] = {}
         for ref in refs:
             ends.setdefault(ref.level, []).append(ref.coverage.last)
         # Segments of a level that are not listed end after the listed ones.
-        last = min((max(each) for each in ends.values() if at_once and len(each) >= at_once), default=MAX_SEQUENCE)
+        last = min((max(each) for each in ends.values() if limit and len(each) >= limit), default=MAX_SEQUENCE)
         taken: list[Stretch[SegmentRef]] = []
         end, hole = max((ref.coverage.last + 1 for ref in refs), default=position), None
         for stretch in cover(refs, position, last):
             if stretch.rows.first > position:
                 if last < MAX_SEQUENCE:
-                    return self._found(chain, position, None)  # unlisted segments may cover it
+                    return self._list_next_part(chain, position, None)  # unlisted segments may cover it
                 hole = SequenceRange(position, stretch.rows.first - 1)
-                if (passed := self._passed(chain, hole)) is not None:
+                if (passed := self._skippable_part(chain, hole)) is not None:
                     position = passed.last + 1
                 if passed != hole:
                     hole = SequenceRange(position, hole.last)
@@ -193,9 +193,9 @@ class ArchiveStream:
                 hole = None
             taken.append(stretch)
             position = stretch.rows.last + 1
-        return _Ahead(taken, position, end, hole)
+        return _NextPart(taken, position, end, hole)
 
-    def _passed(self, chain: Chain, hole: SequenceRange) -> SequenceRange | None:
+    def _skippable_part(self, chain: Chain, hole: SequenceRange) -> SequenceRange | None:
         """Return the leading part of `hole` that is accepted, or deleted by retention; None if there is none.
 
         Raises DataError if retention deleted its first sequence and the options do not skip that.
@@ -216,15 +216,15 @@ class ArchiveStream:
         return SequenceRange(hole.first, last) if last >= hole.first else None
 
 
-def _bounded(ahead: _Ahead, position: int) -> _Ahead:
+def _cut_before(ahead: _NextPart, position: int) -> _NextPart:
     """Return the part of `ahead` before `position`."""
     if ahead.position <= position:
         return ahead
     parts = [(s, s.rows.intersection(SequenceRange(1, position - 1))) for s in ahead.stretches] if position > 1 else []
-    return _Ahead([Stretch(s.segment, rows) for s, rows in parts if rows is not None], position, ahead.end)
+    return _NextPart([Stretch(s.segment, rows) for s, rows in parts if rows is not None], position, ahead.end)
 
 
-def shared(ahead: Mapping[str, _Ahead], rows: int | None, segments: int | None, turn: int) -> Positions:
+def share_limit(ahead: Mapping[str, _NextPart], rows: int | None, segments: int | None, turn: int) -> Positions:
     """Return the position that each chain reaches so that together they stay within `rows` (covered sequences, so that
     there are never more rows) or `segments`; at least one chain advances. None: no limit.
 
@@ -241,7 +241,7 @@ def shared(ahead: Mapping[str, _Ahead], rows: int | None, segments: int | None, 
     reached: Positions = {}
     for count, name in zip(range(len(order), 0, -1), order, strict=True):
         share = max(1, left // count) if left else 0
-        reached[name], cost = _within(ahead[name], share, rows)
+        reached[name], cost = _reach_with_share(ahead[name], share, rows)
         left -= cost
     return {name: position for name, position in reached.items() if position}
 
@@ -250,7 +250,7 @@ def _cost(stretch: Stretch[SegmentRef], rows: int | None) -> int:
     return len(stretch.rows) if rows else 1
 
 
-def _within(ahead: _Ahead, share: int, rows: int | None) -> tuple[int, int]:
+def _reach_with_share(ahead: _NextPart, share: int, rows: int | None) -> tuple[int, int]:
     """Return the position that `share` reaches, 0 for none, and its cost. Only a first stretch is cut."""
     position = spent = 0
     for stretch in ahead.stretches:

@@ -32,12 +32,12 @@ class Supersession:
     """Segments, and the stretches that account for them from now on.
 
     `superseded`: ascending by coverage. `stretches`: the rows of the superseding segments that readers take there,
-    ascending. `exact`: the superseding segment was made from exactly these, so it holds no other rows.
+    ascending. `is_exact`: the superseding segment was made from exactly these, so it holds no other rows.
     """
 
     superseded: tuple[SegmentRef, ...]
     stretches: Stretches
-    exact: bool = False
+    is_exact: bool = False
 
     @property
     def superseding(self) -> tuple[SegmentRef, ...]:
@@ -48,7 +48,7 @@ class Supersession:
         return all(not b.coverage.overlaps(a.coverage) for a, b in pairwise(self.superseded))
 
     def parts(self, limit: int) -> list[Supersession]:
-        """Return the same, cut into parts of at most `limit` superseded segments; if it is cut, no part is `exact`."""
+        """Return the same, cut into parts of at most `limit` superseded segments; if cut, no part is `is_exact`."""
         if len(self.superseded) <= limit:
             return [self]
         cut = [self.superseded[n : n + limit] for n in range(0, len(self.superseded), limit)]
@@ -69,12 +69,12 @@ def may_supersede(upper: SegmentRef, lower: SegmentRef) -> bool:
     return upper.level > lower.level
 
 
-def made_by(output: SegmentRef, inputs: Iterable[SegmentRef]) -> Supersession:
+def supersession_of_merge(output: SegmentRef, inputs: Iterable[SegmentRef]) -> Supersession:
     ascending = tuple(sorted(inputs, key=_by_coverage))
-    return Supersession(ascending, (Stretch(output, output.coverage),), exact=True)
+    return Supersession(ascending, (Stretch(output, output.coverage),), is_exact=True)
 
 
-def contained(segments: Sequence[SegmentRef]) -> list[Supersession]:
+def find_supersessions(segments: Sequence[SegmentRef]) -> list[Supersession]:
     """Return the supersessions of one chain's `segments` by others of them, grouped by the superseding segments.
 
     Leave out segments that a tombstone supersedes already: they supersede nothing.
@@ -94,11 +94,11 @@ def contained(segments: Sequence[SegmentRef]) -> list[Supersession]:
     return found
 
 
-def outstanding(segments: Sequence[SegmentRef], level: int) -> list[SegmentRef]:
+def unsuperseded(segments: Sequence[SegmentRef], level: int) -> list[SegmentRef]:
     """Return the segments of `level` that nothing supersedes yet: those that a merge of the level has to read."""
     above = SegmentCover([s for s in segments if s.level > level])
-    largest = _largest_twins(s for s in segments if s.level == level)
-    return [s for s in largest.values() if not above.over(s.coverage)]
+    largest = _largest_by_coverage(s for s in segments if s.level == level)
+    return [s for s in largest.values() if not above.stretches(s.coverage)]
 
 
 def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[Stretches, SegmentRef]]:
@@ -106,10 +106,10 @@ def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[Stretches, Segm
     staying: list[SegmentRef] = []
     for level in sorted({s.level for s in segments}, reverse=True):
         above, same = SegmentCover(staying), [s for s in segments if s.level == level]
-        largest = _largest_twins(same)
+        largest = _largest_by_coverage(same)
         for segment in same:
             twin = largest[segment.coverage]
-            if stretches := above.over(segment.coverage):
+            if stretches := above.stretches(segment.coverage):
                 yield stretches, segment
             elif twin is not segment:
                 yield (Stretch(twin, twin.coverage),), segment
@@ -117,7 +117,7 @@ def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[Stretches, Segm
                 staying.append(segment)
 
 
-def _largest_twins(segments: Iterable[SegmentRef]) -> dict[SequenceRange, SegmentRef]:
+def _largest_by_coverage(segments: Iterable[SegmentRef]) -> dict[SequenceRange, SegmentRef]:
     found: dict[SequenceRange, SegmentRef] = {}
     for segment in segments:
         twin = found.setdefault(segment.coverage, segment)
@@ -137,7 +137,7 @@ class SegmentCover:
         self._stretches = cover(segments, 1)
         self._firsts = [stretch.rows.first for stretch in self._stretches]
 
-    def over(self, coverage: SequenceRange) -> Stretches:
+    def stretches(self, coverage: SequenceRange) -> Stretches:
         """Return the stretches that account for all of `coverage`, trimmed to it; empty if any of it is a hole."""
         taken: list[Stretch[SegmentRef]] = []
         position = coverage.first
@@ -152,35 +152,35 @@ class SegmentCover:
         return ()
 
 
-MAX_BYTES = 64 * 1024  # of one record
+RECORD_MAX_BYTES = 64 * 1024  # of one record
 
 
-class Reported:
+class KnownFailures:
     """Records of the failures that were reported for the chains of one store."""
 
     def __init__(self, objects: ObjectStore, layout: Layout) -> None:
         self._objects, self._layout = objects, layout
 
-    def told(self, failures: Iterable[Failure]) -> list[Failure]:
+    def known(self, failures: Iterable[Failure]) -> list[Failure]:
         known = self._listed()
         return [failure for failure in failures if self._key(failure) in known]
 
-    def remember(self, chains: Sequence[Chain], failures: Iterable[Failure]) -> None:
+    def update(self, chains: Sequence[Chain], failures: Iterable[Failure]) -> None:
         """Record the new ones of `failures`, all present failures of `chains`; remove the records of past ones."""
         known = self._listed()
         found = {key: failure for failure in failures if (key := self._key(failure))}
         for key, failure in found.items():
             if key not in known:
-                body = {"what": failure.what, "error": failure.line, "objects": failure.suspects}
+                body = {"what": failure.work, "error": failure.line, "objects": failure.suspects}
                 self._objects.put(key, json.dumps(body, sort_keys=True).encode())
-        looked_at = tuple(map(self._layout.reported_prefix, chains))
+        prefixes = tuple(map(self._layout.reported_prefix, chains))
         for key in sorted(known - found.keys()):
-            if key.startswith(looked_at) and self._is_over(key):
+            if key.startswith(prefixes) and self._is_over(key):
                 self._objects.delete(key)
 
     def _is_over(self, key: str) -> bool:
         """True if the record at `key` is unreadable, names no object, or names one that no longer exists."""
-        raw = self._objects.get(key, length=MAX_BYTES) or b""
+        raw = self._objects.get(key, length=RECORD_MAX_BYTES) or b""
         try:
             named = json.loads(raw)["objects"]
             return not named or any(self._objects.head(str(each)) is None for each in named)

@@ -21,7 +21,7 @@ from typing import Any
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown
 from common.logs import get_logger
-from common.objects.port import ObjectInfo, ObjectStore, Timekeeping, store_now
+from common.objects.port import ClockedStore, ObjectInfo, ObjectStore, read_store_clock
 from common.segments.documents import SnapshotRef, newest_first
 from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 
 FORMAT_VERSION = 1
-MAX_BYTES = 16 << 20
+TOMBSTONE_MAX_BYTES = 16 << 20
 
 _NAME = re.compile(r"(?P<last>\d{20})-(?P<first>\d{20})-(?P<digest>[0-9a-f]{16})\.json")
 
@@ -48,7 +48,7 @@ class Tombstone:
 
     @classmethod
     def of(cls, supersession: Supersession) -> Tombstone:
-        return cls(_timeless(supersession.superseded), _timeless(supersession.superseding))
+        return cls(_without_times(supersession.superseded), _without_times(supersession.superseding))
 
     @property
     def chain(self) -> Chain:
@@ -77,8 +77,8 @@ class Tombstone:
     def to_json(self) -> bytes:
         document = {
             "format_version": FORMAT_VERSION,
-            "superseded": [_entry(s) for s in self.superseded],
-            "superseding": [_entry(s) for s in self.superseding],
+            "superseded": [_segment_to_json(s) for s in self.superseded],
+            "superseding": [_segment_to_json(s) for s in self.superseding],
         }
         return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
@@ -103,15 +103,15 @@ _FIELDS = {"format_version", "superseded", "superseding"}
 
 @dataclass(frozen=True, slots=True)
 class StoredTombstone:
-    """A tombstone in the store. `written`: seconds since 1970 UTC by the store's clock."""
+    """A tombstone in the store. `written_at`: seconds since 1970 UTC by the store's clock."""
 
     tombstone: Tombstone
     key: str
-    written: float
+    written_at: float
 
 
 @dataclass(frozen=True, slots=True)
-class Buried:
+class TombstoneMatch:
     """The listed segments that a tombstone names; 8 bytes for each segment, by its place in the listing.
 
     `superseded`: those of them that are listed; `changed`: among these, those with another length than the tombstone
@@ -119,7 +119,7 @@ class Buried:
     """
 
     key: str
-    written: float
+    written_at: float
     superseded: array[int]
     changed: frozenset[int]
     superseding: array[int] | None
@@ -134,41 +134,41 @@ class TombstoneIndex:
     def __init__(self, listed: SegmentTable) -> None:
         self.segments = listed
         self.problems: list[Failure] = []
-        self._condemned = bytearray(len(listed))  # superseded by any tombstone: none of these may supersede another
-        self._stones: list[Buried] = []
+        self._is_superseded = bytearray(len(listed))  # superseded by any tombstone: none of these may supersede another
+        self._matches: list[TombstoneMatch] = []
 
     def add(self, stone: StoredTombstone) -> None:
         superseded, changed = array("q"), set()
         for segment in stone.tombstone.superseded:
-            if (place := self.segments.place(segment)) is not None:
+            if (place := self.segments.index_of(segment)) is not None:
                 superseded.append(place)
-                self._condemned[place] = 1
-                if self.segments.size_of(place) != segment.size:
+                self._is_superseded[place] = 1
+                if self.segments.size_at(place) != segment.size:
                     changed.add(place)
         superseding = self._places(stone.tombstone.superseding)
-        self._stones.append(Buried(stone.key, stone.written, superseded, frozenset(changed), superseding))
+        self._matches.append(TombstoneMatch(stone.key, stone.written_at, superseded, frozenset(changed), superseding))
 
     def _places(self, segments: Iterable[SegmentRef]) -> array[int] | None:
         found = array("q")
         for segment in segments:
-            place = self.segments.place(segment)
-            if place is None or self.segments.size_of(place) != segment.size:
+            place = self.segments.index_of(segment)
+            if place is None or self.segments.size_at(place) != segment.size:
                 return None
             found.append(place)
         return found
 
-    def valid(self) -> list[Buried]:
+    def valid_matches(self) -> list[TombstoneMatch]:
         """Return those with superseding segments all listed, with the same length, and themselves not superseded."""
         return [
             stone
-            for stone in self._stones
-            if stone.superseding is not None and not any(self._condemned[each] for each in stone.superseding)
+            for stone in self._matches
+            if stone.superseding is not None and not any(self._is_superseded[each] for each in stone.superseding)
         ]
 
-    def buried(self) -> bytearray:
+    def superseded_mask(self) -> bytearray:
         """Return 1 at the place of each segment that a valid tombstone supersedes, 0 at all others."""
         found = bytearray(len(self.segments))
-        for stone in self.valid():
+        for stone in self.valid_matches():
             for place in stone.superseded:
                 found[place] = 1
         return found
@@ -180,20 +180,20 @@ class TombstoneIndex:
         greatest end stays, and so does one with another length than the tombstone states.
         """
         greatest = self.segments.end
-        for stone in self.valid():
+        for stone in self.valid_matches():
             # Without a grace the clock is not used: a store may round the times of objects.
-            if grace and now - stone.written < grace:
+            if grace and now - stone.written_at < grace:
                 continue
             same = (place for place in stone.superseded if place not in stone.changed)
-            may_go = tuple(self.segments[each] for each in same if self.segments.end_of(each) < greatest)
+            may_go = tuple(self.segments[each] for each in same if self.segments.end_at(each) < greatest)
             if may_go:
                 yield Tombstone(may_go, tuple(self.segments[place] for place in stone.superseding or ()))
 
-    def done(self) -> list[str]:
-        return [stone.key for stone in self._stones if not stone.superseded]
+    def finished_keys(self) -> list[str]:
+        return [stone.key for stone in self._matches if not stone.superseded]
 
 
-class Tombstones:
+class TombstoneStore:
     """The tombstones of a store."""
 
     def __init__(self, objects: ObjectStore, layout: Layout) -> None:
@@ -207,9 +207,9 @@ class Tombstones:
         try:
             if not (match := _NAME.fullmatch(info.key.rpartition("/")[2])):
                 raise ValueError("foreign name")
-            if info.size > MAX_BYTES:
-                raise ValueError(f"expected at most {MAX_BYTES} bytes, found {info.size}")
-            if (raw := self._objects.get(info.key, length=MAX_BYTES + 1)) is None:
+            if info.size > TOMBSTONE_MAX_BYTES:
+                raise ValueError(f"expected at most {TOMBSTONE_MAX_BYTES} bytes, found {info.size}")
+            if (raw := self._objects.get(info.key, length=TOMBSTONE_MAX_BYTES + 1)) is None:
                 return None
             if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
                 raise ValueError(f"expected content with SHA-256 {match['digest']}…")
@@ -238,19 +238,19 @@ class Tombstones:
 
     def now(self) -> float:
         """Return the seconds since 1970 UTC by the store's clock, taken from an object that is written for it."""
-        return store_now(self._objects, self._layout.clock())
+        return read_store_clock(self._objects, self._layout.clock())
 
-    def now_read(self) -> float:
+    def now_without_write(self) -> float:
         """Return the same as `now`, without a write; 0.0 if the store does not state its time."""
-        told = self._objects.now(self._layout.root) if isinstance(self._objects, Timekeeping) else None
-        return told or 0.0
+        now = self._objects.now(self._layout.root) if isinstance(self._objects, ClockedStore) else None
+        return now or 0.0
 
 
-def _timeless(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:
+def _without_times(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:
     return tuple(s._replace(modified=0.0) for s in sorted(segments, key=lambda s: (s.level, s.name)))
 
 
-def _entry(segment: SegmentRef) -> dict[str, Any]:
+def _segment_to_json(segment: SegmentRef) -> dict[str, Any]:
     return {"level": segment.level, "name": segment.name, "size": segment.size}
 
 
@@ -269,14 +269,15 @@ def _refs(entries: Any, layout: Layout, chain: Chain) -> tuple[SegmentRef, ...]:
     return tuple(found)
 
 
-KEPT = 3
+KEPT_SNAPSHOTS = 3
 
 
-def outdated(refs: Sequence[SnapshotRef], now: float, grace: float) -> list[SnapshotRef]:
-    """Return the snapshots of one chain that may be deleted, the oldest position first. The newest `KEPT` stay.
+def outdated_snapshots(refs: Sequence[SnapshotRef], now: float, grace: float) -> list[SnapshotRef]:
+    """Return the snapshots of one chain that may be deleted, the oldest position first. The newest `KEPT_SNAPSHOTS`
+    stay.
 
     `now`: seconds since 1970 by the store's clock. `grace`: seconds.
     """
     last_stored = max((ref.modified for ref in refs), default=0.0)
-    behind = sorted(refs, key=newest_first)[KEPT:]
+    behind = sorted(refs, key=newest_first)[KEPT_SNAPSHOTS:]
     return [ref for ref in reversed(behind) if ref.modified < min(last_stored, now - grace)]

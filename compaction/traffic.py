@@ -25,7 +25,7 @@ from common.segments.segment import Footer, Reason, SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.service.page import STYLE
 from common.settings.types import duration_words, size_words
-from compaction.reports import FEED_FIELDS, METADATA, REQUESTS_AT_ONCE, ArchiveReport, ReportState, of_spark
+from compaction.reports import CONCURRENT_REQUESTS, FEED_FIELDS, METADATA, ArchiveReport, ReportState, as_floe_error
 
 HOUR, DAY = 3600, 86_400  # seconds
 HOUR_NS = HOUR * NS_PER_S
@@ -44,7 +44,7 @@ _KEYS = ["site", "feed", "hour"]
 
 
 @dataclass(frozen=True, slots=True)
-class HourOfRows:
+class HourCount:
     """Rows of one stretch with messages that were stored in one hour. `hour`: since 1970; `size`: raw bytes; `first`,
     `last`: sequences; `past_ms`: milliseconds from the beginning of the hour to each row, summed; `earliest_ns`: the
     earliest timestamp.
@@ -59,7 +59,7 @@ class HourOfRows:
     earliest_ns: int
 
 
-def missing_by_hour(rows: SequenceRange, hours: Sequence[HourOfRows], end: int) -> dict[int, int]:
+def missing_by_hour(rows: SequenceRange, hours: Sequence[HourCount], end: int) -> dict[int, int]:
     """Return the number of sequences of `rows` without a row, by hour: each counts in the hour of the next row, after
     the last row in the hour `end`.
     """
@@ -79,7 +79,7 @@ def missing_by_hour(rows: SequenceRange, hours: Sequence[HourOfRows], end: int) 
     return {hour: count for hour, count in found.items() if count}
 
 
-def by_reason(missing: Mapping[int, int], footer: Footer) -> dict[int, dict[str, int]]:
+def reasons_by_hour(missing: Mapping[int, int], footer: Footer) -> dict[int, dict[str, int]]:
     """Return the reasons why the sequences that are `missing` in each hour have no row: from the ledger, in proportion
     if it has several. Over a whole segment the sums are those of the ledger.
     """
@@ -103,7 +103,7 @@ def by_reason(missing: Mapping[int, int], footer: Footer) -> dict[int, dict[str,
     return found
 
 
-def hours_of(stretch: Stretch[SegmentRef], hours: Sequence[HourOfRows], footer: Footer | None) -> list[dict[str, Any]]:
+def hour_rows(stretch: Stretch[SegmentRef], hours: Sequence[HourCount], footer: Footer | None) -> list[dict[str, Any]]:
     """Return the rows of the traffic of one stretch. `footer`: of its segment; None if no sequence lacks a row.
 
     The lag is known at level 0: its objects are as old as the put that made the messages visible.
@@ -126,7 +126,7 @@ def hours_of(stretch: Stretch[SegmentRef], hours: Sequence[HourOfRows], footer: 
         end = footer.tip.timestamp_ns // HOUR_NS if footer.tip else int(segment.modified) // 3600
         if hours and (footer.tip is None or stretch.rows.last != footer.coverage.last):
             end = max(each.hour for each in hours)
-        for hour, reasons in by_reason(missing_by_hour(stretch.rows, hours, end), footer).items():
+        for hour, reasons in reasons_by_hour(missing_by_hour(stretch.rows, hours, end), footer).items():
             row = of(hour)
             for reason, count in reasons.items():
                 row[reason] += count
@@ -152,20 +152,20 @@ class TrafficReport(ArchiveReport):
 
     def table(self) -> pa.Table:
         """Return all of the report."""
-        with self._fetched() as path:
+        with self._fetch() as path:
             return TRAFFIC.empty_table() if path is None else pq.read_table(path).cast(TRAFFIC)
 
     def _hours(self, part: Sequence[Stretch[SegmentRef]]) -> Iterator[dict[str, Any]]:
         if not part:
             return
-        found: dict[int, list[HourOfRows]] = {}
+        found: dict[int, list[HourCount]] = {}
         for number, *numbers in self._counted(part):
-            found.setdefault(number, []).append(HourOfRows(*numbers))
+            found.setdefault(number, []).append(HourCount(*numbers))
         lacking = [n for n, s in enumerate(part) if sum(each.rows for each in found.get(n, ())) < len(s.rows)]
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
             footers = dict(zip(lacking, pool.map(self.store.footer, (part[n].segment for n in lacking)), strict=True))
         for number, stretch in enumerate(part):
-            yield from hours_of(stretch, found.get(number, []), footers.get(number))
+            yield from hour_rows(stretch, found.get(number, []), footers.get(number))
 
     def _counted(self, part: Sequence[Stretch[SegmentRef]]) -> list[Any]:
         columns = ("segment", "sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
@@ -186,19 +186,19 @@ class TrafficReport(ArchiveReport):
             )
             return list(grouped.collect())
         except Exception as error:  # Spark raises its own, py4j's and the source's errors
-            raise of_spark("report traffic", error) from error
+            raise as_floe_error("report traffic", error) from error
 
 
 # Page and spreadsheet
 
-SHOWN_NS = 30 * DAY * NS_PER_S  # on the page without --since
-MOST_BARS = 24 * 14  # of a plot; for a longer time a bar is a day
-MOST_PLOTS = 200  # feeds with a plot, those with most messages; all are in the table
+PAGE_PERIOD_NS = 30 * DAY * NS_PER_S  # on the page without --since
+MAX_BARS = 24 * 14  # of a plot; for a longer time a bar is a day
+MAX_PLOTS = 200  # feeds with a plot, those with most messages; all are in the table
 
-Part = Mapping[str, Any]
+TrafficRow = Mapping[str, Any]
 
 
-def within(table: pa.Table, since: int | None, until: int | None) -> pa.Table:
+def select_hours(table: pa.Table, since: int | None, until: int | None) -> pa.Table:
     """Return the hours that begin at `since` or later and before `until`, ns since 1970."""
     for bound, keeps in ((since, pc.greater_equal), (until, pc.less)):
         if bound is not None:
@@ -225,12 +225,12 @@ def _as_cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
-def rendered(table: pa.Table, since: int | None, until: int | None, made: float) -> bytes:
+def render_page(table: pa.Table, since: int | None, until: int | None, made: float) -> bytes:
     """Return the page of `table`, for the hours from `since` (None: its last 30 days) up to `until`. `made`: now."""
     if since is None and table.num_rows:
         newest: Any = pc.max(table["hour"]).cast(pa.int64()).as_py()
-        since = newest * 1000 + HOUR * NS_PER_S - SHOWN_NS
-    rows = within(table, since, until).to_pylist()
+        since = newest * 1000 + HOUR * NS_PER_S - PAGE_PERIOD_NS
+    rows = select_hours(table, since, until).to_pylist()
     for row in rows:
         row["hour"] = int(row["hour"].timestamp())
     feeds: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -239,7 +239,7 @@ def rendered(table: pa.Table, since: int | None, until: int | None, made: float)
     hours = [row["hour"] for row in rows]
     begin, end = min(hours, default=0), max(hours, default=0) + HOUR
     period = f"{_time(begin)} to {_time(end)}" if rows else "no messages"
-    drawn = sorted(feeds, key=lambda feed: -sum(row["messages"] for row in feeds[feed]))[:MOST_PLOTS]
+    drawn = sorted(feeds, key=lambda feed: -sum(row["messages"] for row in feeds[feed]))[:MAX_PLOTS]
     body = [
         "<h1>Floe: traffic</h1>",
         f"<p class=pale>{period}, made {_time(int(made))}</p>",
@@ -247,7 +247,7 @@ def rendered(table: pa.Table, since: int | None, until: int | None, made: float)
         *(line for feed in sorted(drawn) for line in _plots(feed, feeds[feed], begin, end)),
     ]
     if len(drawn) < len(feeds):
-        body.append(f"<p class=pale>The {MOST_PLOTS} feeds with most messages are drawn.</p>")
+        body.append(f"<p class=pale>The {MAX_PLOTS} feeds with most messages are drawn.</p>")
     style = STYLE + _STYLE
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
@@ -265,7 +265,7 @@ svg .kept { fill: var(--ice); } svg .left { fill: var(--line); } svg .lag { fill
 svg .axis { stroke: var(--line); } h3 { margin-top: 1.6rem; }
 """
 
-_GONE = ("gone_before_read", "gone_from_hole", "lost")
+_GONE_REASONS = ("gone_before_read", "gone_from_hole", "lost")
 _COLUMNS = (
     "site",
     "feed",
@@ -281,11 +281,11 @@ _COLUMNS = (
 )
 
 
-def _table(feeds: Mapping[tuple[str, str], Sequence[Part]]) -> Iterator[str]:
+def _table(feeds: Mapping[tuple[str, str], Sequence[TrafficRow]]) -> Iterator[str]:
     yield f"<table><tr>{''.join(f'<th{_kind(n > 1)}>{name}</th>' for n, name in enumerate(_COLUMNS))}</tr>"
     for (site, feed), rows in sorted(feeds.items()):
         sums = [f"{sum(row[n] for row in rows):,}" for n in ("messages", "kept", "sampled_out", "too_old", "looped")]
-        gone = sum(row[name] for row in rows for name in _GONE)
+        gone = sum(row[name] for row in rows for name in _GONE_REASONS)
         mean, most = _lag(rows)
         lags = ("–" if each is None else duration_words(max(0.0, each)) for each in (mean, most))
         cells = [site, feed, *sums, f"{gone:,}", size_words(sum(row["bytes"] for row in rows)), *lags]
@@ -297,7 +297,7 @@ def _kind(is_number: bool) -> str:
     return " class=n" if is_number else ""
 
 
-def _lag(rows: Iterable[Part]) -> tuple[float | None, float | None]:
+def _lag(rows: Iterable[TrafficRow]) -> tuple[float | None, float | None]:
     """Return the mean and the greatest lag in seconds; None if none is known."""
     known = [row for row in rows if row["lag_known"]]
     if not known:
@@ -311,11 +311,11 @@ def _lag(rows: Iterable[Part]) -> tuple[float | None, float | None]:
 WIDTH, HEIGHT, LEFT, ABOVE, BELOW = 1000, 110, 70, 14, 16  # in units of the picture
 
 
-def _plots(feed: tuple[str, str], rows: Sequence[Part], begin: int, end: int) -> Iterator[str]:
-    step = HOUR if (end - begin) // HOUR <= MOST_BARS else DAY
+def _plots(feed: tuple[str, str], rows: Sequence[TrafficRow], begin: int, end: int) -> Iterator[str]:
+    step = HOUR if (end - begin) // HOUR <= MAX_BARS else DAY
     begin -= begin % step
     bars = -(-(end - begin) // step)
-    held: dict[int, list[Part]] = {}
+    held: dict[int, list[TrafficRow]] = {}
     for row in rows:
         held.setdefault((row["hour"] - begin) // step, []).append(row)
     sums = {at: (sum(r["messages"] for r in some), sum(r["kept"] for r in some)) for at, some in held.items()}

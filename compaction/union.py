@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.compute
 
 from common.segments.columns import CONTENT_COLUMNS, first_difference
-from common.segments.parquet_guard import fork
+from common.segments.parquet_guard import fork_error
 from common.segments.reader import SegmentReader
 from common.segments.segment import SegmentRef
 from common.sequences import preference
-from compaction.failures import naming
+from compaction.failures import as_unreadable_input
 
 # pyarrow's stubs do not type its kernels, nor the arrays and chunked arrays that these accept.
 Values = Any
@@ -30,30 +30,30 @@ def count_up_to(sequences: Values, last: int) -> int:
     return int(pc.sum(pc.less_equal(sequences, pa.scalar(last, pa.int64()))).as_py() or 0)
 
 
-Open = Callable[[SegmentRef], SegmentReader]
-_Parts = list[tuple[SegmentRef, pa.RecordBatch]]
+OpenSegment = Callable[[SegmentRef], SegmentReader]
+_SegmentBatches = list[tuple[SegmentRef, pa.RecordBatch]]
 
 
-def union(segments: Iterable[SegmentRef], open_segment: Open) -> Generator[pa.RecordBatch, None, None]:
+def union(segments: Iterable[SegmentRef], open_segment: OpenSegment) -> Generator[pa.RecordBatch, None, None]:
     """Yield the rows of `segments` in ascending order; rows of one sequence in several segments once.
 
     A segment is opened when its coverage is reached and closed after its last row. Raises DataError (E-FORK) that names
     two segments with different rows of one sequence, and the errors of `open_segment` and of reading.
     """
     waiting = deque(sorted(segments, key=lambda s: (s.coverage, s.name)))
-    runs: list[_Run] = []
+    cursors: list[_Cursor] = []
     try:
-        while runs or waiting:
-            _open_reached(waiting, runs, open_segment)
-            runs = [run for run in runs if run.head is not None]
-            if runs:
-                yield _next_batch(runs)
+        while cursors or waiting:
+            _open_reached(waiting, cursors, open_segment)
+            cursors = [cursor for cursor in cursors if cursor.head is not None]
+            if cursors:
+                yield _next_batch(cursors)
     finally:
-        for run in runs:
-            run.reader.close()
+        for cursor in cursors:
+            cursor.reader.close()
 
 
-class _Run:
+class _Cursor:
     """One open segment and its next rows; `head` is None after the last row."""
 
     def __init__(self, segment: SegmentRef, reader: SegmentReader) -> None:
@@ -66,7 +66,7 @@ class _Run:
         return int(self.head.column("sequence")[-1].as_py())
 
     def advance(self) -> None:
-        with naming(self.segment):
+        with as_unreadable_input(self.segment):
             self.head = next(self._batches, None)
         if self.head is None:
             self.reader.close()
@@ -80,28 +80,28 @@ class _Run:
         return taken
 
 
-def _open_reached(waiting: deque[SegmentRef], runs: list[_Run], open_segment: Open) -> None:
+def _open_reached(waiting: deque[SegmentRef], cursors: list[_Cursor], open_segment: OpenSegment) -> None:
     """Open each waiting segment that begins at or below the least end of the open batches, or else the next one."""
     while waiting:
-        at_hand = [run.last for run in runs if run.head is not None]
+        at_hand = [cursor.last for cursor in cursors if cursor.head is not None]
         if at_hand and waiting[0].coverage.first > min(at_hand):
             return
         segment = waiting.popleft()
-        with naming(segment):
-            runs.append(_Run(segment, open_segment(segment)))
-        runs[-1].advance()
+        with as_unreadable_input(segment):
+            cursors.append(_Cursor(segment, open_segment(segment)))
+        cursors[-1].advance()
 
 
-def _next_batch(runs: list[_Run]) -> pa.RecordBatch:
-    last = min(run.last for run in runs)
+def _next_batch(cursors: list[_Cursor]) -> pa.RecordBatch:
+    last = min(cursor.last for cursor in cursors)
     # Of equal rows the first is kept: the row of the segment that the cover rule prefers.
-    ordered = sorted(runs, key=lambda run: preference(run.segment), reverse=True)
-    taken = [(run.segment, run.take(last)) for run in ordered]
+    ordered = sorted(cursors, key=lambda cursor: preference(cursor.segment), reverse=True)
+    taken = [(cursor.segment, cursor.take(last)) for cursor in ordered]
     parts = [(segment, batch) for segment, batch in taken if batch.num_rows]
-    return parts[0][1] if len(parts) == 1 else _together(parts)
+    return parts[0][1] if len(parts) == 1 else _merge_batches(parts)
 
 
-def _together(parts: _Parts) -> pa.RecordBatch:
+def _merge_batches(parts: _SegmentBatches) -> pa.RecordBatch:
     """Return the rows of overlapping batches, sorted, the first row of each sequence. Raises DataError for a fork."""
     table = pa.Table.from_batches([batch for _, batch in parts])
     order: Values = pc.sort_indices(table.column("sequence"))  # stable: equal sequences keep the order of the parts
@@ -115,7 +115,7 @@ def _together(parts: _Parts) -> pa.RecordBatch:
     return batch
 
 
-def _check_fork(merged: pa.Table, order: Values, repeats: Values, parts: _Parts) -> None:
+def _check_fork(merged: pa.Table, order: Values, repeats: Values, parts: _SegmentBatches) -> None:
     later = pc.add(pc.indices_nonzero(repeats), 1)
     earlier = pc.subtract(later, 1)
     for name in CONTENT_COLUMNS:
@@ -124,4 +124,4 @@ def _check_fork(merged: pa.Table, order: Values, repeats: Values, parts: _Parts)
             row = later[found].as_py()
             ends = list(accumulate(batch.num_rows for _, batch in parts))
             (one, _), (other, _) = (parts[bisect_right(ends, order[row - n].as_py())] for n in (1, 0))
-            raise fork(one, other, merged.column("sequence")[row].as_py())
+            raise fork_error(one, other, merged.column("sequence")[row].as_py())

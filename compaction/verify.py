@@ -22,35 +22,36 @@ from typing import TypeVar
 
 from common.chain import Chain
 from common.errors import DataError, FloeError, SegmentCorrupt, Unavailable
-from common.exits import remember, remembered
-from common.objects.port import HiddenObject, Versioned
-from common.segments.archive import behind, ways_on
+from common.exits import config_in_use, set_config
+from common.objects.port import DeletedObject, VersionedStore
+from common.segments.archive import leftover_remedies, ranges_after_end
 from common.segments.captures import CaptureStore
-from common.segments.documents import ChainStore, carry_late, way_out, way_out_filled
+from common.segments.documents import ChainStore, filled_hole_remedies, hole_remedies, late_rows_remedies
 from common.segments.keys import CAPTURES, MAX_LEVEL
-from common.segments.parquet_guard import Forked
+from common.segments.parquet_guard import ForkError
 from common.segments.segment import Footer, Reason, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore, quarantine_command
-from common.segments.table import WINDOW, SegmentTable
+from common.segments.table import WINDOW_SEGMENTS, SegmentTable
 from common.segments.unread import StretchReader, open_stretch
-from common.sequences import MAX_SEQUENCE, Covered, SequenceRange, cover, holes
+from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.plan import blocks
-from compaction.run import BATCH, Runner
-from compaction.sign_off import SignOff, SignOffs, mark
-from compaction.supersede import Supersession, contained
+from compaction.run import BATCH_SEGMENTS, Runner
+from compaction.sign_off import SignOff, SignOffStore, fingerprint
+from compaction.supersede import Supersession, find_supersessions
 from compaction.union import union
 
-REQUESTS_AT_ONCE = 8
-SHOWN = 5  # hidden segments that a hint names for one hole
-TAIL_ALONE = "only the tail names them: egress puts them soon, or corrects the tail with its next segment"
-TASK_BYTES = 256 << 20  # read by one deep task at most, unless segments that overlap have more
+CONCURRENT_REQUESTS = 8
+HIDDEN_SEGMENTS_SHOWN = 5  # hidden segments that a hint names for one hole
+TAIL_ONLY_HINT = "only the tail names them: egress puts them soon, or corrects the tail with its next segment"
+TASK_MAX_BYTES = 256 << 20  # read by one deep task at most, unless segments that overlap have more
 
 T = TypeVar("T")
-Tell = Callable[[SegmentRef, Footer], None]
+OnSegment = Callable[[SegmentRef, Footer], None]
+OnListed = Callable[[Chain, int], None]
 
 #: The finding that each kind of problem counts as, unless the problem names another.
-COUNTED = {
+FINDING_OF_KIND = {
     "hole": "missing",
     "gone": "missing",
     "late": "delayed",
@@ -67,19 +68,19 @@ FINDINGS = ("found", "delayed", "missing", "damaged", "divergent", "contained", 
 class VerifyProblem:
     """One problem. `kind`: hole, gone, late, damaged, rows, fork, document, behind.
 
-    `hint`: the remedy. `rows`: its sequences, None if it concerns all of the chain. `counted`: the finding that it
-    counts as, if its kind does not decide that.
+    `hint`: the remedy. `rows`: its sequences, None if it concerns all of the chain. `finding_override`: the finding
+    that it counts as, if its kind does not decide that.
     """
 
     kind: str
     text: str
     hint: str = ""
     rows: SequenceRange | None = None
-    counted: str = ""
+    finding_override: str = ""
 
     @property
     def finding(self) -> str:
-        return self.counted or COUNTED[self.kind]
+        return self.finding_override or FINDING_OF_KIND[self.kind]
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class LevelReport:
 
     segments: int = 0
     size: int = 0
-    covered: Covered = field(default_factory=Covered)
+    covered: CoverageSet = field(default_factory=CoverageSet)
 
 
 @dataclass(slots=True)
@@ -98,8 +99,8 @@ class ChainReport:
     which costs space and is no fault. `contained`: segments that others may supersede, which is no fault either.
     `accepted`: holes that an operator has accepted. `foreign`: keys among those of the chain that are not Floe's.
 
-    `skipped`: segments that were not checked again, because an earlier run, `former`, has signed them off (None: this
-    was not requested). `unsigned`: the error that prevented this run's own sign-off.
+    `skipped`: segments that were not checked again, because an earlier run, `former_sign_off`, has signed them off
+    (None: this was not requested). `sign_off_error`: the error that prevented this run's own sign-off.
     """
 
     chain: Chain
@@ -110,8 +111,8 @@ class ChainReport:
     contained: int = field(default=0, init=False)
     foreign: int = field(default=0, init=False)
     skipped: int = field(default=0, init=False)
-    former: SignOff | None = field(default=None, init=False)
-    unsigned: FloeError | None = field(default=None, init=False)
+    former_sign_off: SignOff | None = field(default=None, init=False)
+    sign_off_error: FloeError | None = field(default=None, init=False)
     accepted: list[SequenceRange] = field(default_factory=list, init=False)
     problems: list[VerifyProblem] = field(default_factory=list, init=False)
 
@@ -132,15 +133,15 @@ class ChainReport:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTask:
-    """Segments of one chain that no other segment of it overlaps. `accepted`: accepted gaps in their range. `named`:
-    the configuration that hints name.
+    """Segments of one chain that no other segment of it overlaps. `accepted`: accepted gaps in their range.
+    `config_source`: the configuration that hints name.
     """
 
     chain: Chain
     segments: tuple[SegmentRef, ...]
     accepted: tuple[SequenceRange, ...]
     deep: bool
-    named: tuple[str, str]
+    config_source: tuple[str, str]
 
     @property
     def size(self) -> int:
@@ -154,22 +155,23 @@ class VerifyTask:
 
 @dataclass(slots=True)
 class VerifyResult:
-    """Result of a task. `sound`: the places, in the task, of sound segments. `unsettled`: sequences for which the next
-    run may find something else though nothing new is stored. `problems`: with single segments; `found`: with several.
+    """Result of a task. `sound_places`: of sound segments in the task. `unsettled`: sequences for which the next run
+    may find something else though nothing new is stored. `problems`: with single segments; `cross_problems`: with
+    several.
     """
 
-    sound: list[int] = field(default_factory=list)
+    sound_places: list[int] = field(default_factory=list)
     rows: int = 0
     contained: int = 0
     unsettled: list[SequenceRange] = field(default_factory=list)
     accepted: list[SequenceRange] = field(default_factory=list)
     problems: list[VerifyProblem] = field(default_factory=list)
-    found: list[VerifyProblem] = field(default_factory=list)
+    cross_problems: list[VerifyProblem] = field(default_factory=list)
 
 
 def known_chains(chains: ChainStore) -> list[Chain]:
     """Return all chains with a trace: `chain.json`, a tail, or an end in `stream.json` of the next incarnation."""
-    known = {*chains.chains(), *chains.listed_tails()}
+    known = {*chains.chains(), *chains.list_tails()}
     waiting = {(chain.site, chain.feed, chain.incarnation) for chain in known if chain.incarnation}
     while waiting:
         site, feed, incarnation = waiting.pop()
@@ -195,97 +197,97 @@ def verify_chains(
     selected: Iterable[Chain],
     *,
     deep: bool = False,
-    window: int = WINDOW,
-    tell: Tell | None = None,
+    window: int = WINDOW_SEGMENTS,
+    on_segment: OnSegment | None = None,
     runner: Runner | None = None,
-    sign_offs: SignOffs | None = None,
-    listed: Callable[[Chain, int], None] = lambda _chain, _segments: None,
+    sign_offs: SignOffStore | None = None,
+    on_listed: OnListed = lambda _chain, _segments: None,
 ) -> list[ChainReport]:
     """Return a report of each selected chain. Raises the errors of the store; problems of the data are in the reports.
 
     Segments that are deleted meanwhile are skipped, if others account for them. `window`: the number of segments that
-    are checked together at least. `tell`: called with each sound segment after its check. `runner`: runs the tasks of
-    all chains together; None: they run here, one after the other. `sign_offs`: segments in them are not checked again,
-    unless they overlap something new; segments that are found sound are added. `listed`: called with each chain and the
-    number of its segments, before the first of them is checked.
+    are checked together at least. `on_segment`: called with each sound segment after its check. `runner`: runs the
+    tasks of all chains together; None: they run here, one after the other. `sign_offs`: segments in them are not
+    checked again, unless they overlap something new; segments that are found sound are added. `on_listed`: called with
+    each chain and the number of its segments, before the first of them is checked.
     """
     reports: list[ChainReport] = []
     waiting: list[tuple[_Verification, VerifyTask]] = []
     begun: list[_Verification] = []
     count = 0
 
-    def work_off() -> None:
+    def run_tasks() -> None:
         tasks = [task for _, task in waiting]
-        results = _spread(runner, tasks) if runner and tasks else [look(store, task, tell) for task in tasks]
+        results = _distribute(runner, tasks) if runner and tasks else [check_task(store, t, on_segment) for t in tasks]
         for (verification, task), result in zip(waiting, results, strict=True):
             if isinstance(result, FloeError):
                 raise result
-            verification.take(task, result)
+            verification.add_result(task, result)
         waiting.clear()
-        reports.extend(verification.end(store, chains) for verification in begun)
+        reports.extend(verification.finish(store, chains) for verification in begun)
         begun.clear()
 
     for chain in selected:
         verification = _Verification(chain, sign_offs)
-        for task in verification.tasks(store, chains, window, listed, deep=deep):
+        for task in verification.tasks(store, chains, window, on_listed, deep=deep):
             waiting.append((verification, task))
             count += len(task.segments)
-            if runner is None or count >= BATCH:
-                work_off()
+            if runner is None or count >= BATCH_SEGMENTS:
+                run_tasks()
                 count = 0
         begun.append(verification)
         if runner is None:
-            work_off()
-    work_off()
+            run_tasks()
+    run_tasks()
     return reports
 
 
-def _spread(runner: Runner, tasks: Sequence[VerifyTask]) -> list[VerifyResult | FloeError]:
+def _distribute(runner: Runner, tasks: Sequence[VerifyTask]) -> list[VerifyResult | FloeError]:
     """Return the results in the order of `tasks`; the largest tasks are started first."""
     order = sorted(range(len(tasks)), key=lambda number: tasks[number].size, reverse=True)
-    results = dict(zip(order, runner.map(look_apart, [tasks[number] for number in order]), strict=True))
+    results = dict(zip(order, runner.map(check_task_apart, [tasks[number] for number in order]), strict=True))
     return [results[number] for number in range(len(tasks))]
 
 
 class _Verification:
-    """Verification of one chain. `_found`: problems that are reported after those of its documents and single segments.
+    """Verification of one chain. `_cross_problems`: those that are reported after the others.
 
-    `_behind`: segments that reach beyond the end of the incarnation, `_end`. `_first`: the sequence at which the chain
-    must begin, None if unknown; `_tail`: the end that its tail states, 0 if there is no tail. `_absent`: keys of
-    missing documents. `_marks`: of segments that may be signed off.
+    `_after_end`: segments that reach beyond the end of the incarnation, `_end`. `_first`: the sequence at which the
+    chain must begin, None if unknown; `_tail`: the end that its tail states, 0 if there is no tail. `_absent`: keys of
+    missing documents. `_fingerprints`: of segments that may be signed off.
     """
 
-    def __init__(self, chain: Chain, sign_offs: SignOffs | None) -> None:
+    def __init__(self, chain: Chain, sign_offs: SignOffStore | None) -> None:
         self._chain, self._report, self._sign_offs = chain, ChainReport(chain), sign_offs
         self._former = sign_offs.read(chain) if sign_offs else SignOff()
-        self._found: list[VerifyProblem] = []
+        self._cross_problems: list[VerifyProblem] = []
         self._accepted_in_windows: list[SequenceRange] = []
         self._accepted: list[SequenceRange] = []
-        self._covered, self._behind = Covered(), SegmentTable()
-        self._marks, self._absent = array("Q"), list[str]()
+        self._covered, self._after_end = CoverageSet(), SegmentTable()
+        self._fingerprints, self._absent = array("Q"), list[str]()
         self._first: int | None = None
         self._end: int | None = None
-        self._tail = self._others = 0
+        self._tail = self._other_partitions = 0
 
     def tasks(
-        self, store: SegmentStore, chains: ChainStore, window: int, listed: Callable[[Chain, int], None], *, deep: bool
+        self, store: SegmentStore, chains: ChainStore, window: int, on_listed: OnListed, *, deep: bool
     ) -> Iterator[VerifyTask]:
         # Before the listing: segments that are written meanwhile can only extend the coverage.
         self._read_documents(chains)
         self._read_captures(chains, deep=deep)
         table = store.table(self._chain)
-        listed(self._chain, len(table))
-        self._check_there(bool(table))
+        on_listed(self._chain, len(table))
+        self._check_documents(bool(table))
         self._accepted = [gap.range for gap in chains.gaps(self._chain)]
         for each in table.windows(window):
             task: list[SegmentRef] = []
             size = 0
-            for block in blocks(table.refs(each)):
-                if self._former.marks and all(segment in self._former for segment in block):
-                    self._pass_over(block)
+            for block in blocks(table.iter_refs(each)):
+                if self._former.fingerprints and all(segment in self._former for segment in block):
+                    self._skip_signed_off(block)
                     continue
                 added = sum(segment.size for segment in block) if deep else 0
-                if task and size + added > TASK_BYTES:
+                if task and size + added > TASK_MAX_BYTES:
                     yield self._task(task, deep=deep)
                     task, size = [], 0
                 task += block
@@ -296,7 +298,7 @@ class _Verification:
     def _task(self, segments: Sequence[SegmentRef], *, deep: bool) -> VerifyTask:
         within = SequenceRange(segments[0].coverage.first, max(s.coverage.last for s in segments))
         accepted = tuple(gap for gap in self._accepted if gap.overlaps(within))
-        return VerifyTask(self._chain, tuple(segments), accepted, deep, remembered())
+        return VerifyTask(self._chain, tuple(segments), accepted, deep, config_in_use())
 
     # Documents and captures
 
@@ -307,23 +309,23 @@ class _Verification:
         self._first = document.first if document else None
         self._end = self._read(lambda: chains.read_end(chain))
         if document is None and self._end:
-            self._others = self._read(lambda: self._named_besides(chains)) or 0
+            self._other_partitions = self._read(lambda: self._count_other_partitions(chains)) or 0
         # Without it the end of the previous incarnation is unknown, and no target starts this one.
         self._read(lambda: chains.read_stream(chain), layout.stream_document(chain) if chain.incarnation else "")
 
-    def _named_besides(self, chains: ChainStore) -> int:
+    def _count_other_partitions(self, chains: ChainStore) -> int:
         """Return the number of other partitions of the incarnation that had an end above 0 and have no `chain.json`."""
         chain = self._chain
         following = chains.read_stream(chain.next_incarnation())
-        named = {n for n, end in ((following and following.previous) or {}).items() if end}
+        known = {n for n, end in ((following and following.previous) or {}).items() if end}
         there = chains.chains(chain.site, chain.feed, chain.incarnation)
-        return len(named - {each.partition for each in there} - {chain.partition})
+        return len(known - {each.partition for each in there} - {chain.partition})
 
     def _read_captures(self, chains: ChainStore, *, deep: bool) -> None:
         """Read the newest capture of each kind, which a restore of everything takes; deep: every one."""
         captures = CaptureStore(chains.layout, chains.objects)
         for kind in () if self._chain.partition else CAPTURES:
-            refs = captures.ls(self._chain, kind)
+            refs = captures.list_captures(self._chain, kind)
             for ref in refs if deep else refs[-1:]:
                 self._read(partial(captures.read, ref))
 
@@ -341,35 +343,35 @@ class _Verification:
             self._absent.append(needed)
         return found
 
-    def _check_there(self, has_segments: bool) -> None:
+    def _check_documents(self, has_segments: bool) -> None:
         if has_segments or self._tail or self._end:
             for key in self._absent:
                 hint = "put a good copy of it back: egress writes it once, before the first segment"
                 text = f"{key}: expected a document, found none"
-                text += f", nor of {self._others} other partitions" if self._others else ""
-                self._report.problems.append(VerifyProblem("document", text, hint, counted="missing"))
+                text += f", nor of {self._other_partitions} other partitions" if self._other_partitions else ""
+                self._report.problems.append(VerifyProblem("document", text, hint, finding_override="missing"))
 
-    def _pass_over(self, segments: Sequence[SegmentRef]) -> None:
+    def _skip_signed_off(self, segments: Sequence[SegmentRef]) -> None:
         self._add(segments)
         self._report.skipped += len(segments)
-        self._report.contained += sum(len(s.superseded) for s in contained(segments))
-        self._marks.extend(map(mark, segments))
+        self._report.contained += sum(len(s.superseded) for s in find_supersessions(segments))
+        self._fingerprints.extend(map(fingerprint, segments))
 
-    def take(self, task: VerifyTask, result: VerifyResult) -> None:
+    def add_result(self, task: VerifyTask, result: VerifyResult) -> None:
         """Add the result of a task; the tasks of one chain in their order."""
-        report, sound = self._report, [task.segments[place] for place in result.sound]
+        report, sound = self._report, [task.segments[place] for place in result.sound_places]
         self._add(sound)
         report.rows += result.rows
         report.contained += result.contained
         report.problems += result.problems
-        self._found += result.found
+        self._cross_problems += result.cross_problems
         self._accepted_in_windows += result.accepted
         if self._sign_offs is not None:
-            again = result.unsettled + [p.rows for p in (*result.problems, *result.found) if p.rows is not None]
+            redo = result.unsettled + [p.rows for p in (*result.problems, *result.cross_problems) if p.rows is not None]
             if self._end is not None:
-                again.append(SequenceRange(min(self._end + 1, MAX_SEQUENCE), MAX_SEQUENCE))
-            right = (s for s in sound if not any(s.coverage.overlaps(rows) for rows in again))
-            self._marks.extend(map(mark, right))
+                redo.append(SequenceRange(min(self._end + 1, MAX_SEQUENCE), MAX_SEQUENCE))
+            right = (s for s in sound if not any(s.coverage.overlaps(rows) for rows in redo))
+            self._fingerprints.extend(map(fingerprint, right))
 
     def _add(self, segments: Sequence[SegmentRef]) -> None:
         """Count sound segments. No other segment may overlap any of them."""
@@ -383,11 +385,11 @@ class _Verification:
             self._report.overlapping += coverage.first <= reach.get(segment.level, 0)
             reach[segment.level] = max(reach.get(segment.level, 0), coverage.last)
             if self._end is not None and coverage.last > self._end:
-                self._behind.extend([segment])
+                self._after_end.extend([segment])
 
     # The whole chain
 
-    def end(self, store: SegmentStore, chains: ChainStore) -> ChainReport:
+    def finish(self, store: SegmentStore, chains: ChainStore) -> ChainReport:
         """Return the report, after all tasks were taken; sign off the segments that may be."""
         report = self._report
         # Read at the end: sequences that retention has deleted meanwhile are no hole.
@@ -397,10 +399,10 @@ class _Verification:
         self._check_coverage(store)
         self._check_end()
         report.accepted += self._accepted_in_windows
-        report.problems += self._found
+        report.problems += self._cross_problems
         if self._sign_offs is not None:
-            report.former = self._former
-            report.unsigned = self._sign_off(self._sign_offs)
+            report.former_sign_off = self._former
+            report.sign_off_error = self._sign_off(self._sign_offs)
         return report
 
     def _check_coverage(self, store: SegmentStore) -> None:
@@ -417,21 +419,21 @@ class _Verification:
             for part in left:
                 text = f"sequences {part} are in no segment that can be read"
                 is_on_its_way = self._end is None and part.first > self._covered.end
-                hint = _brought_back(store, self._chain, part) + (
-                    TAIL_ALONE if is_on_its_way else way_out(self._chain, part)
+                hint = _undelete_hint(store, self._chain, part) + (
+                    TAIL_ONLY_HINT if is_on_its_way else hole_remedies(self._chain, part)
                 )
-                counted = "delayed" if is_on_its_way else ""
-                self._report.problems.append(VerifyProblem("hole", text, hint, part, counted))
+                override = "delayed" if is_on_its_way else ""
+                self._report.problems.append(VerifyProblem("hole", text, hint, part, override))
 
     def _check_end(self) -> None:
         """Note segments after the end of the incarnation, which are not delivered; holes there are not faults."""
-        for rows in behind(self._covered.stretches(), self._end, self._accepted):
-            count = sum(s.coverage.overlaps(rows) for s in self._behind)
+        for rows in ranges_after_end(self._covered.stretches(), self._end, self._accepted):
+            count = sum(s.coverage.overlaps(rows) for s in self._after_end)
             text = f"sequences {rows}, in {count} segment{'' if count == 1 else 's'}, lie behind the end of the "
             text += f"incarnation, {self._end}: nobody delivers them"
-            self._report.problems.append(VerifyProblem("behind", text, ways_on(self._chain, rows), rows))
+            self._report.problems.append(VerifyProblem("behind", text, leftover_remedies(self._chain, rows), rows))
 
-    def _sign_off(self, sign_offs: SignOffs) -> FloeError | None:
+    def _sign_off(self, sign_offs: SignOffStore) -> FloeError | None:
         """Write the sign-off; return the error if that fails. A problem without a range, such as an unreadable
         document, may concern any sequence: then the former sign-off stays.
         """
@@ -440,7 +442,7 @@ class _Verification:
             return None
         first = min((problem.rows.first for problem in problems if problem.rows), default=report.coverage.last + 1)
         try:
-            if not sign_offs.write(self._chain, self._former, first - 1, self._marks):
+            if not sign_offs.write(self._chain, self._former, first - 1, self._fingerprints):
                 why = f"another run has signed {self._chain} off meanwhile, or it has too many segments"
                 return Unavailable(why, hint="the next run reads again what is not signed off", code="E-RACE")
         except FloeError as error:
@@ -448,29 +450,29 @@ class _Verification:
         return None
 
 
-def look_apart(store: SegmentStore, task: VerifyTask) -> VerifyResult | FloeError:
-    """Run `look` in another process: an error is returned, so that it keeps its exit code and is not retried."""
-    remember(*task.named)
+def check_task_apart(store: SegmentStore, task: VerifyTask) -> VerifyResult | FloeError:
+    """Run `check_task` in another process: an error is returned, so that it keeps its exit code and is not retried."""
+    set_config(*task.config_source)
     try:
-        return look(store, task)
+        return check_task(store, task)
     except FloeError as error:
         return error
 
 
-def look(store: SegmentStore, task: VerifyTask, tell: Tell | None = None) -> VerifyResult:
+def check_task(store: SegmentStore, task: VerifyTask, on_segment: OnSegment | None = None) -> VerifyResult:
     """Check the segments of one task. Raises the errors of the store; problems of the data are in the result."""
-    return _Look(store, task, tell).run()
+    return _TaskCheck(store, task, on_segment).run()
 
 
-class _Look:
+class _TaskCheck:
     """Check of one task."""
 
-    def __init__(self, store: SegmentStore, task: VerifyTask, tell: Tell | None) -> None:
-        self._store, self._task, self._tell, self._result = store, task, tell, VerifyResult()
+    def __init__(self, store: SegmentStore, task: VerifyTask, on_segment: OnSegment | None) -> None:
+        self._store, self._task, self._on_segment, self._result = store, task, on_segment, VerifyResult()
 
     def run(self) -> VerifyResult:
         footers = self._footers()
-        segments = [self._task.segments[place] for place in self._result.sound]
+        segments = [self._task.segments[place] for place in self._result.sound_places]
         self._check_unread(segments, footers)
         self._check_levels(segments, footers)
         if self._task.deep:
@@ -484,46 +486,46 @@ class _Look:
         footers: dict[str, Footer] = {}
         deep, segments = self._task.deep, self._task.segments
         # Whole segments are read one after the other: each may need much memory.
-        with ThreadPoolExecutor(1 if deep else REQUESTS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(1 if deep else CONCURRENT_REQUESTS) as pool:
             found = pool.map(partial(check_segment, self._store, deep=deep), segments)
             for place, (segment, footer) in enumerate(zip(segments, found, strict=True)):
                 if isinstance(footer, Footer):
                     footers[segment.key] = footer
-                    self._result.sound.append(place)
+                    self._result.sound_places.append(place)
                     self._result.rows += footer.rows
-                    if self._tell is not None:
-                        self._tell(segment, footer)
+                    if self._on_segment is not None:
+                        self._on_segment(segment, footer)
                 elif footer is not None:
                     self._result.problems.append(footer)
         return footers
 
     def _check_unread(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
         """Check unread sequences: rows of them in other segments, and those of a filled hole that no segment has."""
-        found = self._result.found
+        found = self._result.cross_problems
         for stretch in cover(segments, 1):
             if footers[stretch.segment.key].unread is None:
                 continue
             try:
                 with open_stretch(self._store, stretch, refs=segments) as reader:
-                    found += _late(reader, stretch.segment, self._task.chain)
-                    found += self._gone(reader)
+                    found += _late_problems(reader, stretch.segment, self._task.chain)
+                    found += self._gone_problems(reader)
             except SegmentGone:
                 continue
-            except Forked as error:
+            except ForkError as error:
                 found.append(VerifyProblem("fork", error.message, error.hint, stretch.rows))
 
-    def _gone(self, reader: StretchReader) -> Iterator[VerifyProblem]:
+    def _gone_problems(self, reader: StretchReader) -> Iterator[VerifyProblem]:
         if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
             return
         left = holes(self._task.accepted, reader.unread)
         self._result.accepted += holes(left, reader.unread)
         for rows in left:
-            if missing := reader.still_missing(rows):
+            if missing := reader.max_missing(rows):
                 text = f"{missing} of {rows} were gone from the source when the hole there was filled"
-                yield VerifyProblem("gone", text, way_out_filled(self._task.chain, rows), rows)
+                yield VerifyProblem("gone", text, filled_hole_remedies(self._task.chain, rows), rows)
 
     def _check_levels(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
-        for supersession in contained(segments):
+        for supersession in find_supersessions(segments):
             below, [above, *others] = supersession.superseded, supersession.superseding
             self._result.contained += len(below)
             is_same = not others and sum(len(s.coverage) for s in below) == len(above.coverage)
@@ -533,7 +535,7 @@ class _Look:
                 unread = sum(footers[s.key].ledger.unread() for s in below)
                 if not rows <= found <= rows + unread:
                     text = f"{above.key}: expected {rows} rows as in the {len(below)} segments below it, found {found}"
-                    self._result.found.append(VerifyProblem("rows", text, rows=above.coverage))
+                    self._result.cross_problems.append(VerifyProblem("rows", text, rows=above.coverage))
 
     def _check_rows(self, segments: Sequence[SegmentRef]) -> None:
         for block in blocks(segments):
@@ -541,15 +543,15 @@ class _Look:
             try:
                 for _batch in union(block, self._store.open) if len(block) > 1 else ():
                     pass  # the union compares equal sequences of different segments
-            except Forked as error:
+            except ForkError as error:
                 hint = "\n".join([f"{error.hint}:", *map(quarantine_command, error.keys)])
-                self._result.found.append(VerifyProblem("fork", error.message, hint, within))
+                self._result.cross_problems.append(VerifyProblem("fork", error.message, hint, within))
             except SegmentCorrupt as error:  # it was sound when it was checked
-                self._result.found.append(VerifyProblem("damaged", error.message, rows=within))
+                self._result.cross_problems.append(VerifyProblem("damaged", error.message, rows=within))
             except SegmentGone:
                 self._result.unsettled.append(within)
-        for supersession in contained(segments):
-            self._result.found += self._missing_rows(supersession)
+        for supersession in find_supersessions(segments):
+            self._result.cross_problems += self._missing_rows(supersession)
 
     def _missing_rows(self, supersession: Supersession) -> Iterator[VerifyProblem]:
         for part in supersession.parts(-(-len(supersession.superseded) // 2)):
@@ -587,26 +589,26 @@ def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Fo
         return VerifyProblem("damaged", error.message, hint, segment.coverage)
 
 
-def _brought_back(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:
+def _undelete_hint(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:
     """Return a hint if a versioned bucket still has a segment of the lowest level that covers some of the hole:
     removing its delete marker comes first. Empty if there is none.
     """
-    layout, hidden = store.layout, list[HiddenObject]()
-    if isinstance(store.objects, Versioned):
+    layout, hidden = store.layout, list[DeletedObject]()
+    if isinstance(store.objects, VersionedStore):
         after = layout.start_after(chain, 0, hole.first)
-        hidden = store.objects.hidden(layout.segments_prefix(chain, 0), start_after=after)
-        named = [(each, layout.parse_segment(each.key)) for each in hidden]
-        hidden = [each for each, name in named if name is not None and name.coverage.overlaps(hole)]
+        hidden = store.objects.deleted_objects(layout.segments_prefix(chain, 0), start_after=after)
+        parsed = [(each, layout.parse_segment(each.key)) for each in hidden]
+        hidden = [each for each, name in parsed if name is not None and name.coverage.overlaps(hole)]
     return "".join(
         f"a delete marker hides {each.key}, of which version {each.version} exists: "
         f"remove the marker, version {each.marker}, to have it back; "
-        for each in hidden[:SHOWN]
+        for each in hidden[:HIDDEN_SEGMENTS_SHOWN]
     )
 
 
-def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[VerifyProblem]:
+def _late_problems(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[VerifyProblem]:
     found: dict[SegmentRef, list[int]] = {}  # first, last and number of the rows that it has
-    for part in reader.late():
+    for part in reader.late_parts():
         first, last = (part.batch.column("sequence")[n].as_py() for n in (0, -1))
         before = found.get(part.segment, [first, last, 0])
         found[part.segment] = [before[0], last, before[2] + part.batch.num_rows]
@@ -616,4 +618,4 @@ def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[
         text += "was behind them when it came does not hold them; "
         is_highest = max(other.level, segment.level) == MAX_LEVEL
         text += "level 9 is the last, nothing unites the two" if is_highest else "`floe compact` unites the two"
-        yield VerifyProblem("late", text, carry_late(chain, rows), rows)
+        yield VerifyProblem("late", text, late_rows_remedies(chain, rows), rows)

@@ -27,26 +27,26 @@ from common.segments.reader import SegmentReader, open_file
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SpooledSegment
-from common.sequences import Covered, SequenceRange, extends
-from common.service.process import Threads
+from common.sequences import CoverageSet, SequenceRange, reaches
+from common.service.process import ThreadPool
 from common.tasks import first_of
-from egress.deps import EgressTuning, PartitionDeps
+from egress.deps import Intervals, PartitionDeps
 from egress.incarnations import HighWaterMarks, Incarnation
-from egress.partition import believe_listing
+from egress.partition import believe_command
 
 log = get_logger(__name__)
 
 
-KEPT = 1000  # segments kept by a view: those that reach furthest
-FIRST_PAGE = 100  # segments to list if a handful are wanted
-WIDER = 4  # factor by which a search back widens if it has not found enough
+VIEW_SEGMENTS = 1000  # segments kept by a view: those that reach furthest
+LOOKUP_SEGMENTS = 100  # segments to list if a handful are wanted
+WIDEN_FACTOR = 4  # factor by which a search back widens if it has not found enough
 
 
 class ListingView:
     """Result of a listing. `covered`: by all segments; `newest`: the segments that reach furthest, at most KEPT."""
 
     def __init__(self, pages: Iterable[Iterable[SegmentRef]] = ()) -> None:
-        self.covered = Covered()
+        self.covered = CoverageSet()
         self._heap: list[tuple[int, str, SegmentRef]] = []
         for page in pages:
             self.add(page)
@@ -60,13 +60,13 @@ class ListingView:
         for ref in page:
             self.covered.add(ref.coverage)
             entry = (ref.coverage.last, ref.key, ref)
-            if len(self._heap) < KEPT:
+            if len(self._heap) < VIEW_SEGMENTS:
                 heapq.heappush(self._heap, entry)
             elif entry[:2] > self._heap[0][:2]:
                 heapq.heapreplace(self._heap, entry)
 
 
-NEWER = "E-SEG-VERSION"  # written by a newer Floe; its segment names are as reliable as ours
+NEWER_VERSION_CODE = "E-SEG-VERSION"  # written by a newer Floe; its segment names are as reliable as ours
 
 
 class Archive:
@@ -75,26 +75,26 @@ class Archive:
     `end`: the last sequence covered, 0 if none is. `holes`: known holes below it, ascending; only a walk finds those
     before the high-water mark. `newest`: the segments that reach furthest, newest first, complete from some sequence
     on; empty only if nothing is archived. `damaged`: by key, the error of each segment that reaches beyond the mark and
-    does not match its name. Such a segment does not count: the range that it claims to cover is read again. `missing`:
-    the key of the newest segment, once it is found to be gone; empty before.
+    does not match its name. Such a segment does not count: the range that it claims to cover is read again.
+    `missing_key`: the key of the newest segment, once it is found to be gone; empty before.
     """
 
     def __init__(
-        self, chain: Chain, first: int, store: SegmentStore, chains: ChainStore, marks: HighWaterMarks, threads: Threads
+        self, chain: Chain, first: int, store: SegmentStore, chains: ChainStore, marks: HighWaterMarks, io: ThreadPool
     ) -> None:
         self.chain, self.first, self.end = chain, first, 0
         self.holes: tuple[SequenceRange, ...] = ()
         self.newest: Sequence[SegmentRef] = ()
         self.damaged: dict[str, str] = {}
-        self.missing = ""
-        self._looked_back = False
-        self._near: deque[tuple[int, Sequence[SegmentRef]]] = deque(maxlen=2)  # (sequence, segments) of `at`
-        self._sound: set[str] = set()  # keys of segments that were put here, or that match their names
+        self.missing_key = ""
+        self._has_older = False
+        self._recent_lookups: deque[tuple[int, Sequence[SegmentRef]]] = deque(maxlen=2)  # (sequence, segments) of `at`
+        self._valid_keys: set[str] = set()  # keys of segments that were put here, or that match their names
         self._mark: int | None = None
-        self._store, self._chains, self._marks, self._threads = store, chains, marks, threads
+        self._store, self._chains, self._marks, self._threads = store, chains, marks, io
 
     @classmethod
-    async def of(cls, current: Incarnation, deps: PartitionDeps) -> Archive:
+    async def open(cls, current: Incarnation, deps: PartitionDeps) -> Archive:
         floor = await deps.pools.io.run(deps.chains.read_floor, current.chain)
         first = max(current.document.first, floor or 0)
         marks = HighWaterMarks(deps.state)
@@ -107,83 +107,83 @@ class Archive:
         """
         self._mark = mark = await self._marks.get(self.chain)
         if mark is None:
-            await self.survey()
+            await self.load_all()
             return
         since = max(mark, self.first)
-        view = await self._look(lambda: self._reaching(since), mark, since)
+        view = await self._load_valid(lambda: self._reaching(since), mark, since)
         if mark >= self.first and mark not in view.covered:
             raise Unavailable(
                 f"listing of {self.chain}: expected a segment that contains the high-water mark {mark}, found none",
-                hint="asked again until it shows one; if the objects are lost:\n" + believe_listing(self.chain),
+                hint="asked again until it shows one; if the objects are lost:\n" + believe_command(self.chain),
                 code="E-LISTING",
             )
 
-    async def reach(self, position: int) -> None:
+    async def load_from(self, position: int) -> None:
         view = await self._threads.run(self._reaching, position)
-        self.end, self.newest, self._looked_back = view.covered.end, view.newest, True
+        self.end, self.newest, self._has_older = view.covered.end, view.newest, True
 
-    async def survey(self) -> None:
+    async def load_all(self) -> None:
         """List the whole chain, and trust the listing regardless of the mark."""
-        await self._look(lambda: ListingView(self.pages()), None, self.first)
+        await self._load_valid(lambda: ListingView(self.pages()), None, self.first)
 
-    async def _look(self, listing: Callable[[], ListingView], mark: int | None, since: int) -> ListingView:
+    async def _load_valid(self, listing: Callable[[], ListingView], mark: int | None, since: int) -> ListingView:
         view = await self._threads.run(listing)
-        while not await self._threads.run(self._all_sound, view, mark):
+        while not await self._threads.run(self._are_valid, view, mark):
             view = await self._threads.run(listing)
-        self.end, self.newest, self._looked_back = view.covered.end, view.newest, False
+        self.end, self.newest, self._has_older = view.covered.end, view.newest, False
         self.holes = tuple(view.covered.holes(SequenceRange(since, self.end))) if self.end >= since else ()
         return view
 
-    def _all_sound(self, view: ListingView, mark: int | None) -> bool:
+    def _are_valid(self, view: ListingView, mark: int | None) -> bool:
         """True if the segments beyond the mark match their names.
 
         Without a mark only the end counts: it is the end of the first sound segment, from the top down.
         """
-        are_sound = True
+        are_valid = True
         for ref in view.newest:
             if ref.coverage.last <= (mark or 0):
                 break
-            is_sound = self._is_sound(ref)
-            are_sound &= is_sound
-            if is_sound and mark is None:
+            is_valid = self._is_valid(ref)
+            are_valid &= is_valid
+            if is_valid and mark is None:
                 break
-        return are_sound
+        return are_valid
 
-    def _is_sound(self, ref: SegmentRef) -> bool:
-        if ref.key not in self._sound and ref.key not in self.damaged:
+    def _is_valid(self, ref: SegmentRef) -> bool:
+        if ref.key not in self._valid_keys and ref.key not in self.damaged:
             try:
                 self._store.footer(ref)
             except SegmentGone as error:
                 raise Unavailable(f"{error.message}: deleted since it was listed") from error
             except SegmentCorrupt as error:
-                if error.code != NEWER:
+                if error.code != NEWER_VERSION_CODE:
                     self.damaged[ref.key] = error.message
                     return False
-            self._sound.add(ref.key)
-        return ref.key in self._sound
+            self._valid_keys.add(ref.key)
+        return ref.key in self._valid_keys
 
     # Further lookups
 
-    async def look_back(self, least: int) -> Sequence[SegmentRef]:
-        if not self._looked_back and self.newest and self.end >= least:
-            width = len(self.newest[0].coverage) * FIRST_PAGE
-            found = await self._threads.run(self._newest, SequenceRange(max(least, 1), self.end), width)
+    async def load_older(self, first: int) -> Sequence[SegmentRef]:
+        if not self._has_older and self.newest and self.end >= first:
+            width = len(self.newest[0].coverage) * LOOKUP_SEGMENTS
+            found = await self._threads.run(self._newest, SequenceRange(max(first, 1), self.end), width)
             self.newest = found or self.newest
-            self._looked_back = True
+            self._has_older = True
         return self.newest
 
-    async def at(self, sequence: int) -> Sequence[SegmentRef]:
+    async def segments_at(self, sequence: int) -> Sequence[SegmentRef]:
         sequence = max(sequence, self.first)
         if sequence > self.end:
             return ()
-        for asked, known in ((0, self.newest), *self._near):
-            if asked == sequence or any(extends(ref.coverage, sequence) for ref in known):
+        for at, known in ((0, self.newest), *self._recent_lookups):
+            if at == sequence or any(reaches(ref.coverage, sequence) for ref in known):
                 return known
-        found = await self._threads.run(self._at, sequence)
-        self._near.append((sequence, found))
+        found = await self._threads.run(self._segments_at, sequence)
+        self._recent_lookups.append((sequence, found))
         return found
 
-    async def begin_at_floor(self) -> None:
+    async def raise_first_to_floor(self) -> None:
         floor = await self._threads.run(self._chains.read_floor, self.chain)
         self.first = max(self.first, floor or 0)
 
@@ -223,21 +223,21 @@ class Archive:
         while True:
             position = max(within.first, within.last + 1 - width)
             found = self._reaching(position).newest
-            if len(found) >= FIRST_PAGE or position <= within.first:
-                return found[:FIRST_PAGE]
-            width *= WIDER
+            if len(found) >= LOOKUP_SEGMENTS or position <= within.first:
+                return found[:LOOKUP_SEGMENTS]
+            width *= WIDEN_FACTOR
 
-    def _at(self, position: int) -> Sequence[SegmentRef]:
+    def _segments_at(self, position: int) -> Sequence[SegmentRef]:
         found: list[SegmentRef] = []
         for level in range(MAX_LEVEL + 1):
-            page = self._store.list(self.chain, position=position, level=level, limit=FIRST_PAGE)
+            page = self._store.list(self.chain, position=position, level=level, limit=LOOKUP_SEGMENTS)
             found += self._undamaged(page)
-            if any(extends(ref.coverage, position) for ref in found):
+            if any(reaches(ref.coverage, position) for ref in found):
                 break
         return found
 
     def _uncovered(self, within: SequenceRange) -> list[SequenceRange]:
-        covered = Covered()
+        covered = CoverageSet()
         for level in range(MAX_LEVEL + 1):
             for page in self._store.pages(self.chain, level, position=within.first):
                 for ref in self._undamaged(page):
@@ -248,21 +248,21 @@ class Archive:
                 break
         return covered.holes(within)
 
-    def is_hollow(self, source_first: int) -> bool:
+    def may_be_wiped(self, source_first: int) -> bool:
         """True if an empty listing may hide an archive: there is no mark to prove that nothing was put, and the source
         no longer holds everything from the chain's beginning on.
         """
         return not self.end and self._mark is None and source_first > self.first
 
-    def hollow(self, source_first: int) -> Stopped:
+    def wiped_error(self, source_first: int) -> Stopped:
         return Stopped(
             f"{self.chain}: no segment and no high-water mark, and the source holds {source_first} on, "
             f"while the chain begins at {self.first}",
-            hint=f"restore the objects; if nothing was ever archived, {believe_listing(self.chain)}",
+            hint=f"restore the objects; if nothing was ever archived, {believe_command(self.chain)}",
             code="E-EMPTY-ARCHIVE",
         )
 
-    async def mend(self) -> None:
+    async def repair_tail(self) -> None:
         end = max(self.end, self.first - 1)
         if self._mark is None or self._mark < end:
             await self._marks.raise_to(self.chain, end)
@@ -271,31 +271,31 @@ class Archive:
             await self._threads.run(self._chains.write_tail, self.chain, self.end)
 
     async def is_covered(self, sequence: int) -> bool:
-        """True if a sound segment that egress wrote covers `sequence`. Lists from there; sets `missing`."""
+        """True if a sound segment that egress wrote covers `sequence`. Lists from there; sets `missing_key`."""
         return await self._threads.run(self._is_covered, sequence)
 
     def _is_covered(self, sequence: int) -> bool:
         # The listing begins at the newest segment, which remains in level 0 until there is a newer one.
         newest = next((ref for ref in self.newest[:1] if not ref.level and ref.coverage.last == sequence - 1), None)
         position = sequence if newest is None else newest.coverage.last
-        refs = self._store.list(self.chain, position=position, level=0, limit=FIRST_PAGE)
+        refs = self._store.list(self.chain, position=position, level=0, limit=LOOKUP_SEGMENTS)
         if newest is not None and all(ref.key != newest.key for ref in refs):
-            self.missing = newest.key
-        return any(extends(ref.coverage, sequence) and self._is_sound(ref) for ref in refs)
+            self.missing_key = newest.key
+        return any(reaches(ref.coverage, sequence) and self._is_valid(ref) for ref in refs)
 
-    async def look_for_newest(self) -> None:
-        """Set `missing` if the newest segment is gone. Raises the errors of the store."""
+    async def check_newest(self) -> None:
+        """Set `missing_key` if the newest segment is gone. Raises the errors of the store."""
         if self.newest and await self._threads.run(self._store.objects.head, self.newest[0].key) is None:
-            self.missing = self.newest[0].key
+            self.missing_key = self.newest[0].key
 
-    async def lacks(self, spooled: SpooledSegment) -> int:
+    async def count_conflicting(self, spooled: SpooledSegment) -> int:
         """Count the rows of `spooled` that existing segments cover, but do not hold: messages of another incarnation of
         the stream, or messages that were gone when the segments were read. Of a sampled feed, count only rows for which
         a segment holds another row.
         """
-        return await self._threads.run(self._lacks, spooled)
+        return await self._threads.run(self._count_conflicting, spooled)
 
-    def _lacks(self, spooled: SpooledSegment) -> int:
+    def _count_conflicting(self, spooled: SpooledSegment) -> int:
         within, is_sampled = spooled.footer.coverage, spooled.footer.sampling is not None
         if not (refs := [*self._overlapping(within)]):
             return 0
@@ -305,11 +305,11 @@ class Archive:
         for ref in refs:
             with self._store.open(ref, rows=ref.coverage.intersection(within)) as reader:
                 others, other_times = _times(reader)
-            place = pc.index_in(sequences, value_set=others)
-            is_same = pc.or_(is_same, pc.fill_null(pc.equal(other_times.take(place), times), pa.scalar(False)))
+            indexes = pc.index_in(sequences, value_set=others)
+            is_same = pc.or_(is_same, pc.fill_null(pc.equal(other_times.take(indexes), times), pa.scalar(False)))
             first, last = (pa.scalar(n, pa.int64()) for n in (ref.coverage.first, ref.coverage.last))
             covered = pc.and_(pc.greater_equal(sequences, first), pc.less_equal(sequences, last))
-            is_there = pc.or_(is_there, pc.is_valid(place) if is_sampled else covered)
+            is_there = pc.or_(is_there, pc.is_valid(indexes) if is_sampled else covered)
         return int(pc.and_(is_there, pc.invert(is_same)).true_count)
 
     def _overlapping(self, within: SequenceRange) -> Iterator[SegmentRef]:
@@ -319,20 +319,20 @@ class Archive:
                 if page[-1].coverage.first > within.last:
                     break
 
-    async def is_closed(self) -> bool:
+    async def has_successor(self) -> bool:
         """True if the next incarnation exists: segments put into this one would not be delivered."""
-        return await self._threads.run(self._chains.is_followed, self.chain)
+        return await self._threads.run(self._chains.has_next_incarnation, self.chain)
 
     # Order of a put: the object, read back; then the tail, by which readers notice it; then the mark, from which on the
-    # listing must show the segment. A crash in between leaves an old tail or mark; `mend` raises them.
+    # listing must show the segment. A crash in between leaves an old tail or mark; `repair_tail` raises them.
 
     async def put(self, spooled: SpooledSegment) -> SegmentRef:
         """Put the segment and read it back. May be called again after any error."""
         failpoint("egress.before_put")
         ref = await self._threads.run(self._store.put, spooled)
-        self._sound.add(ref.key)
+        self._valid_keys.add(ref.key)
         if ref.coverage.last > self.end:  # a segment that fills a hole is followed by others
-            self.newest = [ref, *self.newest[: FIRST_PAGE - 1]]
+            self.newest = [ref, *self.newest[: LOOKUP_SEGMENTS - 1]]
             self.end = ref.coverage.last
         self.damaged.pop(ref.key, None)  # put again, it matches its name
         failpoint("egress.after_put")
@@ -358,11 +358,11 @@ class _Walk:
     """Progress of one walk."""
 
     def __init__(self, archive: Archive) -> None:
-        self.archive, self.end, self.covered = archive, archive.end, Covered()
+        self.archive, self.end, self.covered = archive, archive.end, CoverageSet()
         self._pages = archive.pages()
         self._lock = threading.Lock()  # a call that is no longer awaited may still be running
 
-    def step(self) -> bool:
+    def read_page(self) -> bool:
         """Read the next page; return False if there is none. Blocking."""
         with self._lock:
             page = next(self._pages, None)
@@ -376,29 +376,29 @@ class _Walk:
 
 
 class ArchiveWalks:
-    """Walks of one partition. `news`: set when a walk has ended, for the reader; `holes`: the holes that it found,
-    ascending, each checked twice.
+    """Walks of one partition. `walk_ended`: set when a walk has ended, for the reader; `holes`: the holes that it
+    found, ascending, each checked twice.
     """
 
-    def __init__(self, threads: Threads, clock: Clock, pace: EgressTuning) -> None:
-        self._threads, self._clock, self._pace = threads, clock, pace
+    def __init__(self, threads: ThreadPool, clock: Clock, intervals: Intervals) -> None:
+        self._threads, self._clock, self._intervals = threads, clock, intervals
         self._archive: Archive | None = None
         self._progress: _Walk | None = None
-        self._turned = asyncio.Event()
+        self._changed = asyncio.Event()
         self._due = 0.0  # by the monotonic clock
-        self._looked = self._missed = ""  # keys of newest segments: at the last check, and the last one that was gone
-        self.news = asyncio.Event()
+        self._checked_key = self._missing_key = ""  # of newest segments: the last checked, the last one that was gone
+        self.walk_ended = asyncio.Event()
         self.holes: tuple[SequenceRange, ...] = ()
 
     def follow(self, archive: Archive) -> None:
         if self._archive is None or self._archive.chain != archive.chain:
             self.holes, self._progress, self._due = (), None, 0.0
-            self._turned.set()
+            self._changed.set()
         self._archive = archive
-        self.tell(archive)
+        self.add_holes(archive)
 
-    def tell(self, archive: Archive) -> None:
-        known = Covered()
+    def add_holes(self, archive: Archive) -> None:
+        known = CoverageSet()
         for hole in (*archive.holes, *self.holes):
             known.add(hole)
         archive.holes = tuple(known.stretches())
@@ -406,19 +406,20 @@ class ArchiveWalks:
     async def run(self) -> None:
         """Walk until cancelled; a later call continues the walk. A failed listing is retried later."""
         while True:
-            self._turned.clear()
+            self._changed.clear()
             left = self._due - self._clock.monotonic()
             if self._archive is None or left > 0:
-                await first_of(self._turned.wait(), seconds=min(max(left, self._pace.check), self._pace.newest))
-                await self._look_for_newest()
+                pause = min(max(left, self._intervals.check), self._intervals.newest)
+                await first_of(self._changed.wait(), seconds=pause)
+                await self._check_newest()
                 continue
             chain = self._archive.chain
             try:
                 await self._walk(self._archive)
-                pause = self._pace.walk
+                pause = self._intervals.walk
             except FloeError as error:
-                log.info("walk put off", action="walk_put_off", error=str(error))
-                pause = self._pace.walk_again
+                log.info("walk deferred", action="walk_deferred", error=str(error))
+                pause = self._intervals.walk_retry
             except Exception:
                 self._progress = None  # the error has ended its listing
                 raise
@@ -426,7 +427,7 @@ class ArchiveWalks:
                 self._progress = None
                 self._due = self._clock.monotonic() + pause
 
-    async def _look_for_newest(self) -> None:
+    async def _check_newest(self) -> None:
         """Make the next walk due now if the newest segment is gone, as in a bucket that was set back to an older copy.
 
         A put checks for the segment before it; if nothing was put since the last check, this one checks for the newest.
@@ -435,26 +436,26 @@ class ArchiveWalks:
             return
         newest = archive.newest[0].key
         try:
-            if newest == self._looked and not archive.missing:
-                await archive.look_for_newest()
+            if newest == self._checked_key and not archive.missing_key:
+                await archive.check_newest()
         except FloeError as error:
-            log.info("look deferred", action="look_deferred", error=str(error))
+            log.info("newest segment check deferred", action="newest_check_deferred", error=str(error))
             return
-        self._looked = newest
-        if archive.missing not in ("", self._missed):
-            context = {"key": archive.missing, **archive.chain.log_context()}
-            log.warning("newest segment missing", action="segment_missing", **context)
-            self._missed, self._progress, self._due = archive.missing, None, 0.0
+        self._checked_key = newest
+        if archive.missing_key not in ("", self._missing_key):
+            context = {"key": archive.missing_key, **archive.chain.log_context()}
+            log.warning("newest segment lost", action="segment_missing", **context)
+            self._missing_key, self._progress, self._due = archive.missing_key, None, 0.0
 
     async def _walk(self, archive: Archive) -> None:
         progress = self._progress = self._progress or _Walk(archive)
-        while await self._threads.run(progress.step):
-            await self._clock.sleep(self._pace.page)
-        await archive.begin_at_floor()
+        while await self._threads.run(progress.read_page):
+            await self._clock.sleep(self._intervals.page)
+        await archive.raise_first_to_floor()
         found: list[SequenceRange] = []
         for hole in progress.holes():
             # Check again, because the pages of a listing are from different moments.
             found += await archive.uncovered(hole)
         if self._archive is not None and self._archive.chain == archive.chain:
             self.holes = tuple(found)
-            self.news.set()
+            self.walk_ended.set()

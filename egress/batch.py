@@ -9,8 +9,8 @@ from common.segments.columns import Columns
 from common.segments.segment import Reason
 
 # One byte for each examined message: 0 if it is kept, else the reason to leave it out.
-KEPT, LOOPED, TOO_OLD, SAMPLED_OUT = range(4)
-REASONS = {LOOPED: Reason.LOOPED, TOO_OLD: Reason.TOO_OLD, SAMPLED_OUT: Reason.SAMPLED_OUT}
+CODE_KEPT, CODE_LOOPED, CODE_TOO_OLD, CODE_SAMPLED_OUT = range(4)
+REASON_BY_CODE = {CODE_LOOPED: Reason.LOOPED, CODE_TOO_OLD: Reason.TOO_OLD, CODE_SAMPLED_OUT: Reason.SAMPLED_OUT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class MessageBatch:
     kept: Columns
 
     @classmethod
-    def whole(cls, columns: Columns) -> MessageBatch:
+    def keep_all(cls, columns: Columns) -> MessageBatch:
         return cls(columns, bytes(len(columns)), columns)
 
     def __len__(self) -> int:
@@ -33,17 +33,17 @@ class MessageBatch:
         if len(self.kept) == len(self):
             rows = self.kept.part(first, last)
         else:
-            begin = self.codes.count(KEPT, 0, first)
-            rows = self.kept.part(begin, begin + self.codes.count(KEPT, first, last))
+            begin = self.codes.count(CODE_KEPT, 0, first)
+            rows = self.kept.part(begin, begin + self.codes.count(CODE_KEPT, first, last))
         return MessageBatch(self.examined.part(first, last), self.codes[first:last], rows)
 
-    def behind(self, rows: int) -> int:
+    def examined_until(self, rows: int) -> int:
         """Count the examined messages up to the one that is kept as number `rows` (at least 1)."""
         if len(self.kept) == len(self):
             return rows
         return bisect_right(self.examined.sequences, self.kept.sequences[rows - 1])
 
 
-def left_out(codes: bytes | bytearray) -> dict[Reason, int]:
-    counts = {reason: codes.count(code) for code, reason in REASONS.items()}
+def count_left_out(codes: bytes | bytearray) -> dict[Reason, int]:
+    counts = {reason: codes.count(code) for code, reason in REASON_BY_CODE.items()}
     return {reason: count for reason, count in counts.items() if count}

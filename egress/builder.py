@@ -19,7 +19,7 @@ from common.segments.columns import Columns
 from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
-from egress.batch import MessageBatch, left_out
+from egress.batch import MessageBatch, count_left_out
 from egress.memory import MemoryAccount
 from egress.partition import Position
 
@@ -27,14 +27,14 @@ PIECE_BYTES = 4 * 2**20  # raw bytes handed to the encoder at once
 PIECE_MESSAGES = 16_384
 # Seconds until a piece with gaps is handed over before it is full. The first sequence of the source, by which its gaps
 # are judged, is then hardly newer than they are.
-GAP_AGE = 5.0
+GAP_MAX_AGE_S = 5.0
 # Python's own bytes for one message: five objects and their entries in the lists.
-MESSAGE_OVERHEAD = 300
+MESSAGE_OVERHEAD_BYTES = 300
 # Bytes kept of a message that is left out: its sequence, and the reason.
-EXAMINED_OVERHEAD = 48
+EXAMINED_OVERHEAD_BYTES = 48
 
 
-class Close(StrEnum):
+class ClosedBy(StrEnum):
     """Reason that a segment closed."""
 
     MESSAGES = "max_messages"
@@ -44,7 +44,7 @@ class Close(StrEnum):
     HOLE = "hole_filled"
     FLUSH = "flush"
     DRAIN = "drain"
-    DOUBT = "doubt"
+    RESET = "doubt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Piece:
         return len(self.coverage) - len(self.examined)
 
 
-Emitted = Piece | Close
+Emitted = Piece | ClosedBy
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class OpenSegment:
     """Sequences from `first` to `last`, which are received and in no finished segment yet.
 
     `messages`, `size`: the rows kept of them, and their raw bytes. `age`: seconds since the first of them was received;
-    after `due_in` more seconds it closes by age. `closing`: the limits that close it sooner.
+    after `due_in` more seconds it closes by age. `limits`: the limits that close it sooner.
     """
 
     first: int
@@ -86,9 +86,9 @@ class OpenSegment:
     size: int
     age: float
     due_in: float
-    closing: SegmentSettings
+    limits: SegmentSettings
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON output."""
         return {
             "first": self.first,
@@ -97,33 +97,33 @@ class OpenSegment:
             "bytes": self.size,
             "age_seconds": round(self.age, 3),
             "closes_in_seconds": round(self.due_in, 3),
-            "max_messages": self.closing.max_messages,
-            "max_size": self.closing.max_size,
+            "max_messages": self.limits.max_messages,
+            "max_size": self.limits.max_size,
         }
 
 
-class Builder:
+class SegmentBuilder:
     """Builder of segments that cover everything from `position` on. `closed`: the number of segments closed.
 
-    `closing`: when a segment closes, by rows, raw bytes, and seconds since it began to cover anything. `sampled`: rows
-    have sample keys. `hurry`: the greatest age of the first segment, if it is less than that of the others.
+    `limits`: when a segment closes, by rows, raw bytes, and seconds since it began to cover anything. `sampled`: rows
+    have sample keys. `max_age`: the greatest age of the first segment, if it is less than that of the others.
     """
 
     def __init__(
         self,
-        closing: SegmentSettings,
+        limits: SegmentSettings,
         clock: Clock,
         account: MemoryAccount,
         emit: Callable[[Emitted], None],
         position: Position,
         *,
         sampled: bool = False,
-        hurry: float | None = None,
+        max_age: float | None = None,
     ) -> None:
-        self._closing, self._clock, self._account, self._emit = closing, clock, account, emit
+        self._limits, self._clock, self._account, self._emit = limits, clock, account, emit
         self._until = position.until
-        self._max_age = closing.max_age if hurry is None else min(hurry, closing.max_age)
-        self._sampled, self._end, self._is_torn, self.closed = sampled, position.first - 1, False, 0
+        self._max_age = limits.max_age if max_age is None else min(max_age, limits.max_age)
+        self._sampled, self._end, self._is_inconsistent, self.closed = sampled, position.first - 1, False, 0
         self.last: Message | None = None
         self._begin_segment()
         self._begin_piece()
@@ -149,58 +149,58 @@ class Builder:
             return None
         age = max(0.0, self._clock.monotonic() - opened)
         due_in = max(0.0, self._max_age - age)
-        return OpenSegment(self._first, self._end, self._count, self._size, age, due_in, self._closing)
+        return OpenSegment(self._first, self._end, self._count, self._size, age, due_in, self._limits)
 
-    def messages(self, columns: Columns) -> None:
+    def add_messages(self, columns: Columns) -> None:
         """Take messages in sequence order, all after `end`, and keep all of them."""
-        self.sifted(MessageBatch.whole(columns))
+        self.add_batch(MessageBatch.keep_all(columns))
 
-    def sifted(self, batch: MessageBatch) -> None:
+    def add_batch(self, batch: MessageBatch) -> None:
         """Take received messages in sequence order, all after `end`, and keep some of them.
 
         Only kept messages count towards the limits of a segment, which closes after the message that reaches them.
         """
-        with self._changing():
+        with self._consistent_step():
             while len(batch) and not self.is_done:
                 size = batch.kept.raw_size
-                count, why = self._fitting(batch, size)
+                count, reason = self._count_fitting(batch, size)
                 if count == len(batch):
                     self._take(batch, size)
                 elif count:
                     first = batch.part(0, count)
                     self._take(first, first.kept.raw_size)
-                if why is Close.HOLE and self._until is not None:
+                if reason is ClosedBy.HOLE and self._until is not None:
                     self._end = self._until
-                if why is not None:
-                    self._close(why)
+                if reason is not None:
+                    self._close(reason)
                 batch = batch.part(count, len(batch))
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _consistent_step(self) -> Iterator[None]:
         """Guard steps that may fail halfway if memory runs out: rows would be without coverage, or counted twice."""
-        if self._is_torn:
+        if self._is_inconsistent:
             raise RuntimeError("builder: expected nothing more after an error")
-        self._is_torn = True
+        self._is_inconsistent = True
         yield
-        self._is_torn = False
+        self._is_inconsistent = False
 
-    def passed(self, sequence: int) -> None:
+    def skip_to(self, sequence: int) -> None:
         if sequence <= self._end or self.is_done:
             return
-        with self._changing():
+        with self._consistent_step():
             self._open()
             self._end = sequence if self._until is None else min(sequence, self._until)
             if self._end == self._until:
-                self._close(Close.HOLE)
+                self._close(ClosedBy.HOLE)
 
     def tick(self) -> None:
-        if self._opened is None or self._is_torn:
+        if self._opened is None or self._is_inconsistent:
             return
         now = self._clock.monotonic()
         if now - self._opened >= self._max_age:
-            self.close(Close.AGE)
-        elif now - self._piece_opened >= GAP_AGE and self._end - self._piece_first >= len(self._examined):
-            with self._changing():
+            self.close(ClosedBy.AGE)
+        elif now - self._piece_opened >= GAP_MAX_AGE_S and self._end - self._piece_first >= len(self._examined):
+            with self._consistent_step():
                 self._emit_piece()
 
     @property
@@ -210,19 +210,19 @@ class Builder:
             return math.inf
         return max(0.0, self._opened + self._max_age - self._clock.monotonic())
 
-    def close(self, why: Close) -> None:
+    def close(self, reason: ClosedBy) -> None:
         """Close the open segment. Does nothing if it covers nothing, or if the builder is torn."""
-        if not self._is_torn:
-            with self._changing():
-                self._close(why)
+        if not self._is_inconsistent:
+            with self._consistent_step():
+                self._close(reason)
 
-    def _close(self, why: Close) -> None:
+    def _close(self, reason: ClosedBy) -> None:
         if not self.is_open:
             return
         self._emit_piece()
-        self._emit(why)
+        self._emit(reason)
         self.closed += 1
-        self._max_age = self._closing.max_age
+        self._max_age = self._limits.max_age
         self._begin_segment()
 
     def _begin_segment(self) -> None:
@@ -243,19 +243,19 @@ class Builder:
         if self._piece_first > self._end:
             self._piece_opened = now
 
-    def _fitting(self, batch: MessageBatch, size: int) -> tuple[int, Close | None]:
-        count, why = len(batch), None
+    def _count_fitting(self, batch: MessageBatch, size: int) -> tuple[int, ClosedBy | None]:
+        count, reason = len(batch), None
         sequences, rows = batch.examined.sequences, batch.kept
         if self._until is not None and sequences[-1] >= self._until:
-            count, why = bisect_right(sequences, self._until), Close.HOLE
-        room = self._closing.max_messages - self._count
-        if room <= len(rows) and (reached := batch.behind(room)) <= count:
-            count, why = reached, Close.MESSAGES
-        if self._size + size >= self._closing.max_size:
-            filled = batch.behind(_filled(rows, self._closing.max_size - self._size))
-            if filled < count or (filled == count and why is None):
-                count, why = filled, Close.SIZE
-        return count, why
+            count, reason = bisect_right(sequences, self._until), ClosedBy.HOLE
+        room = self._limits.max_messages - self._count
+        if room <= len(rows) and (reached := batch.examined_until(room)) <= count:
+            count, reason = reached, ClosedBy.MESSAGES
+        if self._size + size >= self._limits.max_size:
+            filled = batch.examined_until(_count_until_full(rows, self._limits.max_size - self._size))
+            if filled < count or (filled == count and reason is None):
+                count, reason = filled, ClosedBy.SIZE
+        return count, reason
 
     def _take(self, batch: MessageBatch, size: int) -> None:
         self._open()
@@ -266,7 +266,7 @@ class Builder:
         self._codes += batch.codes
         self._rows.extend(batch.kept)
         kept, others = len(batch.kept), len(batch) - len(batch.kept)
-        memory = size + MESSAGE_OVERHEAD * kept + EXAMINED_OVERHEAD * others
+        memory = size + MESSAGE_OVERHEAD_BYTES * kept + EXAMINED_OVERHEAD_BYTES * others
         self._size += size
         self._piece_size += size
         self._memory += memory
@@ -283,14 +283,14 @@ class Builder:
         self._begin_piece()
 
 
-def _filled(columns: Columns, room: int) -> int:
+def _count_until_full(columns: Columns, room: int) -> int:
     rows = zip(columns.subjects, columns.headers, columns.payloads, strict=True)
     sums = list(accumulate(len(subject) + len(headers or b"") + len(payload) for subject, headers, payload in rows))
     return bisect_left(sums, room) + 1
 
 
-def attribute(
-    piece: Piece, source_first: int, *, filtered: bool, from_hole: Sequence[SequenceRange] = (), given: int = 0
+def ledger_of(
+    piece: Piece, source_first: int, *, filtered: bool, from_hole: Sequence[SequenceRange] = (), restored: int = 0
 ) -> Ledger:
     """Return the ledger of `piece`: messages left out, sequences skipped by the consumer, sequences gone before
     reading.
@@ -298,17 +298,17 @@ def attribute(
     `source_first`: the source's first sequence, read after the piece was received; it has no effect if nothing is
     missing. Sequences that were not received and are below it expired or were purged; the others are interior gaps.
     `from_hole`: the ranges missing in a hole under existing coverage. It is unknown if they were deleted before they
-    were archived; nothing else of the piece is gone then. `given`: the first sequence that a restored stream gave to a
-    message; everything below was lost with the stream before it, which is no fault of reading.
+    were archived; nothing else of the piece is gone then. `restored`: the first sequence that a restored stream gave to
+    a message; everything below was lost with the stream before it, which is no fault of reading.
     """
-    gone = 0 if from_hole else gone_before_read(piece, source_first, given)
+    gone = 0 if from_hole else gone_before_read(piece, source_first, restored)
     lost = sum(map(len, from_hole))
-    passed = Reason.NOT_MATCHED if filtered else Reason.DELETED
+    skipped = Reason.NOT_MATCHED if filtered else Reason.DELETED
     counts = {
-        **left_out(piece.codes),
+        **count_left_out(piece.codes),
         Reason.GONE_BEFORE_READ: gone,
         Reason.GONE_FROM_HOLE: lost,
-        passed: piece.missing - gone - lost,
+        skipped: piece.missing - gone - lost,
     }
     return Ledger({reason: count for reason, count in counts.items() if count})
 
@@ -324,19 +324,19 @@ def gaps(piece: Piece) -> Iterator[SequenceRange]:
 
 
 def unread(
-    piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = (), given: int = 0
+    piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = (), restored: int = 0
 ) -> SequenceRange | None:
-    """Return the least range with all sequences that `attribute` counts as gone; None if there are none."""
+    """Return the least range with all sequences that `ledger_of` counts as gone; None if there are none."""
     if from_hole:
         return SequenceRange(from_hole[0].first, from_hole[-1].last)
-    if not gone_before_read(piece, source_first, given):
+    if not gone_before_read(piece, source_first, restored):
         return None
-    below = [gap for gap in gaps(piece) if gap.first < source_first and gap.last >= given]
-    return SequenceRange(max(below[0].first, given), min(below[-1].last, source_first - 1))
+    below = [gap for gap in gaps(piece) if gap.first < source_first and gap.last >= restored]
+    return SequenceRange(max(below[0].first, restored), min(below[-1].last, source_first - 1))
 
 
-def gone_before_read(piece: Piece, source_first: int, given: int = 0) -> int:
-    first, last = max(piece.coverage.first, given), min(source_first - 1, piece.coverage.last)
+def gone_before_read(piece: Piece, source_first: int, restored: int = 0) -> int:
+    first, last = max(piece.coverage.first, restored), min(source_first - 1, piece.coverage.last)
     received = bisect_left(piece.examined, source_first) - bisect_left(piece.examined, first)
     return last - first + 1 - received if first <= last else 0
 

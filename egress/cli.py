@@ -2,9 +2,9 @@
 
 import click
 
-from common.cli import Duration, config_option, json_option, print_json, run_command, table
-from common.lean import slim
-from common.open import load_settings, reloaded_on_hangup
+from common.cli import Duration, config_option, json_option, print_json, print_table, run_command
+from common.lean import reduce_memory
+from common.open import load_settings, reload_on_hangup
 from egress.repartition_cli import repartition
 from egress.resolve_cli import resolve
 
@@ -35,9 +35,9 @@ async def flush(config: str, feed: str, wait: bool | None, timeout: float, as_js
     Example: floe egress flush -c site.yaml us-east/NODE_DATA
              floe egress flush -c site.yaml us-east/NODE_DATA/0000/1
     """
-    from egress.flush import ask_for_flush
+    from egress.flush import run_flush
 
-    return await ask_for_flush(load_settings(config, quiet=True), feed, wait, timeout, as_json)
+    return await run_flush(load_settings(config, quiet=True), feed, wait, timeout, as_json)
 
 
 @egress.command()
@@ -54,26 +54,26 @@ async def run(config: str, workers: int | None, worker: str) -> int:
     \b
     Example: floe egress run -c site.yaml
     """
-    from common.logs import always
-    from egress.workers.process import WorkerPlace
+    from common.logs import add_fields
+    from egress.workers.process import WorkerIdentity
 
-    slim()
-    place = WorkerPlace.parse(worker) if worker else None
-    if place:
-        always(worker=place.index)
+    reduce_memory()
+    identity = WorkerIdentity.parse(worker) if worker else None
+    if identity:
+        add_fields(worker=identity.index)
     settings = load_settings(config)
     count = workers or settings.egress.workers
-    with reloaded_on_hangup(config, settings):
-        if count > 1 and place is None:
+    with reload_on_hangup(config, settings):
+        if count > 1 and identity is None:
             from egress.workers.supervisor import run_workers
 
             return await run_workers(config, settings, count)
         from egress.service import serve
 
-        return await serve(settings, place=place)
+        return await serve(settings, identity=identity)
 
 
-COLUMNS = ("what", "name", "stream", "result", "note")
+INIT_COLUMNS = ("what", "name", "stream", "result", "note")
 
 
 @egress.command("init")
@@ -91,19 +91,19 @@ async def init(config: str, as_json: bool) -> int:
     from contextlib import aclosing
 
     from common.clock import SystemClock
-    from egress.context import connected
-    from egress.init import UNNEEDED, initialise
+    from egress.context import connect_egress
+    from egress.init import NOT_NEEDED, set_up
     from egress.partition import require_feeds
 
     settings = load_settings(config, quiet=True)
     require_feeds(settings.egress.feeds)
-    async with aclosing(await connected(settings, "init", SystemClock())) as client:
-        done, problems = await initialise(client, settings)
+    async with aclosing(await connect_egress(settings, "init", SystemClock())) as client:
+        done, problems = await set_up(client, settings)
     if as_json:
         print_json(done)
     else:
-        shown = [each for each in done if each.result != UNNEEDED]
-        table([[each.what, each.name, each.stream, each.result, each.note] for each in shown], COLUMNS)
+        shown = [each for each in done if each.result != NOT_NEEDED]
+        print_table([[each.what, each.name, each.stream, each.result, each.note] for each in shown], INIT_COLUMNS)
     for problem in problems:
-        click.echo(problem.line(), err=True)
+        click.echo(problem.as_text(), err=True)
     return max((problem.exit_code for problem in problems), default=0)

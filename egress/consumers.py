@@ -27,12 +27,12 @@ from common.jetstream.api import (
     consumer_info,
     consumer_names,
     create_consumer,
-    create_ephemeral,
+    create_ephemeral_consumer,
     delete_consumer,
-    unguarded_info,
+    ready_stream_info,
 )
 from common.jetstream.client import FloeClient
-from common.jetstream.durables import INTEREST, LIMITS, READING, WORK_QUEUE, durable_config
+from common.jetstream.durables import DESCRIPTION, INTEREST, LIMITS, WORK_QUEUE, durable_config
 from common.jetstream.requests import ApiError
 from common.sequences import MAX_SEQUENCE
 from common.settings.service import StartSettings
@@ -55,10 +55,10 @@ async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSetti
     if not moment and start.start_delta:
         then = datetime.fromtimestamp(clock.now(), UTC) - timedelta(seconds=start.start_delta)
         moment = then.isoformat().replace("+00:00", "Z")
-    return max(held, await _at(client, info.name, moment)) if moment else held
+    return max(held, await _first_at_time(client, info.name, moment)) if moment else held
 
 
-async def _at(client: FloeClient, stream: str, moment: str) -> int:
+async def _first_at_time(client: FloeClient, stream: str, moment: str) -> int:
     config = {
         "name": f"floe-start-{secrets.token_hex(8)}",
         "deliver_policy": "by_start_time",
@@ -67,22 +67,22 @@ async def _at(client: FloeClient, stream: str, moment: str) -> int:
         "mem_storage": True,
         "inactive_threshold": 10_000_000_000,
     }
-    consumer = await create_ephemeral(client, stream, config)
+    consumer = await create_ephemeral_consumer(client, stream, config)
     await delete_consumer(client, stream, consumer.name)
     return consumer.stream_sequence + 1
 
 
-TAKEN = (10099, 10100)  # the work queue already has a consumer for these subjects
-HOLDING = "Floe egress; keeps messages until it is known which stream this is"
+CONFLICT_ERR_CODES = (10099, 10100)  # the work queue already has a consumer for these subjects
+HOLDING_DESCRIPTION = "Floe egress; keeps messages until it is known which stream this is"
 
 
 @dataclass(frozen=True, slots=True)
 class WantedMessages:
     """Messages to read: those of `partition`, from a stream of that `retention`.
 
-    `first`: the sequence to read from, if the retention leaves the choice. On an interest stream, messages that a
-    former durable did not acknowledge come before that, but not before `begin`. `inactive`: seconds until the server
-    drops an idle ephemeral.
+    `first`: the sequence to read from, if the retention leaves the choice. On an interest stream, messages
+    that a former durable did not acknowledge come before that, but not before `begin`. `inactive`: seconds until the
+    server drops an idle ephemeral.
     """
 
     partition: Partition
@@ -103,17 +103,19 @@ class WantedMessages:
     def filtering(self) -> dict[str, str]:
         return {"filter_subject": self.partition.filter_subject} if self.partition.filter_subject else {}
 
-    def is_ours(self, name: str) -> bool:
+    def is_own_durable(self, name: str) -> bool:
         return self.partition.partition_of(name) == self.partition.number
 
-    def is_former(self, name: str) -> bool:
+    def is_former_durable(self, name: str) -> bool:
         partition = self.partition.partition_of(name)
         return partition is not None and partition >= len(self.partition.settings.filters())
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Consumer to read through, and the partition's durables that it has replaced, except those created by `hold`."""
+class OpenedConsumer:
+    """Consumer to read through, and the partition's durables that it has replaced, except those created by
+    `ensure_durable`.
+    """
 
     consumer: ConsumerInfo
     former: tuple[str, ...] = ()
@@ -133,12 +135,12 @@ def ephemeral(wanted: WantedMessages) -> dict[str, Any]:
     }
 
 
-def durable(wanted: WantedMessages, version: tuple[int, int, int], description: str = READING) -> dict[str, Any]:
+def durable(wanted: WantedMessages, version: tuple[int, int, int], description: str = DESCRIPTION) -> dict[str, Any]:
     name, filter_subject = wanted.partition.durable, wanted.partition.filter_subject
     return durable_config(name, wanted.retention, wanted.first, filter_subject, version, description)
 
 
-async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
+async def open_consumer(client: FloeClient, wanted: WantedMessages) -> OpenedConsumer:
     """Create a consumer to read through; on an interest stream and a work queue it replaces the partition's former
     ones.
 
@@ -146,26 +148,26 @@ async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
     `create_consumer`.
     """
     if not wanted.is_durable:
-        return Taken(await create_ephemeral(client, wanted.stream, ephemeral(wanted)))
+        return OpenedConsumer(await create_ephemeral_consumer(client, wanted.stream, ephemeral(wanted)))
     names = await consumer_names(client, wanted.stream)
-    ours, former = list(filter(wanted.is_ours, names)), list(filter(wanted.is_former, names))
+    own, former = list(filter(wanted.is_own_durable, names)), list(filter(wanted.is_former_durable, names))
     if wanted.retention == INTEREST:
-        found = [await consumer_info(client, wanted.stream, name) for name in ours]
+        found = [await consumer_info(client, wanted.stream, name) for name in own]
         known = [info for info in found if info is not None]
-        ours = [info.name for info in known]
-        consumer = await create(client, replace(wanted, first=first(wanted, known)))
-        if former or any(filters(info.config) != [wanted.partition.filter_subject] for info in known):
+        own = [info.name for info in known]
+        consumer = await create_durable(client, replace(wanted, first=first_of_durable(wanted, known)))
+        if former or any(filter_subjects(info.config) != [wanted.partition.filter_subject] for info in known):
             # Before a repartition, one durable kept messages for several of today's partitions.
-            await keep_for_all(client, wanted.partition, wanted.retention)
-        await _delete(client, wanted, ours + former)
-        ours = [info.name for info in known if info.config.get("description") != HOLDING]
+            await ensure_all_durables(client, wanted.partition, wanted.retention)
+        await _delete(client, wanted, own + former)
+        own = [info.name for info in known if info.config.get("description") != HOLDING_DESCRIPTION]
     else:
-        await _delete(client, wanted, ours + former)
-        consumer = await create(client, wanted)
-    return Taken(consumer, tuple(ours))
+        await _delete(client, wanted, own + former)
+        consumer = await create_durable(client, wanted)
+    return OpenedConsumer(consumer, tuple(own))
 
 
-def first(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:
+def first_of_durable(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:
     """Return the first sequence of an interest stream's durable: `wanted.first`, or an earlier one that follows the
     acknowledgements of a former durable.
 
@@ -177,37 +179,37 @@ def first(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:
     return min(wanted.first, max(wanted.begin, *(info.acknowledged + 1 for info in former)))
 
 
-async def keep_for_all(client: FloeClient, partition: Partition, retention: str) -> None:
+async def ensure_all_durables(client: FloeClient, partition: Partition, retention: str) -> None:
     names = await consumer_names(client, partition.stream)
     for each in partitions_of(partition.site, partition.settings):
         wanted = WantedMessages(each, retention)
-        if not any(map(wanted.is_ours, names)):
-            await create(client, wanted)
+        if not any(map(wanted.is_own_durable, names)):
+            await create_durable(client, wanted)
 
 
-async def hold(client: FloeClient, partition: Partition) -> None:
+async def ensure_durable(client: FloeClient, partition: Partition) -> None:
     """Make an interest stream without a durable of the partition keep messages for it from now on.
 
     Called before the stream is judged, which takes time, and if the chain stops until an operator decides: a recreated
     stream would drop the messages published meanwhile.
     """
-    info = await unguarded_info(client, partition.stream)
+    info = await ready_stream_info(client, partition.stream)
     if info is None or info.config.get("retention") != INTEREST:
         return
     wanted = WantedMessages(partition, INTEREST)
-    if not await ours(client, wanted):
-        await create(client, wanted, HOLDING)
+    if not await own_durables(client, wanted):
+        await create_durable(client, wanted, HOLDING_DESCRIPTION)
 
 
-async def ours(client: FloeClient, wanted: WantedMessages) -> list[str]:
-    return [name for name in await consumer_names(client, wanted.stream) if wanted.is_ours(name)]
+async def own_durables(client: FloeClient, wanted: WantedMessages) -> list[str]:
+    return [name for name in await consumer_names(client, wanted.stream) if wanted.is_own_durable(name)]
 
 
-async def drop_strays(client: FloeClient, wanted: WantedMessages, kept: str) -> None:
-    """Delete durables of the partition other than `kept`: a paused instance created them when it woke up, and an
+async def delete_stray_durables(client: FloeClient, wanted: WantedMessages, current: str) -> None:
+    """Delete durables of the partition other than `current`: a paused instance created them when it woke up, and an
     interest stream would keep messages for them for ever.
     """
-    await _delete(client, wanted, [name for name in await ours(client, wanted) if name != kept])
+    await _delete(client, wanted, [name for name in await own_durables(client, wanted) if name != current])
 
 
 async def _delete(client: FloeClient, wanted: WantedMessages, names: list[str]) -> None:
@@ -215,22 +217,22 @@ async def _delete(client: FloeClient, wanted: WantedMessages, names: list[str]) 
         await delete_consumer(client, wanted.stream, name)
 
 
-async def create(client: FloeClient, wanted: WantedMessages, description: str = READING) -> ConsumerInfo:
-    """Create a durable, beside others. Raises as `take`."""
+async def create_durable(client: FloeClient, wanted: WantedMessages, description: str = DESCRIPTION) -> ConsumerInfo:
+    """Create a durable, beside others. Raises as `open_consumer`."""
     config = durable(wanted, client.server_version, description)
     try:
         consumer = await create_consumer(client, wanted.stream, config)
     except ApiError as error:
-        if error.err_code in TAKEN:
-            raise await _taken(client, wanted) from None
+        if error.err_code in CONFLICT_ERR_CODES:
+            raise await _conflict_error(client, wanted) from None
         raise
-    if why := unfit(wanted, consumer.config):
+    if refusal := limits_error(wanted, consumer.config):
         await delete_consumer(client, wanted.stream, consumer.name)
-        raise why
+        raise refusal
     return consumer
 
 
-def unfit(wanted: WantedMessages, config: dict[str, Any]) -> Stopped | None:
+def limits_error(wanted: WantedMessages, config: dict[str, Any]) -> Stopped | None:
     """Return the error for a durable that cannot be read through as the server made it (`config`): the stream limits
     consumers. None if it can.
     """
@@ -238,8 +240,8 @@ def unfit(wanted: WantedMessages, config: dict[str, Any]) -> Stopped | None:
     for key, expected in limits.items():
         found = config.get(key, expected)
         # A work queue keeps its messages regardless of its consumer.
-        harmless = key == "inactive_threshold" and wanted.retention == WORK_QUEUE
-        if found != expected and not harmless:
+        is_harmless = key == "inactive_threshold" and wanted.retention == WORK_QUEUE
+        if found != expected and not is_harmless:
             return Stopped(
                 f"stream {wanted.stream}: its consumer_limits set {key} to {found}, expected {expected}",
                 hint=f"remove it: egress keeps its durable while it is stopped, and more than {found} "
@@ -249,11 +251,11 @@ def unfit(wanted: WantedMessages, config: dict[str, Any]) -> Stopped | None:
     return None
 
 
-async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
+async def _conflict_error(client: FloeClient, wanted: WantedMessages) -> Exception:
     subject = wanted.partition.filter_subject
     for name in await consumer_names(client, wanted.stream):
         info = await consumer_info(client, wanted.stream, name)
-        if info is None or not any(overlaps(subject, each) for each in filters(info.config)):
+        if info is None or not any(overlaps(subject, each) for each in filter_subjects(info.config)):
             continue
         if wanted.partition.partition_of(name) is not None:
             return ReaderResetError("consumer_taken", f"{name} is another instance's, or of former partitions")
@@ -266,7 +268,7 @@ async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
     return ReaderResetError("consumer_taken", "a consumer that stood in the way is gone")
 
 
-def filters(config: dict[str, Any]) -> list[str]:
+def filter_subjects(config: dict[str, Any]) -> list[str]:
     """Return the filters of a consumer; an empty one matches all subjects."""
     return list(config.get("filter_subjects") or [config.get("filter_subject", "")])
 

@@ -13,12 +13,12 @@ from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
 from common.metrics import version
-from common.objects.open import VIEW_TIMEOUT, open_objects
+from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.objects.port import ObjectStore
 from common.open import open_chains, open_store
-from common.segments.keys import parse
+from common.segments.keys import parse_chain_name
 from common.service.monitor import Health
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
 from egress.deps import EgressDeps, PartitionDeps, Pools, Tuning
@@ -36,12 +36,12 @@ class CommandContext:
     leases: Leases
     pools: Pools
 
-    def of(self, partition: Partition) -> PartitionDeps:
+    def deps_of(self, partition: Partition) -> PartitionDeps:
         report = FeedReport(partition.chain, partition.stream, Health(self.deps.clock))
-        return self.deps.of(partition, report, self.pools)
+        return self.deps.for_partition(partition, report, self.pools)
 
 
-async def connected(settings: Settings, name: str, clock: Clock) -> FloeClient:
+async def connect_egress(settings: Settings, name: str, clock: Clock) -> FloeClient:
     """Connect to the NATS server of egress. Raises Unavailable, Refused."""
     title = f"floe egress {settings.site} {name}"
     return await connect(settings.nats_for("egress"), name=title, clock=clock)
@@ -58,7 +58,7 @@ def make_deps(
 ) -> EgressDeps:
     return EgressDeps(
         client=client,
-        connect=partial(connected, settings, name, client.clock),
+        connect=partial(connect_egress, settings, name, client.clock),
         state=state,
         objects=objects,
         store=open_store(settings, objects),
@@ -72,39 +72,39 @@ def make_deps(
 
 
 @asynccontextmanager
-async def opened(settings: Settings, *, is_view: bool = False) -> AsyncIterator[CommandContext]:
+async def open_context(settings: Settings, *, is_view: bool = False) -> AsyncIterator[CommandContext]:
     """Open the components of a command. `is_view`: a person waits for the output, so a silent store fails after some
     ten seconds.
 
     Raises Unavailable, Refused, ConfigError.
     """
     clock, egress = SystemClock(), settings.egress
-    client = await connected(settings, "command", clock)
-    pools = Pools(Threads("egress-command", 2), Threads("encode-command", 1))
+    client = await connect_egress(settings, "command", clock)
+    pools = Pools(ThreadPool("egress-command", 2), ThreadPool("encode-command", 1))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.aclose)
         stack.callback(pools.close)
         leases = optional_leases(client, egress, new_owner(settings.instance), clock)
         state = optional_state(client, egress)
-        objects = open_objects(settings.store, timeout=VIEW_TIMEOUT if is_view else None, is_told=not is_view)
+        objects = open_objects(settings.store, timeout=VIEW_TIMEOUT_S if is_view else None, log_waits=not is_view)
         deps = make_deps(settings, Tuning(), objects, client, state, 1, "command")
         stack.callback(deps.store.close)
         yield CommandContext(settings, deps, leases, pools)
 
 
-def feed_meant(settings: Settings, text: str) -> tuple[str, int | None, int | None]:
+def parse_feed(settings: Settings, text: str) -> tuple[str, int | None, int | None]:
     """Return the feed of this site named by `FEED` or `SITE/FEED[/INCARNATION[/PARTITION]]`, and the numbers, None if
     they are absent. Raises UsageError for another site, and for a text that names no chain.
     """
     if "/" not in text:  # no feed name contains it
         return text, None, None
-    site, feed, incarnation, partition = parse(text)
+    site, feed, incarnation, partition = parse_chain_name(text)
     if site != settings.site:
         raise UsageError(f"{text}: expected a feed of site {settings.site}, whose configuration this is")
     return feed or "", incarnation, partition
 
 
-def feed_named(settings: Settings, name: str) -> FeedSettings:
+def find_feed(settings: Settings, name: str) -> FeedSettings:
     """Return the settings of a feed. Raises UsageError if the configuration has no such feed."""
     feeds = {feed.name: feed for feed in settings.egress.feeds}
     if name in feeds:

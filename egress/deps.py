@@ -12,10 +12,10 @@ from common.clock import Clock
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.objects.port import ObjectStore
-from common.segments.alive import EVERY
+from common.segments.alive import HEARTBEAT_INTERVAL_S
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from egress.memory import MemoryBudget
 from egress.partition import Partition
 from egress.report import FeedReport
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Pulling:
+class PullSettings:
     """Limits of pull requests.
 
     `batch`: greatest number of messages outstanding; half of it is requested again once half is used up. In seconds:
@@ -39,16 +39,16 @@ class Pulling:
 
 
 @dataclass(frozen=True, slots=True)
-class EgressTuning:
+class Intervals:
     """Intervals, in seconds.
 
     `tick`: between two checks of the clock. `check`: between two checks that the stream is the same. `hand_over`:
     longest time to keep a lease that others wait for, for the sake of the open segment. `advance`: between two checks
-    for silent values. `idle`: between two queries for the state of a stream without new messages. `stalled`: without
-    progress while messages wait, until a chain counts as stalled. `walk`, `walk_again`: from a walk, or a failed one,
-    to the next. `newest`: between two checks for the newest segment. `page`: between two pages of a walk. `alive`:
-    between two heartbeats. `reexamine`: until a stopped chain is examined again. `flush`: between two checks for flush
-    requests. `captured`: between two captures of consumers of which only positions differ.
+    for silent values. `idle`: between two queries for the state of a stream without new messages. `stalled`:
+    without progress while messages wait, until a chain counts as stalled. `walk`, `walk_retry`: from a walk, or a
+    failed one, to the next. `newest`: between two checks for the newest segment. `page`: between two pages of a walk.
+    `alive`: between two heartbeats. `reexamine`: until a stopped chain is examined again. `flush`: between two checks
+    for flush requests. `consumers_capture`: between two captures of consumers of which only positions differ.
     """
 
     tick: float = 0.5
@@ -58,17 +58,17 @@ class EgressTuning:
     idle: float = 5.0
     stalled: float = 60.0
     walk: float = 6 * 3600.0
-    walk_again: float = 60.0
+    walk_retry: float = 60.0
     newest: float = 300.0
     page: float = 0.1
-    alive: float = EVERY
+    alive: float = HEARTBEAT_INTERVAL_S
     reexamine: float = 30.0
     flush: float = 1.0
-    captured: float = 300.0
+    consumers_capture: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Confirming:
+class ConfirmSettings:
     """Confirmation of an answer with consequences: the same one `times` times, `span` seconds from first to last.
 
     It fails after `attempts` without agreement.
@@ -83,9 +83,9 @@ class Confirming:
 class Tuning:
     """Tuning that no user sets, and tests shorten."""
 
-    pulling: Pulling = field(default_factory=Pulling)
-    pace: EgressTuning = field(default_factory=EgressTuning)
-    confirming: Confirming = field(default_factory=Confirming)
+    pulling: PullSettings = field(default_factory=PullSettings)
+    intervals: Intervals = field(default_factory=Intervals)
+    confirming: ConfirmSettings = field(default_factory=ConfirmSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,13 @@ class Pools:
     thread, so that pieces stay in order and only one heap keeps the memory that encoding has freed.
     """
 
-    io: Threads
-    encoder: Threads
+    io: ThreadPool
+    encoder: ThreadPool
 
     async def idle(self) -> None:
         """Wait until no call is running, including calls with a cancelled await."""
-        await self.io.idle()
-        await self.encoder.idle()
+        await self.io.wait_idle()
+        await self.encoder.wait_idle()
 
     def close(self) -> None:
         self.io.close()
@@ -126,11 +126,11 @@ class EgressDeps:
     writer: str
     tuning: Tuning = field(default_factory=Tuning)
 
-    async def freshly(self, ask: Callable[[FloeClient], Awaitable[T]]) -> T:
+    async def with_fresh_client(self, query: Callable[[FloeClient], Awaitable[T]]) -> T:
         async with aclosing(await self.connect()) as client:
-            return await ask(client)
+            return await query(client)
 
-    def of(self, partition: Partition, report: FeedReport, pools: Pools) -> PartitionDeps:
+    def for_partition(self, partition: Partition, report: FeedReport, pools: Pools) -> PartitionDeps:
         shared = {each.name: getattr(self, each.name) for each in fields(EgressDeps)}
         return PartitionDeps(**shared, partition=partition, report=report, pools=pools)
 

@@ -11,154 +11,154 @@ from contextlib import closing
 from typing import Protocol
 
 from common.clock import Backoff, Clock
-from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
+from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, UnexpectedError
 from common.jetstream.lease import Lease
 from common.leasing import LeaseGroup
 from common.logs import get_logger
 from common.service.monitor import Health
-from common.service.process import Threads
-from common.tasks import GOOD_WHILE, Stop, StopReason, again, end, orphaned, wait_for, watched
+from common.service.process import ThreadPool
+from common.tasks import BACKOFF_RESET_S, Stop, StopReason, cancel, raise_fatal, restart_on_error, spawn, wait_for
 from egress import metrics
 from egress.deps import EgressDeps, Pools
 from egress.partition import Partition, lease_key
 from egress.report import FeedReport
-from egress.session import Flush
+from egress.session import SessionFlush
 from egress.worker import Worker
 
 log = get_logger(__name__)
 
-BEAT = 1.0  # seconds
-RESCUE = 2.0  # seconds between attempts to put the messages that were left at the loss of a lease
-RENEWED = 0.2  # seconds between checks if a lease that was not renewed in time is usable again
-ABANDON = 2.0  # seconds for cancelled tasks to end after the shutdown timeout
+HEALTH_BEAT_S = 1.0  # seconds
+RESCUE_INTERVAL_S = 2.0  # seconds between attempts to put the messages that were left at the loss of a lease
+LEASE_RECHECK_S = 0.2  # seconds between checks if a lease that was not renewed in time is usable again
+CANCEL_TIMEOUT_S = 2.0  # seconds for cancelled tasks to end after the shutdown timeout
 
 
-class Feed:
+class PartitionFeed:
     """Partition of a feed in this process: waits for its lease, works under it, gives it back."""
 
     def __init__(self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health) -> None:
         self.chain = self._chain = partition.chain
         name = f"{self._chain.feed}-{self._chain.partition}"
-        self._pools = Pools(Threads(f"egress-{name}", 5), Threads(f"encode-{name}", 1))
+        self._pools = Pools(ThreadPool(f"egress-{name}", 5), ThreadPool(f"encode-{name}", 1))
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
-        self._report.state("starting", ready=False, why="nobody knows yet who holds its lease")
+        self._report.set_state("starting", ready=False, reason="nobody knows yet who holds its lease")
         self._sharing = sharing
         self._slot = sharing.slot(lease_key(self._chain), self._report)
-        self._deps = deps.of(partition, self._report, self._pools)
+        self._deps = deps.for_partition(partition, self._report, self._pools)
         self._worker, self._backoff = Worker(self._deps), Backoff(deps.rng)
 
-    def flush(self, incarnation: int = 0, least: int = 0) -> Flush | None:
+    def flush(self, incarnation: int = 0, least: int = 0) -> SessionFlush | None:
         """Flush as `Session.flush`; return None also if this process does not read the partition."""
         return self._worker.flush(incarnation, least)
 
     async def run(self, stop: Stop) -> None:
         try:
             with closing(self._pools):
-                while (lease := await self._occupy(stop)) is not None:
-                    await self._hold(lease, stop)
-                while self._worker.is_holding:
-                    await self._put_left(stop)
+                while (lease := await self._wait_for_lease(stop)) is not None:
+                    await self._work_under_lease(lease, stop)
+                while self._worker.has_unput_rows:
+                    await self._put_remaining(stop)
         finally:
-            self._worker.end()
+            self._worker.log_and_discard()
 
-    async def _occupy(self, stop: Stop) -> Lease | None:
+    async def _wait_for_lease(self, stop: Stop) -> Lease | None:
         """Return the lease; None at a stop. Meanwhile, put messages left from a lost lease if their stream is gone."""
-        rescue = again("rescue", self._rescue, self._deps.clock)
-        side = watched(rescue, orphaned, name=f"rescue {self._chain}")
+        rescue = restart_on_error("rescue", self._rescue, self._deps.clock)
+        rescue_task = spawn(rescue, raise_fatal, name=f"rescue {self._chain}")
         try:
-            return await self._slot.occupy(stop)
+            return await self._slot.wait_for_lease(stop)
         finally:
-            await end(side)
+            await cancel(rescue_task)
 
     async def _rescue(self) -> None:
-        while self._worker.is_holding:
-            stuck = None
+        while self._worker.has_unput_rows:
+            held = None
             try:
-                self._report.holds(stuck := await self._worker.rescue())
+                self._report.set_held(held := await self._worker.put_if_stream_gone())
             except FloeError as error:
                 log.info(
-                    "held rows not yet put", action="rescue_put_off", error=str(error), **self._chain.log_context()
+                    "held rows deferred", action="held_rows_deferred", error=str(error), **self._chain.log_context()
                 )
-            await self._deps.clock.sleep(RESCUE if stuck is None else self._deps.tuning.pace.reexamine)
-        self._report.holds(None)
+            await self._deps.clock.sleep(RESCUE_INTERVAL_S if held is None else self._deps.tuning.intervals.reexamine)
+        self._report.set_held(None)
 
-    async def _put_left(self, stop: Stop) -> None:
+    async def _put_remaining(self, stop: Stop) -> None:
         """Retry the drain. The deadline of the drain ends it."""
         try:
-            if await self._worker.needs_nothing():
+            if await self._worker.can_discard():
                 self._worker.discard()
-            elif (lease := await self._sharing.claim(self._slot)) is not None:
-                await self._hold(lease, stop)
+            elif (lease := await self._sharing.reacquire(self._slot)) is not None:
+                await self._work_under_lease(lease, stop)
             else:
-                await self._worker.rescue()
+                await self._worker.put_if_stream_gone()
         except FloeError as error:
-            self._report.waits(error)
-        if self._worker.is_holding:
-            await self._deps.clock.sleep(self._backoff.next())
+            self._report.set_waiting(error)
+        if self._worker.has_unput_rows:
+            await self._deps.clock.sleep(self._backoff.next_delay())
 
-    async def _hold(self, lease: Lease, stop: Stop) -> None:
+    async def _work_under_lease(self, lease: Lease, stop: Stop) -> None:
         """Work under the lease until it is lost or to be given back, or `stop` is set.
 
         It is given back only once no upload is in progress: another instance would begin beside it.
         """
-        self._report.working()
-        leave = Stop(stop, lease.lost, lease.give_back)
-        sides = [
-            watched(lease.keep(), orphaned, name=f"lease {self._chain}"),
-            watched(self._halt(leave), orphaned, name=f"halt {self._chain}"),
+        self._report.set_starting()
+        local_stop = Stop(stop, lease.lost, lease.return_requested)
+        side_tasks = [
+            spawn(lease.run_renewals(), raise_fatal, name=f"lease {self._chain}"),
+            spawn(self._stop_after_hand_over(local_stop), raise_fatal, name=f"halt {self._chain}"),
         ]
         try:
-            while not lease.lost.is_set and (not leave.is_set or self._worker.is_holding):
+            while not lease.lost.is_set and (not local_stop.is_set or self._worker.has_unput_rows):
                 if lease.is_usable():
-                    await self._work(lease, leave)
+                    await self._run_worker(lease, local_stop)
                 else:  # not released: another would take it before it expires, without the messages held here
-                    await wait_for(lease.lost, RENEWED)
+                    await wait_for(lease.lost, LEASE_RECHECK_S)
             await self._pools.idle()
         finally:
-            await end(*sides)
+            await cancel(*side_tasks)
         was_lost = lease.lost.is_set
         await lease.release()
-        self._slot.vacate(lost=was_lost)
+        self._slot.give_up(lost=was_lost)
 
-    async def _halt(self, leave: Stop) -> None:
-        await leave.wait()
-        await self._deps.clock.sleep(self._deps.tuning.pace.hand_over)
-        leave.set(StopReason.SHUTDOWN)
+    async def _stop_after_hand_over(self, local_stop: Stop) -> None:
+        await local_stop.wait()
+        await self._deps.clock.sleep(self._deps.tuning.intervals.hand_over)
+        local_stop.set(StopReason.SHUTDOWN)
 
-    async def _pause(self, lease: Lease, leave: Stop, seconds: float) -> None:
-        # At a drain `leave` is set already: the pause lasts all the same, so that retries are not continuous.
-        await wait_for(lease.lost if leave.is_set and self._worker.is_holding else leave, seconds)
+    async def _pause(self, lease: Lease, local_stop: Stop, seconds: float) -> None:
+        # At a drain `local_stop` is set already: the pause lasts all the same, so that retries are not continuous.
+        await wait_for(lease.lost if local_stop.is_set and self._worker.has_unput_rows else local_stop, seconds)
 
-    async def _work(self, lease: Lease, leave: Stop) -> None:
+    async def _run_worker(self, lease: Lease, local_stop: Stop) -> None:
         began = self._deps.clock.monotonic()
         try:
-            await self._worker.run(lease, leave)
+            await self._worker.run(lease, local_stop)
             self._backoff.reset()
         except LeaseLost as error:
             log.warning("lease lost", action="lease_lost", error=str(error), **self._chain.log_context())
             lease.lost.set(StopReason.LEASE_LOST)
         except (Unavailable, OutcomeUnknown) as error:
-            self._report.waits(error)
-            await self._pause(lease, leave, self._backoff.next())
+            self._report.set_waiting(error)
+            await self._pause(lease, local_stop, self._backoff.next_delay())
         except Exception as error:
-            if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
-                self._report.stopped(error)
-                await self._pause(lease, leave, self._deps.tuning.pace.reexamine)
+            if isinstance(error, FloeError) and not isinstance(error, UnexpectedError):
+                self._report.set_stopped(error)
+                await self._pause(lease, local_stop, self._deps.tuning.intervals.reexamine)
                 return
-            if self._deps.clock.monotonic() - began >= GOOD_WHILE:
+            if self._deps.clock.monotonic() - began >= BACKOFF_RESET_S:
                 self._backoff.reset()
-            self._report.fails(error)
-            await self._pause(lease, leave, self._backoff.next())
+            self._report.record_failure(error)
+            await self._pause(lease, local_stop, self._backoff.next_delay())
 
 
-class Runs(Protocol):
+class Runnable(Protocol):
     """Task that runs until `stop` is set and its work is finished."""
 
     async def run(self, stop: Stop) -> None: ...
 
 
 async def run_feeds(
-    feeds: Sequence[Runs], deps: EgressDeps, health: Health, stop: Stop, shutdown_timeout: float
+    feeds: Sequence[Runnable], deps: EgressDeps, health: Health, stop: Stop, shutdown_timeout: float
 ) -> bool:
     """Run until `stop` is set and all `feeds` have drained. Return True if they have, within `shutdown_timeout`
     seconds.
@@ -176,13 +176,13 @@ async def run_feeds(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=ABANDON)
+        await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
     for task in done:
         task.result()
     return any(task.get_name() == "feeds" for task in done)
 
 
-async def _run_all(feeds: Sequence[Runs], stop: Stop) -> None:
+async def _run_all(feeds: Sequence[Runnable], stop: Stop) -> None:
     async with asyncio.TaskGroup() as tasks:
         for feed in feeds:
             tasks.create_task(feed.run(stop))
@@ -191,7 +191,7 @@ async def _run_all(feeds: Sequence[Runs], stop: Stop) -> None:
 async def _deadline(stop: Stop, clock: Clock, seconds: float) -> None:
     await stop.wait()
     await clock.sleep(seconds)
-    log.error("not drained in time", action="drain_timeout", seconds=seconds)
+    log.error("drain timed out", action="drain_timed_out", seconds=seconds)
 
 
 async def _beat(deps: EgressDeps, health: Health) -> None:
@@ -199,4 +199,4 @@ async def _beat(deps: EgressDeps, health: Health) -> None:
     while True:
         health.beat()
         metrics.memory_used.set(deps.budget.used)
-        await deps.clock.sleep(BEAT)
+        await deps.clock.sleep(HEALTH_BEAT_S)

@@ -20,27 +20,27 @@ from msgspec import structs
 from common.chain import Chain
 from common.cli import print_json
 from common.clock import Clock, SystemClock
-from common.documents import JsonForm
+from common.documents import JsonCodec
 from common.errors import FloeError, Unavailable, UsageError
-from common.exits import command, ways
+from common.exits import choices, floe_command
 from common.jetstream.buckets import optional_leases, optional_state
 from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.jetstream.lease import Leases, new_owner
 from common.logs import get_logger
 from common.settings.root import Settings
-from common.settings.types import counted, size_words
-from common.tasks import Stop, again, wait_for
-from egress.context import connected, feed_meant, feed_named
-from egress.feed import Feed
-from egress.partition import Partition, all_partitions, lease_key, partitions_of, require_feeds, unreadable
-from egress.session import Flush
+from common.settings.types import format_count, size_words
+from common.tasks import Stop, restart_on_error, wait_for
+from egress.context import connect_egress, find_feed, parse_feed
+from egress.feed import PartitionFeed
+from egress.partition import Partition, all_partitions, kv_error, lease_key, partitions_of, require_feeds
+from egress.session import SessionFlush
 
 log = get_logger("egress.flush")
 
-POLL = 0.2  # seconds between two checks of a command that waits
-TELL = 10.0  # seconds between two of its progress lines
+FLUSH_POLL_S = 0.2  # seconds between two checks of a command that waits
+FLUSH_REPORT_S = 10.0  # seconds between two of its progress lines
 
-CLOSING, STORED, EMPTY, ASKED, NOBODY = "closing", "stored", "nothing open", "asked", "no holder"
+CLOSING_STATE, STORED, EMPTY, REQUESTED, NO_HOLDER = "closing", "stored", "nothing open", "asked", "no holder"
 
 
 class FlushAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -58,7 +58,7 @@ class FlushAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def state(self) -> str:
         """State as one word."""
-        return CLOSING if not self.is_stored else EMPTY if self.first is None else STORED
+        return CLOSING_STATE if not self.is_stored else EMPTY if self.first is None else STORED
 
 
 class FlushRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -69,7 +69,7 @@ class FlushRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     answers: dict[int, FlushAnswer]
     only: tuple[int, ...] = ()
 
-    def asks(self, partition: int) -> bool:
+    def needs_flush(self, partition: int) -> bool:
         """True if the partition has still to be flushed."""
         answer = self.answers.get(partition)
         return partition in (self.only or (partition,)) and not (answer and answer.is_stored)
@@ -80,7 +80,7 @@ class FlushRequests(msgspec.Struct, frozen=True, tag_field="format_version", tag
 
     feeds: dict[str, FlushRequest]
 
-    def asking(self, chains: Iterable[Chain], counts: Mapping[str, int], number: str, now: float) -> "FlushRequests":
+    def with_request(self, chains: Iterable[Chain], counts: Mapping[str, int], uid: str, now: float) -> "FlushRequests":
         """Return a copy with a new request to these partitions, and to those of the same feeds with an open request;
         answers of the others remain. `counts`: the number of partitions of each feed.
         """
@@ -89,13 +89,13 @@ class FlushRequests(msgspec.Struct, frozen=True, tag_field="format_version", tag
             wanted[chain.feed].add(chain.partition)
         for name, only in wanted.items():
             before = feeds.get(name, FlushRequest("", now, {}, (-1,)))
-            only |= {partition for partition in range(counts[name]) if before.asks(partition)}
+            only |= {partition for partition in range(counts[name]) if before.needs_flush(partition)}
             kept = {partition: answer for partition, answer in before.answers.items() if partition not in only}
             is_all = len(only) >= counts[name]
-            feeds[name] = FlushRequest(number, now, kept, () if is_all else tuple(sorted(only)))
+            feeds[name] = FlushRequest(uid, now, kept, () if is_all else tuple(sorted(only)))
         return FlushRequests(feeds)
 
-    def answered(self, answers: Mapping[Chain, tuple[str, FlushAnswer]]) -> "FlushRequests":
+    def with_answers(self, answers: Mapping[Chain, tuple[str, FlushAnswer]]) -> "FlushRequests":
         """Return a copy with these answers, each with the id of its request; answers to other requests are dropped."""
         feeds = dict(self.feeds)
         for chain, (number, answer) in answers.items():
@@ -104,58 +104,60 @@ class FlushRequests(msgspec.Struct, frozen=True, tag_field="format_version", tag
         return FlushRequests(feeds)
 
 
-_FORM = JsonForm(FlushRequests)
+_FORM = JsonCodec(FlushRequests)
 
 
 def flush_requests(state: KeyValue, site: str) -> KvDocument[FlushRequests]:
-    """Return the document of requests to the feeds of a site. Read with `anew`, an unreadable one requests nothing."""
-    return KvDocument(state, state_key("egress", "flush", site), _FORM, unreadable(f"flush of {site}", ""))
+    """Return the document of requests to the feeds of a site. Read with `allow_unreadable`, an unreadable one requests
+    nothing.
+    """
+    return KvDocument(state, state_key("egress", "flush", site), _FORM, kv_error(f"flush of {site}", ""))
 
 
 class FlushWatch:
-    """Execution of the requests to the `feeds` of this process, checked at intervals of `every` seconds."""
+    """Execution of the requests to the `feeds` of this process, checked at intervals of `period` seconds."""
 
-    def __init__(self, site: str, feeds: Sequence[Feed], state: KeyValue, clock: Clock, every: float) -> None:
-        self._feeds, self._clock, self._every = feeds, clock, every
+    def __init__(self, site: str, feeds: Sequence[PartitionFeed], state: KeyValue, clock: Clock, period: float) -> None:
+        self._feeds, self._clock, self._period = feeds, clock, period
         self._requests = flush_requests(state, site)
-        self._done: dict[Chain, tuple[str, Flush]] = {}
+        self._done: dict[Chain, tuple[str, SessionFlush]] = {}
         self._failure = ""
 
     def flush_all(self) -> None:
         """Close the open segment of every feed that this process holds."""
         flushes = [flush for feed in self._feeds if (flush := feed.flush()) is not None]
         closed = sum(flush.closed is not None for flush in flushes)
-        log.info("flushed by signal", action="flush", partitions=len(flushes), closed=closed)
+        log.info("open segments flushed by signal", action="flush_signalled", partitions=len(flushes), closed=closed)
 
     async def run(self, stop: Stop) -> None:
         """Carry out requests until `stop` is set; begin again after an unexpected error."""
-        await again("flush", lambda: self._watch(stop), self._clock)
+        await restart_on_error("flush", lambda: self._watch(stop), self._clock)
 
     async def _watch(self, stop: Stop) -> None:
-        while not await wait_for(stop, self._every):
+        while not await wait_for(stop, self._period):
             try:
-                await self._look()
+                await self._check_requests()
                 self._failure = ""
             except FloeError as error:
                 if self._failure != error.code:
                     self._failure = error.code
-                    log.info("flush requests not read", action="flush_put_off", code=error.code, error=str(error))
+                    log.info("flush request check deferred", action="flush_deferred", code=error.code, error=str(error))
 
-    async def _look(self) -> None:
-        found = (await self._requests.get(anew=True))[0] or FlushRequests({})
+    async def _check_requests(self) -> None:
+        found = (await self._requests.get(allow_unreadable=True))[0] or FlushRequests({})
         answers: dict[Chain, tuple[str, FlushAnswer]] = {}
         for feed in self._feeds:
             if (request := found.feeds.get(feed.chain.feed)) is None:
                 continue
-            if not request.asks(feed.chain.partition):
+            if not request.needs_flush(feed.chain.partition):
                 continue
             before = request.answers.get(feed.chain.partition)
             if (answer := self._flush(feed, request.id, before)) is not None and answer != before:
                 answers[feed.chain] = request.id, answer
         if answers:
-            await self._requests.change(lambda found: found and found.answered(answers), anew=True)
+            await self._requests.change(lambda found: found and found.with_answers(answers), allow_unreadable=True)
 
-    def _flush(self, feed: Feed, number: str, before: FlushAnswer | None) -> FlushAnswer | None:
+    def _flush(self, feed: PartitionFeed, number: str, before: FlushAnswer | None) -> FlushAnswer | None:
         """Return the outcome of the request in one partition. None if this process does not read it, or has not read as
         far yet as the process that answered `before`, which has put nothing.
         """
@@ -165,7 +167,7 @@ class FlushWatch:
             if flush is None:
                 return None
             self._done[feed.chain] = number, flush
-            log.info("flushed", action="flush", last=flush.last, **flush.chain.log_context())
+            log.info("segment flushed", action="segment_flushed", last=flush.last, **flush.chain.log_context())
         answer = flush.chain.incarnation, flush.last, flush.is_stored
         closed = flush.closed
         return FlushAnswer(*answer, closed.first, closed.messages, closed.size) if closed else FlushAnswer(*answer)
@@ -180,34 +182,35 @@ class FlushCommand:
         self._requests = flush_requests(state, self._chains[0].site)
         self._found, self._held = FlushRequests({}), set(self._chains)
 
-    async def look_for_holders(self, leases: Leases) -> bool:
+    async def find_holders(self, leases: Leases) -> bool:
         """Wait only for the partitions with a held lease. Return True if there are any."""
-        self._held = {each for each in self._chains if await leases.holder(lease_key(each)) is not None}
+        self._held = {each for each in self._chains if await leases.get_owner(lease_key(each)) is not None}
         return bool(self._held)
 
-    async def ask(self) -> None:
+    async def send_request(self) -> None:
         """Write the request for all partitions."""
-        number, now = secrets.token_hex(8), self._clock.now()
+        uid, now = secrets.token_hex(8), self._clock.now()
 
-        def asked(found: FlushRequests | None) -> FlushRequests:
-            return (found or FlushRequests({})).asking(self._chains, self._counts, number, now)
+        def with_request(found: FlushRequests | None) -> FlushRequests:
+            return (found or FlushRequests({})).with_request(self._chains, self._counts, uid, now)
 
-        self._found = await self._requests.change(asked, anew=True) or self._found
+        self._found = await self._requests.change(with_request, allow_unreadable=True) or self._found
 
-    async def wait(self, seconds: float, tell: Callable[[str], None]) -> bool:
-        """Return True if all awaited partitions are stored within `seconds`; `tell` receives lines about the progress.
+    async def wait(self, seconds: float, report: Callable[[str], None]) -> bool:
+        """Return True if all awaited partitions are stored within `seconds`; `report` receives lines about the
+        progress.
 
         If another command requests a flush meanwhile, its answer is awaited: it closes later than this one.
         """
-        began = told = self._clock.monotonic()
-        while (left := sum(row["state"] in (ASKED, CLOSING) for row in self.rows())) > 0:
+        began = reported_at = self._clock.monotonic()
+        while (left := sum(row["state"] in (REQUESTED, CLOSING_STATE) for row in self.rows())) > 0:
             if (now := self._clock.monotonic()) - began >= seconds:
                 return False
-            if now - told >= TELL:
-                told = now
-                tell(f"{len(self._held) - left} of {counted(len(self._held), 'partition')} stored")
-            await self._clock.sleep(POLL)
-            self._found = (await self._requests.get(anew=True))[0] or self._found
+            if now - reported_at >= FLUSH_REPORT_S:
+                reported_at = now
+                report(f"{len(self._held) - left} of {format_count(len(self._held), 'partition')} stored")
+            await self._clock.sleep(FLUSH_POLL_S)
+            self._found = (await self._requests.get(allow_unreadable=True))[0] or self._found
         return True
 
     def rows(self) -> list[dict[str, Any]]:
@@ -217,12 +220,12 @@ class FlushCommand:
     def _row(self, chain: Chain) -> dict[str, Any]:
         request = self._found.feeds.get(chain.feed)
         answer = request.answers.get(chain.partition) if request else None
-        state = answer.state if answer else ASKED if chain in self._held else NOBODY
+        state = answer.state if answer else REQUESTED if chain in self._held else NO_HOLDER
         known = {name: getattr(answer, name, None) for name in ("incarnation", "first", "last", "messages", "bytes")}
         return {**chain.log_context(), "state": state, **known}
 
 
-async def ask_for_flush(settings: Settings, name: str, wait: bool | None, timeout: float, as_json: bool) -> int:
+async def run_flush(settings: Settings, name: str, wait: bool | None, timeout: float, as_json: bool) -> int:
     """Run `floe egress flush` for the feed or chain of that name (empty: all feeds), and print the outcome. `wait`:
     True waits for a holder too, False for nothing.
 
@@ -230,29 +233,29 @@ async def ask_for_flush(settings: Settings, name: str, wait: bool | None, timeou
     UsageError for another name, and for an incarnation that has ended.
     """
     require_feeds(settings.egress.feeds)
-    feed, incarnation, number = feed_meant(settings, name)
+    feed, incarnation, number = parse_feed(settings, name)
     partitions, clock = all_partitions(settings.site, settings.egress.feeds), SystemClock()
     if name:
-        partitions = partitions_of(settings.site, feed_named(settings, feed), number)
-    async with aclosing(await connected(settings, "flush", clock)) as client:
+        partitions = partitions_of(settings.site, find_feed(settings, feed), number)
+    async with aclosing(await connect_egress(settings, "flush", clock)) as client:
         flushing = FlushCommand(partitions, optional_state(client, settings.egress), clock)
         if not wait:
             leases = optional_leases(client, settings.egress, new_owner(settings.instance), clock)
-            if not await flushing.look_for_holders(leases):
+            if not await flushing.find_holders(leases):
                 what = f"flush of {settings.site}/{name or '*'}: nobody holds the lease, so nothing is open"
-                raise Unavailable(what, hint=ways(("start egress", command("egress run"))), code="E-LEASE")
-        await flushing.ask()
+                raise Unavailable(what, hint=choices(("start egress", floe_command("egress run"))), code="E-LEASE")
+        await flushing.send_request()
         is_done = wait is False or await flushing.wait(timeout, partial(click.echo, err=True))
     rows = flushing.rows()
     print_json(rows) if as_json else click.echo("\n".join(map(_line, rows)))
     for newest in {row["incarnation"] for row in rows if None not in (incarnation, row["incarnation"])} - {incarnation}:
         raise UsageError(f"{name}: expected the newest incarnation, {newest:04d}, which was flushed: others have ended")
-    left = counted(sum(row["state"] in (ASKED, CLOSING, NOBODY) for row in rows), "partition")
-    look = ways(("see how it stands", command("status")))
+    left = format_count(sum(row["state"] in (REQUESTED, CLOSING_STATE, NO_HOLDER) for row in rows), "partition")
+    hint = choices(("see how it stands", floe_command("status")))
     if not is_done:
-        raise Unavailable(f"flush: {left}: expected to be stored within {timeout:g} s, found it is not", hint=look)
-    if any(row["state"] == NOBODY for row in rows):
-        raise Unavailable(f"flush: {left}: nobody holds the lease; who takes it closes it", hint=look, code="E-LEASE")
+        raise Unavailable(f"flush: {left}: expected to be stored within {timeout:g} s, found it is not", hint=hint)
+    if any(row["state"] == NO_HOLDER for row in rows):
+        raise Unavailable(f"flush: {left}: nobody holds the lease; who takes it closes it", hint=hint, code="E-LEASE")
     return 0
 
 
@@ -261,5 +264,5 @@ def _line(row: Mapping[str, Any]) -> str:
     chain = f"{row['site']}/{row['feed']}{incarnation or '/-/' + str(row['partition'])}"
     if row["first"] is None:
         return f"{chain}: {row['state']}"
-    held = f"{counted(row['messages'], 'message')}, {size_words(row['bytes'])}"
+    held = f"{format_count(row['messages'], 'message')}, {size_words(row['bytes'])}"
     return f"{chain}: {row['first']}..{row['last']} {row['state']}, {held}"

@@ -9,29 +9,29 @@ from common.tasks import Stop, wait_for
 from egress.archive import Archive
 from egress.deps import PartitionDeps
 from egress.identity import Evidence, SourceVerdict, VerdictKind, is_any_equal
-from egress.incarnations import Closing, Closings, End, EndDecision, History, Incarnation, NextStream
+from egress.incarnations import Closing, Closings, End, EndDecision, Incarnation, Incarnations, NextStream
 
 log = get_logger(__name__)
 
-POLL = 2.0  # seconds between two checks of the progress of the other partitions, at most
+HANDOVER_POLL_S = 2.0  # seconds between two checks of the progress of the other partitions, at most
 
 
 class Handover:
     """Closing of one partition's incarnations, and beginning of the next once all partitions are closed."""
 
-    def __init__(self, deps: PartitionDeps, history: History) -> None:
-        self._deps, self._number, self._history = deps, deps.partition.number, history
+    def __init__(self, deps: PartitionDeps, incarnations: Incarnations) -> None:
+        self._deps, self._number, self._incarnations = deps, deps.partition.number, incarnations
         self._count, self._closings = len(deps.partition.settings.filters()), Closings(deps.state)
 
     async def closing(self, current: Incarnation) -> Closing:
         return await self._closings.get(current.chain)
 
-    async def begin(self, current: Incarnation, closing: Closing) -> None:
+    async def begin_next(self, current: Incarnation, closing: Closing) -> None:
         """Begin the incarnation after `current`, which is closed. Raises Stopped."""
-        minted = await self._history.mint(current, closing)
-        context = {"first": minted.document.first, **minted.chain.log_context()}
-        log.warning("incarnation closed", action="recreated", **context)
-        self._deps.report.recreated()
+        begun = await self._incarnations.create_next(current, closing)
+        context = {"first": begun.document.first, **begun.chain.log_context()}
+        log.warning("incarnation closed", action="incarnation_closed", **context)
+        self._deps.report.count_recreated()
 
     async def reopen(self, current: Incarnation, closing: Closing) -> bool:
         """Withdraw this partition's noted end, so that it reads on. Return False if it is too late.
@@ -43,7 +43,7 @@ class Handover:
         def step(found: Closing) -> Closing:
             if decision is not None and number in decision.first and found.decision == decision:
                 found = Closing(found.ends, None, found.next)
-            return found.withdrawn(number)
+            return found.without_end(number)
 
         if closing == Closing():
             return True
@@ -63,28 +63,28 @@ class Handover:
         def step(found: Closing) -> Closing:
             if found.decision_for(info.created) != decision:
                 return found
-            return found.noted(self._number, end, self._count, stream)
+            return found.with_end(self._number, end, self._count, stream)
 
         closing = await self._closings.change(current.chain, step)
         failpoint("egress.after_end_noted")
         if closing.next is not None:
-            await self.begin(current, closing)
+            await self.begin_next(current, closing)
         return closing
 
     async def wait(self, current: Incarnation, closing: Closing, created: str, lease: Lease, stop: Stop) -> None:
         """Wait for the other partitions, until this one's own verdict has to be checked again."""
-        self._deps.report.closing(closing.missing(self._count, created))
-        clock, check = self._deps.clock, self._deps.tuning.pace.check
+        self._deps.report.set_closing(closing.missing(self._count, created))
+        clock, check = self._deps.clock, self._deps.tuning.intervals.check
         until = clock.monotonic() + check
         while not stop.is_set and lease.is_usable() and clock.monotonic() < until:
-            await wait_for(stop, min(POLL, check))
+            await wait_for(stop, min(HANDOVER_POLL_S, check))
             if await self.closing(current) != closing:
                 return
 
     async def is_decided(self, chain: Chain, created: str) -> bool:
         return (await self._closings.get(chain)).decision_for(created) is not None
 
-    def adopt(self, evidence: Evidence, verdict: SourceVerdict, closing: Closing) -> SourceVerdict:
+    def adopt_sibling_verdict(self, evidence: Evidence, verdict: SourceVerdict, closing: Closing) -> SourceVerdict:
         """Return the verdict of another partition of the same stream if this one's own evidence decides nothing.
 
         A partition without messages has none to compare.
@@ -97,4 +97,4 @@ class Handover:
         others = [n for n, end in closing.ends.items() if n != self._number and end.created == source.created]
         if not others:
             return verdict
-        return SourceVerdict(VerdictKind.RECREATED, f"as partition {min(others)} found; {verdict.why}")
+        return SourceVerdict(VerdictKind.RECREATED, f"as partition {min(others)} found; {verdict.reason}")

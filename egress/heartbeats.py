@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
+from common import tasks
 from common.clock import Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.api import stream_info
@@ -19,12 +20,12 @@ from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError, api_error
 from common.logs import get_logger
-from common.segments.alive import STANDBY, Alive, ChainSign
+from common.segments.alive import STANDBY, ChainHeartbeat, HeartbeatObject
 from common.service.monitor import Health
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.egress import HeartbeatSubjectSettings
 from common.settings.root import Settings
-from common.tasks import Stop, Trouble, again, end, first_of, told_late, unless, wait_for
+from common.tasks import Stop, cancel, first_of, restart_on_error, run_until_stopped, wait_for, warn_if_slow
 from egress import metrics
 from egress.deps import EgressDeps
 from egress.report import FeedReport
@@ -32,8 +33,8 @@ from egress.report import FeedReport
 log = get_logger(__name__)
 
 
-ACK_TIMEOUT = 2.0  # seconds
-SPREAD = 10.0  # seconds over which the first heartbeats of a leader are spread, at most an interval
+HEARTBEAT_TIMEOUT_S = 2.0  # seconds
+FIRST_SPREAD_S = 10.0  # seconds over which the first heartbeats of a leader are spread, at most an interval
 PART = "egress heartbeats"
 
 
@@ -41,7 +42,7 @@ def heartbeat_key(site: str) -> str:
     return state_key("egress", "heartbeats", site)
 
 
-class Heartbeats:
+class SubjectHeartbeats:
     """Heartbeats of the site, published from `host`."""
 
     def __init__(
@@ -58,31 +59,31 @@ class Heartbeats:
 
         Begins again after an unexpected error.
         """
-        await again("heartbeats", lambda: self._take_part(stop), self._clock)
+        await restart_on_error("heartbeats", lambda: self._run_election(stop), self._clock)
 
-    async def _take_part(self, stop: Stop) -> None:
-        trouble = Trouble()
-        hearing = await self._hear(trouble)
+    async def _run_election(self, stop: Stop) -> None:
+        pending = tasks.PendingError()
+        subscription = await self._subscribe_to_release(pending)
         try:
             while not stop.is_set:
-                trouble.check()
+                pending.raise_if_set()
                 self._show()
                 self._released.clear()
                 if (lease := await self._elect()) is None:
                     pause = self._leases.ttl / 3 * self._rng.uniform(0.8, 1.0)
-                    await first_of(stop.wait(), self._released.wait(), trouble.told.wait(), seconds=pause)
+                    await first_of(stop.wait(), self._released.wait(), pending.event.wait(), seconds=pause)
                 else:
-                    await self._lead(lease, stop, trouble)
+                    await self._lead(lease, stop, pending)
         finally:
-            if hearing is not None:
-                await hearing.unsubscribe()
+            if subscription is not None:
+                await subscription.unsubscribe()
 
-    async def _hear(self, trouble: Trouble) -> RawSubscription | None:
+    async def _subscribe_to_release(self, pending: tasks.PendingError) -> RawSubscription | None:
         """Listen for a leader that steps down. None without the right to: the lease is then tried periodically."""
         try:
-            return await self._leases.listen(self._key, self._on_write, trouble.tell)
+            return await self._leases.subscribe(self._key, self._on_write, pending.set)
         except FloeError as error:
-            log.info("a leader's end is not heard", action="heartbeats_deaf", error=str(error))
+            log.info("heartbeat subscription refused", action="heartbeats_unsubscribed", error=str(error))
             return None
 
     def _on_write(self, _key: str, value: bytes | None) -> None:
@@ -94,19 +95,19 @@ class Heartbeats:
         try:
             return await self._leases.acquire(self._key)
         except (Unavailable, OutcomeUnknown, ApiError) as error:
-            log.debug("no election", action="heartbeats_election", error=str(error))
+            log.debug("heartbeat election failed", action="election_failed", error=str(error))
             return None
 
-    async def _lead(self, lease: Lease, stop: Stop, trouble: Trouble) -> None:
+    async def _lead(self, lease: Lease, stop: Stop, pending: tasks.PendingError) -> None:
         self._is_leader = True
         self._show()
-        log.info("publishing heartbeats", action="heartbeats_leader", subjects=len(self._settings.subjects))
+        log.info("heartbeat leadership taken", action="leadership_taken", subjects=len(self._settings.subjects))
         try:
-            async with asyncio.TaskGroup() as tasks:
-                sides = [tasks.create_task(lease.keep(), name="lease of heartbeats")]
-                sides += [tasks.create_task(self._beat(each, lease)) for each in self._settings.subjects]
-                await first_of(stop.wait(), lease.lost.wait(), trouble.told.wait())
-                await end(*sides)
+            async with asyncio.TaskGroup() as group:
+                side_tasks = [group.create_task(lease.run_renewals(), name="lease of heartbeats")]
+                side_tasks += [group.create_task(self._beat(each, lease)) for each in self._settings.subjects]
+                await first_of(stop.wait(), lease.lost.wait(), pending.event.wait())
+                await cancel(*side_tasks)
         finally:
             self._is_leader = False
             self._show()
@@ -116,7 +117,7 @@ class Heartbeats:
 
     async def _beat(self, each: HeartbeatSubjectSettings, lease: Lease) -> None:
         interval = each.interval or self._settings.interval
-        due = self._clock.monotonic() + self._rng.uniform(0, min(interval, SPREAD))
+        due = self._clock.monotonic() + self._rng.uniform(0, min(interval, FIRST_SPREAD_S))
         block = header_block(self._settings.headers, self._host, each.subject)
         while True:
             await self._clock.sleep(due - self._clock.monotonic())
@@ -128,20 +129,20 @@ class Heartbeats:
         started = self._clock.monotonic()
         try:
             body = b"%d" % self._clock.now()
-            answer, _ = await self._client.request_raw(subject.encode(), body, block, timeout=ACK_TIMEOUT)
+            answer, _ = await self._client.request_raw(subject.encode(), body, block, timeout=HEARTBEAT_TIMEOUT_S)
             check_stored(answer, subject)
         except FloeError as error:
             metrics.heartbeat_errors.labels(self._site).inc()
             if self._failures.get(subject) != error.code:
                 self._failures[subject] = code = error.code
                 context = {"subject": subject, "code": code, "error": str(error)}
-                log.warning("heartbeat not stored", action="heartbeat_failed", **context)
+                log.warning("heartbeat failed", action="heartbeat_failed", **context)
                 self._show()
         else:
             metrics.heartbeats.labels(self._site).inc()
             metrics.heartbeat_seconds.labels(self._site).observe(self._clock.monotonic() - started)
             if self._failures.pop(subject, None) is not None:
-                log.info("heartbeats stored again", action="heartbeat_stored", subject=subject)
+                log.info("heartbeat recovered", action="heartbeat_recovered", subject=subject)
                 self._show()
 
     def _show(self) -> None:
@@ -173,15 +174,15 @@ def check_stored(answer: bytes, subject: str) -> None:
         raise OutcomeUnknown(f"heartbeat to {subject}: expected an acknowledgement, found {answer[:60]!r}")
 
 
-SOON = 1 / 6  # part of the interval: by then most chains have something to report, or the store is back
-BEGINNING = (STANDBY, "starting", "checking")
+RETRY_FRACTION = 1 / 6  # part of the interval: by then most chains have something to report, or the store is back
+STARTING = (STANDBY, "starting", "checking")
 
 
-class SignOfLife:
+class ProcessHeartbeat:
     """Heartbeat object of this process, under the name `process`.
 
-    `reports`: of all its chains; `owner`: the name of this process in its leases; `late`: called if the store has not
-    answered after half of the interval.
+    `reports`: of all its chains; `owner`: the name of this process in its leases; `on_late`: called if the store has
+    not answered after half of the interval.
     """
 
     def __init__(
@@ -192,79 +193,80 @@ class SignOfLife:
         reports: Sequence[FeedReport],
         deps: EgressDeps,
         client: FloeClient,
-        late: Callable[[], None] = lambda: None,
+        on_late: Callable[[], None] = lambda: None,
     ) -> None:
         self._site, self._process, self._owner, self._reports = site, process, owner, reports
-        self._chains, self._client, self._clock, self._every = deps.chains, client, deps.clock, deps.tuning.pace.alive
-        self._late, self._failure, self._is_put_off = late, "", False
-        self._told: tuple[ChainSign, ...] = ()
+        self._chains, self._client, self._clock = deps.chains, client, deps.clock
+        self._interval, self._on_late, self._failure = deps.tuning.intervals.alive, on_late, ""
+        self._is_retry_due = False
+        self._put_chains: tuple[ChainHeartbeat, ...] = ()
 
     async def run(self, stop: Stop) -> None:
-        await again("alive", lambda: self._put_on(stop), self._clock)
+        await restart_on_error("alive", lambda: self._put_regularly(stop), self._clock)
 
-    async def _put_on(self, stop: Stop) -> None:
-        with closing(Threads("alive", 1)) as threads:
-            await wait_for(stop, self._every * SOON)
+    async def _put_regularly(self, stop: Stop) -> None:
+        with closing(ThreadPool("alive", 1)) as threads:
+            await wait_for(stop, self._interval * RETRY_FRACTION)
             while not stop.is_set:
                 began = self._clock.monotonic()
-                await unless(stop, self._once(threads))
+                await run_until_stopped(stop, self._put_once(threads))
                 # Until it is stored, the site appears silent at the centre: so put it soon after the store is back.
-                until = began + self._every * (SOON if self._is_put_off else 1)
+                until = began + self._interval * (RETRY_FRACTION if self._is_retry_due else 1)
                 while (left := until - self._clock.monotonic()) > 0 and not stop.is_set:
-                    await wait_for(stop, min(left, self._every * SOON))
+                    await wait_for(stop, min(left, self._interval * RETRY_FRACTION))
                     if self._has_taken_over():
                         break
 
-    async def _once(self, threads: Threads) -> None:
-        await self._ask_sources()
-        self._told = chains = tuple(report.sign() for report in self._reports)
-        alive = Alive(self._site, self._owner, self._clock.now(), chains)
+    async def _put_once(self, threads: ThreadPool) -> None:
+        await self._read_sources()
+        self._put_chains = chains = tuple(report.heartbeat() for report in self._reports)
+        alive = HeartbeatObject(self._site, self._owner, self._clock.now(), chains)
         try:
-            put = asyncio.create_task(threads.run(self._chains.write_alive, self._process, alive))
-            await told_late(self._asking_until(put), self._every / 2, self._late)
+            put = asyncio.create_task(threads.run(self._chains.write_heartbeat, self._process, alive))
+            await warn_if_slow(self._measure_while_putting(put), self._interval / 2, self._on_late)
         except FloeError as error:
             metrics.alive_errors.labels(self._site).inc()
-            self._is_put_off = isinstance(error, Unavailable | OutcomeUnknown)
+            self._is_retry_due = isinstance(error, Unavailable | OutcomeUnknown)
             if self._failure != error.code:  # logged once for each code, until it works again
                 self._failure = code = error.code
-                log.warning("sign of life not stored", action="alive_failed", code=code, error=str(error))
+                log.warning("process heartbeat failed", action="process_heartbeat_failed", code=code, error=str(error))
         else:
-            self._is_put_off = False
+            self._is_retry_due = False
             metrics.alive_put.labels(self._site).set(alive.time)
             if self._failure:
                 self._failure = ""
-                log.info("sign of life stored again", action="over")
+                log.info("process heartbeat recovered", action="process_heartbeat_recovered")
 
     def _has_taken_over(self) -> bool:
         """True if a chain is worked on that the last heartbeat shows as standby, or as only just begun."""
-        pairs = zip(self._told, self._reports, strict=True)
-        return any(told.state in BEGINNING and report.sign().state not in BEGINNING for told, report in pairs)
+        pairs = zip(self._put_chains, self._reports, strict=True)
+        return any(put.state in STARTING and report.heartbeat().state not in STARTING for put, report in pairs)
 
-    async def _asking_until(self, put: asyncio.Task[None]) -> None:
+    async def _measure_while_putting(self, put: asyncio.Task[None]) -> None:
         """Return the result of `put`. While the store is silent, keep measuring the lag that its silence causes."""
         try:
-            while not (await asyncio.wait({put}, timeout=self._every))[0]:
-                await self._ask_sources()
+            while not (await asyncio.wait({put}, timeout=self._interval))[0]:
+                await self._read_sources()
             put.result()
         finally:
-            await end(put)
+            await cancel(put)
 
-    async def _ask_sources(self) -> None:
+    async def _read_sources(self) -> None:
         working = [report for report in self._reports if report.works_on_chain]
         streams = sorted({report.stream for report in working})
-        answers = dict(zip(streams, await asyncio.gather(*map(self._ask, streams)), strict=True))
+        answers = dict(zip(streams, await asyncio.gather(*map(self._read_stream, streams)), strict=True))
         for report in working:
             if (answer := answers[report.stream]) is not None:
-                report.source(*answer)
+                report.record_source(*answer)
 
-    async def _ask(self, stream: str) -> tuple[int, int | None] | None:
+    async def _read_stream(self, stream: str) -> tuple[int, int | None] | None:
         """Return sequence and time of the last message; None if it cannot be queried, or if there is no such stream."""
         if not self._client.is_up:
             return None
         try:
             info = await stream_info(self._client, stream)
         except FloeError as error:
-            log.debug("source not known", action="source_unknown", stream=stream, error=str(error))
+            log.debug("source not read", action="source_unread", stream=stream, error=str(error))
             return None
         if info is None:
             return None
@@ -281,15 +283,15 @@ class Reachability:
         for each in (metrics.store_reachable, metrics.nats_reachable):
             each.set(0)
 
-    def store(self, has_answered: bool) -> None:
+    def set_store(self, has_answered: bool) -> None:
         """Record an answer of the store, or its absence. Callable from any thread."""
         metrics.store_reachable.set(has_answered)
-        why = "the store does not answer, or not with this credential"
-        self._health.set_ready("objects", has_answered, why)
+        reason = "the store does not answer, or not with this credential"
+        self._health.set_ready("objects", has_answered, reason)
         if has_answered:
             metrics.store_answered.set(self._clock.now())
 
-    def nats(self, line: str, is_up: bool) -> None:
+    def set_nats(self, line: str, is_up: bool) -> None:
         self._lines[line] = is_up
         are_up, now = all(self._lines.values()), self._clock.now()
         metrics.nats_reachable.set(are_up)

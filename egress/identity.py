@@ -27,13 +27,13 @@ from typing import Annotated
 import msgspec
 
 from common.chain import Chain
-from common.documents import JsonForm
+from common.documents import JsonCodec
 from common.errors import Stopped
-from common.exits import command
+from common.exits import floe_command
 from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.segments.segment import Tip
 from common.sequences import MAX_SEQUENCE, SequenceRange
-from egress.partition import Partition, believe_listing, bring_back, resolve, unreadable
+from egress.partition import Partition, believe_command, kv_error, resolve_command, restore_command
 
 
 class HeldMessage(StrEnum):
@@ -66,7 +66,7 @@ class SourceStream:
 
     `first`: its first sequence. `last`: the last one it assigned, even if that message is gone. `first_timestamp_ns`:
     of the first message held, None if none is. `last_timestamp_ns`: likewise for the last message. `retention`:
-    `limits`, `interest` or `workqueue`. `asked_ns`: the server's time of the answer, None if it is absent (before
+    `limits`, `interest` or `workqueue`. `server_time_ns`: the server's time of the answer, None if it is absent (before
     2.10).
     """
 
@@ -76,7 +76,7 @@ class SourceStream:
     first_timestamp_ns: int | None = None
     last_timestamp_ns: int | None = None
     retention: str = "limits"
-    asked_ns: int | None = None
+    server_time_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,10 @@ class Evidence:
 
     `source`: None if there is no such stream. `created`: from `stream.json`. `end`: the last sequence that the archive
     covers, 0 if it covers none. `tips`: of the archive, newest first. `received`: the last message received and not yet
-    archived, if any. `older`: the incarnation before this one of which a held tip is equal, or which was made for a
-    stream with the same `created`; `is_before`: the source ends before this incarnation began. `reaches`: the stream
-    that is gone had effects outside of its own subjects, so a restore needs `--allow-elsewhere`.
+    archived, if any. `older_match`: the incarnation before this one of which a held tip is equal, or which was made for
+    a stream with the same `created`; `ends_before_incarnation`: the source ends before this incarnation began.
+    `affects_others`: the stream that is gone had effects outside of its own subjects, so a restore needs
+    `--allow-elsewhere`.
     """
 
     source: SourceStream | None
@@ -95,9 +96,9 @@ class Evidence:
     end: int = 0
     tips: tuple[Witness, ...] = ()
     received: Witness | None = None
-    older: int | None = None
-    is_before: bool = False
-    reaches: bool = False
+    older_match: int | None = None
+    ends_before_incarnation: bool = False
+    affects_others: bool = False
 
 
 class VerdictKind(StrEnum):
@@ -112,11 +113,11 @@ class VerdictKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceVerdict:
-    """Identity of the source, and the reason (`why`) in words. `drifted`: the same data under another `created`."""
+    """Identity of the source, and its reason in words. `has_drifted`: the same data under another `created`."""
 
     kind: VerdictKind
-    why: str
-    drifted: bool = False
+    reason: str
+    has_drifted: bool = False
 
     @property
     def is_same(self) -> bool:
@@ -130,12 +131,12 @@ def judge(evidence: Evidence) -> SourceVerdict:
         return _judge_matching(evidence, source, equal[0])
     if evidence.received is not None and evidence.received.held is HeldMessage.EQUAL:
         return _judge_received(evidence, source, evidence.received.tip)
-    if evidence.older is not None and evidence.is_before:
-        why = f"the stream ends at {source.last} in incarnation {evidence.older:04d}, the archive at {evidence.end}"
-        return SourceVerdict(VerdictKind.ROLLED_BACK, why)
-    if evidence.older is not None:
-        why = f"incarnation {evidence.older:04d} is there again"
-        return SourceVerdict(VerdictKind.FORKED, f"{why}: two sources under one name, or an old disk")
+    if (older := evidence.older_match) is not None and evidence.ends_before_incarnation:
+        reason = f"the stream ends at {source.last} in incarnation {older:04d}, the archive at {evidence.end}"
+        return SourceVerdict(VerdictKind.ROLLED_BACK, reason)
+    if older is not None:
+        reason = f"incarnation {older:04d} is there again"
+        return SourceVerdict(VerdictKind.FORKED, f"{reason}: two sources under one name, or an old disk")
     if not evidence.end and source.created == evidence.created:
         return SourceVerdict(VerdictKind.SAME, "nothing is archived yet")
     if not evidence.end:  # no archived message that the new history could be confused with
@@ -148,35 +149,35 @@ def _tips(evidence: Evidence, held: HeldMessage) -> list[Tip]:
 
 
 def _judge_matching(evidence: Evidence, source: SourceStream, equal: Tip) -> SourceVerdict:
-    why = f"sequence {equal.sequence} is as archived"
+    reason = f"sequence {equal.sequence} is as archived"
     newer = [tip.sequence for tip in _tips(evidence, HeldMessage.DIFFERENT) if tip.sequence > equal.sequence]
     if newer:
-        why += f", sequence {min(newer)} is not; the archive ends at {evidence.end}, the stream at {source.last}"
-        return SourceVerdict(VerdictKind.ROLLED_BACK, why)
+        reason += f", sequence {min(newer)} is not; the archive ends at {evidence.end}, the stream at {source.last}"
+        return SourceVerdict(VerdictKind.ROLLED_BACK, reason)
     if source.last < evidence.end:
-        why += f", but the stream ends at {source.last}, the archive at {evidence.end}"
-        return SourceVerdict(VerdictKind.ROLLED_BACK, why)
-    return SourceVerdict(VerdictKind.SAME, why, source.created != evidence.created)
+        reason += f", but the stream ends at {source.last}, the archive at {evidence.end}"
+        return SourceVerdict(VerdictKind.ROLLED_BACK, reason)
+    return SourceVerdict(VerdictKind.SAME, reason, source.created != evidence.created)
 
 
 def _judge_received(evidence: Evidence, source: SourceStream, received: Tip) -> SourceVerdict:
     if _tips(evidence, HeldMessage.DIFFERENT) or source.last < evidence.end:
-        return _unknown(evidence, source)
-    why = f"sequence {received.sequence} is as received"
-    return SourceVerdict(VerdictKind.SAME, why, source.created != evidence.created)
+        return _unknown_verdict(evidence, source)
+    reason = f"sequence {received.sequence} is as received"
+    return SourceVerdict(VerdictKind.SAME, reason, source.created != evidence.created)
 
 
 def _judge_unmatched(evidence: Evidence, source: SourceStream) -> SourceVerdict:
     drifted = source.created != evidence.created
     differing = _tips(evidence, HeldMessage.DIFFERENT)
     if drifted and differing:
-        why = f"sequence {differing[0].sequence} is not as archived"
-        return SourceVerdict(VerdictKind.RECREATED, f"{why}, {_created(evidence, source)}")
+        reason = f"sequence {differing[0].sequence} is not as archived"
+        return SourceVerdict(VerdictKind.RECREATED, f"{reason}, {_created(evidence, source)}")
     if drifted and source.last < evidence.end:
-        why = f"the stream ends at {source.last}, the archive at {evidence.end}"
-        return SourceVerdict(VerdictKind.RECREATED, f"{why}, {_created(evidence, source)}")
+        reason = f"the stream ends at {source.last}, the archive at {evidence.end}"
+        return SourceVerdict(VerdictKind.RECREATED, f"{reason}, {_created(evidence, source)}")
     if drifted or differing or source.last < evidence.end or not _begins_later(evidence, source):
-        return _unknown(evidence, source)
+        return _unknown_verdict(evidence, source)
     return SourceVerdict(VerdictKind.UNVERIFIED, "no archived message is held any more, and all that is held is later")
 
 
@@ -186,7 +187,7 @@ def _begins_later(evidence: Evidence, source: SourceStream) -> bool:
     return newest is None or at is None or (source.first > newest.sequence and at > newest.timestamp_ns)
 
 
-def _unknown(evidence: Evidence, source: SourceStream) -> SourceVerdict:
+def _unknown_verdict(evidence: Evidence, source: SourceStream) -> SourceVerdict:
     differing = _tips(evidence, HeldMessage.DIFFERENT)
     what = f"sequence {differing[0].sequence} is not as archived" if differing else "no archived message is held"
     bounds = f"the archive ends at {evidence.end}, the stream holds {source.first}..{source.last}"
@@ -208,7 +209,7 @@ class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     end: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
 
 
-ACCEPTANCE = JsonForm(Acceptance)
+ACCEPTANCE = JsonCodec(Acceptance)
 
 
 def acceptance_key(chain: Chain) -> str:
@@ -217,8 +218,8 @@ def acceptance_key(chain: Chain) -> str:
 
 
 def acceptance_of(state: KeyValue, chain: Chain) -> KvDocument[Acceptance]:
-    hint = f"without it the evidence counts: {believe_listing(chain)}"
-    return KvDocument(state, acceptance_key(chain), ACCEPTANCE, unreadable(f"acceptance of {chain}", hint))
+    hint = f"without it the evidence counts: {believe_command(chain)}"
+    return KvDocument(state, acceptance_key(chain), ACCEPTANCE, kv_error(f"acceptance of {chain}", hint))
 
 
 def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdict:
@@ -235,7 +236,7 @@ def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdi
     newer = tuple(witness for witness in evidence.tips if witness.tip.sequence > acceptance.end)
     if not newer and evidence.end == acceptance.end:
         return SourceVerdict(VerdictKind.SAME, f"accepted up to {acceptance.end}")
-    return judge(replace(evidence, created=acceptance.created, tips=newer, older=None))
+    return judge(replace(evidence, created=acceptance.created, tips=newer, older_match=None))
 
 
 CODES = {
@@ -256,7 +257,7 @@ class Choice:
     meaning: str
 
 
-def bounds(source: SourceStream) -> SequenceRange:
+def possible_first(source: SourceStream) -> SequenceRange:
     last = min(max(source.last + 1, source.first), MAX_SEQUENCE)
     return SequenceRange(min(source.first, last), last)
 
@@ -274,19 +275,19 @@ def _differs(evidence: Evidence) -> bool:
     return any(witness.held is HeldMessage.DIFFERENT for witness in evidence.tips)
 
 
-def choices(evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *, is_cut: bool = False) -> list[Choice]:
+def choices(evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *, has_partitions: bool) -> list[Choice]:
     """Return the possible decisions, the one that loses nothing first; empty if there is no stream, or if nothing is
-    wrong. `proposal`: the first sequence that is not as archived, None if it is not known. `is_cut`: the feed has
-    partitions, each with its own beginning: one `--from` would not fit all.
+    wrong. `proposal`: the first sequence that is not as archived, None if it is not known. `has_partitions`: the feed
+    has partitions, each with its own beginning: one `--from` would not fit all.
     """
     source, found = evidence.source, list[Choice]()
     if source is not None and verdict.kind in CLOSABLE:
         sequence = proposal or source.first
-        meaning = _anew(evidence, source, verdict, proposal)
-        options = "--new-incarnation" if is_cut else f"--new-incarnation --from {sequence}"
+        meaning = _incarnation_text(evidence, source, verdict, proposal)
+        options = "--new-incarnation" if has_partitions else f"--new-incarnation --from {sequence}"
         found.append(Choice(options, meaning))
     if source is not None and can_be_same(evidence, verdict):
-        both = _both(source, evidence.end)
+        both = _count_common(source, evidence.end)
         what = (
             f"of the {both} sequences that it holds up to there nothing is archived again: lost if they are "
             "others than those that were archived"
@@ -297,10 +298,10 @@ def choices(evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *,
     return found
 
 
-def _anew(evidence: Evidence, source: SourceStream, verdict: SourceVerdict, proposal: int | None) -> str:
+def _incarnation_text(evidence: Evidence, source: SourceStream, verdict: SourceVerdict, proposal: int | None) -> str:
     sequence, end = proposal or source.first, evidence.end
     text = f"freeze what it is now, from {sequence} on, as the next incarnation: "
-    both = _both(source, end)
+    both = _count_common(source, end)
     if proposal is None and both:
         return f"{text}nothing is lost; {both} sequences, up to {end}, that could not be compared may come twice"
     if sequence > source.first:
@@ -310,11 +311,11 @@ def _anew(evidence: Evidence, source: SourceStream, verdict: SourceVerdict, prop
     return f"{text}nothing is lost; {both} sequences, up to {end}, come twice if it is the same stream"
 
 
-def _both(source: SourceStream, end: int) -> int:
+def _count_common(source: SourceStream, end: int) -> int:
     return max(0, min(end, source.last) - source.first + 1)
 
 
-def never_begun(partition: Partition) -> Stopped:
+def no_stream_error(partition: Partition) -> Stopped:
     return Stopped(
         f"{partition.chain}: stream {partition.stream} does not exist",
         hint="create it: the feed then begins by itself",
@@ -322,34 +323,37 @@ def never_begun(partition: Partition) -> Stopped:
     )
 
 
-def gone_advice(partition: Partition, chain: Chain, *, reaches: bool) -> str:
-    """Return the possible steps if the stream of a feed that has begun no longer exists. `reaches`: as in Evidence."""
+def gone_hint(partition: Partition, chain: Chain, *, elsewhere: bool) -> str:
+    """Return the possible steps if the stream of a feed that has begun no longer exists. `elsewhere`: as in
+    `restore_command`.
+    """
     again = "create it again: then its next incarnation begins by itself"
     if partition.settings.on_recreated == "halt":
         again = "create it again and look again with the last command: `on_recreated` is halt"
     lines = [f"restore the stream as it was: the feed goes on; or {again}"]
     if not partition.settings.sampling_key:
         lines[0] += "; the first, from the archive (look with --dry-run before):"
-        lines.append(bring_back(chain, reaches=reaches))
+        lines.append(restore_command(chain, elsewhere=elsewhere))
     if partition.settings.on_recreated == "halt":
-        lines.append(resolve(partition.settings.name))
+        lines.append(resolve_command(partition.settings.name))
     return "\n".join(lines)
 
 
-def stopped_error(
+def verdict_error(
     partition: Partition, chain: Chain, evidence: Evidence, verdict: SourceVerdict, proposal: int | None
 ) -> Stopped:
     """Return the error that stops the chain on a verdict, with the possible choices."""
     where = f"{chain}: stream {partition.stream}"
-    text = f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.why}{parting(evidence, proposal)}"
+    text = f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.reason}"
+    text += first_difference_text(evidence, proposal)
     if evidence.source is None:
-        hint = gone_advice(partition, chain, reaches=evidence.reaches)
+        hint = gone_hint(partition, chain, elsewhere=evidence.affects_others)
     else:
         hint = _hint(partition, chain, evidence, verdict, proposal)
     return Stopped(text, hint=hint, code=CODES.get(verdict.kind, "E-IDENTITY"))
 
 
-def parting(evidence: Evidence, proposal: int | None) -> str:
+def first_difference_text(evidence: Evidence, proposal: int | None) -> str:
     """Return the first sequence that is not as archived, in words; empty if it is not known, or if no tip differs."""
     source = evidence.source
     if proposal is None or source is None or not _differs(evidence):
@@ -366,13 +370,13 @@ def _hint(partition: Partition, chain: Chain, evidence: Evidence, verdict: Sourc
         VerdictKind.FORKED: "two sources under one name? give one of the sites another `site`; or bring back "
         "the stream that was archived last; or choose",
     }.get(verdict.kind, "compare it with the archive, then choose one")
-    lines = [f"{first} (a new incarnation may begin within {bounds(source)})"]
+    lines = [f"{first} (a new incarnation may begin within {possible_first(source)})"]
     if verdict.kind is VerdictKind.UNKNOWN:
-        lines += ["what is archived:", command("segments ls", shlex.quote(str(chain)))]
-    is_cut = len(partition.settings.filters()) > 1
-    for choice in choices(evidence, verdict, proposal, is_cut=is_cut):
-        number = partition.number if is_cut and choice.options == "--same" else None
-        lines += [f"{choice.meaning}:", resolve(chain.feed, choice.options, number)]
+        lines += ["what is archived:", floe_command("segments ls", shlex.quote(str(chain)))]
+    has_partitions = len(partition.settings.filters()) > 1
+    for choice in choices(evidence, verdict, proposal, has_partitions=has_partitions):
+        number = partition.number if has_partitions and choice.options == "--same" else None
+        lines += [f"{choice.meaning}:", resolve_command(chain.feed, choice.options, number)]
     if verdict.kind is VerdictKind.UNKNOWN and not can_be_same(evidence, verdict):
         lines[0] += f"; it cannot be the same: {_why_not_same(evidence, source)}"
     return "\n".join(lines)

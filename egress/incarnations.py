@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from common.chain import MAX_INCARNATION, Chain
-from common.documents import JsonForm
+from common.documents import JsonCodec
 from common.errors import Stopped
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
@@ -26,7 +26,7 @@ from common.logs import get_logger
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.sequences import MAX_SEQUENCE
 from egress.deps import PartitionDeps
-from egress.partition import Partition, believe_listing, partitions_of, repartition, resolve, unreadable
+from egress.partition import Partition, believe_command, kv_error, partitions_of, repartition_command, resolve_command
 
 log = get_logger(__name__)
 
@@ -72,21 +72,21 @@ class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     decision: EndDecision | None = None
     next: NextStream | None = None
 
-    def noted(self, partition: int, end: End, count: int, stream: NextStream) -> Closing:
+    def with_end(self, partition: int, end: End, count: int, stream: NextStream) -> Closing:
         if self.next is not None:
             return self
         ends = {**self.ends, partition: end}
         agree = all(number in ends and ends[number].created == stream.created for number in range(count))
         return msgspec.structs.replace(self, ends=ends, next=stream if agree else None)
 
-    def withdrawn(self, partition: int) -> Closing:
+    def without_end(self, partition: int) -> Closing:
         """Return a copy without the end of the partition, which reads on. Unchanged once the incarnation is closed."""
         if self.next is not None or partition not in self.ends:
             return self
         others = {number: end for number, end in self.ends.items() if number != partition}
         return msgspec.structs.replace(self, ends=others)
 
-    def decided(self, decision: EndDecision) -> Closing:
+    def with_decision(self, decision: EndDecision) -> Closing:
         return self if self.next is not None else msgspec.structs.replace(self, decision=decision)
 
     def decision_for(self, created: str) -> EndDecision | None:
@@ -97,9 +97,9 @@ class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return [n for n in range(count) if n not in self.ends or self.ends[n].created != created]
 
 
-CLOSING = JsonForm(Closing)
-MINT_INTERVAL = 3600.0  # seconds between two incarnations without an operator
-FILTERS_SHOWN = 8
+CLOSING = JsonCodec(Closing)
+INCARNATION_INTERVAL_S = 3600.0  # seconds between two incarnations without an operator
+MAX_FILTERS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,27 +158,27 @@ class HighWaterMarks:
         parts = (chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition))
         return state_key("egress", "mark", *parts)
 
-    def _of(self, chain: Chain) -> KvDocument[int]:
-        hint = f"to believe the listing instead: {believe_listing(chain)}"
-        return KvDocument(self._state, self.key(chain), _MarkForm(), unreadable(f"high-water mark of {chain}", hint))
+    def _document(self, chain: Chain) -> KvDocument[int]:
+        hint = f"to believe the listing instead: {believe_command(chain)}"
+        return KvDocument(self._state, self.key(chain), _MarkForm(), kv_error(f"high-water mark of {chain}", hint))
 
     async def get(self, chain: Chain) -> int | None:
         """Return the mark; None if there is none."""
-        return (await self._of(chain).get())[0]
+        return (await self._document(chain).get())[0]
 
-    async def begin(self, chain: Chain) -> int:
+    async def create(self, chain: Chain) -> int:
         """Write a mark of 0 unless there is one. Return the stored mark."""
-        return 0 if await self._of(chain).create(0) is not None else await self.get(chain) or 0
+        return 0 if await self._document(chain).create(0) is not None else await self.get(chain) or 0
 
-    async def set(self, chain: Chain, end: int) -> None:
+    async def overwrite(self, chain: Chain, end: int) -> None:
         """Set the mark, even if that lowers it."""
-        await self._of(chain).put(end)
+        await self._document(chain).put(end)
 
     async def raise_to(self, chain: Chain, end: int) -> None:
-        await self._of(chain).change(lambda found: end if found is None else max(found, end))
+        await self._document(chain).change(lambda found: end if found is None else max(found, end))
 
 
-class History:
+class Incarnations:
     """Incarnations of one partition of a feed."""
 
     def __init__(self, deps: PartitionDeps) -> None:
@@ -203,17 +203,17 @@ class History:
         """
         stream, document = self._chains.read_stream(chain), self._chains.read_chain(chain)
         if stream is None:
-            raise self._missing(chain)
-        cut = stream.chains or self._cut_of_old(chain, document)
-        if not cut:
+            raise self._missing_error(chain)
+        layout = stream.chains or self._layout_of_v1(chain, document)
+        if not layout:
             return None
-        self._check(chain, cut)
+        self._check(chain, layout)
         if document is None:
-            return self._create_chain(chain, stream, cut[chain.partition])
+            return self._create_chain(chain, stream, layout[chain.partition])
         self._check_own(chain, document)
         return Incarnation(chain, stream, document)
 
-    def _cut_of_old(self, chain: Chain, document: ChainDocument | None) -> tuple[ChainDocument, ...]:
+    def _layout_of_v1(self, chain: Chain, document: ChainDocument | None) -> tuple[ChainDocument, ...]:
         """Return the chains if `stream.json` does not name them: there was one partition then."""
         if document is None and chain.partition:
             document = self._chains.read_chain(replace(chain, partition=0))
@@ -221,21 +221,21 @@ class History:
             document = ChainDocument(self._partition.filters, 1, 1)
         return () if document is None else (document,)
 
-    def _check(self, chain: Chain, cut: Sequence[ChainDocument]) -> None:
+    def _check(self, chain: Chain, layout: Sequence[ChainDocument]) -> None:
         """Raise Stopped (E-FILTERS) if the partitions are not those of the configuration."""
-        found, expected = outline(cut), outline(configured(self._partition))
+        found, expected = partition_layout(layout), partition_layout(configured_layout(self._partition))
         if found != expected:
-            now = cut_text(configured(self._partition))
+            now = layout_text(configured_layout(self._partition))
             raise Stopped(
-                f"{chain}: begun with {cut_text(cut)}, configured with {now}",
+                f"{chain}: begun with {layout_text(layout)}, configured with {now}",
                 hint="restore what it was, or stop egress and begin the next incarnation as configured now: "
-                + repartition(chain.feed),
+                + repartition_command(chain.feed),
                 code="E-FILTERS",
             )
 
     def _check_own(self, chain: Chain, document: ChainDocument) -> None:
-        expected = outline(configured(self._partition))[chain.partition]
-        if outline([document])[0] != expected:
+        expected = partition_layout(configured_layout(self._partition))[chain.partition]
+        if partition_layout([document])[0] != expected:
             raise Stopped(
                 f"{chain}: its chain.json does not say what stream.json says of it",
                 hint=f"put {self._chains.layout.chain_document(chain)} away: it is made again as stream.json "
@@ -243,7 +243,7 @@ class History:
                 code="E-HISTORY",
             )
 
-    def _missing(self, chain: Chain) -> Stopped:
+    def _missing_error(self, chain: Chain) -> Stopped:
         missing = self._chains.layout.stream_document(chain)
         return Stopped(
             f"{chain}: expected {missing} beside its chain.json, found none",
@@ -254,13 +254,13 @@ class History:
 
     # Beginning
 
-    async def begin(self, info: StreamInfo, first: int) -> Incarnation:
+    async def begin_first(self, info: StreamInfo, first: int) -> Incarnation:
         """Make incarnation 0000 begin at `first`, or load the one that another instance made.
 
         Raises Stopped if its archive was lost.
         """
-        cut, stream_first = configured(self._partition, first), max(1, info.first_sequence)
-        document = StreamDocument(info.config, info.created, None, cut, stream_first=stream_first)
+        layout, stream_first = configured_layout(self._partition, first), max(1, info.first_sequence)
+        document = StreamDocument(info.config, info.created, None, layout, stream_first=stream_first)
         found = await self._create_stream(self._feed, document)
         if found.chains:
             return await self._threads.run(self._loaded, self._feed)
@@ -281,39 +281,39 @@ class History:
         If a document exists already, a missing mark was lost: it proves nothing. Raises Stopped if a mark records a put
         and there is still no `stream.json`: another instance writes it before its first put.
         """
-        if await self._threads.run(self._exists, chain):
+        if await self._threads.run(self._has_document, chain):
             return
         parts = [replace(chain, partition=number) for number in range(count)]
-        ends = [(partition, await self._marks.begin(partition)) for partition in parts]
+        ends = [(partition, await self._marks.create(partition)) for partition in parts]
         put = [(partition, end) for partition, end in ends if end]
-        if put and not await self._threads.run(self._exists, chain):
-            raise self._lost(*put[0])
+        if put and not await self._threads.run(self._has_document, chain):
+            raise self._lost_error(*put[0])
 
-    def _exists(self, chain: Chain) -> bool:
+    def _has_document(self, chain: Chain) -> bool:
         if self._chains.read_stream(chain) is not None:
             return True
         listed = self._chains.chains(chain.site, chain.feed)
         return any(each.incarnation == chain.incarnation for each in listed)
 
-    async def lost(self, chain: Chain) -> Stopped | None:
+    async def find_lost(self, chain: Chain) -> Stopped | None:
         """Return the error if something was put into a chain and no document of its incarnation exists any more.
 
         Raises DataError for an invalid mark.
         """
-        if not (end := await self._marks.get(chain)) or await self._threads.run(self._exists, chain):
+        if not (end := await self._marks.get(chain)) or await self._threads.run(self._has_document, chain):
             return None
-        return self._lost(chain, end)
+        return self._lost_error(chain, end)
 
-    def _lost(self, chain: Chain, end: int) -> Stopped:
+    def _lost_error(self, chain: Chain, end: int) -> Stopped:
         layout = self._chains.layout
         return Stopped(
             f"{chain}: a high-water mark at {end}, and neither {layout.stream_document(chain)} nor a chain.json",
             hint="restore the objects of the archive; if they are given up, so that it begins again, "
-            + resolve(chain.feed, "--believe-listing --all-incarnations", chain.partition or None),
+            + resolve_command(chain.feed, "--believe-listing --all-incarnations", chain.partition or None),
             code="E-EMPTY-ARCHIVE",
         )
 
-    async def mint(self, current: Incarnation, closing: Closing) -> Incarnation:
+    async def create_next(self, current: Incarnation, closing: Closing) -> Incarnation:
         """Make the incarnation after `current`, which `closing` has closed, or load it.
 
         Raises Stopped if it exists for another stream, or was lost.
@@ -322,12 +322,12 @@ class History:
         if stream is None:
             raise ValueError(f"{current.chain}: not closed")
         previous = {number: end.end for number, end in closing.ends.items()}
-        cut = [msgspec.structs.replace(each, first=closing.ends[n].first) for n, each in enumerate(current.chains)]
+        layout = [msgspec.structs.replace(each, first=closing.ends[n].first) for n, each in enumerate(current.chains)]
         decision = closing.decision_for(stream.created) or EndDecision(stream.created, {})
         # A partition that continues by itself is the same up to its end.
         joins = {n: decision.continues_from.get(n, end.first) for n, end in closing.ends.items()}
         more = False, joins if decision.continues_from else None, decision.continued, decision.stream_first
-        document = StreamDocument(stream.config, stream.created, previous, tuple(cut), *more)
+        document = StreamDocument(stream.config, stream.created, previous, tuple(layout), *more)
         await self.open_next(chain, document)
         return await self._threads.run(self._loaded, chain)
 
@@ -338,12 +338,12 @@ class History:
             return
         if found.created == document.created:
             ends = {"expected": dict(document.previous or {}), "found": dict(found.previous or {})}
-            log.warning("incarnation ended elsewhere", action="previous_differs", **ends, **chain.log_context())
+            log.warning("incarnation closed elsewhere", action="incarnation_conflicted", **ends, **chain.log_context())
             return
         raise Stopped(
             f"{chain}: made for the stream created at {found.created}, found one created at {document.created}",
             hint="two sites under one name? give one of them another `site`, or the feed another `name`; "
-            "or go on behind that incarnation with the next: " + resolve(chain.feed, "--new-incarnation"),
+            "or go on behind that incarnation with the next: " + resolve_command(chain.feed, "--new-incarnation"),
             code="E-INCARNATION",
         )
 
@@ -356,19 +356,19 @@ class History:
             return
         key = self._chains.layout.stream_document(current)
         info = await self._threads.run(self._objects.head, key)
-        left = MINT_INTERVAL - (self._clock.now() - info.modified) if info else 0.0
+        left = INCARNATION_INTERVAL_S - (self._clock.now() - info.modified) if info else 0.0
         if left > 0:
             raise Stopped(
                 f"{current}: the stream was made anew twice within an hour",
                 hint="something makes it again and again, or two sites have one name and each a stream of this name; "
                 f"the next incarnation begins by itself in {left:.0f} s, or at once: "
-                + resolve(current.feed, f"--new-incarnation --from {source_first}"),
+                + resolve_command(current.feed, f"--new-incarnation --from {source_first}"),
                 code="E-MINT-INTERVAL",
             )
 
     def _loaded(self, chain: Chain) -> Incarnation:
         if (found := self._read(chain)) is None:
-            raise self._missing(chain)
+            raise self._missing_error(chain)
         return found
 
     def _create_chain(self, chain: Chain, stream: StreamDocument, document: ChainDocument) -> Incarnation:
@@ -389,29 +389,29 @@ def newest_incarnation(chains: ChainStore, feed: Chain) -> int | None:
     return None if newest < 0 else newest
 
 
-def configured(partition: Partition, first: int = 1) -> tuple[ChainDocument, ...]:
+def configured_layout(partition: Partition, first: int = 1) -> tuple[ChainDocument, ...]:
     parts, relay = partitions_of(partition.site, partition.settings), partition.settings.relay
     return tuple(ChainDocument(each.filters, len(parts), first, relay) for each in parts)
 
 
-def outline(cut: Sequence[ChainDocument]) -> list[tuple[tuple[str, ...], int, bool]]:
-    return [(each.filters, each.partitions, each.relay) for each in cut]
+def partition_layout(layout: Sequence[ChainDocument]) -> list[tuple[tuple[str, ...], int, bool]]:
+    return [(each.filters, each.partitions, each.relay) for each in layout]
 
 
-def cut_text(cut: Sequence[ChainDocument]) -> str:
-    relay = " as a relay" if cut[0].relay else ""
-    return filters_text([each.filters[0] if each.filters else "" for each in cut]) + relay
+def layout_text(layout: Sequence[ChainDocument]) -> str:
+    relay = " as a relay" if layout[0].relay else ""
+    return filters_text([each.filters[0] if each.filters else "" for each in layout]) + relay
 
 
 def filters_text(filters: Sequence[str]) -> str:
     """Describe filters in words; an empty one means all subjects."""
     if len(filters) == 1:
         return f"the filter {filters[0]}" if filters[0] else "the whole stream"
-    more = f" and {len(filters) - FILTERS_SHOWN} more" if len(filters) > FILTERS_SHOWN else ""
-    return f"{len(filters)} partitions ({', '.join(filters[:FILTERS_SHOWN])}{more})"
+    more = f" and {len(filters) - MAX_FILTERS_SHOWN} more" if len(filters) > MAX_FILTERS_SHOWN else ""
+    return f"{len(filters)} partitions ({', '.join(filters[:MAX_FILTERS_SHOWN])}{more})"
 
 
-def older(current: Chain) -> Sequence[Chain]:
+def older_incarnations(current: Chain) -> Sequence[Chain]:
     return [replace(current, incarnation=number) for number in reversed(range(current.incarnation))]
 
 
@@ -425,14 +425,14 @@ class Closings:
     def key(chain: Chain) -> str:
         return state_key("egress", "end", chain.site, chain.feed, f"{chain.incarnation:04d}")
 
-    def _of(self, chain: Chain) -> KvDocument[Closing]:
+    def _document(self, chain: Chain) -> KvDocument[Closing]:
         hint = "without it each partition notes its end again, and a decision is to be made again: "
-        error = unreadable(f"closing of {chain}", hint + believe_listing(chain))
+        error = kv_error(f"closing of {chain}", hint + believe_command(chain))
         return KvDocument(self._state, self.key(chain), CLOSING, error)
 
     async def get(self, chain: Chain) -> Closing:
         """Return the closing; an empty one if it has not begun."""
-        return (await self._of(chain).get())[0] or Closing()
+        return (await self._document(chain).get())[0] or Closing()
 
     async def change(self, chain: Chain, step: Callable[[Closing], Closing]) -> Closing:
         """Store the result of `step` for the current value; repeat if another instance was faster. Return the stored
@@ -443,4 +443,4 @@ class Closings:
             made = step(found or Closing())
             return None if made == Closing() and found is None else made
 
-        return await self._of(chain).change(changed) or Closing()
+        return await self._document(chain).change(changed) or Closing()

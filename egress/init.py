@@ -11,15 +11,15 @@ from common.jetstream.durables import INTEREST, LIMITS
 from common.jetstream.kv import KeyValue
 from common.settings.root import Settings
 from egress.acks import ReaderResetError
-from egress.advisories.advisory import loop_of
-from egress.consumers import WantedMessages, create, ours
-from egress.partition import Partition, all_partitions, is_of_site
+from egress.advisories.advisory import loop_error
+from egress.consumers import WantedMessages, create_durable, own_durables
+from egress.partition import Partition, all_partitions, is_durable_of_site
 
-MADE, THERE, UNNEEDED, REFUSED = "made", "there", "not needed", "refused"
+CREATED, EXISTS, NOT_NEEDED, REFUSED = "made", "there", "not needed", "refused"
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class SetupResult:
     """Outcome for one thing that egress needs: `result` is `made`, `there`, `not needed` or `refused`."""
 
     what: str
@@ -29,7 +29,7 @@ class Done:
     note: str = ""
 
 
-async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done], list[FloeError]]:
+async def set_up(client: FloeClient, settings: Settings) -> tuple[list[SetupResult], list[FloeError]]:
     parts = all_partitions(settings.site, settings.egress.feeds)
     streams = {name: await stream_info(client, name) for name in dict.fromkeys(partition.stream for partition in parts)}
     done = await _buckets(client, settings)
@@ -39,11 +39,11 @@ async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done]
             try:
                 done.append(await _durable(client, partition, info))
             except FloeError as error:
-                done.append(Done("durable", partition.durable, REFUSED, partition.stream, error.code))
+                done.append(SetupResult("durable", partition.durable, REFUSED, partition.stream, error.code))
                 problems.append(error)
-            if (loop := loop_of(partition, partition.chain, info)) is not None:
+            if (loop := loop_error(partition, partition.chain, info)) is not None:
                 subject = partition.settings.advisory.subject
-                done.append(Done("advisories", subject, REFUSED, partition.stream, loop.code))
+                done.append(SetupResult("advisories", subject, REFUSED, partition.stream, loop.code))
                 problems.append(loop)
     for name, info in streams.items():
         if info is not None:
@@ -55,7 +55,7 @@ def _missing(stream: str) -> Stopped:
     return Stopped(f"stream {stream} does not exist", hint="create it, then run this again", code="E-SOURCE-GONE")
 
 
-async def _buckets(client: FloeClient, settings: Settings) -> list[Done]:
+async def _buckets(client: FloeClient, settings: Settings) -> list[SetupResult]:
     egress = settings.egress
     done = []
     leases, state = (
@@ -65,24 +65,24 @@ async def _buckets(client: FloeClient, settings: Settings) -> list[Done]:
     for bucket, ttl, size in (leases, state):
         was_there = await stream_info(client, f"KV_{bucket}") is not None
         await KeyValue(client, bucket, ttl=ttl, replicas=await kv_replicas(client, egress), max_bytes=size).ensure()
-        done.append(Done("bucket", bucket, THERE if was_there else MADE))
+        done.append(SetupResult("bucket", bucket, EXISTS if was_there else CREATED))
     return done
 
 
-async def _durable(client: FloeClient, partition: Partition, info: StreamInfo) -> Done:
+async def _durable(client: FloeClient, partition: Partition, info: StreamInfo) -> SetupResult:
     wanted = WantedMessages(partition, str(info.config.get("retention", LIMITS)))
     if not wanted.is_durable:
-        return Done("durable", partition.durable, UNNEEDED, info.name, "limits retention")
-    if found := await ours(client, wanted):
-        return Done("durable", found[0], THERE, info.name)
+        return SetupResult("durable", partition.durable, NOT_NEEDED, info.name, "limits retention")
+    if found := await own_durables(client, wanted):
+        return SetupResult("durable", found[0], EXISTS, info.name)
     try:
-        consumer = await create(client, wanted)
+        consumer = await create_durable(client, wanted)
     except ReaderResetError:  # a running egress replaced it just now
-        return Done("durable", partition.durable, THERE, info.name)
-    return Done("durable", consumer.name, MADE, info.name, dropped(info))
+        return SetupResult("durable", partition.durable, EXISTS, info.name)
+    return SetupResult("durable", consumer.name, CREATED, info.name, dropped_text(info))
 
 
-def dropped(info: StreamInfo) -> str:
+def dropped_text(info: StreamInfo) -> str:
     """Describe the messages that an interest stream did not keep; empty if it shows none."""
     if info.config.get("retention") != INTEREST or not info.last_sequence:
         return ""
@@ -92,11 +92,11 @@ def dropped(info: StreamInfo) -> str:
     return f"messages 1..{gone} were dropped before, as nobody wanted them any more"
 
 
-async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Partition]) -> list[Done]:
+async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Partition]) -> list[SetupResult]:
     """List durables of this site that no configured partition reads: an interest stream keeps messages for them."""
-    names = [name for name in await consumer_names(client, stream) if is_of_site(name, site)]
+    names = [name for name in await consumer_names(client, stream) if is_durable_of_site(name, site)]
     return [
-        Done("durable", name, THERE, stream, f"of no configured slice: nats consumer rm {stream} {name}")
+        SetupResult("durable", name, EXISTS, stream, f"of no configured slice: nats consumer rm {stream} {name}")
         for name in names
         if not any(partition.partition_of(name) == partition.number for partition in parts)
     ]

@@ -18,64 +18,64 @@ from itertools import chain as joined
 from common.chain import Chain
 from common.errors import DataError
 from common.jetstream.api import STREAM_NOT_FOUND
-from common.jetstream.headers import ORIGINAL, REPLAY, SOURCE, Provenance, lines
+from common.jetstream.headers import ORIGINAL_HEADER, REPLAY_HEADER, SOURCE_HEADER, Provenance, header_lines
 from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
 from common.logs import get_logger
 from common.segments.columns import Columns, messages
 from common.segments.segment import Message, SegmentRef
-from common.sequences import MAX_SEQUENCE, SequenceRange, choose
-from egress.batch import LOOPED
+from common.sequences import MAX_SEQUENCE, SequenceRange, choose_segment
+from egress.batch import CODE_LOOPED
 from egress.builder import Piece
 from egress.deps import PartitionDeps
 
 log = get_logger(__name__)
 
-MOST_CLAIMS = 4  # claims checked for one message: a genuine message has one, a forged one may have a thousand
-ASKED_BYTES = 16 * 2**20  # of messages requested at once, each as large as the server allows
-MOST_SEGMENTS = 8  # segments opened for one piece; messages that would need more are archived
-LISTED = 4  # segments listed that reach a sequence; one of them contains it, unless many overlap
+MAX_CLAIMS = 4  # claims checked for one message: a genuine message has one, a forged one may have a thousand
+QUERY_BYTES = 16 * 2**20  # of messages requested at once, each as large as the server allows
+MAX_SEGMENTS = 8  # segments opened for one piece; messages that would need more are archived
+LISTED_SEGMENTS = 4  # segments listed that reach a sequence; one of them contains it, unless many overlap
 
-_SOURCE_PREFIX = SOURCE + b": "
-_ORIGINAL_PREFIX = ORIGINAL + b": "
-_REPLAY_PREFIX = REPLAY + b":"
+_SOURCE_PREFIX = SOURCE_HEADER + b": "
+_ORIGINAL_PREFIX = ORIGINAL_HEADER + b": "
+_REPLAY_PREFIX = REPLAY_HEADER + b":"
 
 
-class Claims:
+class LoopMarkers:
     """Claims of messages to be copies of older messages of `chain`'s feed, in its incarnation. Pure."""
 
     def __init__(self, chain: Chain) -> None:
         self._mark = b"%b%b %b %04d " % (_SOURCE_PREFIX, chain.site.encode(), chain.feed.encode(), chain.incarnation)
 
-    def places(self, rows: Columns) -> list[int]:
+    def indexes(self, rows: Columns) -> list[int]:
         mark, sequences = self._mark, rows.sequences
         if mark not in b"".join(filter(None, rows.headers)):
             return []
         return [
-            place
-            for place, block in enumerate(rows.headers)
-            if block is not None and mark in block and self.of(sequences[place], block)
+            index
+            for index, block in enumerate(rows.headers)
+            if block is not None and mark in block and self.claims_of(sequences[index], block)
         ]
 
-    def of(self, sequence: int, block: bytes) -> list[Provenance]:
+    def claims_of(self, sequence: int, block: bytes) -> list[Provenance]:
         """Return the claims of a message, the newest first; empty if a replay brought it.
 
         A claim counts regardless of how deep it was escaped: a site in between may treat this one's hop as a
         publisher's text.
         """
         found: list[Provenance] = []
-        for line in lines(block):
+        for line in header_lines(block):
             if line.startswith(_REPLAY_PREFIX):
                 return []
             start = 0
             while line.startswith(_ORIGINAL_PREFIX, start):
                 start += len(_ORIGINAL_PREFIX)
-            if line.startswith(self._mark, start) and len(found) < MOST_CLAIMS:
-                found += _older(line[start:], sequence)
+            if line.startswith(self._mark, start) and len(found) < MAX_CLAIMS:
+                found += _parse_older(line[start:], sequence)
         return found
 
 
-def _older(line: bytes, sequence: int) -> list[Provenance]:
+def _parse_older(line: bytes, sequence: int) -> list[Provenance]:
     try:
         provenance = Provenance.parse(line)
     except ValueError:
@@ -84,10 +84,10 @@ def _older(line: bytes, sequence: int) -> list[Provenance]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Message at index `place` of its piece, and the messages that it claims to be a copy of."""
+class _Claimant:
+    """Message at index `index` of its piece, and the messages that it claims to be a copy of."""
 
-    place: int
+    index: int
     payload: bytes
     claims: Sequence[Provenance]
 
@@ -95,7 +95,7 @@ class _Asked:
         return claim.timestamp_ns == message.timestamp_ns and self.payload == message.payload
 
 
-class Loops:
+class LoopFilter:
     """Filter that takes looped messages out of pieces of `chain`: it queries `stream`, then the cover of the archive.
 
     One query holds at most 16 MiB in memory, or one message if the server takes larger ones.
@@ -103,39 +103,39 @@ class Loops:
 
     def __init__(self, deps: PartitionDeps, chain: Chain) -> None:
         self._client, self._stream, self._store = deps.client, deps.partition.stream, deps.store
-        self._threads, self._report, self._claims = deps.pools.io, deps.report, Claims(chain)
+        self._threads, self._report, self._markers = deps.pools.io, deps.report, LoopMarkers(chain)
 
-    async def without(self, piece: Piece) -> Piece:
+    async def remove_looped(self, piece: Piece) -> Piece:
         """Return `piece` without the looped rows. Raises the errors of the stream and the store."""
-        places = self._claims.places(piece.rows)
-        if not places or not (looped := await self._looped(piece.rows, places)):
+        indexes = self._markers.indexes(piece.rows)
+        if not indexes or not (looped := await self._looped(piece.rows, indexes)):
             return piece
-        self._report.looped(len(looped))
-        return _without(piece, looped)
+        self._report.warn_looped(len(looped))
+        return _remove(piece, looped)
 
-    async def _looped(self, rows: Columns, places: Sequence[int]) -> set[int]:
-        at_once = max(1, ASKED_BYTES // self._client.max_payload)
+    async def _looped(self, rows: Columns, indexes: Sequence[int]) -> set[int]:
+        at_once = max(1, QUERY_BYTES // self._client.max_payload)
         looped: set[int] = set()
-        gone: list[_Asked] = []
-        for begin in range(0, len(places), at_once):
-            asked = [self._asked(rows, place) for place in places[begin : begin + at_once]]
-            for each, answer in zip(asked, await asyncio.gather(*map(self._at_source, asked)), strict=True):
+        gone: list[_Claimant] = []
+        for begin in range(0, len(indexes), at_once):
+            claimants = [self._claimant(rows, index) for index in indexes[begin : begin + at_once]]
+            for each, answer in zip(claimants, await asyncio.gather(*map(self._check_source, claimants)), strict=True):
                 if answer is None:
-                    looped.add(each.place)
+                    looped.add(each.index)
                 elif answer.claims:
                     gone.append(answer)
         if gone:
             looped |= await self._threads.run(self._archived, gone)
         return looped
 
-    def _asked(self, rows: Columns, place: int) -> _Asked:
-        claims = self._claims.of(rows.sequences[place], rows.headers[place] or b"")
-        return _Asked(place, rows.payloads[place], claims)
+    def _claimant(self, rows: Columns, index: int) -> _Claimant:
+        claims = self._markers.claims_of(rows.sequences[index], rows.headers[index] or b"")
+        return _Claimant(index, rows.payloads[index], claims)
 
-    async def _at_source(self, asked: _Asked) -> _Asked | None:
-        """Return None if the source holds the original; else `asked` with the claims on messages that are gone."""
+    async def _check_source(self, claimants: _Claimant) -> _Claimant | None:
+        """Return None if the source holds the original; else `claimants` with the claims on messages that are gone."""
         gone = []
-        for claim in asked.claims:
+        for claim in claimants.claims:
             try:
                 message = await get_message(self._client, self._stream, claim.sequence)
             except ApiError as error:
@@ -144,24 +144,24 @@ class Loops:
                 message = None
             if message is None:
                 gone.append(claim)
-            elif asked.is_copy(claim, message):
+            elif claimants.is_copy(claim, message):
                 return None
-        return replace(asked, claims=gone)
+        return replace(claimants, claims=gone)
 
     # The archive. Blocking.
 
-    def _archived(self, asked: Sequence[_Asked]) -> set[int]:
-        claimed = [(claim, each) for each in asked for claim in each.claims if claim.sequence <= MAX_SEQUENCE]
+    def _archived(self, claimants: Sequence[_Claimant]) -> set[int]:
+        claimed = [(claim, each) for each in claimants for claim in each.claims if claim.sequence <= MAX_SEQUENCE]
         wanted = sorted(claimed, key=lambda pair: (pair[0].partition, pair[0].sequence))
         found: set[int] = set()
-        for _ in range(MOST_SEGMENTS):
+        for _ in range(MAX_SEGMENTS):
             if not wanted:
                 break
             count = 1
             if (ref := self._segment(wanted[0][0])) is not None:
                 partition, covered = ref.chain.partition, ref.coverage
                 count = sum(claim.partition == partition and claim.sequence in covered for claim, _ in wanted)
-                found |= self._equal(ref, wanted[:count])
+                found |= self._find_copies(ref, wanted[:count])
             wanted = wanted[count:]
         return found
 
@@ -172,33 +172,33 @@ class Loops:
         except ValueError:
             return None
         for level in (0, None):
-            refs = self._store.list(chain, position=claim.sequence, level=level, limit=LISTED)
-            if (ref := choose(refs, claim.sequence)) is not None:
+            refs = self._store.list(chain, position=claim.sequence, level=level, limit=LISTED_SEGMENTS)
+            if (ref := choose_segment(refs, claim.sequence)) is not None:
                 return ref
         return None
 
-    def _equal(self, ref: SegmentRef, wanted: Sequence[tuple[Provenance, _Asked]]) -> set[int]:
+    def _find_copies(self, ref: SegmentRef, wanted: Sequence[tuple[Provenance, _Claimant]]) -> set[int]:
         within = SequenceRange(wanted[0][0].sequence, wanted[-1][0].sequence)
-        by_sequence: dict[int, list[tuple[Provenance, _Asked]]] = {}
-        for claim, asked in wanted:
-            by_sequence.setdefault(claim.sequence, []).append((claim, asked))
+        by_sequence: dict[int, list[tuple[Provenance, _Claimant]]] = {}
+        for claim, claimants in wanted:
+            by_sequence.setdefault(claim.sequence, []).append((claim, claimants))
         found: set[int] = set()
         try:
             with self._store.open_part(ref, rows=within) as reader:
                 for message in joined.from_iterable(map(messages, reader.batches())):
-                    for claim, asked in by_sequence.get(message.sequence, ()):
-                        if asked.is_copy(claim, message):
-                            found.add(asked.place)
+                    for claim, claimants in by_sequence.get(message.sequence, ()):
+                        if claimants.is_copy(claim, message):
+                            found.add(claimants.index)
         except DataError as error:
-            log.warning("not compared", action="not_compared", error=str(error), **ref.log_context())
+            log.warning("looped messages not compared", action="loop_uncompared", error=str(error), **ref.log_context())
         return found
 
 
-def _without(piece: Piece, looped: set[int]) -> Piece:
+def _remove(piece: Piece, looped: set[int]) -> Piece:
     keep = bytearray(b"\1") * len(piece.rows)
     codes = bytearray(piece.codes) or bytearray(len(piece.examined))
-    for place in looped:
-        keep[place] = 0
-        codes[bisect_left(piece.examined, piece.rows.sequences[place])] = LOOPED
-    rows = piece.rows.chosen(keep, piece.rows.sample_keys)
+    for index in looped:
+        keep[index] = 0
+        codes[bisect_left(piece.examined, piece.rows.sequences[index])] = CODE_LOOPED
+    rows = piece.rows.select(keep, piece.rows.sample_keys)
     return replace(piece, rows=rows, size=rows.raw_size, codes=codes)

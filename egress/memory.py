@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 # Pull requests of each chain that fit into the budget at once; requested bytes are charged only when they arrive.
-WINDOWS = 8
-LARGEST_WINDOW = 16 * 2**20  # bytes
+WINDOWS_PER_CHAIN = 8
+MAX_WINDOW_BYTES = 16 * 2**20  # bytes
 
 
 class MemoryBudget:
@@ -21,8 +21,8 @@ class MemoryBudget:
         return sum(account.used for account in self._accounts)
 
     @property
-    def window(self) -> int:
-        return min(LARGEST_WINDOW, self.limit // (WINDOWS * self._chains))
+    def window_bytes(self) -> int:
+        return min(MAX_WINDOW_BYTES, self.limit // (WINDOWS_PER_CHAIN * self._chains))
 
     def has_room(self, size: int) -> bool:
         """True if `size` more bytes fit. Into an empty budget any size does: a large message must pass."""
@@ -38,13 +38,13 @@ class MemoryBudget:
     def is_largest(self, account: MemoryAccount) -> bool:
         return account.used == max(each.used for each in self._accounts)
 
-    def released(self) -> None:
+    def notify_release(self) -> None:
         for account in list(self._accounts):
             account.on_release()
 
     def close(self, account: MemoryAccount) -> None:
         self._accounts.remove(account)
-        self.released()
+        self.notify_release()
 
 
 class MemoryAccount:
@@ -58,7 +58,7 @@ class MemoryAccount:
 
     def release(self, size: int) -> None:
         self.used -= size
-        self._budget.released()
+        self._budget.notify_release()
 
     def is_largest(self) -> bool:
         return self._budget.is_largest(self)

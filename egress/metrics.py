@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
-from common.leasing import HAND_OVERS
-from common.metrics import counter, gauge, histogram, total
+from common.leasing import HAND_OVER_REASONS
+from common.metrics import counter, counter_total, gauge, histogram
 from common.segments.keys import CAPTURES
 from common.segments.segment import Reason
-from egress.acks import REASONS
-from egress.builder import Close
+from egress.acks import RESET_REASONS
+from egress.builder import ClosedBy
 
 # Labels of `egress.advisories` and `egress.sampling.snapshot_store`, which import this module
 EVENTS = ("new", "timeout", "recover", "expire")
@@ -21,10 +21,8 @@ messages = counter("egress_messages", "Messages archived.", CHAIN)
 raw_bytes = counter("egress_raw_bytes", "Bytes of subjects, headers and payloads archived.", CHAIN)
 stored_bytes = counter("egress_stored_bytes", "Bytes of segments put.", CHAIN)
 segments = counter("egress_segments", "Segments put.", CHAIN)
-closed = counter("egress_segments_closed", "Segments closed, by what closed them.", (*CHAIN, "reason"), reason=Close)
-left_out = counter(
-    "egress_left_out", "Sequences archived without a message, by why.", (*CHAIN, "reason"), reason=Reason
-)
+closed = counter("egress_segments_closed", "Segments closed, by what closed them.", (*CHAIN, "reason"), reason=ClosedBy)
+left_out = counter("egress_left_out", "Sequences without a message, by reason.", (*CHAIN, "reason"), reason=Reason)
 put_seconds = histogram("egress_put_seconds", "Time to put one segment, tail and mark.", CHAIN)
 put_done = gauge(
     "egress_put_last_success_timestamp_seconds",
@@ -42,15 +40,13 @@ incarnation = gauge("egress_incarnation", "The incarnation that is written.", CH
 end_sequence = gauge("egress_end_sequence", "The last sequence archived, or left out before the chain begins.", CHAIN)
 end_timestamp = gauge("egress_end_timestamp_seconds", "Time of the last message archived, since 1970.", CHAIN)
 source_sequence = gauge("egress_source_sequence", "The last sequence of the stream, when it was last asked.", CHAIN)
-source_timestamp = gauge(
-    "egress_source_timestamp_seconds", "Time of the stream's last message, when it was last asked.", CHAIN
-)
+source_timestamp = gauge("egress_source_timestamp_seconds", "Time of the stream's last message.", CHAIN)
 source_asked = gauge(
     "egress_source_last_success_timestamp_seconds",
     "When the stream was last asked and answered, since 1970: how old what is known of it is.",
     CHAIN,
 )
-doubts = counter("egress_doubts", "Readers that were given up, by why.", (*CHAIN, "reason"), reason=REASONS)
+resets = counter("egress_doubts", "Readers that were given up, by why.", (*CHAIN, "reason"), reason=RESET_REASONS)
 unverified = gauge("egress_unverified", "1 while no archived message is left in the stream to compare.", CHAIN)
 drifted = gauge("egress_created_drifted", "1 while the stream's creation time differs though its data do not.", CHAIN)
 stopped = gauge("egress_stopped", "1 while the chain waits for an operator.", CHAIN)
@@ -72,9 +68,7 @@ SITE = ("site",)
 # Reachability, and the heartbeat of the process (`egress.heartbeats`)
 
 store_reachable = gauge("egress_store_reachable", "1 while the object store answers and accepts the credential.")
-store_answered = gauge(
-    "egress_store_last_success_timestamp_seconds", "When the object store last answered, since 1970."
-)
+store_answered = gauge("egress_store_last_success_timestamp_seconds", "When the store last answered, since 1970.")
 nats_reachable = gauge("egress_nats_reachable", "1 while all connections to NATS stand.")
 nats_answered = gauge(
     "egress_nats_last_success_timestamp_seconds",
@@ -96,7 +90,7 @@ hand_overs = counter(
     "egress_hand_overs",
     "Leases given up: drained, surplus to the fair share, or lost.",
     (*SITE, "reason"),
-    reason=HAND_OVERS,
+    reason=HAND_OVER_REASONS,
 )
 take_overs = counter("egress_take_overs", "Leases taken that another member was seen to hold.", SITE)
 
@@ -141,9 +135,7 @@ snapshots = counter(
 snapshot_seconds = histogram(
     "egress_snapshot_seconds", "Time to encode and put one snapshot, beside the data.", CHAIN, kind="sampled"
 )
-unmatched = gauge(
-    "egress_unmatched_messages", "Messages in the stream on subjects that no partition takes.", ("site", "feed")
-)
+unmatched = gauge("egress_unmatched_messages", "Messages on subjects that no partition takes.", ("site", "feed"))
 
 # Interest and work-queue streams
 
@@ -178,10 +170,10 @@ capture_done = gauge(
 )
 
 
-def carried() -> dict[str, Callable[[], float]]:
+def totals() -> dict[str, Callable[[], float]]:
     """Return the totals that this process has archived since it began."""
     return {
-        "messages": partial(total, messages),
-        "bytes": partial(total, stored_bytes),
-        "segments": partial(total, segments),
+        "messages": partial(counter_total, messages),
+        "bytes": partial(counter_total, stored_bytes),
+        "segments": partial(counter_total, segments),
     }

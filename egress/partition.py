@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from common.chain import Chain
 from common.errors import ConfigError, DataError, UsageError
-from common.exits import command, source
-from common.jetstream.durables import durable_name, name_hash
+from common.exits import config_source, floe_command
+from common.jetstream.durables import durable_name_prefix, name_hash
 from common.jetstream.kv import state_key
 from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings
@@ -40,12 +40,12 @@ class Partition:
     @property
     def durable(self) -> str:
         """Prefix of the names of its durable consumers, before a random end."""
-        return durable_name(self.site, self.settings.name, self.number)
+        return durable_name_prefix(self.site, self.settings.name, self.number)
 
     def partition_of(self, durable: str) -> int | None:
         """Return the partition of the same feed, configured or not, that has this durable; None for another feed's."""
         found = _DURABLE.fullmatch(durable)
-        if found is None or durable_name(self.site, self.settings.name, int(found[2])) != found[1]:
+        if found is None or durable_name_prefix(self.site, self.settings.name, int(found[2])) != found[1]:
             return None
         return int(found[2])
 
@@ -59,11 +59,11 @@ def lease_key(feed: Chain) -> str:
     return state_key("egress", feed.site, feed.feed, str(feed.partition))
 
 
-def is_of_site(durable: str, site: str) -> bool:
+def is_durable_of_site(durable: str, site: str) -> bool:
     return re.fullmatch(rf"floe_{site}_.+_{name_hash(site)}[0-9a-f]{{8}}_[0-9a-f]{{8}}", durable) is not None
 
 
-def is_own(consumer: str) -> bool:
+def is_floe_consumer(consumer: str) -> bool:
     """True if a consumer of this name is one of Floe's, of any site and feed."""
     return (_DURABLE.fullmatch(consumer) or _EPHEMERAL.fullmatch(consumer)) is not None
 
@@ -79,7 +79,7 @@ def partitions_of(site: str, feed: FeedSettings, number: int | None = None) -> l
 def require_feeds(feeds: Sequence[FeedSettings]) -> None:
     """Raise ConfigError if no feed is configured."""
     if not feeds:
-        raise ConfigError(f"{source()}: egress.feeds: expected at least one feed, found none")
+        raise ConfigError(f"{config_source()}: egress.feeds: expected at least one feed, found none")
 
 
 def all_partitions(site: str, feeds: Sequence[FeedSettings]) -> list[Partition]:
@@ -105,7 +105,7 @@ class Position:
         return self.until is not None and not self.is_end
 
 
-def position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: int) -> Position:
+def next_position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: int) -> Position:
     """Return the position: the first sequence from `first` (the chain's beginning) on that is not covered and can be.
 
     `end`: the end of coverage, 0 if there is none. `gaps`: the known holes below it, ascending. A hole is read again as
@@ -114,33 +114,31 @@ def position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: 
     if end < first:
         return Position(first)
     within = [each for gap in gaps if (each := gap.intersection(SequenceRange(first, end)))]
-    lost = tuple(
-        SequenceRange(gap.first, min(gap.last, source_first - 1)) for gap in within if gap.first < source_first
-    )
+    lost = tuple(SequenceRange(g.first, min(g.last, source_first - 1)) for g in within if g.first < source_first)
     held = next((gap for gap in within if gap.last >= source_first), None)
     if held is None:
         return Position(end + 1, None, lost)
     return Position(max(held.first, source_first), held.last, lost)
 
 
-def resolve(feed: str, options: str = "", partition: int | None = None) -> str:
+def resolve_command(feed: str, options: str = "", partition: int | None = None) -> str:
     named = "" if partition is None else f"--partition {partition}"
-    return command("egress resolve", shlex.quote(feed), named, options)
+    return floe_command("egress resolve", shlex.quote(feed), named, options)
 
 
-def repartition(feed: str) -> str:
-    return command("egress repartition", shlex.quote(feed))
+def repartition_command(feed: str) -> str:
+    return floe_command("egress repartition", shlex.quote(feed))
 
 
-def bring_back(chain: Chain, *, reaches: bool = False) -> str:
-    """Return the command that restores the stream. `reaches`: with effects outside of its own subjects."""
-    return command("restore", shlex.quote(f"{chain.site}/{chain.feed}"), "--allow-elsewhere" if reaches else "")
+def restore_command(chain: Chain, *, elsewhere: bool = False) -> str:
+    """Return the command that restores the stream. `elsewhere`: with effects outside of its own subjects."""
+    return floe_command("restore", shlex.quote(f"{chain.site}/{chain.feed}"), "--allow-elsewhere" if elsewhere else "")
 
 
-def unreadable(what: str, hint: str) -> Callable[[str], DataError]:
+def kv_error(document: str, hint: str) -> Callable[[str], DataError]:
     """Return a function that makes the error for an invalid value in the bucket (`KvDocument`)."""
-    return lambda why: DataError(f"{what}: {why}", hint=hint, code="E-STATE-KV")
+    return lambda reason: DataError(f"{document}: {reason}", hint=hint, code="E-STATE-KV")
 
 
-def believe_listing(chain: Chain) -> str:
-    return resolve(chain.feed, "--believe-listing", chain.partition or None)
+def believe_command(chain: Chain) -> str:
+    return resolve_command(chain.feed, "--believe-listing", chain.partition or None)

@@ -18,39 +18,39 @@ from dataclasses import replace
 from typing import Protocol
 
 from common.clock import NS_PER_S
-from common.errors import FloeError, Stopped, Unavailable, Unforeseen
-from common.exits import ways
+from common.errors import FloeError, Stopped, Unavailable, UnexpectedError
+from common.exits import choices
 from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
 from common.jetstream.client import RawSubscription, frame
 from common.jetstream.durables import INTEREST
-from common.jetstream.protocol import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
+from common.jetstream.protocol import ConsumerError, IdleHeartbeat, ParsedReplies, PullEnd, parse_replies, parse_status
 from common.logs import get_logger
 from common.segments.columns import Columns
 from common.segments.parquet_guard import MAX_MESSAGE_BYTES
 from common.sequences import SequenceRange
 from common.settings.types import size_words
-from common.tasks import end, told, watched
-from egress.acks import Acknowledging, ReaderResetError
-from egress.consumers import Taken, WantedMessages, drop_strays, take
+from common.tasks import cancel, record_unexpected, spawn
+from egress.acks import Acknowledger, ReaderResetError
+from egress.consumers import OpenedConsumer, WantedMessages, delete_stray_durables, open_consumer
 from egress.deps import PartitionDeps
 from egress.identity import SourceStream
 from egress.memory import MemoryAccount
 
 log = get_logger(__name__)
 
-MESSAGE_OVERHEAD = 256  # bytes of subject, reply and headers: an estimate for the size of a batch
+ESTIMATED_OVERHEAD_BYTES = 256  # bytes of subject, reply and headers: an estimate for the size of a batch
 # Bytes of subject and reply that a pull request's max_bytes counts on top of a payload.
-MESSAGE_ROOM = 16 * 1024
-MISSES = 4  # requests that ended without a message because the next one did not fit
+PULL_OVERHEAD_BYTES = 16 * 1024
+MAX_MISSES = 4  # requests that ended without a message because the next one did not fit
 
 
 class ReaderTarget(Protocol):
     """Receiver of messages and positions that a reader is sure of; called from the event loop, synchronously."""
 
-    def messages(self, columns: Columns) -> None:
+    def add_messages(self, columns: Columns) -> None:
         """Take the next messages of the consumer, in order and without a gap in the consumer sequences."""
 
-    def passed(self, sequence: int) -> None:
+    def skip_to(self, sequence: int) -> None:
         """Note that everything up to `sequence` that the consumer delivers has been handed over."""
 
 
@@ -81,20 +81,20 @@ class Reader:
         self._target, self._on_end, self._has_room = target, on_end, has_room
         self._first, self._archived, self._account, self._clock = first, archived, account, deps.clock
         self._pulling = deps.tuning.pulling
-        self._most = self._pulling.batch  # greatest number of messages in a pull request
+        self._max_batch = self._pulling.batch  # greatest number of messages in a pull request
         begin = archived[0].first if archived else first
         self._wanted = WantedMessages(deps.partition, source.retention, first, begin, self._pulling.inactive)
-        self._largest = MAX_MESSAGE_BYTES + MESSAGE_ROOM
+        self._largest = MAX_MESSAGE_BYTES + PULL_OVERHEAD_BYTES
         # The server never sends a message that does not fit into the largest window: it is not archived anyway.
-        self._window = min(max(deps.budget.window, client.max_payload + MESSAGE_ROOM), self._largest)
-        self._taken: Taken | None = None
-        self._acks: Acknowledging | None = None
+        self._window = min(max(deps.budget.window_bytes, client.max_payload + PULL_OVERHEAD_BYTES), self._largest)
+        self._opened: OpenedConsumer | None = None
+        self._acks: Acknowledger | None = None
         self._catching_up: asyncio.Task[None] | None = None
-        self._behind_first, self._last = asyncio.Event(), 0
+        self._below_first, self._last = asyncio.Event(), 0
         self._subscription: RawSubscription | None = None
-        self._generation, self._owed, self._next, self._received_bytes = client.generation, 0, 1, 0
-        self._misses, self._behind, self._heard, self._is_open = 0, 0, deps.clock.monotonic(), False
-        self._scheduled = False
+        self._generation, self._outstanding, self._next, self._received_bytes = client.generation, 0, 1, 0
+        self._missed_requests, self._gap_suspected_at, self._last_received_at = 0, 0, deps.clock.monotonic()
+        self._is_open = self._scheduled = False
         self._subjects: list[bytes] = []
         self._replies: list[bytes] = []
         self._payloads: list[bytes] = []
@@ -108,20 +108,20 @@ class Reader:
         self._generation = self._client.generation
         self._loop = asyncio.get_running_loop()
         await self._check_stream()
-        self._taken = await take(self._client, self._wanted)
+        self._opened = await open_consumer(self._client, self._wanted)
         self._source = await self._check_stream()
-        self._most = min(self._most, self._taken.consumer.max_batch or self._most)
-        inbox, consumer = self._client.new_inbox(), self._taken.consumer
-        self._ask = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{consumer.name}").encode()
+        self._max_batch = min(self._max_batch, self._opened.consumer.max_batch or self._max_batch)
+        inbox, consumer = self._client.new_inbox(), self._opened.consumer
+        self._pull_subject = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{consumer.name}").encode()
         self._inbox = inbox.encode()
         self._is_open = True
         if self._wanted.is_durable:
-            self._acks = Acknowledging(
+            self._acks = Acknowledger(
                 self._client, self._stream, consumer, self._account, first=self._first, archived=self._archived
             )
-            self._catching_up = watched(self._catch_up(self._acks), self._fail, name="acknowledge")
-        self._subscription = await self._client.subscribe_raw(inbox, self._sink, self._fail)
-        self._heard = self._clock.monotonic()
+            self._catching_up = spawn(self._catch_up(self._acks), self._fail, name="acknowledge")
+        self._subscription = await self._client.subscribe_raw(inbox, self._receive, self._fail)
+        self._last_received_at = self._clock.monotonic()
         self.pull()
 
     @property
@@ -129,11 +129,11 @@ class Reader:
         return self._wanted.is_durable
 
     @property
-    def lapsed(self) -> StreamInfo | None:
+    def interest_lapse(self) -> StreamInfo | None:
         """State of the stream if an interest stream had no durable of the partition when this one was made: messages
         published before, and not wanted by others, were not kept. Else None. After `open` only.
         """
-        if self._taken is None or self._taken.former or self._wanted.retention != INTEREST:
+        if self._opened is None or self._opened.former or self._wanted.retention != INTEREST:
             return None
         return self._source
 
@@ -146,7 +146,7 @@ class Reader:
     async def check(self) -> None:
         """Raise ReaderResetError unless the consumer exists with the same creation time, on the same connection."""
         self._check_generation()
-        consumer = None if self._taken is None else self._taken.consumer
+        consumer = None if self._opened is None else self._opened.consumer
         found = consumer and await consumer_info(self._client, self._stream, consumer.name)
         if consumer is None or found is None or found.created != consumer.created:
             raise ReaderResetError("consumer_gone", "the consumer does not exist any more")
@@ -158,33 +158,33 @@ class Reader:
         Returns once the server has applied it. Raises Unavailable, OutcomeUnknown (it may be called again),
         ReaderResetError if the consumer or the connection is gone, Refused without the right.
         """
-        if self._acks is None or self._taken is None:
+        if self._acks is None or self._opened is None:
             return
         self._check_generation()
-        await self._acks.upto(last)
+        await self._acks.acknowledge_up_to(last)
         if self._wanted.retention == INTEREST:
-            await drop_strays(self._client, self._wanted, self._taken.consumer.name)
+            await delete_stray_durables(self._client, self._wanted, self._opened.consumer.name)
 
-    async def _catch_up(self, acks: Acknowledging) -> None:
-        is_put_off = False
+    async def _catch_up(self, acks: Acknowledger) -> None:
+        is_failing = False
         while True:
-            await self._behind_first.wait()
-            self._behind_first.clear()
+            await self._below_first.wait()
+            self._below_first.clear()
             try:
-                await acks.upto(self._first - 1)
-            except ReaderResetError as doubt:
-                self._doubt(doubt.reason, str(doubt))
+                await acks.acknowledge_up_to(self._first - 1)
+            except ReaderResetError as reset:
+                self._reset(reset.reason, str(reset))
             except FloeError as error:
-                log.warning("not acknowledged", action="acks_put_off", code=error.code, error=str(error))
-                is_put_off = True
-                self._behind_first.set()
+                log.warning("acknowledgement deferred", action="acks_deferred", code=error.code, error=str(error))
+                is_failing = True
+                self._below_first.set()
                 await self._clock.sleep(1.0)
             else:
-                if is_put_off:
-                    is_put_off = False
-                    log.info("acknowledged again", action="over", stream=self._stream)
-            if acks.left:
-                log.warning("left in the stream", action="left_alone", stream=self._stream, messages=acks.left)
+                if is_failing:
+                    is_failing = False
+                    log.info("acknowledgement recovered", action="acks_recovered", stream=self._stream)
+            if left := acks.unacknowledged:
+                log.warning("messages left in the stream", action="messages_left", stream=self._stream, messages=left)
 
     def _check_generation(self) -> None:
         if self._client.generation != self._generation:
@@ -201,17 +201,17 @@ class Reader:
         """Stop, and delete a consumer that is not durable if the server can be reached; raises nothing."""
         self._is_open = False
         if self._catching_up is not None:
-            await end(self._catching_up)
+            await cancel(self._catching_up)
         with suppress(FloeError):
             await self.stop()
-            if self._taken is not None and not self._wanted.is_durable and self._client.is_up:
-                await delete_consumer(self._client, self._stream, self._taken.consumer.name)
+            if self._opened is not None and not self._wanted.is_durable and self._client.is_up:
+                await delete_consumer(self._client, self._stream, self._opened.consumer.name)
 
     # Pulling
 
     def pull(self) -> None:
         batch = self._batch()
-        wanted = batch - self._owed
+        wanted = batch - self._outstanding
         if not self._is_open or wanted * 2 < batch or not self.has_room:
             return
         request = {
@@ -221,13 +221,13 @@ class Reader:
             "idle_heartbeat": int(self._pulling.heartbeat * NS_PER_S),
         }
         try:
-            self._client.send(frame(self._ask, json.dumps(request).encode(), None, self._inbox))
+            self._client.send(frame(self._pull_subject, json.dumps(request).encode(), None, self._inbox))
         except Unavailable:
-            self._doubt("reconnect", "the connection is down")
+            self._reset("reconnect", "the connection is down")
             return
-        if not self._owed:
-            self._heard = self._clock.monotonic()
-        self._owed += wanted
+        if not self._outstanding:
+            self._last_received_at = self._clock.monotonic()
+        self._outstanding += wanted
 
     @property
     def count(self) -> int:
@@ -239,25 +239,25 @@ class Reader:
 
     def _batch(self) -> int:
         average = self._received_bytes // max(1, self._next - 1)
-        return min(self._most, max(2, self._window // (average + MESSAGE_OVERHEAD)))
+        return min(self._max_batch, max(2, self._window // (average + ESTIMATED_OVERHEAD_BYTES)))
 
     def tick(self) -> None:
         """Pull if there is room again; end the reader if its consumer sends nothing, not even an idle heartbeat."""
         if not self._is_open:
             return
-        silent = self._clock.monotonic() - self._heard
+        silent = self._clock.monotonic() - self._last_received_at
         if self._client.generation != self._generation:
-            self._doubt("reconnect", "the connection was lost meanwhile")
-        elif self._owed and silent > 2.5 * self._pulling.heartbeat:
-            self._doubt("silent", f"nothing heard for {silent:.1f} s, expected a heartbeat")
+            self._reset("reconnect", "the connection was lost meanwhile")
+        elif self._outstanding and silent > 2.5 * self._pulling.heartbeat:
+            self._reset("silent", f"nothing heard for {silent:.1f} s, expected a heartbeat")
         else:
             self.pull()
 
     # Receiving
 
-    def _sink(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+    def _receive(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         if not reply:
-            self.on_status(headers)
+            self.receive_status(headers)
             return
         self._subjects.append(subject)
         self._replies.append(reply)
@@ -282,16 +282,16 @@ class Reader:
         self._scheduled = False
         replies, subjects, payloads, headers = self._replies, self._subjects, self._payloads, self._headers
         self._replies, self._subjects, self._payloads, self._headers = [], [], [], []
-        if not replies or not self._is_open or self._taken is None:
+        if not replies or not self._is_open or self._opened is None:
             return
-        self._heard = self._clock.monotonic()
+        self._last_received_at = self._clock.monotonic()
         try:
-            acks = parse_acks(replies, self._taken.consumer.name.encode(), self._next)
+            acks = parse_replies(replies, self._opened.consumer.name.encode(), self._next)
         except ValueError as error:
-            self._doubt("malformed", str(error))
+            self._reset("malformed", str(error))
             return
         if acks.sequences[0] <= self._last:
-            self._doubt("redelivered", f"sequence {acks.sequences[0]} came again, behind {self._last}")
+            self._reset("redelivered", f"sequence {acks.sequences[0]} came again, behind {self._last}")
             return
         large = first_too_large(subjects, headers, payloads)
         if is_too_large := large < acks.contiguous:
@@ -299,16 +299,18 @@ class Reader:
         if acks.contiguous:
             self._hand_over(acks, subjects, headers, payloads)
             if self._acks is not None:
-                self._acks.delivered(replies[0], acks.sequences[: acks.contiguous])
+                self._acks.record_delivered(replies[0], acks.sequences[: acks.contiguous])
             self._received(acks, payloads)
         if is_too_large:
             self._end(self._too_large(acks.sequences[large]))
         elif acks.contiguous < len(replies):
-            self._doubt("gap", f"consumer sequence {self._next} expected, a later one found")
+            self._reset("gap", f"consumer sequence {self._next} expected, a later one found")
         else:
             self.pull()
 
-    def _hand_over(self, acks: Acks, subjects: list[bytes], headers: list[bytes | None], payloads: list[bytes]) -> None:
+    def _hand_over(
+        self, acks: ParsedReplies, subjects: list[bytes], headers: list[bytes | None], payloads: list[bytes]
+    ) -> None:
         columns = Columns(acks.sequences, acks.timestamps_ns, subjects, headers, payloads)
         if acks.contiguous < len(subjects):
             columns = columns.part(0, acks.contiguous)
@@ -316,68 +318,68 @@ class Reader:
             # Delivered again: it was archived, and its acknowledgement was lost.
             columns = columns.part(bisect_left(columns.sequences, self._first), len(columns))
         if columns:
-            self._target.messages(columns)
+            self._target.add_messages(columns)
 
-    def _received(self, acks: Acks, payloads: list[bytes]) -> None:
+    def _received(self, acks: ParsedReplies, payloads: list[bytes]) -> None:
         count = acks.contiguous
         self._next += count
-        self._owed = max(0, self._owed - count)
+        self._outstanding = max(0, self._outstanding - count)
         self._received_bytes += sum(map(len, payloads[:count]))
-        self._misses, self._last = 0, acks.sequences[count - 1]
+        self._missed_requests, self._last = 0, acks.sequences[count - 1]
         if acks.sequences[0] < self._first:
-            self._behind_first.set()
+            self._below_first.set()
 
-    def on_status(self, headers: bytes | None) -> None:
+    def receive_status(self, headers: bytes | None) -> None:
         self._flush()
         if not self._is_open:
             return
-        self._heard = self._clock.monotonic()
+        self._last_received_at = self._clock.monotonic()
         status = parse_status(headers)
-        if isinstance(status, Heartbeat):
+        if isinstance(status, IdleHeartbeat):
             self._on_heartbeat(status)
-        elif isinstance(status, RequestOver):
+        elif isinstance(status, PullEnd):
             self._on_request_over(status)
-        elif isinstance(status, ConsumerTrouble):
-            self._doubt("consumer_gone", f"the server says: {status.text}")
+        elif isinstance(status, ConsumerError):
+            self._reset("consumer_gone", f"the server says: {status.text}")
 
-    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
+    def _on_heartbeat(self, heartbeat: IdleHeartbeat) -> None:
         if (sent := heartbeat.consumer_sequence) == self._next - 1:
-            self._target.passed(heartbeat.sequence)
+            self._target.skip_to(heartbeat.sequence)
         elif sent > self._next - 1:
             # The first heartbeat may have overtaken messages in flight; a second one has not.
-            if self._behind == self._next:
-                self._doubt("gap", f"the consumer sent {sent} messages, received {self._next - 1}")
-            self._behind = self._next
+            if self._gap_suspected_at == self._next:
+                self._reset("gap", f"the consumer sent {sent} messages, received {self._next - 1}")
+            self._gap_suspected_at = self._next
 
-    def _on_request_over(self, over: RequestOver) -> None:
-        if 0 < over.most < self._most:  # later ones answer requests that were sent before the limit was known
-            self._most, self._owed = over.most, 0
-        self._misses += over.too_small
-        if self._misses > MISSES:
+    def _on_request_over(self, over: PullEnd) -> None:
+        if 0 < over.max_batch < self._max_batch:  # later ones answer requests that were sent before the limit was known
+            self._max_batch, self._outstanding = over.max_batch, 0
+        self._missed_requests += over.is_too_small
+        if self._missed_requests > MAX_MISSES:
             # Not the end of a window: a message stored under a larger max_payload than this server's.
             if self._window >= self._largest:
                 self._end(self._too_large())
-            self._window, self._misses = min(self._window * 2, self._largest), 0
-        self._owed = max(0, self._owed - over.undelivered)
+            self._window, self._missed_requests = min(self._window * 2, self._largest), 0
+        self._outstanding = max(0, self._outstanding - over.undelivered)
         self.pull()
 
     def _too_large(self, sequence: int = 0) -> Stopped:
         """Return the error. `sequence`: of the message; 0 if it is not known, because the server does not send it."""
-        place = f"message {sequence}" if sequence else f"the message behind {max(self._last, self._first - 1)}"
-        why = f"stream {self._stream}: {place}: expected at most {size_words(MAX_MESSAGE_BYTES)} in all, found more"
+        message = f"message {sequence}" if sequence else f"the message behind {max(self._last, self._first - 1)}"
+        text = f"stream {self._stream}: {message}: expected at most {size_words(MAX_MESSAGE_BYTES)} in all, found more"
         remove = "keep a copy of it elsewhere and remove it: what is behind it is archived then"
-        hint = ways((remove, f"nats stream rmm {self._stream} {sequence or 'SEQUENCE'}"))
-        return Stopped(why, hint=hint, code="E-MSG-TOO-LARGE")
+        hint = choices((remove, f"nats stream rmm {self._stream} {sequence or 'SEQUENCE'}"))
+        return Stopped(text, hint=hint, code="E-MSG-TOO-LARGE")
 
-    def _doubt(self, reason: str, text: str) -> None:
+    def _reset(self, reason: str, text: str) -> None:
         self._end(ReaderResetError(reason, text))
 
     def _fail(self, error: Exception) -> None:
         """End the reader: messages that were received did not reach the target, so the next reader reads them again."""
         if self._is_open:
-            self._end(Unforeseen.of(error))
+            self._end(UnexpectedError.wrap(error))
         else:
-            told(error, "feed", f"reading {self._stream}")
+            record_unexpected(error, "feed", f"reading {self._stream}")
 
     def _end(self, cause: Exception) -> None:
         if self._is_open:
@@ -390,4 +392,4 @@ def first_too_large(subjects: list[bytes], headers: list[bytes | None], payloads
     if max(map(len, payloads)) <= MAX_MESSAGE_BYTES // 2:  # headers are far smaller than that
         return len(payloads)
     sizes = (len(s) + len(h or b"") + len(p) for s, h, p in zip(subjects, headers, payloads, strict=True))
-    return next((place for place, size in enumerate(sizes) if size > MAX_MESSAGE_BYTES), len(payloads))
+    return next((index for index, size in enumerate(sizes) if size > MAX_MESSAGE_BYTES), len(payloads))

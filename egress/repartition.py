@@ -19,64 +19,64 @@ from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo, consumer_names, delete_consumer, stream_info
 from common.jetstream.durables import INTEREST, WORK_QUEUE
-from common.jetstream.lease import Lease, owner_text
+from common.jetstream.lease import Lease, format_owner
 from common.logs import get_logger
 from common.segments.documents import ChainDocument, StreamDocument
 from common.settings.egress import FeedSettings, PartitionSettings
-from common.tasks import Stop, end, orphaned, watched
+from common.tasks import Stop, cancel, raise_fatal, spawn
 from egress.archive import Archive
-from egress.consumers import WantedMessages, create
+from egress.consumers import WantedMessages, create_durable
 from egress.context import CommandContext
-from egress.incarnations import History, Incarnation, configured, newest_incarnation, outline
+from egress.incarnations import Incarnation, Incarnations, configured_layout, newest_incarnation, partition_layout
 from egress.partition import Partition, Position, lease_key, partitions_of
-from egress.report import LeftOut, look
-from egress.session import Stand
+from egress.report import NewlyUnmatched, find_unmatched
+from egress.session import ReadContext
 from egress.worker import Worker
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionReach:
+class PartitionProgress:
     """Progress of an old partition: the beginning of its chain, and the end of its coverage (0: there is none)."""
 
     first: int
     end: int
 
     @property
-    def through(self) -> int:
+    def accounted_until(self) -> int:
         return max(self.end, self.first - 1)
 
 
-def common_end(reaches: Sequence[PartitionReach]) -> int:
-    return max(reach.through for reach in reaches)
+def common_end(progress: Sequence[PartitionProgress]) -> int:
+    return max(each.accounted_until for each in progress)
 
 
-def settings_of(cut: Sequence[ChainDocument], settings: FeedSettings) -> FeedSettings:
-    filters = tuple(each.filters[0] if each.filters else "" for each in cut)
+def settings_of(layout: Sequence[ChainDocument], settings: FeedSettings) -> FeedSettings:
+    filters = tuple(each.filters[0] if each.filters else "" for each in layout)
     partitions, single = (filters, "") if len(filters) > 1 else (PartitionSettings(), filters[0])
-    return settings.model_copy(update={"partitions": partitions, "filter_subject": single, "relay": cut[0].relay})
+    return settings.model_copy(update={"partitions": partitions, "filter_subject": single, "relay": layout[0].relay})
 
 
 @dataclass(frozen=True, slots=True)
 class RepartitionPlan:
     """Plan of a repartition. `current`: the open incarnation. `old`, `new`: its partitions, as they are and as
-    configured. `reaches`: of the old ones. `is_done`: the incarnation has the configured partitions already.
+    configured. `progress`: of the old ones. `is_done`: the incarnation has the configured partitions already.
     """
 
     current: Chain
     old: Sequence[Partition]
     new: Sequence[Partition]
-    reaches: Sequence[PartitionReach]
+    progress: Sequence[PartitionProgress]
     is_done: bool
 
     @property
     def end(self) -> int:
-        return common_end(self.reaches)
+        return common_end(self.progress)
 
     @property
-    def behind(self) -> dict[int, int]:
-        return {number: self.end - reach.through for number, reach in enumerate(self.reaches)}
+    def remaining(self) -> dict[int, int]:
+        return {number: self.end - each.accounted_until for number, each in enumerate(self.progress)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +91,24 @@ class RepartitionResult:
 class Repartition:
     """Division of one feed into new partitions."""
 
-    def __init__(self, opened: CommandContext, settings: FeedSettings) -> None:
-        self._opened, self._settings, self._site = opened, settings, opened.settings.site
+    def __init__(self, context: CommandContext, settings: FeedSettings) -> None:
+        self._context, self._settings, self._site = context, settings, context.settings.site
         self._new = partitions_of(self._site, settings)
 
     async def plan(self) -> RepartitionPlan:
         """Return the plan. Raises UsageError for a feed that has not begun, Stopped for a broken one."""
-        deps, io = self._opened.deps, self._opened.pools.io
+        deps, io = self._context.deps, self._context.pools.io
         if (number := await io.run(newest_incarnation, deps.chains, self._new[0].chain)) is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
         chain = replace(self._new[0].chain, incarnation=number)
-        cut = await io.run(self._cut, chain)
-        old = partitions_of(self._site, settings_of(cut, self._settings))
-        reaches = [await self._reach(each, number) for each in old]
-        return RepartitionPlan(chain, old, self._new, reaches, outline(cut) == outline(configured(self._new[0])))
+        layout = await io.run(self._read_layout, chain)
+        old = partitions_of(self._site, settings_of(layout, self._settings))
+        progress = [await self._read_progress(each, number) for each in old]
+        is_done = partition_layout(layout) == partition_layout(configured_layout(self._new[0]))
+        return RepartitionPlan(chain, old, self._new, progress, is_done)
 
-    def _cut(self, chain: Chain) -> Sequence[ChainDocument]:
-        chains = self._opened.deps.chains
+    def _read_layout(self, chain: Chain) -> Sequence[ChainDocument]:
+        chains = self._context.deps.chains
         stream, document = chains.read_stream(chain), chains.read_chain(chain)
         if stream is None or not (stream.chains or document):
             raise Stopped(
@@ -117,36 +118,36 @@ class Repartition:
             )
         return stream.chains or ([document] if document else [])
 
-    async def _reach(self, partition: Partition, number: int) -> PartitionReach:
+    async def _read_progress(self, partition: Partition, number: int) -> PartitionProgress:
         current = await self._load(partition)
         if current.chain.incarnation != number:
             raise Unavailable(f"{current.chain}: the feed moves on", hint="stop egress, then try again")
-        archive = await Archive.of(current, self._opened.of(partition))
+        archive = await Archive.open(current, self._context.deps_of(partition))
         await archive.load()
-        return PartitionReach(archive.first, archive.end)
+        return PartitionProgress(archive.first, archive.end)
 
     async def _load(self, partition: Partition) -> Incarnation:
-        if (found := await History(self._opened.of(partition)).load()) is None:
+        if (found := await Incarnations(self._context.deps_of(partition)).load()) is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
         return found
 
-    async def left_out(self, plan: RepartitionPlan) -> list[LeftOut]:
-        client, stream = self._opened.deps.client, self._settings.stream
+    async def left_out(self, plan: RepartitionPlan) -> list[NewlyUnmatched]:
+        client, stream = self._context.deps.client, self._settings.stream
         filters = [partition.filter_subject for partition in plan.new]
         if plan.is_done or not all(filters) or await stream_info(client, stream) is None:
             return []
         found = []
         for partition in plan.old:
             within = partition.filter_subject or ">"
-            left = await look(client, stream, filters, self._opened.pools.io, within=within)
-            found.append(LeftOut(partition.filter_subject, left))
+            unmatched = await find_unmatched(client, stream, filters, self._context.pools.io, within=within)
+            found.append(NewlyUnmatched(partition.filter_subject, unmatched))
         return [each for each in found if each.found.messages]
 
     # Execution
 
     async def run(self, stop: Stop) -> RepartitionResult:
         """Carry out the plan, or complete it. Raises Unavailable if one of the leases is held: nothing is done."""
-        await self._opened.deps.state.ensure()
+        await self._context.deps.state.ensure()
         plan = await self.plan()
         if plan.is_done:
             return await self._complete()
@@ -161,34 +162,34 @@ class Repartition:
         longer = max(plan.old, plan.new, key=len)
         async with AsyncExitStack() as stack:
             yield [await self._lease(stack, partition.chain) for partition in longer]
-            await self._opened.pools.idle()
+            await self._context.pools.idle()
 
     async def _lease(self, stack: AsyncExitStack, chain: Chain) -> Lease:
         key = lease_key(chain)
-        if (lease := await self._opened.leases.acquire(key)) is None:
-            holder = owner_text(await self._opened.leases.holder(key) or "another instance")
+        if (lease := await self._context.leases.acquire(key)) is None:
+            holder = format_owner(await self._context.leases.get_owner(key) or "another instance")
             raise Unavailable(
                 f"partition {chain.partition} of feed {chain.feed} is frozen by {holder}",
                 hint="stop egress on all hosts, then try again; nothing was done",
                 code="E-LEASE",
             )
         stack.push_async_callback(lease.release)
-        stack.push_async_callback(end, watched(lease.keep(), orphaned, name=f"lease {chain}"))
+        stack.push_async_callback(cancel, spawn(lease.run_renewals(), raise_fatal, name=f"lease {chain}"))
         return lease
 
     async def _close(self, plan: RepartitionPlan, leases: Sequence[Lease], stop: Stop) -> None:
         held = zip(plan.old, leases, strict=False)
         ends = {each.number: await self._catch_up(each, plan.end, lease, stop) for each, lease in held}
-        if (info := await stream_info(self._opened.deps.client, self._settings.stream)) is None:
+        if (info := await stream_info(self._context.deps.client, self._settings.stream)) is None:
             raise Unavailable(f"stream {self._settings.stream} does not exist any more")
-        cut = configured(self._new[0], plan.end + 1)
+        layout = configured_layout(self._new[0], plan.end + 1)
         stream_first = max(1, info.first_sequence)
-        document = StreamDocument(info.config, info.created, ends, cut, continues=True, stream_first=stream_first)
+        document = StreamDocument(info.config, info.created, ends, layout, continues=True, stream_first=stream_first)
         await self._make_durables(info, plan.end + 1)
         failpoint("repartition.before_stream")
         if not all(lease.is_usable() for lease in leases):
             raise LeaseLost(f"feed {self._settings.name}: a lease was lost; nothing was cut, try again")
-        await History(self._opened.of(self._new[0])).open_next(plan.current.next_incarnation(), document)
+        await Incarnations(self._context.deps_of(self._new[0])).open_next(plan.current.next_incarnation(), document)
         failpoint("repartition.after_stream")
         await self._drop_durables(info, plan.old)
 
@@ -198,14 +199,14 @@ class Repartition:
         """
         if info.config.get("retention") == INTEREST:
             for partition in self._new:
-                await create(self._opened.deps.client, WantedMessages(partition, INTEREST, first))
+                await create_durable(self._context.deps.client, WantedMessages(partition, INTEREST, first))
 
     async def _drop_durables(self, info: StreamInfo, old: Sequence[Partition]) -> None:
         """Delete the old durables, before new ones are made: a work queue allows one consumer for each subject."""
         if info.config.get("retention") == WORK_QUEUE:
-            client = self._opened.deps.client
+            client = self._context.deps.client
             for name in await consumer_names(client, info.name):
-                if any(WantedMessages(partition, WORK_QUEUE).is_ours(name) for partition in old):
+                if any(WantedMessages(partition, WORK_QUEUE).is_own_durable(name) for partition in old):
                     await delete_consumer(client, info.name, name)
 
     async def _complete(self) -> RepartitionResult:
@@ -214,7 +215,7 @@ class Repartition:
             found.append(await self._load(partition))
             failpoint("repartition.after_chain")
         first, ends = found[0].document.first, dict(found[0].stream.previous or {})
-        log.info("cut", action="repartitioned", first=first, ends=ends, **found[0].chain.log_context())
+        log.info("feed divided", action="feed_divided", first=first, ends=ends, **found[0].chain.log_context())
         return RepartitionResult(found[0].chain, first, ends)
 
     # One old partition
@@ -225,28 +226,28 @@ class Repartition:
 
         Raises Stopped if the stream is not the archived one, Unavailable if `stop` comes first or the lease is lost.
         """
-        worker = Worker(self._opened.of(partition))
+        worker = Worker(self._context.deps_of(partition))
         while not stop.is_set and not lease.lost.is_set:
-            stand = await self._judged(partition, worker)
-            archive = stand.archive
-            place = await worker.inquiry.place(archive, stand.source)
-            if place.first > last:
-                await archive.mend()
+            context = await self._judge(partition, worker)
+            archive = context.archive
+            position = await worker.identity.find_position(archive, context.source)
+            if position.first > last:
+                await archive.repair_tail()
                 return archive.end
-            until = last if place.until is None else min(place.until, last)
-            bounded = Position(place.first, until, place.lost, is_end=place.until is None)
-            await worker.read_at(bounded, stand, lease, stop)
+            until = last if position.until is None else min(position.until, last)
+            bounded = Position(position.first, until, position.lost, is_end=position.until is None)
+            await worker.read_at(bounded, context, lease, stop)
         raise Unavailable(f"{partition.chain}: stopped before it was read up to {last}", hint="try again")
 
-    async def _judged(self, partition: Partition, worker: Worker) -> Stand:
+    async def _judge(self, partition: Partition, worker: Worker) -> ReadContext:
         """Return the archive and the judged source, with all holes, because no later session reads them. Raises Stopped
         if the stream is not the same.
         """
         current = await self._load(partition)
-        archive = await Archive.of(current, self._opened.of(partition))
+        archive = await Archive.open(current, self._context.deps_of(partition))
         await archive.load()
-        await archive.survey()
-        evidence, verdict = await worker.judge(current, archive)
+        await archive.load_all()
+        evidence, verdict = await worker.judge_stream(current, archive)
         if not verdict.is_same or evidence.source is None:
             raise await worker.stopped(current, archive, evidence, verdict)
         worker.discard()
@@ -256,4 +257,4 @@ class Repartition:
                 f"{current.chain}: being closed already, though the stream is {verdict.kind.value}",
                 hint="start egress as it was configured, wait until it has gone on, then try again",
             )
-        return Stand(current, archive, evidence.source)
+        return ReadContext(current, archive, evidence.source)

@@ -9,14 +9,14 @@ import click
 
 from common.cli import config_option, confirm, json_option, print_json, run_command
 from common.errors import UsageError
-from common.logs import escaped
+from common.logs import escape
 from common.open import load_settings
 
 if TYPE_CHECKING:
     from common.chain import Chain
     from egress.partition import Partition
     from egress.repartition import RepartitionPlan, RepartitionResult
-    from egress.report import LeftOut
+    from egress.report import NewlyUnmatched
 
 
 @click.command()
@@ -36,58 +36,58 @@ async def repartition(config: str, what: str, dry_run: bool, yes: bool, as_json:
     Example: floe egress repartition -c site.yaml us-east/NODE_DATA
     """
     from common.service.process import stop_on_signals
-    from egress.context import feed_meant, feed_named, opened
+    from egress.context import find_feed, open_context, parse_feed
     from egress.repartition import Repartition
 
     settings = load_settings(config, quiet=True)
-    named, *numbers = feed_meant(settings, what)
+    named, *numbers = parse_feed(settings, what)
     if numbers != [None, None]:
         raise UsageError(f"{what}: expected a feed, all of which is cut")
-    feed = feed_named(settings, named)
-    async with opened(settings) as components, stop_on_signals() as stop:
+    feed = find_feed(settings, named)
+    async with open_context(settings) as components, stop_on_signals() as stop:
         work = Repartition(components, feed)
         plan = await work.plan()
-        left = await work.left_out(plan)
+        unmatched = await work.left_out(plan)
         if dry_run:
-            _print(_planned(plan, left), _planned_lines(plan, left), as_json)
+            _print(_planned(plan, unmatched), _planned_lines(plan, unmatched), as_json)
             return 0
         if not plan.is_done:
-            for each in left:
-                click.echo(escaped(f"warning: {each}"), err=True)
+            for each in unmatched:
+                click.echo(escape(f"warning: {each}"), err=True)
             cut = f"cut {_filters(plan.old)} into {_filters(plan.new)}"
-            confirm(escaped(f"close {plan.current} at {plan.end} and {cut}?"), yes)
+            confirm(escape(f"close {plan.current} at {plan.end} and {cut}?"), yes)
         result = await work.run(stop)
     _print(_done(result, plan), _done_lines(result, plan), as_json)
     return 0
 
 
-def _planned(plan: RepartitionPlan, left: Sequence[LeftOut]) -> dict[str, Any]:
+def _planned(plan: RepartitionPlan, unmatched: Sequence[NewlyUnmatched]) -> dict[str, Any]:
     return {
         "chain": str(plan.current),
         "nothing_to_do": plan.is_done,
         "from": [partition.filter_subject for partition in plan.old],
         "to": [partition.filter_subject for partition in plan.new],
         "ends_at": None if plan.is_done else plan.end,
-        "still_to_read": {} if plan.is_done else plan.behind,
-        "left_out": [{"filter": each.filter_subject, **each.found.told()} for each in left],
+        "still_to_read": {} if plan.is_done else plan.remaining,
+        "left_out": [{"filter": each.filter_subject, **each.found.as_dict()} for each in unmatched],
     }
 
 
-def _planned_lines(plan: RepartitionPlan, left: Sequence[LeftOut]) -> list[str]:
-    from common.settings.types import counted
+def _planned_lines(plan: RepartitionPlan, unmatched: Sequence[NewlyUnmatched]) -> list[str]:
+    from common.settings.types import format_count
 
     if plan.is_done:
         return [f"{_feed(plan.current)} is cut as configured"]
-    behind = [
-        f"partition {number}: {counted(count, 'sequence') if count else 'nothing'} still to read"
-        for number, count in plan.behind.items()
+    remaining = [
+        f"partition {number}: {format_count(count, 'sequence') if count else 'nothing'} still to read"
+        for number, count in plan.remaining.items()
     ]
     return [
         f"{_feed(plan.current)} would be closed at {plan.end}, and the next incarnation begin behind it",
         f"from: {_filters(plan.old)}",
         f"to: {_filters(plan.new)}",
-        *behind,
-        *map(str, left),
+        *remaining,
+        *map(str, unmatched),
     ]
 
 
@@ -130,4 +130,4 @@ def _print(found: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        click.echo("\n".join(map(escaped, lines)))
+        click.echo("\n".join(map(escape, lines)))

@@ -14,7 +14,7 @@ from egress.archive import Archive
 from egress.consumers import check_start
 from egress.context import CommandContext
 from egress.deps import PartitionDeps
-from egress.evidence import Inquiry
+from egress.evidence import IdentityCheck
 from egress.identity import (
     CODES,
     Acceptance,
@@ -23,22 +23,22 @@ from egress.identity import (
     SourceVerdict,
     VerdictKind,
     acceptance_of,
-    bounds,
     can_be_same,
     choices,
-    gone_advice,
-    never_begun,
-    parting,
+    first_difference_text,
+    gone_hint,
+    no_stream_error,
+    possible_first,
 )
-from egress.incarnations import Closings, EndDecision, HighWaterMarks, History, Incarnation, newest_incarnation
+from egress.incarnations import Closings, EndDecision, HighWaterMarks, Incarnation, Incarnations, newest_incarnation
 from egress.partition import Partition
 
 log = get_logger(__name__)
 
 
 # Problems of the listing or of the mark; `--believe-listing` solves them.
-OF_LISTING = ("E-LISTING", "E-EMPTY-ARCHIVE", "E-STATE-KV")
-OF_FEED = ("E-FILTERS",)  # one problem of all partitions, which may differ from the configured ones
+LISTING_CODES = ("E-LISTING", "E-EMPTY-ARCHIVE", "E-STATE-KV")
+FEED_CODES = ("E-FILTERS",)  # one problem of all partitions, which may differ from the configured ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,18 @@ class Case:
 
     @property
     def bounds(self) -> SequenceRange | None:
-        return bounds(self.evidence.source) if self.evidence and self.evidence.source else None
+        return possible_first(self.evidence.source) if self.evidence and self.evidence.source else None
 
     @property
     def choices(self) -> list[Choice]:
-        if self.code in OF_LISTING:
+        if self.code in LISTING_CODES:
             lost = f"what was archived up to {self.mark} is lost for good" if self.mark else "nothing was ever archived"
             what = f"the listing is right: it ends at {self.end}" if self.end else lost
             return [Choice("--believe-listing", what)]
         if self.evidence is None or self.verdict is None or self.verdict.is_same:
             return []
-        is_cut = len(self.partition.settings.filters()) > 1
-        return choices(self.evidence, self.verdict, self.proposal, is_cut=is_cut)
+        has_partitions = len(self.partition.settings.filters()) > 1
+        return choices(self.evidence, self.verdict, self.proposal, has_partitions=has_partitions)
 
     @property
     def advice(self) -> str:
@@ -97,21 +97,21 @@ class Case:
         if self.choices:
             return ""
         if self.verdict is not None and self.verdict.kind is VerdictKind.GONE:
-            return gone_advice(self.partition, self.chain, reaches=bool(self.evidence and self.evidence.reaches))
+            return gone_hint(self.partition, self.chain, elsewhere=bool(self.evidence and self.evidence.affects_others))
         return self.error.hint if self.error else ""
 
     def as_json(self) -> dict[str, Any]:
         evidence, verdict = self.evidence, self.verdict
         source, tips = (evidence.source, evidence.tips) if evidence else (None, ())
-        why = self.error.message if self.error else verdict.why if verdict else "not begun"
+        reason = self.error.message if self.error else verdict.reason if verdict else "not begun"
         if evidence is not None and self.error is None:
-            why += parting(evidence, self.proposal)
+            reason += first_difference_text(evidence, self.proposal)
         return {
             "chain": str(self.chain),
             "stream": self.partition.stream,
             "code": self.code,
             "verdict": verdict.kind.value if verdict else "",
-            "why": why,
+            "why": reason,
             "archive_first": self.first,
             "archive_end": self.end,
             "stream_first": source.first if source else None,
@@ -126,36 +126,36 @@ class Case:
         }
 
 
-async def look(opened: CommandContext, partition: Partition) -> Case:
+async def load_case(context: CommandContext, partition: Partition) -> Case:
     """Return the state of the partition. Raises Unavailable, Refused and ApiError if nothing can be queried."""
-    deps = opened.of(partition)
-    history = History(deps)
+    deps = context.deps_of(partition)
+    incarnations = Incarnations(deps)
     number = 0
     try:
         newest = await deps.pools.io.run(newest_incarnation, deps.chains, partition.chain)
         number = newest or 0
         following = 0 if newest is None else min(newest + 1, MAX_INCARNATION)
         chain = replace(partition.chain, incarnation=following)
-        if (lost := await _lost(history, chain)) is not None:
+        if (lost := await _lost(incarnations, chain)) is not None:
             return Case(partition, error=lost, incarnation=following, mark=await _mark(deps, chain))
-        if (current := await history.load()) is None:
-            if (info := await stream_info(opened.deps.client, partition.stream)) is None:
-                raise never_begun(partition)
+        if (current := await incarnations.load()) is None:
+            if (info := await stream_info(context.deps.client, partition.stream)) is None:
+                raise no_stream_error(partition)
             check_start(info, partition.settings)
     except (Stopped, ConfigError, DataError) as error:  # other errors prove nothing about the partition
         return Case(partition, error=error, incarnation=number)
     if current is None:
         return Case(partition)
-    archive = await Archive.of(current, deps)
+    archive = await Archive.open(current, deps)
     try:
         await archive.load()
     except (Unavailable, DataError) as error:
-        if error.code not in OF_LISTING:
+        if error.code not in LISTING_CODES:
             raise
-        await archive.survey()
+        await archive.load_all()
         mark = await _mark(deps, current.chain)
         return Case(partition, current, archive.first, archive.end, error=error, mark=mark)
-    return await _judged(deps, current, archive)
+    return await _judge(deps, current, archive)
 
 
 async def _mark(deps: PartitionDeps, chain: Chain) -> int:
@@ -165,26 +165,26 @@ async def _mark(deps: PartitionDeps, chain: Chain) -> int:
     return 0
 
 
-async def _lost(history: History, chain: Chain) -> FloeError | None:
+async def _lost(incarnations: Incarnations, chain: Chain) -> FloeError | None:
     try:
-        return await history.lost(chain)
-    except DataError as spoiled:
-        return spoiled
+        return await incarnations.find_lost(chain)
+    except DataError as unreadable:
+        return unreadable
 
 
-async def _judged(deps: PartitionDeps, current: Incarnation, archive: Archive) -> Case:
-    partition, inquiry = deps.partition, Inquiry(deps)
+async def _judge(deps: PartitionDeps, current: Incarnation, archive: Archive) -> Case:
+    partition, identity = deps.partition, IdentityCheck(deps)
     try:
-        inquiry.acceptance, _ = await acceptance_of(deps.state, current.chain).get()
+        identity.acceptance, _ = await acceptance_of(deps.state, current.chain).get()
         await Closings(deps.state).get(current.chain)
-    except DataError as spoiled:
-        return Case(partition, current, archive.first, archive.end, error=spoiled)
-    evidence, verdict = await inquiry.look(current, archive)
+    except DataError as unreadable:
+        return Case(partition, current, archive.first, archive.end, error=unreadable)
+    evidence, verdict = await identity.judge_once(current, archive)
     source = evidence.source
-    is_hollow = verdict.is_same and source is not None and archive.is_hollow(source.first)
-    error = archive.hollow(source.first) if is_hollow and source is not None else None
-    asked = not verdict.is_same and verdict.kind is not VerdictKind.GONE
-    found = await inquiry.proposal(current, archive, evidence, verdict) if asked else None
+    is_wiped = verdict.is_same and source is not None and archive.may_be_wiped(source.first)
+    error = archive.wiped_error(source.first) if is_wiped and source is not None else None
+    needs_proposal = not verdict.is_same and verdict.kind is not VerdictKind.GONE
+    found = await identity.proposal(current, archive, evidence, verdict) if needs_proposal else None
     first, is_agreed = found or (None, False)
     of = current, archive.first, archive.end, evidence, verdict, first, error
     return Case(partition, *of, is_agreed=is_agreed)
@@ -197,8 +197,8 @@ def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision
     """
     for case in cases:
         if case.error is not None or case.evidence is None or case.evidence.source is None:
-            why, hint = case.as_json()["why"], case.advice or "deal with that first"
-            raise UsageError(f"{case.chain}: {why.removeprefix(f'{case.chain}: ')}", hint=hint)
+            reason, hint = case.as_json()["why"], case.advice or "deal with that first"
+            raise UsageError(f"{case.chain}: {reason.removeprefix(f'{case.chain}: ')}", hint=hint)
     stopped = [case for case in cases if case.code]
     if not stopped:
         raise UsageError("nothing stops this feed: a new incarnation would only cut its history")
@@ -206,7 +206,7 @@ def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision
     if len(created) > 1:
         raise UsageError("the stream was made anew while it was looked at", hint="look again")
     first = {case.partition.number: _first(case, sequence) for case in stopped}
-    older = {case.evidence.older for case in stopped if case.evidence}
+    older = {case.evidence.older_match for case in stopped if case.evidence}
     joins = {c.partition.number: min(first[c.partition.number], c.proposal or 1) for c in stopped if c.is_agreed}
     # All of one history: a partition that continues by itself continues the incarnation that ends, no older one.
     is_one = len(joins) == len(stopped) and (older == {None} or (len(older) == 1 and stopped == list(cases)))
@@ -224,7 +224,7 @@ def _first(case: Case, sequence: int | None) -> int:
     return first
 
 
-def warnings(case: Case, first: int) -> str:
+def overlap_warning(case: Case, first: int) -> str:
     """Describe the sequences that a beginning at `first` would repeat or leave out; empty if there are none."""
     if case.proposal is None or first == case.proposal:
         return ""
@@ -233,13 +233,13 @@ def warnings(case: Case, first: int) -> str:
     return f"{case.chain}: {case.proposal}..{first - 1} is not archived, and will not be"
 
 
-async def new_incarnation(opened: CommandContext, cases: Sequence[Case], decision: EndDecision) -> None:
+async def decide_incarnation(context: CommandContext, cases: Sequence[Case], decision: EndDecision) -> None:
     """Record the decision. Raises UsageError if the incarnation has ended already."""
     chain = cases[0].chain
-    closing = await Closings(opened.deps.state).change(chain, lambda found: found.decided(decision))
+    closing = await Closings(context.deps.state).change(chain, lambda found: found.with_decision(decision))
     if closing.next is not None:
         raise UsageError(f"{chain}: its incarnation has ended meanwhile", hint="look again")
-    log.info("decided", action="decided", what="new incarnation", **chain.log_context())
+    log.info("new incarnation decided", action="incarnation_decided", **chain.log_context())
 
 
 def check_same(case: Case) -> Acceptance:
@@ -254,28 +254,28 @@ def check_same(case: Case) -> Acceptance:
             hint="--new-incarnation loses nothing",
         )
     if not can_be_same(evidence, verdict):
-        is_unknown, parted = verdict.kind is VerdictKind.UNKNOWN, parting(evidence, case.proposal)
-        why = f"where messages differ{parted}" if is_unknown else f"where it is {verdict.kind.value}"
-        raise UsageError(f"{case.chain}: --same is not a choice {why}", hint="--new-incarnation loses nothing")
+        is_unknown, parted = verdict.kind is VerdictKind.UNKNOWN, first_difference_text(evidence, case.proposal)
+        reason = f"where messages differ{parted}" if is_unknown else f"where it is {verdict.kind.value}"
+        raise UsageError(f"{case.chain}: --same is not a choice {reason}", hint="--new-incarnation loses nothing")
     return Acceptance(evidence.source.created, evidence.end)
 
 
-async def same(opened: CommandContext, case: Case) -> None:
-    await acceptance_of(opened.deps.state, case.chain).put(check_same(case))
-    log.info("decided", action="decided", what="same stream", **case.chain.log_context())
+async def accept_same(context: CommandContext, case: Case) -> None:
+    await acceptance_of(context.deps.state, case.chain).put(check_same(case))
+    log.info("stream accepted as the same", action="stream_accepted", **case.chain.log_context())
 
 
-async def believe_listing(opened: CommandContext, case: Case) -> int:
+async def accept_listing(context: CommandContext, case: Case) -> int:
     """Set the mark to the end of the listing, and return it. Delete an acceptance or a closing that cannot be read, or
     that is about an incarnation without any object left.
 
     Raises UsageError if nothing is wrong with the listing.
     """
-    if case.code not in OF_LISTING:
+    if case.code not in LISTING_CODES:
         raise UsageError(f"{case.chain}: nothing is wrong with its listing")
-    deps, chain = opened.deps, case.chain
+    deps, chain = context.deps, case.chain
     end = max(case.end, case.first - 1)
-    await HighWaterMarks(deps.state).set(chain, end)
+    await HighWaterMarks(deps.state).overwrite(chain, end)
     acceptance, closings = acceptance_of(deps.state, chain), Closings(deps.state)
     for read, key in ((acceptance.get(), acceptance.key), (closings.get(chain), closings.key(chain))):
         with suppress(DataError):
@@ -283,18 +283,18 @@ async def believe_listing(opened: CommandContext, case: Case) -> int:
             if case.current is not None:
                 continue
         await deps.state.delete(key)
-    log.info("decided", action="decided", what="listing", end=end, **chain.log_context())
+    log.info("listing accepted", action="listing_accepted", end=end, **chain.log_context())
     return end
 
 
-async def believe_following(opened: CommandContext, case: Case) -> list[Chain]:
+async def accept_following(context: CommandContext, case: Case) -> list[Chain]:
     """Do the same for the lost incarnations after that of `case` that have a mark, and return them."""
     found: list[Chain] = []
     chain = case.chain
     while case.current is None and chain.incarnation < MAX_INCARNATION:
         chain = chain.next_incarnation()
-        if (lost := await _lost(History(opened.of(case.partition)), chain)) is None:
+        if (lost := await _lost(Incarnations(context.deps_of(case.partition)), chain)) is None:
             break
-        await believe_listing(opened, replace(case, error=lost, incarnation=chain.incarnation))
+        await accept_listing(context, replace(case, error=lost, incarnation=chain.incarnation))
         found.append(chain)
     return found

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from common.cli import SequenceType, config_option, confirm, json_option, print_json, refuse_beside, run_command
+from common.cli import SequenceType, config_option, confirm, json_option, print_json, refuse_both, run_command
 from common.errors import UsageError
-from common.exits import DIFFERENCES
+from common.exits import EXIT_DIFFERENCES
 from common.open import load_settings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ async def resolve(
              floe egress resolve -c site.yaml NODE_DATA --new-incarnation --from 1201
     """
     from egress import resolve as resolving
-    from egress.context import feed_meant, feed_named, opened
+    from egress.context import find_feed, open_context, parse_feed
     from egress.partition import partitions_of
 
     if is_same + is_new + is_believed > 1 or (sequence is not None and not is_new):
@@ -59,15 +59,15 @@ async def resolve(
     if is_whole and not is_believed:
         raise UsageError("--all-incarnations: expected --believe-listing beside it")
     settings = load_settings(config, quiet=True)
-    name, incarnation, number = feed_meant(settings, feed)
+    name, incarnation, number = parse_feed(settings, feed)
     if number is not None:
-        refuse_beside(feed, {"partition": partition})
+        refuse_both(feed, {"partition": partition})
         partition = number
-    partitions = partitions_of(settings.site, feed_named(settings, name))
+    partitions = partitions_of(settings.site, find_feed(settings, name))
     if partition is not None and partition >= len(partitions):
         raise UsageError(f"--partition: expected 0 to {len(partitions) - 1}, found {partition}")
-    async with opened(settings, is_view=not (is_new or is_same or is_believed)) as components:
-        cases = [await resolving.look(components, each) for each in partitions]
+    async with open_context(settings, is_view=not (is_new or is_same or is_believed)) as components:
+        cases = [await resolving.load_case(components, each) for each in partitions]
         chosen = cases if partition is None else [cases[partition]]
         if incarnation not in (None, newest := chosen[0].chain.incarnation):
             raise UsageError(f"{feed}: expected the newest incarnation, {newest:04d}: the others have ended")
@@ -87,64 +87,64 @@ async def resolve(
 
 
 async def _new_incarnation(
-    opened: CommandContext, cases: Sequence[Case], sequence: int | None, yes: bool
+    context: CommandContext, cases: Sequence[Case], sequence: int | None, yes: bool
 ) -> dict[str, object]:
-    from egress.resolve import new_incarnation, plan_incarnation, warnings
+    from egress.resolve import decide_incarnation, overlap_warning, plan_incarnation
 
     decision = plan_incarnation(cases, sequence)
-    for text in filter(None, (warnings(cases[number], first) for number, first in decision.first.items())):
+    for text in filter(None, (overlap_warning(cases[number], first) for number, first in decision.first.items())):
         click.echo(f"warning: {text}", err=True)
     begins = ", ".join(f"partition {number} at {first}" for number, first in sorted(decision.first.items()))
     confirm(f"end the incarnation of {cases[0].chain}, and begin the next with {begins}?", yes)
-    await new_incarnation(opened, cases, decision)
+    await decide_incarnation(context, cases, decision)
     return {"decided": "new incarnation", "first": decision.first}
 
 
-async def _same(opened: CommandContext, cases: Sequence[Case], yes: bool) -> dict[str, object]:
-    from egress.resolve import check_same, same
+async def _same(context: CommandContext, cases: Sequence[Case], yes: bool) -> dict[str, object]:
+    from egress.resolve import accept_same, check_same
 
     stopped = [case for case in cases if case.code] or cases
     accepted = {str(case.chain): check_same(case).end for case in stopped}
     for chain, end in accepted.items():
         confirm(f"take the stream for the one that {chain} was frozen from, whatever differs up to {end}?", yes)
     for case in stopped:
-        await same(opened, case)
+        await accept_same(context, case)
     return {"decided": "same", "accepted": accepted}
 
 
-async def _believe(opened: CommandContext, cases: Sequence[Case], yes: bool, is_whole: bool) -> dict[str, object]:
-    from egress.resolve import OF_LISTING, believe_following, believe_listing
+async def _believe(context: CommandContext, cases: Sequence[Case], yes: bool, is_whole: bool) -> dict[str, object]:
+    from egress.resolve import LISTING_CODES, accept_following, accept_listing
 
-    stopped = [case for case in cases if case.code in OF_LISTING] or cases[:1]
+    stopped = [case for case in cases if case.code in LISTING_CODES] or cases[:1]
     for case in stopped:
         more = ", and that of all incarnations behind it that are lost too" if is_whole else ""
         confirm(f"believe that the archive of {case.chain} ends at {case.end}{more}?", yes)
-    marks = {str(case.chain): await believe_listing(opened, case) for case in stopped}
+    marks = {str(case.chain): await accept_listing(context, case) for case in stopped}
     for case in stopped if is_whole else ():
-        marks |= {str(chain): 0 for chain in await believe_following(opened, case)}
+        marks |= {str(chain): 0 for chain in await accept_following(context, case)}
     return {"decided": "listing", "marks": marks}
 
 
 def _show(cases: Sequence[Case], as_json: bool) -> int:
-    from egress.resolve import OF_FEED
+    from egress.resolve import FEED_CODES
 
     if as_json:
         print_json([case.as_json() for case in cases])
     else:
         # One case for each partition; a single one if the problem is the feed's.
-        of_feed = next((case for case in cases if case.code in OF_FEED), None)
+        of_feed = next((case for case in cases if case.code in FEED_CODES), None)
         for case in cases if of_feed is None else [of_feed]:
             click.echo("\n".join(_lines(case)))
-    return DIFFERENCES if any(case.code for case in cases) else 0
+    return EXIT_DIFFERENCES if any(case.code for case in cases) else 0
 
 
 def _lines(case: Case) -> list[str]:
-    from common.logs import escaped
-    from egress.partition import resolve as command
-    from egress.resolve import OF_FEED
+    from common.logs import escape
+    from egress.partition import resolve_command as command
+    from egress.resolve import FEED_CODES
 
     found, chain = case.as_json(), str(case.chain)
-    named = chain.rpartition("/")[0] if case.code in OF_FEED else chain
+    named = chain.rpartition("/")[0] if case.code in FEED_CODES else chain
     state = case.code or "nothing to decide"
     lines = [f"{named}  {state}: {found['why'].removeprefix(f'{chain}: ')}"]
     if case.current is not None:
@@ -161,4 +161,4 @@ def _lines(case: Case) -> list[str]:
         lines.append(f"    {command(case.partition.settings.name, choice.options, partition)}")
     if case.advice:
         lines += [f"  {line}" for line in case.advice.split("\n")]
-    return [escaped(line) for line in lines]
+    return [escape(line) for line in lines]

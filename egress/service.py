@@ -11,33 +11,33 @@ from typing import Any, TypeVar
 
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import OutcomeUnknown, Unavailable
-from common.exits import LATER
+from common.exits import EXIT_RETRY_LATER
 from common.jetstream.buckets import open_leases, open_state
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases, new_owner
 from common.leasing import LeaseGroup, LeaseMetrics, LeaseScope
 from common.logs import flush, get_logger
-from common.metrics import begin
+from common.metrics import show_zeros
 from common.objects.open import open_objects
 from common.objects.port import ObjectInfo, ObjectStore
-from common.objects.s3_errors import AnsweringStore, without_paths
+from common.objects.s3_errors import ObservedStore, without_paths
 from common.segments.alive import process_name
-from common.segments.coverage import CoverageWatch
+from common.segments.coverage import CoverageScanner
 from common.segments.keys import Layout
-from common.service.life import Life
+from common.service.life import ProcessLog
 from common.service.monitor import Health, Monitor
-from common.service.process import SystemdNotifier, Threads, busy_threads, on_signal, stop_on_signals
+from common.service.process import SystemdNotifier, ThreadPool, count_running_calls, handle_signal, stop_on_signals
 from common.settings.root import Settings
-from common.tasks import Stop, end, orphaned, told_late, unless, wait_for, watched
+from common.tasks import Stop, cancel, raise_fatal, run_until_stopped, spawn, wait_for, warn_if_slow
 from egress import metrics
-from egress.context import connected, make_deps
+from egress.context import connect_egress, make_deps
 from egress.deps import EgressDeps, Tuning
-from egress.feed import Feed, Runs, run_feeds
+from egress.feed import PartitionFeed, Runnable, run_feeds
 from egress.flush import FlushWatch
-from egress.heartbeats import Heartbeats, Reachability, SignOfLife
+from egress.heartbeats import ProcessHeartbeat, Reachability, SubjectHeartbeats
 from egress.partition import all_partitions, lease_key, require_feeds
-from egress.workers.process import WorkerPlace
+from egress.workers.process import WorkerIdentity
 
 log = get_logger(__name__)
 
@@ -53,7 +53,7 @@ def share_site(
 ) -> LeaseGroup:
     members = state_key("egress", "member", site) + "."
     scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
-    begin("egress_", site=site)
+    show_zeros("egress_", site=site)
     counts = LeaseMetrics(
         metrics.members.labels(site),
         metrics.share.labels(site),
@@ -67,65 +67,65 @@ def share_site(
 T = TypeVar("T")
 
 
-async def serve(settings: Settings, *, tuning: Tuning | None = None, place: WorkerPlace | None = None) -> int:
+async def serve(settings: Settings, *, tuning: Tuning | None = None, identity: WorkerIdentity | None = None) -> int:
     """Run egress, and return the exit code. Raises ConfigError or Refused if it cannot begin.
 
-    `place`: this process is one of several workers, and its parent ends it.
+    `identity`: this process is one of several workers, and its parent ends it.
     """
     require_feeds(settings.egress.feeds)
     clock = SystemClock()
     health = Health(clock)
     wanted = settings.egress.monitor
     # Only the parent reads the monitor of a worker; it has one of its own if that is configured.
-    is_inner = place is not None and bool(wanted.listen)
+    is_inner = identity is not None and bool(wanted.listen)
     monitor = Monitor("127.0.0.1:0", health) if is_inner else Monitor(wanted.listen, health, tls=wanted.tls)
     monitor.start()
     with closing(monitor):
         flushes: list[Callable[[], None]] = []
         # Of several processes, only the parent notifies systemd.
-        notifier = SystemdNotifier(monitor.says, clock, {} if place else os.environ)
+        notifier = SystemdNotifier(monitor.page_text, clock, {} if identity else os.environ)
         # Outside, so that the handler exists before a parent knows of this process and passes the signal on.
-        with on_signal(signal.SIGUSR1, lambda: [flush() for flush in flushes]):
-            async with stop_of(place, monitor.port) as stop, notifier.while_running(stop):
-                service = EgressService(settings, tuning or Tuning(), clock, health, stop, place=place)
+        with handle_signal(signal.SIGUSR1, lambda: [flush() for flush in flushes]):
+            async with service_stop(identity, monitor.port) as stop, notifier.while_running(stop):
+                service = EgressService(settings, tuning or Tuning(), clock, health, stop, identity=identity)
                 flushes.append(service.flush)
                 drained = await service.run()
-    code = 0 if drained else LATER
-    if busy_threads():
+    code = 0 if drained else EXIT_RETRY_LATER
+    if count_running_calls():
         # A call to a silent store would keep the process for minutes. Once all is drained it holds no message.
-        log.warning("calls abandoned", action="uploads_abandoned", calls=busy_threads())
+        log.warning("calls abandoned", action="calls_abandoned", calls=count_running_calls())
         flush()
         os._exit(code)
     return code
 
 
 @asynccontextmanager
-async def stop_of(place: WorkerPlace | None, port: int) -> AsyncIterator[Stop]:
+async def service_stop(identity: WorkerIdentity | None, port: int) -> AsyncIterator[Stop]:
     """Yield the stop of the service: set by a signal, or for a worker also by the end of its parent.
 
     The parent handles a second signal: a supervisor sends its signal to all processes, and the parent passes it on as
     well.
     """
-    if place is None:
+    if identity is None:
         async with stop_on_signals() as stop:
             yield stop
         return
-    async with stop_on_signals(lambda _number: None, deaf_afterwards=True) as stop:
-        watching = watched(place.watch(port, stop), orphaned, name="parent")
+    async with stop_on_signals(lambda _number: None, ignore_afterwards=True) as stop:
+        watching = spawn(identity.watch_parent(port, stop), raise_fatal, name="parent")
         try:
             yield stop
         finally:
-            await end(watching)
+            await cancel(watching)
 
 
-class _StopAskedError(Exception):
+class _StoppedInStartError(Exception):
     """Stop that came before the start was complete."""
 
 
 class EgressService:
     """One egress process. It waits for an unreachable server or store, at the start as later on.
 
-    `objects`, if given, is used instead of the configured store; `place`: among processes started together.
+    `objects`, if given, is used instead of the configured store; `identity`: among processes started together.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class EgressService:
         health: Health,
         stop: Stop,
         objects: ObjectStore | None = None,
-        place: WorkerPlace | None = None,
+        identity: WorkerIdentity | None = None,
     ) -> None:
         self._settings, self._tuning, self._clock, self._health, self._stop = settings, tuning, clock, health, stop
-        self._objects, self._place, self._reach = objects, place, Reachability(clock, health)
+        self._objects, self._identity, self._reach = objects, identity, Reachability(clock, health)
         self._rng = random.SystemRandom()
         self._flushing: FlushWatch | None = None
 
@@ -150,118 +150,116 @@ class EgressService:
 
     async def run(self) -> bool:
         """Run until the stop is requested and everything is drained. Return True if it was drained in time."""
-        settings, totals = self._settings.egress, metrics.carried()
+        settings, totals = self._settings.egress, metrics.totals()
         what = {"feeds": [each.name for each in settings.feeds], "monitor": settings.monitor.listen}
-        life = Life("egress", self._settings, self._clock, totals, self._health, **what)
-        with life:
+        process_log = ProcessLog("egress", self._settings, self._clock, totals, self._health, **what)
+        with process_log:
             async with AsyncExitStack() as stack:
                 # The start may wait for a server or the store; the process is healthy all the same.
-                beating = watched(self._health.keep_beating(), orphaned, name="start")
+                beats = spawn(self._health.keep_beating(), raise_fatal, name="start")
                 try:
                     feeds, parts = await self._start(stack)
-                except _StopAskedError:
+                except _StoppedInStartError:
                     return True
                 finally:
-                    await end(beating)
-                minutes = watched(life.run(), orphaned, name="minutes")
+                    await cancel(beats)
+                minutes = spawn(process_log.run(), raise_fatal, name="minutes")
                 try:
                     drained = await run_feeds(feeds, parts, self._health, self._stop, settings.shutdown_timeout)
                 finally:
-                    await end(minutes)
-                life.results(drained=drained)
+                    await cancel(minutes)
+                process_log.add_end_fields(drained=drained)
                 return drained
 
-    async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:
+    async def _start(self, stack: AsyncExitStack) -> tuple[list[Runnable], EgressDeps]:
         settings, site = self._settings, self._settings.site
         for part in ("feeds", "objects", "nats"):
             self._health.set_ready(part, False, "starting")
-        objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
+        objects = ObservedStore(self._objects or open_objects(settings.store), self._reach.set_store)
         # NATS first: its attempts end by themselves, so its state is known while the store is silent.
         data, control, state, leases = await self._connect(stack)
         store = without_paths(settings.store.endpoint_url) or settings.store.url
         # A stop abandons a call to the store that is in progress.
-        look = partial(self._look_into, objects)
-        await self._patiently("objects", "the store", f"store {store}", lambda: unless(self._stop, look()))
+        check = partial(self._check_store, objects)
+        await self._retry("objects", "the store", f"store {store}", lambda: run_until_stopped(self._stop, check()))
         partitions = all_partitions(site, settings.egress.feeds)
         deps = make_deps(settings, self._tuning, objects, data, state, len(partitions), "check")
         stack.callback(deps.store.close)
         metrics.spool_bytes.set_function(deps.store.spooled_bytes)
         keys = [lease_key(each.chain) for each in partitions]
-        siblings = self._place.count if self._place else 1
+        siblings = self._identity.count if self._identity else 1
         sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)
-        feeds = [Feed(each, deps, sharing, self._health) for each in partitions]
-        self._health.forget("feeds")  # each reports for itself from here on
-        host, worker = socket.gethostname(), self._place.index if self._place else None
+        feeds = [PartitionFeed(each, deps, sharing, self._health) for each in partitions]
+        self._health.remove("feeds")  # each reports for itself from here on
+        host, worker = socket.gethostname(), self._identity.index if self._identity else None
         process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]
-        self._flushing = FlushWatch(site, feeds, state, self._clock, self._tuning.pace.flush)
-        runs: list[Runs] = [
+        self._flushing = FlushWatch(site, feeds, state, self._clock, self._tuning.intervals.flush)
+        runs: list[Runnable] = [
             sharing,
             *feeds,
             self._flushing,
-            SignOfLife(site, process, leases.owner, reports, deps, control, lambda: self._reach.store(False)),
+            ProcessHeartbeat(site, process, leases.owner, reports, deps, control, lambda: self._reach.set_store(False)),
         ]
-        runs.append(CoverageWatch(deps.store, self._health, self._clock))
+        runs.append(CoverageScanner(deps.store, self._health, self._clock))
         if settings.egress.heartbeats.subjects:
-            runs.append(Heartbeats(settings, leases, control, host, self._rng, self._health))
+            runs.append(SubjectHeartbeats(settings, leases, control, host, self._rng, self._health))
         return runs, deps
 
-    async def _patiently(
-        self, part: str, what: str, where: str, step: Callable[[], Coroutine[Any, Any, T | None]]
-    ) -> T:
+    async def _retry(self, part: str, what: str, where: str, step: Callable[[], Coroutine[Any, Any, T | None]]) -> T:
         """Retry `step` until it succeeds, and return its result; None from it means a stop. `part`: of the health;
         `what`, `where`: its name and address, in words.
         """
         backoff, began, has_waited = Backoff(self._rng), self._clock.monotonic(), False
-        patience = self._tuning.pace.alive / 2
+        timeout = self._tuning.intervals.alive / 2
 
-        def late() -> None:
+        def on_slow() -> None:
             nonlocal has_waited
             has_waited = True
-            silent = Unavailable(f"{where}: no answer for {patience:g} s")
-            log.warning("waiting", action="waiting", part=part, code=silent.code, error=str(silent))
+            silent = Unavailable(f"{where}: no answer for {timeout:g} s")
+            log.warning("start deferred", action="start_deferred", part=part, code=silent.code, error=str(silent))
             self._health.set_ready(part, False, f"{what} does not answer")
 
         while not self._stop.is_set:
             try:
-                result = await told_late(step(), patience, late)
+                result = await warn_if_slow(step(), timeout, on_slow)
             except (Unavailable, OutcomeUnknown) as error:
-                log.warning("waiting", action="waiting", part=part, code=error.code, error=str(error))
+                log.warning("start deferred", action="start_deferred", part=part, code=error.code, error=str(error))
                 has_waited = True
                 self._health.set_ready(part, False, error.message)
-                await wait_for(self._stop, backoff.next())
+                await wait_for(self._stop, backoff.next_delay())
             else:
                 if result is None:
                     break
                 self._health.set_ready(part, True)
                 if has_waited:
                     seconds = round(self._clock.monotonic() - began, 1)
-                    log.info("goes on", action="over", part=part, seconds=seconds)
+                    log.info("start recovered", action="start_recovered", part=part, seconds=seconds)
                 return result
-        raise _StopAskedError
+        raise _StoppedInStartError
 
-    async def _look_into(self, objects: ObjectStore) -> list[ObjectInfo]:
-        with closing(Threads("egress-start", 1)) as threads:
+    async def _check_store(self, objects: ObjectStore) -> list[ObjectInfo]:
+        with closing(ThreadPool("egress-start", 1)) as threads:
             return await threads.run(
                 objects.list, Layout(self._settings.store.prefix).tails_prefix(self._settings.site), limit=1
             )
 
     async def _connect(self, stack: AsyncExitStack) -> tuple[FloeClient, FloeClient, KeyValue, Leases]:
         # An attempt is not cut off by a stop, because it might leave its connection open.
-        patiently = partial(self._patiently, "nats", "NATS", "NATS")
+        retry = partial(self._retry, "nats", "NATS", "NATS")
         # Leases and marks have a connection of their own, so that a flood of messages cannot delay them.
-        data, control = [await patiently(partial(self._client, stack, name)) for name in ("data", "control")]
-        return data, control, *await patiently(lambda: self._buckets(control))
+        data, control = [await retry(partial(self._client, stack, name)) for name in ("data", "control")]
+        return data, control, *await retry(lambda: self._buckets(control))
 
     async def _client(self, stack: AsyncExitStack, name: str) -> FloeClient:
-        client = await connected(self._settings, name, self._clock)
+        client = await connect_egress(self._settings, name, self._clock)
         stack.push_async_callback(client.aclose)
 
-        def tell(is_up: bool) -> None:
-            self._reach.nats(name, is_up)
+        def on_connection_change(is_up: bool) -> None:
+            self._reach.set_nats(name, is_up)
             self._health.set_ready(f"nats {name}", is_up, "the connection is down")
 
-        self._reach.nats(name, client.is_up)
-        client.add_listener(tell)
+        self._reach.set_nats(name, client.is_up)
+        client.add_listener(on_connection_change)
         return client
 
     async def _buckets(self, client: FloeClient) -> tuple[KeyValue, Leases]:

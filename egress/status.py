@@ -13,36 +13,36 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.chain import Chain
-from common.cli import StatusView, Styled, ago
+from common.cli import StatusView, StyledCell, format_age
 from common.clock import SystemClock, format_time
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
-from common.exits import LATER
+from common.exits import EXIT_RETRY_LATER
 from common.jetstream.api import stream_info
 from common.jetstream.buckets import optional_leases
 from common.jetstream.client import connect
-from common.jetstream.lease import new_owner, owner_text
-from common.open import open_view
-from common.segments.alive import OVERDUE, SILENT, STANDBY, Sighting, newest
+from common.jetstream.lease import format_owner, new_owner
+from common.open import open_for_view
+from common.segments.alive import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
 from common.segments.documents import ChainStore
 from common.service.monitor import fetch
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.egress import EgressMonitorSettings
 from common.settings.root import Settings
 from common.settings.types import duration_words, size_words
-from egress.partition import Partition, all_partitions, lease_key, resolve
+from egress.partition import Partition, all_partitions, lease_key, resolve_command
 
 COLUMNS = (
     "chain", "state", "archived", "source", "lag", "open segment", "closes", "last archived", "holder", "stream",
     "known from", "why",
 )  # fmt: skip
-NARROW = tuple(name for name in COLUMNS if name not in ("stream", "known from"))
+NARROW_COLUMNS = tuple(name for name in COLUMNS if name not in ("stream", "known from"))
 NOT_HELD, UNKNOWN = "not held", "unknown"
-ALARMING = ("stopped", "stalled", SILENT, NOT_HELD)
-COLOURS = {**dict.fromkeys(("reading", "closing", STANDBY), "green"), **dict.fromkeys(ALARMING, "red")}
+ALARM_STATES = ("stopped", "stalled", SILENT, NOT_HELD)
+STATE_COLOURS = {**dict.fromkeys(("reading", "closing", STANDBY), "green"), **dict.fromkeys(ALARM_STATES, "red")}
 
 
 @dataclass(frozen=True, slots=True)
-class SiteAnswers:
+class NatsState:
     """Answers of NATS. `holders`: by partition, None if no process holds the lease; `sources`: the last sequence by
     stream, None if there is no such stream. `failure`: the reason that nothing was answered, empty if there is none.
     """
@@ -53,29 +53,29 @@ class SiteAnswers:
 
 
 @dataclass(frozen=True, slots=True)
-class SiteStored:
-    """State of the site in the store. `tails`: the end of each chain and the time it was written; `sightings`: the
+class StoreState:
+    """State of the site in the store. `tails`: the end of each chain and the time it was written; `heartbeats`: the
     newest heartbeat of each partition, none if they may not be read. `failure`: the reason that the store did not
     answer.
     """
 
     tails: Mapping[Chain, tuple[int | None, float]] = field(default_factory=dict)
-    sightings: Mapping[Chain, Sighting] = field(default_factory=dict)
+    heartbeats: Mapping[Chain, StoredHeartbeat] = field(default_factory=dict)
     failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """Status of one partition. `told`: the status from the monitor of the process that has it, empty if it is not
-    known; `sighting`: the newest heartbeat, which counts as silent after `silent_after` seconds; `tail`: the chain's
+    """Status of one partition. `shown`: the status from the monitor of the process that has it, empty if it is not
+    known; `stored`: the newest heartbeat, which counts as silent after `silent_after` seconds; `tail`: the chain's
     end in the store and the time it was written, None if there is none, or if the store was not read (`store_read`).
     """
 
     partition: Partition
     chain: Chain
-    told: Mapping[str, Any]
-    sighting: Sighting | None
-    answers: SiteAnswers
+    shown: Mapping[str, Any]
+    stored: StoredHeartbeat | None
+    answers: NatsState
     tail: tuple[int | None, float] | None
     silent_after: float
     store_read: bool = True
@@ -83,38 +83,38 @@ class PartitionStatus:
     @property
     def known_from(self) -> str:
         """Source of the status."""
-        return "monitor" if self.told else "sign of life" if self.sighting else "store"
+        return "monitor" if self.shown else "sign of life" if self.stored else "store"
 
     @property
     def state(self) -> str:
         """State from the process; otherwise from the lease and the heartbeat."""
-        if self.told:
-            return str(self.told["state"])
+        if self.shown:
+            return str(self.shown["state"])
         if not self.answers.failure and self.answers.holders.get(self.partition.chain) is None:
             return NOT_HELD
-        if self.sighting is None:
+        if self.stored is None:
             return UNKNOWN
-        return self.sighting.state(self.silent_after)
+        return self.stored.state(self.silent_after)
 
     @property
     def archived(self) -> int | None:
         """Last sequence archived, from the process or the store; None if there is none, or if it is not known."""
-        end = self.told.get("end") or (self.tail[0] if self.tail else None)
+        end = self.shown.get("end") or (self.tail[0] if self.tail else None)
         return end or None
 
     @property
     def source(self) -> int | None:
         """Last sequence of the stream: from NATS now, or the last that the process received."""
-        if (asked := self.answers.sources.get(self.partition.stream)) is not None:
-            return asked
-        told = self.told.get("source_last")
-        return told if told is not None else self.sighting.sign.source_last if self.sighting else None
+        if (last_sequence := self.answers.sources.get(self.partition.stream)) is not None:
+            return last_sequence
+        last = self.shown.get("source_last")
+        return last if last is not None else self.stored.heartbeat.source_last if self.stored else None
 
     @property
     def lag(self) -> int | None:
         """Sequences of the stream that are not archived; None if the end of the stream or archive is not known."""
         is_stored_known = self.store_read and (self.tail is None or self.tail[0] is not None)
-        is_known = is_stored_known or self.told.get("end") is not None
+        is_known = is_stored_known or self.shown.get("end") is not None
         if not is_known or self.source is None:
             return None
         return max(0, self.source - max(self.archived or 0, self._first - 1))
@@ -122,43 +122,43 @@ class PartitionStatus:
     @property
     def _first(self) -> int:
         """First sequence of the chain, 1 if it is not known; earlier messages of the stream need not be archived."""
-        sign = self.sighting.sign if self.sighting else None
-        said = sign.first if sign and sign.chain.incarnation == self.chain.incarnation else None
-        return int(self.told.get("first") or said or 1)
+        heartbeat = self.stored.heartbeat if self.stored else None
+        known = heartbeat.first if heartbeat and heartbeat.chain.incarnation == self.chain.incarnation else None
+        return int(self.shown.get("first") or known or 1)
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         if self.state == NOT_HELD:
             return "nobody holds its lease: no egress works on it"
-        if self.told or self.sighting is None:
-            return str(self.told.get("why", ""))
+        if self.shown or self.stored is None:
+            return str(self.shown.get("why", ""))
         if self.state in (SILENT, OVERDUE):
-            return f"no sign of life for {duration_words(self.sighting.age)}"
-        return self.sighting.sign.why
+            return f"no sign of life for {duration_words(self.stored.age)}"
+        return self.stored.heartbeat.why
 
     @property
     def code(self) -> str:
-        return str(self.told.get("code", "")) if self.told or self.sighting is None else self.sighting.sign.code
+        return str(self.shown.get("code", "")) if self.shown or self.stored is None else self.stored.heartbeat.code
 
     @property
     def hint(self) -> str:
         """Advice for a partition that stopped or waits."""
-        if self.told:
-            return str(self.told.get("hint", ""))
-        is_stopped = self.sighting is not None and self.sighting.sign.state == "stopped"
-        return resolve(self.chain.feed) if is_stopped else ""
+        if self.shown:
+            return str(self.shown.get("hint", ""))
+        is_stopped = self.stored is not None and self.stored.heartbeat.state == "stopped"
+        return resolve_command(self.chain.feed) if is_stopped else ""
 
     @property
     def holder(self) -> str | None:
         """Holder of the lease, for people."""
         if (found := self.answers.holders.get(self.partition.chain)) is not None:
-            return owner_text(found)
+            return format_owner(found)
         return None
 
     @property
-    def alarm(self) -> bool:
+    def is_alarming(self) -> bool:
         """True if an operator ought to check the partition."""
-        return self.state in ALARMING
+        return self.state in ALARM_STATES
 
     def row(self) -> dict[str, object]:
         """Return the object for the JSON list."""
@@ -172,40 +172,40 @@ class PartitionStatus:
             "last_archived": None if self.tail is None else format_time(int(self.tail[1]) * 1_000_000_000),
             "source_sequence": self.source,
             "lag_sequences": self.lag,
-            "open_segment": self.told.get("open_segment"),
+            "open_segment": self.shown.get("open_segment"),
             "holder": self.answers.holders.get(self.partition.chain),
             "known_from": self.known_from,
-            "alarm": self.alarm,
-            "why": self.why,
+            "alarm": self.is_alarming,
+            "why": self.reason,
             "hint": self.hint,
         }
 
     def cells(self, now: float) -> dict[str, object]:
         """Return the row of the table at `now`."""
-        held = self.told.get("open_segment")
+        held = self.shown.get("open_segment")
         return {
             "chain": str(self.chain),
-            "state": Styled(f"{self.state} {self.code}".strip(), COLOURS.get(self.state, "yellow")),
+            "state": StyledCell(f"{self.state} {self.code}".strip(), STATE_COLOURS.get(self.state, "yellow")),
             "archived": self.archived,
             "source": self.source,
             "lag": self.lag,
-            "open segment": opened(held) if held else "nothing" if "open_segment" in self.told else None,
-            "closes": closes(held) if held else None,
-            "last archived": ago(None if self.tail is None else now - self.tail[1]),
-            "holder": self.holder or ("?" if self.answers.failure else Styled("nobody", "red")),
+            "open segment": open_segment_text(held) if held else "nothing" if "open_segment" in self.shown else None,
+            "closes": closing_text(held) if held else None,
+            "last archived": format_age(None if self.tail is None else now - self.tail[1]),
+            "holder": self.holder or ("?" if self.answers.failure else StyledCell("nobody", "red")),
             "stream": self.partition.stream,
             "known from": self.known_from,
-            "why": self.why,
+            "why": self.reason,
         }
 
 
-def opened(held: Mapping[str, Any]) -> str:
+def open_segment_text(held: Mapping[str, Any]) -> str:
     """Describe the contents of the open segment, for people."""
     count, size, age = held["messages"], size_words(held["bytes"]), duration_words(held["age_seconds"])
     return f"{count} {'message' if count == 1 else 'messages'}, {size}, {age}"
 
 
-def closes(held: Mapping[str, Any]) -> str:
+def closing_text(held: Mapping[str, Any]) -> str:
     """Describe the limits that close it, for people."""
     return f"in {duration_words(held['closes_in_seconds'])} or at {size_words(held['max_size'])}"
 
@@ -216,12 +216,12 @@ async def site_view(settings: Settings) -> StatusView:
     """
     partitions, clock = all_partitions(settings.site, settings.egress.feeds), SystemClock()
     listen, notes = settings.egress.monitor.listen, list[str]()
-    with closing(Threads("status", 8)) as threads:
+    with closing(ThreadPool("status", 8)) as threads:
         first = asyncio.gather(
-            threads.run(ask_monitor, settings.egress.monitor),
-            threads.run(_read_store, open_view(settings)[1], settings.site, clock.now()),
+            threads.run(fetch_status, settings.egress.monitor),
+            threads.run(_read_store, open_for_view(settings)[1], settings.site, clock.now()),
         )
-        (shown, stored), answers = await asyncio.gather(first, _ask_nats(settings, partitions, first))
+        (shown, stored), answers = await asyncio.gather(first, _query_nats(settings, partitions, first))
     if stored.failure:
         notes.append(f"the store does not answer: {stored.failure}")
     if answers.failure:
@@ -229,23 +229,23 @@ async def site_view(settings: Settings) -> StatusView:
     if shown is None:
         where = f"at {listen}" if listen else "(egress.monitor.listen is empty)"
         notes.append(f"no process answers {where}: what is open is not known, the rest is from the store")
-    told, tails, sightings = of_chains(shown or {}, settings.site), stored.tails, stored.sightings
+    statuses, tails, heartbeats = chains_of_status(shown or {}, settings.site), stored.tails, stored.heartbeats
     found = []
     for each in partitions:
-        of_chain, sighting = told.get(each.chain, {}), sightings.get(each.chain)
-        said = replace(each.chain, incarnation=of_chain.get("incarnation", 0))
-        chain = _newest(each.chain, [said, *tails, *([sighting.sign.chain] if sighting else [])])
-        known = of_chain, sighting, answers, tails.get(chain)
+        of_chain, heartbeat = statuses.get(each.chain, {}), heartbeats.get(each.chain)
+        shown_chain = replace(each.chain, incarnation=of_chain.get("incarnation", 0))
+        chain = _newest(each.chain, [shown_chain, *tails, *([heartbeat.heartbeat.chain] if heartbeat else [])])
+        known = of_chain, heartbeat, answers, tails.get(chain)
         found.append(PartitionStatus(each, chain, *known, settings.ingress.silent_after, not stored.failure))
     now, details = clock.now(), list[str]()
     for status in found:
         if status.hint:
             lines = status.hint.split("\n")
-            details += [f"{status.chain} {status.state}: {status.why}", *(f"  {line}" for line in lines)]
-    is_alarming = any(each.alarm for each in found)
-    code = DataError.exit_code if is_alarming else LATER if answers.failure or stored.failure else 0
+            details += [f"{status.chain} {status.state}: {status.reason}", *(f"  {line}" for line in lines)]
+    is_alarming = any(each.is_alarming for each in found)
+    code = DataError.exit_code if is_alarming else EXIT_RETRY_LATER if answers.failure or stored.failure else 0
     rows, cells = [each.row() for each in found], [each.cells(now) for each in found]
-    return StatusView("site", rows, cells, COLUMNS, NARROW, code, details, notes)
+    return StatusView("site", rows, cells, COLUMNS, NARROW_COLUMNS, code, details, notes)
 
 
 def _newest(chain: Chain, known: Iterable[Chain]) -> Chain:
@@ -253,7 +253,7 @@ def _newest(chain: Chain, known: Iterable[Chain]) -> Chain:
     return max((each for each in known if replace(each, incarnation=0) == chain), default=chain)
 
 
-async def _ask_nats(settings: Settings, partitions: Sequence[Partition], first: asyncio.Future[Any]) -> SiteAnswers:
+async def _query_nats(settings: Settings, partitions: Sequence[Partition], first: asyncio.Future[Any]) -> NatsState:
     """Query NATS. `first`: the reads of the archive's end. Streams are queried after it, so that none ends before its
     archive.
     """
@@ -261,18 +261,18 @@ async def _ask_nats(settings: Settings, partitions: Sequence[Partition], first: 
         title = f"floe egress {settings.site} status"
         async with aclosing(await connect(settings.nats_for("egress"), name=title)) as client:
             leases = optional_leases(client, settings.egress, new_owner(settings.instance), client.clock)
-            holders = {each.chain: await leases.holder(lease_key(each.chain)) for each in partitions}
+            holders = {each.chain: await leases.get_owner(lease_key(each.chain)) for each in partitions}
             await asyncio.wait({first})
             infos = {name: await stream_info(client, name) for name in {each.stream for each in partitions}}
     except (Unavailable, OutcomeUnknown) as error:
-        return SiteAnswers(failure=error.message)
-    return SiteAnswers(holders, {name: info.last_sequence if info else None for name, info in infos.items()})
+        return NatsState(failure=error.message)
+    return NatsState(holders, {name: info.last_sequence if info else None for name, info in infos.items()})
 
 
 # Blocking calls
 
 
-def ask_monitor(settings: EgressMonitorSettings) -> dict[str, Any] | None:
+def fetch_status(settings: EgressMonitorSettings) -> dict[str, Any] | None:
     """Return the /status of the process at `listen`; None if none answers."""
     try:
         found = json.loads(fetch(settings, "/status"))
@@ -281,36 +281,36 @@ def ask_monitor(settings: EgressMonitorSettings) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def of_chains(document: Mapping[str, Any], site: str) -> dict[Chain, dict[str, Any]]:
+def chains_of_status(document: Mapping[str, Any], site: str) -> dict[Chain, dict[str, Any]]:
     """Return the parts of a /status, also that of several workers, for the chains of `site` that it has."""
     found: dict[Chain, dict[str, Any]] = {}
     for each in document.get("workers", {"": document}).values():
-        for part, told in each.get("parts", {}).items():
+        for part, status in each.get("parts", {}).items():
             role, _, name = part.partition(" ")
             feed, _, number = name.partition("/")
-            if role == "egress" and told.get("site") == site and told.get("state", STANDBY) != STANDBY:
-                found[Chain(site, feed, partition=int(number or 0))] = told
+            if role == "egress" and status.get("site") == site and status.get("state", STANDBY) != STANDBY:
+                found[Chain(site, feed, partition=int(number or 0))] = status
     return found
 
 
-def _read_store(documents: ChainStore, site: str, now: float) -> SiteStored:
+def _read_store(documents: ChainStore, site: str, now: float) -> StoreState:
     try:
-        listed = documents.listed_tails(site).items()
+        listed = documents.list_tails(site).items()
         tails = {chain: (documents.read_tail(chain), info.modified) for chain, info in listed}
-        return SiteStored(tails, _sightings(documents, site, now))
+        return StoreState(tails, _heartbeats(documents, site, now))
     except (Unavailable, OutcomeUnknown) as error:
-        return SiteStored(failure=error.message)
+        return StoreState(failure=error.message)
 
 
-def _sightings(documents: ChainStore, site: str, now: float) -> dict[Chain, Sighting]:
+def _heartbeats(documents: ChainStore, site: str, now: float) -> dict[Chain, StoredHeartbeat]:
     try:
-        infos = documents.listed_alive(site)
+        infos = documents.list_heartbeats(site)
     except Refused:
         return {}
-    signs = ((info, documents.read_alive(info.key)) for info in infos)
-    return newest(
-        Sighting(sign, info.modified, max(0.0, now - info.modified), alive.time)
-        for info, alive in signs
+    found = ((info, documents.read_heartbeat(info.key)) for info in infos)
+    return newest_by_partition(
+        StoredHeartbeat(sign, info.modified, max(0.0, now - info.modified), alive.time)
+        for info, alive in found
         if alive is not None
         for sign in alive.chains
     )

@@ -24,7 +24,7 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 
-class RetakeError(Exception):
+class StalePositionError(Exception):
     """Error if the position must be taken from the listing again; the text names the reason."""
 
 
@@ -32,41 +32,41 @@ class Uploader:
     """Uploader into one archive, under a lease. `reader` is checked before each put, because its history may be in
     doubt.
 
-    An unreachable server or store is retried until `ended` is set. `puts`: the number of segments put; `end`: the last
-    sequence of the newest of them, 0 before.
+    An unreachable server or store is retried until `ended` is set. `put_count`: the number of segments put; `last_put`:
+    the last sequence of the newest of them, 0 before.
     """
 
     def __init__(self, deps: PartitionDeps, archive: Archive, lease: Lease, reader: Reader, ended: Stop) -> None:
         self._archive, self._lease, self._reader, self._ended = archive, lease, reader, ended
         self._report, self._clock, self._backoff = deps.report, deps.clock, Backoff(deps.rng)
-        self.puts, self.end = 0, 0
+        self.put_count, self.last_put = 0, 0
 
     async def put(self, spooled: SpooledSegment) -> None:
         """Put, read back, write tail and mark, acknowledge. Raises LeaseLost, RetakeError, ReaderResetError."""
         started = self._clock.monotonic()
-        ref = await self._persist(lambda: self._put_checked(spooled))
-        require(self._lease, self._archive)
-        await self._persist(self._archive.write_tail)
-        await self._persist(self._archive.raise_mark)
-        self.puts, self.end = self.puts + 1, spooled.footer.coverage.last
+        ref = await self._retry(lambda: self._put_checked(spooled))
+        require_lease(self._lease, self._archive)
+        await self._retry(self._archive.write_tail)
+        await self._retry(self._archive.raise_mark)
+        self.put_count, self.last_put = self.put_count + 1, spooled.footer.coverage.last
         seconds = self._clock.monotonic() - started
-        self._report.put(spooled, seconds)
+        self._report.record_put(spooled, seconds)
         stored = {**stored_context(spooled), "seconds": round(seconds, 3)}
         log.info("segment put", action="segment_put", **stored, **ref.log_context())
         failpoint("egress.before_ack")
-        await self._persist(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
+        await self._retry(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
         failpoint("egress.after_ack")
 
     async def _put_checked(self, spooled: SpooledSegment) -> SegmentRef:
         await self._reader.check()
         if await self._archive.is_covered(spooled.footer.coverage.first):
-            raise RetakeError("another instance has covered it")
-        if await self._archive.is_closed():
-            raise closed(self._archive)
-        require(self._lease, self._archive)
+            raise StalePositionError("another instance has covered it")
+        if await self._archive.has_successor():
+            raise closed_error(self._archive)
+        require_lease(self._lease, self._archive)
         return await self._archive.put(spooled)
 
-    async def _persist(self, step: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, step: Callable[[], Awaitable[T]]) -> T:
         """Repeat the step until it succeeds. Once the session ends, raise the last error of the step."""
         while True:
             try:
@@ -74,17 +74,17 @@ class Uploader:
             except LeaseLost:
                 raise
             except (Unavailable, OutcomeUnknown) as error:
-                self._report.waits(error)
-                if await wait_for(self._ended, self._backoff.next()):
+                self._report.set_waiting(error)
+                if await wait_for(self._ended, self._backoff.next_delay()):
                     raise
             else:
                 self._backoff.reset()
-                self._report.works()
+                self._report.set_working()
                 return result
 
 
 @dataclass(frozen=True, slots=True)
-class Unflushed:
+class UnputSegments:
     """Sealed segments of one history, not put; `received`: the tip of the last message received."""
 
     archive: Archive
@@ -108,7 +108,7 @@ class Unflushed:
     async def put(self, lease: Lease) -> None:
         """Put them all. Raises LeaseLost."""
         while self.sealed:
-            require(lease, self.archive)
+            require_lease(lease, self.archive)
             await self.put_first()
 
     async def put_first(self) -> None:
@@ -116,17 +116,17 @@ class Unflushed:
 
         If that history has ended meanwhile, all are dropped: they would not be delivered.
         """
-        if await self.archive.is_closed():
-            await self.drop()
+        if await self.archive.has_successor():
+            await self.log_and_discard()
             return
         await self._put_one(self.sealed[0])
         self.sealed.popleft().path.unlink(missing_ok=True)
 
     async def _put_one(self, spooled: SpooledSegment) -> None:
         coverage = spooled.footer.coverage
-        if lacking := await self.archive.lacks(spooled):
+        if conflicting := await self.archive.count_conflicting(spooled):
             # Beside the messages in the archive under the same sequences they would be two histories in one.
-            self._log_dropped([coverage], lacking)
+            self._log_dropped([coverage], conflicting)
             return
         # Another instance may have put only its beginning, and there is no other copy of the rest.
         if await self.archive.is_covered(coverage.first) and not await self.archive.uncovered(coverage):
@@ -134,19 +134,19 @@ class Unflushed:
         ref = await self.archive.put(spooled)
         await self.archive.write_tail()
         await self.archive.raise_mark()
-        log.info("held segment put", action="held_put", **stored_context(spooled), **ref.log_context())
+        log.info("held segment put", action="held_segment_put", **stored_context(spooled), **ref.log_context())
 
     async def is_archived(self) -> bool:
         for spooled in self.sealed:
-            if await self.archive.uncovered(spooled.footer.coverage) or await self.archive.lacks(spooled):
+            if await self.archive.uncovered(spooled.footer.coverage) or await self.archive.count_conflicting(spooled):
                 return False
         return True
 
-    def log_left(self) -> None:
+    def log_unarchived(self) -> None:
         """Log the segments that are left when this process ends."""
-        log_left(self.archive, self.first, self.last, rows=self.rows)
+        log_unarchived(self.archive, self.first, self.last, rows=self.rows)
 
-    async def drop(self) -> None:
+    async def log_and_discard(self) -> None:
         """Discard the segments though they are not read again, and log the ranges that are archived nowhere."""
         for spooled in self.sealed:
             missing = await self.archive.uncovered(spooled.footer.coverage)
@@ -156,7 +156,7 @@ class Unflushed:
 
     def _log_dropped(self, ranges: list[SequenceRange], rows: int) -> None:
         context = {"ranges": ", ".join(map(str, ranges)), "rows": rows, **self.archive.chain.log_context()}
-        log.error("held rows dropped", action="held_dropped", **context)
+        log.error("held rows dropped", action="held_rows_dropped", **context)
 
     def discard(self) -> None:
         while self.sealed:
@@ -168,18 +168,18 @@ def stored_context(spooled: SpooledSegment) -> dict[str, int]:
     return {"rows": spooled.footer.rows, "bytes": spooled.size, "first": coverage.first, "last": coverage.last}
 
 
-def log_left(archive: Archive, first: int, last: int, **more: int) -> None:
+def log_unarchived(archive: Archive, first: int, last: int, **more: int) -> None:
     """Log the sequences that this process received and ends without having put."""
     hint = "the next start archives them, if the stream still has them; if it is gone, they are lost"
     context = {**more, "first": first, "last": last, **archive.chain.log_context()}
-    log.error("received and not archived", action="held_left", hint=hint, **context)
+    log.error("received rows not archived", action="rows_unarchived", hint=hint, **context)
 
 
-def closed(archive: Archive) -> ReaderResetError:
+def closed_error(archive: Archive) -> ReaderResetError:
     return ReaderResetError("closed", f"{archive.chain}: the next incarnation exists")
 
 
-def require(lease: Lease, archive: Archive) -> None:
+def require_lease(lease: Lease, archive: Archive) -> None:
     """Raise LeaseLost unless the lease may be used."""
     if not lease.is_usable():
         raise LeaseLost(f"lease of {archive.chain}: not renewed in time")

@@ -1,9 +1,9 @@
 """A generator of awkward messages, the same again for the same random source.
 
 Each kind is a message that nats-server 2.15 stores and that a careless copier loses, repeats, alters, or makes act a
-second time; it is a function from `Context` to `Awkward`. Kinds in `NEEDS` are stored only by a stream with that
-setting. The stream also gets the same message id far apart, sequences deleted after they were stored, and a few
-subjects repeatedly, so that a limit per subject leaves holes.
+second time; it is a function from `Context` to `AwkwardMessage`. Kinds in `REQUIRED_SETTINGS` are stored only by a
+stream with that setting. The stream also gets the same message id far apart, sequences deleted after they were stored,
+and a few subjects repeatedly, so that a limit per subject leaves holes.
 """
 
 import random
@@ -17,14 +17,14 @@ from common.errors import ConfigError
 from common.jetstream.api import stream_info
 from common.jetstream.client import ApiError, FloeClient, frame
 from common.jetstream.pull import get_message
-from infra.acked import AckedPublisher, Published
+from infra.acked import AckedPublisher, PublishCounts
 
 MAX_HEADERS = 65_535  # bytes of a header block; nats-server refuses more, even if max_payload is greater
 LONG_VALUE = 32 * 1024  # leaves room for the provenance line below MAX_HEADERS
 
 
 @dataclass(frozen=True, slots=True)
-class Awkward:
+class AwkwardMessage:
     """A message to publish; `headers` is the raw block, None for none."""
 
     kind: str
@@ -59,24 +59,24 @@ def unchecked_frame(subject: bytes, payload: bytes, headers: bytes | None = None
     return b"HPUB %b %d %d\r\n%b%b\r\n" % (words, size, size + len(payload), headers, payload)
 
 
-def block(*lines: bytes) -> bytes:
+def header_block(*lines: bytes) -> bytes:
     return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
 
 
-Kind = Callable[[Context], Awkward]
+Kind = Callable[[Context], AwkwardMessage]
 KINDS: dict[str, Kind] = {}
-RARE: set[str] = set()  # large ones: once in several rounds
-NEEDS: dict[str, str] = {}  # the stream setting without which the server refuses the kind
+RARE_KINDS: set[str] = set()  # large ones: once in several rounds
+REQUIRED_SETTINGS: dict[str, str] = {}  # the stream setting without which the server refuses the kind
 
 
-def _kind(name: str, make: Callable[[Context], tuple[bytes, bytes | None, bytes]]) -> None:
-    def kind(context: Context) -> Awkward:
-        return Awkward(name, *make(context))
+def _add_kind(name: str, make: Callable[[Context], tuple[bytes, bytes | None, bytes]]) -> None:
+    def kind(context: Context) -> AwkwardMessage:
+        return AwkwardMessage(name, *make(context))
 
     KINDS[name] = kind
 
 
-def _headers(name: str, *lines: bytes, payload: bytes | None = None, needs: str = "") -> None:
+def _add_headers(name: str, *lines: bytes, payload: bytes | None = None, needs: str = "") -> None:
     """Add a kind made of header lines. In them `%d` is the message's number, `%s` the stream's name, `%r` the root."""
 
     def make(context: Context) -> tuple[bytes, bytes | None, bytes]:
@@ -87,146 +87,152 @@ def _headers(name: str, *lines: bytes, payload: bytes | None = None, needs: str 
                 line = line.replace(mark, value)
             filled.append(line)
         body = context.text() if payload is None else payload
-        return context.subject(b"headers", name.encode(), b"%d" % context.number), block(*filled), body
+        return context.subject(b"headers", name.encode(), b"%d" % context.number), header_block(*filled), body
 
-    _kind(name, make)
+    _add_kind(name, make)
     if needs:
-        NEEDS[name] = needs
+        REQUIRED_SETTINGS[name] = needs
 
 
-def _block(name: str, headers: bytes) -> None:
-    _kind(name, lambda context: (context.subject(b"blocks"), headers, context.text()))
+def _add_block(name: str, headers: bytes) -> None:
+    _add_kind(name, lambda context: (context.subject(b"blocks"), headers, context.text()))
 
 
-def _subject(name: str, *tokens: bytes) -> None:
-    _kind(name, lambda context: (context.subject(*tokens), None, context.text()))
+def _add_subject(name: str, *tokens: bytes) -> None:
+    _add_kind(name, lambda context: (context.subject(*tokens), None, context.text()))
 
 
 # Payloads
-_kind("no_headers", lambda c: (c.subject(b"plain"), None, c.text()))
-_kind("nothing_at_all", lambda c: (c.subject(b"plain"), None, b""))
-_kind("empty_block", lambda c: (c.subject(b"plain"), block(), c.text()))
-_kind("empty_block_and_payload", lambda c: (c.subject(b"plain"), block(), b""))
-_kind("binary_payload", lambda c: (c.subject(b"plain"), None, c.rng.randbytes(c.rng.randint(1, 512))))
-_kind("protocol_payload", lambda c: (c.subject(b"plain"), block(b"A: 1"), b"\r\nPUB x 1\r\ny\r\n-ERR 'z'\r\n"))
-_kind("maximal_payload", lambda c: (c.subject(b"large"), None, c.rng.randbytes(c.max_payload)))
-_kind("maximal_with_headers", lambda c: _maximal_with_headers(c))
-RARE |= {"maximal_payload", "maximal_with_headers"}
+_add_kind("no_headers", lambda c: (c.subject(b"plain"), None, c.text()))
+_add_kind("nothing_at_all", lambda c: (c.subject(b"plain"), None, b""))
+_add_kind("empty_block", lambda c: (c.subject(b"plain"), header_block(), c.text()))
+_add_kind("empty_block_and_payload", lambda c: (c.subject(b"plain"), header_block(), b""))
+_add_kind("binary_payload", lambda c: (c.subject(b"plain"), None, c.rng.randbytes(c.rng.randint(1, 512))))
+_add_kind(
+    "protocol_payload", lambda c: (c.subject(b"plain"), header_block(b"A: 1"), b"\r\nPUB x 1\r\ny\r\n-ERR 'z'\r\n")
+)
+_add_kind("maximal_payload", lambda c: (c.subject(b"large"), None, c.rng.randbytes(c.max_payload)))
+_add_kind("maximal_with_headers", lambda c: _maximal_with_headers(c))
+RARE_KINDS |= {"maximal_payload", "maximal_with_headers"}
 
 # Header blocks
-_headers("headers_only", b"A: %d", payload=b"")
-_headers("repeated", b"A: 1", b"B: x", b"A: 2", b"A: 1")
-_headers("mixed_case", b"Key: 1", b"KEY: 2", b"key: 3")
-_headers("empty_values", b"A:", b"B: ", b"C:   ", payload=b"")
-_headers("spaces", b"A:  before", b"B: after  ", b"C:\ttab\t", b"D:none", b"E: a: b:c")
-_headers("binary_values", b"A: \xff\xfe\xfd", b"B: caf\xe9", b"C: \x00\x01\x7f", b"D: \xc3\xa9\xe2\x82\xac")
-_headers("odd_names", b"with space: 1", b"caf\xc3\xa9: 2", b"\xff: 3", b": no name", b"$%&: 4")
-_headers("long_value", b"A: " + b"v" * LONG_VALUE)
-_headers("many", *[b"K%d: v" % i for i in range(1000)])
-_headers("traced", b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
-RARE |= {"long_value", "many"}
+_add_headers("headers_only", b"A: %d", payload=b"")
+_add_headers("repeated", b"A: 1", b"B: x", b"A: 2", b"A: 1")
+_add_headers("mixed_case", b"Key: 1", b"KEY: 2", b"key: 3")
+_add_headers("empty_values", b"A:", b"B: ", b"C:   ", payload=b"")
+_add_headers("spaces", b"A:  before", b"B: after  ", b"C:\ttab\t", b"D:none", b"E: a: b:c")
+_add_headers("binary_values", b"A: \xff\xfe\xfd", b"B: caf\xe9", b"C: \x00\x01\x7f", b"D: \xc3\xa9\xe2\x82\xac")
+_add_headers("odd_names", b"with space: 1", b"caf\xc3\xa9: 2", b"\xff: 3", b": no name", b"$%&: 4")
+_add_headers("long_value", b"A: " + b"v" * LONG_VALUE)
+_add_headers("many", *[b"K%d: v" % i for i in range(1000)])
+_add_headers("traced", b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+RARE_KINDS |= {"long_value", "many"}
 
 # Invalid blocks, of clients that build their own; the server stores any content of the announced length
-_block("block_without_end", b"NATS/1.0\r\nA: 1\r\n")
-_block("block_without_lines", b"NATS/1.0")
-_block("block_of_another_protocol", b"HTTP/1.1 200 OK\r\nNats-Marker-Reason: x\r\n\r\n")
-_block("block_with_empty_line", b"NATS/1.0\r\nA: 1\r\n\r\nB: 2\r\n\r\n")
-_block("block_with_lone_line_feed", b"NATS/1.0\r\nA: 1\nNats-Rollup: all\r\n\r\n")
-_block("block_with_lone_return", b"NATS/1.0\r\nA: 1\rB: 2\r\n\r\n")
-_block("block_without_colon", b"NATS/1.0\r\nNats-Rollup\r\nA\r\n\r\n")
+_add_block("block_without_end", b"NATS/1.0\r\nA: 1\r\n")
+_add_block("block_without_lines", b"NATS/1.0")
+_add_block("block_of_another_protocol", b"HTTP/1.1 200 OK\r\nNats-Marker-Reason: x\r\n\r\n")
+_add_block("block_with_empty_line", b"NATS/1.0\r\nA: 1\r\n\r\nB: 2\r\n\r\n")
+_add_block("block_with_lone_line_feed", b"NATS/1.0\r\nA: 1\nNats-Rollup: all\r\n\r\n")
+_add_block("block_with_lone_return", b"NATS/1.0\r\nA: 1\rB: 2\r\n\r\n")
+_add_block("block_without_colon", b"NATS/1.0\r\nNats-Rollup\r\nA\r\n\r\n")
 
 # Subjects
-_subject("subject_not_utf8", b"\xff\xfe\x80")
-_subject("subject_latin1", b"caf\xe9")
-_subject("subject_utf8", "žluťoučký.✓".encode())
-_subject("subject_control", b"\x01\x7f")
-_subject("subject_long", b"x" * 2000)
-_subject("subject_deep", *[b"t"] * 100)
-_subject("subject_dollar", b"$JS", b"API", b"INFO")
-_subject("subject_star_token", b"*")  # stored; in a message's subject it is not a wildcard
-_subject("subject_full_wildcard", b">")
-_subject("subject_star_inside", b"a*b>c")
-_kind("few_subjects", lambda c: (c.subject(b"limited", b"%d" % c.rng.randrange(3)), None, c.text()))
+_add_subject("subject_not_utf8", b"\xff\xfe\x80")
+_add_subject("subject_latin1", b"caf\xe9")
+_add_subject("subject_utf8", "žluťoučký.✓".encode())
+_add_subject("subject_control", b"\x01\x7f")
+_add_subject("subject_long", b"x" * 2000)
+_add_subject("subject_deep", *[b"t"] * 100)
+_add_subject("subject_dollar", b"$JS", b"API", b"INFO")
+_add_subject("subject_star_token", b"*")  # stored; in a message's subject it is not a wildcard
+_add_subject("subject_full_wildcard", b">")
+_add_subject("subject_star_inside", b"a*b>c")
+_add_kind("few_subjects", lambda c: (c.subject(b"limited", b"%d" % c.rng.randrange(3)), None, c.text()))
 
 # Headers that a JetStream server obeys: stored once, they must not act again anywhere
-_headers("msg_id", b"Nats-Msg-Id: %r-%d")
-_headers("msg_id_lower", b"nats-msg-id: fixed")
-_headers("msg_id_long", b"Nats-Msg-Id: %d" + b"i" * 10_000)
-_headers("msg_id_twice", b"Nats-Msg-Id: %r-a%d", b"Nats-Msg-Id: fixed")
-_kind("msg_id_again", lambda c: _msg_id_again(c))
-_headers("expected_stream", b"Nats-Expected-Stream: %s")
-_headers("expected_none", b"Nats-Expected-Last-Subject-Sequence: 0")
-_headers(
+_add_headers("msg_id", b"Nats-Msg-Id: %r-%d")
+_add_headers("msg_id_lower", b"nats-msg-id: fixed")
+_add_headers("msg_id_long", b"Nats-Msg-Id: %d" + b"i" * 10_000)
+_add_headers("msg_id_twice", b"Nats-Msg-Id: %r-a%d", b"Nats-Msg-Id: fixed")
+_add_kind("msg_id_again", lambda c: _msg_id_again(c))
+_add_headers("expected_stream", b"Nats-Expected-Stream: %s")
+_add_headers("expected_none", b"Nats-Expected-Last-Subject-Sequence: 0")
+_add_headers(
     "expected_none_elsewhere",
     b"Nats-Expected-Last-Subject-Sequence: 0",
     b"Nats-Expected-Last-Subject-Sequence-Subject: %r.never.%d",
 )
-_headers("rollup_lower", b"nats-rollup: all")  # not a rollup: the server knows one spelling only
-_headers("kv_delete", b"KV-Operation: DEL", payload=b"")
-_headers("kv_purge", b"KV-Operation: PURGE", payload=b"")
-_headers("marker", b"Nats-Marker-Reason: MaxAge", payload=b"")
-_headers("schedule_parts", b"Nats-Schedule-Target: x", b"Nats-Schedule-TTL: 5s", b"Nats-Schedule-Source: y")
-_headers("counter_sources", b'Nats-Counter-Sources: {"a":{"b":"1"}}')
-_headers("api_level", b"Nats-Required-Api-Level: 99")
-_headers("batch_parts", b"Nats-Batch-Sequence: 7", b"Nats-Batch-Commit: 1")
-_headers("trace_dest", b"Nats-Trace-Dest: nobody.listens.here")
-_headers("delivery", b"Nats-Stream: S", b"Nats-Sequence: 5", b"Nats-Last-Sequence: 4", b"Nats-Num-Pending: 1")
-_headers("consumer", b"Nats-Last-Consumer: 1", b"Nats-Last-Stream: 1", b"Nats-Consumer-Stalled: x")
-_headers("rollup_subject", b"Nats-Rollup: sub", needs="allow_rollup_hdrs")
-_kind("rollup_again", lambda c: (c.subject(b"limited", b"0"), block(b"Nats-Rollup: sub"), c.text()))
-NEEDS["rollup_again"] = "allow_rollup_hdrs"
-_headers("ttl", b"Nats-TTL: 1h", needs="allow_msg_ttl")
-_headers("ttl_never", b"Nats-TTL: never", needs="allow_msg_ttl")
-_headers(
+_add_headers("rollup_lower", b"nats-rollup: all")  # not a rollup: the server knows one spelling only
+_add_headers("kv_delete", b"KV-Operation: DEL", payload=b"")
+_add_headers("kv_purge", b"KV-Operation: PURGE", payload=b"")
+_add_headers("marker", b"Nats-Marker-Reason: MaxAge", payload=b"")
+_add_headers("schedule_parts", b"Nats-Schedule-Target: x", b"Nats-Schedule-TTL: 5s", b"Nats-Schedule-Source: y")
+_add_headers("counter_sources", b'Nats-Counter-Sources: {"a":{"b":"1"}}')
+_add_headers("api_level", b"Nats-Required-Api-Level: 99")
+_add_headers("batch_parts", b"Nats-Batch-Sequence: 7", b"Nats-Batch-Commit: 1")
+_add_headers("trace_dest", b"Nats-Trace-Dest: nobody.listens.here")
+_add_headers("delivery", b"Nats-Stream: S", b"Nats-Sequence: 5", b"Nats-Last-Sequence: 4", b"Nats-Num-Pending: 1")
+_add_headers("consumer", b"Nats-Last-Consumer: 1", b"Nats-Last-Stream: 1", b"Nats-Consumer-Stalled: x")
+_add_headers("rollup_subject", b"Nats-Rollup: sub", needs="allow_rollup_hdrs")
+_add_kind("rollup_again", lambda c: (c.subject(b"limited", b"0"), header_block(b"Nats-Rollup: sub"), c.text()))
+REQUIRED_SETTINGS["rollup_again"] = "allow_rollup_hdrs"
+_add_headers("ttl", b"Nats-TTL: 1h", needs="allow_msg_ttl")
+_add_headers("ttl_never", b"Nats-TTL: never", needs="allow_msg_ttl")
+_add_headers(
     "schedule_once",
     b"Nats-Schedule: @at 2099-01-01T00:00:00Z",
     b"Nats-Schedule-Target: %r.scheduled.%d",
     needs="allow_msg_schedules",
 )
-_headers("schedule_daily", b"Nats-Schedule: @daily", b"Nats-Schedule-Target: %r.daily.%d", needs="allow_msg_schedules")
-_headers(
+_add_headers(
+    "schedule_daily", b"Nats-Schedule: @daily", b"Nats-Schedule-Target: %r.daily.%d", needs="allow_msg_schedules"
+)
+_add_headers(
     "batch_of_one", b"Nats-Batch-Id: %r-%d", b"Nats-Batch-Sequence: 1", b"Nats-Batch-Commit: 1", needs="allow_atomic"
 )
 
 # Floe's own headers, forged by a publisher
-_headers("forged_source", b"Floe-Source: evil NODES 0 0 1 1", b"A: 1")
-_headers("forged_original", b"Floe-Original: Nats-Rollup: all", b"Floe-Original:", b"floe-original: x")
-_headers("forged_replay", b"floe-replay: 1", b"FLOE-SOURCE: x", b"Floe-Anything: y")
+_add_headers("forged_source", b"Floe-Source: evil NODES 0 0 1 1", b"A: 1")
+_add_headers("forged_original", b"Floe-Original: Nats-Rollup: all", b"Floe-Original:", b"floe-original: x")
+_add_headers("forged_replay", b"floe-replay: 1", b"FLOE-SOURCE: x", b"Floe-Anything: y")
 
 
 def _maximal_with_headers(context: Context) -> tuple[bytes, bytes | None, bytes]:
-    headers = block(b"A: 1", b"Nats-Msg-Id: %s-max%d" % (context.root, context.number))
+    headers = header_block(b"A: 1", b"Nats-Msg-Id: %s-max%d" % (context.root, context.number))
     return context.subject(b"large"), headers, b"p" * (context.max_payload - len(headers))
 
 
 def _msg_id_again(context: Context) -> tuple[bytes, bytes | None, bytes]:
     """Make a message with one of four ids: dropped as a duplicate within the stream's window, stored again after it."""
     again = b"Nats-Msg-Id: %s-again%d" % (context.root, context.rng.randrange(4))
-    return context.subject(b"again"), block(again), context.text()
+    return context.subject(b"again"), header_block(again), context.text()
 
 
 ROUNDS_BETWEEN_RARE = 8
 DELETED_SHARE = 0.03
-LONGEST_PAUSE = 2.0  # seconds; for a duplicate window up to this long, publishing pauses once until it has passed
+MAX_DUPLICATE_WINDOW_S = (
+    2.0  # seconds; for a duplicate window up to this long, publishing pauses once until it has passed
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AwkwardReport:
     """The outcomes of the messages. `stored`: how many of each kind. `deleted`: sequences that were deleted again."""
 
-    published: Published
+    published: PublishCounts
     stored: Counter[str]
     deleted: tuple[int, ...]
 
 
 def awkward_messages(
     rng: random.Random, *, root: str, stream: str, count: int, max_payload: int, config: Mapping[str, Any]
-) -> Iterator[Awkward]:
+) -> Iterator[AwkwardMessage]:
     """Yield `count` messages below the subject `root`: all kinds that a stream with `config` stores, shuffled."""
-    kinds = [name for name in KINDS if name not in NEEDS or config.get(NEEDS[name])]
+    kinds = [name for name in KINDS if name not in REQUIRED_SETTINGS or config.get(REQUIRED_SETTINGS[name])]
     number = turn = 0
     while number < count:
-        names = [name for name in kinds if name not in RARE or turn % ROUNDS_BETWEEN_RARE == 0]
+        names = [name for name in kinds if name not in RARE_KINDS or turn % ROUNDS_BETWEEN_RARE == 0]
         for name in rng.sample(names, len(names))[: count - number]:
             yield KINDS[name](Context(root.encode(), stream.encode(), number, max_payload, rng))
             number += 1
@@ -241,28 +247,33 @@ async def publish_awkward(
     count: int,
     *,
     deleted_share: float = DELETED_SHARE,
-    largest: int | None = None,
+    max_message_bytes: int | None = None,
     clock: Clock | None = None,
 ) -> AwkwardReport:
     """Publish `count` awkward messages into `stream`, and delete some of them again.
 
-    The stream must take `{subject_root}.>`. `largest`: bytes of the largest messages, headers included; by default the
+    The stream must take `{subject_root}.>`. `max_message_bytes`: of the largest ones, headers included; by default the
     most that the server takes, and then the server of a target must take more. Raises ConfigError if the stream does
     not exist.
     """
     config = await _config(client, stream)
     made = awkward_messages(
-        rng, root=subject_root, stream=stream, count=count, max_payload=largest or client.max_payload, config=config
+        rng,
+        root=subject_root,
+        stream=stream,
+        count=count,
+        max_payload=max_message_bytes or client.max_payload,
+        config=config,
     )
     kinds: list[str] = []
     sequences: dict[int, int] = {}
     async with AckedPublisher(client, window=256, on_stored=sequences.__setitem__) as publisher:
         for message in made:
             if len(kinds) == count // 2:
-                await _outlast_duplicate_window(publisher, config, clock or SystemClock())
+                await _wait_for_duplicate_window(publisher, config, clock or SystemClock())
             kinds.append(message.kind)
-            await publisher.publish(message.subject, message.payload, message.headers, make=unchecked_frame)
-        published = await publisher.settle()
+            await publisher.publish(message.subject, message.payload, message.headers, build_frame=unchecked_frame)
+        published = await publisher.wait_for_acks()
     deleted = await _delete_some(client, stream, sorted(sequences.values()), rng, deleted_share)
     return AwkwardReport(published, Counter(kinds[number] for number in sequences), deleted)
 
@@ -274,11 +285,11 @@ async def _config(client: FloeClient, stream: str) -> dict[str, Any]:
     return info.config
 
 
-async def _outlast_duplicate_window(publisher: AckedPublisher, config: Mapping[str, Any], clock: Clock) -> None:
+async def _wait_for_duplicate_window(publisher: AckedPublisher, config: Mapping[str, Any], clock: Clock) -> None:
     """Wait until the window has passed, if it is short enough, so that the second half's repeated ids are stored."""
     window = config.get("duplicate_window", 0) / NS_PER_S
-    if window <= LONGEST_PAUSE:
-        await publisher.settle()
+    if window <= MAX_DUPLICATE_WINDOW_S:
+        await publisher.wait_for_acks()
         await clock.sleep(window * 2.5)  # the server forgets ids only once in a window
 
 
@@ -289,12 +300,12 @@ async def _delete_some(
     for sequence in rng.sample(sequences, len(sequences)):
         if len(deleted) == wanted:
             break
-        if await delete(client, stream, sequence):
+        if await delete_message(client, stream, sequence):
             deleted.append(sequence)
     return tuple(sorted(deleted))
 
 
-async def delete(client: FloeClient, stream: str, sequence: int) -> bool:
+async def delete_message(client: FloeClient, stream: str, sequence: int) -> bool:
     """Delete a message. Return False if a limit or a rollup deleted it first."""
     try:
         await client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})

@@ -69,14 +69,14 @@ Examples:
 @json_option
 @run_command
 async def emulate(**options: Any) -> None:
-    from infra.emulator import Emulation, run_emulation
+    from infra.emulator import EmulationSettings, run_emulation
 
     as_json = options.pop("as_json")
     config, server = options.pop("config"), options.pop("server")
-    is_typed = click.get_current_context().get_parameter_source("config") is ParameterSource.COMMANDLINE
-    settings = _connection(config if is_typed or not server else None, server)
+    is_on_command_line = click.get_current_context().get_parameter_source("config") is ParameterSource.COMMANDLINE
+    settings = _nats_settings(config if is_on_command_line or not server else None, server)
     options["seed"] = _seed(options["seed"])
-    result = await run_emulation(Emulation(settings=settings, **options))
+    result = await run_emulation(EmulationSettings(settings=settings, **options))
     if as_json:
         print_json(result)
     else:
@@ -97,28 +97,28 @@ async def emulate(**options: Any) -> None:
 @json_option
 @run_command
 async def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: bool) -> int:
-    from infra.demo.demo import STEPS, DemoOptions, run_demo
-    from infra.demo.publish import Load
-    from infra.demo.view import ConsoleView, QuietView
+    from infra.demo.demo import STEP_COUNT, DemoOptions, run_demo
+    from infra.demo.publish import PublishLoad
+    from infra.demo.view import ConsoleView, StepView
 
-    options = DemoOptions(Load(seconds=seconds, seed=_seed(seed), rate=rate), keep=keep)
+    options = DemoOptions(PublishLoad(seconds=seconds, seed=_seed(seed), rate=rate), keep=keep)
     clock = SystemClock()
     if as_json:
-        result = await _until_terminated(run_demo(options, QuietView(), clock))
+        result = await _until_terminated(run_demo(options, StepView(), clock))
         print_json(result.to_json())
     else:
-        view = ConsoleView(clock, STEPS)
+        view = ConsoleView(clock, STEP_COUNT)
         with view.running():
             result = await _until_terminated(run_demo(options, view, clock))
-        click.echo(f"\n{result.comparison().line()}")
-    return 0 if result.ok else 1
+        click.echo(f"\n{result.comparison().summary()}")
+    return 0 if result.is_ok else 1
 
 
 def _seed(given: int | None) -> int:
     return random.SystemRandom().getrandbits(32) if given is None else given
 
 
-def _connection(config: str | None, server: str | None) -> NatsSettings:
+def _nats_settings(config: str | None, server: str | None) -> NatsSettings:
     """Return the settings for `server` if given, else those of the configuration for egress, else the defaults."""
     if config and server:
         raise UsageError("--server and --config: expected at most one of them")

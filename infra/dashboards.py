@@ -9,30 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PLACE = Path(__file__).parent / "grafana" / "floe.json"
+DASHBOARD_PATH = Path(__file__).parent / "grafana" / "floe.json"
 
-WIDTH, HEIGHT = 24, 8  # of Grafana's grid; of a panel
+GRID_WIDTH, PANEL_HEIGHT = 24, 8  # of Grafana's grid; of a panel
 
-SITE = 'site=~"$site"'
-TARGET = 'target=~"$target"'
-BOTH = f"{TARGET},{SITE}"
-CHAIN = "{{site}}/{{feed}}/{{partition}}"
-INTO = f"{{{{target}}}} {CHAIN}"
-INSTANCE = "{{job}} {{instance}}"
+BY_SITE = 'site=~"$site"'
+BY_TARGET = 'target=~"$target"'
+BY_BOTH = f"{BY_TARGET},{BY_SITE}"
+CHAIN_LEGEND = "{{site}}/{{feed}}/{{partition}}"
+COPY_LEGEND = f"{{{{target}}}} {CHAIN_LEGEND}"
+INSTANCE_LEGEND = "{{job}} {{instance}}"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. `shown`: expressions, each with the legend of its series. `unit`: as Grafana names it.
+    """One panel. `expressions`: each with the legend of its series. `unit`: as Grafana names it.
 
-    `kind`: `timeseries`, or `stat` for a number that is red from `red` on.
+    `kind`: `timeseries`, or `stat` for a number that is red from `red_from` on.
     """
 
     title: str
-    shown: Mapping[str, str]
+    expressions: Mapping[str, str]
     unit: str = "short"
     kind: str = "timeseries"
-    red: float | None = None
+    red_from: float | None = None
     width: int = 8
 
 
@@ -42,116 +42,130 @@ def rate(metric: str, selector: str = "", by: str = "") -> str:
     return f"sum by ({by}) ({found})" if by else found
 
 
-def quantile(metric: str, selector: str, by: str, share: float = 0.95) -> str:
-    """Return the expression for the value below which the fraction `share` of a histogram's observations lies."""
-    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', selector, f'{by}, le')})"
+def quantile(metric: str, selector: str, by: str, fraction: float = 0.95) -> str:
+    """Return the expression for the value below which `fraction` of a histogram's observations lies."""
+    return f"histogram_quantile({fraction}, {rate(f'{metric}_bucket', selector, f'{by}, le')})"
 
 
-def stat(title: str, expression: str, *, unit: str = "short", red: float | None = 1) -> Panel:
-    """Return a panel with one number, red from `red` on."""
-    return Panel(title, {expression: ""}, unit, "stat", red, width=4)
+def stat_panel(title: str, expression: str, *, unit: str = "short", red_from: float | None = 1) -> Panel:
+    """Return a panel with one number, red from `red_from` on."""
+    return Panel(title, {expression: ""}, unit, "stat", red_from, width=4)
 
 
 ROWS: Mapping[str, Sequence[Panel]] = {
     "Sites, as the centre knows them": (
-        stat("silent sites", f"sum(floe_ingress_site_silent{{{SITE}}})"),
-        stat("silent chains", f"sum(floe_ingress_source_silent{{{SITE}}})"),
-        stat("chains stopped at a site", f"sum(floe_ingress_source_stopped{{{SITE}}})"),
-        stat("chains stopped here", f"sum(floe_ingress_stopped_chains{{{TARGET}}})"),
-        stat("targets stopped", f"sum(floe_ingress_stopped{{{TARGET}}})"),
-        stat("sequences late", f"sum(floe_ingress_late_sequences{{{BOTH}}})"),
-        Panel("behind the source", {f"floe_ingress_source_lag_sequences{{{BOTH}}}": INTO}, width=12),
+        stat_panel("silent sites", f"sum(floe_ingress_site_silent{{{BY_SITE}}})"),
+        stat_panel("silent chains", f"sum(floe_ingress_source_silent{{{BY_SITE}}})"),
+        stat_panel("chains stopped at a site", f"sum(floe_ingress_source_stopped{{{BY_SITE}}})"),
+        stat_panel("chains stopped here", f"sum(floe_ingress_stopped_chains{{{BY_TARGET}}})"),
+        stat_panel("targets stopped", f"sum(floe_ingress_stopped{{{BY_TARGET}}})"),
+        stat_panel("sequences late", f"sum(floe_ingress_late_sequences{{{BY_BOTH}}})"),
+        Panel("behind the source", {f"floe_ingress_source_lag_sequences{{{BY_BOTH}}}": COPY_LEGEND}, width=12),
         Panel(
-            "since the last sign of life",
-            {f"time() - floe_ingress_site_alive_timestamp_seconds{{{SITE}}}": "{{site}}"},
+            "since the last heartbeat",
+            {f"time() - floe_ingress_site_alive_timestamp_seconds{{{BY_SITE}}}": "{{site}}"},
             "s",
             width=12,
         ),
     ),
     "Egress": (
-        stat("chains stopped", f"sum(floe_egress_stopped{{{SITE}}})"),
-        stat("chains waiting", f"sum(floe_egress_waiting{{{SITE}}})"),
-        stat("chains stalled", f"sum(floe_egress_stalled{{{SITE}}})"),
-        stat("leases held", f"sum(floe_egress_lease_held{{{SITE}}})", red=None),
-        stat("sequences lost", f"sum(floe_egress_lost_sequences{{{SITE}}})"),
-        stat("damaged segments", f"sum(floe_egress_damaged_segments{{{SITE}}})"),
+        stat_panel("chains stopped", f"sum(floe_egress_stopped{{{BY_SITE}}})"),
+        stat_panel("chains waiting", f"sum(floe_egress_waiting{{{BY_SITE}}})"),
+        stat_panel("chains stalled", f"sum(floe_egress_stalled{{{BY_SITE}}})"),
+        stat_panel("leases held", f"sum(floe_egress_lease_held{{{BY_SITE}}})", red_from=None),
+        stat_panel("sequences lost", f"sum(floe_egress_lost_sequences{{{BY_SITE}}})"),
+        stat_panel("damaged segments", f"sum(floe_egress_damaged_segments{{{BY_SITE}}})"),
         Panel(
             "until the source expires",
-            {f"min by (site, feed, partition) (floe_egress_expiry_seconds{{{SITE}}})": CHAIN},
+            {f"min by (site, feed, partition) (floe_egress_expiry_seconds{{{BY_SITE}}})": CHAIN_LEGEND},
             "s",
         ),
-        Panel("not archived", {f"floe_egress_source_sequence{{{SITE}}} - floe_egress_end_sequence{{{SITE}}}": CHAIN}),
         Panel(
-            "since the last segment", {f"time() - floe_egress_put_last_success_timestamp_seconds{{{SITE}}}": CHAIN}, "s"
+            "not archived",
+            {f"floe_egress_source_sequence{{{BY_SITE}}} - floe_egress_end_sequence{{{BY_SITE}}}": CHAIN_LEGEND},
         ),
-        Panel("messages archived", {rate("egress_messages_total", SITE, "site, feed, partition"): CHAIN}, "cps"),
+        Panel(
+            "since the last segment",
+            {f"time() - floe_egress_put_last_success_timestamp_seconds{{{BY_SITE}}}": CHAIN_LEGEND},
+            "s",
+        ),
+        Panel(
+            "messages archived", {rate("egress_messages_total", BY_SITE, "site, feed, partition"): CHAIN_LEGEND}, "cps"
+        ),
         Panel(
             "bytes before and in segments",
             {
-                rate("egress_raw_bytes_total", SITE, "site"): "{{site}} raw",
-                rate("egress_stored_bytes_total", SITE, "site"): "{{site}} stored",
+                rate("egress_raw_bytes_total", BY_SITE, "site"): "{{site}} raw",
+                rate("egress_stored_bytes_total", BY_SITE, "site"): "{{site}} stored",
             },
             "Bps",
         ),
-        Panel("open segment, messages", {f"floe_egress_open_segment_messages{{{SITE}}}": CHAIN}),
-        Panel("open segment, bytes", {f"floe_egress_open_segment_bytes{{{SITE}}}": CHAIN}, "bytes"),
-        Panel("open segment, age", {f"floe_egress_open_segment_age_seconds{{{SITE}}}": CHAIN}, "s"),
-        Panel("left out, by why", {rate("egress_left_out_total", SITE, "reason"): "{{reason}}"}, "cps"),
-        Panel("time of a put (95 %)", {quantile("egress_put_seconds", SITE, "site, feed"): "{{site}}/{{feed}}"}, "s"),
-        Panel("segments closed, by why", {rate("egress_segments_closed_total", SITE, "reason"): "{{reason}}"}, "cps"),
+        Panel("open segment, messages", {f"floe_egress_open_segment_messages{{{BY_SITE}}}": CHAIN_LEGEND}),
+        Panel("open segment, bytes", {f"floe_egress_open_segment_bytes{{{BY_SITE}}}": CHAIN_LEGEND}, "bytes"),
+        Panel("open segment, age", {f"floe_egress_open_segment_age_seconds{{{BY_SITE}}}": CHAIN_LEGEND}, "s"),
+        Panel("left out, by reason", {rate("egress_left_out_total", BY_SITE, "reason"): "{{reason}}"}, "cps"),
+        Panel(
+            "time of a put (95 %)", {quantile("egress_put_seconds", BY_SITE, "site, feed"): "{{site}}/{{feed}}"}, "s"
+        ),
+        Panel(
+            "segments closed, by reason", {rate("egress_segments_closed_total", BY_SITE, "reason"): "{{reason}}"}, "cps"
+        ),
         Panel(
             "memory and spool",
             {
-                "floe_egress_memory_bytes": f"{INSTANCE} memory",
-                "floe_egress_memory_limit_bytes": f"{INSTANCE} limit",
-                "floe_egress_spool_bytes": f"{INSTANCE} spool",
+                "floe_egress_memory_bytes": f"{INSTANCE_LEGEND} memory",
+                "floe_egress_memory_limit_bytes": f"{INSTANCE_LEGEND} limit",
+                "floe_egress_spool_bytes": f"{INSTANCE_LEGEND} spool",
             },
             "bytes",
         ),
-        Panel("advisories", {rate("egress_advisories_total", SITE, "event, result"): "{{event}} {{result}}"}, "cps"),
-        Panel("advisories that wait to be stored", {f"floe_egress_advisories_waiting{{{SITE}}}": CHAIN}),
-        Panel("values that samplers know", {f"floe_egress_tracked_values{{{SITE}}}": CHAIN}),
+        Panel("advisories", {rate("egress_advisories_total", BY_SITE, "event, result"): "{{event}} {{result}}"}, "cps"),
+        Panel("advisories that wait to be stored", {f"floe_egress_advisories_waiting{{{BY_SITE}}}": CHAIN_LEGEND}),
+        Panel("values that samplers know", {f"floe_egress_tracked_values{{{BY_SITE}}}": CHAIN_LEGEND}),
         Panel(
-            "snapshots of samplers, and samplers built again",
+            "snapshots of samplers, and samplers rebuilt",
             {
-                rate("egress_snapshots_total", SITE, "result"): "{{result}}",
-                rate("egress_sampler_rebuilt_total", SITE, "reason"): "built again: {{reason}}",
+                rate("egress_snapshots_total", BY_SITE, "result"): "{{result}}",
+                rate("egress_sampler_rebuilt_total", BY_SITE, "reason"): "rebuilt: {{reason}}",
             },
             "cps",
         ),
         Panel(
             "captures of configuration, consumers and deletions",
-            {rate("egress_captures_total", SITE, "what, result"): "{{what}} {{result}}"},
+            {rate("egress_captures_total", BY_SITE, "what, result"): "{{what}} {{result}}"},
             "cps",
         ),
-        Panel("doubts about a reader", {rate("egress_doubts_total", SITE, "reason"): "{{reason}}"}, "cps"),
+        Panel("doubts about a reader", {rate("egress_doubts_total", BY_SITE, "reason"): "{{reason}}"}, "cps"),
         Panel(
             "of the stream, to look into",
             {
-                f"floe_egress_unverified{{{SITE}}}": f"{CHAIN} nothing left to compare",
-                f"floe_egress_created_drifted{{{SITE}}}": f"{CHAIN} other creation time",
-                f"floe_egress_unmatched_messages{{{SITE}}}": "{{site}}/{{feed}} in no partition",
-                f"increase(floe_egress_interest_lapsed_total{{{SITE}}}[$__rate_interval])": f"{CHAIN} lapsed",
+                f"floe_egress_unverified{{{BY_SITE}}}": f"{CHAIN_LEGEND} nothing left to compare",
+                f"floe_egress_created_drifted{{{BY_SITE}}}": f"{CHAIN_LEGEND} other creation time",
+                f"floe_egress_unmatched_messages{{{BY_SITE}}}": "{{site}}/{{feed}} in no partition",
+                f"increase(floe_egress_interest_lapsed_total{{{BY_SITE}}}[$__rate_interval])": f"{CHAIN_LEGEND} lapsed",
             },
         ),
         Panel(
-            "heartbeats and signs of life",
+            "heartbeats",
             {
-                rate("egress_heartbeats_total", SITE, "site"): "{{site}} heartbeats",
-                rate("egress_heartbeat_errors_total", SITE, "site"): "{{site}} heartbeats not stored",
-                rate("egress_alive_errors_total", SITE, "site"): "{{site}} signs of life not stored",
+                rate("egress_heartbeats_total", BY_SITE, "site"): "{{site}} heartbeats",
+                rate("egress_heartbeat_errors_total", BY_SITE, "site"): "{{site}} heartbeats not stored",
+                rate("egress_alive_errors_total", BY_SITE, "site"): "{{site}} process heartbeats not stored",
             },
             "cps",
         ),
     ),
     "Archive and store": (
-        Panel("end of the archive", {f"max by (site, feed, partition) (floe_egress_end_sequence{{{SITE}}})": CHAIN}),
-        Panel("segments put", {rate("egress_segments_total", SITE, "site, feed"): "{{site}}/{{feed}}"}, "cps"),
+        Panel(
+            "end of the archive",
+            {f"max by (site, feed, partition) (floe_egress_end_sequence{{{BY_SITE}}})": CHAIN_LEGEND},
+        ),
+        Panel("segments put", {rate("egress_segments_total", BY_SITE, "site, feed"): "{{site}}/{{feed}}"}, "cps"),
         Panel(
             "damaged, or not read back",
             {
-                rate("ingress_damaged_segments_total", SITE, "site, feed"): "{{site}}/{{feed}} damaged",
-                rate("segment_read_back_failures_total", SITE, "site, feed"): "{{site}}/{{feed}} not read back",
+                rate("ingress_damaged_segments_total", BY_SITE, "site, feed"): "{{site}}/{{feed}} damaged",
+                rate("segment_read_back_failures_total", BY_SITE, "site, feed"): "{{site}}/{{feed}} not read back",
             },
             "cps",
         ),
@@ -164,59 +178,61 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel("time of a call (95 %)", {quantile("store_request_seconds", "", "op"): "{{op}}"}, "s"),
     ),
     "Ingress": (
-        Panel("behind the archive, time", {f"floe_ingress_lag_seconds{{{BOTH}}}": INTO}, "s"),
-        Panel("behind the archive, messages", {f"floe_ingress_lag_messages{{{BOTH}}}": INTO}),
-        Panel("waiting for a hole", {f"floe_ingress_waiting_seconds{{{BOTH}}}": INTO}, "s"),
+        Panel("behind the archive, time", {f"floe_ingress_lag_seconds{{{BY_BOTH}}}": COPY_LEGEND}, "s"),
+        Panel("behind the archive, messages", {f"floe_ingress_lag_messages{{{BY_BOTH}}}": COPY_LEGEND}),
+        Panel("waiting for a hole", {f"floe_ingress_waiting_seconds{{{BY_BOTH}}}": COPY_LEGEND}, "s"),
         Panel(
             "messages carried",
-            {rate("ingress_messages_total", BOTH, "target, site, feed"): "{{target}} {{site}}/{{feed}}"},
+            {rate("ingress_messages_total", BY_BOTH, "target, site, feed"): "{{target}} {{site}}/{{feed}}"},
             "cps",
         ),
-        Panel("bytes carried", {rate("ingress_bytes_total", BOTH, "target, site"): "{{target}} {{site}}"}, "Bps"),
-        Panel("time of an intent (95 %)", {quantile("ingress_publish_seconds", TARGET, "target"): "{{target}}"}, "s"),
-        Panel("intents", {rate("ingress_intents_total", TARGET, "target, result"): "{{target}} {{result}}"}, "cps"),
-        Panel("intents open", {f"floe_ingress_intent_open{{{TARGET}}}": "{{target}}"}),
-        Panel("messages of others", {rate("ingress_foreign_messages_total", TARGET, "target"): "{{target}}"}, "cps"),
+        Panel("bytes carried", {rate("ingress_bytes_total", BY_BOTH, "target, site"): "{{target}} {{site}}"}, "Bps"),
+        Panel(
+            "time of an intent (95 %)", {quantile("ingress_publish_seconds", BY_TARGET, "target"): "{{target}}"}, "s"
+        ),
+        Panel("intents", {rate("ingress_intents_total", BY_TARGET, "target, result"): "{{target}} {{result}}"}, "cps"),
+        Panel("intents open", {f"floe_ingress_intent_open{{{BY_TARGET}}}": "{{target}}"}),
+        Panel("messages of others", {rate("ingress_foreign_messages_total", BY_TARGET, "target"): "{{target}}"}, "cps"),
         Panel("notifications", {rate("ingress_events_total", "", "source, result"): "{{source}} {{result}}"}, "cps"),
         Panel(
-            "looks and positions that the store refused",
+            "store errors: listings, positions",
             {
-                rate("ingress_store_errors_total", TARGET, "target"): "{{target}} looks",
-                rate("ingress_positions_errors_total", TARGET, "target"): "{{target}} positions",
+                rate("ingress_store_errors_total", BY_TARGET, "target"): "{{target}} listings",
+                rate("ingress_positions_errors_total", BY_TARGET, "target"): "{{target}} positions",
             },
             "cps",
         ),
         Panel(
             "refused and unclear",
             {
-                rate("ingress_refused_batches_total", TARGET, "target, err_code"): "{{target}} {{err_code}}",
-                rate("ingress_unclear_outcomes_total", TARGET, "target"): "{{target}} unclear",
+                rate("ingress_refused_batches_total", BY_TARGET, "target, err_code"): "{{target}} {{err_code}}",
+                rate("ingress_unclear_outcomes_total", BY_TARGET, "target"): "{{target}} unclear",
             },
             "cps",
         ),
         Panel(
             "lost, parked, paused",
             {
-                f"increase(floe_ingress_lost_sequences_total{{{BOTH}}}[$__rate_interval])": f"{INTO} lost",
-                f"floe_ingress_parked_waiting{{{TARGET}}}": "{{target}} parked",
-                f"floe_ingress_paused_chains{{{TARGET}}}": "{{target}} paused chains",
-                f"increase(floe_ingress_segments_behind_gaps_total{{{SITE}}}[$__rate_interval])": "{{site}} late",
+                f"increase(floe_ingress_lost_sequences_total{{{BY_BOTH}}}[$__rate_interval])": f"{COPY_LEGEND} lost",
+                f"floe_ingress_parked_waiting{{{BY_TARGET}}}": "{{target}} parked",
+                f"floe_ingress_paused_chains{{{BY_TARGET}}}": "{{target}} paused chains",
+                f"increase(floe_ingress_segments_behind_gaps_total{{{BY_SITE}}}[$__rate_interval])": "{{site}} late",
             },
         ),
     ),
     "Compaction": (
-        stat(
+        stat_panel(
             "since the last success",
             "max(time() - floe_compaction_last_success_timestamp_seconds)",
             unit="s",
-            red=86400,
+            red_from=86400,
         ),
-        stat("failures of the last run", "sum(floe_compaction_failures)"),
-        stat("segments merged", "sum(floe_compaction_merged_segments)", red=None),
-        stat("made of them", "sum(floe_compaction_output_segments)", red=None),
-        stat("segments deleted", "sum(floe_compaction_deleted_segments)", red=None),
-        stat("duration", "max(floe_compaction_duration_seconds)", unit="s", red=None),
-        stat("retention held back", "sum(floe_compaction_retention_held_bytes)", unit="bytes"),
+        stat_panel("failures of the last run", "sum(floe_compaction_failures)"),
+        stat_panel("segments merged", "sum(floe_compaction_merged_segments)", red_from=None),
+        stat_panel("made of them", "sum(floe_compaction_output_segments)", red_from=None),
+        stat_panel("segments deleted", "sum(floe_compaction_deleted_segments)", red_from=None),
+        stat_panel("duration", "max(floe_compaction_duration_seconds)", unit="s", red_from=None),
+        stat_panel("retention held back", "sum(floe_compaction_retention_held_bytes)", unit="bytes"),
         Panel(
             "bytes read, written, deleted",
             {
@@ -231,11 +247,13 @@ ROWS: Mapping[str, Sequence[Panel]] = {
     ),
     "Processes": (
         Panel("versions", {"sum by (version, python) (floe_build_info)": "{{version}}, Python {{python}}"}),
-        Panel("memory", {'process_resident_memory_bytes{job=~"floe.*"}': INSTANCE}, "bytes"),
+        Panel("memory", {'process_resident_memory_bytes{job=~"floe.*"}': INSTANCE_LEGEND}, "bytes"),
         Panel(
-            "processor", {'rate(process_cpu_seconds_total{job=~"floe.*"}[$__rate_interval])': INSTANCE}, "percentunit"
+            "processor",
+            {'rate(process_cpu_seconds_total{job=~"floe.*"}[$__rate_interval])': INSTANCE_LEGEND},
+            "percentunit",
         ),
-        Panel("connections to NATS", {"floe_nats_connected": INSTANCE}),
+        Panel("connections to NATS", {"floe_nats_connected": INSTANCE_LEGEND}),
         Panel(
             "reachable",
             {
@@ -245,7 +263,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
                 "floe_ingress_store_reachable": "ingress {{instance}} store",
             },
         ),
-        Panel("reconnects", {"increase(floe_nats_reconnects_total[$__rate_interval])": INSTANCE}),
+        Panel("reconnects", {"increase(floe_nats_reconnects_total[$__rate_interval])": INSTANCE_LEGEND}),
         Panel(
             "members and leases",
             {
@@ -258,8 +276,8 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "leases that changed hands",
             {
-                rate("egress_hand_overs_total", SITE, "site, reason"): "{{site}} {{reason}}",
-                rate("egress_take_overs_total", SITE, "site"): "{{site}} taken over",
+                rate("egress_hand_overs_total", BY_SITE, "site, reason"): "{{site}} {{reason}}",
+                rate("egress_take_overs_total", BY_SITE, "site"): "{{site}} taken over",
                 rate("ingress_hand_overs_total", "", "reason"): "ingress {{reason}}",
                 rate("ingress_take_overs_total"): "ingress taken over",
             },
@@ -269,11 +287,11 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "workers",
             {
                 "floe_egress_worker_running": "{{instance}} {{worker}} runs",
-                "increase(floe_egress_worker_restarts_total[$__rate_interval])": "{{instance}} {{worker}} begun anew",
+                "increase(floe_egress_worker_restarts_total[$__rate_interval])": "{{instance}} {{worker}} restarted",
             },
         ),
         Panel("unexpected errors", {rate("unexpected_errors_total", "", "part"): "{{part}}"}, "cps"),
-        Panel("log lines dropped", {"rate(floe_log_lines_dropped_total[$__rate_interval])": INSTANCE}, "cps"),
+        Panel("log lines dropped", {"rate(floe_log_lines_dropped_total[$__rate_interval])": INSTANCE_LEGEND}, "cps"),
         Panel(
             "the store answered last",
             {
@@ -286,7 +304,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
 }
 
 #: Metrics that no panel shows, by reason.
-LEFT_OUT: Mapping[str, Sequence[str]] = {
+METRICS_WITHOUT_PANEL: Mapping[str, Sequence[str]] = {
     "a panel shows what it is a part or a limit of": (
         "floe_egress_share",
         "floe_ingress_share",
@@ -349,7 +367,7 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def text() -> str:
+def render() -> str:
     """Return the content of the file."""
     return json.dumps(dashboard(), indent=1, sort_keys=True) + "\n"
 
@@ -379,11 +397,11 @@ def _panels() -> Iterator[dict[str, Any]]:
     number = y = 0
     for title, panels in ROWS.items():
         number += 1
-        place = {"x": 0, "y": y, "w": WIDTH, "h": 1}
+        place = {"x": 0, "y": y, "w": GRID_WIDTH, "h": 1}
         yield {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
         x, y, height = 0, y + 1, 0
         for each in panels:
-            if x + each.width > WIDTH:
+            if x + each.width > GRID_WIDTH:
                 x, y, height = 0, y + height, 0
             number, height = number + 1, max(height, _height(each))
             yield _panel(each, number, {"x": x, "y": y, "w": each.width, "h": _height(each)})
@@ -392,13 +410,13 @@ def _panels() -> Iterator[dict[str, Any]]:
 
 
 def _height(panel: Panel) -> int:
-    return HEIGHT // 2 if panel.kind == "stat" else HEIGHT
+    return PANEL_HEIGHT // 2 if panel.kind == "stat" else PANEL_HEIGHT
 
 
 def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
     steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
-    if panel.red is not None:
-        steps.append({"color": "red", "value": panel.red})
+    if panel.red_from is not None:
+        steps.append({"color": "red", "value": panel.red_from})
     is_stat = panel.kind == "stat"
     return {
         "id": number,
@@ -414,10 +432,10 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
         "options": {"reduceOptions": {"calcs": ["lastNotNull"]}} if is_stat else {"legend": {"displayMode": "list"}},
         "targets": [
             {"refId": chr(ord("A") + index), "datasource": DATASOURCE, "expr": expression, "legendFormat": legend}
-            for index, (expression, legend) in enumerate(panel.shown.items())
+            for index, (expression, legend) in enumerate(panel.expressions.items())
         ],
     }
 
 
 if __name__ == "__main__":
-    PLACE.write_text(text())
+    DASHBOARD_PATH.write_text(render())

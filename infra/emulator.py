@@ -13,15 +13,16 @@ from common.logs import get_logger
 from common.service.process import stop_on_signals
 from common.settings.service import NatsSettings
 from common.tasks import Stop, wait_for
-from infra.acked import AckedPublisher, Published
+from infra.acked import AckedPublisher, PublishCounts
 from infra.fleet import Fleet, Sizes, describe, read_facts
 
 log = get_logger(__name__)
 
 
-SUBJECT = "choria.node_metadata.{sender}"
-STREAM = "NODE_DATA"
-TICK = 0.05  # seconds between two checks for due messages
+DEFAULT_SUBJECT = "choria.node_metadata.{sender}"
+DEFAULT_STREAM = "NODE_DATA"
+MAX_BURST_MESSAGES = 20_000  # published before the next check
+DUE_CHECK_INTERVAL_S = 0.05  # seconds between two checks for due messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +44,16 @@ class PublishSchedule:
         if self.interval <= 0 or (self.rate is not None and self.rate < 0):
             raise UsageError(f"interval {self.interval}, rate {self.rate}: expected more than 0 seconds, 0 or more")
 
-    def per_second(self) -> float:
+    def messages_per_second(self) -> float:
         """Return the messages per second of the fleet; infinity if there is no limit."""
         if self.rate is None:
             return self.nodes / self.interval
         return self.rate or float("inf")
 
-    def due(self, elapsed: float) -> int:
+    def due_count(self, elapsed: float) -> int:
         """Return the number of messages that must have been published `elapsed` seconds after the start."""
         limit = self.count if self.count is not None else 2**62
-        return int(min(limit, 1 + elapsed * self.per_second()))
+        return int(min(limit, 1 + elapsed * self.messages_per_second()))
 
     def is_over(self, published: int, elapsed: float) -> bool:
         timed_out = self.duration is not None and elapsed >= self.duration
@@ -63,7 +64,7 @@ class PublishSchedule:
 class EmulatorProgress:
     """The progress of an emulation; read while it runs."""
 
-    published: Published = field(default_factory=Published)
+    published: PublishCounts = field(default_factory=PublishCounts)
     elapsed: float = 0.0
 
     def rate(self) -> float:
@@ -78,38 +79,44 @@ class Emulator:
     """
 
     def __init__(
-        self, client: FloeClient, fleet: Fleet, pace: PublishSchedule, clock: Clock, *, subject: str = SUBJECT
+        self,
+        client: FloeClient,
+        fleet: Fleet,
+        schedule: PublishSchedule,
+        clock: Clock,
+        *,
+        subject: str = DEFAULT_SUBJECT,
     ) -> None:
         subject_filter(subject)
         self.progress = EmulatorProgress()
-        self._client, self._fleet, self._pace, self._clock = client, fleet, pace, clock
+        self._client, self._fleet, self._schedule, self._clock = client, fleet, schedule, clock
         self._subject = subject
-        self._documents = self._endless()
+        self._documents = self._iter_documents()
 
-    async def run(self, stop: Stop) -> Published:
+    async def run(self, stop: Stop) -> PublishCounts:
         """Publish until the schedule is over or `stop` is set; return when no message is in flight."""
         started = self._clock.monotonic()
         async with AckedPublisher(self._client) as publisher:
             self.progress.published = publisher.published
             while not stop.is_set:
                 elapsed = self.progress.elapsed = self._clock.monotonic() - started
-                if self._pace.is_over(publisher.published.sent, elapsed):
+                if self._schedule.is_over(publisher.published.sent, elapsed):
                     break
                 await self._publish_due(publisher, elapsed, stop)
             self.progress.elapsed = self._clock.monotonic() - started
-            return await publisher.settle()
+            return await publisher.wait_for_acks()
 
     async def _publish_due(self, publisher: AckedPublisher, elapsed: float, stop: Stop) -> None:
-        """Publish the messages that are due now, at most 20,000; then sleep for `TICK`, or not if there is no limit."""
-        due = min(self._pace.due(elapsed) - publisher.published.sent, 20_000)
+        """Publish what is due now; then sleep for `DUE_CHECK_INTERVAL_S`, or not if there is no limit."""
+        due = min(self._schedule.due_count(elapsed) - publisher.published.sent, MAX_BURST_MESSAGES)
         for _ in range(due):
             if stop.is_set:
                 return
             await publisher.publish(*next(self._documents))
         await publisher.flush()
-        await self._clock.sleep(TICK if self._pace.per_second() != float("inf") else 0)
+        await self._clock.sleep(DUE_CHECK_INTERVAL_S if self._schedule.messages_per_second() != float("inf") else 0)
 
-    def _endless(self) -> Iterator[tuple[bytes, bytes]]:
+    def _iter_documents(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield subject and document, node after node, turn after turn."""
         before, _, after = self._subject.encode().partition(b"{sender}")
         turn = 0
@@ -143,23 +150,23 @@ async def open_stream(client: FloeClient, stream: str, subject: str, *, create: 
     return info
 
 
-async def check_stored(client: FloeClient, before: StreamInfo, published: Published) -> None:
+async def check_stored(client: FloeClient, before: StreamInfo, published: PublishCounts) -> None:
     """Raise DataError if the stream grew by fewer messages than acknowledged, or any is refused or unknown."""
     after = await stream_info(client, before.name)
     grown = after.last_sequence - before.last_sequence if after else 0
     if grown < published.stored or published.refused or published.unknown:
         raise DataError(
             f"stream {before.name}: expected {published.sent} more messages, found {grown}",
-            hint=published.line(),
+            hint=published.summary(),
             code="E-NOT-STORED",
         )
 
 
-SECONDS_BETWEEN_LINES = 10.0
+LOG_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Emulation:
+class EmulationSettings:
     """The settings of an emulation: server, stream, messages and schedule. Sizes in bytes, times in seconds."""
 
     settings: NatsSettings
@@ -175,23 +182,29 @@ class Emulation:
     duration: float | None
     seed: int
 
-    def pace(self) -> PublishSchedule:
+    def schedule(self) -> PublishSchedule:
         return PublishSchedule(self.nodes, self.interval, self.rate, self.count, self.duration)
 
 
-async def run_emulation(emulation: Emulation, clock: Clock | None = None) -> dict[str, object]:
+async def run_emulation(emulation: EmulationSettings, clock: Clock | None = None) -> dict[str, object]:
     """Publish until the schedule is over or a signal comes; return the result, with a sentence under `line`.
 
     Raises DataError if the stream does not hold all messages sent, ConfigError if it does not exist.
     """
     clock, facts = clock or SystemClock(), read_facts()
-    pace = emulation.pace()
+    schedule = emulation.schedule()
     sizes = Sizes(emulation.min_size, emulation.max_size)
     fleet = Fleet(facts, seed=emulation.seed, nodes=emulation.nodes, interval=emulation.interval, sizes=sizes)
     async with aclosing(await connect(emulation.settings, name="floe emulate", clock=clock)) as client:
-        emulator = Emulator(client, fleet, pace, clock, subject=emulation.subject)
+        emulator = Emulator(client, fleet, schedule, clock, subject=emulation.subject)
         before = await open_stream(client, emulation.stream, emulation.subject, create=emulation.create)
-        log.info("emulating", action="emulate", machine=describe(facts), nodes=fleet.nodes, seed=emulation.seed)
+        log.info(
+            "emulation started",
+            action="emulation_started",
+            machine=describe(facts),
+            nodes=fleet.nodes,
+            seed=emulation.seed,
+        )
         await _run(emulator)
         await check_stored(client, before, emulator.progress.published)
     return _result(emulation, emulator)
@@ -199,22 +212,23 @@ async def run_emulation(emulation: Emulation, clock: Clock | None = None) -> dic
 
 async def _run(emulator: Emulator) -> None:
     async with stop_on_signals() as stop, asyncio.TaskGroup() as group:
-        watching = group.create_task(_watch(emulator, stop))
+        watching = group.create_task(_log_progress(emulator, stop))
         await emulator.run(stop)
         watching.cancel()
 
 
-async def _watch(emulator: Emulator, stop: Stop) -> None:
-    while not await wait_for(stop, SECONDS_BETWEEN_LINES):
+async def _log_progress(emulator: Emulator, stop: Stop) -> None:
+    while not await wait_for(stop, LOG_INTERVAL_S):
         progress = emulator.progress
-        log.info(progress.published.line(), action="emulating", per_second=round(progress.rate()))
+        counts = {"published": progress.published.summary(), "per_second": round(progress.rate())}
+        log.info("emulation progressed", action="emulation_progressed", **counts)
 
 
-def _result(emulation: Emulation, emulator: Emulator) -> dict[str, object]:
+def _result(emulation: EmulationSettings, emulator: Emulator) -> dict[str, object]:
     published, elapsed = emulator.progress.published, emulator.progress.elapsed
     pace = f"in {elapsed:.1f} s, {emulator.progress.rate():,.0f} a second"
     return {
-        "line": f"{published.line()} {pace}, seed {emulation.seed}",
+        "line": f"{published.summary()} {pace}, seed {emulation.seed}",
         "stream": emulation.stream,
         "seed": emulation.seed,
         "sent": published.sent,

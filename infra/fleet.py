@@ -28,7 +28,7 @@ MAX_MOUNTS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MachineFacts:
     """The facts of one machine. Sizes are in bytes unless a key names another unit; `packages`: version by name."""
 
     os: dict[str, str]
@@ -41,9 +41,9 @@ class Facts:
     packages: dict[str, str]
 
 
-def read_facts(root: Path = Path("/")) -> Facts:
+def read_facts(root: Path = Path("/")) -> MachineFacts:
     """Read the facts of the machine that has its file system at `root`."""
-    return Facts(
+    return MachineFacts(
         os=_os_release(root),
         kernel={"name": platform.system(), "release": platform.release(), "machine": platform.machine()},
         cpu=_cpu(root),
@@ -55,7 +55,7 @@ def read_facts(root: Path = Path("/")) -> Facts:
     )
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
@@ -64,7 +64,7 @@ def _text_of(path: Path) -> str:
 
 
 def _os_release(root: Path) -> dict[str, str]:
-    pairs = (line.split("=", 1) for line in _text_of(root / "etc/os-release").splitlines() if "=" in line)
+    pairs = (line.split("=", 1) for line in _read_text(root / "etc/os-release").splitlines() if "=" in line)
     values = {name.lower(): value.strip('"') for name, value in pairs}
     wanted = ("id", "name", "version", "version_id", "pretty_name")
     return {name: values[name] for name in wanted if name in values}
@@ -72,7 +72,7 @@ def _os_release(root: Path) -> dict[str, str]:
 
 def _cpu(root: Path) -> dict[str, object]:
     info: dict[str, str] = {}
-    for line in _text_of(root / "proc/cpuinfo").splitlines():
+    for line in _read_text(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         info.setdefault(name.strip(), value.strip())
     models = [info[name] for name in ("model name", "Processor", "vendor_id") if info.get(name)]
@@ -81,7 +81,7 @@ def _cpu(root: Path) -> dict[str, object]:
 
 def _memory(root: Path) -> dict[str, int]:
     memory = {}
-    for line in _text_of(root / "proc/meminfo").splitlines():
+    for line in _read_text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         parts = value.split()
         if parts and parts[0].isdigit():
@@ -90,7 +90,7 @@ def _memory(root: Path) -> dict[str, int]:
 
 
 def _mounts(root: Path) -> Iterator[dict[str, object]]:
-    for line in _text_of(root / "proc/mounts").splitlines()[:MAX_MOUNTS]:
+    for line in _read_text(root / "proc/mounts").splitlines()[:MAX_MOUNTS]:
         device, path, kind, options = line.split()[:4]
         with suppress(OSError):
             state = os.statvfs(root / path.lstrip("/"))
@@ -109,10 +109,10 @@ def _interfaces(root: Path) -> Iterator[dict[str, object]]:
     for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
         yield {
             "name": entry.name,
-            "mac": _text_of(entry / "address").strip(),
-            "mtu": int(_text_of(entry / "mtu").strip() or 0),
-            "received": int(_text_of(entry / "statistics/rx_bytes").strip() or 0),
-            "sent": int(_text_of(entry / "statistics/tx_bytes").strip() or 0),
+            "mac": _read_text(entry / "address").strip(),
+            "mtu": int(_read_text(entry / "mtu").strip() or 0),
+            "received": int(_read_text(entry / "statistics/rx_bytes").strip() or 0),
+            "sent": int(_read_text(entry / "statistics/tx_bytes").strip() or 0),
         }
 
 
@@ -120,7 +120,7 @@ def _processes(root: Path) -> Iterator[dict[str, object]]:
     folder = root / "proc"
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     for pid in sorted(int(name) for name in names if name.isdigit())[:MAX_PROCESSES]:
-        status = _text_of(folder / str(pid) / "status")  # empty if the process ended in between
+        status = _read_text(folder / str(pid) / "status")  # empty if the process ended in between
         fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
         if "Name" in fields:
             yield {
@@ -135,7 +135,7 @@ def _processes(root: Path) -> Iterator[dict[str, object]]:
 def _installed(root: Path) -> dict[str, str]:
     """Return the installed packages of Debian and its derivatives; on other systems those of this Python."""
     packages, name = {}, ""
-    for line in _text_of(root / "var/lib/dpkg/status").splitlines():
+    for line in _read_text(root / "var/lib/dpkg/status").splitlines():
         if line.startswith("Package: "):
             name = line[9:]
         elif line.startswith("Version: "):
@@ -148,7 +148,7 @@ def _installed(root: Path) -> dict[str, str]:
 ROLES = ("web", "db", "cache", "queue", "build", "edge", "mail", "dns")
 LOCATIONS = ("ams", "lon", "mlt", "nyc", "sfo", "syd")
 AGENTS = ("rpcutil", "choria_util", "package", "service", "puppet", "filemgr", "shell", "scout")
-VARIANTS = 8  # documents of one role, of different sizes
+VARIANTS_PER_ROLE = 8  # documents of one role, of different sizes
 TURNS_BETWEEN_UPGRADES = 48  # four hours at an interval of five minutes
 CPUS = (2, 4, 8, 16, 32, 64)
 GIB = 2**30
@@ -162,30 +162,30 @@ _STATUS = (
     b',"status":{"uptime":%d,"load":[%d.%02d,%d.%02d,%d.%02d],"memory_free":%d,"processes":%d,"cpu_seconds":%d,'
     b'"bytes_received":%d,"bytes_sent":%d,"total_messages":%d,"valid_messages":%d,"initializing":false}}'
 )
-_REST = 900  # bytes of everything except the facts, about
-_PACKAGE_FILL = 32  # bytes of JSON that a package entry takes, about
+_OVERHEAD_BYTES = 900  # bytes of everything except the facts, about
+_PACKAGE_BYTES = 32  # bytes of JSON that a package entry takes, about
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of documents, in bytes: spread over the range, most of them in its lower third."""
 
-    least: int = 1024
-    most: int = 15 * 1024
+    min_bytes: int = 1024
+    max_bytes: int = 15 * 1024
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise UsageError(f"sizes {self.least} to {self.most}: expected at least 1, the smaller first")
+        if not 1 <= self.min_bytes <= self.max_bytes:
+            raise UsageError(f"sizes {self.min_bytes} to {self.max_bytes}: expected at least 1, the smaller first")
 
     def pick(self, rng: random.Random) -> int:
-        return self.least + int((self.most - self.least) * rng.betavariate(1.1, 4.0))
+        return self.min_bytes + int((self.max_bytes - self.min_bytes) * rng.betavariate(1.1, 4.0))
 
 
 class Fleet:
     """`nodes` nodes that publish every `interval` seconds (by which their counters grow)."""
 
     def __init__(
-        self, facts: Facts, *, seed: int, nodes: int, interval: float = 300.0, sizes: Sizes | None = None
+        self, facts: MachineFacts, *, seed: int, nodes: int, interval: float = 300.0, sizes: Sizes | None = None
     ) -> None:
         if nodes < 1:
             raise UsageError(f"nodes {nodes}: expected at least 1")
@@ -193,20 +193,22 @@ class Fleet:
         self._seed, self._interval = seed, interval
         rng = random.Random(f"{seed} profiles")
         sizes = sizes or Sizes()
-        self._bodies = [[_body(facts, role, sizes.pick(rng), rng) for _ in range(VARIANTS)] for role in ROLES]
+        self._bodies = [
+            [_shared_body(facts, role, sizes.pick(rng), rng) for _ in range(VARIANTS_PER_ROLE)] for role in ROLES
+        ]
         self._processes = max(len(facts.processes), 1)
 
     def sender(self, node: int) -> str:
         """Return the host name of `node`, 0 to nodes-1."""
-        mixed = _mix(self._seed, node, 0)
+        mixed = _hash64(self._seed, node, 0)
         return f"{ROLES[mixed % len(ROLES)]}{node:05d}.{LOCATIONS[(mixed >> 8) % len(LOCATIONS)]}.example.net"
 
     def document(self, node: int, turn: int, now: float) -> bytes:
         """Return the document of `node` in the interval `turn` (0 is the first), at `now` seconds since 1970."""
-        own, mood = _mix(self._seed, node, 0), _mix(self._seed, node, turn + 1)
-        variant = (own // 64 + (turn + node) // TURNS_BETWEEN_UPGRADES) % VARIANTS
+        own, turn_hash = _hash64(self._seed, node, 0), _hash64(self._seed, node, turn + 1)
+        variant = (own // 64 + (turn + node) // TURNS_BETWEEN_UPGRADES) % VARIANTS_PER_ROLE
         body = self._bodies[own % len(ROLES)][variant]
-        return self._head(node, own, int(now)) + body + self._status(own, mood, turn)
+        return self._head(node, own, int(now)) + body + self._status(own, turn_hash, turn)
 
     def _head(self, node: int, own: int, now: int) -> bytes:
         sender = self.sender(node).encode()
@@ -217,25 +219,25 @@ class Fleet:
         processors = CPUS[(own >> 24) % len(CPUS)]
         return _HEAD % (PROTOCOL.encode(), sender, now, host, *address, *mac, own, processors, memory)
 
-    def _status(self, own: int, mood: int, turn: int) -> bytes:
+    def _status(self, own: int, turn_hash: int, turn: int) -> bytes:
         uptime = own % (90 * 86400) + int(turn * self._interval)
-        load = mood % 400
+        load = turn_hash % 400
         return _STATUS % (
             uptime,
             *divmod(load, 100),
             *divmod(load * 4 // 5 + 7, 100),
             *divmod(load * 3 // 5 + 11, 100),
-            (mood >> 9) % (8 * GIB),
-            self._processes + (mood >> 5) % 40,
+            (turn_hash >> 9) % (8 * GIB),
+            self._processes + (turn_hash >> 5) % 40,
             uptime * (own % 7 + 1) // 8,
-            uptime * (own % 65536) + mood % 1_000_000,
-            uptime * (own % 32768) + mood % 500_000,
-            uptime // 60 + mood % 50,
+            uptime * (own % 65536) + turn_hash % 1_000_000,
+            uptime * (own % 32768) + turn_hash % 500_000,
+            uptime // 60 + turn_hash % 50,
             uptime // 60,
         )
 
 
-def _mix(seed: int, a: int, b: int) -> int:
+def _hash64(seed: int, a: int, b: int) -> int:
     """Return 64 bits that look random and depend on all three arguments (the finalizer of splitmix64)."""
     x = (seed * 0x9E3779B97F4A7C15 + a * 0xBF58476D1CE4E5B9 + b * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
@@ -243,34 +245,34 @@ def _mix(seed: int, a: int, b: int) -> int:
     return x ^ x >> 31
 
 
-def _body(facts: Facts, role: str, size: int, rng: random.Random) -> bytes:
+def _shared_body(facts: MachineFacts, role: str, size: int, rng: random.Random) -> bytes:
     """Return the part that nodes of one role and variant share: JSON members without the braces around them."""
     document: dict[str, object] = {
         "agents": sorted(rng.sample(AGENTS, rng.randint(2, len(AGENTS)))),
         "classes": [f"roles::{role}", "profiles::base", f"profiles::{rng.choice(('blue', 'green'))}"],
         "collectives": ["mcollective", f"{role}_collective"],
     }
-    document["facts"] = _facts(facts, size - _REST, rng)
+    document["facts"] = _facts(facts, size - _OVERHEAD_BYTES, rng)
     return json.dumps(document, separators=(",", ":"))[1:-1].encode()
 
 
-def _facts(facts: Facts, room: int, rng: random.Random) -> dict[str, object]:
+def _facts(facts: MachineFacts, room: int, rng: random.Random) -> dict[str, object]:
     """Return facts of about `room` bytes of JSON: first those that every machine has, then as many lists as fit."""
     chosen: dict[str, object] = {"os": facts.os, "kernel": facts.kernel, "cpu": facts.cpu}
     room -= len(json.dumps(chosen))
     lists = {"interfaces": facts.interfaces, "mounts": facts.mounts, "processes": facts.processes}
     for name, entries in lists.items():
-        chosen[name] = _sample(entries, room // 4, rng)
+        chosen[name] = _sample_entries(entries, room // 4, rng)
         room -= len(json.dumps(chosen[name]))
     memory = {name: value * rng.randint(50, 150) // 100 for name, value in facts.memory.items()}
     if room > 2 * len(json.dumps(memory)):
         chosen["memory"] = memory
         room -= len(json.dumps(memory))
-    chosen["packages"] = _packages(facts, max(room, 0) // _PACKAGE_FILL, rng)
+    chosen["packages"] = _packages(facts, max(room, 0) // _PACKAGE_BYTES, rng)
     return chosen
 
 
-def _sample(entries: tuple[dict[str, object], ...], room: int, rng: random.Random) -> list[dict[str, object]]:
+def _sample_entries(entries: tuple[dict[str, object], ...], room: int, rng: random.Random) -> list[dict[str, object]]:
     taken = []
     for entry in rng.sample(entries, len(entries)):
         room -= len(json.dumps(entry))
@@ -280,12 +282,12 @@ def _sample(entries: tuple[dict[str, object], ...], room: int, rng: random.Rando
     return taken
 
 
-def _packages(facts: Facts, count: int, rng: random.Random) -> dict[str, str]:
+def _packages(facts: MachineFacts, count: int, rng: random.Random) -> dict[str, str]:
     names = sorted(rng.sample(sorted(facts.packages), min(count, len(facts.packages))))
     return {name: facts.packages[name] + rng.choice(("", "", "", "+upd1")) for name in names}
 
 
-def describe(facts: Facts) -> str:
+def describe(facts: MachineFacts) -> str:
     data = asdict(facts)
     lists = ", ".join(f"{len(data[name])} {name}" for name in ("mounts", "processes", "packages"))
     return f"{facts.os.get('pretty_name', facts.kernel['name'])}, {facts.cpu['count']} CPUs, {lists}"

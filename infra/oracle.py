@@ -2,7 +2,8 @@
 
 Each place is read into a `Trace`: 24 bytes for each message of any size. `compare` then classifies the damage to
 messages on the way: lost (at the start, in the middle, at the end), repeated, out of order, altered, unexpected.
-`source_trace` and `target_traces` fill traces from streams, `archived` reads the archive through the cover rule.
+`read_source_trace` and `read_target_traces` fill traces from streams, `archived_messages` reads the archive through the
+cover rule.
 
 Streams are read raw, byte for byte, through their own consumer. Memory holds one pull of messages at a time, and 24 to
 32 bytes for each message read.
@@ -21,8 +22,8 @@ from common.chain import Chain
 from common.errors import ConfigError
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.headers import restore
-from common.jetstream.pull import read_through
+from common.jetstream.headers import split_provenance
+from common.jetstream.pull import for_each_message
 from common.segments.columns import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
@@ -39,7 +40,7 @@ def same_subject(subject: bytes) -> bytes:
     return subject
 
 
-def prefixed(prefix: str) -> SubjectMap:
+def prefix_subject(prefix: str) -> SubjectMap:
     """Return the mapping of a target with `subject_prefix: prefix`."""
     return lambda subject: prefix.encode() + b"." + subject
 
@@ -57,14 +58,14 @@ def fingerprint(subject: bytes, headers: bytes | None, payload: bytes) -> int:
 class Trace:
     """The messages of one chain in the order in which they were read.
 
-    `through`: the greatest sequence that the reading accounts for, even if its message no longer exists.
+    `last_accounted`: the greatest sequence that the reading accounts for, even if its message no longer exists.
     """
 
     sequences: array[int] = field(default_factory=lambda: array("Q"))
     timestamps: array[int] = field(default_factory=lambda: array("q"))
-    prints: array[int] = field(default_factory=lambda: array("Q"))
+    fingerprints: array[int] = field(default_factory=lambda: array("Q"))
     raw_bytes: int = 0
-    through: int = 0
+    last_accounted: int = 0
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -73,9 +74,9 @@ class Trace:
         subject = message.subject if subject is None else subject
         self.sequences.append(message.sequence)
         self.timestamps.append(message.timestamp_ns)
-        self.prints.append(fingerprint(subject, message.headers, message.payload))
+        self.fingerprints.append(fingerprint(subject, message.headers, message.payload))
         self.raw_bytes += len(subject) + len(message.headers or b"") + len(message.payload)
-        self.through = max(self.through, message.sequence)
+        self.last_accounted = max(self.last_accounted, message.sequence)
 
     @classmethod
     def of(cls, messages: Iterable[Message], subject: SubjectMap = same_subject) -> Trace:
@@ -86,7 +87,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class OracleResult:
     """The differences between the found and the expected messages; counts of messages.
 
     `gone`: found, but no longer held by the source, which does not count as damage. `left_out`: not found, in agreement
@@ -113,29 +114,29 @@ class Comparison:
         return self.lost_prefix + self.lost_middle + self.lost_postfix
 
     @property
-    def ok(self) -> bool:
+    def is_ok(self) -> bool:
         return not (self.lost or self.repeated or self.out_of_order or self.altered or self.unexpected)
 
-    def line(self) -> str:
+    def summary(self) -> str:
         more = f", unexpected {self.unexpected}" if self.unexpected else ""
         counts = f"lost {self.lost}, repeated {self.repeated}, out of order {self.out_of_order}"
         return f"{counts}, altered {self.altered}{more}"
 
     def report(self) -> str:
-        return "\n".join((f"{self.name}: {self.line()}" if self.name else self.line(), *self.examples))
+        return "\n".join((f"{self.name}: {self.summary()}" if self.name else self.summary(), *self.examples))
 
 
-def compare(expected: Trace, found: Trace, *, name: str = "", may_be_gone: bool = False) -> Comparison:
+def compare(expected: Trace, found: Trace, *, name: str = "", may_be_gone: bool = False) -> OracleResult:
     """Compare the messages of `expected` with those that arrived in `found`.
 
     `expected` is in sequence order without repeats, as a stream is. `may_be_gone`: its source may have deleted
-    messages after they were carried, so a found message up to `expected.through` that is not in `expected` counts as
-    gone. Raises ValueError if `expected` is not in order.
+    messages after they were carried, so a found message up to `expected.last_accounted` that is not in `expected`
+    counts as gone. Raises ValueError if `expected` is not in order.
     """
-    return _Walk(expected, found, name, may_be_gone).result()
+    return _TraceComparer(expected, found, name, may_be_gone).result()
 
 
-def allow(comparison: Comparison, left_out: int) -> Comparison:
+def allow_left_out(comparison: OracleResult, left_out: int) -> OracleResult:
     """Return the comparison for exactly `left_out` messages that were left out on purpose.
 
     If another number is missing, the difference counts as lost.
@@ -154,36 +155,36 @@ def allow(comparison: Comparison, left_out: int) -> Comparison:
     )
 
 
-def total(comparisons: Iterable[Comparison], name: str = "") -> Comparison:
-    result = Comparison(name=name)
-    counts = [key for key in Comparison.__slots__ if key not in ("name", "examples")]
-    for one in comparisons:
-        sums = {key: getattr(result, key) + getattr(one, key) for key in counts}
-        examples = tuple(f"{one.name}: {line}" if one.name else line for line in one.examples)
+def sum_comparisons(comparisons: Iterable[OracleResult], name: str = "") -> OracleResult:
+    result = OracleResult(name=name)
+    counts = [key for key in OracleResult.__slots__ if key not in ("name", "examples")]
+    for each in comparisons:
+        sums = {key: getattr(result, key) + getattr(each, key) for key in counts}
+        examples = tuple(f"{each.name}: {line}" if each.name else line for line in each.examples)
         result = replace(result, examples=result.examples + examples, **sums)
     return result
 
 
-class _Walk:
+class _TraceComparer:
     """One pass over the found messages, with a mark for each expected message."""
 
     def __init__(self, expected: Trace, found: Trace, name: str, may_be_gone: bool) -> None:
         self._expected, self._found, self._name = expected, found, name
         self._may_be_gone = may_be_gone
         self._seen = bytearray(len(expected))
-        self._others: set[int] = set()
+        self._unexpected: set[int] = set()
         self._counts = dict.fromkeys(("repeated", "out_of_order", "altered", "unexpected", "gone"), 0)
         self._examples: list[str] = []
         _require_order(expected)
 
-    def result(self) -> Comparison:
+    def result(self) -> OracleResult:
         greatest = 0
         for index, sequence in enumerate(self._found.sequences):
-            if self._take(index, sequence) and sequence < greatest:
+            if self._check(index, sequence) and sequence < greatest:
                 self._note("out_of_order", f"sequence {sequence} came after {greatest}")
             greatest = max(greatest, sequence)
         prefix, middle, postfix = self._lost()
-        return Comparison(
+        return OracleResult(
             name=self._name,
             expected=len(self._expected),
             found=len(self._found),
@@ -194,11 +195,11 @@ class _Walk:
             **self._counts,
         )
 
-    def _take(self, index: int, sequence: int) -> bool:
+    def _check(self, index: int, sequence: int) -> bool:
         """Check the found message at `index`. Return False if it is a repeat."""
-        place = self._place(sequence)
+        place = self._expected_index(sequence)
         if place is None:
-            return self._take_other(sequence)
+            return self._check_unexpected(sequence)
         self._check_content(place, index, sequence)
         if self._seen[place]:
             self._note("repeated", f"sequence {sequence} came again")
@@ -206,24 +207,24 @@ class _Walk:
         self._seen[place] = 1
         return True
 
-    def _place(self, sequence: int) -> int | None:
+    def _expected_index(self, sequence: int) -> int | None:
         place = bisect_left(self._expected.sequences, sequence)
         held = place < len(self._expected) and self._expected.sequences[place] == sequence
         return place if held else None
 
-    def _take_other(self, sequence: int) -> bool:
-        if sequence in self._others:
+    def _check_unexpected(self, sequence: int) -> bool:
+        if sequence in self._unexpected:
             self._note("repeated", f"sequence {sequence} came again")
             return False
-        self._others.add(sequence)
-        if self._may_be_gone and sequence <= self._expected.through:
+        self._unexpected.add(sequence)
+        if self._may_be_gone and sequence <= self._expected.last_accounted:
             self._counts["gone"] += 1
         else:
             self._note("unexpected", f"sequence {sequence} was never there")
         return True
 
     def _check_content(self, place: int, index: int, sequence: int) -> None:
-        if self._expected.prints[place] != self._found.prints[index]:
+        if self._expected.fingerprints[place] != self._found.fingerprints[index]:
             self._note("altered", f"sequence {sequence}: subject, headers or payload differ")
         elif self._expected.timestamps[place] != self._found.timestamps[index]:
             there, here = self._expected.timestamps[place], self._found.timestamps[index]
@@ -260,16 +261,16 @@ def _require_order(trace: Trace) -> None:
         previous = sequence
 
 
-async def source_trace(client: FloeClient, stream: str, subject: SubjectMap = same_subject) -> Trace:
+async def read_source_trace(client: FloeClient, stream: str, subject: SubjectMap = same_subject) -> Trace:
     """Read a source stream into a trace. Raises ConfigError if the stream does not exist."""
     trace = Trace()
     last = await read_stream(client, stream, lambda message: trace.add(message, subject(message.subject)))
-    trace.through = last
+    trace.last_accounted = last
     return trace
 
 
 @dataclass(slots=True)
-class Arrived:
+class TargetTraces:
     """The messages of a target stream, by chain, in the order in which they were stored.
 
     `delays`: milliseconds between a message's time at its source and its time in the target. `foreign`: messages
@@ -280,8 +281,8 @@ class Arrived:
     delays: dict[Chain, array[int]] = field(default_factory=dict)
     foreign: int = 0
 
-    def take(self, message: Message) -> None:
-        provenance, original = restore(message.headers)
+    def add(self, message: Message) -> None:
+        provenance, original = split_provenance(message.headers)
         if provenance is None:
             self.foreign += 1
             return
@@ -293,27 +294,27 @@ class Arrived:
         self.delays.setdefault(chain, array("q")).append(delay)
 
 
-async def target_traces(client: FloeClient, stream: str) -> Arrived:
+async def read_target_traces(client: FloeClient, stream: str) -> TargetTraces:
     """Read a target stream into traces by chain. Raises ConfigError if the stream does not exist."""
-    arrived = Arrived()
-    await read_stream(client, stream, arrived.take)
+    arrived = TargetTraces()
+    await read_stream(client, stream, arrived.add)
     return arrived
 
 
 async def read_stream(client: FloeClient, stream: str, take: Callable[[Message], None]) -> int:
     """Pass every message that the stream holds to `take`, in order; return the stream's last sequence.
 
-    Raises ConfigError if the stream does not exist, and the errors of `read_through`.
+    Raises ConfigError if the stream does not exist, and the errors of `for_each_message`.
     """
     info = await stream_info(client, stream)
     if info is None:
         raise ConfigError(f"stream {stream}: expected to exist, found none")
     if info.messages:
-        await read_through(client, stream, info.last_sequence, take)
+        await for_each_message(client, stream, info.last_sequence, take)
     return info.last_sequence
 
 
-def archived(store: SegmentStore, chain: Chain, position: int = 1) -> Iterator[Message]:
+def archived_messages(store: SegmentStore, chain: Chain, position: int = 1) -> Iterator[Message]:
     """Yield the messages that the cover of `chain` holds from `position` on; holes are skipped."""
     for stretch in cover(store.list(chain, position=position), position):
         with open_stretch(store, stretch) as reader:

@@ -1,7 +1,7 @@
 """The rights of each role in NATS and on the bucket: one table, from which `infra/rights/` and the docs are generated.
 
 `python -m infra.rights FOLDER [NAME=VALUE …]` writes the files with names other than those of the committed ones:
-`python -m infra.rights rights site=eu-west stream=NODE_DATA bucket=archive`. The names are the fields of `Names`.
+`python -m infra.rights rights site=eu-west stream=NODE_DATA bucket=archive`. The names are the fields of `RightsNames`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class RightsNames:
     """The names in the rights. `subjects`: the prefix of the target's subjects; `copy`: a stream to replay into.
 
     `domain`: the JetStream domain that is used. A server inside it removes the domain from a subject before it checks
@@ -36,25 +36,25 @@ class Names:
     outside: str = ""
     inbox: str = "_INBOX"
 
-    def filled(self, text: str) -> str:
+    def fill(self, text: str) -> str:
         """Return `text` with the names in place of `{name}`, and with `{api}`, `{kv}` and `{acks}` for the domain."""
         api = f"$JS.{self.domain}.API"
-        plain = {"api": "$JS.API", "kv": "$KV", "heard": f"{api}.$KV" if self.domain else "$KV"}
+        plain = {"api": "$JS.API", "kv": "$KV", "subscribed": f"{api}.$KV" if self.domain else "$KV"}
         acks = "$JS.ACK" if self.domain else f"$JS.ACK.{self.stream}"  # a domain and its account come before the stream
-        asked = {**plain, "api": api, "kv": f"{api}.$KV"} if self.domain and self.outside else plain
+        requested = {**plain, "api": api, "kv": f"{api}.$KV"} if self.domain and self.outside else plain
         names = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name, value in {**asked, "acks": acks, **names}.items():
+        for name, value in {**requested, "acks": acks, **names}.items():
             text = text.replace(f"{{{name}}}", value)
         return text
 
 
 @dataclass(frozen=True, slots=True)
 class SubjectRights:
-    """Subjects that a role publishes or subscribes to. `only`: the case in which it needs them, empty for always."""
+    """Subjects that a role publishes or subscribes to. `condition`: when it needs them, empty for always."""
 
     subjects: tuple[str, ...]
-    only: str = ""
-    listens: bool = False
+    condition: str = ""
+    is_subscribe: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,19 @@ class KeyRights:
 
 @dataclass(frozen=True, slots=True)
 class RoleRights:
-    """The rights of a role. `commands`: those that it may run. `nats`: empty if it never connects. `listed`: prefixes
-    that it may list. `note`: text that follows the commands.
+    """The rights of a role. `commands`: those that it may run. `nats`: empty if it never connects. `list_prefixes`:
+    prefixes that it may list. `note`: text that follows the commands.
     """
 
     name: str
     commands: tuple[str, ...]
     nats: tuple[SubjectRights, ...]
     s3: tuple[KeyRights, ...]
-    listed: tuple[str, ...] = ("",)
+    list_prefixes: tuple[str, ...] = ("",)
     note: str = ""
 
     @property
-    def what(self) -> str:
+    def command_list(self) -> str:
         """The commands, those of one group together."""
         groups: dict[str, list[str]] = {}
         for each in self.commands:
@@ -101,22 +101,22 @@ def _kv(bucket: str) -> tuple[str, ...]:
     return (*_stream(f"KV_{bucket}", "INFO", "CREATE", "MSG.GET"), f"{{kv}}.{bucket}.>")
 
 
-def _hearing(role: str) -> tuple[str, ...]:
+def _lease_subjects(role: str) -> tuple[str, ...]:
     """Return both forms of the lease subjects: with a domain, a client subscribes to both, inside and outside of it."""
-    return (f"$KV.{{lease_bucket}}.{role}.>", f"{{heard}}.{{lease_bucket}}.{role}.>")
+    return (f"$KV.{{lease_bucket}}.{role}.>", f"{{subscribed}}.{{lease_bucket}}.{role}.>")
 
 
 STATE, LEASES = _kv("{state_bucket}"), _kv("{lease_bucket}")
-LOOKING, MAKING = ("INFO", "MSG.GET"), ("INFO", "CREATE", "MSG.GET")
-READING = ("CREATE", "MSG.NEXT", "DELETE")
-INBOX = SubjectRights(("{inbox}.>",), listens=True)
-HEARING = "to hear at once of a lease that is released"
+INFO_CALLS, CREATE_CALLS = ("INFO", "MSG.GET"), ("INFO", "CREATE", "MSG.GET")
+CONSUMER_CALLS = ("CREATE", "MSG.NEXT", "DELETE")
+INBOX = SubjectRights(("{inbox}.>",), is_subscribe=True)
+LEASE_RELEASE_CONDITION = "to hear at once of a lease that is released"
 
 GET, PUT, DELETE = ("s3:GetObject",), ("s3:PutObject", "s3:AbortMultipartUpload"), ("s3:DeleteObject",)
-EVERYTHING = KeyRights(GET, ("*",))
-SITE = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/{site}/*", "_floe/alive/{site}/*")
-CAPTURED = tuple(f"_floe/site=*/{kind}/*" for kind in ("config", "consumers", "deletions"))
-RUNS = ("_floe/tombstones/runs/*",)
+READ_ALL = KeyRights(GET, ("*",))
+SITE_KEYS = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/{site}/*", "_floe/alive/{site}/*")
+CAPTURE_KEYS = tuple(f"_floe/site=*/{kind}/*" for kind in ("config", "consumers", "deletions"))
+TOMBSTONE_RUN_KEYS = ("_floe/tombstones/runs/*",)
 
 ROLES = (
     RoleRights(
@@ -131,38 +131,38 @@ ROLES = (
             "state",
         ),
         (
-            SubjectRights((*_stream("{stream}", *LOOKING), *_consumer("{stream}", *READING, "INFO"))),
+            SubjectRights((*_stream("{stream}", *INFO_CALLS), *_consumer("{stream}", *CONSUMER_CALLS, "INFO"))),
             SubjectRights(STATE),
             SubjectRights(LEASES),
             INBOX,
-            SubjectRights(_hearing("egress"), HEARING, listens=True),
+            SubjectRights(_lease_subjects("egress"), LEASE_RELEASE_CONDITION, is_subscribe=True),
             SubjectRights(("{api}.CONSUMER.NAMES.{stream}", "{acks}.>"), "for a work queue or an interest stream"),
             SubjectRights(("{api}.CONSUMER.LIST.{stream}",), "unless `capture_consumers: never`"),
         ),
-        (KeyRights((*GET, *PUT), SITE), KeyRights(GET, RUNS)),
-        (*SITE, *RUNS),
+        (KeyRights((*GET, *PUT), SITE_KEYS), KeyRights(GET, TOMBSTONE_RUN_KEYS)),
+        (*SITE_KEYS, *TOMBSTONE_RUN_KEYS),
         note="; `status` of its site",
     ),
     RoleRights(
         "ingress",
         ("ingress run",),
         (
-            SubjectRights((*_stream("{target}", *MAKING), "{subjects}.>")),
+            SubjectRights((*_stream("{target}", *CREATE_CALLS), "{subjects}.>")),
             SubjectRights(STATE),
             SubjectRights(LEASES),
             INBOX,
-            SubjectRights(_hearing("ingress"), HEARING, listens=True),
+            SubjectRights(_lease_subjects("ingress"), LEASE_RELEASE_CONDITION, is_subscribe=True),
         ),
-        (EVERYTHING, KeyRights(PUT, ("_floe/ingress/*",))),
+        (READ_ALL, KeyRights(PUT, ("_floe/ingress/*",))),
     ),
     RoleRights(
         "compaction",
         ("compact",),
         (),
         (
-            EVERYTHING,
+            READ_ALL,
             KeyRights((*PUT, *DELETE), ("site=*", "_floe/tombstones/*", "_floe/site=*/probe/*")),
-            KeyRights(DELETE, ("_floe/site=*/state/*", *CAPTURED)),
+            KeyRights(DELETE, ("_floe/site=*/state/*", *CAPTURE_KEYS)),
             KeyRights(PUT, ("_floe/site=*/floor.json", "_floe/verify/*")),
         ),
     ),
@@ -184,12 +184,12 @@ ROLES = (
             *("consumers ls", "check archive", "check compaction"),
         ),
         (
-            SubjectRights((*_stream("{target}", *LOOKING), *_consumer("{target}", *READING))),
+            SubjectRights((*_stream("{target}", *INFO_CALLS), *_consumer("{target}", *CONSUMER_CALLS))),
             SubjectRights(STATE),
             INBOX,
         ),
         (
-            EVERYTHING,
+            READ_ALL,
             KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*", "_floe/verify/*")),
             KeyRights(DELETE, ("site=*",)),
         ),
@@ -198,13 +198,13 @@ ROLES = (
         "replay",
         ("replay",),
         (
-            SubjectRights((*_stream("{copy}", *MAKING), "{copy_subjects}.>")),
+            SubjectRights((*_stream("{copy}", *CREATE_CALLS), "{copy_subjects}.>")),
             SubjectRights(STATE),
             SubjectRights(LEASES),
             SubjectRights(_stream("{target}", "INFO"), "to make a bucket with as many replicas"),
             INBOX,
         ),
-        (EVERYTHING,),
+        (READ_ALL,),
     ),
     RoleRights(
         "restore",
@@ -216,20 +216,22 @@ ROLES = (
                     *_stream("{stream}", "INFO", "RESTORE", "UPDATE", "DELETE"),
                     "$JS.SNAPSHOT.RESTORE.{stream}.>",
                     "{api}.CONSUMER.LIST.{stream}",
-                    *_consumer("{stream}", *READING),
+                    *_consumer("{stream}", *CONSUMER_CALLS),
                 )
             ),
             SubjectRights(LEASES),
             SubjectRights(("{api}.STREAM.NAMES",), "to find who has its subjects before it is filled"),
             INBOX,
         ),
-        (EVERYTHING, KeyRights(PUT, ("_floe/site=*/restored/*",))),
+        (READ_ALL, KeyRights(PUT, ("_floe/site=*/restored/*",))),
     ),
     RoleRights(
         "drill",
         ("drill",),
         (
-            SubjectRights(("{api}.STREAM.NAMES", *_stream("*", *MAKING, "DELETE"), *_consumer("*", *READING))),
+            SubjectRights(
+                ("{api}.STREAM.NAMES", *_stream("*", *CREATE_CALLS, "DELETE"), *_consumer("*", *CONSUMER_CALLS))
+            ),
             SubjectRights(("_floe_drill.>",)),
             SubjectRights(
                 (
@@ -244,13 +246,13 @@ ROLES = (
             SubjectRights(LEASES),
             INBOX,
         ),
-        (EVERYTHING,),
+        (READ_ALL,),
         note=", into streams `FLOE_DRILL_…` (permissions know no such prefix: `*`)",
     ),
 )
 
 #: Commands without a role, by reason.
-OTHERS = {
+COMMANDS_WITHOUT_ROLE = {
     "it has the rights of the role that it examines": ("doctor", "config check"),
     "it asks the monitor of a service, and neither NATS nor the bucket": ("check egress", "check ingress"),
     "docs/reports.md names its rights, which depend on where it writes": ("report latest", "report traffic"),
@@ -260,31 +262,33 @@ OTHERS = {
 }
 
 
-def nats_conf(role: RoleRights, names: Names) -> str:
+def nats_conf(role: RoleRights, names: RightsNames) -> str:
     """Return permissions to include in a user of nats-server; conditional ones come last, with their reasons."""
-    lines = [f"# {role.name}: {role.what}", "permissions: {"]
-    for word, listens in (("publish", False), ("subscribe", True)):
+    lines = [f"# {role.name}: {role.command_list}", "permissions: {"]
+    for word, is_subscribe in (("publish", False), ("subscribe", True)):
         lines.append(f"  {word}: {{ allow: [")
-        for rule in sorted((rule for rule in role.nats if rule.listens is listens), key=lambda rule: bool(rule.only)):
-            lines += [f"    # {rule.only}"] if rule.only else []
-            lines += [f'    "{each}"' for each in dict.fromkeys(map(names.filled, rule.subjects))]
+        for rule in sorted(
+            (rule for rule in role.nats if rule.is_subscribe is is_subscribe), key=lambda rule: bool(rule.condition)
+        ):
+            lines += [f"    # {rule.condition}"] if rule.condition else []
+            lines += [f'    "{each}"' for each in dict.fromkeys(map(names.fill, rule.subjects))]
         lines.append("  ] }")
     return "\n".join([*lines, "}", ""])
 
 
-def s3_policy(role: RoleRights, names: Names) -> dict[str, Any]:
+def s3_policy(role: RoleRights, names: RightsNames) -> dict[str, Any]:
     """Return the policy in the form that Amazon S3, MinIO and SeaweedFS read."""
     arn, base = f"arn:aws:s3:::{names.bucket}", f"{names.prefix}/" if names.prefix else ""
-    listed = [f"{base}{names.filled(each).removesuffix('*')}*" for each in role.listed]
+    list_prefixes = [f"{base}{names.fill(each).removesuffix('*')}*" for each in role.list_prefixes]
     listing = {"Effect": "Allow", "Action": ["s3:ListBucket"], "Resource": [arn]}
-    statements = [{**listing, "Condition": {"StringLike": {"s3:prefix": listed}}}]
+    statements = [{**listing, "Condition": {"StringLike": {"s3:prefix": list_prefixes}}}]
     for rule in role.s3:
-        resources = [f"{arn}/{base}{names.filled(key)}" for key in rule.keys]
+        resources = [f"{arn}/{base}{names.fill(key)}" for key in rule.keys]
         statements.append({"Effect": "Allow", "Action": list(rule.actions), "Resource": resources})
     return {"Version": "2012-10-17", "Statement": statements}
 
 
-def rights_files(names: Names) -> Iterator[tuple[str, str]]:
+def rights_files(names: RightsNames) -> Iterator[tuple[str, str]]:
     """Yield the name and the content of each file."""
     for role in ROLES:
         if role.nats:
@@ -297,28 +301,32 @@ BEGIN, END = "<!-- rights: begin -->", "<!-- rights: end -->"
 
 
 def _cell(rules: Iterator[SubjectRights]) -> str:
-    return "; ".join((f"{rule.only}: " if rule.only else "") + _written(rule.subjects) for rule in rules)
+    return "; ".join(
+        (f"{rule.condition}: " if rule.condition else "") + _format_subjects(rule.subjects) for rule in rules
+    )
 
 
-def _written(subjects: tuple[str, ...]) -> str:
+def _format_subjects(subjects: tuple[str, ...]) -> str:
     named = {STATE: "the bucket `{state_bucket}`", LEASES: "the bucket `{lease_bucket}`"}
     return named.get(subjects) or ", ".join(f"`{subject}`" for subject in subjects)
 
 
-def page_with_rights(page: str) -> str:
+def update_page(page: str) -> str:
     """Return `page` with the tables between its two marks brought up to date."""
     nats = ["| role | publish | subscribe |", "|---|---|---|"]
     s3 = ["| role | what it does | bucket |", "|---|---|---|"]
     for role in ROLES:
         if role.nats:
-            publish, subscribe = (_cell(r for r in role.nats if r.listens is listens) for listens in (False, True))
+            publish, subscribe = (
+                _cell(r for r in role.nats if r.is_subscribe is is_subscribe) for is_subscribe in (False, True)
+            )
             nats.append(f"| {role.name} | {publish} | {subscribe} |")
-        keys = [(("s3:ListBucket",), role.listed), *((rule.actions, rule.keys) for rule in role.s3)]
+        keys = [(("s3:ListBucket",), role.list_prefixes), *((rule.actions, rule.keys) for rule in role.s3)]
         text = "; ".join(
             f"{', '.join(a.removeprefix('s3:') for a in actions)} on {', '.join(f'`{key or _ANY}`' for key in which)}"
             for actions, which in keys
         )
-        s3.append(f"| {role.name} | {role.what} | {text} |")
+        s3.append(f"| {role.name} | {role.command_list} | {text} |")
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n\n" + "\n".join([*s3, "", *nats, ""]) + f"\n{END}{tail}"
@@ -326,13 +334,13 @@ def page_with_rights(page: str) -> str:
 
 def main(words: list[str]) -> None:
     """Write the files into the folder named by the first word; the other words set names."""
-    known = [each.name for each in fields(Names)]
+    known = [each.name for each in fields(RightsNames)]
     given = dict(word.partition("=")[::2] for word in words[1:])
     if not words or not given.keys() <= set(known):
         sys.exit(f"python -m infra.rights FOLDER [NAME=VALUE …]: expected names of {' '.join(known)}")
     folder = Path(words[0])
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in rights_files(Names(**given)):
+    for name, content in rights_files(RightsNames(**given)):
         (folder / name).write_text(content)
 
 

@@ -17,15 +17,15 @@ from common.errors import DataError
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 
-MAX_ROWS = 100_000
-MAX_BYTES = 64 * 1024 * 1024
+MAX_INTENT_ROWS = 100_000
+MAX_INTENT_BYTES = 64 * 1024 * 1024
 # Keeps the stored value far below the 1 MiB that a message may have by default (about 150 bytes each).
-MAX_PIECES = 1_000
+MAX_INTENT_PIECES = 1_000
 # Parked messages that an intent names (about 12 bytes each).
-MAX_LEFT_OUT = 10_000
+MAX_INTENT_PARKED = 10_000
 
 
-class CheckpointConflict(DataError):
+class StateConflict(DataError):
     """Conflict with the state: rows that are not at the position, or an intent open or missing. Nothing is changed."""
 
     default_code = "E-CHECKPOINT"
@@ -42,29 +42,29 @@ class Gap:
 class IntentPiece:
     """A range of one segment: `count` messages (perhaps none) account for the sequences `rows`.
 
-    `left_out`: sequences of parked messages that the segment holds, ascending; they are not part of `count`.
-    `out_of_turn`: True for parked messages that are retried. They are below the chain's position and do not move it.
+    `parked`: sequences of parked messages that the segment holds, ascending; they are not part of `count`.
+    `is_retry`: True for parked messages that are retried. They are below the chain's position and do not move it.
     """
 
     segment: SegmentName | Gap
     rows: SequenceRange
     count: int
-    left_out: tuple[int, ...] = ()
-    out_of_turn: bool = False
+    parked: tuple[int, ...] = ()
+    is_retry: bool = False
 
     @property
     def chain(self) -> Chain:
         return self.segment.chain
 
-    def joined(self, following: IntentPiece) -> IntentPiece | None:
+    def merge_with(self, following: IntentPiece) -> IntentPiece | None:
         """Return both as one piece; None unless `following` continues this one in the same segment, both in turn."""
         both = (self, following)
         if following.segment != self.segment or not following.rows.follows(self.rows):
             return None
-        if any(piece.out_of_turn for piece in both):
+        if any(piece.is_retry for piece in both):
             return None
         rows = SequenceRange(self.rows.first, following.rows.last)
-        return IntentPiece(self.segment, rows, self.count + following.count, self.left_out + following.left_out)
+        return IntentPiece(self.segment, rows, self.count + following.count, self.parked + following.parked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,11 @@ class Intent:
         return self.base + self.count
 
     @property
-    def ending(self) -> Ending | None:
+    def last_message(self) -> LastMessage | None:
         last = next((piece for piece in reversed(self.pieces) if piece.count), None)
-        return None if last is None else Ending(last.chain, last.rows)
+        return None if last is None else LastMessage(last.chain, last.rows)
 
-    def ends(self, stored: int) -> dict[int, IntentPiece]:
+    def pieces_by_end(self, stored: int) -> dict[int, IntentPiece]:
         """Map each target sequence at which a piece with messages ends to that piece, within the first `stored`."""
         found, at = {}, self.base
         for piece in self.pieces:
@@ -112,7 +112,7 @@ class Intent:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class LastMessage:
     """The message that a checkpoint ends with: one of `rows` of `chain`."""
 
     chain: Chain
@@ -120,23 +120,24 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class ParkedAs:
+class ParkedNames:
     """The names under which the parked messages of a target are stored.
 
-    `created`: creation time of the stream when the first message was parked. `anew`: one entry for each repeat that an
-    operator ordered: its chain (None: all chains), and the sequence from which on messages parked before do not count.
+    `created`: creation time of the stream when the first message was parked. `repeats`: one entry for each repeat that
+    an operator ordered: its chain (None: all chains), and the sequence from which on messages parked before do not
+    count.
     """
 
     created: str
-    anew: tuple[tuple[Chain | None, int], ...] = ()
+    repeats: tuple[tuple[Chain | None, int], ...] = ()
 
-    def of(self, chain: Chain, sequence: int) -> str:
+    def name_for(self, chain: Chain, sequence: int) -> str:
         """Return the name for one message. It changes with each repeat of its chain."""
-        times = sum(each in (None, chain) and sequence >= first for each, first in self.anew)
-        return self.names()[times]
+        times = sum(each in (None, chain) and sequence >= first for each, first in self.repeats)
+        return self.all_names()[times]
 
-    def names(self) -> list[str]:
-        return [self.created, *(f"{self.created}+{times}" for times in range(1, len(self.anew) + 1))]
+    def all_names(self) -> list[str]:
+        return [self.created, *(f"{self.created}+{times}" for times in range(1, len(self.repeats) + 1))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +145,21 @@ class Checkpoint:
     """The rows that are known to be stored: everything below `positions`, up to `target_sequence` of the target.
 
     `target_created` distinguishes this target from another of the same name. A chain without a position has not begun.
-    `begins`: messages at or below this target sequence existed before Floe, or an operator accepted them; Floe need
-    not have published them. `ending`: the message at `target_sequence`; None if it is not known. `parked`: None if
-    no repeat was ever ordered and the stream is the first one.
+    `foreign_upto`: messages at or below this target sequence existed before Floe, or an operator accepted them; Floe
+    need not have published them. `last_message`: the message at `target_sequence`; None if it is not known. `parked`:
+    None if no repeat was ever ordered and the stream is the first one.
     """
 
     target_sequence: int
     target_created: str
     positions: Mapping[Chain, int] = field(default_factory=dict)
-    begins: int = 0
-    ending: Ending | None = None
-    parked: ParkedAs | None = None
+    foreign_upto: int = 0
+    last_message: LastMessage | None = None
+    parked: ParkedNames | None = None
 
     @property
-    def parked_as(self) -> ParkedAs:
-        return self.parked or ParkedAs(self.target_created)
+    def parked_names(self) -> ParkedNames:
+        return self.parked or ParkedNames(self.target_created)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +184,8 @@ def open_intent(
     none). `is_shared`: as in `Intent`.
     """
     if state.intent is not None:
-        raise CheckpointConflict(f"expected no open intent, found one after sequence {state.intent.base}")
-    advanced(state.checkpoint.positions, pieces)
+        raise StateConflict(f"expected no open intent, found one after sequence {state.intent.base}")
+    advance_positions(state.checkpoint.positions, pieces)
     base = state.checkpoint.target_sequence if base is None else base
     return replace(state, intent=Intent(base, tuple(pieces), is_shared))
 
@@ -192,7 +193,7 @@ def open_intent(
 def share_intent(state: TargetState) -> TargetState:
     """Mark the open intent as shared: foreign messages may be between its rows. Raises CheckpointConflict."""
     if state.intent is None:
-        raise CheckpointConflict("expected an open intent, found none")
+        raise StateConflict("expected an open intent, found none")
     return replace(state, intent=replace(state.intent, is_shared=True))
 
 
@@ -203,14 +204,14 @@ def close_intent(state: TargetState, base: int | None = None) -> TargetState:
     (None: there are none).
     """
     if state.intent is None:
-        raise CheckpointConflict("expected an open intent, found none")
-    positions = advanced(state.checkpoint.positions, state.intent.pieces)
+        raise StateConflict("expected an open intent, found none")
+    positions = advance_positions(state.checkpoint.positions, state.intent.pieces)
     end = (state.intent.base if base is None else base) + state.intent.count
-    ending = state.intent.ending or state.checkpoint.ending
-    return TargetState(replace(state.checkpoint, target_sequence=end, positions=positions, ending=ending))
+    last = state.intent.last_message or state.checkpoint.last_message
+    return TargetState(replace(state.checkpoint, target_sequence=end, positions=positions, last_message=last))
 
 
-def advanced(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> dict[Chain, int]:
+def advance_positions(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> dict[Chain, int]:
     """Return `positions` after `pieces`. Each piece must begin exactly at its chain's position (a new chain: anywhere).
     A piece out of turn moves nothing and is not checked.
 
@@ -218,19 +219,19 @@ def advanced(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> d
     """
     moved = dict(positions)
     for piece in pieces:
-        if piece.out_of_turn:
+        if piece.is_retry:
             continue
         have = moved.get(piece.chain, piece.rows.first)
         if piece.rows.first != have:
-            raise CheckpointConflict(f"chain {piece.chain}: expected rows from {have}, got {piece.rows.first}")
+            raise StateConflict(f"chain {piece.chain}: expected rows from {have}, got {piece.rows.first}")
         moved[piece.chain] = piece.rows.last + 1
     return moved
 
 
-def merged(pieces: Sequence[IntentPiece]) -> list[IntentPiece]:
+def merge_pieces(pieces: Sequence[IntentPiece]) -> list[IntentPiece]:
     joined: list[IntentPiece] = []
     for piece in pieces:
-        both = joined[-1].joined(piece) if joined else None
+        both = joined[-1].merge_with(piece) if joined else None
         if both is None:
             joined.append(piece)
         else:

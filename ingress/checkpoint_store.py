@@ -10,41 +10,41 @@ from typing import Any, Protocol
 
 from common.chain import Chain
 from common.errors import OutcomeUnknown, Stopped
-from common.exits import ways
+from common.exits import choices
 from common.jetstream.kv import KvEntry
 from common.segments.keys import Layout, SegmentName
 from common.sequences import SequenceRange
 from ingress.checkpoint import (
     Checkpoint,
-    CheckpointConflict,
-    Ending,
     Gap,
     Intent,
     IntentPiece,
-    ParkedAs,
+    LastMessage,
+    ParkedNames,
+    StateConflict,
     TargetState,
-    advanced,
+    advance_positions,
 )
-from ingress.errors import set_command
+from ingress.errors import checkpoint_command
 
-VERSION = 1
+STATE_VERSION = 1
 _GAP = "gap"  # instead of a segment name
 
 
 def to_json(target: str, state: TargetState) -> bytes:
-    checkpoint, ending, parked = state.checkpoint, state.checkpoint.ending, state.checkpoint.parked
-    anew = [[chain and str(chain), first] for chain, first in parked.anew] if parked else []
+    checkpoint, ending, parked = state.checkpoint, state.checkpoint.last_message, state.checkpoint.parked
+    repeats = [[chain and str(chain), first] for chain, first in parked.repeats] if parked else []
     return json.dumps(
         {
-            "version": VERSION,
+            "version": STATE_VERSION,
             "target": target,
             "target_sequence": checkpoint.target_sequence,
             "target_created": checkpoint.target_created,
             "positions": {str(chain): at for chain, at in sorted(checkpoint.positions.items())},
             "intent": state.intent and _intent_json(state.intent),
-            **({"begins": checkpoint.begins} if checkpoint.begins else {}),
+            **({"begins": checkpoint.foreign_upto} if checkpoint.foreign_upto else {}),
             **({"ending": [str(ending.chain), ending.rows.first, ending.rows.last]} if ending else {}),
-            **({"parked": [parked.created, *anew]} if parked else {}),
+            **({"parked": [parked.created, *repeats]} if parked else {}),
         },
         separators=(",", ":"),
     ).encode()
@@ -56,18 +56,18 @@ def from_json(target: str, raw: bytes) -> TargetState:
         document = json.loads(raw)
         if not isinstance(document, dict):
             raise TypeError(f"expected an object, found {type(document).__name__}")
-        if document.get("version") != VERSION:
-            raise ValueError(f"version: expected {VERSION}, found {document.get('version')!r:.40}")
+        if document.get("version") != STATE_VERSION:
+            raise ValueError(f"version: expected {STATE_VERSION}, found {document.get('version')!r:.40}")
         if document.get("target") != target:
             raise ValueError(f"target: expected {target}, found {document.get('target')!r:.80}")
         state = TargetState(_checkpoint(document), _intent(document["intent"]))
-        advanced(state.checkpoint.positions, state.intent.pieces if state.intent else ())
+        advance_positions(state.checkpoint.positions, state.intent.pieces if state.intent else ())
         return state
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CheckpointConflict) as error:
-        behind = "restore the key from a backup of the bucket; or go on behind what the target holds"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StateConflict) as error:
+        remedy = "restore the key from a backup of the bucket; or go on behind what the target holds"
         raise Stopped(
             f"stored state of target {target} cannot be read: {error} (begins {raw[:40]!r})",
-            hint=ways((behind, set_command(target, "--from-target"))),
+            hint=choices((remedy, checkpoint_command(target, "--from-target"))),
             code="E-STATE-KV",
         ) from error
 
@@ -82,7 +82,7 @@ def _piece_json(piece: IntentPiece) -> list[Any]:
     if not isinstance(name, Gap):
         text = f"{name.level}/{name.coverage.last}-{name.coverage.first}-{name.digest}"
     row = [str(piece.chain), text, piece.rows.first, piece.rows.last, piece.count]
-    return [*row, list(piece.left_out), piece.out_of_turn] if piece.left_out or piece.out_of_turn else row
+    return [*row, list(piece.parked), piece.is_retry] if piece.parked or piece.is_retry else row
 
 
 def _checkpoint(document: dict[str, Any]) -> Checkpoint:
@@ -96,21 +96,21 @@ def _checkpoint(document: dict[str, Any]) -> Checkpoint:
     return Checkpoint(at, created, positions, begins, ending, parked)
 
 
-def _parked(document: Any) -> ParkedAs | None:
+def _parked(document: Any) -> ParkedNames | None:
     if document is None:
         return None
-    created, *anew = document
+    created, *repeats = document
     if not isinstance(created, str):
         raise TypeError(f"parked: expected text, found {created!r:.40}")
-    named = ((None if chain is None else Chain.parse(chain), _count(at, "parked")) for chain, at in anew)
-    return ParkedAs(created, tuple(named))
+    named = ((None if chain is None else Chain.parse(chain), _count(at, "parked")) for chain, at in repeats)
+    return ParkedNames(created, tuple(named))
 
 
-def _ending(document: Any) -> Ending | None:
+def _ending(document: Any) -> LastMessage | None:
     if document is None:
         return None
     chain, first, last = document
-    return Ending(Chain.parse(chain), SequenceRange(_count(first, "first"), _count(last, "last")))
+    return LastMessage(Chain.parse(chain), SequenceRange(_count(first, "first"), _count(last, "last")))
 
 
 def _intent(document: Any) -> Intent | None:
@@ -150,8 +150,8 @@ def _count(value: Any, name: str) -> int:
     return value
 
 
-ROLE = "ingress"
-MAX_STATE = 900 * 1024  # bytes; a server accepts messages of up to 1 MiB by default
+STATE_ROLE = "ingress"
+MAX_STATE_BYTES = 900 * 1024  # bytes; a server accepts messages of up to 1 MiB by default
 
 
 class StateBucket(Protocol):
@@ -163,22 +163,22 @@ class StateBucket(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredState:
     """The state that was read or written (None: there is none yet) and its revision (0: none yet)."""
 
     state: TargetState | None
     revision: int
 
     @property
-    def there(self) -> TargetState:
+    def existing(self) -> TargetState:
         assert self.state is not None, "only what exists is settled"
         return self.state
 
 
-class StateMoved(Exception):
+class StateChanged(Exception):
     """A change of the stored state by another instance or an operator; `stored` is the present value."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: StoredState) -> None:
         super().__init__("state moved by another instance")
         self.stored = stored
 
@@ -186,52 +186,52 @@ class StateMoved(Exception):
 class StateStore:
     """The stored state of one target, under one key.
 
-    `seen`: called with each state that is loaded, and with each one before it is saved.
+    `on_state`: called with each state that is loaded, and with each one before it is saved.
     """
 
     def __init__(
-        self, bucket: StateBucket, key: str, target: str, seen: Callable[[TargetState], None] = lambda _: None
+        self, bucket: StateBucket, key: str, target: str, on_state: Callable[[TargetState], None] = lambda _: None
     ) -> None:
-        self._bucket, self._key, self._target, self._seen = bucket, key, target, seen
+        self._bucket, self._key, self._target, self._on_state = bucket, key, target, on_state
 
-    async def load(self) -> Stored:
+    async def load(self) -> StoredState:
         """Load the state. Raises Stopped if it cannot be parsed, Unavailable, OutcomeUnknown."""
         if (entry := await self._bucket.get(self._key)) is None:
-            return Stored(None, 0)
+            return StoredState(None, 0)
         state = from_json(self._target, entry.value)
-        self._seen(state)
-        return Stored(state, entry.revision)
+        self._on_state(state)
+        return StoredState(state, entry.revision)
 
-    async def save(self, state: TargetState, revision: int) -> Stored | None:
+    async def save(self, state: TargetState, revision: int) -> StoredState | None:
         """Store `state` if the revision still is `revision` (0: if there is no value yet).
 
         None if it does not: another writer was first. A lost answer is settled by a read. Raises Stopped if the state
         is too large, Unavailable, and OutcomeUnknown if the read does not settle it.
         """
-        self._seen(state)
+        self._on_state(state)
         value = to_json(self._target, state)
-        if len(value) > MAX_STATE:
-            message = f"state of target {self._target}: expected at most {MAX_STATE} bytes, found {len(value)}"
+        if len(value) > MAX_STATE_BYTES:
+            message = f"state of target {self._target}: expected at most {MAX_STATE_BYTES} bytes, found {len(value)}"
             spread = "spread its sources over several targets; or forget chains that are listed no more"
-            forget = set_command(self._target, "--forget-unlisted")
-            raise Stopped(message, hint=ways((spread, forget)), code="E-STATE-SIZE")
+            forget = checkpoint_command(self._target, "--forget-unlisted")
+            raise Stopped(message, hint=choices((spread, forget)), code="E-STATE-SIZE")
         try:
             written = await self._write(value, revision)
         except OutcomeUnknown:
-            return await self._settle(state, value, revision)
-        return None if written is None else Stored(state, written)
+            return await self._resolve_lost_answer(state, value, revision)
+        return None if written is None else StoredState(state, written)
 
     async def _write(self, value: bytes, revision: int) -> int | None:
         if revision == 0:
             return await self._bucket.create(self._key, value)
         return await self._bucket.update(self._key, value, revision)
 
-    async def _settle(self, state: TargetState, value: bytes, revision: int) -> Stored | None:
+    async def _resolve_lost_answer(self, state: TargetState, value: bytes, revision: int) -> StoredState | None:
         if (entry := await self._bucket.get(self._key)) is None or entry.revision == revision:
             # Not there yet, and perhaps still in flight: a second write can only store the same bytes once.
             if (written := await self._write(value, revision)) is not None:
-                return Stored(state, written)
+                return StoredState(state, written)
             entry = await self._bucket.get(self._key)
         if entry is not None and entry.value == value and entry.revision > revision:
-            return Stored(state, entry.revision)
+            return StoredState(state, entry.revision)
         return None

@@ -11,10 +11,10 @@ import click
 
 from common.cli import Interval, StatusView, config_option, json_option, print_json, run_async, run_command
 from common.clock import SystemClock
-from common.errors import OutcomeUnknown, StoreAway, Unavailable
-from common.exits import DIFFERENCES, LATER, report
-from common.lean import slim
-from common.logs import escaped
+from common.errors import OutcomeUnknown, StoreUnavailable, Unavailable
+from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER, report_error
+from common.lean import reduce_memory
+from common.logs import escape
 from common.open import load_settings
 from ingress.operator.checkpoint_cli import checkpoint_release, checkpoint_set
 
@@ -39,9 +39,9 @@ async def run(config: str) -> None:
     \b
     Example: floe ingress run -c central.yaml
     """
-    slim()
+    reduce_memory()
     from common.clock import SystemClock
-    from common.open import load_settings, open_chains, open_store, reloaded_on_hangup
+    from common.open import load_settings, open_chains, open_store, reload_on_hangup
     from common.service.monitor import Health, Monitor
     from common.service.process import SystemdNotifier, stop_on_signals
     from ingress.errors import check_targets
@@ -55,8 +55,8 @@ async def run(config: str) -> None:
     controller = Controller(settings, store, open_chains(settings), health, clock)
     monitor.start()
     try:
-        async with stop_on_signals() as stop, SystemdNotifier(monitor.says, clock).while_running(stop):
-            with reloaded_on_hangup(config, settings):
+        async with stop_on_signals() as stop, SystemdNotifier(monitor.page_text, clock).while_running(stop):
+            with reload_on_hangup(config, settings):
                 await controller.run(stop)
     finally:
         monitor.close()
@@ -86,7 +86,8 @@ async def checkpoint_ls(config: str, as_json: bool) -> None:
     await print_checkpoints(load_settings(config, quiet=True), as_json)
 
 
-LATER_OR_WORSE = (DIFFERENCES, LATER)  # the exit code of several views is the first of these that one of them has
+# The exit code of several views is the first of these that one of them has.
+EXIT_CODES_BY_SEVERITY = (EXIT_DIFFERENCES, EXIT_RETRY_LATER)
 #: The view of each section of the configuration; imported only if the section is not empty.
 Views = Mapping[str, Callable[[], "Callable[[Settings], Awaitable[StatusView]]"]]
 
@@ -114,21 +115,21 @@ def status(views: Views, config: str, is_archive: bool, form: str | None, every:
     """
     settings, form = load_settings(config, quiet=True), "json" if as_json else form
     if every is None:
-        return _show(run_async(_look(settings, views, is_archive)), form)
-    return _watch(lambda: _look(settings, views, is_archive), form, every)
+        return _show(run_async(_read_views(settings, views, is_archive)), form)
+    return _watch(lambda: _read_views(settings, views, is_archive), form, every)
 
 
-def _watch(look: Callable[[], Coroutine[Any, Any, list[StatusView]]], form: str | None, every: float) -> int:
+def _watch(read_views: Callable[[], Coroutine[Any, Any, list[StatusView]]], form: str | None, every: float) -> int:
     code, clock = 0, SystemClock()
     with suppress(KeyboardInterrupt):
         while True:
             try:
-                found = run_async(look())
+                found = run_async(read_views())
                 click.clear()
                 code = _show(found, form)
             except (Unavailable, OutcomeUnknown) as error:
-                code = report(error)
-            clock.pause(every)
+                code = report_error(error)
+            clock.block(every)
     return code
 
 
@@ -141,12 +142,12 @@ def _show(found: Sequence[StatusView], form: str | None) -> int:
             click.echo(f"{view.name}:")
         view.show(is_wide=form == "wide")
     for note in (note for view in found for note in view.notes):
-        click.echo(escaped(note), err=True)
+        click.echo(escape(note), err=True)
     codes = {view.code for view in found}
-    return next((code for code in LATER_OR_WORSE if code in codes), 0)
+    return next((code for code in EXIT_CODES_BY_SEVERITY if code in codes), 0)
 
 
-async def _look(settings: Settings, views: Views, is_archive: bool) -> list[StatusView]:
+async def _read_views(settings: Settings, views: Views, is_archive: bool) -> list[StatusView]:
     """Return the views of the configured sections, and the archive's if there is none or its servers do not answer."""
     sections = {"egress": settings.egress.feeds, "ingress": settings.ingress.targets}
     names = [] if is_archive else [name for name, has in sections.items() if has]
@@ -154,7 +155,7 @@ async def _look(settings: Settings, views: Views, is_archive: bool) -> list[Stat
     for name in names:
         try:
             found.append(await views[name]()(settings))
-        except StoreAway:
+        except StoreUnavailable:
             raise
         except (Unavailable, OutcomeUnknown) as error:
             note = f"only what the archive holds is shown: {error.message}"
@@ -162,5 +163,5 @@ async def _look(settings: Settings, views: Views, is_archive: bool) -> list[Stat
         from common.segments_cli import archive_view
 
         view = await archive_view(settings)
-        found.append(replace(view, notes=[note], code=LATER if names else 0))
+        found.append(replace(view, notes=[note], code=EXIT_RETRY_LATER if names else 0))
     return found

@@ -13,40 +13,32 @@ from typing import Protocol
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import AnotherWriter, Stopped, Unavailable
-from common.exits import command, ways
+from common.errors import OtherWriter, Stopped, Unavailable
+from common.exits import choices, floe_command
 from common.failpoints import failpoint
-from common.jetstream.client import FloeClient, no_headers
-from common.jetstream.requests import WRONG_LAST_SEQUENCE
+from common.jetstream.client import FloeClient, headers_disabled_error
+from common.jetstream.requests import WRONG_LAST_SEQUENCE_CODES
 from common.logs import get_logger
 from common.tasks import Stop
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.recall import Recall
-from ingress.checkpoint import (
-    Checkpoint,
-    CheckpointConflict,
-    Intent,
-    TargetState,
-    close_intent,
-    open_intent,
-    share_intent,
-)
-from ingress.checkpoint_store import StateMoved, StateStore, Stored
+from ingress.checkpoint import Checkpoint, Intent, StateConflict, TargetState, close_intent, open_intent, share_intent
+from ingress.checkpoint_store import StateChanged, StateStore, StoredState
 from ingress.publishers.publisher import Outcome, Publisher, UnknownOutcome
 from ingress.rows.rows import Rows
-from ingress.verdict.settle import Reconciler
+from ingress.verdict.settle import TargetReconciler
 from ingress.verdict.verdict import Settled
 
 log = get_logger(__name__)
 
-SLOW_ROUNDS = 8  # attempts in a row that store nothing, before the whole delivery restarts
-FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between such attempts
-ROUNDS = 3  # checks of another instance's progress, before AnotherWriter
-ROUND_SPACING = 1.0  # seconds between them
-IDLE_SPACING = 2.0  # seconds between two reads of the state while no rows are ready
-MOST_LOGGED = 100  # chains with their positions in one line of the log
-IDLE_LOOK = 30.0  # seconds between two reads of the target while no rows are ready
+MAX_EMPTY_ATTEMPTS = 8  # attempts in a row that store nothing, before the whole delivery restarts
+MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0  # seconds between such attempts
+PROGRESS_CHECKS = 3  # checks of another instance's progress, before AnotherWriter
+PROGRESS_CHECK_INTERVAL_S = 1.0  # seconds between them
+STATE_CHECK_INTERVAL_S = 2.0  # seconds between two reads of the state while no rows are ready
+MAX_LOGGED_CHAINS = 100  # chains with their positions in one line of the log
+TARGET_CHECK_INTERVAL_S = 30.0  # seconds between two reads of the target while no rows are ready
 
 # Writes that must be durable before an intent is closed, when all of its rows are stored.
 BeforeClose = Callable[[Intent], Awaitable[None]]
@@ -59,7 +51,7 @@ class RowSource(Protocol):
     def recall(self) -> Recall: ...
     async def take(self, stop: Stop, seconds: float) -> Rows | None: ...
     def release(self, rows: Rows) -> None: ...
-    def closed(self, positions: Mapping[Chain, int]) -> None: ...
+    def record_stored(self, positions: Mapping[Chain, int]) -> None: ...
     def reset(self, positions: Mapping[Chain, int]) -> None: ...
 
 
@@ -76,7 +68,7 @@ class ServerLimits:
         self._client, self._chains, self._reset, self._hint = client, chains, reset, hint
 
     @property
-    def are_outdated(self) -> bool:
+    def has_changed(self) -> bool:
         return self._chains.limits.max_payload != self._client.max_payload
 
     async def renew(self, positions: Mapping[Chain, int]) -> None:
@@ -89,15 +81,15 @@ class ServerLimits:
 
         Raises Stopped for a row that the server would refuse, ConfigError if it supports no headers.
         """
-        most = self._client.max_payload
-        if not self._client.takes_headers:
-            raise no_headers()
-        if rows.most <= most or (found := rows.above(most, stored)) is None:
+        limit = self._client.max_payload
+        if not self._client.has_headers:
+            raise headers_disabled_error()
+        if rows.largest_message_bytes <= limit or (found := rows.first_above(limit, stored)) is None:
             return
         (chain, sequence, size), before = found, self._chains.limits.max_payload
         raise Stopped(
             f"chain {chain}: message {sequence} of the open intent needs {size} bytes with its headers: "
-            f"expected a server with max_payload {before}, as it was made ready for, found {most}",
+            f"expected a server with max_payload {before}, as it was made ready for, found {limit}",
             hint=self._hint,
             code="E-OVERSIZE-INTENT",
         )
@@ -115,7 +107,7 @@ class Delivery:
         self,
         target: str,
         store: StateStore,
-        reconciler: Reconciler,
+        reconciler: TargetReconciler,
         publisher: Publisher,
         source: RowSource,
         clock: Clock,
@@ -126,16 +118,16 @@ class Delivery:
         self.sending_times: Mapping[Chain, float] = {}
         self._store, self._reconciler, self._publisher, self._limits = store, reconciler, publisher, limits
         self._source, self._clock, self._before_close = source, clock, before_close
-        self._known, self._looked_at = Stored(TargetState(Checkpoint(0, "")), 0), clock.monotonic()
+        self._stored, self._target_read_at = StoredState(TargetState(Checkpoint(0, "")), 0), clock.monotonic()
 
     @property
     def state(self) -> TargetState:
-        return self._known.there
+        return self._stored.existing
 
     @property
-    def unready(self) -> str:
+    def unready_reason(self) -> str:
         """The reason why nothing may be stored now; empty if target and state agree."""
-        return self.trouble or self._reconciler.confirming or ("" if self.is_settled else "compared with its state")
+        return self.trouble or self._reconciler.pending_reason or ("" if self.is_settled else "compared with its state")
 
     async def run(self, stop: Stop) -> None:
         """Deliver until `stop` is set and no intent is open.
@@ -149,38 +141,38 @@ class Delivery:
                 if self.state.intent is not None:  # from this process, or from an instance that crashed
                     await self._finish(self.state.intent)
                 elif not self.is_settled:
-                    await self._reconciler.settle(self._known, None)
+                    await self._reconciler.settle(self._stored, None)
                 elif (rows := await self._take(stop)) is None:
                     return
                 else:
                     await self._deliver(rows)
                 self.is_settled = True
-            except StateMoved as moved:  # by an operator, or another instance
-                log.warning("state moved by another instance", action="moved", target=self.target)
+            except StateChanged as moved:  # by an operator, or another instance
+                log.warning("state changed by another writer", action="state_changed", target=self.target)
                 metrics.intents.labels(self.target, "lost").inc()
                 self._adopt(moved.stored)
-                await self.wait_for_quiet()
+                await self.wait_for_other_instance()
 
     async def begin(self) -> None:
-        stored, reading = await self._reconciler.first()
+        stored, reading = await self._reconciler.load_first()
         if stored.state is None and reading is not None:
             # All messages in a shared target at the first start existed before Floe.
             last = reading.last_sequence
-            stored = Stored(TargetState(Checkpoint(last, reading.created, begins=last)), 0)
+            stored = StoredState(TargetState(Checkpoint(last, reading.created, foreign_upto=last)), 0)
         self._adopt(stored)
         state = self.state
         positions = sorted(state.checkpoint.positions.items())
         log.info(
-            "going on",
-            action="goes_on",
+            "delivery resumed",
+            action="delivery_resumed",
             target=self.target,
             target_sequence=state.checkpoint.target_sequence,
             open_intent=None if state.intent is None else state.intent.count,
-            chains={str(chain): at for chain, at in positions[:MOST_LOGGED]},
+            chains={str(chain): at for chain, at in positions[:MAX_LOGGED_CHAINS]},
         )
 
-    def _adopt(self, stored: Stored) -> None:
-        self._known = stored
+    def _adopt(self, stored: StoredState) -> None:
+        self._stored = stored
         behind = self.state
         if behind.intent is not None:
             metrics.intents.labels(self.target, "taken_over").inc()
@@ -191,31 +183,31 @@ class Delivery:
     # One intent
 
     async def _take(self, stop: Stop) -> Rows | None:
-        """Return ready rows, None if `stop` is set. Raises StateMoved if the state is corrected while it waits."""
+        """Return ready rows, None if `stop` is set. Raises StateChanged if the state is corrected while it waits."""
         # Check it first: with a backlog, rows are always ready and taking them never waits.
         while not stop.is_set:
-            if (rows := await self._source.take(stop, IDLE_SPACING)) is not None:
+            if (rows := await self._source.take(stop, STATE_CHECK_INTERVAL_S)) is not None:
                 return rows
             if not stop.is_set:
-                await self._reconciler.check_moved(self._known)
+                await self._reconciler.check_moved(self._stored)
                 # Find a target that was deleted or set back before the next row arrives.
-                if self._clock.monotonic() - self._looked_at >= IDLE_LOOK:
-                    self._looked_at = self._clock.monotonic()
-                    await self._reconciler.settle(self._known, None)
+                if self._clock.monotonic() - self._target_read_at >= TARGET_CHECK_INTERVAL_S:
+                    self._target_read_at = self._clock.monotonic()
+                    await self._reconciler.settle(self._stored, None)
         return None
 
     async def _deliver(self, rows: Rows) -> None:
         try:
             self._reconciler.check_lease()
             # Find a foreign message before an intent is opened that could then never be finished.
-            settled = await self._reconciler.settle(self._known, None)
-            if self._limits is not None and self._limits.are_outdated:
+            settled = await self._reconciler.settle(self._stored, None)
+            if self._limits is not None and self._limits.has_changed:
                 # A row that the server no longer accepts must not get into an intent.
                 await self._limits.renew(self.state.checkpoint.positions)
                 return
-            metrics.stepped_over(self.target, settled.base - self.state.checkpoint.target_sequence)
-            intent = await self._save(self._opened(rows, settled.base))
-            self._reconciler.sending.opens(self._known.revision)
+            metrics.count_foreign(self.target, settled.base - self.state.checkpoint.target_sequence)
+            intent = await self._save(self._open_intent(rows, settled.base))
+            self._reconciler.sending.open(self._stored.revision)
             metrics.intents.labels(self.target, "opened").inc()
             failpoint("ingress.after_intent")
             assert intent is not None, "it was just opened"
@@ -239,22 +231,22 @@ class Delivery:
         await self._save(close_intent(self.state, base))
         failpoint("ingress.after_close")
         metrics.publish_seconds.labels(self.target).observe(self._clock.monotonic() - started)
-        metrics.closed(self.target, intent, self._clock.now())
-        self._source.closed(self.state.checkpoint.positions)
+        metrics.count_closed_intent(self.target, intent, self._clock.now())
+        self._source.record_stored(self.state.checkpoint.positions)
 
     async def _publish_rest(self, intent: Intent) -> int:
-        if self._reconciler.steps_over and not intent.is_shared:
+        if self._reconciler.is_shared and not intent.is_shared:
             # Mark the intent as shared before another row is sent.
             await self._save(share_intent(self.state))
             intent = replace(intent, is_shared=True)
-        settled = await self._reconciler.settle(self._known, None)
+        settled = await self._reconciler.settle(self._stored, None)
         if settled.stored == intent.count:
             return settled.base
         rows = await self._source.recall.rows(intent, settled.stored)
         try:
-            if self._reconciler.steps_over:
+            if self._reconciler.is_shared:
                 # With the rows in memory the number of stored rows is exact.
-                settled = await self._reconciler.settle(self._known, rows)
+                settled = await self._reconciler.settle(self._stored, rows)
             return await self._publish(intent, rows, settled)
         finally:
             self._source.release(rows)
@@ -263,92 +255,91 @@ class Delivery:
         """Publish until all rows of the open intent are stored; `settled.stored` of them already are. Return the base
         of the last row.
 
-        Raises as `Reconciler.settle` does, and Unavailable if several attempts in a row store nothing.
+        Raises as `TargetReconciler.settle` does, and Unavailable if several attempts in a row store nothing.
         """
-        slow, sending, self.sending_times = 0, self._reconciler.sending, rows.times()
-        sending.settled(self._known.revision, settled.stored)
+        slow, sending, self.sending_times = 0, self._reconciler.sending, rows.first_times()
+        sending.record_settled(self._stored.revision, settled.stored)
         while settled.stored < intent.count:
             self._reconciler.check_lease()
             if self._limits is not None:
                 # Rows written from here on reach the server that is connected now, or none.
                 self._limits.check(rows, settled.stored)
-            sent = sending.begins()
+            sent = sending.begin()
             outcome = await self._publisher.publish(rows, settled.base, settled.stored)
-            sending.ends(sent, outcome.stored, outcome.handed)
+            sending.end(sent, outcome.stored, outcome.handed_upto)
             before, settled = settled, replace(settled, stored=outcome.stored)
             if outcome.unclear is not None:
-                self._note(outcome, outcome.unclear)
-                settled = await self._reconciler.settle(self._known, rows)
-                sending.settled(self._known.revision, settled.stored)
-                if self._reconciler.steps_over and settled.stored < outcome.stored:
+                self._record_unclear(outcome, outcome.unclear)
+                settled = await self._reconciler.settle(self._stored, rows)
+                sending.record_settled(self._stored.revision, settled.stored)
+                if self._reconciler.is_shared and settled.stored < outcome.stored:
                     # Acknowledged rows are stored, even if a read no longer finds them.
                     settled = Settled(settled.base + settled.stored - outcome.stored, outcome.stored)
                 # Foreign messages stored meanwhile explain a refusal, and a pause would not help.
-                foreign = settled.base > before.base and outcome.unclear.err_code in WRONG_LAST_SEQUENCE
-                metrics.stepped_over(self.target, settled.base - before.base)
+                foreign = settled.base > before.base and outcome.unclear.err_code in WRONG_LAST_SEQUENCE_CODES
+                metrics.count_foreign(self.target, settled.base - before.base)
                 slow = 0 if foreign or settled.stored > before.stored else slow + 1
-                await self._pause(slow, outcome.unclear)
+                await self._back_off(slow, outcome.unclear)
         if self.trouble:
-            log.info("stored again", action="over", target=self.target, trouble=self.trouble)
+            log.info("publish recovered", action="publish_recovered", target=self.target, trouble=self.trouble)
             self.trouble = ""
-        metrics.published(self.target, rows.sizes())
+        metrics.count_published_bytes(self.target, rows.block_bytes())
         failpoint("ingress.after_commit")
         return settled.base
 
-    def _note(self, outcome: Outcome, unclear: UnknownOutcome) -> None:
+    def _record_unclear(self, outcome: Outcome, unclear: UnknownOutcome) -> None:
         metrics.unclear.labels(self.target).inc()
         if unclear.err_code:
             metrics.refused_batches.labels(self.target, str(unclear.err_code)).inc()
-        if self._reconciler.steps_over and unclear.err_code in WRONG_LAST_SEQUENCE:
+        if self._reconciler.is_shared and unclear.err_code in WRONG_LAST_SEQUENCE_CODES:
             return
-        self.trouble = unclear.why
-        log.warning(
-            "outcome unclear", action="unclear", target=self.target, acknowledged=outcome.stored, error=unclear.why
-        )
+        self.trouble = unclear.reason
+        context = {"target": self.target, "acknowledged": outcome.stored, "error": unclear.reason}
+        log.warning("publish outcome unclear", action="publish_unclear", **context)
 
-    async def _pause(self, slow: int, unclear: UnknownOutcome) -> None:
+    async def _back_off(self, slow: int, unclear: UnknownOutcome) -> None:
         """Wait longer after each attempt in a row that stores nothing. Raises Unavailable after too many."""
-        if slow >= SLOW_ROUNDS:
-            message = f"target {self.target} takes nothing: {unclear.why}"
+        if slow >= MAX_EMPTY_ATTEMPTS:
+            message = f"target {self.target} takes nothing: {unclear.reason}"
             raise Unavailable(message, code=f"E-JS-{unclear.err_code}" if unclear.err_code else "")
         if slow:
-            await self._clock.sleep(min(LAST_PAUSE, FIRST_PAUSE * 2**slow))
+            await self._clock.sleep(min(MAX_PAUSE_S, MIN_PAUSE_S * 2**slow))
 
     # The state
 
-    def _opened(self, rows: Rows, base: int) -> TargetState:
+    def _open_intent(self, rows: Rows, base: int) -> TargetState:
         try:
-            return open_intent(self.state, rows.pieces(), base, is_shared=self._reconciler.steps_over)
-        except CheckpointConflict as error:
-            error.hint = ways(("a defect: keep the log; it is tried again by itself, see", command("status")))
+            return open_intent(self.state, rows.pieces(), base, is_shared=self._reconciler.is_shared)
+        except StateConflict as error:
+            error.hint = choices(("a defect: keep the log; it is tried again by itself, see", floe_command("status")))
             raise
 
     async def _save(self, state: TargetState) -> Intent | None:
-        """Store `state` and return its open intent. Raises StateMoved if another instance stored one."""
-        if (stored := await self._store.save(state, self._known.revision)) is None:
-            await self._reconciler.check_moved(self._known)
+        """Store `state` and return its open intent. Raises StateChanged if another instance stored one."""
+        if (stored := await self._store.save(state, self._stored.revision)) is None:
+            await self._reconciler.check_moved(self._stored)
             raise Unavailable(f"state of target {self.target}: neither stored nor changed by anybody")
-        self._known = stored
+        self._stored = stored
         return state.intent
 
-    async def wait_for_quiet(self) -> None:
+    async def wait_for_other_instance(self) -> None:
         """Wait until another instance, which stored progress, stores nothing more.
 
         A correction by an operator does not count as another instance. Raises LeaseLost if the lease is not ours,
         AnotherWriter if it is ours and the other instance does not stop.
         """
-        for _ in range(ROUNDS):
-            await self._clock.sleep(ROUND_SPACING)
+        for _ in range(PROGRESS_CHECKS):
+            await self._clock.sleep(PROGRESS_CHECK_INTERVAL_S)
             self._reconciler.check_lease()
             try:
-                await self._reconciler.check_moved(self._known)
+                await self._reconciler.check_moved(self._stored)
                 return
-            except StateMoved as moved:
+            except StateChanged as moved:
                 before = self.state
                 self._adopt(moved.stored)
-            has_carried = before.checkpoint.target_sequence != self.state.checkpoint.target_sequence
-            if not has_carried and before.intent == self.state.intent:
+            has_delivered = before.checkpoint.target_sequence != self.state.checkpoint.target_sequence
+            if not has_delivered and before.intent == self.state.intent:
                 return  # only positions differ: an operator's correction
-        one = "stop all but one, or give them one lease bucket; what is stored and the open intent"
+        remedy = "stop all but one, or give them one lease bucket; what is stored and the open intent"
         message = f"target {self.target}: another instance carries into it while the lease is ours"
-        raise AnotherWriter(message, hint=ways((one, command("checkpoint ls"))))
+        raise OtherWriter(message, hint=choices((remedy, floe_command("checkpoint ls"))))

@@ -11,13 +11,13 @@ from common.leasing import LeaseGroup, LeaseScope
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.monitor import Health
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.ingress import IngressSettings
-from ingress.checkpoint_store import ROLE
+from ingress.checkpoint_store import STATE_ROLE
 from ingress.discovery.discovery import Discovery
-from ingress.errors import LOOK_AT_STOPPED
-from ingress.redelivery import SPACING as RETRY_SPACING
-from ingress.verdict.settle import LOOK_SPACING
+from ingress.errors import STOPPED_RECHECK_S
+from ingress.redelivery import REQUEST_CHECK_INTERVAL_S
+from ingress.verdict.settle import CONFIRM_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +26,29 @@ class IngressTuning:
     between two reports, between two checks for parked messages to retry, until a stopped chain is checked again.
     """
 
-    look_spacing: float = LOOK_SPACING
-    reexamine: float = 10.0
-    watch: float = 1.0
-    parked: float = RETRY_SPACING
-    look_at_stopped: float = LOOK_AT_STOPPED
+    confirm_interval_s: float = CONFIRM_INTERVAL_S
+    target_recheck_s: float = 10.0
+    report_interval_s: float = 1.0
+    parked_check_interval_s: float = REQUEST_CHECK_INTERVAL_S
+    chain_recheck_s: float = STOPPED_RECHECK_S
 
 
 @dataclass(frozen=True, slots=True)
 class IngressDeps:
-    """The components. `connect` opens a new connection to the targets' server. `alone`: as in `ByteBudget`."""
+    """The components. `connect` opens a new connection to the targets' server. `oversize_lock`: as in `ByteBudget`."""
 
     settings: IngressSettings
     client: FloeClient
     connect: Callable[[], Awaitable[FloeClient]]
     store: SegmentStore
     documents: ChainStore
-    threads: Threads
+    threads: ThreadPool
     discovery: Discovery
     sharing: LeaseGroup
     health: Health
     clock: Clock
-    pace: IngressTuning
-    alone: asyncio.Lock
+    tuning: IngressTuning
+    oversize_lock: asyncio.Lock
 
     @property
     def memory_limit(self) -> int:
@@ -59,8 +59,8 @@ class IngressDeps:
 
 
 # A target's lease is `ingress.{target}`, with two tokens; a member's key has four.
-SCOPE = LeaseScope(state_key(ROLE) + ".*", state_key(ROLE, "member") + ".", "ingress sharing")
+LEASE_SCOPE = LeaseScope(state_key(STATE_ROLE) + ".*", state_key(STATE_ROLE, "member") + ".", "ingress sharing")
 
 
 def lease_key(target: str) -> str:
-    return state_key(ROLE, target)
+    return state_key(STATE_ROLE, target)

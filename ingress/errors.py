@@ -4,19 +4,10 @@ import shlex
 from collections.abc import Sequence
 
 from common.chain import Chain
-from common.errors import (
-    AnotherWriter,
-    ConfigError,
-    DataError,
-    FloeError,
-    OutcomeUnknown,
-    Refused,
-    Stopped,
-    Unavailable,
-)
-from common.exits import command, source
+from common.errors import ConfigError, DataError, FloeError, OtherWriter, OutcomeUnknown, Refused, Stopped, Unavailable
+from common.exits import config_source, floe_command
 from common.jetstream.requests import ApiError
-from common.segments.documents import of_chain, way_out
+from common.segments.documents import chain_arguments, hole_remedies
 from common.segments.store import quarantine_command
 from common.sequences import SequenceRange
 from common.settings.ingress import IngressSettings
@@ -24,31 +15,31 @@ from common.settings.ingress import IngressSettings
 # A cluster in which some members do not know each other yet also answers with this, for some seconds.
 NO_SUITABLE_PEERS = 10005
 # Errors that stop one chain and do not affect the others.
-STOPS_CHAIN = (Stopped, DataError, Refused, ConfigError)
-LOOK_AT_STOPPED = 60.0  # seconds until a stopped target or chain is checked again
+CHAIN_ERRORS = (Stopped, DataError, Refused, ConfigError)
+STOPPED_RECHECK_S = 60.0  # seconds until a stopped target or chain is checked again
 
 
-def passes_by_itself(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """True if a later retry may succeed without an operator."""
     if isinstance(error, ApiError):
         return error.status >= 500 or error.status == 429 or error.err_code == NO_SUITABLE_PEERS
     return isinstance(error, Unavailable | OutcomeUnknown)
 
 
-def ends_target(error: FloeError, *, was_checked: bool) -> bool:
+def is_fatal_for_target(error: FloeError, *, was_checked: bool) -> bool:
     """True if this process stops its target until a restart: another writer, or a configuration that cannot work.
 
     `was_checked`: configuration and target matched once. The target has changed since then, and may change again.
     """
     if isinstance(error, ConfigError):
         return not was_checked or error.code == "E-SOURCES"
-    return isinstance(error, AnotherWriter)
+    return isinstance(error, OtherWriter)
 
 
-def leading(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def most_important_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the most important error of a group: one that needs an operator comes before one that passes by itself."""
     errors = list(_flat(group))
-    ranked = sorted(errors, key=lambda e: (passes_by_itself(e), not isinstance(e, FloeError)))
+    ranked = sorted(errors, key=lambda e: (is_transient(e), not isinstance(e, FloeError)))
     return ranked[0]
 
 
@@ -61,35 +52,35 @@ def _flat(error: BaseException) -> list[BaseException]:
 def check_targets(settings: IngressSettings) -> None:
     """Raise ConfigError if the configuration has no target, for example that of a site."""
     if not settings.targets:
-        raise ConfigError(f"{source()}: ingress.targets: expected at least one target, found none")
+        raise ConfigError(f"{config_source()}: ingress.targets: expected at least one target, found none")
 
 
-def set_command(target: str, *options: str) -> str:
-    return command("checkpoint set", f"--target {shlex.quote(target)}", *options)
+def checkpoint_command(target: str, *options: str) -> str:
+    return floe_command("checkpoint set", f"--target {shlex.quote(target)}", *options)
 
 
-SHOWN = 5  # damaged segments
+MAX_SHOWN_ITEMS = 5  # damaged segments
 
 
-def way_out_of(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str:
+def hole_hint(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str:
     """Return the commands for a hole. `damaged`: keys of segments that would cover it; their commands come first."""
     if not damaged:
-        return way_out(chain, hole)
-    away = "\n".join(map(quarantine_command, damaged[:SHOWN]))
+        return hole_remedies(chain, hole)
+    commands = "\n".join(map(quarantine_command, damaged[:MAX_SHOWN_ITEMS]))
     text = "put a good copy of the damaged segment back; or put it away, so that egress may archive it again:"
-    return f"{text}\n{away}\n{way_out(chain, hole)}"
+    return f"{text}\n{commands}\n{hole_remedies(chain, hole)}"
 
 
-def resume(target: str, chain: Chain) -> str:
-    return command("chain resume", f"--target {shlex.quote(target)}", of_chain(chain))
+def resume_command(target: str, chain: Chain) -> str:
+    return floe_command("chain resume", f"--target {shlex.quote(target)}", chain_arguments(chain))
 
 
-def go_on_at_floor(target: str, chain: Chain, floor: int) -> tuple[str, str]:
+def floor_remedy(target: str, chain: Chain, floor: int) -> tuple[str, str]:
     """Return the advice for a position below the floor of retention, and its command."""
-    return "put the segments back from a copy of the bucket; or go on with what is left", set_position(
+    return "put the segments back from a copy of the bucket; or go on with what is left", position_command(
         target, chain, floor
     )
 
 
-def set_position(target: str, chain: Chain, sequence: int) -> str:
-    return set_command(target, of_chain(chain), f"--sequence {sequence} --yes")
+def position_command(target: str, chain: Chain, sequence: int) -> str:
+    return checkpoint_command(target, chain_arguments(chain), f"--sequence {sequence} --yes")

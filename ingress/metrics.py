@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from common.chain import Chain
-from common.leasing import HAND_OVERS
-from common.metrics import counter, gauge, histogram, total
+from common.leasing import HAND_OVER_REASONS
+from common.metrics import counter, counter_total, gauge, histogram
 from ingress.checkpoint import Intent
 
 # The refusals that are known to occur: a wrong last sequence (two), an incomplete batch, a batch that is too large, a
@@ -16,7 +16,7 @@ _CHAIN = ("target", "site", "feed", "partition")
 _FEED = ("site", "feed", "partition")
 
 messages = counter("ingress_messages", "Messages stored in the target.", _CHAIN)
-carried_bytes = counter("ingress_bytes", "Bytes of headers and payloads published into the target.", _CHAIN)
+delivered_bytes = counter("ingress_bytes", "Bytes of headers and payloads published into the target.", _CHAIN)
 position = gauge("ingress_position", "The first sequence of the chain that the target does not hold yet.", _CHAIN)
 lag_sequences = gauge("ingress_lag_sequences", "Archived sequences that are not carried yet.", _CHAIN)
 waiting_seconds = gauge(
@@ -67,9 +67,7 @@ source_lag_sequences = gauge(
     "Sequences of the source's stream that the target does not hold: archived or not, as egress last said.",
     _CHAIN,
 )
-source_stopped = gauge(
-    "ingress_source_stopped", "1 while egress says that the chain waits for an operator at its site.", _FEED
-)
+source_stopped = gauge("ingress_source_stopped", "1 while the chain waits for an operator at its site.", _FEED)
 source_silent = gauge(
     "ingress_source_silent",
     "1 while the process of egress that had the chain has given no sign of life for `silent_after`.",
@@ -80,19 +78,15 @@ site_silent = gauge(
     "1 while no process of egress of the site has given a sign of life for `silent_after`.",
     ("site",),
 )
-site_alive = gauge(
-    "ingress_site_alive_timestamp_seconds", "The site's last sign of life, by the store's clock.", ("site",)
-)
-alive_read = gauge("ingress_alive_last_success_timestamp_seconds", "When the signs of life were last read, since 1970.")
+site_heartbeat = gauge("ingress_site_alive_timestamp_seconds", "Time of the site's last heartbeat.", ("site",))
+heartbeats_read = gauge("ingress_alive_last_success_timestamp_seconds", "When heartbeats were last read, since 1970.")
 lag_measured = gauge(
     "ingress_lag_last_success_timestamp_seconds",
     "When the lags of the target were last measured, since 1970: what they show is as old.",
     ("target",),
 )
 store_reachable = gauge("ingress_store_reachable", "1 while the store answers the polls; 0 also while it refuses them.")
-store_answered = gauge(
-    "ingress_store_last_success_timestamp_seconds", "When the store last answered a poll, since 1970."
-)
+store_answered = gauge("ingress_store_last_success_timestamp_seconds", "When the store last answered, since 1970.")
 nats_reachable = gauge("ingress_nats_reachable", "1 while the connection to NATS stands.")
 nats_answered = gauge(
     "ingress_nats_last_success_timestamp_seconds",
@@ -119,7 +113,7 @@ foreign_messages = counter(
     "ingress_foreign_messages", "Messages of others in a shared target that were stepped over.", ("target",)
 )
 stopped_targets = gauge(
-    "ingress_stopped", "1 while the target waits for an operator: its code stands in /status.", ("target",)
+    "ingress_stopped", "1 while the target waits for an operator; the code is in /status.", ("target",)
 )
 
 # Freshness of the positions that a process reads before it deletes from the archive
@@ -152,23 +146,23 @@ hand_overs = counter(
     "ingress_hand_overs",
     "Leases given up: drained, surplus to the fair share, or lost.",
     ("reason",),
-    reason=HAND_OVERS,
+    reason=HAND_OVER_REASONS,
 )
 take_overs = counter("ingress_take_overs", "Leases taken that another member was seen to hold.")
 
 
-def stepped_over(target: str, messages: int) -> None:
+def count_foreign(target: str, messages: int) -> None:
     if messages > 0:
         foreign_messages.labels(target).inc(messages)
 
 
-def published(target: str, sizes: Iterable[tuple[Chain, int]]) -> None:
+def count_published_bytes(target: str, sizes: Iterable[tuple[Chain, int]]) -> None:
     """Count the bytes that were published, block by block."""
     for chain, size in sizes:
-        carried_bytes.labels(target, chain.site, chain.feed, str(chain.partition)).inc(size)
+        delivered_bytes.labels(target, chain.site, chain.feed, str(chain.partition)).inc(size)
 
 
-def closed(target: str, intent: Intent, now: float) -> None:
+def count_closed_intent(target: str, intent: Intent, now: float) -> None:
     """Count the messages of an intent, now that it is closed."""
     publish_done.labels(target).set(now)
     intents.labels(target, "closed").inc()
@@ -178,7 +172,7 @@ def closed(target: str, intent: Intent, now: float) -> None:
         messages.labels(*labels).inc(piece.count)
 
 
-def carried() -> dict[str, Callable[[], float]]:
+def totals() -> dict[str, Callable[[], float]]:
     """Return the counts of this process since its start, by name."""
-    closed_intents = partial(total, intents, result="closed")
-    return {"messages": partial(total, messages), "bytes": partial(total, carried_bytes), "intents": closed_intents}
+    counts = {"messages": partial(counter_total, messages), "bytes": partial(counter_total, delivered_bytes)}
+    return {**counts, "intents": partial(counter_total, intents, result="closed")}

@@ -23,7 +23,7 @@ from common.segments.keys import Layout, decode, encode
 from common.segments.segment import Message
 from common.sequences import MAX_SEQUENCE
 from ingress import metrics
-from ingress.checkpoint import ParkedAs, TargetState
+from ingress.checkpoint import ParkedNames, TargetState
 from ingress.rows.prepare import Oversize
 
 log = get_logger(__name__)
@@ -36,12 +36,12 @@ _KEY = re.compile(
 )
 
 
-class State(StrEnum):
+class ParkedState(StrEnum):
     """The state of a parked message, as its objects show it."""
 
     PENDING = "pending"  # stored, but its chain has not passed it: it may still be delivered in turn
     PARKED = "parked"
-    ASKED = "asked for"
+    REQUESTED = "asked for"
     DELIVERED = "delivered"
 
 
@@ -63,19 +63,19 @@ class ParkedEntry:
     name: ParkedName
     size: int = 0
     since: float = 0.0
-    is_kept: bool = False
-    is_left_out: bool = False
+    has_message: bool = False
+    is_passed: bool = False
     is_delivered: bool = False
     asked: int = 0
     answered: int = 0
 
     @property
-    def state(self) -> State:
+    def state(self) -> ParkedState:
         if self.is_delivered:
-            return State.DELIVERED
-        if not self.is_left_out:
-            return State.PENDING
-        return State.ASKED if self.asked > self.answered else State.PARKED
+            return ParkedState.DELIVERED
+        if not self.is_passed:
+            return ParkedState.PENDING
+        return ParkedState.REQUESTED if self.asked > self.answered else ParkedState.PARKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ class ParkedKeys:
         parts = f"{encode(chain.site)}/{encode(chain.feed)}/{chain.incarnation:04d}/{chain.partition}"
         return f"{self.created_prefix(name.created)}{parts}/{name.sequence:020d}/"
 
-    def key(self, name: ParkedName, what: str, number: int | None = None) -> str:
-        """Return the key of an object. `what`: message, left_out, delivered; asked and answered have a `number`."""
-        return f"{self.folder(name)}{what}" + ("" if number is None else f"-{number:04d}")
+    def key(self, name: ParkedName, part: str, number: int | None = None) -> str:
+        """Return the key of an object. `part`: message, left_out, delivered; asked and answered have a `number`."""
+        return f"{self.folder(name)}{part}" + ("" if number is None else f"-{number:04d}")
 
-    def entries(self, listing: Iterable[ObjectInfo]) -> dict[ParkedName, ParkedEntry]:
+    def parse_entries(self, listing: Iterable[ObjectInfo]) -> dict[ParkedName, ParkedEntry]:
         found: dict[ParkedName, ParkedEntry] = {}
         for info in listing:
             match = _KEY.fullmatch(info.key.removeprefix(self.prefix))
@@ -117,9 +117,9 @@ class ParkedKeys:
 
 def _note(entry: ParkedEntry, match: re.Match[str], info: ObjectInfo) -> None:
     if match["what"] == "message":
-        entry.is_kept, entry.size, entry.since = True, info.size, info.modified
+        entry.has_message, entry.size, entry.since = True, info.size, info.modified
     elif match["what"] == "left_out":
-        entry.is_left_out = True
+        entry.is_passed = True
     elif match["what"] == "delivered":
         entry.is_delivered = True
     else:
@@ -138,18 +138,18 @@ def _name(match: re.Match[str]) -> ParkedName | None:
     return ParkedName(chain, sequence, created)
 
 
-def waiting(entries: Mapping[ParkedName, ParkedEntry]) -> int:
-    return sum(entry.state in (State.PARKED, State.ASKED) for entry in entries.values())
+def count_waiting(entries: Mapping[ParkedName, ParkedEntry]) -> int:
+    return sum(entry.state in (ParkedState.PARKED, ParkedState.REQUESTED) for entry in entries.values())
 
 
-VERSION = 1
-MAX_LINE = 64 * 1024
+PARKED_VERSION = 1
+MAX_HEADER_LINE_BYTES = 64 * 1024
 
 
 def to_bytes(chain: Chain, message: Message) -> bytes:
     body = (message.headers or b"") + message.payload
     line = {
-        "version": VERSION,
+        "version": PARKED_VERSION,
         "chain": str(chain),
         "sequence": message.sequence,
         "timestamp_ns": message.timestamp_ns,
@@ -165,7 +165,7 @@ def from_bytes(key: str, raw: bytes, chain: Chain, sequence: int) -> Message:
     """Parse an object. Raises DataError (E-PARKED) if it does not hold the message that `key` names."""
     first, _, body = raw.partition(b"\n")
     try:
-        return _message(json.loads(first[:MAX_LINE]), body, chain, sequence)
+        return _message(json.loads(first[:MAX_HEADER_LINE_BYTES]), body, chain, sequence)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{key}: expected a parked message, found something else: {error}",
@@ -176,8 +176,8 @@ def from_bytes(key: str, raw: bytes, chain: Chain, sequence: int) -> Message:
 
 def _message(line: dict[str, Any], body: bytes, chain: Chain, sequence: int) -> Message:
     found = (line["version"], line["chain"], line["sequence"])
-    if found != (VERSION, str(chain), sequence):
-        raise ValueError(f"expected version {VERSION}, chain {chain}, sequence {sequence}, found {found}")
+    if found != (PARKED_VERSION, str(chain), sequence):
+        raise ValueError(f"expected version {PARKED_VERSION}, chain {chain}, sequence {sequence}, found {found}")
     size = line["headers"]
     if (size or 0) + line["payload"] != len(body) or hashlib.sha256(body).hexdigest() != line["sha256"]:
         raise ValueError(f"expected the bytes that were written, found {len(body)} others")
@@ -186,22 +186,22 @@ def _message(line: dict[str, Any], body: bytes, chain: Chain, sequence: int) -> 
     return Message(sequence, int(line["timestamp_ns"]), subject, headers, body[size or 0 :])
 
 
-ROUNDS = 3  # attempts to put an object and read it back
+PUT_ATTEMPTS = 3  # attempts to put an object and read it back
 
 
 class ParkedStore:
     """The parked messages of `target`, under the names in its present state. Every method raises as the store does.
 
-    `kept_as` is set again whenever another state is adopted.
+    `names` is set again whenever another state is adopted.
     """
 
-    def __init__(self, objects: ObjectStore, layout: Layout, target: str, kept_as: ParkedAs | str) -> None:
+    def __init__(self, objects: ObjectStore, layout: Layout, target: str, names: ParkedNames | str) -> None:
         self.target = target
-        self.kept_as = ParkedAs(kept_as) if isinstance(kept_as, str) else kept_as
+        self.names = ParkedNames(names) if isinstance(names, str) else names
         self.keys, self._objects = ParkedKeys(layout, target), objects
 
-    def adopt(self, state: TargetState) -> None:
-        self.kept_as = state.checkpoint.parked_as
+    def adopt_state(self, state: TargetState) -> None:
+        self.names = state.checkpoint.parked_names
 
     # Parking
 
@@ -212,35 +212,35 @@ class ParkedStore:
         if self._objects.get(key, length=len(body) + 1) == body:
             return
         failpoint("ingress.before_park")
-        self._keep(key, body, {"why": oversize.why})
+        self._put_and_verify(key, body, {"why": oversize.reason})
         failpoint("ingress.after_park")
         metrics.parked_messages.labels(self.target, chain.site, chain.feed, str(chain.partition)).inc()
-        context = {"target": self.target, "sequence": message.sequence, "error": oversize.why}
-        log.warning("message parked", action="parked", **context, **chain.log_context())
+        context = {"target": self.target, "sequence": message.sequence, "error": oversize.reason}
+        log.warning("message parked", action="message_parked", **context, **chain.log_context())
 
     def name(self, chain: Chain, sequence: int) -> ParkedName:
-        return ParkedName(chain, sequence, self.kept_as.of(chain, sequence))
+        return ParkedName(chain, sequence, self.names.name_for(chain, sequence))
 
     # Marks
 
     def mark_left_out(self, name: ParkedName) -> None:
-        self._keep(self.keys.key(name, "left_out"), b"{}")
+        self._put_and_verify(self.keys.key(name, "left_out"), b"{}")
 
     def mark_delivered(self, name: ParkedName) -> None:
         """Mark the message as delivered: after its intent's rows are stored, before the intent is closed."""
-        self._keep(self.keys.key(name, "delivered"), b"{}")
+        self._put_and_verify(self.keys.key(name, "delivered"), b"{}")
 
-    def answer(self, entry: ParkedEntry, why: str) -> None:
-        body = json.dumps({"why": why}).encode()
+    def refuse_retry(self, entry: ParkedEntry, reason: str) -> None:
+        body = json.dumps({"why": reason}).encode()
         self._objects.put(self.keys.key(entry.name, "answered", entry.asked), body)
 
-    def ask(self, *entries: ParkedEntry) -> None:
+    def request_retry(self, *entries: ParkedEntry) -> None:
         for entry in entries:
-            self._keep(self.keys.key(entry.name, "asked", entry.answered + 1), b"{}")
+            self._put_and_verify(self.keys.key(entry.name, "asked", entry.answered + 1), b"{}")
         # After the requests: a reader that finds the new marker also finds them.
         self._objects.put(self.keys.request_marker, secrets.token_hex(16).encode())
 
-    def last_request(self) -> str:
+    def request_etag(self) -> str:
         """Return the ETag of the request marker, which changes with each request; empty if there was none."""
         info = self._objects.head(self.keys.request_marker)
         return "" if info is None else info.etag
@@ -256,17 +256,17 @@ class ParkedStore:
 
     # Reading
 
-    def entries(self, *, all_targets: bool = False) -> dict[ParkedName, ParkedEntry]:
+    def list_entries(self, *, all_targets: bool = False) -> dict[ParkedName, ParkedEntry]:
         """Return all parked messages that count now; `all_targets`: also those of earlier streams of the same name."""
         if all_targets:
-            return self.keys.entries(self._objects.list(self.keys.prefix))
+            return self.keys.parse_entries(self._objects.list(self.keys.prefix))
         found: dict[ParkedName, ParkedEntry] = {}
-        for name in self.kept_as.names():
-            found |= self.keys.entries(self._objects.list(self.keys.created_prefix(name)))
+        for name in self.names.all_names():
+            found |= self.keys.parse_entries(self._objects.list(self.keys.created_prefix(name)))
         return {name: found[name] for name in sorted(found) if name == self.name(name.chain, name.sequence)}
 
-    def entry(self, name: ParkedName) -> ParkedEntry:
-        return self.keys.entries(self._objects.list(self.keys.folder(name))).get(name, ParkedEntry(name))
+    def read_entry(self, name: ParkedName) -> ParkedEntry:
+        return self.keys.parse_entries(self._objects.list(self.keys.folder(name))).get(name, ParkedEntry(name))
 
     def read(self, name: ParkedName) -> Message | None:
         """Read a message; None if it is not there. Raises DataError (E-PARKED) if it is damaged."""
@@ -274,9 +274,9 @@ class ParkedStore:
         raw = self._objects.get(key)
         return None if raw is None else from_bytes(key, raw, name.chain, name.sequence)
 
-    def why(self, entry: ParkedEntry) -> str:
+    def read_reason(self, entry: ParkedEntry) -> str:
         if entry.answered:
-            raw = self._objects.get(self.keys.key(entry.name, "answered", entry.answered), length=MAX_LINE)
+            raw = self._objects.get(self.keys.key(entry.name, "answered", entry.answered), length=MAX_HEADER_LINE_BYTES)
             try:
                 return str(json.loads(raw or b"{}").get("why", ""))
             except (ValueError, AttributeError):
@@ -284,14 +284,14 @@ class ParkedStore:
         info = self._objects.head(self.keys.key(entry.name, "message"))
         return "" if info is None else info.metadata.get("why", "")
 
-    def _keep(self, key: str, body: bytes, metadata: Mapping[str, str] | None = None) -> None:
+    def _put_and_verify(self, key: str, body: bytes, metadata: Mapping[str, str] | None = None) -> None:
         """Put `body` until the store returns it. Raises Unavailable if it never does."""
         sha256 = hashlib.sha256(body).hexdigest()
-        for _ in range(ROUNDS):
+        for _ in range(PUT_ATTEMPTS):
             try:
                 self._objects.put(key, body, sha256=sha256, metadata=metadata)
             except (OutcomeUnknown, ChecksumMismatch) as error:
-                log.warning("put in doubt", action="put_in_doubt", key=key, error=str(error))
+                log.warning("put unconfirmed", action="put_unconfirmed", key=key, error=str(error))
             if self._objects.get(key, length=len(body) + 1) == body:
                 return
-        raise Unavailable(f"{key}: put {ROUNDS} times and never read back as it was sent", code="E-READ-BACK")
+        raise Unavailable(f"{key}: put {PUT_ATTEMPTS} times and never read back as it was sent", code="E-READ-BACK")

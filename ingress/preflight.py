@@ -6,37 +6,37 @@ from typing import Any
 
 from common.clock import NS_PER_S
 from common.errors import ConfigError
-from common.jetstream.api import StreamInfo, create_stream, unguarded_info
+from common.jetstream.api import StreamInfo, create_stream, ready_stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
 from common.logs import get_logger
 from common.settings.ingress import CreateSettings, IngressSettings, TargetSettings
 from common.subjects import overlaps
-from ingress.errors import passes_by_itself
-from ingress.rows.prepare import Accepting, TargetLimits, patterns_of
+from ingress.errors import is_transient
+from ingress.rows.prepare import SubjectFilters, TargetLimits, patterns_of
 
 log = get_logger(__name__)
 
 # Headers of a source that may take effect at the target, and the setting that the target needs for each.
-NEEDS = {b"nats-ttl": "allow_msg_ttl", b"nats-rollup": "allow_rollup_hdrs", b"nats-marker-reason": ""}
+HEADER_SETTINGS = {b"nats-ttl": "allow_msg_ttl", b"nats-rollup": "allow_rollup_hdrs", b"nats-marker-reason": ""}
 # Error codes: the account has reached its resources, or its number of streams.
-ACCOUNT_FULL = (10002, 10027)
+ACCOUNT_LIMIT_CODES = (10002, 10027)
 # The same as options of `nats stream add`.
-FLAGS = {"allow_msg_ttl": "--allow-msg-ttl", "allow_rollup_hdrs": "--allow-rollup"}
+STREAM_ADD_FLAGS = {"allow_msg_ttl": "--allow-msg-ttl", "allow_rollup_hdrs": "--allow-rollup"}
 
 
 async def ensure_target(client: FloeClient, settings: TargetSettings) -> StreamInfo:
     """Create the target if it is missing and may be created, and return it. Raises ConfigError with every problem
     found, and Unavailable while it is being restored.
     """
-    if (info := await unguarded_info(client, settings.stream)) is None:
+    if (info := await ready_stream_info(client, settings.stream)) is None:
         info = await _create(client, settings)
     _refuse_problems(info.config, settings)
     return info
 
 
 def _refuse_problems(config: Mapping[str, Any], settings: TargetSettings) -> None:
-    if found := list(problems(config, settings)):
+    if found := list(config_problems(config, settings)):
         raise ConfigError(*(f"target {settings.stream}: {problem}" for problem in found), code="E-TARGET")
 
 
@@ -53,7 +53,7 @@ async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
     try:
         info = await create_stream(client, config)
     except ApiError as error:
-        if passes_by_itself(error) or error.err_code in ACCOUNT_FULL:
+        if is_transient(error) or error.err_code in ACCOUNT_LIMIT_CODES:
             raise
         raise ConfigError(f"{target}: cannot be created: {error.description}", code="E-TARGET") from error
     log.info("target created", action="target_created", target=settings.stream)
@@ -93,7 +93,7 @@ def add_command(settings: TargetSettings) -> str:
         *_subjects_option(settings),
         "--storage file --replicas 1 --retention limits --discard old",
         "--allow-batch --allow-fast --allow-direct",
-        *(FLAGS[need] for need in sorted(_needed(settings))),
+        *(STREAM_ADD_FLAGS[need] for need in sorted(_needed(settings))),
         "--defaults",
     ]
     return " ".join(words)
@@ -106,27 +106,27 @@ def _subjects_option(settings: TargetSettings) -> list[str]:
         return []
     # Unchanged, without those that another one covers: a stream's subjects must not overlap.
     found = sorted(set(known))
-    apart = [each for each in found if not Accepting([other for other in found if other != each]).covers(each)]
+    apart = [each for each in found if not SubjectFilters([other for other in found if other != each]).covers(each)]
     return [f"--subjects {shlex.quote(','.join(apart))}"]
 
 
 def _needed(settings: TargetSettings) -> set[str]:
-    return {NEEDS[name] for name in control_headers(settings) if NEEDS.get(name)}
+    return {HEADER_SETTINGS[name] for name in control_headers(settings) if HEADER_SETTINGS.get(name)}
 
 
-def problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
+def config_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
     """Yield each setting of the stream that would break a guarantee, with the expected and the found value."""
     for name in ("mirror", "sources", "subject_transform"):
         if config.get(name):
             yield f"{name}: expected none, found one: another writer, or other subjects than were sent"
-    for name, why in (
+    for name, reason in (
         ("sealed", "nothing can be published"),
         ("no_ack", "nothing is acknowledged"),
         ("allow_msg_counter", "only counters are taken"),
         ("discard_new_per_subject", "single messages would be refused for good"),
     ):
         if config.get(name):
-            yield f"{name}: expected false, found true: {why}"
+            yield f"{name}: expected false, found true: {reason}"
     if config.get("subject_delete_marker_ttl"):
         yield "subject_delete_marker_ttl: expected 0, found more: the server would write messages of its own"
     if settings.create is not None:
@@ -146,7 +146,7 @@ def _differences(config: Mapping[str, Any], settings: TargetSettings, create: Cr
         found = int(config.get(name, unlimited))
         if found > 0 and (expected[name] <= 0 or found < expected[name]):
             yield f"{name}: expected {expected[name]} (create), found {found}"
-    accepting = Accepting(config.get("subjects") or [settings.stream])
+    accepting = SubjectFilters(config.get("subjects") or [settings.stream])
     for subject in expected["subjects"]:
         if not accepting.covers(subject):
             yield f"subjects: expected {subject} (create) among them, found {accepting}"
@@ -154,18 +154,18 @@ def _differences(config: Mapping[str, Any], settings: TargetSettings, create: Cr
 
 def _control_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
     for name in sorted(control_headers(settings)):
-        if name not in NEEDS:
-            known = ", ".join(sorted(known.decode() for known in NEEDS))
+        if name not in HEADER_SETTINGS:
+            known = ", ".join(sorted(known.decode() for known in HEADER_SETTINGS))
             yield f"control_headers: expected some of {known}, found {name.decode()}"
-        elif NEEDS[name] and not config.get(NEEDS[name]):
-            yield f"{NEEDS[name]}: expected true for control_headers {name.decode()}, found false"
+        elif HEADER_SETTINGS[name] and not config.get(HEADER_SETTINGS[name]):
+            yield f"{HEADER_SETTINGS[name]}: expected true for control_headers {name.decode()}, found false"
         elif name == b"nats-rollup" and config.get("deny_purge"):
             yield "deny_purge: expected false for control_headers nats-rollup, found true"
-    for index, found in _rolled_up(settings):
+    for index, found in _foreign_rollups(settings):
         yield f"sources.{index}.control_headers: {found}"
 
 
-def _rolled_up(settings: TargetSettings) -> Iterator[tuple[int, str]]:
+def _foreign_rollups(settings: TargetSettings) -> Iterator[tuple[int, str]]:
     """Yield each source with rollups that would delete messages of another site, by its number, and the reason."""
     made = [
         (index, site, pattern)
@@ -186,38 +186,38 @@ def _rolled_up(settings: TargetSettings) -> Iterator[tuple[int, str]]:
 
 
 def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
-    accepting = Accepting(config.get("subjects") or [settings.stream])
-    for index, made in _not_taken(accepting, settings):
+    accepting = SubjectFilters(config.get("subjects") or [settings.stream])
+    for index, made in _unaccepted_subjects(accepting, settings):
         yield f"sources.{index}: expected subjects that the target takes ({accepting}), found {made}"
 
 
-def _not_taken(accepting: Accepting, settings: TargetSettings) -> Iterator[tuple[int, str]]:
+def _unaccepted_subjects(accepting: SubjectFilters, settings: TargetSettings) -> Iterator[tuple[int, str]]:
     for index, source in enumerate(settings.sources):
-        yield from ((index, made) for made in patterns_of(source) or () if not accepting.meets(made))
+        yield from ((index, made) for made in patterns_of(source) or () if not accepting.overlaps(made))
 
 
-def contradictions(settings: IngressSettings) -> Iterator[tuple[str, str]]:
+def settings_problems(settings: IngressSettings) -> Iterator[tuple[str, str]]:
     """Yield the key and the reason of each contradiction, for `floe config check`: `create.subjects` that do not accept
     the subjects of a source of the same target, and rollups that reach another site.
     """
     for number, target in enumerate(settings.targets):
-        for index, found in _rolled_up(target):
+        for index, found in _foreign_rollups(target):
             yield f"ingress.targets.{number}.sources.{index}.control_headers", found
         if target.create is not None and target.create.subjects:
-            accepting = Accepting(target.create.subjects)
-            for index, made in _not_taken(accepting, target):
+            accepting = SubjectFilters(target.create.subjects)
+            for index, made in _unaccepted_subjects(accepting, target):
                 key = f"ingress.targets.{number}.create.subjects"
                 yield key, f"expected subjects that take what sources.{index} makes ({made}), found {accepting}"
 
 
-def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> TargetLimits:
+def limits_from(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> TargetLimits:
     """Return the limits: the subjects, and the smaller of the stream's and its server's largest message."""
     limits = [client.max_payload]
     if (size := int(info.config.get("max_msg_size", -1))) >= 0:
         limits.append(size)
     subjects = info.config.get("subjects") or [settings.stream]
     parks = settings.on_oversize == "park"
-    accepting, is_shared = Accepting(subjects), len(settings.source_of) > 1
+    accepting, is_shared = SubjectFilters(subjects), len(settings.feed_sources) > 1
     return TargetLimits(
         accepting, min(limits), parks, settings.stream, max_payload=client.max_payload, is_shared=is_shared
     )

@@ -12,19 +12,19 @@ from typing import Any
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
-from common.jetstream.lease import owner_text
+from common.jetstream.lease import format_owner
 from common.logs import get_logger
-from common.metrics import begin
+from common.metrics import show_zeros
 from common.segments.documents import ChainStore, TargetPositions
 from common.service.monitor import Health
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from ingress import metrics
 from ingress.chains.chain_state import ChainState
 from ingress.chains.plan import Phase
 from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Intent
 from ingress.delivery import Delivery
-from ingress.discovery.sites import Sites, in_turn
+from ingress.discovery.sites import Heartbeats, interleave_by_site
 from ingress.rows.rows import Block, Rows
 
 log = get_logger(__name__)
@@ -62,16 +62,16 @@ class Lags:
         # Position, time, and True for the time of a message or a segment; False: the time of the first measurement.
         self._oldest: dict[Chain, tuple[int, float, bool]] = {}
         self._shown: set[Labels] = set()
-        self._blind_since: float | None = None
+        self._unreadable_since: float | None = None
 
-    def notice(self, *, is_read: bool, now: float) -> None:
+    def record_store_state(self, *, is_read: bool, now: float) -> None:
         """Record if the store can be read at `now` (seconds since 1970). While it cannot, segments archived since then
         are unknown: each chain counts as behind for at least as long.
         """
-        self._blind_since = None if is_read else self._blind_since or now
+        self._unreadable_since = None if is_read else self._unreadable_since or now
 
-    def _at_least(self, seconds: float, now: float) -> float:
-        return seconds if self._blind_since is None else max(seconds, now - self._blind_since)
+    def _at_least_outage(self, seconds: float, now: float) -> float:
+        return seconds if self._unreadable_since is None else max(seconds, now - self._unreadable_since)
 
     def measure(
         self,
@@ -80,7 +80,7 @@ class Lags:
         ready: Iterable[Block],
         intent: Intent | None,
         now: float,
-        sites: Sites | None = None,
+        sites: Heartbeats | None = None,
         sending: Mapping[Chain, float] | None = None,
     ) -> None:
         """Set the gauges at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: the open one;
@@ -90,28 +90,28 @@ class Lags:
         found: dict[Labels, Lag] = {}
         stopped = paused = 0
         newest: dict[Labels, ChainState] = {}
-        carried: dict[Labels, tuple[int, int]] = {}  # the newest incarnation with a position
+        latest: dict[Labels, tuple[int, int]] = {}  # the newest incarnation with a position
         for state in chains:
             lag = self._lag(state, positions, counts[state.chain], times.get(state.chain), now)
             labels = self._target, state.chain.site, state.chain.feed, str(state.chain.partition)
-            lag.seconds = self._at_least(lag.seconds, now)
+            lag.seconds = self._at_least_outage(lag.seconds, now)
             found.setdefault(labels, Lag()).add(lag)
             newest[labels] = max(state, newest.get(labels, state), key=lambda each: each.chain.incarnation)
-            if at := positions.get(state.chain, state.position if state.plan.waits else 0):
-                carried[labels] = max(carried.get(labels, (-1, 0)), (state.chain.incarnation, at))
+            if at := positions.get(state.chain, state.position if state.plan.is_waiting else 0):
+                latest[labels] = max(latest.get(labels, (-1, 0)), (state.chain.incarnation, at))
             stopped += state.stopped is not None
             paused += state.phase is Phase.PAUSED
         metrics.stopped_chains.labels(self._target).set(stopped)
         metrics.paused_chains.labels(self._target).set(paused)
         metrics.intent_open.labels(self._target).set(intent is not None)
-        for labels, (_, at) in carried.items():
+        for labels, (_, at) in latest.items():
             metrics.position.labels(*labels).set(at)
         for labels, lag in found.items():
             for gauge, value in zip(_LAGS, astuple(lag), strict=True):
                 gauge.labels(*labels).set(value)
             state = newest[labels]
-            sighting = sites.of(state.chain) if sites else None
-            left = sighting.sign.not_archived(state.chain.incarnation, state.archived) if sighting else None
+            stored = sites.heartbeat_of(state.chain) if sites else None
+            left = stored.heartbeat.unarchived_count(state.chain.incarnation, state.archived) if stored else None
             if left is not None:  # else keep the last value
                 metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
         self._shown |= set(found)
@@ -124,10 +124,10 @@ class Lags:
                 gauge.remove(*labels)
         self._shown.clear()
 
-    def of(self, state: ChainState, positions: Mapping[Chain, int], now: float) -> float:
+    def age(self, state: ChainState, positions: Mapping[Chain, int], now: float) -> float:
         """Age in seconds of the chain's oldest message that is not in the target; 0: none, or not measured."""
         at, since, _ = self._oldest.get(state.chain, (0, now, False))
-        return self._at_least(max(0.0, now - since) if at == _position(state, positions) else 0.0, now)
+        return self._at_least_outage(max(0.0, now - since) if at == _position(state, positions) else 0.0, now)
 
     def _lag(
         self, state: ChainState, positions: Mapping[Chain, int], decoded: int, oldest: float | None, now: float
@@ -193,78 +193,80 @@ def _decoded(
     rows = Rows(list(ready))
     for block in rows.blocks:
         counts[block.piece.chain] += block.piece.count
-    return counts, rows.times() | (dict(sending) if intent else {})
+    return counts, rows.first_times() | (dict(sending) if intent else {})
 
 
-REMIND = 600.0  # seconds until the same reason is logged again
-CHAINS = 1000  # chains of one target in /status, at most
+REMINDER_INTERVAL_S = 600.0  # seconds until the same reason is logged again
+MAX_STATUS_CHAINS = 1000  # chains of one target in /status, at most
 
 
 class TargetReport:
     """Report of one target to log, metrics and /status. `is_stopped`: True if it is known to wait for an operator."""
 
-    def __init__(self, target: str, health: Health, clock: Clock, sites: Sites | None = None, owner: str = "") -> None:
+    def __init__(
+        self, target: str, health: Health, clock: Clock, sites: Heartbeats | None = None, owner: str = ""
+    ) -> None:
         self.target, self._health, self._clock, self._sites = target, health, clock, sites
         self._part, self._owner, self.lags = f"target {target}", owner, Lags(target)
-        self.is_stopped = self._is_over = False
+        self.is_stopped = self._is_final = False
         self._publisher, self._reason, self._logged = "", "", float("-inf")
         self._trouble, self._troubled_at = "", 0.0
-        begin("ingress_", target=target)
+        show_zeros("ingress_", target=target)
         for each in (metrics.holds_lease, metrics.stopped_targets, metrics.publish_done):
             each.labels(target).set(0)
-        self._state("starting", ready=False, why="nobody knows yet who holds its lease")
+        self._set_state("starting", ready=False, reason="nobody knows yet who holds its lease")
 
     # The lease
 
-    def standby(self, holder: str | None) -> None:
+    def set_standby(self, holder: str | None) -> None:
         if holder not in (None, self._owner):
             self.lags.forget()
-            self._shows_publisher("")
-        self._state("standby", ready=True, holder=owner_text(holder or ""))
+            self._show_publisher("")
+        self._set_state("standby", ready=True, holder=format_owner(holder or ""))
 
-    def waits(self, error: FloeError) -> None:
-        self._state("waits", ready=False, why=error.message)
+    def set_waiting(self, error: FloeError) -> None:
+        self._set_state("waits", ready=False, reason=error.message)
 
-    def holds(self) -> None:
+    def report_held(self) -> None:
         metrics.holds_lease.labels(self.target).set(1)
-        self._state("starting", ready=False, why="starting")
-        log.info("carrying", action="carrying", target=self.target)
+        self._set_state("starting", ready=False, reason="starting")
+        log.info("lease acquired", action="lease_acquired", target=self.target)
 
-    def gives_back(self) -> None:
+    def report_released(self) -> None:
         """Report that the lease is released. The values of the chains stay until another instance is seen to hold it:
         while NATS is unavailable, none does.
         """
         metrics.holds_lease.labels(self.target).set(0)
         metrics.stopped_targets.labels(self.target).set(0)
         self.is_stopped, self._trouble = False, ""  # the next holder finds the trouble by itself
-        self._state("standby", ready=True, holder="")
+        self._set_state("standby", ready=True, holder="")
         log.info("lease released", action="lease_released", target=self.target)
 
     # Delivering
 
-    def publishes(self, name: str, against: dict[str, str]) -> None:
+    def report_publisher(self, name: str, against: dict[str, str]) -> None:
         """Report the publisher. It is logged only if it differs from the one shown."""
         if name != self._publisher:
-            why = {other: reason for other, reason in against.items() if reason}
-            log.info("publisher chosen", action="publisher", target=self.target, publisher=name, against=why)
-        self._shows_publisher(name)
+            reasons = {other: reason for other, reason in against.items() if reason}
+            log.info("publisher chosen", action="publisher_chosen", target=self.target, publisher=name, against=reasons)
+        self._show_publisher(name)
 
-    def carries(self, delivery: Delivery, prefetcher: Prefetcher) -> None:
+    def report_progress(self, delivery: Delivery, prefetcher: Prefetcher) -> None:
         """Report the progress. Call it every second."""
         metrics.stopped_targets.labels(self.target).set(0)
         self.is_stopped = False
         state, now, chains = delivery.state, self._clock.now(), prefetcher.chains
         if delivery.is_settled and not delivery.trouble:
-            self._over()
-        self.lags.notice(is_read=not self._health.why("store"), now=now)
+            self._end_trouble()
+        self.lags.record_store_state(is_read=not self._health.not_ready_reason("store"), now=now)
         positions = state.checkpoint.positions
         shown = {
             str(each.chain): {
                 **each.status(positions),
-                "lag_seconds": round(self.lags.of(each, positions, now)),
+                "lag_seconds": round(self.lags.age(each, positions, now)),
                 **self._source(each.chain),
             }
-            for each in in_turn(chains, lambda each: each.chain.site)[:CHAINS]
+            for each in interleave_by_site(chains, lambda each: each.chain.site)[:MAX_STATUS_CHAINS]
         }
         status = {
             "state": "carrying",
@@ -274,7 +276,7 @@ class TargetReport:
             "intent": state.intent and {"base": state.intent.base, "count": state.intent.count},
             "chains": shown,
         }
-        self._health.set_ready(self._part, not delivery.unready, delivery.unready)
+        self._health.set_ready(self._part, not delivery.unready_reason, delivery.unready_reason)
         self._health.set_status(self._part, status)
         metrics.target_sequence.labels(self.target).set(state.checkpoint.target_sequence)
         self.lags.measure(
@@ -282,57 +284,58 @@ class TargetReport:
         )
 
     def _source(self, chain: Chain) -> dict[str, Any]:
-        if self._sites is None or (sighting := self._sites.of(chain)) is None:
+        if self._sites is None or (stored := self._sites.heartbeat_of(chain)) is None:
             return {}
-        sign = sighting.sign
-        said = {
-            "state": sighting.state(self._sites.silent_after),
-            "code": sign.code,
-            "why": sign.why,
-            "sequence": sign.source_last,
+        heartbeat = stored.heartbeat
+        report = {
+            "state": stored.state(self._sites.silent_after),
+            "code": heartbeat.code,
+            "why": heartbeat.why,
+            "sequence": heartbeat.source_last,
         }
-        return {"source": {**said, "alive": sighting.modified}}
+        return {"source": {**report, "alive": stored.modified}}
 
     # Not delivering
 
-    def retries(self, error: FloeError, pause: float) -> None:
+    def report_retry(self, error: FloeError, pause: float) -> None:
         """Report an error that passes by itself; the next attempt is after `pause` seconds."""
-        self._begins(error)
-        log.warning("tried again later", action="retry", target=self.target, error=str(error), pause=pause)
-        self.waits(error)
+        self._begin_trouble(error)
+        context = {"target": self.target, "error": str(error), "pause": pause}
+        log.warning("target retry scheduled", action="target_retry_scheduled", **context)
+        self.set_waiting(error)
 
-    def stopped(self, error: FloeError) -> None:
+    def report_stopped(self, error: FloeError) -> None:
         metrics.stopped_targets.labels(self.target).set(1)
         self.is_stopped = True
-        self._begins(error)
-        self._state("stopped", ready=False, why=error.message, code=error.code, hint=error.hint)
+        self._begin_trouble(error)
+        self._set_state("stopped", ready=False, reason=error.message, code=error.code, hint=error.hint)
         reason, now = f"{error.code} {error.message}", self._clock.monotonic()
-        if reason != self._reason or now - self._logged >= REMIND:
+        if reason != self._reason or now - self._logged >= REMINDER_INTERVAL_S:
             self._reason, self._logged = reason, now
             log.error("target stopped", action="target_stopped", target=self.target, error=str(error), code=error.code)
 
-    def _begins(self, error: FloeError) -> None:
+    def _begin_trouble(self, error: FloeError) -> None:
         if not self._trouble:
             self._troubled_at = self._clock.monotonic()
         self._trouble = error.message
 
-    def _over(self) -> None:
+    def _end_trouble(self) -> None:
         if self._trouble:
-            seconds, trouble = round(self._clock.monotonic() - self._troubled_at, 1), self._trouble
+            seconds, before = round(self._clock.monotonic() - self._troubled_at, 1), self._trouble
             self._trouble = self._reason = ""  # if it returns, it is logged again
-            log.info("target goes on", action="over", target=self.target, seconds=seconds, trouble=trouble)
+            log.info("target recovered", action="target_recovered", target=self.target, seconds=seconds, trouble=before)
 
-    def ended(self, error: FloeError) -> None:
+    def report_ended(self, error: FloeError) -> None:
         self._reason = ""  # log it once more: no report follows
-        self.stopped(error)
-        self._is_over = True
+        self.report_stopped(error)
+        self._is_final = True
 
-    def _state(self, state: str, *, ready: bool, why: str = "", **more: str) -> None:
-        if not self._is_over:  # later changes of its lease do not matter
-            self._health.set_ready(self._part, ready, why.removeprefix(f"{self._part}: "))
-            self._health.set_status(self._part, {"state": state, "why": why, **more})
+    def _set_state(self, state: str, *, ready: bool, reason: str = "", **more: str) -> None:
+        if not self._is_final:  # later changes of its lease do not matter
+            self._health.set_ready(self._part, ready, reason.removeprefix(f"{self._part}: "))
+            self._health.set_status(self._part, {"state": state, "why": reason, **more})
 
-    def _shows_publisher(self, name: str) -> None:
+    def _show_publisher(self, name: str) -> None:
         with suppress(KeyError):
             metrics.publisher.remove(self.target, self._publisher)
         self._publisher = name
@@ -340,11 +343,11 @@ class TargetReport:
             metrics.publisher.labels(self.target, name).set(1)
 
 
-SPACING = 60.0  # seconds between two writes at least
-LOOK = 1.0  # seconds between two checks for a change
+POSITIONS_INTERVAL_S = 60.0  # seconds between two writes at least
+POSITIONS_CHECK_INTERVAL_S = 1.0  # seconds between two checks for a change
 
 
-class PositionsReport:
+class PositionsWriter:
     """Writer of one target's `positions.json`. Nothing waits for it: delivery continues if the store refuses it.
 
     `positions`: of the last closed checkpoint; None while it is unconfirmed. `sources`: the `site/feed` pairs that may
@@ -358,46 +361,46 @@ class PositionsReport:
         positions: Callable[[], Mapping[Chain, int] | None],
         stopped: Callable[[], Mapping[Chain, str]],
         documents: ChainStore,
-        threads: Threads,
+        threads: ThreadPool,
         clock: Clock,
     ) -> None:
         self._target, self._sources, self._positions, self._stopped = target, sources, positions, stopped
         self._documents, self._threads, self._clock = documents, threads, clock
         self._put: Mapping[Chain, int] | None = None
         self._put_stopped: Mapping[Chain, str] = {}
-        self._asked_at, self._failure = float("-inf"), ""
+        self._tried_at, self._failure = float("-inf"), ""
 
     async def run(self) -> None:
         while True:
-            await self.look()
-            await self._clock.sleep(LOOK)
+            await self.write_if_due()
+            await self._clock.sleep(POSITIONS_CHECK_INTERVAL_S)
 
-    async def look(self) -> None:
+    async def write_if_due(self) -> None:
         positions, now = self._positions(), self._clock.monotonic()
         if positions is not None and self._is_due(positions, now):
-            self._asked_at = now
-            await self._say(dict(positions))
+            self._tried_at = now
+            await self._write(dict(positions))
 
     def _is_due(self, positions: Mapping[Chain, int], now: float) -> bool:
         """True if a write is due, early if a stored value is ahead of a chain moved back or omits a stopped chain."""
-        is_long_ago, put = now - self._asked_at >= SPACING, self._put or {}
+        is_long_ago, put = now - self._tried_at >= POSITIONS_INTERVAL_S, self._put or {}
         if self._stopped().keys() - self._put_stopped or any(positions.get(chain, 0) < at for chain, at in put.items()):
             return is_long_ago or not self._failure
         return is_long_ago and (positions != self._put or self._stopped() != self._put_stopped)
 
-    async def _say(self, positions: Mapping[Chain, int]) -> None:
+    async def _write(self, positions: Mapping[Chain, int]) -> None:
         stopped = dict(self._stopped())
-        said = TargetPositions(self._target, self._clock.now(), positions, self._sources, stopped=stopped)
+        document = TargetPositions(self._target, self._clock.now(), positions, self._sources, stopped=stopped)
         try:
-            await self._threads.run(self._documents.write_positions, said)
+            await self._threads.run(self._documents.write_positions, document)
         except FloeError as error:
             metrics.positions_errors.labels(self._target).inc()
             if error.code != self._failure:
                 self._failure = error.code
                 context = {"target": self._target, "code": error.code, "error": str(error)}
-                log.warning("positions not stored", action="positions_failed", **context)
+                log.warning("positions write failed", action="positions_write_failed", **context)
             return
         if self._failure:
-            log.info("positions stored again", action="over", target=self._target)
+            log.info("positions write recovered", action="positions_write_recovered", target=self._target)
         self._put, self._put_stopped, self._failure = positions, stopped, ""
-        metrics.positions_put.labels(self._target).set(said.time)
+        metrics.positions_put.labels(self._target).set(document.time)

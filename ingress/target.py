@@ -6,39 +6,39 @@ from itertools import islice
 from typing import Any
 
 from common.chain import Chain
-from common.clock import Backoff, doubling
-from common.doctor import DoctorFinding, failed, is_bad, warns, well
-from common.errors import ConfigError, FloeError, LeaseLost, Stopped, Unavailable, Unforeseen
-from common.jetstream.api import StreamInfo, stream_info, unguarded_info
+from common.clock import Backoff, doubling_delays
+from common.doctor import DoctorFinding, failed, ok, problem, warning
+from common.errors import ConfigError, FloeError, LeaseLost, Stopped, Unavailable, UnexpectedError
+from common.jetstream.api import StreamInfo, ready_stream_info, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease
 from common.logs import get_logger
 from common.settings.ingress import TargetSettings
 from common.settings.types import size_words
-from common.tasks import Stop, StopReason, beside, either, end, first_of, orphaned, told, watched
+from common.tasks import Stop, StopReason, any_set, cancel, first_of, raise_fatal, record_unexpected, run_with, spawn
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import PauseStore
 from ingress.chains.prefetch import Prefetcher
-from ingress.checkpoint_store import ROLE, StateStore
+from ingress.checkpoint_store import STATE_ROLE, StateStore
 from ingress.delivery import Delivery, ServerLimits
 from ingress.deps import IngressDeps, lease_key
-from ingress.errors import ends_target, leading, passes_by_itself
+from ingress.errors import is_fatal_for_target, is_transient, most_important_error
 from ingress.parked import ParkedStore
-from ingress.preflight import add_command, control_headers, ensure_target, problems, shape_of, stream_config
-from ingress.publishers.choose import PUBLISHERS, choose, offered
+from ingress.preflight import add_command, config_problems, control_headers, ensure_target, limits_from, stream_config
+from ingress.publishers.choose import PUBLISHERS, choose_publisher, objections
 from ingress.publishers.publisher import Replies
 from ingress.redelivery import ParkedSource, Retries
-from ingress.report import PositionsReport, TargetReport
-from ingress.rows.prepare import TargetLimits, oversize_hint
-from ingress.rows.rows import DecodedAhead
-from ingress.verdict.settle import Reconciler, SharedSettler
+from ingress.report import PositionsWriter, TargetReport
+from ingress.rows.prepare import TargetLimits, oversize_remedies
+from ingress.rows.rows import ReadyBlocks
+from ingress.verdict.settle import SharedTargetReconciler, TargetReconciler
 from ingress.verdict.verdict import Sending, TargetErrors, TargetStream
 
 log = get_logger(__name__)
 
 
-class Target:
+class TargetRunner:
     """Factory and runner of the components that deliver into one target; `run` may be called again."""
 
     def __init__(self, deps: IngressDeps, settings: TargetSettings, report: TargetReport) -> None:
@@ -59,59 +59,59 @@ class Target:
         objects, layout = deps.documents.objects, deps.documents.layout
         bucket = await self._bucket(int(info.config.get("num_replicas", 1)))
         decisions, parked = PauseStore(bucket, name), ParkedStore(objects, layout, name, info.created)
-        chains = ChainRegistry(self._settings, shape_of(deps.client, info, self._settings), self._limits)
-        ahead = DecodedAhead(deps.memory_limit, alone=deps.alone)
+        chains = ChainRegistry(self._settings, limits_from(deps.client, info, self._settings), self._limits)
+        ahead = ReadyBlocks(deps.memory_limit, oversize_lock=deps.oversize_lock)
         prefetch = Prefetcher(chains, deps.store, deps.documents, deps.threads, deps.clock, ahead, parked, decisions)
-        prefetch.look_at_stopped = deps.pace.look_at_stopped
+        prefetch.stopped_recheck_s = deps.tuning.chain_recheck_s
         source = ParkedSource(prefetch, parked, deps.threads)
         retries = Retries(parked, source, deps.threads, deps.clock, chains.renew_limits, decisions)
-        retries.spacing = deps.pace.parked
-        state = StateStore(bucket, state_key(ROLE, name), name, parked.adopt)
+        retries.check_interval_s = deps.tuning.parked_check_interval_s
+        state = StateStore(bucket, state_key(STATE_ROLE, name), name, parked.adopt_state)
         reconciler = self._reconciler(state, lease)
-        limits = ServerLimits(deps.client, chains, source.reset, oversize_hint(name))
+        limits = ServerLimits(deps.client, chains, source.reset, oversize_remedies(name))
         kind, replies = PUBLISHERS[self._publisher_name(info)], await Replies.open(deps.client)
         publisher = kind(deps.client, name, replies, exclusive=self._settings.exclusive)
         delivery = Delivery(name, state, reconciler, publisher, source, deps.clock, source.before_close, limits)
         deps.discovery.add(prefetch)
         try:
-            watching, says = self._watch(delivery, prefetch, lease), self._says(delivery, chains).run()
-            await beside(delivery.run(stop), prefetch.run(), retries.run(), watching, says)
+            watching, writer = self._watch(delivery, prefetch, lease), self._positions_writer(delivery, chains).run()
+            await run_with(delivery.run(stop), prefetch.run(), retries.run(), watching, writer)
         except BaseExceptionGroup as errors:
-            raise leading(errors) from None
+            raise most_important_error(errors) from None
         finally:
             deps.discovery.remove(prefetch)
-            prefetch.kept.drop()
+            prefetch.open_segments.drop()
             await publisher.aclose()
 
     async def _watch(self, delivery: Delivery, prefetch: Prefetcher, lease: Lease) -> None:
         while not lease.lost.is_set:
             # A stopped target remains stopped until it is known to be repaired.
             if delivery.is_settled or delivery.trouble or not self._report.is_stopped:
-                self._report.carries(delivery, prefetch)
-            await lease.lost.wait(self._deps.pace.watch)
+                self._report.report_progress(delivery, prefetch)
+            await lease.lost.wait(self._deps.tuning.report_interval_s)
         raise LeaseLost(f"lease of target {self._target} is not ours any more")
 
-    def _says(self, delivery: Delivery, chains: ChainRegistry) -> PositionsReport:
+    def _positions_writer(self, delivery: Delivery, chains: ChainRegistry) -> PositionsWriter:
         deps, sources = self._deps, self._settings.sources
-        pairs = {f"{site}/{feed}" for source in sources for site, feed in source.pairs()}
+        pairs = {f"{site}/{feed}" for source in sources for site, feed in source.site_feed_pairs()}
 
         def positions() -> Mapping[Chain, int] | None:
             return delivery.state.checkpoint.positions if delivery.is_settled else None
 
         def stopped() -> Mapping[Chain, str]:
             found = ((each.chain, each.stopped) for each in chains if each.stopped is not None)
-            return {chain: f"{error.code}: {error}" for chain, error in islice(found, STOPS)}
+            return {chain: f"{error.code}: {error}" for chain, error in islice(found, MAX_REPORTED_STOPS)}
 
         known = tuple(sorted(pairs)), positions, stopped
-        return PositionsReport(self._target, *known, deps.documents, deps.threads, deps.clock)
+        return PositionsWriter(self._target, *known, deps.documents, deps.threads, deps.clock)
 
-    def _reconciler(self, state: StateStore, lease: Lease) -> Reconciler:
+    def _reconciler(self, state: StateStore, lease: Lease) -> TargetReconciler:
         deps, errors, headers = self._deps, TargetErrors(self._target), control_headers(self._settings)
         stream = TargetStream(deps.client, self._target, deps.connect, headers)
         if self._sending[0] is not lease:
             self._sending = (lease, Sending())
-        kind = Reconciler if self._settings.exclusive else SharedSettler
-        return kind(errors, state, stream, lease, deps.clock, deps.pace.look_spacing, self._sending[1])
+        kind = TargetReconciler if self._settings.exclusive else SharedTargetReconciler
+        return kind(errors, state, stream, lease, deps.clock, deps.tuning.confirm_interval_s, self._sending[1])
 
     # The target
 
@@ -124,22 +124,22 @@ class Target:
         client, settings = self._deps.client, self._settings
         if (create := settings.create) is not None and await stream_info(client, self._target) is None:
             bucket = await self._bucket(create.replicas)
-            if (await StateStore(bucket, state_key(ROLE, self._target), self._target).load()).state:
+            if (await StateStore(bucket, state_key(STATE_ROLE, self._target), self._target).load()).state:
                 raise TargetErrors(self._target).no_checkpoint(None)
         return await ensure_target(client, settings)
 
     async def _limits(self) -> TargetLimits:
-        """Return the limits of the target now. Raises Unavailable if it is gone, else as `unguarded_info`."""
-        if (info := await unguarded_info(self._deps.client, self._target)) is None:
+        """Return the limits of the target now. Raises Unavailable if it is gone, else as `ready_stream_info`."""
+        if (info := await ready_stream_info(self._deps.client, self._target)) is None:
             raise Unavailable(f"target {self._target}: no such stream any more")
-        return shape_of(self._deps.client, info, self._settings)
+        return limits_from(self._deps.client, info, self._settings)
 
     def _publisher_name(self, info: StreamInfo) -> str:
         """Choose and report the publisher. Raises ConfigError if the configured one is not offered."""
         version, headers = self._deps.client.server_version, control_headers(self._settings)
-        against = offered(version, info.config, headers, exclusive=self._settings.exclusive)
-        name = choose(self._target, self._settings.publisher, against)
-        self._report.publishes(name, against)
+        against = objections(version, info.config, headers, exclusive=self._settings.exclusive)
+        name = choose_publisher(self._target, self._settings.publisher, against)
+        self._report.report_publisher(name, against)
         return name
 
     async def _bucket(self, replicas: int) -> KeyValue:
@@ -149,8 +149,8 @@ class Target:
         return await KeyValue(self._deps.client, settings.state_bucket, replicas=replicas, max_bytes=size).ensure()
 
 
-PAUSES = doubling(1.0, 30.0)  # seconds between attempts
-STOPS = 100  # stopped chains in `positions.json`, each with its reason
+TARGET_PAUSES_S = doubling_delays(1.0, 30.0)  # seconds between attempts
+MAX_REPORTED_STOPS = 100  # stopped chains in `positions.json`, each with its reason
 
 
 class TargetSupervisor:
@@ -159,9 +159,9 @@ class TargetSupervisor:
     def __init__(self, deps: IngressDeps, settings: TargetSettings) -> None:
         self.target, self._deps = settings.stream, deps
         self._report = TargetReport(settings.stream, deps.health, deps.clock, deps.discovery.sites, deps.sharing.owner)
-        self._carrying = Target(deps, settings, self._report)
+        self._runner = TargetRunner(deps, settings, self._report)
         self._slot = deps.sharing.slot(lease_key(settings.stream), self._report)
-        self._was_checked, self._pauses = False, Backoff(None, PAUSES)
+        self._was_checked, self._pauses = False, Backoff(None, TARGET_PAUSES_S)
 
     async def run(self, stop: Stop) -> None:
         """Deliver or be on standby, until `stop` is set and no intent is open.
@@ -172,15 +172,15 @@ class TargetSupervisor:
         try:
             while not self._was_checked and not stop.is_set:
                 await self._attempt(self._check(), stop)
-            while (lease := await self._slot.occupy(stop)) is not None:
+            while (lease := await self._slot.wait_for_lease(stop)) is not None:
                 await self._hold(lease, stop)
         except FloeError as error:
-            self._report.ended(error)
-            await self._deps.sharing.retire(self._slot)
+            self._report.report_ended(error)
+            await self._deps.sharing.remove_slot(self._slot)
             raise
 
     async def _check(self) -> None:
-        await self._carrying.check()
+        await self._runner.check()
         self._was_checked = True
 
     async def _hold(self, lease: Lease, stop: Stop) -> None:
@@ -188,22 +188,22 @@ class TargetSupervisor:
 
         A target that waits for an operator keeps its lease: another instance would find the same.
         """
-        self._report.holds()
-        keeping = watched(lease.keep(), orphaned, name=f"lease {self.target}")
+        self._report.report_held()
+        keeping = spawn(lease.run_renewals(), raise_fatal, name=f"lease {self.target}")
         try:
-            async with either(stop, lease.give_back, lease.lost) as leaving:
+            async with any_set(stop, lease.return_requested, lease.lost) as leaving:
                 while lease.is_usable() and not leaving.is_set:
-                    await self._attempt(self._carry(lease, leaving), leaving)
+                    await self._attempt(self._run_under_lease(lease, leaving), leaving)
         finally:
-            await end(keeping)
+            await cancel(keeping)
             was_lost = lease.lost.is_set
             await lease.release()
-            self._report.gives_back()
-            self._slot.vacate(lost=was_lost)
+            self._report.report_released()
+            self._slot.give_up(lost=was_lost)
 
-    async def _carry(self, lease: Lease, leaving: Stop) -> None:
+    async def _run_under_lease(self, lease: Lease, leaving: Stop) -> None:
         try:
-            await self._carrying.run(lease, leaving)
+            await self._runner.run(lease, leaving)
         except LeaseLost as error:
             log.warning("lease lost", action="lease_lost", target=self.target, error=error.message)
             lease.lost.set(StopReason.LEASE_LOST)
@@ -215,30 +215,30 @@ class TargetSupervisor:
             return
         except Exception as error:
             lasted = self._deps.clock.monotonic() - began
-            if not isinstance(error, FloeError) or isinstance(error, Unforeseen):
+            if not isinstance(error, FloeError) or isinstance(error, UnexpectedError):
                 pause = self._next_pause(lasted)
-                known = told(error, "target", f"target {self.target}", target=self.target, pause=pause)
-                self._report.stopped(known)
-            elif passes_by_itself(error):
+                found = record_unexpected(error, "target", f"target {self.target}", target=self.target, pause=pause)
+                self._report.report_stopped(found)
+            elif is_transient(error):
                 pause = self._next_pause(lasted)
-                self._report.retries(error, pause)
-            elif ends_target(error, was_checked=self._was_checked):
+                self._report.report_retry(error, pause)
+            elif is_fatal_for_target(error, was_checked=self._was_checked):
                 raise
             else:
-                pause = self._deps.pace.reexamine
-                self._report.stopped(error)
+                pause = self._deps.tuning.target_recheck_s
+                self._report.report_stopped(error)
         await first_of(leaving.wait(), seconds=pause)
 
     def _next_pause(self, lasted: float) -> float:
         """Return seconds; twice as many after each attempt that failed soon."""
-        if lasted > PAUSES[-1]:
+        if lasted > TARGET_PAUSES_S[-1]:
             self._pauses.reset()
-        return self._pauses.next()
+        return self._pauses.next_delay()
 
 
 # Checks of `floe doctor`
 
-DEFAULT_PAYLOAD = 1024 * 1024  # bytes: the largest message of a server by default
+DEFAULT_MAX_PAYLOAD_BYTES = 1024 * 1024  # bytes: the largest message of a server by default
 
 
 async def examine_target(
@@ -249,63 +249,61 @@ async def examine_target(
     """
     name = settings.stream
     try:
-        info = await unguarded_info(client, name)
+        info = await ready_stream_info(client, name)
     except FloeError as error:
         return [failed("nats", "target", error)]
     if info is None and settings.create is None:
         meaning = "nothing is carried: there is no such stream, and no `create` says that it may be made"
-        return [is_bad("nats", "target", f"{name}: no such stream", meaning, add_command(settings))]
+        return [problem("nats", "target", f"{name}: no such stream", meaning, add_command(settings))]
     if info is None:
         assert settings.create is not None, "the other case is above"
         config: Mapping[str, Any] = stream_config(settings, settings.create)
-        found, limit = [well("nats", "target", f"{name}: made at the first start")], client.max_payload
-        wrong = [*problems(config, settings)]
+        found, limit = [ok("nats", "target", f"{name}: made at the first start")], client.max_payload
+        wrong = [*config_problems(config, settings)]
         if is_size_demanded and not settings.create.max_bytes:
             wrong.append("expected max_bytes, without which the account takes no stream")
         if wrong:
             meaning = "the target would not be made: ingress ends with E-TARGET"
             remedy = f"change `create` of target {name}, or what its sources make of subjects"
-            found = [is_bad("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, remedy)]
+            found = [problem("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, remedy)]
     else:
-        config, limit = info.config, shape_of(client, info, settings).max_message
-        wrong = [*problems(config, settings)]
+        config, limit = info.config, limits_from(client, info, settings).max_message
+        wrong = [*config_problems(config, settings)]
         meaning = "the target would lose, refuse or change messages: ingress ends with E-TARGET"
         found = [
-            is_bad("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, f"nats stream edit {name}")
+            problem("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, f"nats stream edit {name}")
             if wrong
-            else well("nats", "target", f"{name}: {info.messages} messages, {config.get('num_replicas', 1)} replicas")
+            else ok("nats", "target", f"{name}: {info.messages} messages, {config.get('num_replicas', 1)} replicas")
         ]
     return [*found, _batches(client, settings, config), _max_payload(settings, limit, stopped)]
 
 
 def _batches(client: FloeClient, settings: TargetSettings, config: Mapping[str, Any]) -> DoctorFinding:
     name, headers = settings.stream, control_headers(settings)
-    against = offered(client.server_version, config, headers, exclusive=settings.exclusive)
+    against = objections(client.server_version, config, headers, exclusive=settings.exclusive)
     try:
-        chosen = choose(name, settings.publisher, against)
+        chosen = choose_publisher(name, settings.publisher, against)
     except ConfigError as error:
         return failed("nats", "batches", error, "ingress ends with this at its start")
-    missing = [f"not {better}: {why}" for better, why in against.items() if why]
-    told = f"{name}: {chosen}" + (f" ({'; '.join(missing)})" if missing else "")
+    missing = [f"not {better}: {reason}" for better, reason in against.items() if reason]
+    found = f"{name}: {chosen}" + (f" ({'; '.join(missing)})" if missing else "")
     if chosen != "single" or settings.publisher == "single" or not settings.exclusive:
-        return well("nats", "batches", told)
+        return ok("nats", "batches", found)
     meaning = "each message is sent and acknowledged by itself: as safe, and several times slower than a batch"
     edit = f"nats stream edit {name} --allow-batch --allow-fast"
-    return warns(
-        "nats", "batches", told, meaning, f"upgrade nats-server to 2.12, better 2.14, and allow batches:\n{edit}"
-    )
+    return warning("nats", "batches", found, meaning, f"use nats-server 2.12, better 2.14, and allow batches:\n{edit}")
 
 
 def _max_payload(settings: TargetSettings, limit: int, stopped: Mapping[Chain, str]) -> DoctorFinding:
-    told = f"{settings.stream}: {size_words(limit)}"
-    for chain, why in sorted(stopped.items()):
-        if why.startswith("E-MSG-TOO-LARGE"):
-            meaning = f"{chain} has stopped: {why}"
-            todo = "raise `max_payload` of the server and `max_msg_size` of the stream, or set `on_oversize: park`"
-            return is_bad("nats", "max_payload", told, meaning, todo)
-    if limit >= DEFAULT_PAYLOAD:
-        return well("nats", "max_payload", told)
+    found = f"{settings.stream}: {size_words(limit)}"
+    for chain, reason in sorted(stopped.items()):
+        if reason.startswith("E-MSG-TOO-LARGE"):
+            meaning = f"{chain} has stopped: {reason}"
+            remedy = "raise `max_payload` of the server and `max_msg_size` of the stream, or set `on_oversize: park`"
+            return problem("nats", "max_payload", found, meaning, remedy)
+    if limit >= DEFAULT_MAX_PAYLOAD_BYTES:
+        return ok("nats", "max_payload", found)
     stops = "is put aside (`on_oversize: park`)" if settings.on_oversize == "park" else "stops its chain"
     meaning = f"a message that is larger, with the headers that Floe adds, {stops}; the default of a server is 1 MiB"
-    todo = "raise `max_payload` of the server and `max_msg_size` of the stream to what the sites publish"
-    return warns("nats", "max_payload", told, meaning, todo)
+    remedy = "raise `max_payload` of the server and `max_msg_size` of the stream to what the sites publish"
+    return warning("nats", "max_payload", found, meaning, remedy)

@@ -1,4 +1,4 @@
-"""Servers shared by a whole test run. Tests use unique stream and bucket names, so they never meet."""
+"""Servers and fixtures shared by a whole test run. Tests use unique stream and bucket names, so they do not collide."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.support.ingress import Archive, Centre
     from tests.support.replay import World
 
-# A developer's credentials or proxies must neither help nor hurt a test.
+# A developer's credentials and proxies must not influence a test.
 # Kept: the seed of a run, simulated time for all tests, other servers.
 _KEPT = ("FLOE_SEED", "FLOE_SIMULATE", "FLOE_NATS_SERVER_", "FLOE_TEST_S3", "FLOE_MINIO")
 for _name in [n for n in os.environ if n.startswith(("AWS_", "NATS_", "FLOE_")) and not n.startswith(_KEPT)]:
@@ -38,16 +38,16 @@ for _name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PRO
     os.environ.pop(_name, None)
 
 
-# A shell starts what runs in the background with SIGINT ignored, and children inherit that.
+# A shell starts background processes with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A busy machine is no fault of an example.
+# An example may be slow because the machine is busy.
 settings.register_profile("floe", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("floe")
 
-# Files of whole worlds: minutes of processes and servers. They begin early and spread between the other
-# files, so that neither three of them meet nor one is begun last and the other processes wait for it.
+# Files that start many processes and servers, for minutes. They begin early and are spread between the other files:
+# never three of them run at once, and none begins last while the other processes wait for it.
 _WORLDS = ("acceptance", "crash", "sim")
 # One process runs these, with one Spark session; they and the demo take longest, so they begin first.
 _SPARK = (
@@ -59,7 +59,7 @@ _SPARK = (
 _LONGEST = (*_SPARK, "test_demo.py")
 
 
-# Each S3 client parses the same large files of botocore again, which is most of what it costs.
+# Each S3 client parses the same large files of botocore again, which is most of its cost.
 _parsed = cache(partial(JSONFileLoader.load_file, JSONFileLoader()))
 JSONFileLoader.load_file = lambda _, path: _parsed(path)  # type: ignore[method-assign]
 # And each session searches its folders again for the services that exist.
@@ -73,7 +73,7 @@ asyncio.set_event_loop_policy(virtual.Policy())
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """Run what is marked `simulated` in simulated time."""
+    """Run a test that is marked `simulated` in simulated time."""
     with virtual.virtual() if kinds.in_simulated_time(item) else nullcontext():
         return (yield)
 
@@ -84,12 +84,12 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[Any]:
-    """A test fails where what was captured of it, its log included, holds a secret."""
+    """Fail a test if its captured output, its log included, holds a secret."""
     report = yield
-    telling = [title for title, text in report.sections if canaries.shows_secret(text)]
-    report.sections = [(title, text) for title, text in report.sections if title not in telling]
-    if any(title.endswith(report.when) for title in telling):
-        report.outcome, report.longrepr = "failed", f"a secret is shown: {', '.join(telling)}"
+    leaking = [title for title, text in report.sections if canaries.shows_secret(text)]
+    report.sections = [(title, text) for title, text in report.sections if title not in leaking]
+    if any(title.endswith(report.when) for title in leaking):
+        report.outcome, report.longrepr = "failed", f"a secret is shown: {', '.join(leaking)}"
     return report
 
 
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest = [path for path in files if path.endswith(_LONGEST)]
     worlds = [path for path in files if path.split("/")[-2] in _WORLDS and path not in longest]
     others = [path for path in files if path not in {*worlds, *longest}]
-    # The last third of the others stands behind the last world.
+    # The last third of the other files comes after the last world.
     each = max(1, len(others) * 2 // 3 // max(1, len(worlds)))
     order: list[str] = longest
     for index, path in enumerate(worlds):
@@ -131,13 +131,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def is_controller(config: pytest.Config) -> bool:
-    """False in the processes that xdist starts."""
+    """True if this process is not a worker of xdist."""
     return not hasattr(config, "workerinput")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
-        # What crashed a worker has no kind, and is not tried again.
+        # A test that crashed a worker has no kind, and is not tried again.
         _failed[report.nodeid] = next((kind for kind in kinds.KINDS if kind in report.keywords), "pure")
 
 
@@ -151,14 +151,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _process_as_before() -> Iterator[None]:
-    """Forget what a command or a service leaves that ran in the process of a test: the level of logs, the configuration
-    that it has read, which commands in later errors would name, and signals that are ignored, which children inherit.
+    """Undo the effects of a command or a service that ran in the process of a test.
+
+    These are the level of logs, the configuration that it read (later errors would name it in their commands), and
+    ignored signals, which children inherit.
     """
     before = exits._source, exits._path, exits._context
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
-    logs.reset()
+    logs.remove_handler()
     exits._source, exits._path, exits._context = before
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -172,7 +174,7 @@ def nats_server() -> Iterator[NatsServer]:
 
 @pytest.fixture
 def nats_url(request: pytest.FixtureRequest) -> str:
-    """The simulated server in a test that is `simulated`; elsewhere a real one, which the tests of a worker share."""
+    """Return the simulated server if the test is `simulated`, else a real one that the tests of a worker share."""
     if kinds.in_simulated_time(request.node):
         return f"nats://127.0.0.1:{virtual.PORT}"
     server: NatsServer = request.getfixturevalue("nats_server")
@@ -188,7 +190,7 @@ def s3() -> Iterator[SharedS3]:
         yield SharedS3(server)
 
 
-# Worlds of tests. What they need is imported with the first of them: most unit tests need none of it.
+# Worlds of tests. Their modules are imported with the first of them: most unit tests need none of these.
 
 
 @pytest.fixture
@@ -209,7 +211,7 @@ async def bench(nats_url: str, tmp_path: Path, client: FloeClient) -> Bench:
 
 @pytest.fixture
 async def alone(tmp_path: Path) -> AsyncIterator[tuple[Bench, NatsServer]]:
-    """Egress of one site, with a server of its own that may be killed or set back."""
+    """Egress of one site, with a server of its own that a test may kill or roll back."""
     from tests.support.egress import Bench, connected
 
     with NatsServer() as server:
@@ -220,7 +222,7 @@ async def alone(tmp_path: Path) -> AsyncIterator[tuple[Bench, NatsServer]]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NatsCluster]:
-    """Three servers."""
+    """A cluster of three servers."""
     from tests.support.servers import placing
 
     with NatsCluster(3) as servers:
@@ -247,7 +249,7 @@ async def far(nats_url: str, s3: SharedS3, tmp_path: Path, client: FloeClient) -
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Archive:
-    """An archive that ingress carries, empty."""
+    """An empty archive for ingress to carry."""
     from tests.support.ingress import Archive
 
     return Archive(tmp_path / "store")
@@ -271,7 +273,7 @@ async def world(nats_url: str, tmp_path: Path, client: FloeClient) -> World:
 
 @pytest.fixture(autouse=True)
 def _hints_as_pasted() -> Iterator[None]:
-    """Whatever a test brings about: the commands of each hint can be pasted as they stand."""
+    """Check that a shell accepts the commands of each hint that a test brings about, unchanged."""
     hints: set[str] = set()
     made = FloeError.__init__
 

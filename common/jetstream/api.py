@@ -21,13 +21,13 @@ MESSAGE_NOT_FOUND = 10037
 
 # For a stream that `floe restore` fills: the prefix of its only subject (the stream's name follows), and the key in
 # its metadata.
-GUARD = "_floe.restore."
-MARKER = "floe.restore"
+RESTORE_PREFIX = "_floe.restore."
+RESTORE_KEY = "floe.restore"
 
 MAX_BYTES_REQUIRED = 10113  # the account refuses a stream without max_bytes
-IDLES_TOO_LONG = 10153  # inactive_threshold is above the limit in the stream's consumer_limits
+INACTIVE_THRESHOLD_TOO_LONG = 10153  # inactive_threshold is above the limit in the stream's consumer_limits
 
-ATTEMPTS = 3  # at a read request, if its answer is lost
+QUERY_ATTEMPTS = 3  # at a read request, if its answer is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class StreamInfo:
     deleted: int = 0
 
     @property
-    def marker(self) -> str:
+    def restore_marker(self) -> str:
         """The restore's own marker in the metadata while `floe restore` fills the stream; empty otherwise."""
-        return str((self.config.get("metadata") or {}).get(MARKER) or "")
+        return str((self.config.get("metadata") or {}).get(RESTORE_KEY) or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,50 +85,50 @@ class ConsumerInfo:
         return int(self.config.get("max_batch") or 0)
 
 
-async def ask(
+async def query(
     client: FloeClient, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0
 ) -> dict[str, Any]:
     """Send a request that changes nothing and return the answer; if the answer is lost, send the request again.
 
-    Raises Unavailable if no answer comes within `timeout` seconds or in `ATTEMPTS` attempts, otherwise as
+    Raises Unavailable if no answer comes within `timeout` seconds or in `QUERY_ATTEMPTS` attempts, otherwise as
     `FloeClient.api`.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout):
-            for _ in range(ATTEMPTS):
+            for _ in range(QUERY_ATTEMPTS):
                 with suppress(OutcomeUnknown):
                     return await client.api(name, request, timeout=timeout)
     raise Unavailable(f"no answer to {client.api_subject(name)} within {timeout:g} s")
 
 
-async def find(
-    client: FloeClient, name: str, *absent: int, request: dict[str, Any] | None = None
+async def query_or_none(
+    client: FloeClient, name: str, *not_found: int, request: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Call `ask`; return None if JetStream answers with one of the error codes `absent`."""
+    """Call `query`; return None if JetStream answers with one of the error codes `not_found`."""
     try:
-        return await ask(client, name, request)
+        return await query(client, name, request)
     except ApiError as error:
-        if error.err_code in absent:
+        if error.err_code in not_found:
             return None
         raise
 
 
 async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
     """Return the stream's state and configuration, or None if there is no such stream."""
-    answer = await find(client, f"STREAM.INFO.{token(stream)}", STREAM_NOT_FOUND)
+    answer = await query_or_none(client, f"STREAM.INFO.{check_token(stream)}", STREAM_NOT_FOUND)
     return None if answer is None else _stream_info(answer)
 
 
-RESTORING = "E-RESTORING"
+RESTORING_CODE = "E-RESTORING"
 
 
-async def unguarded_info(client: FloeClient, stream: str) -> StreamInfo | None:
+async def ready_stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
     """Call `stream_info`. Raises Unavailable also while `floe restore` fills the stream: its content is incomplete."""
-    if (info := await stream_info(client, stream)) is not None and info.marker:
+    if (info := await stream_info(client, stream)) is not None and info.restore_marker:
         raise Unavailable(
-            f"stream {info.name} is being restored ({info.marker})",
+            f"stream {info.name} is being restored ({info.restore_marker})",
             hint="nothing to do, it goes on by itself when that is done; if it never is, give the restore again",
-            code=RESTORING,
+            code=RESTORING_CODE,
         )
     return info
 
@@ -138,7 +138,7 @@ async def deleted_sequences(client: FloeClient, stream: str) -> tuple[StreamInfo
     there is no such stream. Raises DataError if the answer has another form.
     """
     request = {"deleted_details": True}
-    answer = await find(client, f"STREAM.INFO.{token(stream)}", STREAM_NOT_FOUND, request=request)
+    answer = await query_or_none(client, f"STREAM.INFO.{check_token(stream)}", STREAM_NOT_FOUND, request=request)
     if answer is None:
         return None
     info = _stream_info(answer)
@@ -149,7 +149,7 @@ async def deleted_sequences(client: FloeClient, stream: str) -> tuple[StreamInfo
         raise DataError(f"STREAM.INFO: expected deleted sequences, found {error!r:.80}") from None
 
 
-async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
+async def max_replicas(client: FloeClient, streams: Iterable[str]) -> int:
     """Return the highest replica count among the streams; 1 if none of them exists."""
     found = [await stream_info(client, stream) for stream in sorted(set(streams))]
     return max((int(info.config.get("num_replicas", 1)) for info in found if info), default=1)
@@ -161,7 +161,7 @@ async def create_stream(client: FloeClient, config: dict[str, Any], max_bytes: i
     `max_bytes`: set on the stream if the account refuses one without it; 0: raise that refusal.
     """
     try:
-        return _stream_info(await client.api(f"STREAM.CREATE.{token(config['name'])}", config))
+        return _stream_info(await client.api(f"STREAM.CREATE.{check_token(config['name'])}", config))
     except ApiError as error:
         if error.err_code != MAX_BYTES_REQUIRED or not max_bytes:
             raise
@@ -171,7 +171,7 @@ async def create_stream(client: FloeClient, config: dict[str, Any], max_bytes: i
 async def delete_stream(client: FloeClient, stream: str, timeout: float = 5.0) -> bool:
     """Delete the stream; return False if it did not exist."""
     try:
-        await client.api(f"STREAM.DELETE.{token(stream)}", timeout=timeout)
+        await client.api(f"STREAM.DELETE.{check_token(stream)}", timeout=timeout)
     except ApiError as error:
         if error.err_code != STREAM_NOT_FOUND:
             raise
@@ -185,16 +185,16 @@ async def next_message(client: FloeClient, stream: str, sequence: int, filter_su
     Raises ApiError if there is no such stream.
     """
     request = {"seq": sequence, "next_by_subj": filter_subject or ">"}
-    return await message_of(client, stream, request)
+    return await query_message(client, stream, request)
 
 
-async def message_of(client: FloeClient, stream: str, request: dict[str, Any]) -> Message | None:
+async def query_message(client: FloeClient, stream: str, request: dict[str, Any]) -> Message | None:
     """Return the message that a STREAM.MSG.GET request names, or None if there is no such message."""
-    answer = await find(client, f"STREAM.MSG.GET.{token(stream)}", MESSAGE_NOT_FOUND, request=request)
+    answer = await query_or_none(client, f"STREAM.MSG.GET.{check_token(stream)}", MESSAGE_NOT_FOUND, request=request)
     return None if answer is None else stored_message(answer)
 
 
-async def absent(client: FloeClient, stream: str, within: SequenceRange) -> list[SequenceRange]:
+async def missing_sequences(client: FloeClient, stream: str, within: SequenceRange) -> list[SequenceRange]:
     """Return the sequences of `within` that the stream does not hold. Sends about one request for each that it holds.
 
     Raises ApiError if there is no such stream.
@@ -232,32 +232,32 @@ async def create_consumer(
 
     Raises ApiError, also if a consumer of that name exists with another configuration.
     """
-    name = token(config.get("name") or config["durable_name"])
-    subject = f"CONSUMER.CREATE.{token(stream)}.{name}"
+    name = check_token(config.get("name") or config["durable_name"])
+    subject = f"CONSUMER.CREATE.{check_token(stream)}.{name}"
     if filter_subject := config.get("filter_subject"):
         subject += f".{filter_subject}"
     request = {"stream_name": stream, "config": {"name": name, **config}, "action": action}
     return _consumer_info(await client.api(subject, request))
 
 
-async def create_ephemeral(client: FloeClient, stream: str, config: dict[str, Any]) -> ConsumerInfo:
+async def create_ephemeral_consumer(client: FloeClient, stream: str, config: dict[str, Any]) -> ConsumerInfo:
     """Create a consumer with an `inactive_threshold` (ns), so that it ends with its reader; if the stream's
     `consumer_limits` allow less, the consumer gets that limit. Otherwise as `create_consumer`.
     """
     try:
         return await create_consumer(client, stream, config)
     except ApiError as error:
-        info = await stream_info(client, stream) if error.err_code == IDLES_TOO_LONG else None
-        most = int((info.config.get("consumer_limits") or {}).get("inactive_threshold") or 0) if info else 0
-        if not 0 < most < config["inactive_threshold"]:
+        info = await stream_info(client, stream) if error.err_code == INACTIVE_THRESHOLD_TOO_LONG else None
+        limit = int((info.config.get("consumer_limits") or {}).get("inactive_threshold") or 0) if info else 0
+        if not 0 < limit < config["inactive_threshold"]:
             raise
-    return await create_consumer(client, stream, {**config, "inactive_threshold": most})
+    return await create_consumer(client, stream, {**config, "inactive_threshold": limit})
 
 
 async def consumer_info(client: FloeClient, stream: str, consumer: str) -> ConsumerInfo | None:
     """Return the consumer's state and configuration; None if the stream or the consumer does not exist."""
-    name = f"CONSUMER.INFO.{token(stream)}.{token(consumer)}"
-    answer = await find(client, name, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
+    name = f"CONSUMER.INFO.{check_token(stream)}.{check_token(consumer)}"
+    answer = await query_or_none(client, name, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
     return None if answer is None else _consumer_info(answer)
 
 
@@ -265,7 +265,7 @@ async def consumer_names(client: FloeClient, stream: str) -> list[str]:
     """Return the names of the stream's consumers. Raises ApiError if there is no such stream."""
     names: list[str] = []
     while True:
-        answer = await ask(client, f"CONSUMER.NAMES.{token(stream)}", {"offset": len(names)})
+        answer = await query(client, f"CONSUMER.NAMES.{check_token(stream)}", {"offset": len(names)})
         page = answer.get("consumers") or []
         names += map(str, page)
         if not page or len(names) >= int(answer.get("total", 0)):
@@ -278,22 +278,22 @@ async def list_consumers(client: FloeClient, stream: str) -> list[dict[str, Any]
     Raises ApiError if there is no such stream, Unavailable if a consumer's leader did not answer the server.
     """
     found: dict[str, dict[str, Any]] = {}
-    asked = 0
+    listed = 0
     while True:
-        answer = await ask(client, f"CONSUMER.LIST.{token(stream)}", {"offset": asked})
+        answer = await query(client, f"CONSUMER.LIST.{check_token(stream)}", {"offset": listed})
         if missing := answer.get("missing"):
             raise Unavailable(f"CONSUMER.LIST of {stream}: no answer of {', '.join(map(str, missing))[:200]}")
         page = answer.get("consumers") or []
         found |= {str(each.get("name")): each for each in page}
-        asked += len(page)
-        if not page or asked >= int(answer.get("total", 0)):
+        listed += len(page)
+        if not page or listed >= int(answer.get("total", 0)):
             return list(found.values())
 
 
 async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
     """Delete the consumer; return False if the consumer or the stream did not exist."""
     try:
-        await client.api(f"CONSUMER.DELETE.{token(stream)}.{token(consumer)}")
+        await client.api(f"CONSUMER.DELETE.{check_token(stream)}.{check_token(consumer)}")
     except ApiError as error:
         if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
             return False
@@ -346,7 +346,7 @@ def _count(value: Any) -> int:
     return value
 
 
-def token(name: str) -> str:
+def check_token(name: str) -> str:
     """Return `name` if it is one token of an API subject. Raises ValueError otherwise."""
     if not re.fullmatch(r"[^\s.*>/\\\x00-\x1f\x7f]+", name):
         raise ValueError(f"name {name!r}: expected no space . * > / or \\")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.jetstream.api import most_replicas, stream_info
+from common.jetstream.api import max_replicas, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
@@ -27,10 +27,10 @@ async def kv_replicas(client: FloeClient, settings: ServiceSettings, target: str
         return settings.kv_replicas
     streams = [target] if target else []
     if isinstance(settings, EgressSettings):
-        return await most_replicas(client, [*streams, *(feed.stream for feed in settings.feeds)])
+        return await max_replicas(client, [*streams, *(feed.stream for feed in settings.feeds)])
     assert isinstance(settings, IngressSettings), "there is no third service"
     found = [await _replicas(client, each) for each in settings.targets]
-    return max([await most_replicas(client, streams), *found])
+    return max([await max_replicas(client, streams), *found])
 
 
 async def _replicas(client: FloeClient, target: TargetSettings) -> int:
@@ -42,15 +42,15 @@ async def _replicas(client: FloeClient, target: TargetSettings) -> int:
 async def open_state(client: FloeClient, settings: ServiceSettings, *, target: str = "") -> KeyValue:
     """Return the state bucket; create it if it is missing. `target`: as in `kv_replicas`."""
     replicas = partial(kv_replicas, client, settings, target)
-    most = settings.kv_max_bytes
-    return await KeyValue(client, settings.state_bucket, replicas=replicas, max_bytes=most).ensure()
+    size = settings.kv_max_bytes
+    return await KeyValue(client, settings.state_bucket, replicas=replicas, max_bytes=size).ensure()
 
 
 def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
     """The state bucket for a command that may only read. A missing bucket is empty; the first write creates it."""
     replicas = partial(kv_replicas, client, settings)
-    most = settings.kv_max_bytes
-    return KeyValue(client, settings.state_bucket, replicas=replicas, optional=True, max_bytes=most)
+    size = settings.kv_max_bytes
+    return KeyValue(client, settings.state_bucket, replicas=replicas, optional=True, max_bytes=size)
 
 
 async def open_leases(
@@ -59,12 +59,12 @@ async def open_leases(
     """Return the leases of `owner`; create their bucket if it is missing. `target`: as in `kv_replicas`; `replicas`: of
     a bucket that is created, for a caller that may not read the streams (0: as `kv_replicas`).
     """
-    ttl, most, size = (
+    ttl, count, size = (
         settings.lease_ttl,
         replicas or partial(kv_replicas, client, settings, target),
         settings.lease_bytes,
     )
-    bucket = await KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=most, max_bytes=size).ensure()
+    bucket = await KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=count, max_bytes=size).ensure()
     return Leases(bucket, owner, ttl, clock)
 
 
@@ -75,8 +75,8 @@ def optional_leases(client: FloeClient, settings: ServiceSettings, owner: str, c
 
 
 T = TypeVar("T")
-CLAIM_TRIES = 5  # a try fails if the claim is settled between `create` and `get`, or if an answer is lost
-CLAIM_TIMEOUT = 60.0  # seconds for all tries; each request has its own limit
+CLAIM_ATTEMPTS = 5  # a try fails if the claim is settled between `create` and `get`, or if an answer is lost
+CLAIM_TIMEOUT_S = 60.0  # seconds for all tries; each request has its own limit
 
 
 class BucketClaims:
@@ -92,13 +92,13 @@ class BucketClaims:
         return self._wait(self._claim(key, body))
 
     async def _claim(self, key: str, body: bytes) -> tuple[bytes, int]:
-        for _ in range(CLAIM_TRIES):
+        for _ in range(CLAIM_ATTEMPTS):
             with suppress(OutcomeUnknown):  # the read below settles it
                 if (revision := await self._state.create(_claim_key(key), body)) is not None:
                     return body, revision
             if (entry := await self._state.get(_claim_key(key))) is not None:
                 return entry.value, entry.revision
-        raise Unavailable(f"claim of {key}: lost to other writers {CLAIM_TRIES} times", code="E-RACE")
+        raise Unavailable(f"claim of {key}: lost to other writers {CLAIM_ATTEMPTS} times", code="E-RACE")
 
     def settle(self, key: str, revision: int) -> None:
         with suppress(FloeError):
@@ -107,10 +107,10 @@ class BucketClaims:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         doing = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return doing.result(CLAIM_TIMEOUT)
+            return doing.result(CLAIM_TIMEOUT_S)
         except TimeoutError:
             doing.cancel()
-            raise Unavailable(f"claims in {self._state.bucket}: no answer within {CLAIM_TIMEOUT:g} s") from None
+            raise Unavailable(f"claims in {self._state.bucket}: no answer within {CLAIM_TIMEOUT_S:g} s") from None
 
 
 def _claim_key(key: str) -> str:
@@ -118,7 +118,7 @@ def _claim_key(key: str) -> str:
 
 
 @asynccontextmanager
-async def state_of_ingress(settings: Settings, name: str) -> AsyncIterator[tuple[FloeClient, KeyValue]]:
+async def open_ingress_state(settings: Settings, name: str) -> AsyncIterator[tuple[FloeClient, KeyValue]]:
     """Open a connection for the command `name`, and through it the bucket with the states of the targets.
 
     Raises the errors of `connect`.

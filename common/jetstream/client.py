@@ -24,17 +24,17 @@ from nats.aio.client import Client, Srv
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
-from common.clock import Backoff, Clock, SystemClock, doubling
+from common.clock import Backoff, Clock, SystemClock, doubling_delays
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream import credentials
-from common.jetstream.context import with_context
-from common.jetstream.credentials import Credential, reason
+from common.jetstream.context import apply_context
+from common.jetstream.credentials import Credential, error_text
 from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
-from common.jetstream.requests import NOBODY, Answer, ApiError, Requests, api_answer
+from common.jetstream.requests import NO_RESPONDERS_CODE, ApiError, PendingRequests, RawAnswer, api_answer
 from common.logs import get_logger
 from common.metrics import counter, gauge
 from common.settings.service import API_PREFIX
-from common.tasks import Tell, guarded, orphaned, wait_for, within
+from common.tasks import ReportError, raise_fatal, report_errors, wait_for, wait_result
 
 if TYPE_CHECKING:
     from common.settings.service import NatsSettings
@@ -46,16 +46,16 @@ log = get_logger(__name__)
 connections = gauge("nats_connected", "Connections of this process to NATS that stand now.")
 reconnects = counter("nats_reconnects", "Connections to NATS that were lost and made again.")
 
-PING_INTERVAL = 10.0  # seconds; a dead connection is noticed within twice that
-READ_SIZE = 256 * 1024  # bytes of one read
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts, before jitter
-GOOD_WHILE = 1.0  # seconds; losing a connection that lasted this long resets the backoff
-CLOSE_TIMEOUT = 2.0  # seconds for the server to take the bytes that are still buffered
-SUBSCRIBE_TIMEOUT = 5.0  # seconds
-MOST_REFUSALS = 1000  # subjects with a remembered refusal
-NO_RESPONDERS = b"NATS/1.0 503"
+PING_INTERVAL_S = 10.0  # seconds; a dead connection is noticed within twice that
+READ_BYTES = 256 * 1024  # bytes of one read
+RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 2.0  # seconds between attempts, before jitter
+RECONNECT_RESET_S = 1.0  # seconds; losing a connection that lasted this long resets the backoff
+CLOSE_TIMEOUT_S = 2.0  # seconds for the server to take the bytes that are still buffered
+SUBSCRIBE_TIMEOUT_S = 5.0  # seconds
+MAX_REFUSALS = 1000  # subjects with a remembered refusal
+NO_RESPONDERS_STATUS = b"NATS/1.0 503"
 
-_VIOLATION = re.compile(r'Permissions Violation for (?:Publish|Subscription) to "([^"]*)"')
+_PERMISSION_VIOLATION = re.compile(r'Permissions Violation for (?:Publish|Subscription) to "([^"]*)"')
 
 
 async def connect(
@@ -64,44 +64,44 @@ async def connect(
     name: str,
     clock: Clock | None = None,
     rng: random.Random | None = None,
-    ping_interval: float = PING_INTERVAL,
+    ping_interval: float = PING_INTERVAL_S,
 ) -> FloeClient:
     """Connect, trying all servers for `settings.connect_timeout` seconds; the client then reconnects by itself.
 
     `name`: the name that the server shows for this connection. Raises Unavailable if no server answers in time, Refused
     if the credential or certificate is refused, ConfigError for TLS that cannot work and for a server without headers.
     """
-    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), with_context(settings)
-    auth = credentials.credential(settings, clock)
+    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), apply_context(settings)
+    auth = credentials.load_credential(settings, clock)
     if settings.tls.files.ca or settings.tls.files.cert:  # otherwise there is nothing to check, and it costs 50 ms
         credentials.tls_context(settings)
     if settings.tls.insecure:
-        log.warning("certificate of the NATS server is not checked", action="nats_insecure")
+        log.warning("nats certificate unverified", action="tls_unverified")
     servers = rng.sample(settings.url, len(settings.url))
     deadline = clock.monotonic() + settings.connect_timeout
-    backoff = Backoff(None, doubling(FIRST_PAUSE, settings.connect_timeout))
+    backoff = Backoff(None, doubling_delays(RECONNECT_MIN_S, settings.connect_timeout))
     while True:
         client = FloeClient(settings, auth, clock=clock, rng=rng, ping_interval=ping_interval)
-        timeout, shown = max(0.2, (deadline - clock.monotonic()) / min(2, len(servers))), auth.in_file
+        timeout, secret = max(0.2, (deadline - clock.monotonic()) / min(2, len(servers))), auth.secret_from_file
         try:
             await client.open(servers, name, timeout)
-            if not client.takes_headers:
-                raise no_headers()
+            if not client.has_headers:
+                raise headers_disabled_error()
             return client
         except BaseException as error:
-            cause = client.cause(error)
+            cause = client.tls_cause(error)
             await client.aclose()
-            problem = credentials.explain(cause, servers[0], auth, settings)
-            if isinstance(problem, Refused) and problem.code == "E-NATS-AUTH" and auth.renew() != shown:
+            problem = credentials.connect_error(cause, servers[0], auth, settings)
+            if isinstance(problem, Refused) and problem.code == "E-NATS-AUTH" and auth.reread() != secret:
                 continue
-            pause = backoff.next()
+            pause = backoff.next_delay()
             if not isinstance(problem, Unavailable) or clock.monotonic() + pause >= deadline:
                 raise problem from None
         await clock.sleep(pause)
         servers = servers[1:] + servers[:1]
 
 
-def no_headers() -> ConfigError:
+def headers_disabled_error() -> ConfigError:
     return ConfigError(
         "nats-server: expected one that takes headers, found `headers: false`",
         hint="take no_header_support out of its configuration",
@@ -115,14 +115,14 @@ class RawSubscription:
     def __init__(self, client: FloeClient, *sids: int) -> None:
         self._client, self._sids = client, sids
 
-    def joined(self, other: RawSubscription) -> RawSubscription:
+    def merge(self, other: RawSubscription) -> RawSubscription:
         """Return this subscription and another one on the same connection as one, to be ended together."""
         return RawSubscription(self._client, *self._sids, *other._sids)
 
     async def unsubscribe(self) -> None:
         """End the subscription: no message reaches the sink any more."""
         for sid in self._sids:
-            self._client.drop(sid)
+            self._client.drop_subscription(sid)
 
 
 class _Transport(TcpTransport):
@@ -144,12 +144,12 @@ class FloeClient(Client):
     ) -> None:
         super().__init__()
         self.generation, self.clock, self._settings, self._auth = 0, clock, settings, auth
-        self._backoff = Backoff(rng, doubling(FIRST_PAUSE * 2, LONGEST_PAUSE))
+        self._backoff = Backoff(rng, doubling_delays(RECONNECT_MIN_S * 2, RECONNECT_MAX_S))
         self._interval, self.api_prefix = ping_interval, settings.api_prefix
         self._sinks: dict[bytes, Sink] = {}
-        self._owners: dict[bytes, Tell] = {}
-        parser = FrameParser(self._sinks, self._on_message, self._on_line, self._on_broken)
-        self._ps, self._requests, self._inbox = cast(Any, parser), Requests(), b""
+        self._owners: dict[bytes, ReportError] = {}
+        parser = FrameParser(self._sinks, self._on_message, self._on_line, self._on_sink_error)
+        self._ps, self._requests, self._inbox = cast(Any, parser), PendingRequests(), b""
         self._listeners: list[Callable[[bool], None]] = []
         self._refusals: dict[bytes, str] = {}
         self._up, self._received, self._up_since, self._last_error = asyncio.Event(), 0, 0.0, ""
@@ -167,7 +167,7 @@ class FloeClient(Client):
         return major, minor, patch
 
     @property
-    def takes_headers(self) -> bool:
+    def has_headers(self) -> bool:
         return self._server_info.get("headers") is True
 
     @property
@@ -185,7 +185,7 @@ class FloeClient(Client):
         It must not raise: that would end the service. Returns a function that removes it; closing the client removes
         all.
         """
-        listening = guarded(listener, orphaned)
+        listening = report_errors(listener, raise_fatal)
         self._listeners.append(listening)
 
         def forget() -> None:
@@ -224,7 +224,7 @@ class FloeClient(Client):
 
     async def request_raw(
         self, subject: bytes, payload: bytes, headers: bytes | None = None, *, timeout: float
-    ) -> Answer:
+    ) -> RawAnswer:
         """Send one message and return the payload and the header block of the answer.
 
         Raises Unavailable if nothing was sent or no one listens on the subject, Refused without the permission,
@@ -234,22 +234,22 @@ class FloeClient(Client):
         """
         if not await self.wait_up(timeout):
             raise Unavailable("the NATS connection is down")
-        asked = subject.decode("utf-8", "backslashreplace")
+        subject_text = subject.decode("utf-8", "backslashreplace")
         if (size := len(payload) + len(headers or b"")) > self._max_payload:
-            why = f"expected at most {self._max_payload} bytes (max_payload of its server), found {size}"
-            raise Unavailable(f"message to {asked}: {why}", code="E-NATS-PAYLOAD")
-        waiter: Future[Answer] = asyncio.get_running_loop().create_future()
-        token = self._requests.open(subject, waiter)
+            reason = f"expected at most {self._max_payload} bytes (max_payload of its server), found {size}"
+            raise Unavailable(f"message to {subject_text}: {reason}", code="E-NATS-PAYLOAD")
+        waiter: Future[RawAnswer] = asyncio.get_running_loop().create_future()
+        token = self._requests.add(subject, waiter)
         try:
             self.send(frame(subject, payload, headers, self._inbox + token))
-            answer, block = await within(waiter, timeout)
+            answer, block = await wait_result(waiter, timeout)
         except TimeoutError:
-            raise OutcomeUnknown(f"no answer to {asked} within {timeout:g} s") from None
+            raise OutcomeUnknown(f"no answer to {subject_text} within {timeout:g} s") from None
         finally:
-            self._requests.close(token)
-        if not answer and (block or b"").startswith(NO_RESPONDERS):
+            self._requests.remove(token)
+        if not answer and (block or b"").startswith(NO_RESPONDERS_STATUS):
             hint = "is JetStream enabled for this account, and is there such a stream"
-            raise Unavailable(f"nobody answers {asked}", hint=hint, code=NOBODY)
+            raise Unavailable(f"nobody answers {subject_text}", hint=hint, code=NO_RESPONDERS_CODE)
         return answer, block
 
     async def api(self, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0) -> dict[str, Any]:
@@ -266,35 +266,35 @@ class FloeClient(Client):
         """Return the subject of the JetStream API call `name`, such as `CONSUMER.MSG.NEXT.S.C`, in this domain."""
         return f"{self.api_prefix}.{name}"
 
-    async def subscribe_raw(self, subject: str, sink: Sink, tell: Tell = orphaned) -> RawSubscription:
+    async def subscribe_raw(self, subject: str, sink: Sink, report_error: ReportError = raise_fatal) -> RawSubscription:
         """Pass every message on `subject` to `sink`, from the read loop, status messages included.
 
-        If the sink raises, the subscription ends and its owner gets the error through `tell`; without an owner the
-        service ends. Returns when the server has accepted the subscription. Raises Refused without the permission,
+        If the sink raises, the subscription ends and its owner gets the error through `report_error`; without an owner
+        the service ends. Returns when the server has accepted the subscription. Raises Refused without the permission,
         Unavailable if the connection stays down, ValueError for an invalid subject.
         """
         check_subject(subject.encode())
-        if not await self.wait_up(SUBSCRIBE_TIMEOUT):
+        if not await self.wait_up(SUBSCRIBE_TIMEOUT_S):
             raise Unavailable("the NATS connection is down")
         self._refusals.pop(subject.encode(), None)
         self._sid += 1
         sid = self._sid
-        self._sinks[b"%d" % sid], self._owners[b"%d" % sid] = sink, tell
+        self._sinks[b"%d" % sid], self._owners[b"%d" % sid] = sink, report_error
         self._subs[sid] = Subscription(self, sid, subject)  # from now on, reconnects send it again
         self.send(b"SUB %b  %d\r\n" % (subject.encode(), sid))
-        settled = await self.round_trip(SUBSCRIBE_TIMEOUT)
-        if (refused := self.refusal(subject.encode())) is not None or not settled:
-            self.drop(sid)
+        confirmed = await self.round_trip(SUBSCRIBE_TIMEOUT_S)
+        if (refused := self.permission_error(subject.encode())) is not None or not confirmed:
+            self.drop_subscription(sid)
             raise refused or Unavailable(f"the server did not confirm the subscription to {subject}")
         return RawSubscription(self, sid)
 
-    def drop(self, sid: int) -> None:
+    def drop_subscription(self, sid: int) -> None:
         self._sinks.pop(b"%d" % sid, None)
         self._owners.pop(b"%d" % sid, None)
         if self._subs.pop(sid, None) is not None and self.is_up:
             self.send(b"UNSUB %d\r\n" % sid)
 
-    def refusal(self, subject: bytes) -> Refused | None:
+    def permission_error(self, subject: bytes) -> Refused | None:
         """Return the server's refusal of `subject` to this connection, or None if there was none."""
         if (text := self._refusals.get(subject)) is None:
             return None
@@ -303,17 +303,17 @@ class FloeClient(Client):
         return Refused(text, hint=f"grant it to {self._auth.label}", code="E-NATS-PERMISSION")
 
     async def aclose(self) -> None:
-        """Give the server up to `CLOSE_TIMEOUT` seconds to take the buffered bytes, then close.
+        """Give the server up to `CLOSE_TIMEOUT_S` seconds to take the buffered bytes, then close.
 
         Waiting requests end with OutcomeUnknown.
         """
-        await self.round_trip(CLOSE_TIMEOUT)
+        await self.round_trip(CLOSE_TIMEOUT_S)
         self._stop_tasks()
         self._abort()
         with suppress(Exception):
-            await asyncio.wait_for(self.close(), CLOSE_TIMEOUT)
+            await asyncio.wait_for(self.close(), CLOSE_TIMEOUT_S)
         self._status = Client.CLOSED
-        self._went_down("the connection was closed")
+        self._mark_down("the connection was closed")
         self._listeners.clear()
         await self.clock.sleep(0)
 
@@ -332,7 +332,7 @@ class FloeClient(Client):
             connect_timeout=cast(int, timeout),
             dont_randomize=True,
             max_reconnect_attempts=-1,
-            reconnect_time_wait=cast(int, FIRST_PAUSE),
+            reconnect_time_wait=cast(int, RECONNECT_MIN_S),
             inbox_prefix=self._settings.inbox_prefix or "_INBOX",
             tls_handshake_first=self._settings.tls.handshake_first,
             error_cb=self._on_error,
@@ -341,11 +341,11 @@ class FloeClient(Client):
             **self._auth.options,
         )
         self.options.update(allow_reconnect=True, connect_timeout=self._settings.connect_timeout)
-        self._came_up()
+        self._mark_up()
         self._inbox = self.new_inbox().encode() + b"."
         await self.subscribe_raw((self._inbox + b"*").decode(), self._requests.sink)
 
-    def cause(self, error: BaseException) -> BaseException:
+    def tls_cause(self, error: BaseException) -> BaseException:
         """Return the TLS error of the transport if `error` only reports that the connection was lost meanwhile."""
         reader = getattr(self._transport, "_io_reader", None)
         found = reader.exception() if reader is not None else None
@@ -358,7 +358,7 @@ class FloeClient(Client):
     async def _select_next_server(self) -> None:
         self._abort()
         if self._current_server is not None:
-            await self.clock.sleep(self._backoff.next())
+            await self.clock.sleep(self._backoff.next_delay())
         server = self._server_pool.pop(0)
         self._server_pool.append(server)
         self._current_server = server
@@ -367,7 +367,7 @@ class FloeClient(Client):
     async def _connect_to_server(self, s: Srv) -> None:
         s.last_attempt = self.clock.monotonic()
         self._transport = cast(Any, _Transport)()
-        await self._wire.connect(s.uri, READ_SIZE, self.options["connect_timeout"])
+        await self._wire.connect(s.uri, READ_BYTES, self.options["connect_timeout"])
 
     async def _process_connect_init(self) -> None:
         self._stop_tasks()
@@ -399,7 +399,7 @@ class FloeClient(Client):
             is_exposed = self._auth.is_secret and not self._settings.allow_plaintext
             if is_exposed and not credentials.is_loopback(writer.get_extra_info("peername")):
                 assert self._current_server is not None
-                raise credentials.plaintext(credentials.host(self._current_server.uri.geturl()), self._auth)
+                raise credentials.plaintext_error(credentials.host(self._current_server.uri.geturl()), self._auth)
         return super()._connect_command()
 
     @property
@@ -412,7 +412,7 @@ class FloeClient(Client):
         generation, wire = self.generation, self._wire
         try:
             while generation == self.generation and not self.is_closed and not self.is_reconnecting:
-                if not (data := await wire.read(READ_SIZE)):
+                if not (data := await wire.read(READ_BYTES)):
                     raise errors.UnexpectedEOF
                 self._received += len(data)
                 await self._ps.parse(data)
@@ -442,12 +442,12 @@ class FloeClient(Client):
             return
         expected = isinstance(e, (OSError, errors.Error, WireError))
         trace = {} if expected else {"exc_info": e}
-        log.warning("nats connection lost", action="nats_lost", error=reason(e), **trace)
+        log.warning("nats connection lost", action="connection_lost", error=error_text(e), **trace)
         try:
-            self._went_down("the connection was lost")
+            self._mark_down("the connection was lost")
             await super()._process_op_err(e)
         except Exception as failure:  # nothing else would reconnect, and no one awaits the calling task
-            orphaned(failure)
+            raise_fatal(failure)
 
     async def _attempt_reconnect(self) -> None:
         while not self.is_closed:
@@ -461,19 +461,20 @@ class FloeClient(Client):
 
     async def _on_reconnected(self) -> None:
         reconnects.inc()
-        self._came_up()
+        self._mark_up()
 
-    def _came_up(self) -> None:
+    def _mark_up(self) -> None:
         assert self._current_server is not None
-        log.info("nats connected", action="nats_connected", server=credentials.host(self._current_server.uri.geturl()))
+        server = credentials.host(self._current_server.uri.geturl())
+        log.info("nats connection opened", action="connection_opened", server=server)
         self._up_since, self._last_error = self.clock.monotonic(), ""
         if not self._up.is_set():
             connections.inc()
         self._up.set()
-        self._tell(True)
+        self._notify_listeners(True)
 
-    def _went_down(self, why: str) -> None:
-        if (was_up := self._up.is_set()) and self.clock.monotonic() - self._up_since >= GOOD_WHILE:
+    def _mark_down(self, reason: str) -> None:
+        if (was_up := self._up.is_set()) and self.clock.monotonic() - self._up_since >= RECONNECT_RESET_S:
             self._backoff.reset()
         self._up.clear()
         self._pending, self._pending_data_size = [], 0
@@ -482,14 +483,14 @@ class FloeClient(Client):
         for pong in self._pongs:
             _settle(pong, False)
         self._pongs.clear()
-        self._requests.fail(OutcomeUnknown(f"{why} before the answer came"))
+        self._requests.fail(OutcomeUnknown(f"{reason} before the answer came"))
         if was_up:
             connections.dec()
-            self._tell(False)
+            self._notify_listeners(False)
 
-    def _tell(self, up: bool) -> None:
+    def _notify_listeners(self, is_up: bool) -> None:
         for listener in list(self._listeners):
-            listener(up)
+            listener(is_up)
 
     def _abort(self) -> None:
         """Drop the socket at once: an orderly close of a dead connection waits for its unsent bytes.
@@ -506,7 +507,7 @@ class FloeClient(Client):
         try:
             self.send(b"PING\r\n")
             self._pongs.append(pong)
-            return await within(pong, timeout)
+            return await wait_result(pong, timeout)
         except (TimeoutError, Unavailable):
             return False
 
@@ -531,13 +532,13 @@ class FloeClient(Client):
         try:
             await self._process_msg(int(sid), subject, reply, payload, cast(bytes, headers))
         except (ValueError, IndexError) as error:
-            log.warning("message dropped", action="nats_poison", subject=repr(subject), error=reason(error))
+            log.warning("message dropped", action="message_dropped", subject=repr(subject), error=error_text(error))
 
-    def _on_broken(self, sid: bytes, error: Exception) -> None:
+    def _on_sink_error(self, sid: bytes, error: Exception) -> None:
         """Drop the subscription and pass the error to its owner; the connection stays, since it serves other sinks."""
-        tell = self._owners.get(sid, orphaned)
-        self.drop(int(sid))
-        tell(error)
+        report_error = self._owners.get(sid, raise_fatal)
+        self.drop_subscription(int(sid))
+        report_error(error)
 
     async def _process_pong(self) -> None:
         if self._pongs:
@@ -545,19 +546,19 @@ class FloeClient(Client):
         self._pings_outstanding = 0
 
     async def _on_server_error(self, text: str) -> None:
-        if (violation := _VIOLATION.match(text)) is None:
+        if (violation := _PERMISSION_VIOLATION.match(text)) is None:
             await self._process_op_err(errors.Error(text))
             return
         if (subject := violation[1].encode()) not in self._refusals:
-            log.error("nats permission missing", action="nats_permission", error=text)
-        if len(self._refusals) >= MOST_REFUSALS:
+            log.error("nats permission refused", action="permission_refused", error=text)
+        if len(self._refusals) >= MAX_REFUSALS:
             self._refusals.clear()
         self._refusals[subject] = text
-        if (refused := self.refusal(subject)) is not None:
+        if (refused := self.permission_error(subject)) is not None:
             self._requests.fail(refused, None if subject == self._inbox + b"*" else subject)
-            self._requests.fail(refused, self._with_prefix(subject))
+            self._requests.fail(refused, self._sent_subject(subject))
 
-    def _with_prefix(self, subject: bytes) -> bytes:
+    def _sent_subject(self, subject: bytes) -> bytes:
         """Return the subject as it was sent. A server inside the domain reports it without the domain's part."""
         prefix = self.api_prefix.encode()
         is_api = subject.startswith(API_PREFIX.encode() + b".")
@@ -565,13 +566,13 @@ class FloeClient(Client):
 
     async def _on_error(self, error: Exception) -> None:
         """Report a failed attempt to connect: once for each new reason, not twice a second for an hour."""
-        text = reason(error)
-        if credentials.is_refusal(text):
-            self._auth.renew()  # for the next attempt
+        text = error_text(error)
+        if credentials.is_auth_error(text):
+            self._auth.reread()  # for the next attempt
         is_first_connect = not self.options["allow_reconnect"]  # `connect` raises its error
         level = log.debug if is_first_connect or text == self._last_error else log.warning
         self._last_error = text
-        level("nats not connected", action="nats_error", error=text)
+        level("nats connection failed", action="connection_failed", error=text)
 
 
 def _settle(future: Future[Any], result: object) -> None:

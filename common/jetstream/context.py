@@ -14,30 +14,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
-from common.settings.types import FileSecret, regular
+from common.settings.types import FileSecret, regular_file
 
 if TYPE_CHECKING:
     from common.settings.service import NatsSettings
 
 # Field of a context, and the key of `nats:` that it sets.
-_PATHS = {"creds": "credentials_file", "nkey": "nkey_seed_file"}
-_TLS_PATHS = ("ca", "cert", "key")
-_SECRETS = ("token", "password")
-_TEXTS = ("user", "jetstream_domain", "jetstream_api_prefix", "inbox_prefix")
+_PATH_FIELDS = {"creds": "credentials_file", "nkey": "nkey_seed_file"}
+_TLS_PATH_FIELDS = ("ca", "cert", "key")
+_SECRET_FIELDS = ("token", "password")
+_TEXT_FIELDS = ("user", "jetstream_domain", "jetstream_api_prefix", "inbox_prefix")
 # Not supported: another program provides the secret, it is in a Windows store, or it has no file of its own.
-_REFUSED = (
+_UNSUPPORTED_FIELDS = (
     "nsc", "socks_proxy", "user_jwt", "user_seed", "windows_cert_store", "windows_cert_match_by", "windows_cert_match",
     "windows_ca_certs_match",
 )  # fmt: skip
 # If the configuration sets one key of a group, the context's keys of that group are all ignored.
-_GROUPS = (
+_EXCLUSIVE_GROUPS = (
     ("credentials_file", "nkey_seed_file", "jwt_file", "token", "user", "password"),
     ("jetstream_domain", "jetstream_api_prefix"),
 )
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
-def with_context(settings: NatsSettings) -> NatsSettings:
+def apply_context(settings: NatsSettings) -> NatsSettings:
     """Return `settings`, with each key that is not set there taken from the context that they name.
 
     Authentication in `settings` replaces all of the context's. Raises ConfigError if there is no such context, if it
@@ -46,9 +46,9 @@ def with_context(settings: NatsSettings) -> NatsSettings:
     if not settings.context:
         return settings
     path = _folder() / f"{settings.context}.json"
-    found = _Context(path, _read(path)).keys()
+    found = _NatsContext(path, _read(path)).keys()
     own = settings.model_dump(exclude_unset=True, exclude={"context"})
-    for group in _GROUPS:
+    for group in _EXCLUSIVE_GROUPS:
         if any(own.get(key) for key in group):
             found = {key: value for key, value in found.items() if key not in group}
     own_tls = own.pop("tls", {})
@@ -66,9 +66,9 @@ def _folder() -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(regular(path).read_bytes())
+        document = json.loads(regular_file(path).read_bytes())
     except FileNotFoundError:
-        raise _unknown(path) from None
+        raise _unknown_context(path) from None
     except OSError as error:
         raise ConfigError(f"nats.context {path}: {(error.strerror or 'cannot be read').lower()}") from None
     except (ValueError, RecursionError):
@@ -78,16 +78,16 @@ def _read(path: Path) -> dict[str, Any]:
     return document
 
 
-def _unknown(path: Path) -> ConfigError:
-    there = sorted(each.stem for each in _folder().glob("*.json"))
-    expected = f"expected one of {', '.join(there)}" if there else "expected a context of the nats command"
+def _unknown_context(path: Path) -> ConfigError:
+    names = sorted(each.stem for each in _folder().glob("*.json"))
+    expected = f"expected one of {', '.join(names)}" if names else "expected a context of the nats command"
     return ConfigError(
         f"nats.context {path.stem}: {expected} in {_folder()}, found none of that name",
         hint="nats context ls shows them for this user, nats context add makes one",
     )
 
 
-class _Context:
+class _NatsContext:
     """A context that was read from `path`."""
 
     def __init__(self, path: Path, document: Mapping[str, Any]) -> None:
@@ -95,18 +95,18 @@ class _Context:
 
     def keys(self) -> dict[str, Any]:
         """Return the keys of `nats:` that the context sets, always including `tls`. Raises ConfigError."""
-        for field in _REFUSED:
+        for field in _UNSUPPORTED_FIELDS:
             if self._document.get(field):
-                raise self._refused(field, "is not supported", "set the keys of nats: instead")
-        found: dict[str, Any] = {field: text for field in _TEXTS if (text := self._text(field))}
-        found |= {ours: path for field, ours in _PATHS.items() if (path := self._file(field))}
-        found |= {field: self._secret(field) for field in _SECRETS if self._text(field)}
+                raise self._field_error(field, "is not supported", "set the keys of nats: instead")
+        found: dict[str, Any] = {field: text for field in _TEXT_FIELDS if (text := self._text(field))}
+        found |= {ours: path for field, ours in _PATH_FIELDS.items() if (path := self._file(field))}
+        found |= {field: self._secret(field) for field in _SECRET_FIELDS if self._text(field)}
         if prefix := found.get("jetstream_api_prefix"):
             found["jetstream_api_prefix"] = prefix.removesuffix(".")
         if urls := self._text("url"):
             parts = (part.strip() for part in urls.split(","))
             found["url"] = tuple(part if "://" in part else f"nats://{part}" for part in parts)
-        found["tls"] = {field: path for field in _TLS_PATHS if (path := self._file(field))}
+        found["tls"] = {field: path for field in _TLS_PATH_FIELDS if (path := self._file(field))}
         if self._document.get("tls_first"):
             found["tls"]["handshake_first"] = True
         return found
@@ -114,14 +114,14 @@ class _Context:
     def _text(self, field: str) -> str:
         value = self._document.get(field) or ""
         if not isinstance(value, str):
-            raise self._refused(field, "expected text, found something else")
+            raise self._field_error(field, "expected text, found something else")
         return value
 
     def _file(self, field: str) -> str:
         """Return a path as the command reads it: without `file://`, with `~` and variables expanded; empty for none."""
         text = self._text(field).removeprefix("file://")
         if _SCHEME.match(text):
-            raise self._refused(field, "expected a path, found a reference of another kind", "put it into a file")
+            raise self._field_error(field, "expected a path, found a reference of another kind", "put it into a file")
         return os.path.expanduser(os.path.expandvars(text))
 
     def _secret(self, field: str) -> FileSecret:
@@ -129,21 +129,22 @@ class _Context:
 
         def read(path: str) -> str:
             try:
-                return _Context(self._path, _read(Path(path)))._plain(field)
+                return _NatsContext(self._path, _read(Path(path)))._secret_text(field)
             except ConfigError as error:
                 raise ValueError(str(error)) from None
 
-        return FileSecret(self._plain(field), str(self._path), read)
+        return FileSecret(self._secret_text(field), str(self._path), read)
 
-    def _plain(self, field: str) -> str:
+    def _secret_text(self, field: str) -> str:
         text = self._text(field)
         if not text:
-            raise self._refused(field, "expected a secret, found nothing")
+            raise self._field_error(field, "expected a secret, found nothing")
         if text.lower().startswith(("env://", "file://", "op://", "data:")):
-            raise self._refused(field, "expected the secret itself, found a reference", "set the keys of nats: instead")
+            hint = "set the keys of nats: instead"
+            raise self._field_error(field, "expected the secret itself, found a reference", hint)
         return text
 
-    def _refused(self, field: str, problem: str, hint: str = "") -> ConfigError:
+    def _field_error(self, field: str, problem: str, hint: str = "") -> ConfigError:
         return ConfigError(f"nats.context {self._path}: {field}: {problem}", hint=hint)
 
 

@@ -26,7 +26,7 @@ from pydantic import SecretStr
 from common.clock import Clock
 from common.errors import ConfigError, FloeError, Refused, Unavailable, certificate_hint, is_out_of_date
 from common.logs import get_logger
-from common.settings.types import FileSecret, regular
+from common.settings.types import FileSecret, regular_file
 
 if TYPE_CHECKING:
     from common.settings.service import NatsSettings
@@ -53,14 +53,14 @@ class Credential:
     public_nkey: str = ""
     file: FileSecret | None = None
 
-    def renew(self) -> str:
+    def reread(self) -> str:
         """Read a refused secret again and return it; empty if it is not in a file."""
         if self.file is not None:
-            self.file.read_again()
-        return self.in_file
+            self.file.reread()
+        return self.secret_from_file
 
     @property
-    def in_file(self) -> str:
+    def secret_from_file(self) -> str:
         """The secret that is sent, if it is in a file that may be read again; otherwise empty."""
         return "" if self.file is None else self.file.get_secret_value()
 
@@ -69,7 +69,7 @@ class Credential:
         return bool(self.options.keys() & {"password", "token"})
 
 
-def credential(settings: NatsSettings, clock: Clock) -> Credential:
+def load_credential(settings: NatsSettings, clock: Clock) -> Credential:
     """Return the credential that `settings` name.
 
     Raises Refused if a file is missing, unreadable or holds no credential.
@@ -85,13 +85,13 @@ def credential(settings: NatsSettings, clock: Clock) -> Credential:
     if settings.nkey_seed_file:
         return Credential(str(seed), {"signature_cb": seed.sign}, seed.public_key())
     if settings.user:
-        shown, file = _shown(settings.password)
-        return Credential(f"user {settings.user}", {"user": settings.user, "password": shown}, file=file)
-    shown, file = _shown(settings.token)
-    return Credential("token", {"token": shown}, file=file) if shown else Credential("no credential")
+        secret, file = _secret_option(settings.password)
+        return Credential(f"user {settings.user}", {"user": settings.user, "password": secret}, file=file)
+    secret, file = _secret_option(settings.token)
+    return Credential("token", {"token": secret}, file=file) if secret else Credential("no credential")
 
 
-def _shown(secret: SecretStr) -> tuple[str | Callable[[], str], FileSecret | None]:
+def _secret_option(secret: SecretStr) -> tuple[str | Callable[[], str], FileSecret | None]:
     if isinstance(secret, FileSecret):
         return secret.get_secret_value, secret
     return secret.get_secret_value(), None
@@ -113,7 +113,7 @@ class _File:
         found = _JWT.search(content)
         jwt = found[1] if found else content.strip()
         if jwt.count(b".") != 2:
-            raise self._refused("expected a NATS user JWT, found none")
+            raise self._credential_error("expected a NATS user JWT, found none")
         return jwt
 
     def sign(self, nonce: str) -> bytes:
@@ -128,9 +128,9 @@ class _File:
             claims = json.loads(base64.urlsafe_b64decode(body + b"=" * (-len(body) % 4)))
             expires = float(claims.get("exp") or 0)
         except (ValueError, AttributeError, TypeError):
-            raise self._refused("expected a NATS user JWT, found one that cannot be decoded") from None
+            raise self._credential_error("expected a NATS user JWT, found one that cannot be decoded") from None
         if expires and expires <= clock.now():
-            raise self._refused(f"the JWT expired {clock.now() - expires:.0f} s ago")
+            raise self._credential_error(f"the JWT expired {clock.now() - expires:.0f} s ago")
 
     def _key_pair(self) -> Any:
         content = self._read()
@@ -138,20 +138,20 @@ class _File:
         try:
             return nkeys.from_seed(bytearray(found[1] if found else content.strip()))
         except Exception:  # the library's own message might contain the seed
-            raise self._refused("expected an NKEY seed, found none that is valid") from None
+            raise self._credential_error("expected an NKEY seed, found none that is valid") from None
 
     def _read(self) -> bytes:
         try:
-            content = regular(self.path).read_bytes()
+            content = regular_file(self.path).read_bytes()
             mode = Path(self.path).stat().st_mode & 0o777
         except OSError as error:
-            raise self._refused((error.strerror or "cannot be read").lower()) from None
+            raise self._credential_error((error.strerror or "cannot be read").lower()) from None
         if mode & 0o077:
             hint = f"chmod 600 {shlex.quote(self.path)}"
-            log.warning("credential readable by others", action="credential_mode", file=str(self), hint=hint)
+            log.warning("credential exposed", action="credential_exposed", file=str(self), hint=hint)
         return content
 
-    def _refused(self, reason: str) -> Refused:
+    def _credential_error(self, reason: str) -> Refused:
         hint = "issue the credential anew or correct the path"
         return Refused(f"nats.{self}: {reason}", hint=hint, code="E-NATS-CREDS")
 
@@ -165,7 +165,7 @@ def is_loopback(peer: object) -> bool:
     return address is not None and (mapped or address).is_loopback
 
 
-def plaintext(server: str, auth: Credential) -> ConfigError:
+def plaintext_error(server: str, auth: Credential) -> ConfigError:
     hint = f"nats.url: tls://{server}, or nats.allow_plaintext: true where nobody else is on the way"
     text = f"nats server {server}: expected TLS for {auth.label}, found none; nothing was sent"
     return ConfigError(text, hint=hint, code="E-NATS-PLAINTEXT")
@@ -174,16 +174,14 @@ def plaintext(server: str, auth: Credential) -> ConfigError:
 def wants_tls(settings: NatsSettings) -> bool:
     """True if the connection must be encrypted; otherwise it is encrypted only if the server requires it."""
     tls = settings.tls
-    return (
-        any(tls.files) or tls.handshake_first or tls.insecure or any(url.startswith("tls://") for url in settings.url)
-    )
+    return any(tls.files) or tls.handshake_first or tls.insecure or any(u.startswith("tls://") for u in settings.url)
 
 
 def tls_context(settings: NatsSettings) -> ssl.SSLContext:
     """Return the context that `nats.tls` describes. Raises ConfigError with the file and the reason."""
     tls, files = settings.tls, settings.tls.files
     try:
-        context = ssl.create_default_context(cafile=regular(files.ca) if files.ca else None)
+        context = ssl.create_default_context(cafile=regular_file(files.ca) if files.ca else None)
     except (OSError, ssl.SSLError) as error:
         raise _tls_error("ca", files.ca, error) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -191,7 +189,7 @@ def tls_context(settings: NatsSettings) -> ssl.SSLContext:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if files.cert:
         try:
-            context.load_cert_chain(regular(files.cert), regular(files.key))
+            context.load_cert_chain(regular_file(files.cert), regular_file(files.key))
         except (OSError, ssl.SSLError) as error:
             raise _tls_error("cert", f"{files.cert} with key {files.key}", error) from None
     return context
@@ -202,10 +200,10 @@ def _tls_error(key: str, path: str, error: OSError) -> ConfigError:
     return ConfigError(f"nats.tls.{key} {path}: {str(reason).replace('_', ' ').lower()}", code="E-NATS-TLS")
 
 
-_REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)|invalid (user|client)", re.I)
+_AUTH_ERROR = re.compile(r"authorization violation|authentication (expired|revoked)|invalid (user|client)", re.I)
 
 
-def reason(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     return text.removeprefix("nats: ").strip(" '")
 
@@ -215,27 +213,27 @@ def host(url: str) -> str:
     return urlsplit(url if "://" in url else f"nats://{url}").netloc.rpartition("@")[2]
 
 
-def is_refusal(text: str) -> bool:
-    return _REFUSED.search(text) is not None
+def is_auth_error(text: str) -> bool:
+    return _AUTH_ERROR.search(text) is not None
 
 
-def explain(error: BaseException, server: str, auth: Credential, settings: NatsSettings) -> BaseException:
+def connect_error(error: BaseException, server: str, auth: Credential, settings: NatsSettings) -> BaseException:
     if isinstance(error, FloeError) or not isinstance(error, Exception):
         return error
-    where, text = f"nats server {host(server)}", reason(error)
+    where, text = f"nats server {host(server)}", error_text(error)
     if isinstance(error, ssl.SSLError):
-        return _explain_tls(error, where, settings)
-    if is_refusal(text):
+        return _handshake_error(error, where, settings)
+    if is_auth_error(text):
         hint = "compare it with what the server knows of its users"
         return Refused(f"{where} refused {auth.label}: {text.lower()}", hint=hint, code="E-NATS-AUTH")
     if isinstance(error, TimeoutError):
         text = f"no answer within {settings.connect_timeout:g} s"
     return Unavailable(
-        f"{where} cannot be reached: {text.lower()}", hint=_unreached(error, text, settings), code="E-NATS"
+        f"{where} cannot be reached: {text.lower()}", hint=_unreachable_hint(error, text, settings), code="E-NATS"
     )
 
 
-def _unreached(error: Exception, text: str, settings: NatsSettings) -> str:
+def _unreachable_hint(error: Exception, text: str, settings: NatsSettings) -> str:
     """Return the hint for a server that cannot be reached."""
     if isinstance(error, TimeoutError) or text.startswith("empty response"):
         first = "nats.tls.handshake_first: true where it begins with TLS"
@@ -258,22 +256,22 @@ def _unreached(error: Exception, text: str, settings: NatsSettings) -> str:
 _NO_TLS = ("the server offers no tls", "wrong version number", "record layer failure")
 
 
-def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> FloeError:
-    said = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error.args[-1])
-    said = said.replace("_", " ").lower()
-    kind: type[FloeError] = Unavailable if is_out_of_date(said) else ConfigError
+def _handshake_error(error: ssl.SSLError, where: str, settings: NatsSettings) -> FloeError:
+    text = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error.args[-1])
+    text = text.replace("_", " ").lower()
+    kind: type[FloeError] = Unavailable if is_out_of_date(text) else ConfigError
     hint = f"checked with nats.tls.ca {settings.tls.files.ca or '(empty: the certificates of this system)'}"
-    if todo := certificate_hint(said, "nats.url", "server"):
+    if todo := certificate_hint(text, "nats.url", "server"):
         hint += f"; {todo}"
-    elif "certificate" in said:
+    elif "certificate" in text:
         hint += "; it must hold the authority of the server's certificate"
-    if "alert" in said:
+    if "alert" in text:
         kind, hint = (
             Refused,
             f"the server refused nats.tls.cert {settings.tls.files.cert or '(none given)'}; see its log",
         )
-    elif said in _NO_TLS:
+    elif text in _NO_TLS:
         hint = "nats.url: nats:// and no nats.tls; or TLS on the server, with handshake_first as there"
         if settings.tls.handshake_first:
             hint = "nats.tls.handshake_first: false, unless the server has it as it is here"
-    return kind(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")
+    return kind(f"{where}: tls failed: {text}", hint=hint, code="E-NATS-TLS")

@@ -24,23 +24,23 @@ from dataclasses import dataclass
 
 from common.chain import Chain
 
-SOURCE = b"Floe-Source"
-ORIGINAL = b"Floe-Original"
-BLOCK = b"Floe-Block"
-REPLAY = b"Floe-Replay"
+SOURCE_HEADER = b"Floe-Source"
+ORIGINAL_HEADER = b"Floe-Original"
+BLOCK_HEADER = b"Floe-Block"
+REPLAY_HEADER = b"Floe-Replay"
 
-VERSION = b"NATS/1.0\r\n"
+VERSION_LINE = b"NATS/1.0\r\n"
 CRLF = b"\r\n"
 
-_SOURCE_PREFIX = SOURCE + b": "
-_ORIGINAL_PREFIX = ORIGINAL + b": "
-_EMPTY = ORIGINAL + b":"
-_BLOCK_PREFIX = BLOCK + b": "
-_REPLAY_PREFIX = REPLAY + b": "
-_FLOE = (_SOURCE_PREFIX, _ORIGINAL_PREFIX, _EMPTY, _BLOCK_PREFIX)
+_SOURCE_PREFIX = SOURCE_HEADER + b": "
+_ORIGINAL_PREFIX = ORIGINAL_HEADER + b": "
+_EMPTY_ORIGINAL = ORIGINAL_HEADER + b":"
+_BLOCK_PREFIX = BLOCK_HEADER + b": "
+_REPLAY_PREFIX = REPLAY_HEADER + b": "
+_FLOE_PREFIXES = (_SOURCE_PREFIX, _ORIGINAL_PREFIX, _EMPTY_ORIGINAL, _BLOCK_PREFIX)
 
 
-def lines(block: bytes) -> list[bytes]:
+def header_lines(block: bytes) -> list[bytes]:
     """Return the lines of any block, without its first line and without empty lines."""
     return [line for line in block.split(CRLF)[1:] if line]
 
@@ -50,7 +50,7 @@ def parse_block(block: bytes) -> list[tuple[bytes, bytes]]:
 
     A line without a colon is a name with an empty value.
     """
-    parts = (line.partition(b":") for line in lines(block))
+    parts = (line.partition(b":") for line in header_lines(block))
     return [(name, value.removeprefix(b" ")) for name, _, value in parts]
 
 
@@ -63,10 +63,10 @@ def build_block(block_lines: Iterable[bytes]) -> bytes:
     for line in wanted:
         if not line or b"\r" in line or b"\n" in line:
             raise ValueError(f"header line {line!r:.80}: expected text without CR and LF")
-    return b"".join([VERSION, *(line + CRLF for line in wanted), CRLF])
+    return b"".join([VERSION_LINE, *(line + CRLF for line in wanted), CRLF])
 
 
-def header(block: bytes | None, name: bytes) -> bytes | None:
+def header_value(block: bytes | None, name: bytes) -> bytes | None:
     """Return the first value of `name` (any case), without surrounding spaces; None if there is none."""
     wanted = name.lower()
     for key, value in parse_block(block) if block is not None else []:
@@ -75,7 +75,7 @@ def header(block: bytes | None, name: bytes) -> bytes | None:
     return None
 
 
-def status(block: bytes | None) -> tuple[int, bytes] | None:
+def parse_status_line(block: bytes | None) -> tuple[int, bytes] | None:
     """Return code and description of a status line such as `NATS/1.0 404 No Messages`; None if the block has none.
 
     A stored message may have such a line too: a status from the server itself comes without a `$JS.ACK…` reply.
@@ -124,7 +124,7 @@ class Provenance:
         return cls(words[0].decode(), words[1].decode(), incarnation, partition, sequence, timestamp_ns)
 
 
-def escaped_lines(block: bytes | None, control_headers: frozenset[bytes], *, relay: bool = False) -> bytes:
+def escape_lines(block: bytes | None, control_headers: frozenset[bytes], *, relay: bool = False) -> bytes:
     """Return the lines for the block of a copy, from `block`, the message's own; each with its CR LF; empty for None.
 
     `control_headers`: lower-case names of headers that may act again. `relay`: Floe itself wrote the stream. Its
@@ -132,51 +132,51 @@ def escaped_lines(block: bytes | None, control_headers: frozenset[bytes], *, rel
     """
     if block is None:
         return b""
-    if (inner := _inner(block)) is None:
+    if (inner := _valid_lines(block)) is None:
         return _BLOCK_PREFIX + base64.b64encode(block) + CRLF
     if not inner:
-        return _EMPTY + CRLF
+        return _EMPTY_ORIGINAL + CRLF
     lowered = inner.lower()
     if b"nats-" not in lowered and b"floe-" not in lowered:
         return inner
     if relay and (written := _floe_lines(block)) is not None:
         written = [line for line in written if not line.startswith(_REPLAY_PREFIX)]
-        kept = [line if line.startswith(_FLOE) else _escaped_line(line, control_headers) for line in written]
+        kept = [line if line.startswith(_FLOE_PREFIXES) else _escape_line(line, control_headers) for line in written]
     else:
-        kept = [_escaped_line(line, control_headers) for line in inner.split(CRLF)[:-1]]
+        kept = [_escape_line(line, control_headers) for line in inner.split(CRLF)[:-1]]
     return CRLF.join([*kept, b""])
 
 
-def _escaped_line(line: bytes, control_headers: frozenset[bytes]) -> bytes:
+def _escape_line(line: bytes, control_headers: frozenset[bytes]) -> bytes:
     start = line[:5].lower()
     if start != b"floe-" and (start != b"nats-" or line.partition(b":")[0].lower() in control_headers):
         return line
     return _ORIGINAL_PREFIX + line
 
 
-def _inner(block: bytes) -> bytes | None:
+def _valid_lines(block: bytes) -> bytes | None:
     """Return the lines, each with its CR LF, of a block that `build_block` would build; None for any other block."""
-    if not block.startswith(VERSION) or not block.endswith(b"\r\n\r\n"):
+    if not block.startswith(VERSION_LINE) or not block.endswith(b"\r\n\r\n"):
         return None
-    inner = block[len(VERSION) : -2]
+    inner = block[len(VERSION_LINE) : -2]
     ends = inner.count(CRLF)
     if inner.count(b"\n") != ends or inner.count(b"\r") != ends or b"\n\r\n" in inner or inner[:2] == CRLF:
         return None
     return inner
 
 
-def restore(block: bytes | None) -> tuple[Provenance | None, bytes | None]:
+def split_provenance(block: bytes | None) -> tuple[Provenance | None, bytes | None]:
     """Return the newest provenance and the publisher's own block; (None, `block`) if Floe did not write the block."""
-    provenances, original = _read(block)
+    provenances, original = _parse_floe_block(block)
     return (provenances[0], original) if provenances else (None, block)
 
 
-def hops(block: bytes | None) -> list[Provenance]:
+def parse_provenances(block: bytes | None) -> list[Provenance]:
     """Return all provenances, the newest first; more than one only after a relay.
 
     Empty for a block that Floe did not write.
     """
-    return _read(block)[0]
+    return _parse_floe_block(block)[0]
 
 
 def is_replayed(block: bytes) -> bool:
@@ -187,20 +187,20 @@ def is_replayed(block: bytes) -> bool:
     return any(line.startswith(_REPLAY_PREFIX) for line in _floe_lines(block) or [])
 
 
-def _read(block: bytes | None) -> tuple[list[Provenance], bytes | None]:
+def _parse_floe_block(block: bytes | None) -> tuple[list[Provenance], bytes | None]:
     written = None if block is None else _floe_lines(block)
     try:
         provenances = [Provenance.parse(line) for line in written or [] if line.startswith(_SOURCE_PREFIX)]
         rest = [line for line in written or [] if not line.startswith((_SOURCE_PREFIX, _REPLAY_PREFIX))]
-        return provenances, _original(rest)
+        return provenances, _original_block(rest)
     except ValueError:
         return [], None
 
 
-def _original(written: list[bytes]) -> bytes | None:
+def _original_block(written: list[bytes]) -> bytes | None:
     if not written:
         return None
-    if written == [_EMPTY]:
+    if written == [_EMPTY_ORIGINAL]:
         return build_block([])
     if len(written) == 1 and written[0].startswith(_BLOCK_PREFIX):
         return base64.b64decode(written[0].removeprefix(_BLOCK_PREFIX), validate=True)
@@ -209,7 +209,7 @@ def _original(written: list[bytes]) -> bytes | None:
 
 def _floe_lines(block: bytes) -> list[bytes] | None:
     """Return the lines from `Floe-Source` on, if only `Nats-*` lines come before; None for other blocks."""
-    found = (_inner(block) or b"").split(CRLF)[:-1]
+    found = (_valid_lines(block) or b"").split(CRLF)[:-1]
     for index, line in enumerate(found):
         if line.startswith(_SOURCE_PREFIX):
             return found[index:]

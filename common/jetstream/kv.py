@@ -15,21 +15,21 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Stopped, Unavailable
-from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, create_stream, stored_message, stream_info
+from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, create_stream, query, stored_message, stream_info
 from common.jetstream.client import FloeClient, RawSubscription
-from common.jetstream.headers import build_block, header
-from common.jetstream.requests import NOBODY, WRONG_LAST_SEQUENCE, ApiError, api_error
+from common.jetstream.headers import build_block, header_value
+from common.jetstream.requests import NO_RESPONDERS_CODE, WRONG_LAST_SEQUENCE_CODES, ApiError, api_error
 from common.segments.segment import Message
 from common.settings.service import API_PREFIX
-from common.tasks import Tell, orphaned
+from common.tasks import ReportError, raise_fatal
 
-NAME_IN_USE = 10058
-TOO_LARGE = 10122  # max_bytes, for a stream of the account
-STATE_BYTES = 64 * 2**20  # max_bytes of a bucket, if the account requires a limit
-REQUEST_TIMEOUT = 5.0  # seconds
-PARALLEL_READS = 64
-PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4)  # seconds before a write that no server received is sent again
-KEYS_OF_ONE_ANSWER = 100_000  # the server's limit on subjects in one STREAM.INFO
+STREAM_NAME_IN_USE = 10058
+MAX_BYTES_TOO_LARGE = 10122  # max_bytes, for a stream of the account
+STATE_MAX_BYTES = 64 * 2**20  # max_bytes of a bucket, if the account requires a limit
+KV_TIMEOUT_S = 5.0  # seconds
+PARALLEL_KEY_READS = 64
+WRITE_PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.4)  # seconds before a write that no server received is sent again
+MAX_SUBJECTS_PER_INFO = 100_000  # the server's limit on subjects in one STREAM.INFO
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ _FOREIGN = re.compile(rb"[^-_a-zA-Z0-9]")
 Replicas = int | Callable[[], Awaitable[int]]
 
 
-class BucketGone(Unavailable):
+class BucketDeleted(Unavailable):
     """The bucket was deleted. Its former content is unknown: do not treat it as an empty bucket."""
 
     default_code = "E-KV-BUCKET"
@@ -65,7 +65,7 @@ class KeyValue:
     """One key-value bucket.
 
     Every method raises Unavailable if nothing was done, OutcomeUnknown if a change was sent and its answer was lost
-    (read the key to settle it), BucketGone if the bucket was deleted, BucketFull if it has no room, Refused without the
+    (read the key to settle it), BucketDeleted if it was deleted, BucketFull if it has no room, Refused without the
     permission. `ttl`: seconds until the server removes an entry; None: never. `optional`: for a command that may only
     read: a missing bucket is empty, and the first write creates it. `max_bytes`: of a bucket that is created, if the
     account requires a limit.
@@ -78,15 +78,15 @@ class KeyValue:
         ttl: float | None = None,
         replicas: Replicas = 1,
         optional: bool = False,
-        max_bytes: int = STATE_BYTES,
+        max_bytes: int = STATE_MAX_BYTES,
     ) -> None:
         self._client, self.bucket, self.ttl, self._replicas, self._max_bytes = client, bucket, ttl, replicas, max_bytes
         self._stream, self._prefix, self._is_optional = f"KV_{bucket}", f"$KV.{bucket}.", optional
         # With an API prefix other than `$JS.API`, the bucket's subjects carry that prefix too (ADR-19).
         is_here = client.api_prefix == API_PREFIX
-        self._written = self._prefix if is_here else f"{client.api_prefix}.{self._prefix}"
+        self._write_prefix = self._prefix if is_here else f"{client.api_prefix}.{self._prefix}"
         # A request must time out well before an entry with this `ttl` expires.
-        self._timeout = min(REQUEST_TIMEOUT, (ttl or REQUEST_TIMEOUT * 5) / 5)
+        self._timeout = min(KV_TIMEOUT_S, (ttl or KV_TIMEOUT_S * 5) / 5)
 
     async def ensure(self) -> Self:
         """Create the bucket if it is missing.
@@ -100,10 +100,11 @@ class KeyValue:
             try:
                 info = await create_stream(self._client, self._config(max_age, replicas), self._max_bytes)
             except ApiError as error:
-                if error.err_code == TOO_LARGE:
-                    why = f"bucket {self.bucket}: expected room for {self._max_bytes} bytes, found: {error.description}"
-                    raise BucketFull(why, hint="lower kv_max_bytes, or raise that limit of the account") from error
-                if error.err_code != NAME_IN_USE:  # another client created it just now
+                if error.err_code == MAX_BYTES_TOO_LARGE:
+                    hint = "lower kv_max_bytes, or raise that limit of the account"
+                    room = f"expected room for {self._max_bytes} bytes, found: {error.description}"
+                    raise BucketFull(f"bucket {self.bucket}: {room}", hint=hint) from error
+                if error.err_code != STREAM_NAME_IN_USE:  # another client created it just now
                     raise
                 info = await stream_info(self._client, self._stream)
         found = 0 if info is None else info.config.get("max_age", 0)
@@ -118,14 +119,14 @@ class KeyValue:
 
     async def get(self, key: str) -> KvEntry | None:
         """Return the value at the leader; None if there is none, it was deleted, or it expired."""
-        last = await self._last(key)
+        last = await self._last_message(key)
         return None if last is None or _is_marker(last) else KvEntry(last.payload, last.sequence)
 
     async def create(self, key: str, value: bytes) -> int | None:
         """Set `key` unless it has a value; return the revision, or None if it has a value."""
         if (revision := await self._write(key, value, 0)) is not None:
             return revision
-        if (last := await self._last(key)) is not None and not _is_marker(last):
+        if (last := await self._last_message(key)) is not None and not _is_marker(last):
             return None
         return await self._write(key, value, 0 if last is None else last.sequence)
 
@@ -142,87 +143,87 @@ class KeyValue:
         """Delete `key`, but only at `revision` if one is given; return False if the key has changed."""
         return await self._write(key, b"", revision, b"KV-Operation: DEL") is not None
 
-    async def listen(
-        self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell = orphaned
+    async def subscribe(
+        self, pattern: str, on_change: Callable[[str, bytes | None], None], report_error: ReportError = raise_fatal
     ) -> RawSubscription:
-        """Call `heard` at once with key and value (None: deleted) of each write to a key that matches `pattern`.
+        """Call `on_change` at once with key and value (None: deleted) of each write to a key that matches `pattern`.
 
         `*` matches any token. This is only a hint: it includes writes that the server refuses, a write may be missed,
-        and there is no call for an entry that expires or for a write on the other side of a domain border. `tell`, and
-        the errors raised: as in `subscribe_raw`.
+        and there is no call for an entry that expires or for a write on the other side of a domain border.
+        `report_error`, and the errors raised: as in `subscribe_raw`.
         """
 
         def sink(subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
             key = subject.decode("utf-8", "backslashreplace").rpartition(self._prefix)[2]
-            heard(key, None if header(headers, b"KV-Operation") else payload)
+            on_change(key, None if header_value(headers, b"KV-Operation") else payload)
 
-        here = await self._client.subscribe_raw(self._prefix + pattern, sink, tell)
-        if self._written == self._prefix:
+        here = await self._client.subscribe_raw(self._prefix + pattern, sink, report_error)
+        if self._write_prefix == self._prefix:
             return here
         try:
             # A server inside the domain removes the prefix; one outside forwards the subject as it was sent.
-            return here.joined(await self._client.subscribe_raw(self._written + pattern, sink, tell))
+            return here.merge(await self._client.subscribe_raw(self._write_prefix + pattern, sink, report_error))
         except BaseException:
             await here.unsubscribe()
             raise
 
     async def keys(self, prefix: str = "") -> list[str]:
         names = [name for name in await self._names(prefix) if name.startswith(prefix)]
-        gate = asyncio.Semaphore(PARALLEL_READS)
+        gate = asyncio.Semaphore(PARALLEL_KEY_READS)
 
         async def is_set(name: str) -> bool:
             async with gate:
                 return await self.get(name) is not None
 
         found = await asyncio.gather(*(is_set(name) for name in names))
-        return sorted(name for name, there in zip(names, found, strict=True) if there)
+        return sorted(name for name, is_present in zip(names, found, strict=True) if is_present)
 
     async def _names(self, prefix: str) -> list[str]:
         names: dict[str, None] = {}
         wanted = f"{self._prefix}{prefix.rpartition('.')[0]}".removesuffix(".") + ".>"
         while True:
             request = {"subjects_filter": wanted, "offset": len(names)}
-            if (answer := await self._ask(f"STREAM.INFO.{self._stream}", request)) is None:
+            if (answer := await self._request(f"STREAM.INFO.{self._stream}", request)) is None:
                 return []
             subjects = (answer.get("state") or {}).get("subjects") or {}
             before = len(names)
             names.update(dict.fromkeys(subject.removeprefix(self._prefix) for subject in subjects))
-            if len(subjects) < KEYS_OF_ONE_ANSWER:
+            if len(subjects) < MAX_SUBJECTS_PER_INFO:
                 return [*names]
             if len(names) == before:
                 raise Unavailable(f"keys of {self.bucket}: expected more behind {before}, found the same again")
 
-    async def _last(self, key: str) -> Message | None:
+    async def _last_message(self, key: str) -> Message | None:
         """Return the last message of `key`, even if it is a deletion marker."""
         request = {"last_by_subj": self._subject(key, self._prefix)}
-        answer = await self._ask(f"STREAM.MSG.GET.{self._stream}", request, MESSAGE_NOT_FOUND)
+        answer = await self._request(f"STREAM.MSG.GET.{self._stream}", request, MESSAGE_NOT_FOUND)
         return None if answer is None else stored_message(answer)
 
-    async def _ask(self, name: str, request: dict[str, Any], *absent: int) -> dict[str, Any] | None:
-        """Return the answer; None for one of the error codes `absent`, and for a missing bucket that is optional."""
+    async def _request(self, name: str, request: dict[str, Any], *not_found: int) -> dict[str, Any] | None:
+        """Return the answer; None for one of the error codes `not_found`, and for a missing bucket that is optional."""
         try:
-            return await ask(self._client, name, request, timeout=self._timeout)
+            return await query(self._client, name, request, timeout=self._timeout)
         except ApiError as error:
-            is_gone = error.err_code == STREAM_NOT_FOUND
-            if error.err_code in absent or (is_gone and self._is_optional):
+            is_deleted = error.err_code == STREAM_NOT_FOUND
+            if error.err_code in not_found or (is_deleted and self._is_optional):
                 return None
-            raise (self._missing() if is_gone else error) from None
+            raise (self._deleted_error() if is_deleted else error) from None
 
     async def _write(self, key: str, value: bytes, expected: int | None, *lines: bytes) -> int | None:
         conditions = [b"Nats-Expected-Stream: %b" % self._stream.encode()]
         if expected is not None:
             conditions.append(b"Nats-Expected-Last-Subject-Sequence: %d" % expected)
         answer = await self._publish(
-            self._subject(key, self._written).encode(), value, build_block([*conditions, *lines])
+            self._subject(key, self._write_prefix).encode(), value, build_block([*conditions, *lines])
         )
         try:
-            return self._revision(key, answer, expected)
+            return self._parse_revision(key, answer, expected)
         except ApiError as error:
             if "maximum bytes" not in error.description:
                 raise
-            raise await self._full(len(value)) from error
+            raise await self._full_error(len(value)) from error
 
-    async def _full(self, needed: int) -> BucketFull:
+    async def _full_error(self, needed: int) -> BucketFull:
         info = await stream_info(self._client, self._stream)
         size = int(info.config.get("max_bytes", 0)) if info else 0
         return BucketFull(
@@ -232,26 +233,26 @@ class KeyValue:
 
     async def _publish(self, subject: bytes, value: bytes, block: bytes) -> bytes:
         """Return the server's answer. Retry, since the connected server may not know a new bucket yet."""
-        for pause in (*PAUSES, None):
+        for pause in (*WRITE_PAUSES_S, None):
             try:
                 return (await self._client.request_raw(subject, value, block, timeout=self._timeout))[0]
             except Unavailable as error:
-                if error.code != NOBODY or pause is None:
+                if error.code != NO_RESPONDERS_CODE or pause is None:
                     raise
             if await stream_info(self._client, self._stream) is None:
                 if not self._is_optional:
-                    raise self._missing()
+                    raise self._deleted_error()
                 await self.ensure()
             await self._client.clock.sleep(pause)
         raise AssertionError("unreachable")
 
-    def _revision(self, key: str, answer: bytes, expected: int | None) -> int | None:
+    def _parse_revision(self, key: str, answer: bytes, expected: int | None) -> int | None:
         """Return the acknowledged revision, or None if the server answers that the condition does not hold."""
         try:
             document = json.loads(answer)
             if error := document.get("error"):
                 failure = api_error(error, f"key {key} of {self.bucket}")
-                if isinstance(failure, ApiError) and failure.err_code in WRONG_LAST_SEQUENCE:
+                if isinstance(failure, ApiError) and failure.err_code in WRONG_LAST_SEQUENCE_CODES:
                     return None
                 raise failure
             revision, stream = document["seq"], document["stream"]
@@ -269,8 +270,8 @@ class KeyValue:
             raise ValueError(f"key {key!r:.80}: expected tokens of A-Z a-z 0-9 - _ / = between dots")
         return prefix + key
 
-    def _missing(self) -> BucketGone:
-        return BucketGone(f"bucket {self.bucket} does not exist any more")
+    def _deleted_error(self) -> BucketDeleted:
+        return BucketDeleted(f"bucket {self.bucket} does not exist any more")
 
     def _config(self, max_age: int, replicas: int) -> dict[str, Any]:
         window = 120 * NS_PER_S
@@ -289,8 +290,8 @@ class KeyValue:
         }
 
 
-class Form(Protocol[T]):
-    """A codec for the values of one type, such as `common.documents.JsonForm`."""
+class Codec(Protocol[T]):
+    """A codec for the values of one type, such as `common.documents.JsonCodec`."""
 
     def encode(self, value: T) -> bytes: ...
     def decode(self, raw: bytes) -> T: ...
@@ -308,44 +309,45 @@ class Bucket(Protocol):
 class KvDocument(Generic[T]):
     """One key that holds a value of type T. Methods raise the errors of the bucket.
 
-    `unreadable` makes the error for an invalid value from a description of the problem; `get` and `change` raise it.
+    `unreadable_error` makes the error for an invalid value from a description of the problem; `get` and `change` raise
+    it.
     """
 
-    def __init__(self, bucket: Bucket, key: str, form: Form[T], unreadable: Callable[[str], Exception]) -> None:
-        self._bucket, self.key, self._form, self._unreadable = bucket, key, form, unreadable
+    def __init__(self, bucket: Bucket, key: str, codec: Codec[T], unreadable_error: Callable[[str], Exception]) -> None:
+        self._bucket, self.key, self._codec, self._unreadable_error = bucket, key, codec, unreadable_error
 
-    async def get(self, *, anew: bool = False) -> tuple[T | None, int]:
-        """Return the value and its revision; None and 0 if there is none. `anew`: an unreadable value counts as None,
-        with its revision, so that it can be replaced.
+    async def get(self, *, allow_unreadable: bool = False) -> tuple[T | None, int]:
+        """Return the value and its revision; None and 0 if there is none. `allow_unreadable`: an unreadable value
+        counts as None, with its revision, so that it can be replaced.
         """
         if (entry := await self._bucket.get(self.key)) is None:
             return None, 0
         try:
-            return self._form.decode(entry.value), entry.revision
+            return self._codec.decode(entry.value), entry.revision
         except ValueError as error:
-            if anew:
+            if allow_unreadable:
                 return None, entry.revision
-            raise self._unreadable(f"{error} (begins {entry.value[:40]!r})") from error
+            raise self._unreadable_error(f"{error} (begins {entry.value[:40]!r})") from error
 
     async def put(self, value: T) -> int:
-        return await self._bucket.put(self.key, self._form.encode(value))
+        return await self._bucket.put(self.key, self._codec.encode(value))
 
     async def create(self, value: T) -> int | None:
-        return await self._bucket.create(self.key, self._form.encode(value))
+        return await self._bucket.create(self.key, self._codec.encode(value))
 
     async def update(self, value: T, revision: int) -> int | None:
         """Replace the value as in `KeyValue.update`; create it as in `create` if `revision` is 0."""
         if revision == 0:
             return await self.create(value)
-        return await self._bucket.update(self.key, self._form.encode(value), revision)
+        return await self._bucket.update(self.key, self._codec.encode(value), revision)
 
-    async def change(self, step: Callable[[T | None], T | None], *, anew: bool = False) -> T | None:
+    async def change(self, step: Callable[[T | None], T | None], *, allow_unreadable: bool = False) -> T | None:
         """Replace the value by the result of `step` (its argument None: there is no value), even while others change
         it. Return the value that is then stored: the old one if `step` returns None or an equal value. Raises the
-        errors of `step`. `anew`: as in `get`.
+        errors of `step`. `allow_unreadable`: as in `get`.
         """
         while True:
-            found, revision = await self.get(anew=anew)
+            found, revision = await self.get(allow_unreadable=allow_unreadable)
             if (value := step(found)) is None or value == found:
                 return found
             if await self.update(value, revision) is not None:
@@ -353,7 +355,7 @@ class KvDocument(Generic[T]):
 
 
 def _is_marker(message: Message) -> bool:
-    return bool(header(message.headers, b"KV-Operation") or header(message.headers, b"Nats-Marker-Reason"))
+    return bool(header_value(message.headers, b"KV-Operation") or header_value(message.headers, b"Nats-Marker-Reason"))
 
 
 def state_key(*parts: str) -> str:

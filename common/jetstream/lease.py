@@ -16,13 +16,13 @@ from collections.abc import Callable
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown
 from common.jetstream.client import RawSubscription
-from common.jetstream.kv import BucketGone, KeyValue, KvEntry
+from common.jetstream.kv import BucketDeleted, KeyValue, KvEntry
 from common.logs import get_logger
-from common.tasks import Stop, StopReason, Tell, orphaned, told
+from common.tasks import ReportError, Stop, StopReason, raise_fatal, record_unexpected
 
 log = get_logger(__name__)
 
-SETTLING_READS = 3  # attempts to settle a write after its answer was lost
+SETTLE_ATTEMPTS = 3  # attempts to settle a write after its answer was lost
 
 
 def new_owner(instance: str) -> str:
@@ -30,7 +30,7 @@ def new_owner(instance: str) -> str:
     return f"{instance or '-'}/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
 
 
-def owner_text(owner: str) -> str:
+def format_owner(owner: str) -> str:
     """Return an owner for people: `label on host (process 370)`; text that `new_owner` did not make stays as it is."""
     parts = owner.rsplit("/", 3)
     if len(parts) < 4:
@@ -54,7 +54,7 @@ class Leases:
         """Acquire the lease; return None if another owner holds it. Raises Unavailable, OutcomeUnknown."""
         try:
             return await self._acquire(key)
-        except BucketGone:
+        except BucketDeleted:
             await self._kv.ensure()
             return await self._acquire(key)
 
@@ -76,17 +76,17 @@ class Leases:
     async def keys(self, prefix: str) -> list[str]:
         return await self._kv.keys(prefix)
 
-    async def listen(
-        self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell = orphaned
+    async def subscribe(
+        self, pattern: str, on_change: Callable[[str, bytes | None], None], report_error: ReportError = raise_fatal
     ) -> RawSubscription:
-        return await self._kv.listen(pattern, heard, tell)
+        return await self._kv.subscribe(pattern, on_change, report_error)
 
-    async def holder(self, key: str) -> str | None:
+    async def get_owner(self, key: str) -> str | None:
         """Return the owner; None if the lease is free."""
-        entry = await self.entry(key)
+        entry = await self.get_entry(key)
         return None if entry is None else entry.value.decode("utf-8", "backslashreplace")
 
-    async def entry(self, key: str) -> KvEntry | None:
+    async def get_entry(self, key: str) -> KvEntry | None:
         """Return the owner with the revision, which rises when the lease is renewed; None if the lease is free."""
         return await self._kv.get(key)
 
@@ -95,13 +95,13 @@ class Lease:
     """One lease that this owner held at `started` (monotonic seconds).
 
     `lost` is set when another owner holds the lease, when it was deleted, or when the deadline passed; it stays set.
-    The group that shares leases sets `give_back`: the work then ends at the next suitable point.
+    The group that shares leases sets `return_requested`: the work then ends at the next suitable point.
     """
 
     def __init__(
         self, kv: KeyValue, key: str, owner: str, revision: int, started: float, ttl: float, clock: Clock
     ) -> None:
-        self.key, self.lost, self.give_back = key, Stop(), Stop()
+        self.key, self.lost, self.return_requested = key, Stop(), Stop()
         self._kv, self._value, self._revision = kv, owner.encode(), revision
         self._ttl, self._clock, self._deadline = ttl, clock, started + ttl
         self._is_late = False
@@ -110,24 +110,24 @@ class Lease:
         """True if new work may begin under this lease: more than a third of its time is left."""
         return not self.lost.is_set and self._clock.monotonic() < self._deadline - self._ttl / 3
 
-    async def keep(self) -> None:
+    async def run_renewals(self) -> None:
         """Renew the lease every third of its time until it is lost. Run it as a task; cancel it before `release`.
 
         One cancellation ends it: a lease must not be renewed without a holder. If it ends in any other way, the lease
         counts as lost, and the holder sees that.
         """
         try:
-            await self._keep()
+            await self._run_renewals()
         except Exception as error:
-            told(error, "lease", f"lease {self.key}")
-            self._lose("nobody renews it any more")
+            record_unexpected(error, "lease", f"lease {self.key}")
+            self._mark_lost("nobody renews it any more")
 
-    async def _keep(self) -> None:
+    async def _run_renewals(self) -> None:
         pause = self._ttl / 3
         while not self.lost.is_set:
             await self._clock.sleep(pause)
             if self._clock.monotonic() >= self._deadline:
-                self._lose("its time ran out")
+                self._mark_lost("its time ran out")
             else:
                 pause = self._ttl / (3 if await self._renew() else 10)
             # `asyncio.wait_for` in Python 3.11 loses a cancellation that comes together with its result.
@@ -138,34 +138,34 @@ class Lease:
         """Delete the lease, so that another owner need not wait; if this fails, it expires."""
         held = not self.lost.is_set
         self.lost.set(StopReason.LEASE_LOST)
-        for _ in range(SETTLING_READS if held else 0):
+        for _ in range(SETTLE_ATTEMPTS if held else 0):
             try:
                 if await self._kv.delete(self.key, self._revision) or not await self._adopt():
                     return
             except FloeError as error:
-                log.info("lease left to expire", action="lease_release", key=self.key, error=str(error))
+                log.info("lease release failed", action="lease_release_failed", key=self.key, error=str(error))
                 return
 
     async def _renew(self) -> bool:
         """Renew the lease; return False if that failed: the lease is lost, or the next attempt follows."""
         try:
-            for _ in range(SETTLING_READS):
+            for _ in range(SETTLE_ATTEMPTS):
                 started = self._clock.monotonic()
-                if (revision := await self._written()) is not None:
+                if (revision := await self._rewrite()) is not None:
                     self._revision, self._deadline = revision, started + self._ttl
                     if self._is_late:
                         self._is_late = False
-                        log.info("lease renewed again", action="over", key=self.key)
+                        log.info("lease renewal recovered", action="lease_renewal_recovered", key=self.key)
                     return True
                 if not await self._adopt():
-                    self._lose("another owner holds it, or it expired")
+                    self._mark_lost("another owner holds it, or it expired")
                     return False
         except FloeError as error:  # after any error, the remaining time decides
-            log.warning("lease not renewed", action="lease_renew", key=self.key, error=str(error))
+            log.warning("lease renewal failed", action="lease_renewal_failed", key=self.key, error=str(error))
             self._is_late = True
         return False
 
-    async def _written(self) -> int | None:
+    async def _rewrite(self) -> int | None:
         """Write the value again and return its revision; None if the key holds another value or a deletion.
 
         If the key holds nothing although the lease has not expired, the server restarted without its stored data. The
@@ -174,7 +174,7 @@ class Lease:
         try:
             if (revision := await self._kv.update(self.key, self._value, self._revision)) is not None:
                 return revision
-        except BucketGone:
+        except BucketDeleted:
             await self._kv.ensure()
         return await self._kv.update(self.key, self._value, 0)
 
@@ -188,6 +188,6 @@ class Lease:
         self._revision = entry.revision
         return True
 
-    def _lose(self, why: str) -> None:
-        log.warning("lease lost", action="lease_lost", key=self.key, error=why)
+    def _mark_lost(self, reason: str) -> None:
+        log.warning("lease lost", action="lease_lost", key=self.key, error=reason)
         self.lost.set(StopReason.LEASE_LOST)

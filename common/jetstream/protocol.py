@@ -14,11 +14,11 @@ from operator import lt
 # raises goes to its owner and never affects the connection.
 Sink = Callable[[bytes, bytes, bytes, bytes | None], None]
 
-MAX_CONTROL_LINE = 4096  # bytes; the server's default, beyond which it closes the connection
-MAX_SERVER_LINE = 4 << 20  # bytes; the longest line is an INFO that names many servers
+CONTROL_LINE_BYTES = 4096  # bytes; the server's default, beyond which it closes the connection
+SERVER_LINE_BYTES = 4 << 20  # bytes; the longest line is an INFO that names many servers
 # Bytes of one message from the server. It may be larger than the current max_payload: a stored message has up to
 # 64 MiB, and an answer of the JetStream API holds it in base64.
-MAX_SERVER_MESSAGE = (64 << 20) * 4 // 3 + (1 << 20)
+SERVER_MESSAGE_BYTES = (64 << 20) * 4 // 3 + (1 << 20)
 HEADER_START, HEADER_END = b"NATS/1.0\r\n", b"\r\n\r\n"
 
 _UNSAFE_IN_SUBJECT = re.compile(rb"[\x00\t\n\r ]")
@@ -39,9 +39,7 @@ def check_subject(subject: bytes) -> None:
 def check_headers(headers: bytes) -> None:
     """Raise ValueError if `headers` is not one header block: version, lines, an empty line."""
     if not headers.startswith(HEADER_START) or not headers.endswith(HEADER_END):
-        raise ValueError(
-            f"header block {headers[:40]!r}: expected it to begin with NATS/1.0 and to end with an empty line"
-        )
+        raise ValueError(f"header block {headers[:40]!r}: expected NATS/1.0 first and an empty line last")
     if headers.find(HEADER_END) != len(headers) - 4:
         raise ValueError("header block: expected no empty line before its end, found one")
 
@@ -57,8 +55,8 @@ def frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: b
     if reply:
         check_subject(reply)
         subject = subject + b" " + reply
-    if len(subject) > MAX_CONTROL_LINE - 40:
-        raise ValueError(f"subject and reply: expected at most {MAX_CONTROL_LINE - 40} bytes, found {len(subject)}")
+    if len(subject) > CONTROL_LINE_BYTES - 40:
+        raise ValueError(f"subject and reply: expected at most {CONTROL_LINE_BYTES - 40} bytes, found {len(subject)}")
     if headers is None:
         return b"PUB %b %d\r\n%b\r\n" % (subject, len(payload), payload)
     check_headers(headers)
@@ -71,7 +69,7 @@ class FrameParser:
 
     A message of a subscription in `sinks` (by sid in ASCII digits) goes to its sink at once, without a turn of the
     event loop. Every other message goes to `on_message`, and every other line to `on_line`. If a sink raises,
-    `on_broken` is called with its sid and the error.
+    `on_sink_error` is called with its sid and the error.
     """
 
     def __init__(
@@ -79,22 +77,22 @@ class FrameParser:
         sinks: dict[bytes, Sink],
         on_message: Callable[[bytes, bytes, bytes, bytes, bytes | None], Awaitable[None]],
         on_line: Callable[[bytes], Awaitable[None]],
-        on_broken: Callable[[bytes, Exception], None],
+        on_sink_error: Callable[[bytes, Exception], None],
     ) -> None:
         self._sinks, self._on_message, self._on_line = sinks, on_message, on_line
-        self._on_broken = on_broken
+        self._on_sink_error = on_sink_error
         self.reset()
 
     def reset(self) -> None:
         self._parts: list[bytes] = []
-        self._have, self._need = 0, 1
+        self._buffered, self._needed = 0, 1
         self._epoch = object()
 
     async def parse(self, data: bytes) -> None:
         """Process the next bytes of the connection. Raises WireError."""
         self._parts.append(data)
-        self._have += len(data)
-        if self._have < self._need:
+        self._buffered += len(data)
+        if self._buffered < self._needed:
             return
         epoch = self._epoch
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
@@ -102,7 +100,7 @@ class FrameParser:
         if epoch is not self._epoch:
             return  # a line ended this connection; the rest is dropped
         rest = data[used:]
-        self._parts, self._have, self._need = [rest] if rest else [], len(rest), max(need, len(rest) + 1)
+        self._parts, self._buffered, self._needed = ([rest] if rest else [], len(rest), max(need, len(rest) + 1))
 
     async def _split(self, data: bytes) -> tuple[int, int]:
         """Return the number of bytes used, and the bytes after these that the next whole message needs (0: unknown)."""
@@ -116,8 +114,8 @@ class FrameParser:
                     stop = start + int(words[-1])
                 except (ValueError, IndexError) as error:
                     raise WireError(f"malformed line {data[position:end]!r:.200}") from error
-                if stop - start > MAX_SERVER_MESSAGE:
-                    raise WireError(f"a message of {stop - start} bytes, more than {MAX_SERVER_MESSAGE}")
+                if stop - start > SERVER_MESSAGE_BYTES:
+                    raise WireError(f"a message of {stop - start} bytes, more than {SERVER_MESSAGE_BYTES}")
                 if size < stop + 2:
                     return position, stop + 2 - position
                 if data[stop : stop + 2] != b"\r\n" or not start <= body <= stop:
@@ -130,7 +128,7 @@ class FrameParser:
                     try:
                         sink(words[1], reply, data[body:stop], headers)
                     except Exception as error:
-                        self._on_broken(words[2], error)
+                        self._on_sink_error(words[2], error)
                     continue
                 await self._on_message(words[2], words[1], reply, data[body:stop], headers)
             else:
@@ -138,30 +136,30 @@ class FrameParser:
                 await self._on_line(line)
             if epoch is not self._epoch:
                 break
-        if size - position > MAX_SERVER_LINE:
-            raise WireError(f"a line of more than {MAX_SERVER_LINE} bytes")
+        if size - position > SERVER_LINE_BYTES:
+            raise WireError(f"a line of more than {SERVER_LINE_BYTES} bytes")
         return position, 0
 
 
-_ACK = (b"$JS", b"ACK")
+_ACK_WORDS = (b"$JS", b"ACK")
 
 
-def layout(reply: bytes) -> tuple[int, int]:
+def reply_layout(reply: bytes) -> tuple[int, int]:
     """Return the number of words in a consumer's replies, and the index of the first of: stream, consumer, deliveries,
     sequence, consumer sequence, timestamp, pending count. The layout is with or without a domain (ADR-15).
 
     Raises ValueError for another form of reply.
     """
     words = reply.split(b".")
-    if tuple(words[:2]) == _ACK and len(words) == 9:
+    if tuple(words[:2]) == _ACK_WORDS and len(words) == 9:
         return 9, 2
-    if tuple(words[:2]) == _ACK and len(words) >= 11:
+    if tuple(words[:2]) == _ACK_WORDS and len(words) >= 11:
         return len(words), 4
     raise ValueError(f"reply {reply!r:.200}: expected $JS.ACK with 9, or 11 and more, words")
 
 
 @dataclass(frozen=True, slots=True)
-class Acks:
+class ParsedReplies:
     """The content of consecutive replies; the first `contiguous` of them continue the consumer's sequence."""
 
     sequences: list[int]
@@ -169,14 +167,14 @@ class Acks:
     contiguous: int
 
 
-def parse_acks(replies: Sequence[bytes], consumer: bytes, expected: int) -> Acks:
+def parse_replies(replies: Sequence[bytes], consumer: bytes, first_number: int) -> ParsedReplies:
     """Return sequences and times of the messages with `replies`, the first of which `consumer` should have numbered
-    `expected`.
+    `first_number`.
 
     All at once, because this runs for every message. Raises ValueError for a reply of another form or consumer, and for
     sequences that do not ascend.
     """
-    count, (step, begin) = len(replies), layout(replies[0])
+    count, (step, begin) = len(replies), reply_layout(replies[0])
     # Names of streams and consumers contain no dot, so one split separates the words of all replies.
     words = b".".join(replies).split(b".")
     if len(words) != step * count or words[begin + 1 :: step].count(consumer) != count:
@@ -186,17 +184,17 @@ def parse_acks(replies: Sequence[bytes], consumer: bytes, expected: int) -> Acks
     timestamps = list(map(int, words[begin + 5 :: step]))
     if not all(map(lt, sequences, sequences[1:])):
         raise ValueError(f"sequences {sequences[0]}..{sequences[-1]}: expected them to ascend")
-    return Acks(sequences, timestamps, _contiguous(numbers, expected))
+    return ParsedReplies(sequences, timestamps, _contiguous(numbers, first_number))
 
 
-def _contiguous(numbers: list[int], expected: int) -> int:
-    if numbers[0] == expected and numbers == list(range(expected, expected + len(numbers))):
+def _contiguous(numbers: list[int], first_number: int) -> int:
+    if numbers[0] == first_number and numbers == list(range(first_number, first_number + len(numbers))):
         return len(numbers)
-    return next(i for i, number in enumerate(numbers) if number != expected + i)
+    return next(i for i, number in enumerate(numbers) if number != first_number + i)
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class IdleHeartbeat:
     """An idle heartbeat: the consumer had sent `consumer_sequence` messages when it had passed `sequence`."""
 
     consumer_sequence: int
@@ -204,31 +202,31 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOver:
-    """A pull request ended with `undelivered` messages to go; `too_small`: the next message did not fit.
+class PullEnd:
+    """A pull request ended with `undelivered` messages to go; `is_too_small`: the next message did not fit.
 
-    `most`: the request was refused because it asked for more messages than this; 0: it was not refused.
+    `max_batch`: the request was refused because it asked for more messages than this; 0: it was not refused.
     """
 
     undelivered: int
-    too_small: bool = False
-    most: int = 0
+    is_too_small: bool = False
+    max_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ConsumerTrouble:
+class ConsumerError:
     """The consumer or its leader is gone, or refuses to deliver; `text` is the server's."""
 
     text: str
 
     @property
-    def is_unheard(self) -> bool:
+    def has_no_responders(self) -> bool:
         """True if no one listens on the consumer's subject: it is gone, or its server is not ready for it yet."""
         return self.text.startswith("503")
 
 
-Status = Heartbeat | RequestOver | ConsumerTrouble
-_BATCH = re.compile(r"409 Exceeded MaxRequestBatch of ([1-9][0-9]{0,17})")
+Status = IdleHeartbeat | PullEnd | ConsumerError
+_BATCH_EXCEEDED = re.compile(r"409 Exceeded MaxRequestBatch of ([1-9][0-9]{0,17})")
 
 
 def parse_status(block: bytes | None) -> Status:
@@ -238,10 +236,10 @@ def parse_status(block: bytes | None) -> Status:
     if text.startswith("100"):
         number, sequence = values.get(b"nats-last-consumer"), values.get(b"nats-last-stream")
         if number is not None and sequence is not None and number.isdigit() and sequence.isdigit():
-            return Heartbeat(int(number), int(sequence))
+            return IdleHeartbeat(int(number), int(sequence))
     undelivered = values.get(b"nats-pending-messages", b"")
     if undelivered.isdigit() and text[:3] in ("408", "409"):
-        return RequestOver(int(undelivered), "Exceeds MaxBytes" in text)
-    if limit := _BATCH.match(text):
-        return RequestOver(0, most=int(limit[1]))
-    return ConsumerTrouble(text or "an empty status")
+        return PullEnd(int(undelivered), "Exceeds MaxBytes" in text)
+    if limit := _BATCH_EXCEEDED.match(text):
+        return PullEnd(0, max_batch=int(limit[1]))
+    return ConsumerError(text or "an empty status")

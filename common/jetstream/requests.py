@@ -6,13 +6,13 @@ from typing import Any
 
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 
-Answer = tuple[bytes, bytes | None]  # payload, raw header block or None
+RawAnswer = tuple[bytes, bytes | None]  # payload, raw header block or None
 
 # Error codes of a write that expects another last sequence; the second if another write is in flight.
-WRONG_LAST_SEQUENCE = (10071, 10164)
-NOBODY = "E-NO-RESPONDERS"  # the code of Unavailable if no one listens on the subject
+WRONG_LAST_SEQUENCE_CODES = (10071, 10164)
+NO_RESPONDERS_CODE = "E-NO-RESPONDERS"  # the code of Unavailable if no one listens on the subject
 # No leader at the moment; a cluster that is incomplete or moves its peers; a write in flight on the same subject.
-TEMPORARILY_UNAVAILABLE = (10004, 10008, 10075, 10163)
+UNAVAILABLE_CODES = (10004, 10008, 10075, 10163)
 
 
 class ApiError(FloeError):
@@ -22,27 +22,27 @@ class ApiError(FloeError):
     `description`: the server's words. `code` is `E-JS-` and `err_code`, or the status if there is none.
     """
 
-    def __init__(self, code: int, err_code: int, description: str, *, asked: str = "") -> None:
-        where = f" ({asked})" if asked else ""
+    def __init__(self, code: int, err_code: int, description: str, *, subject: str = "") -> None:
+        where = f" ({subject})" if subject else ""
         message = f"jetstream refused: {description}, error {err_code}{where}"
         super().__init__(message, code=f"E-JS-{err_code or code}")
         self.status, self.err_code, self.description = code, err_code, description
 
 
-class Requests:
+class PendingRequests:
     """The requests that wait for an answer. An inbox is `{prefix}.{token}`; one wildcard subscription feeds `sink`."""
 
     def __init__(self) -> None:
-        self._waiting: dict[bytes, tuple[bytes, Future[Answer]]] = {}
+        self._waiting: dict[bytes, tuple[bytes, Future[RawAnswer]]] = {}
         self._count = 0
 
-    def open(self, subject: bytes, answer: Future[Answer]) -> bytes:
+    def add(self, subject: bytes, answer: Future[RawAnswer]) -> bytes:
         self._count += 1
         token = b"%x" % self._count
         self._waiting[token] = (subject, answer)
         return token
 
-    def close(self, token: bytes) -> None:
+    def remove(self, token: bytes) -> None:
         self._waiting.pop(token, None)
 
     def sink(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
@@ -51,26 +51,26 @@ class Requests:
 
     def fail(self, error: FloeError, subject: bytes | None = None) -> None:
         """Raise `error` in all waiting requests, or only in those on `subject`."""
-        for asked, answer in self._waiting.values():
-            if subject in (None, asked) and not answer.done():
+        for requested, answer in self._waiting.values():
+            if subject in (None, requested) and not answer.done():
                 answer.set_exception(error)
                 answer.exception()  # marks it as retrieved; a waiting caller still gets it, a cancelled one needs none
 
 
-def api_answer(asked: str, payload: bytes) -> dict[str, Any]:
+def api_answer(subject: str, payload: bytes) -> dict[str, Any]:
     """Return the document of a JetStream answer. Raises ApiError, Unavailable; OutcomeUnknown if it is invalid."""
     try:
         document = json.loads(payload)
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise OutcomeUnknown(f"jetstream answered {asked} with {payload[:60]!r}, expected a JSON object")
+        raise OutcomeUnknown(f"jetstream answered {subject} with {payload[:60]!r}, expected a JSON object")
     if "error" in document:
-        raise api_error(document["error"], asked)
+        raise api_error(document["error"], subject)
     return document
 
 
-def api_error(error: Any, asked: str) -> FloeError:
+def api_error(error: Any, subject: str) -> FloeError:
     """Return the error for the `error` object of an answer: ApiError, or Unavailable if the error is temporary."""
     if not isinstance(error, dict):
         error = {}
@@ -79,8 +79,8 @@ def api_error(error: Any, asked: str) -> FloeError:
         code if isinstance(code, int) else 0,
         err_code if isinstance(err_code, int) else 0,
         str(error.get("description", "no description")),
-        asked=asked,
+        subject=subject,
     )
-    if failure.err_code in TEMPORARILY_UNAVAILABLE:
+    if failure.err_code in UNAVAILABLE_CODES:
         return Unavailable(failure.message, code=failure.code)
     return failure

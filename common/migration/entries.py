@@ -110,12 +110,12 @@ def _escaped(char: str) -> str:
 def origins(entries: Entries, path: str = "") -> dict[str, Mark]:
     found: dict[str, Mark] = {}
     for entry in entries:
-        where = f"{path}.{entry.key}" if path else entry.key
+        key_path = f"{path}.{entry.key}" if path else entry.key
         if entry.mark is not None:
-            found[where] = entry.mark
+            found[key_path] = entry.mark
         if isinstance(entry.value, Entries):
-            found |= origins(entry.value, where)
+            found |= origins(entry.value, key_path)
         elif isinstance(entry.value, list):
             for number, item in enumerate(entry.value):
-                found |= origins(item, f"{where}.{number}") if isinstance(item, Entries) else {}
+                found |= origins(item, f"{key_path}.{number}") if isinstance(item, Entries) else {}
     return found

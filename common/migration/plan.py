@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.migration.entries import Entries, Variable, YamlEntry, render
-from common.migration.read import Connection, Given, Note, convert, read_url
+from common.migration.read import FileKeys, Note, ReplicatorConnection, convert_duration, read_url
 from common.subjects import first_overlap
 
 
 @dataclass(slots=True)
-class Path:
+class ImportedStream:
     """One entry: from a stream at `source` to a stream at `target`. `feed`: the keys of its feed."""
 
-    given: Given
-    source: Connection
-    target: Connection
+    given: FileKeys
+    source: ReplicatorConnection
+    target: ReplicatorConnection
     feed: Entries
     notes: list[Note]
     target_notes: list[Note]
@@ -42,12 +42,12 @@ class Path:
         return self.given.text("target_stream") or self.stream
 
     @property
-    def wishes(self) -> str:
+    def feed_settings(self) -> str:
         """The feed settings, apart from filters: equal for entries that want the same ones."""
         return render(self.feed)
 
     @property
-    def route(self) -> tuple[object, str, str, str]:
+    def target_route(self) -> tuple[object, str, str, str]:
         """The target and the changes of subjects: equal for entries that lead to the same place in the same way."""
         prefix, removed = (self.given.text(f"target_subject_{key}") for key in ("prefix", "remove"))
         return self.target.identity, self.target_stream, prefix, removed
@@ -61,18 +61,18 @@ class PlannedFeed:
     """
 
     name: str
-    paths: list[Path]
+    paths: list[ImportedStream]
     filters: tuple[str, ...]
 
     @property
-    def routes(self) -> list[Path]:
-        return list({path.route: path for path in reversed(self.paths)}.values())[::-1]
+    def routes(self) -> list[ImportedStream]:
+        return list({path.target_route: path for path in reversed(self.paths)}.values())[::-1]
 
 
 @dataclass(slots=True)
-class Site:
+class PlannedSite:
     name: str
-    connection: Connection
+    connection: ReplicatorConnection
     feeds: list[PlannedFeed] = field(default_factory=list)
 
 
@@ -81,30 +81,30 @@ class PlannedTarget:
     """A target stream. `sources`: the site and feed that flow into it, with the path that determines how."""
 
     stream: str
-    sources: list[tuple[Site, PlannedFeed, Path]] = field(default_factory=list)
+    sources: list[tuple[PlannedSite, PlannedFeed, ImportedStream]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Centre:
-    connection: Connection
+class PlannedCentre:
+    connection: ReplicatorConnection
     targets: list[PlannedTarget] = field(default_factory=list)
 
 
-def plan(name: str, paths: Sequence[Path]) -> tuple[list[Site], list[Centre]]:
-    by_source: dict[object, list[Path]] = defaultdict(list)
+def plan(name: str, paths: Sequence[ImportedStream]) -> tuple[list[PlannedSite], list[PlannedCentre]]:
+    by_source: dict[object, list[ImportedStream]] = defaultdict(list)
     for path in paths:
         by_source[path.source.identity].append(path)
     sites = []
     for number, group in enumerate(by_source.values(), 1):
         tail = f"-{number}" if number > 1 else ""
-        sites.append(Site(name[: 63 - len(tail)] + tail, group[0].source, _feeds(group)))
+        sites.append(PlannedSite(name[: 63 - len(tail)] + tail, group[0].source, _feeds(group)))
     return sites, _centres(sites)
 
 
-def _feeds(paths: Sequence[Path]) -> list[PlannedFeed]:
+def _feeds(paths: Sequence[ImportedStream]) -> list[PlannedFeed]:
     feeds: list[PlannedFeed] = []
-    for group, filters in _bundles(paths):
-        shared = next((feed for feed in feeds if _may_share(feed, group, filters)), None)
+    for group, filters in _group_paths(paths):
+        shared = next((feed for feed in feeds if _can_share(feed, group, filters)), None)
         if shared is not None:
             shared.paths += group
         else:
@@ -112,10 +112,10 @@ def _feeds(paths: Sequence[Path]) -> list[PlannedFeed]:
     return feeds
 
 
-def _bundles(paths: Sequence[Path]) -> list[tuple[list[Path], tuple[str, ...]]]:
-    groups: dict[object, list[Path]] = defaultdict(list)
+def _group_paths(paths: Sequence[ImportedStream]) -> list[tuple[list[ImportedStream], tuple[str, ...]]]:
+    groups: dict[object, list[ImportedStream]] = defaultdict(list)
     for path in paths:
-        groups[path.wishes, path.route].append(path)
+        groups[path.feed_settings, path.target_route].append(path)
     found = []
     for group in groups.values():
         filters = tuple(path.filter for path in group)
@@ -126,23 +126,24 @@ def _bundles(paths: Sequence[Path]) -> list[tuple[list[Path], tuple[str, ...]]]:
     return found
 
 
-def _may_share(feed: PlannedFeed, group: Sequence[Path], filters: tuple[str, ...]) -> bool:
-    taken = {path.route[:2] for path in feed.paths}
-    return feed.filters == filters and feed.paths[0].wishes == group[0].wishes and group[0].route[:2] not in taken
+def _can_share(feed: PlannedFeed, group: Sequence[ImportedStream], filters: tuple[str, ...]) -> bool:
+    taken, first = {path.target_route[:2] for path in feed.paths}, group[0]
+    has_same_settings = feed.filters == filters and feed.paths[0].feed_settings == first.feed_settings
+    return has_same_settings and first.target_route[:2] not in taken
 
 
-def _name(path: Path, taken: set[str]) -> str:
+def _name(path: ImportedStream, taken: set[str]) -> str:
     own = path.given.text("name").strip()
     wanted = [path.stream, *([f"{path.stream}_{own}"] if own else [])]
     numbered = (f"{path.stream}_{number}" for number in range(2, len(taken) + 3))
     return next(name for name in (*wanted, *numbered) if name not in taken)
 
 
-def _centres(sites: Sequence[Site]) -> list[Centre]:
-    centres: dict[object, Centre] = {}
+def _centres(sites: Sequence[PlannedSite]) -> list[PlannedCentre]:
+    centres: dict[object, PlannedCentre] = {}
     for site, feed in ((each, feed) for each in sites for feed in each.feeds):
         for path in feed.routes:
-            centre = centres.setdefault(path.target.identity, Centre(path.target))
+            centre = centres.setdefault(path.target.identity, PlannedCentre(path.target))
             target = next((t for t in centre.targets if t.stream == path.target_stream), None)
             if target is None:
                 target = PlannedTarget(path.target_stream)
@@ -152,7 +153,7 @@ def _centres(sites: Sequence[Site]) -> list[Centre]:
 
 
 #: Keys of an entry without a counterpart, and why.
-LEFT_OUT = {
+STREAM_KEYS_LEFT_OUT = {
     "ephemeral": "nothing is copied again at a start: Floe goes on where it stood",
     "target_initiated": "Floe always runs at both ends: egress at the source, ingress at the target",
     "leader_election_name": "several instances share the work by leases, without a key; see lease_ttl",
@@ -163,59 +164,59 @@ _MODES = ("inspect_field", "inspect_header", "inspect_subject_token")
 _ZERO_TIME = "0001-01-01T00:00:00Z"
 
 
-def feed_of(stream: Given) -> tuple[Entries, list[Note]]:
+def feed_of(stream: FileKeys) -> tuple[Entries, list[Note]]:
     """Return the keys of the feed except name and filter, and notes about differences; problems are noted."""
-    entries, notes = Entries([stream.entry("stream", stream.text("stream"))]), stream.left_out(LEFT_OUT)
+    entries, notes = Entries([stream.entry("stream", stream.text("stream"))]), stream.notes_for(STREAM_KEYS_LEFT_OUT)
     entries += [*_start(stream, notes), *stream.duration("max_age")]
     if mode := _mode(stream, notes):
         entries += _sampling(stream, mode, notes)
     else:
         without = ("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger", "advisory")
-        why = "without sampling it has no effect, in stream-replicator as in Floe"
-        notes += [stream.note(key, why) for key in without if stream.get(key)]
+        reason = "without sampling it has no effect, in stream-replicator as in Floe"
+        notes += [stream.note(key, reason) for key in without if stream.get(key)]
     return entries, notes
 
 
-def _start(stream: Given, notes: list[Note]) -> list[YamlEntry]:
+def _start(stream: FileKeys, notes: list[Note]) -> list[YamlEntry]:
     found = [key for key in _STARTS if stream.get(key) and stream.get(key) != _ZERO_TIME]
     for key in found[1:]:
-        why = f"stream-replicator goes by {found[0]} where both are set, and so does this file"
-        notes.append(stream.note(key, why))
+        reason = f"stream-replicator goes by {found[0]} where both are set, and so does this file"
+        notes.append(stream.note(key, reason))
     return stream.duration("start_delta") if found[:1] == ["start_delta"] else [stream.entry(key) for key in found[:1]]
 
 
-def _mode(stream: Given, notes: list[Note]) -> str:
+def _mode(stream: FileKeys, notes: list[Note]) -> str:
     """Return the key by which the feed samples; empty if nothing is sampled."""
     found = [key for key in _MODES if stream.get(key)]
     if len(found) > 1:
-        stream.refuse(found[1], f"expected at most one key to sample by, found {' and '.join(found)}")
+        stream.add_problem(found[1], f"expected at most one key to sample by, found {' and '.join(found)}")
     if not found or _has_period(stream):
         return found[0] if found else ""
-    why = "without inspect_duration stream-replicator copies every message; so does this feed"
-    notes.append(stream.note(found[0], why))
+    reason = "without inspect_duration stream-replicator copies every message; so does this feed"
+    notes.append(stream.note(found[0], reason))
     return ""
 
 
-def _has_period(stream: Given) -> bool:
+def _has_period(stream: FileKeys) -> bool:
     try:
-        return convert(stream.text("inspect_duration")) != "0s"
+        return convert_duration(stream.text("inspect_duration")) != "0s"
     except ValueError:
         return True  # reading the key notes the problem
 
 
-def _sampling(stream: Given, mode: str, notes: list[Note]) -> list[YamlEntry]:
+def _sampling(stream: FileKeys, mode: str, notes: list[Note]) -> list[YamlEntry]:
     if mode != "inspect_field":
-        why = "stream-replicator never sampled by this key (a defect) and copied everything; Floe samples"
-        notes.append(stream.note(mode, why))
+        reason = "stream-replicator never sampled by this key (a defect) and copied everything; Floe samples"
+        notes.append(stream.note(mode, reason))
     entries = [stream.entry(mode)]
     if stream.text("inspect_force_field"):
-        why = "stream-replicator forced a copy where the field was there at all, Floe where it is true"
-        notes.append(stream.note("inspect_force_field", why))
+        reason = "stream-replicator forced a copy where the field was there at all, Floe where it is true"
+        notes.append(stream.note("inspect_force_field", reason))
         entries.append(stream.entry("inspect_force_field"))
     entries += [*stream.duration("inspect_duration"), *stream.duration("warn_duration")]
     if size := math.ceil(stream.get("size_trigger", 0)):
         entries.append(stream.entry("size_trigger", str(size)))
-    advisory: Given | None = stream.get("advisory")
+    advisory: FileKeys | None = stream.get("advisory")
     if advisory is not None and advisory.text("subject"):
         keys = ("subject", "reliable") if advisory.has("reliable") else ("subject",)
         entries.append(stream.entry("advisory", Entries(advisory.entry(key) for key in keys)))
@@ -223,25 +224,25 @@ def _sampling(stream: Given, mode: str, notes: list[Note]) -> list[YamlEntry]:
 
 
 #: The site that publishes them (None: no site does), the section `heartbeats`, and the differences.
-Beats = tuple[Site | None, Entries, list[Note]]
+PlannedHeartbeats = tuple[PlannedSite | None, Entries, list[Note]]
 
 _SECRET = re.compile(r"auth|token|secret|passw|credential|cookie|api-?key", re.IGNORECASE)
-_LEFT_OUT = {
+HEARTBEAT_KEYS_LEFT_OUT = {
     "leader_election": "one of all instances publishes them, without a key",
     "choria": "Choria's login is not carried over; heartbeats go through the connection of egress",
     "tls": "heartbeats go through the connection of egress",
 }
 
 
-def heartbeats(given: Given | None, sites: Sequence[Site]) -> Beats:
+def heartbeats(given: FileKeys | None, sites: Sequence[PlannedSite]) -> PlannedHeartbeats:
     """Return the heartbeats of the section `given`; empty if there is no such section."""
     if given is None:
         return None, Entries(), []
-    notes = given.left_out(_LEFT_OUT)
-    subjects: tuple[Given, ...] = given.get("subjects", ())
+    notes = given.notes_for(HEARTBEAT_KEYS_LEFT_OUT)
+    subjects: tuple[FileKeys, ...] = given.get("subjects", ())
     if not sites or not subjects:
-        what = "subjects" if sites else "streams"
-        return None, Entries(), [*notes, Note(given.path, given.mark, f"left out: there are no {what}")]
+        missing = "subjects" if sites else "streams"
+        return None, Entries(), [*notes, Note(given.path, given.mark, f"left out: there are no {missing}")]
     site = _site(given, sites, notes)
     entries = Entries(given.duration("interval"))
     if headers := _headers(given, subjects, notes):
@@ -251,7 +252,7 @@ def heartbeats(given: Given | None, sites: Sequence[Site]) -> Beats:
     return site, entries, notes
 
 
-def _site(given: Given, sites: Sequence[Site], notes: list[Note]) -> Site:
+def _site(given: FileKeys, sites: Sequence[PlannedSite], notes: list[Note]) -> PlannedSite:
     found, _ = read_url(given, "url", {})
     own = next((site for site in sites if found and {*found.servers} & {*site.connection.servers}), None)
     if own is None:
@@ -259,17 +260,17 @@ def _site(given: Given, sites: Sequence[Site], notes: list[Note]) -> Site:
     return own or sites[0]
 
 
-def _headers(given: Given, subjects: tuple[Given, ...], notes: list[Note]) -> Entries:
+def _headers(given: FileKeys, subjects: tuple[FileKeys, ...], notes: list[Note]) -> Entries:
     common: Mapping[str, str] = given.get("headers", {})
     wanted = [{**common, **subject.get("headers", {})} for subject in subjects]
     if all(headers == wanted[0] for headers in wanted):
         common = wanted[0]
     else:
-        why = "headers are the same for all subjects in Floe; those of this one are left out"
-        notes += [subject.note("headers", why) for subject in subjects if subject.has("headers")]
-    return Entries(YamlEntry(name, _hidden(name, text), given.at("headers")) for name, text in common.items())
+        reason = "headers are the same for all subjects in Floe; those of this one are left out"
+        notes += [subject.note("headers", reason) for subject in subjects if subject.has("headers")]
+    return Entries(YamlEntry(name, _hide_secret(name, text), given.mark_of("headers")) for name, text in common.items())
 
 
-def _hidden(name: str, text: str) -> str:
+def _hide_secret(name: str, text: str) -> str:
     variable = Variable(f"${{FLOE_HEARTBEAT_{re.sub('[^A-Z0-9]', '_', name.upper())}}}")
     return variable if _SECRET.search(name) else text

@@ -12,16 +12,16 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from pydantic import SecretStr
 
 from common.migration.entries import Entries, Variable, YamlEntry
-from common.settings.types import MAX_DURATION, format_duration
-from common.settings.yaml import Items, Keys, Mark, Node, Problems, Scalar, meant
+from common.settings.types import MAX_DURATION_S, format_duration
+from common.settings.yaml import ListNode, MappingNode, Mark, Node, Problems, Scalar, suggest_key
 
 # The kinds of values; the text names the kind in messages.
 TEXT = "text"
-WHOLE = "a whole number from 0"
-ANY_WHOLE = "a whole number"
+NON_NEGATIVE_INTEGER = "a whole number from 0"
+INTEGER = "a whole number"
 NUMBER = "a number from 0"
 FLAG = "true or false"
-HEADERS = "a mapping of text"
+MAPPING = "a mapping of text"
 
 Shape = Mapping[str, Any]  # a kind, the shape of a section, or a list with the shape that each of its sections has
 
@@ -33,8 +33,8 @@ def _all(kind: str | Shape, keys: str) -> dict[str, Any]:
 TLS: Shape = _all(TEXT, "ca cert key")
 CHORIA: Shape = _all(TEXT, "seed_file jwt_file collective")
 ADVISORY: Shape = {"subject": TEXT, "reliable": FLAG}
-HEARTBEAT_SUBJECT: Shape = {"subject": TEXT, "interval": TEXT, "headers": HEADERS}
-HEARTBEATS: Shape = {"leader_election": FLAG, "interval": TEXT, "headers": HEADERS, "subjects": [HEARTBEAT_SUBJECT]} | {
+HEARTBEAT_SUBJECT: Shape = {"subject": TEXT, "interval": TEXT, "headers": MAPPING}
+HEARTBEATS: Shape = {"leader_election": FLAG, "interval": TEXT, "headers": MAPPING, "subjects": [HEARTBEAT_SUBJECT]} | {
     "tls": TLS,
     "choria": CHORIA,
     "url": TEXT,
@@ -43,16 +43,16 @@ STREAM: Shape = (
     _all(TEXT, "name stream filter_subject target_stream target_subject_prefix target_subject_remove")
     | _all(TEXT, "source_url target_url")
     | _all(FLAG, "no_target_create ephemeral target_initiated")
-    | {"start_sequence": WHOLE, "start_time": TEXT, "start_delta": TEXT, "start_at_end": FLAG}
+    | {"start_sequence": NON_NEGATIVE_INTEGER, "start_time": TEXT, "start_delta": TEXT, "start_at_end": FLAG}
     | _all(TLS, "tls source_tls target_tls")
     | _all(CHORIA, "choria source_choria target_choria")
     | _all(TEXT, "max_age inspect_field inspect_force_field inspect_header")
-    | {"inspect_subject_token": ANY_WHOLE, "inspect_duration": TEXT, "warn_duration": TEXT}
+    | {"inspect_subject_token": INTEGER, "inspect_duration": TEXT, "warn_duration": TEXT}
     | {"size_trigger": NUMBER, "leader_election_name": TEXT, "advisory": ADVISORY}
 )
 FILE: Shape = (
     {"name": TEXT, "streams": [STREAM], "state_store": TEXT, "tls": TLS, "choria": CHORIA}
-    | {"monitor_port": WHOLE, "profiling": FLAG, "logfile": TEXT, "loglevel": TEXT}
+    | {"monitor_port": NON_NEGATIVE_INTEGER, "profiling": FLAG, "logfile": TEXT, "loglevel": TEXT}
     | {"heartbeats": HEARTBEATS}
 )
 
@@ -70,8 +70,8 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A section of the file. A key that is null counts as not given, as it does for stream-replicator."""
+class FileKeys:
+    """The keys of one section of the file. A key that is null counts as not given, as it does for stream-replicator."""
 
     mark: Mark
     path: str
@@ -90,60 +90,60 @@ class Given:
         """Return the value as text; empty if it is not given."""
         return str(self.values.get(key, ""))
 
-    def place(self, key: str) -> str:
+    def key_path(self, key: str) -> str:
         return f"{self.path}.{key}" if self.path else key
 
-    def at(self, key: str) -> Mark:
+    def mark_of(self, key: str) -> Mark:
         """Return the place of the value; that of the section if it is not given."""
         return self.marks.get(key, self.mark)
 
     def note(self, key: str, text: str) -> Note:
-        return Note(self.place(key), self.at(key), text)
+        return Note(self.key_path(key), self.mark_of(key), text)
 
-    def left_out(self, why: Mapping[str, str]) -> list[Note]:
-        return [self.note(key, text) for key, text in why.items() if self.has(key)]
+    def notes_for(self, reasons: Mapping[str, str]) -> list[Note]:
+        return [self.note(key, text) for key, text in reasons.items() if self.has(key)]
 
-    def refuse(self, key: str, problem: str) -> None:
-        self.problems.add(self.at(key), (self.place(key),), problem)
+    def add_problem(self, key: str, problem: str) -> None:
+        self.problems.add(self.mark_of(key), (self.key_path(key),), problem)
 
     def entry(self, key: str, value: Any = None) -> YamlEntry:
-        return YamlEntry(key, self.get(key) if value is None else value, self.at(key))
+        return YamlEntry(key, self.get(key) if value is None else value, self.mark_of(key))
 
     def duration(self, key: str) -> list[YamlEntry]:
         """Return the key with its duration as Floe writes it; empty for 0, and for an invalid one, which is noted."""
         try:
-            value = convert(self.text(key))
+            value = convert_duration(self.text(key))
         except ValueError as error:
-            self.refuse(key, str(error))
+            self.add_problem(key, str(error))
             return []
         return [] if value == "0s" else [self.entry(key, value)]
 
 
-def read(node: Keys, problems: Problems, shape: Shape = FILE, path: str = "") -> Given:
+def read(node: MappingNode, problems: Problems, shape: Shape = FILE, path: str = "") -> FileKeys:
     """Read the section `node`; unknown keys and values of a wrong kind are noted and left out."""
     given: dict[str, Any] = {}
     for key, below in node.entries.items():
-        where = f"{path}.{key}" if path else key
+        key_path = f"{path}.{key}" if path else key
         if key not in shape:
-            problems.add(node.marks[key], (where,), f"unknown key of stream-replicator; {meant(key, shape)}")
+            problems.add(node.marks[key], (key_path,), f"unknown key of stream-replicator; {suggest_key(key, shape)}")
         elif not isinstance(below, Scalar) or below.value() is not None:
-            value = _value(below, shape[key], problems, where)
+            value = _value(below, shape[key], problems, key_path)
             given |= {} if value is None else {key: value}
-    return Given(node.mark, path, given, {key: node.entries[key].mark for key in given}, problems)
+    return FileKeys(node.mark, path, given, {key: node.entries[key].mark for key in given}, problems)
 
 
 def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path: str) -> Any:
     """Return the value of `node`; None, with a problem noted, if it is not of this kind."""
     if isinstance(kind, list):
-        if isinstance(node, Items):
+        if isinstance(node, ListNode):
             found = [_value(item, kind[0], problems, f"{path}.{n}") for n, item in enumerate(node.items)]
             return tuple(each for each in found if each is not None)
         expected = "a list"
     elif isinstance(kind, Mapping):
-        if isinstance(node, Keys):
+        if isinstance(node, MappingNode):
             return read(node, problems, kind, path)
         expected = "a mapping"
-    elif kind == HEADERS and isinstance(node, Keys):
+    elif kind == MAPPING and isinstance(node, MappingNode):
         headers = {name: _value(item, TEXT, problems, f"{path}.{name}") for name, item in node.entries.items()}
         return {name: text for name, text in headers.items() if text is not None}
     else:
@@ -156,16 +156,16 @@ def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path
     return None
 
 
-_TYPES: Mapping[str, Any] = {TEXT: str, FLAG: bool, NUMBER: int | float, WHOLE: int, ANY_WHOLE: int}
+_TYPES: Mapping[str, Any] = {TEXT: str, FLAG: bool, NUMBER: int | float, NON_NEGATIVE_INTEGER: int, INTEGER: int}
 
 
 def _fits(value: Any, kind: str) -> bool:
     if kind not in _TYPES or not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == FLAG):
         return False
-    return kind not in (NUMBER, WHOLE) or bool(value >= 0)
+    return kind not in (NUMBER, NON_NEGATIVE_INTEGER) or bool(value >= 0)
 
 
-FORM = "a duration of stream-replicator such as 500ms 5s 1m30s 1h 1d 1w 1M 1Y"
+REPLICATOR_DURATION_FORM = "a duration of stream-replicator such as 500ms 5s 1m30s 1h 1d 1w 1M 1Y"
 
 _DAYS = {"w": 7, "W": 7, "d": 1, "D": 1, "M": 30, "Y": 365, "y": 365}
 _LONG = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})([wWdDMYy])")
@@ -174,7 +174,7 @@ _GO = re.compile(rf"(?:{_GO_PART.pattern})+")
 _SECONDS = dict.fromkeys(("us", "µs", "μs"), "1e-6") | {"ns": "1e-9", "ms": "1e-3", "s": "1", "m": "60", "h": "3600"}
 
 
-def convert(text: str) -> str:
+def convert_duration(text: str) -> str:
     """Convert to a duration as Floe writes it; `0s` for an empty text. Raises ValueError that names the expected form.
 
     As in stream-replicator, a month is 30 days and a year 365; days and longer units are rounded down to whole hours.
@@ -182,8 +182,8 @@ def convert(text: str) -> str:
     text = text.strip()
     if not text or text == "0":
         return "0s"
-    if (seconds := _seconds(text)) > MAX_DURATION:
-        raise ValueError(f"expected at most {format_duration(MAX_DURATION)}, found more")
+    if (seconds := _seconds(text)) > MAX_DURATION_S:
+        raise ValueError(f"expected at most {format_duration(MAX_DURATION_S)}, found more")
     if 0 < seconds < Decimal("0.001"):
         raise ValueError("expected at least 1ms, which is the smallest duration of Floe, found less")
     return format_duration(float(seconds))
@@ -194,7 +194,7 @@ def _seconds(text: str) -> Decimal:
         hours = Decimal(match[1]) * _DAYS[match[2]] * 24
         return Decimal(math.floor(hours)) * 3600
     if not _GO.fullmatch(text):
-        raise ValueError(f"expected {FORM}, found {text!r:.60}")
+        raise ValueError(f"expected {REPLICATOR_DURATION_FORM}, found {text!r:.60}")
     parts = _GO_PART.findall(text)
     return sum((Decimal(number) * Decimal(_SECONDS[unit]) for number, unit in parts), Decimal(0))
 
@@ -209,7 +209,7 @@ _FALSE = ("0", "f", "F", "FALSE", "false", "False", "")
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class ReplicatorConnection:
     """The servers of one side. Equal connections are one place; the secret is compared, and never shown.
 
     `login`: the keys for authentication. `secret_key`: `password` or `token`, for a `secret` that is not empty.
@@ -231,8 +231,8 @@ class Connection:
     def host(self) -> str:
         return self.servers[0].partition("://")[2].rpartition(":")[0] if self.servers else ""
 
-    def entry(self, side: Side, given: Given) -> YamlEntry:
-        mark = given.at(f"{side}_url")
+    def entry(self, side: Side, given: FileKeys) -> YamlEntry:
+        mark = given.mark_of(f"{side}_url")
         url: object = self.servers[0] if len(self.servers) == 1 else list(self.servers)
         found = Entries(YamlEntry(key, value, mark) for key, value in (("url", url), *self.login))
         if self.secret:
@@ -247,17 +247,17 @@ class Connection:
         return YamlEntry("nats", found, mark)
 
 
-def connection(stream: Given, top: Given, side: Side) -> tuple[Connection | None, list[Note]]:
+def read_connection(stream: FileKeys, top: FileKeys, side: Side) -> tuple[ReplicatorConnection | None, list[Note]]:
     """Return the connection of one side of a stream, and notes on omitted keys; else None, with problems noted."""
     key, notes, tls = f"{side}_url", [], {}
     if not stream.text(key):
-        stream.refuse(key, "expected a URL (required), found nothing")
+        stream.add_problem(key, "expected a URL (required), found nothing")
         return None, []
     for place, name in _inherited(stream, top, side, "choria"):
-        why = "Choria's login is not carried over: issue a NATS credential for Floe and set credentials_file"
-        notes.append(place.note(name, why))
+        reason = "Choria's login is not carried over: issue a NATS credential for Floe and set credentials_file"
+        notes.append(place.note(name, reason))
     for place, name in _inherited(stream, top, side, "tls"):
-        section: Given = place.get(name)
+        section: FileKeys = place.get(name)
         tls = {each: section.text(each) for each in TLS if section.text(each)}
         if ("cert" in tls) != ("key" in tls):
             notes.append(place.note(name, "cert and key work only together, and stream-replicator used neither"))
@@ -266,12 +266,12 @@ def connection(stream: Given, top: Given, side: Side) -> tuple[Connection | None
     return found, [*notes, *(stream.note(key, text) for text in remarks)]
 
 
-def _inherited(stream: Given, top: Given, side: Side, key: str) -> list[tuple[Given, str]]:
+def _inherited(stream: FileKeys, top: FileKeys, side: Side, key: str) -> list[tuple[FileKeys, str]]:
     places = ((stream, f"{side}_{key}"), (stream, key), (top, key))
     return [(place, name) for place, name in places if place.has(name)][:1]
 
 
-def read_url(given: Given, key: str, tls: Mapping[str, str]) -> tuple[Connection | None, list[str]]:
+def read_url(given: FileKeys, key: str, tls: Mapping[str, str]) -> tuple[ReplicatorConnection | None, list[str]]:
     """Return the connection that a URL and the TLS keys describe, and remarks; else None, with the problem noted.
 
     No message holds a part of the URL before its host is known to be valid.
@@ -279,7 +279,7 @@ def read_url(given: Given, key: str, tls: Mapping[str, str]) -> tuple[Connection
     try:
         return _connection([_parts(each.strip()) for each in given.text(key).split(",")], tls)
     except ValueError as error:
-        given.refuse(key, str(error))
+        given.add_problem(key, str(error))
         return None, []
 
 
@@ -312,13 +312,13 @@ def _options(parts: list[SplitResult]) -> dict[str, str]:
                 found_one = f"{name!r}; did you mean {close[0]}?" if close else "another"
                 raise ValueError(f"expected the parameters {', '.join(PARAMETERS)}, found {found_one}")
             found[name] = value
-    for one, other in (("jwt", "nkey"), ("nkey", "jwt")):
-        if found.get(one) and not found.get(other):
-            raise ValueError(f"expected the parameter {other} beside {one}, found none")
+    for given, other in (("jwt", "nkey"), ("nkey", "jwt")):
+        if found.get(given) and not found.get(other):
+            raise ValueError(f"expected the parameter {other} beside {given}, found none")
     return found
 
 
-def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[Connection, list[str]]:
+def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[ReplicatorConnection, list[str]]:
     servers = [_server(part) for part in parts]
     users = {(unquote(part.username or ""), part.password) for part in parts if "@" in part.netloc}
     options = _options(parts)
@@ -328,7 +328,7 @@ def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[Conne
         raise ValueError("expected one user for all servers, found several")
     keys: dict[str, str | bool] = {**tls, **_flags(options)}
     try:
-        timeout = convert(options["connect_timeout"]) if options.get("connect_timeout") else ""
+        timeout = convert_duration(options["connect_timeout"]) if options.get("connect_timeout") else ""
     except ValueError as error:
         raise ValueError(f"the parameter connect_timeout: {error}") from None
     login: tuple[tuple[str, str], ...] = ()
@@ -345,7 +345,7 @@ def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[Conne
         else:
             login, secret_key, secret = (("user", user),), "password", unquote(password)
     unique, hidden = tuple(dict.fromkeys(servers)), SecretStr(secret)
-    return Connection(unique, login, secret_key, hidden, tuple(keys.items()), timeout), remarks
+    return ReplicatorConnection(unique, login, secret_key, hidden, tuple(keys.items()), timeout), remarks
 
 
 def _flags(options: Mapping[str, str]) -> dict[str, bool]:

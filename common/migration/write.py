@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from common.migration import plan
 from common.migration.entries import Entries, Variable, YamlEntry, comment, origins, render
-from common.migration.read import Given, Note, connection, read
+from common.migration.read import FileKeys, Note, read, read_connection
 from common.settings.loader import parse_documents
-from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, refuse
+from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, raise_problems
 from common.subjects import covers, first_overlap, overlaps
 
 _VARIABLE = re.compile(r"(?<!\$)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning"}
 
 #: Keys of the file as a whole without a counterpart, and why.
-LEFT_OUT = {
+FILE_KEYS_LEFT_OUT = {
     "state_store": "samplers keep their state in the bucket (snapshot_interval); nothing stays on the host",
     "logfile": "the log goes to stderr; the supervisor keeps it",
     "profiling": "there is no profiler on the monitor; py-spy looks into a running process",
@@ -27,7 +27,7 @@ _CENTRE_HEAD = "the centre: floe ingress run -c {name}; cron: floe compact -c {n
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class ImportedFile:
     """A configuration file to write. `site`: empty for a centre; `variables`: those that its `${…}` need."""
 
     name: str
@@ -41,14 +41,14 @@ class File:
         return tuple(dict.fromkeys(_VARIABLE.findall(self.text)))
 
 
-def _file(name: str, site: str, entries: Entries, notes: Iterable[Note], came_from: str) -> File:
+def _file(name: str, site: str, entries: Entries, notes: Iterable[Note], source: str) -> ImportedFile:
     unique = tuple(dict.fromkeys(notes))
     head = (_SITE_HEAD if site else _CENTRE_HEAD).format(name=name)
-    lines = [f"{name}, made from {came_from} by floe config import-stream-replicator", head]
+    lines = [f"{name}, made from {source} by floe config import-stream-replicator", head]
     if general := [f" {note}" for note in unique if not note.path.startswith("streams.")]:
         lines += ["", "not carried over, or otherwise than there:", *general]
     text = "".join(f"{line}\n" for line in comment(lines)) + render(entries)
-    return File(name, site, text, unique, origins(entries))
+    return ImportedFile(name, site, text, unique, origins(entries))
 
 
 def _store() -> YamlEntry:
@@ -63,7 +63,7 @@ def _store() -> YamlEntry:
     return YamlEntry("store", Entries(YamlEntry(key, Variable(value)) for key, value in keys), notes=notes)
 
 
-def _log(top: Given, notes: list[Note]) -> list[YamlEntry]:
+def _log(top: FileKeys, notes: list[Note]) -> list[YamlEntry]:
     if not (level := top.text("loglevel")):
         return []
     if level not in _LEVELS:
@@ -76,28 +76,30 @@ def _lines(notes: Iterable[Note]) -> list[str]:
     return [str(note) for note in dict.fromkeys(notes) if note.path.startswith("streams.")]
 
 
-def _site_file(top: Given, site: plan.Site, beats: plan.Beats, is_one_of_many: bool, came_from: str) -> File:
-    notes = top.left_out(LEFT_OUT) + (beats[2] if beats[0] in (site, None) else [])
+def _site_file(
+    top: FileKeys, site: plan.PlannedSite, heartbeats: plan.PlannedHeartbeats, is_one_of_many: bool, source: str
+) -> ImportedFile:
+    notes = top.notes_for(FILE_KEYS_LEFT_OUT) + (heartbeats[2] if heartbeats[0] in (site, None) else [])
     log = _log(top, notes)
     egress = Entries([*_monitor(top), YamlEntry("feeds", [_feed(feed, notes) for feed in site.feeds])])
-    if beats[0] is site and beats[1]:
-        egress.append(YamlEntry("heartbeats", beats[1]))
+    if heartbeats[0] is site and heartbeats[1]:
+        egress.append(YamlEntry("heartbeats", heartbeats[1]))
     remarks = []
     if is_one_of_many:
         remarks.append(f"the site of {site.connection.host}; unique over all sites of the bucket")
     if site.name != top.text("name"):
         remarks.append("other than there: choose a name, and the same in the centre's sources")
-    own = YamlEntry("site", site.name, top.at("name"), remarks)
+    own = YamlEntry("site", site.name, top.mark_of("name"), remarks)
     nats = site.connection.entry("source", site.feeds[0].paths[0].given)
     name = f"site-{site.name}.yaml" if is_one_of_many else "site.yaml"
     entries = Entries([own, nats, _store(), *log, YamlEntry("egress", egress)])
-    return _file(name, site.name, entries, notes, came_from)
+    return _file(name, site.name, entries, notes, source)
 
 
-def _monitor(top: Given) -> list[YamlEntry]:
+def _monitor(top: FileKeys) -> list[YamlEntry]:
     if not top.has("monitor_port"):
         return []
-    port, mark = top.get("monitor_port"), top.at("monitor_port")
+    port, mark = top.get("monitor_port"), top.mark_of("monitor_port")
     listen = YamlEntry("listen", f":{port}" if port else "", mark)
     notes = ["ingress has a port of its own: ingress.monitor.listen, 127.0.0.1:9465 unless set"]
     return [YamlEntry("monitor", Entries([listen]), mark, notes)]
@@ -108,7 +110,7 @@ def _feed(feed: plan.PlannedFeed, notes: list[Note]) -> Entries:
     found = [note for path in feed.paths for note in path.notes]
     notes += found
     own = [] if feed.name == first.stream else [first.given.entry("name", feed.name)]
-    mark = first.given.at("filter_subject")
+    mark = first.given.mark_of("filter_subject")
     if len(feed.filters) > 1:
         filters = [YamlEntry("partitions", list(feed.filters), mark)]
     else:
@@ -116,18 +118,18 @@ def _feed(feed: plan.PlannedFeed, notes: list[Note]) -> Entries:
     return Entries([*own, *first.feed, *filters], _lines(found))
 
 
-def _centre_file(top: Given, centre: plan.Centre, number: int, came_from: str) -> File:
+def _centre_file(top: FileKeys, centre: plan.PlannedCentre, number: int, source: str) -> ImportedFile:
     notes: list[Note] = []
-    created = _created(centre)
+    created = _subjects_to_create(centre)
     targets = [_target(target, created.get(target.stream, []), notes) for target in centre.targets]
     nats = centre.connection.entry("target", centre.targets[0].sources[0][2].given)
     new = "new and empty streams that only Floe writes to; docs/migration.md says how to change over"
     ingress = Entries([YamlEntry("targets", targets, notes=[new])])
     entries = Entries([nats, _store(), *_log(top, []), YamlEntry("ingress", ingress)])
-    return _file("central.yaml" if number == 1 else f"central-{number}.yaml", "", entries, notes, came_from)
+    return _file("central.yaml" if number == 1 else f"central-{number}.yaml", "", entries, notes, source)
 
 
-def _created(centre: plan.Centre) -> dict[str, list[str]]:
+def _subjects_to_create(centre: plan.PlannedCentre) -> dict[str, list[str]]:
     """Return the subjects of the targets that are to be created, by stream: no target takes the subjects of another."""
     found = {
         target.stream: _subjects(target)
@@ -135,45 +137,45 @@ def _created(centre: plan.Centre) -> dict[str, list[str]]:
         if not any(path.given.get("no_target_create") for _, _, path in target.sources)
     }
     all_of = [(stream, subject) for stream, subjects in found.items() for subject in subjects]
-    taken = {one for one, mine in all_of for other, theirs in all_of if one != other and overlaps(mine, theirs)}
+    taken = {name for name, mine in all_of for other, theirs in all_of if name != other and overlaps(mine, theirs)}
     return {stream: subjects for stream, subjects in found.items() if stream not in taken}
 
 
 def _target(target: plan.PlannedTarget, subjects: list[str], notes: list[Note]) -> Entries:
     given = target.sources[0][2].given
-    mark = given.at("target_stream" if given.has("target_stream") else "stream")
+    mark = given.mark_of("target_stream" if given.has("target_stream") else "stream")
     entries = Entries([YamlEntry("stream", target.stream, mark)])
     if subjects:
         keys = [YamlEntry("replicas", 1), YamlEntry("storage", "file"), YamlEntry("subjects", subjects)]
-        why = "stream-replicator gave it the limits of the source: set replicas, max_age and max_bytes"
-        entries.append(YamlEntry("create", Entries(keys), notes=[why]))
+        reason = "stream-replicator gave it the limits of the source: set replicas, max_age and max_bytes"
+        entries.append(YamlEntry("create", Entries(keys), notes=[reason]))
     sources = [_source(*source, notes) for source in target.sources]
     entries.append(YamlEntry("sources", sources, notes=() if subjects else [_NO_CREATE]))
     return entries
 
 
-def _source(site: plan.Site, feed: plan.PlannedFeed, path: plan.Path, notes: list[Note]) -> Entries:
-    own = [note for each in feed.paths if each.route == path.route for note in each.target_notes]
+def _source(site: plan.PlannedSite, feed: plan.PlannedFeed, path: plan.ImportedStream, notes: list[Note]) -> Entries:
+    own = [note for each in feed.paths if each.target_route == path.target_route for note in each.target_notes]
     notes += own
-    feed_entry = YamlEntry("feed", feed.name, path.given.at("name"))
+    feed_entry = YamlEntry("feed", feed.name, path.given.mark_of("name"))
     entries = Entries([YamlEntry("site", site.name), feed_entry], _lines(own))
     for key in ("subject_prefix", "subject_remove"):
         if text := path.given.text(f"target_{key}"):
-            entries.append(YamlEntry(key, text, path.given.at(f"target_{key}")))
+            entries.append(YamlEntry(key, text, path.given.mark_of(f"target_{key}")))
     return entries
 
 
 def _subjects(target: plan.PlannedTarget) -> list[str]:
     """Return the subjects of the messages of all sources; empty if they are unknown, or would overlap."""
-    found = [subject for _, feed, path in target.sources for subject in _mapped(feed, path)]
+    found = [subject for _, feed, path in target.sources for subject in _mapped_subjects(feed, path)]
     if "" in found:
         return []
     unique = list(dict.fromkeys(found))
-    kept = [one for one in unique if not any(one != other and covers(other, one) for other in unique)]
+    kept = [subject for subject in unique if not any(subject != other and covers(other, subject) for other in unique)]
     return [] if first_overlap(kept) else kept
 
 
-def _mapped(feed: plan.PlannedFeed, path: plan.Path) -> list[str]:
+def _mapped_subjects(feed: plan.PlannedFeed, path: plan.ImportedStream) -> list[str]:
     """Return the subjects of one source at the target; one of them is empty if they are unknown."""
     prefix = path.given.text("target_subject_prefix").rstrip(".")
     if not (removed := path.given.text("target_subject_remove")):
@@ -187,7 +189,7 @@ def _mapped(feed: plan.PlannedFeed, path: plan.Path) -> list[str]:
 class Imported:
     """The files that one file becomes, each a configuration that `floe config check` accepts."""
 
-    files: tuple[File, ...]
+    files: tuple[ImportedFile, ...]
 
     @property
     def notes(self) -> list[Note]:
@@ -207,68 +209,68 @@ def import_stream_replicator(data: bytes, name: str) -> Imported:
     """
     problems = Problems(name)
     roots = parse_yaml(data, problems)
-    refuse(problems)
+    raise_problems(problems)
     if len(roots) != 1:
         problems.add(roots[1].mark, (), f"expected one document, found {len(roots)}")
-        refuse(problems)
+        raise_problems(problems)
     top = read(roots[0], problems)
-    refuse(problems)
+    raise_problems(problems)
     paths = [path for stream in top.get("streams", ()) if (path := _path(stream, top)) is not None]
     # The name in the form of a site name: other characters become `-`.
     own = re.sub(r"[^A-Za-z0-9_-]", "-", top.text("name")).lstrip("_-")[:63] or "site"
     if not top.text("name"):
-        top.refuse("name", "expected a value (required), found nothing")
+        top.add_problem("name", "expected a value (required), found nothing")
     sites, centres = plan.plan(own, paths)
-    beats = plan.heartbeats(top.get("heartbeats"), sites)
-    refuse(top.problems)
-    made = [_site_file(top, site, beats, len(sites) > 1, name) for site in sites]
+    heartbeats = plan.heartbeats(top.get("heartbeats"), sites)
+    raise_problems(top.problems)
+    made = [_site_file(top, site, heartbeats, len(sites) > 1, name) for site in sites]
     made += [_centre_file(top, centre, number, name) for number, centre in enumerate(centres, 1)]
     if not made:  # a site without streams
-        entries = Entries([YamlEntry("site", own, top.at("name")), _store(), *_log(top, beats[2])])
-        made.append(_file("site.yaml", own, entries, [*top.left_out(LEFT_OUT), *beats[2]], name))
+        entries = Entries([YamlEntry("site", own, top.mark_of("name")), _store(), *_log(top, heartbeats[2])])
+        made.append(_file("site.yaml", own, entries, [*top.notes_for(FILE_KEYS_LEFT_OUT), *heartbeats[2]], name))
     _check(made, top, name)
     return Imported(tuple(made))
 
 
-def _path(stream: Given, top: Given) -> plan.Path | None:
+def _path(stream: FileKeys, top: FileKeys) -> plan.ImportedStream | None:
     if not stream.text("stream"):
-        stream.refuse("stream", "expected a value (required), found nothing")
+        stream.add_problem("stream", "expected a value (required), found nothing")
     feed, notes = plan.feed_of(stream)
-    source, source_notes = connection(stream, top, "source")
-    target, target_notes = connection(stream, top, "target")
+    source, source_notes = read_connection(stream, top, "source")
+    target, target_notes = read_connection(stream, top, "target")
     if source is None or target is None:
         return None
     if stream.get("no_target_create"):
-        why = "the target is not created: without `create` Floe stops with the `nats stream add` to paste"
-        target_notes.append(stream.note("no_target_create", why))
-    return plan.Path(stream, source, target, feed, [*source_notes, *notes], target_notes)
+        reason = "the target is not created: without `create` Floe stops with the `nats stream add` to paste"
+        target_notes.append(stream.note("no_target_create", reason))
+    return plan.ImportedStream(stream, source, target, feed, [*source_notes, *notes], target_notes)
 
 
 # Findings of Floe's checks on the result, reported for the file that it was made from
 
 
-def _check(made: Iterable[File], top: Given, name: str) -> None:
+def _check(made: Iterable[ImportedFile], top: FileKeys, name: str) -> None:
     places = dict(_places(top))
     found: list[Problem] = []
     for file in made:
         try:
             parse_documents(file.text.encode(), file.name, dict.fromkeys(file.variables, "value"))
         except ConfigFileError as error:
-            found += [_moved(problem, file, places, name) for problem in error.found]
+            found += [_relocated(problem, file, places, name) for problem in error.found]
     if found:
         raise ConfigFileError(dict.fromkeys(found))
 
 
-def _moved(problem: Problem, file: File, places: dict[Mark, str], name: str) -> Problem:
+def _relocated(problem: Problem, file: ImportedFile, places: dict[Mark, str], name: str) -> Problem:
     parts = problem.path.split(".")
     tried = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     mark = next((file.origins[path] for path in tried if path in file.origins), Mark(0, 0))
     return Problem(name, *mark, places.get(mark, problem.path), f"{problem.message} ({file.name}: {problem.path})")
 
 
-def _places(given: Given) -> Iterable[tuple[Mark, str]]:
+def _places(given: FileKeys) -> Iterable[tuple[Mark, str]]:
     for key, value in given.values.items():
-        yield given.at(key), given.place(key)
+        yield given.mark_of(key), given.key_path(key)
         for below in value if isinstance(value, tuple) else (value,):
-            if isinstance(below, Given):
+            if isinstance(below, FileKeys):
                 yield from _places(below)

@@ -24,24 +24,24 @@ from typing import BinaryIO
 from common.clock import SystemClock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.port import (
-    CHUNK_BYTES,
+    COPY_CHUNK_BYTES,
     Body,
     ChecksumMismatch,
     ObjectInfo,
     check_key,
     check_prefix,
-    chunks,
-    instrumented,
-    opened,
+    iter_chunks,
+    measure_call,
+    open_body,
 )
 
-HIDDEN = ".floe-objects"
-ABANDONED_AFTER = 86_400.0  # seconds until a file that a crash left incomplete is removed
-_MODE = 0o700
+HIDDEN_FOLDER = ".floe-objects"
+ABANDONED_AFTER_S = 86_400.0  # seconds until a file that a crash left incomplete is removed
+_FOLDER_MODE = 0o700
 
 
 class HiddenFolder:
-    """The folder `HIDDEN` of one store; created at the first write."""
+    """The folder `HIDDEN_FOLDER` of one store; created at the first write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,7 +62,7 @@ class HiddenFolder:
             newest = path.stat().st_mtime
             for other in path.parent.iterdir():
                 with suppress(FileNotFoundError):
-                    if other.stat().st_mtime < newest - ABANDONED_AFTER:
+                    if other.stat().st_mtime < newest - ABANDONED_AFTER_S:
                         other.unlink()
 
     @contextmanager
@@ -77,12 +77,12 @@ class HiddenFolder:
             os.close(descriptor)
 
     def metadata(self, key: str, sha256: str) -> dict[str, str]:
-        """Return the metadata that `keep_metadata` stored for these bytes under this key; empty if there is none."""
+        """Return the metadata that `store_metadata` stored for these bytes under this key; empty if there is none."""
         with suppress(FileNotFoundError):
             return dict(json.loads((self._metadata_folder(key) / sha256).read_bytes()))
         return {}
 
-    def keep_metadata(self, key: str, sha256: str, metadata: Mapping[str, str]) -> None:
+    def store_metadata(self, key: str, sha256: str, metadata: Mapping[str, str]) -> None:
         """Store it beside the metadata of other bytes of the same key, so that a crash loses neither."""
         path = self._metadata_folder(key) / sha256
         if not metadata:
@@ -95,10 +95,10 @@ class HiddenFolder:
             new.replace(path)
         sync_folder(path.parent)
 
-    def drop_metadata(self, key: str, *, but: str = "") -> None:
+    def delete_metadata(self, key: str, *, except_sha256: str = "") -> None:
         folder = self._metadata_folder(key)
         for path in folder.iterdir() if folder.exists() else ():
-            if path.name != but:
+            if path.name != except_sha256:
                 path.unlink(missing_ok=True)
 
     def _metadata_folder(self, key: str) -> Path:
@@ -111,7 +111,7 @@ def make_folder(path: Path) -> Path:
     if not path.is_dir():
         make_folder(path.parent)
         with suppress(FileExistsError):
-            path.mkdir(mode=_MODE)
+            path.mkdir(mode=_FOLDER_MODE)
             sync_folder(path.parent)
     return path
 
@@ -134,7 +134,7 @@ def sync_folder(path: Path) -> None:
 
 
 # The errors at a hard link on file systems without them: exFAT, SMB, many of FUSE.
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def link_or_rename(new: Path, path: Path) -> None:
@@ -145,7 +145,7 @@ def link_or_rename(new: Path, path: Path) -> None:
     try:
         os.link(new, path)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in _NO_LINK_ERRNOS:
             raise
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "there is an object", str(path)) from error
@@ -158,7 +158,7 @@ def _open_file(path: Path) -> BufferedIOBase:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replace_file(path: Path) -> Iterator[BinaryIO]:
     """Open a new file that replaces `path` at the end of the block, atomically and durably, unless the block raises.
     Processes take turns, so a new file that a killed process left is overwritten. Raises OSError.
     """
@@ -190,9 +190,9 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-_NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_NOT_FOUND_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 # For an errno of the file system: the error to raise, its hint and its code.
-_MEANINGS: Mapping[int, tuple[type[FloeError], str, str]] = {
+_ERRNO_ERRORS: Mapping[int, tuple[type[FloeError], str, str]] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), (Unavailable, "make room in the store", "E-STORE-FULL")),
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS),
@@ -212,33 +212,33 @@ class LocalObjects:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root, self._hidden = root, HiddenFolder(root / HIDDEN)
-        with self._calling("open", ""):
+        self._root, self._hidden = root, HiddenFolder(root / HIDDEN_FOLDER)
+        with self._translate_errors("open", ""):
             make_folder(root)
             self._check_root()
-            if (root / HIDDEN).exists() and os.access(root / HIDDEN, os.W_OK):
+            if (root / HIDDEN_FOLDER).exists() and os.access(root / HIDDEN_FOLDER, os.W_OK):
                 self._hidden.remove_abandoned()
 
-    @instrumented("list")
+    @measure_call("list")
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
         check_prefix(prefix)
         folder, slash, stem = prefix.rpartition("/")
-        with self._calling("list", prefix):
+        with self._translate_errors("list", prefix):
             self._check_root(prefix)
             return [*islice(self._infos(folder + slash, stem, start_after.encode(), limit), limit)]
 
-    @instrumented("get")
+    @measure_call("get")
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
-        with self._reading("get", key) as file:
+        with self._open_for_reading("get", key) as file:
             if file is None:
                 return None
-            with self._calling("get", key):
+            with self._translate_errors("get", key):
                 file.seek(first)
                 return file.read(-1 if length is None else length)
 
-    @instrumented("get")
+    @measure_call("get")
     def download(self, key: str, path: Path) -> bool:
-        with self._reading("get", key) as file:
+        with self._open_for_reading("get", key) as file:
             if file is None:
                 return False
             # Unlike errors of the store, errors of `path` belong to the caller and pass unchanged.
@@ -247,39 +247,39 @@ class LocalObjects:
                     copy.write(chunk)
             return True
 
-    @instrumented("put")
+    @measure_call("put")
     def put(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> None:
         self._write(key, body, sha256, metadata, Path.replace, lambda _: True)
 
-    @instrumented("put")
+    @measure_call("put")
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
         return self._write(key, body, sha256, metadata, link_or_rename, lambda found: found is None)
 
-    @instrumented("put")
+    @measure_call("put")
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
         return self._write(key, body, None, None, Path.replace, lambda found: found is not None and found.etag == etag)
 
-    @instrumented("delete")
+    @measure_call("delete")
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with self._calling("delete", key):
+        with self._translate_errors("delete", key):
             self._check_root(key)
             if self._status(key) is not None:
                 with self._hidden.lock(key):
                     path.unlink(missing_ok=True)
                     sync_folder(path.parent)
-                    self._hidden.drop_metadata(key)
+                    self._hidden.delete_metadata(key)
 
-    @instrumented("head")
+    @measure_call("head")
     def head(self, key: str) -> ObjectInfo | None:
-        with self._reading("head", key) as file:
+        with self._open_for_reading("head", key) as file:
             if file is None:
                 return None
-            with self._calling("head", key):
+            with self._translate_errors("head", key):
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
 
@@ -288,12 +288,12 @@ class LocalObjects:
         return SystemClock().now()
 
     def has_links(self) -> bool:
-        with self._calling("link", HIDDEN), self._hidden.new_file() as (_, new):
+        with self._translate_errors("link", HIDDEN_FOLDER), self._hidden.new_file() as (_, new):
             link = new.with_suffix(".link")
             try:
                 os.link(new, link)
             except OSError as error:
-                if error.errno in _NO_LINKS:
+                if error.errno in _NO_LINK_ERRNOS:
                     return False
                 raise
             link.unlink()
@@ -303,8 +303,8 @@ class LocalObjects:
 
     def _path(self, key: str) -> Path:
         check_key(key)
-        if key.partition("/")[0] == HIDDEN:
-            raise ConfigError(f"object key {key!r:.200}: expected one outside {HIDDEN}", code="E-KEY")
+        if key.partition("/")[0] == HIDDEN_FOLDER:
+            raise ConfigError(f"object key {key!r:.200}: expected one outside {HIDDEN_FOLDER}", code="E-KEY")
         return self._root / key
 
     def _infos(self, folder: str, stem: str, after: bytes, limit: int | None) -> Iterator[ObjectInfo]:
@@ -340,7 +340,7 @@ class LocalObjects:
         """
         try:
             entries = os.scandir(self._root / folder)
-        except _NOT_THERE:
+        except _NOT_FOUND_ERRORS:
             return
         with entries:
             for entry in entries:
@@ -358,18 +358,18 @@ class LocalObjects:
 
     def _status(self, key: str) -> os.stat_result | None:
         """Return the file's status; None if there is no file. Raises Refused for a link, a pipe or a device."""
-        with suppress(*_NOT_THERE):
+        with suppress(*_NOT_FOUND_ERRORS):
             status = (path := self._root / key).lstat()
             if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-                raise _not_plain(path, "a file")
+                raise _not_regular_error(path, "a file")
             return status if stat.S_ISREG(status.st_mode) else None
         return None
 
     @contextmanager
-    def _reading(self, verb: str, key: str) -> Iterator[BufferedIOBase | None]:
+    def _open_for_reading(self, verb: str, key: str) -> Iterator[BufferedIOBase | None]:
         path = self._path(key)
         file = None
-        with self._calling(verb, key), suppress(*_NOT_THERE):
+        with self._translate_errors(verb, key), suppress(*_NOT_FOUND_ERRORS):
             self._check_root(key)
             if self._status(key) is not None:
                 file = _open_file(path)
@@ -377,8 +377,8 @@ class LocalObjects:
             yield file
 
     def _read_chunk(self, key: str, file: BufferedIOBase) -> bytes:
-        with self._calling("get", key):
-            return file.read(CHUNK_BYTES)
+        with self._translate_errors("get", key):
+            return file.read(COPY_CHUNK_BYTES)
 
     def _check_root(self, key: str = "") -> None:
         """Raise Unavailable if the store is gone, Refused if a folder above `key` is a link."""
@@ -388,7 +388,7 @@ class LocalObjects:
         folder = str(self._root)  # much faster than a Path for each
         for part in key.split("/")[:-1]:
             if os.path.islink(folder := f"{folder}/{part}"):
-                raise _not_plain(Path(folder), "a folder")
+                raise _not_regular_error(Path(folder), "a folder")
 
     # Writing
 
@@ -399,11 +399,11 @@ class LocalObjects:
         sha256: str | None,
         metadata: Mapping[str, str] | None,
         install: Callable[[Path, Path], object],
-        may_follow: Callable[[ObjectInfo | None], bool],
+        may_replace: Callable[[ObjectInfo | None], bool],
     ) -> bool:
-        """Write the object; return False if `may_follow` refuses the present one, or `install` finds a new one."""
+        """Write the object; return False if `may_replace` refuses the present one, or `install` finds a new one."""
         path = self._path(key)
-        with opened(body) as source, self._calling("put", key):
+        with open_body(body) as source, self._translate_errors("put", key):
             self._check_root(key)
             with self._hidden.new_file() as (file, new):
                 found = _copy(source, file)
@@ -413,7 +413,7 @@ class LocalObjects:
                 sync(file)
                 make_folder(path.parent)
                 with self._hidden.lock(key):
-                    if not may_follow(self._info(key)):
+                    if not may_replace(self._info(key)):
                         return False
                     return self._install(key, found, metadata or {}, lambda: install(new, path))
 
@@ -422,34 +422,34 @@ class LocalObjects:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "objects stand under this key", str(path))
         # Metadata first: a crash between the two leaves metadata of bytes that are never read.
-        self._hidden.keep_metadata(key, sha256, metadata)
+        self._hidden.store_metadata(key, sha256, metadata)
         try:
             install()
         except FileExistsError:
             return False
         sync_folder(path.parent)
-        self._hidden.drop_metadata(key, but=sha256)
+        self._hidden.delete_metadata(key, except_sha256=sha256)
         return True
 
     # Errors
 
     @contextmanager
-    def _calling(self, verb: str, key: str) -> Iterator[None]:
+    def _translate_errors(self, verb: str, key: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            kind, hint, code = _MEANINGS.get(error.errno or 0, (Unavailable, "", ""))
+            kind, hint, code = _ERRNO_ERRORS.get(error.errno or 0, (Unavailable, "", ""))
             raise kind(f"{verb} {self._root / key}: {error.strerror or error}", hint=hint, code=code) from error
 
 
-def _not_plain(path: Path, expected: str) -> Refused:
+def _not_regular_error(path: Path, expected: str) -> Refused:
     hint = "links are not followed, pipes and devices are not read: put the file itself there, or remove it"
     return Refused(f"store {path}: expected {expected}, found something else", hint=hint, code="E-STORE-DENIED")
 
 
 def _copy(source: BufferedIOBase, file: BinaryIO) -> str:
     digest = hashlib.sha256()
-    for chunk in chunks(source):
+    for chunk in iter_chunks(source):
         digest.update(chunk)
         file.write(chunk)
     file.flush()

@@ -19,15 +19,15 @@ from common.settings.types import FileSecret
 
 log = get_logger(__name__)
 
-TOLD_EVERY = 10.0  # seconds between two log lines that name the call a command waits for
-VIEW_TIMEOUT = 5.0  # seconds for an answer of the store, in each of two attempts, if a person waits for it
+WAIT_LOG_INTERVAL_S = 10.0  # seconds between two log lines that name the call a command waits for
+VIEW_TIMEOUT_S = 5.0  # seconds for an answer of the store, in each of two attempts, if a person waits for it
 
 
-def open_objects(settings: StoreSettings, *, timeout: float | None = None, is_told: bool = False) -> ObjectStore:
+def open_objects(settings: StoreSettings, *, timeout: float | None = None, log_waits: bool = False) -> ObjectStore:
     """Return the object store that `settings` name. Sends no request to an S3 store yet.
 
     `timeout`: for a caller that does not wait as long as services do: seconds for a connection, and for an answer to
-    begin; a request is sent at most twice. `is_told`: log every TOLD_EVERY seconds which call has no answer yet.
+    begin; a request is sent at most twice. `log_waits`: log every WAIT_LOG_INTERVAL_S which call has no answer yet.
 
     Raises ConfigError for an invalid address, and for a `file://` store the errors of `LocalObjects`.
     """
@@ -41,7 +41,7 @@ def open_objects(settings: StoreSettings, *, timeout: float | None = None, is_to
         storage_class=settings.storage_class,
         encryption=settings.encryption.mode,
         kms_key_id=settings.encryption.kms_key_id,
-        told_every=TOLD_EVERY if is_told else 0.0,
+        wait_log_interval_s=WAIT_LOG_INTERVAL_S if log_waits else 0.0,
         conditional_puts=settings.conditional_puts,
     )
     if timeout is not None:
@@ -68,23 +68,23 @@ def _account(settings: StoreSettings, endpoint_url: str) -> S3Account:
 PROBE_PREFIX = "_floe/probe/"
 
 
-_guard = threading.Lock()
-_answers: WeakKeyDictionary[ObjectStore, bool] = WeakKeyDictionary()
+_probe_lock = threading.Lock()
+_probe_results: WeakKeyDictionary[ObjectStore, bool] = WeakKeyDictionary()
 
 
 def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
     """True if the store `verifies_checksums`, tested once for each store; False if the credential may not test it."""
-    with _guard:
-        if (answer := _answers.get(objects)) is None:
+    with _probe_lock:
+        if (answer := _probe_results.get(objects)) is None:
             try:
                 answer = verifies_checksums(objects, prefix)
                 if not answer:
-                    log.warning("store takes wrong checksums: reading back whole", action="read_back_whole")
+                    log.warning("store checksums unverified", action="checksums_unverified")
             except Refused:
                 # A credential that may only read cannot test this, so objects are read back.
-                log.info("no right to try the store: reading back whole", action="read_back_whole")
+                log.info("store checksum test refused", action="checksum_test_refused")
                 answer = False
-            _answers[objects] = answer
+            _probe_results[objects] = answer
         return answer
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
-from common.metrics import begin, counter, histogram
+from common.metrics import counter, histogram, show_zeros
 
 Body = bytes | Path
 
@@ -41,8 +41,8 @@ class ObjectStore(Protocol):
 
     Every verb raises `Unavailable` if the store cannot be reached or asks for a later retry (after its own bounded
     retries), `Refused` for credentials and permissions, `ConfigError` if the bucket does not exist. Only the four
-    writing verbs raise `OutcomeUnknown`: the answer was lost. The two with a condition raise `ConditionsRefused` if the
-    store supports none.
+    writing verbs raise `OutcomeUnknown`: the answer was lost. The two with a condition raise `ConditionalPutRefused` if
+    the store supports none.
     """
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
@@ -84,7 +84,7 @@ class ObjectStore(Protocol):
         """Return the stored properties of the object, with the server's own checksum; None if there is no object."""
 
 
-def store_now(objects: ObjectStore, key: str) -> float:
+def read_store_clock(objects: ObjectStore, key: str) -> float:
     """Return seconds since 1970 UTC by the store's clock, read from the object `key`, which is written for this."""
     objects.put(key, b"")
     if (info := objects.head(key)) is None:
@@ -93,7 +93,7 @@ def store_now(objects: ObjectStore, key: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenObject:
+class DeletedObject:
     """An object behind a delete marker. `version`: the newest version kept, stored at `modified`. `marker`: the version
     of the marker; removing that brings the object back.
     """
@@ -106,35 +106,35 @@ class HiddenObject:
 
 # The metrics of every store count calls, not tries; "there is no such object" is an answer too.
 
-OPS = ("list", "get", "put", "delete", "head")
-RESULTS = ("ok", "refused", "unavailable", "unknown", "failed")
+STORE_OPS = ("list", "get", "put", "delete", "head")
+STORE_RESULTS = ("ok", "refused", "unavailable", "unknown", "failed")
 
 requests = counter(
     "store_requests",
     "Calls of the object store, its own repeated tries included, by what came of them.",
     ("op", "result"),
-    op=OPS,
-    result=RESULTS,
+    op=STORE_OPS,
+    result=STORE_RESULTS,
 )
 request_seconds = histogram(
     "store_request_seconds",
     "Time of one call of the object store, with all its tries and bytes.",
     ("op",),
     buckets=(0.02, 0.1, 0.5, 2.5, 10.0, 60.0),
-    op=OPS,
+    op=STORE_OPS,
 )
-begin("store_")
+show_zeros("store_")
 
 
 #: The calls of all stores in this process that have not ended.
-in_flight: set[object] = set()
+calls_in_flight: set[object] = set()
 
 
 @contextmanager
-def instrumented(op: str) -> Iterator[None]:
+def measure_call(op: str) -> Iterator[None]:
     """Count and time one call; as a decorator, each call of a verb."""
     result, call = "failed", object()
-    in_flight.add(call)
+    calls_in_flight.add(call)
     try:
         with request_seconds.labels(op).time():
             yield
@@ -149,7 +149,7 @@ def instrumented(op: str) -> Iterator[None]:
         result = "unavailable"
         raise
     finally:
-        in_flight.discard(call)
+        calls_in_flight.discard(call)
         requests.labels(op, result).inc()
 
 
@@ -157,7 +157,7 @@ def instrumented(op: str) -> Iterator[None]:
 
 
 @runtime_checkable
-class Paged(Protocol):
+class PagedStore(Protocol):
     """A store that lists page by page."""
 
     def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
@@ -165,10 +165,10 @@ class Paged(Protocol):
 
 
 @runtime_checkable
-class Versioned(Protocol):
+class VersionedStore(Protocol):
     """A store that may keep former versions of objects."""
 
-    def hidden(self, prefix: str, *, start_after: str = "") -> builtins.list[HiddenObject]:
+    def deleted_objects(self, prefix: str, *, start_after: str = "") -> builtins.list[DeletedObject]:
         """Return the first objects under `prefix` that a delete marker hides, by one request.
 
         Empty if the bucket keeps no versions, the store does not support them, or the credential may not see them.
@@ -176,7 +176,7 @@ class Versioned(Protocol):
 
 
 @runtime_checkable
-class Linked(Protocol):
+class LinkingStore(Protocol):
     """A folder on a file system that may lack hard links. Raises as the verbs."""
 
     def has_links(self) -> bool:
@@ -184,7 +184,7 @@ class Linked(Protocol):
 
 
 @runtime_checkable
-class Timekeeping(Protocol):
+class ClockedStore(Protocol):
     """A store that reports its time to a caller that may only read."""
 
     def now(self, prefix: str) -> float | None:
@@ -197,21 +197,22 @@ class Timekeeping(Protocol):
 class LifecycleRule:
     """One enabled rule of a bucket, for keys that begin with `prefix`; `is_partial`: for some of them, by tag or size.
 
-    `deletes`: current objects, after a time. `archives`: the storage class that they move to and cannot be read from at
-    once; empty: none. `drops_versions`: former versions, after a time. `aborts`: uploads that never ended.
+    `deletes`: current objects, after a time. `archive_class`: the storage class that they move to and cannot be read
+    from at once; empty: none. `deletes_versions`: former versions, after a time. `aborts_uploads`: those that never
+    ended.
     """
 
     name: str
     prefix: str
     is_partial: bool = False
     deletes: bool = False
-    archives: str = ""
-    drops_versions: bool = False
-    aborts: bool = False
+    archive_class: str = ""
+    deletes_versions: bool = False
+    aborts_uploads: bool = False
 
 
 @runtime_checkable
-class Governed(Protocol):
+class PolicyStore(Protocol):
     """A store with a bucket that may change objects itself. Raises as the verbs; ConfigError if it reports nothing."""
 
     def versioning(self) -> str:
@@ -221,7 +222,7 @@ class Governed(Protocol):
         """Return the enabled rules, an empty list if there are none."""
 
 
-MAX_KEY_BYTES = 1024
+MAX_OBJECT_KEY_BYTES = 1024
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -238,25 +239,25 @@ def check_prefix(prefix: str) -> None:
 
 def _check(key: str, parts: Sequence[str]) -> None:
     if any(part in ("", ".", "..") for part in parts):
-        raise _refusal(key, "parts that are neither empty, '.' nor '..'")
+        raise _key_error(key, "parts that are neither empty, '.' nor '..'")
     try:
         size = len(key.encode())
     except UnicodeEncodeError:
-        raise _refusal(key, "UTF-8") from None
-    if size > MAX_KEY_BYTES:
-        raise _refusal(key, f"at most {MAX_KEY_BYTES} bytes")
+        raise _key_error(key, "UTF-8") from None
+    if size > MAX_OBJECT_KEY_BYTES:
+        raise _key_error(key, f"at most {MAX_OBJECT_KEY_BYTES} bytes")
     if _CONTROL.search(key):
-        raise _refusal(key, "no control characters")
+        raise _key_error(key, "no control characters")
 
 
-def _refusal(key: str, expected: str) -> ConfigError:
+def _key_error(key: str, expected: str) -> ConfigError:
     return ConfigError(f"object key {key!r:.200}: expected {expected}", code="E-KEY")
 
 
-CHUNK_BYTES = 1024 * 1024
+COPY_CHUNK_BYTES = 1024 * 1024
 
 
-class ConditionsRefused(ConfigError):
+class ConditionalPutRefused(ConfigError):
     """The store refuses a put with a condition; nothing was done. Writers of a plain put must agree by other means."""
 
     default_code = "E-STORE-CONDITIONS"
@@ -268,22 +269,22 @@ class ChecksumMismatch(Unavailable):
     default_code = "E-STORE-DIGEST"
 
 
-def size_of(body: Body) -> int:
+def body_size(body: Body) -> int:
     return body.stat().st_size if isinstance(body, Path) else len(body)
 
 
 @contextmanager
-def opened(body: Body) -> Iterator[io.BufferedIOBase]:
+def open_body(body: Body) -> Iterator[io.BufferedIOBase]:
     with body.open("rb") if isinstance(body, Path) else io.BytesIO(body) as file:
         yield file
 
 
-def chunks(file: io.BufferedIOBase, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+def iter_chunks(file: io.BufferedIOBase, size: int = COPY_CHUNK_BYTES) -> Iterator[bytes]:
     while chunk := file.read(size):
         yield chunk
 
 
 def sha256_of(body: Body) -> str:
     """Return the SHA-256 of the body, as 64 hex digits."""
-    with opened(body) as file:
+    with open_body(body) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -30,7 +30,7 @@ from common.errors import (
     FloeError,
     OutcomeUnknown,
     Refused,
-    StoreAway,
+    StoreUnavailable,
     Unavailable,
     certificate_hint,
     is_out_of_date,
@@ -39,28 +39,28 @@ from common.logs import get_logger
 from common.objects import s3_errors
 from common.objects.port import (
     Body,
-    ConditionsRefused,
-    HiddenObject,
+    ConditionalPutRefused,
+    DeletedObject,
     LifecycleRule,
     ObjectInfo,
+    body_size,
     check_key,
     check_prefix,
-    instrumented,
-    size_of,
+    measure_call,
 )
-from common.objects.s3_errors import PAUSES, code_of, is_conflict, status_of, without_paths
+from common.objects.s3_errors import S3_RETRY_PAUSES_S, code_of, is_conflict, status_of, without_paths
 from common.objects.s3_transfer import (
     AnswerBody,
     BoundedSession,
     ByteRange,
-    CutShortError,
     Listing,
+    TruncatedBodyError,
     Upload,
+    deleted_objects,
     enabled_rules,
-    head_info,
-    hidden_objects,
+    parse_head,
 )
-from common.settings.types import FileSecret, regular
+from common.settings.types import FileSecret, regular_file
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -74,9 +74,9 @@ class S3Options:
 
     `checksum`: the kind that the server checks on a put. `attempts`: per request, the first included.
     `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many as threads use the store. Bodies above
-    `multipart_bytes` are uploaded in parts of `part_bytes`. `told_every`: seconds between two log lines that name a
+    `multipart_bytes` are uploaded in parts of `part_bytes`. `wait_log_interval_s`: between two log lines that name a
     call without an answer; 0: none. `conditional_puts`: `no` sends no condition, `auto` none after the first refusal:
-    ConditionsRefused; with `yes` such a refusal is a configuration error.
+    ConditionalPutRefused; with `yes` such a refusal is a configuration error.
     """
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
@@ -90,10 +90,10 @@ class S3Options:
     connections: int = 16
     multipart_bytes: int = 64 * 1024 * 1024
     part_bytes: int = 16 * 1024 * 1024
-    told_every: float = 0.0
+    wait_log_interval_s: float = 0.0
     conditional_puts: Literal["auto", "yes", "no"] = "auto"
 
-    def storing(self) -> dict[str, Any]:
+    def put_fields(self) -> dict[str, Any]:
         fields = {
             "StorageClass": self.storage_class,
             "ServerSideEncryption": {"sse-s3": "AES256", "sse-kms": "aws:kms"}.get(self.encryption, ""),
@@ -103,11 +103,11 @@ class S3Options:
 
 
 # "Not implemented", "busy" and "full" mean that nothing was done; other failures may come after the work.
-_NOT_DONE = {501, 503, 507}
+_NOT_DONE_STATUSES = {501, 503, 507}
 
 
-class Doubts(threading.local):
-    """Doubt about this thread's current request: one of its tries may have been done although its answer was lost.
+class TryOutcomes(threading.local):
+    """The tries of this thread's current request: one may have been done although its answer was lost.
 
     boto3 shows the outcome of the last try only. If a first try was done and its answer was lost, then `412` on the
     second means "it is there", perhaps because of this very request.
@@ -115,16 +115,16 @@ class Doubts(threading.local):
 
     def __init__(self, not_sent: tuple[type[Exception], ...]) -> None:
         self._not_sent = not_sent
-        #: True if any try since the last reset is in doubt; each request resets it to False when it begins.
-        self.found = False
+        #: True if any try since the last reset may have been done; each request resets it to False when it begins.
+        self.may_be_done = False
 
-    def note(self, response: Any = None, caught_exception: Exception | None = None, **_: object) -> None:
+    def record(self, response: Any = None, caught_exception: Exception | None = None, **_: object) -> None:
         """Record the outcome of one try; boto3 calls this after each (its event `needs-retry`)."""
         if caught_exception is not None:
-            self.found |= not isinstance(caught_exception, self._not_sent)
+            self.may_be_done |= not isinstance(caught_exception, self._not_sent)
         elif response is not None:
             status = response[0].status_code
-            self.found |= status >= 500 and status not in _NOT_DONE
+            self.may_be_done |= status >= 500 and status not in _NOT_DONE_STATUSES
 
 
 __all__ = ["BotoCoreError", "ClientError", "S3Account", "make_client"]
@@ -161,10 +161,10 @@ def make_client(
     """
     if isinstance(account.verify, str):
         try:
-            regular(account.verify)
+            regular_file(account.verify)
         except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            raise ConfigError(f"store.tls.ca {account.verify}: {why}", code="E-S3-TLS") from None
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(f"store.tls.ca {account.verify}: {reason}", code="E-S3-TLS") from None
     logging.getLogger("urllib3.connection").setLevel(logging.ERROR)  # the error reports a bad certificate itself
     session = session or make_session(account)
     client: Any = session.client  # one signature for all services; the stubs have one for each
@@ -188,11 +188,11 @@ def make_client(
     return made
 
 
-def _as_redirected(context: dict[str, Any], **_: object) -> None:
+def _disable_redirects(context: dict[str, Any], **_: object) -> None:
     context["s3_redirect"]["redirected"] = True
 
 
-PAGE_KEYS = 1000
+KEYS_PER_PAGE = 1000
 CONDITIONS_HINT = (
     "what two may write at once is claimed in the state bucket; retention and sign-offs need a store with conditions"
 )
@@ -218,12 +218,12 @@ class S3Objects:
     ) -> None:
         self._bucket, self._account = bucket, account
         self._options, self._clock = options or S3Options(), clock or SystemClock()
-        self._doubts = Doubts(not_sent=(boto.EndpointConnectionError, boto.ConnectTimeoutError))
-        self._secret_file, self._renewing = secret_file, threading.Lock()
+        self._outcomes = TryOutcomes(not_sent=(boto.EndpointConnectionError, boto.ConnectTimeoutError))
+        self._secret_file, self._credential_lock = secret_file, threading.Lock()
         self._client = self._make_client()
         # Before the first answer the address may be wrong; later the same errors mean a network problem.
         self._has_answered = False
-        self._told_at = self._clock.monotonic()
+        self._wait_logged_at = self._clock.monotonic()
         self._refuses_conditions = self._options.conditional_puts == "no"
 
     def _make_client(self) -> S3Client:
@@ -244,11 +244,11 @@ class S3Objects:
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
-        asked: Any = self._pause_before  # the stubs have no handler that returns a value
-        client.meta.events.register_first("needs-retry.s3", asked)
-        client.meta.events.register("needs-retry.s3", self._doubts.note)
+        pause_before: Any = self._pause_before  # the stubs have no handler that returns a value
+        client.meta.events.register_first("needs-retry.s3", pause_before)
+        client.meta.events.register("needs-retry.s3", self._outcomes.record)
         if self._account.endpoint_url:  # such a server's redirect names no region: boto3 would retry for ever
-            client.meta.events.register("before-parameter-build.s3", _as_redirected)
+            client.meta.events.register("before-parameter-build.s3", _disable_redirects)
         self._credential = session.get_credentials()  # the client's own: searched for once
         return client
 
@@ -258,41 +258,41 @@ class S3Objects:
             return None
         return s3_errors.pause_before(attempts, response[1], self._options.read_timeout)
 
-    def _renew(self) -> bool:
+    def _use_new_secret(self) -> bool:
         """Use the new content of the secret's file from now on; return True if it is another secret."""
         if self._secret_file is None:
             return False
-        with self._renewing:
+        with self._credential_lock:
             if (secret := self._secret_file.get_secret_value()) == self._account.secret_access_key:
                 return False
             self._account = replace(self._account, secret_access_key=secret)
             self._client = self._make_client()
         return True
 
-    def _read_again(self, refused: S3Client) -> str:
+    def _reread_credential(self, refused: S3Client) -> str:
         """Use another credential than that of `refused` from now on, if there is one; return its source, or an empty
         text.
         """
         if self._secret_file is not None:
-            self._secret_file.read_again()
-            self._renew()
+            self._secret_file.reread()
+            self._use_new_secret()
             return self._secret_file.path if self._client is not refused else ""
         if self._account.access_key_id or isinstance(self._credential, RefreshableCredentials):
             return ""
-        with self._renewing:
+        with self._credential_lock:
             if self._client is refused:
                 before = self._credential
                 with suppress(ConfigError):  # the file may be incomplete
                     client = self._make_client()
-                    if self._credential is not None and _parts_of(before) != _parts_of(self._credential):
+                    if self._credential is not None and _key_parts(before) != _key_parts(self._credential):
                         self._client = client
-                        log.info("credential read again", action="credential_read")
+                        log.info("credential reread", action="credential_reread")
                 if self._client is refused:
                     self._credential = before
                     return ""
         return "where AWS tools find it"
 
-    @instrumented("list")
+    @measure_call("list")
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
         """List as the port requires. SeaweedFS begins in the wrong place if `start_after` is among folders, but not if
         it is among the objects of one folder, as in Floe.
@@ -301,53 +301,53 @@ class S3Objects:
         listing = Listing(self._bucket, prefix, start_after, limit)
         more: dict[str, Any] = {"StartAfter": start_after} if start_after else {}
         while not listing.is_full():
-            with self._calling("list", prefix):
+            with self._translate_errors("list", prefix):
                 answer = self._client.list_objects_v2(
-                    Bucket=self._bucket, Prefix=prefix, MaxKeys=min(limit or PAGE_KEYS, PAGE_KEYS), **more
+                    Bucket=self._bucket, Prefix=prefix, MaxKeys=min(limit or KEYS_PER_PAGE, KEYS_PER_PAGE), **more
                 )
             if (token := listing.add(answer)) is None:
                 break
             more["ContinuationToken"] = token
-        return listing.objects()
+        return listing.sorted_objects()
 
     def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
         """Yield the pages. Raises Unavailable (E-LIST-INVALID) if two successive pages have the same token."""
         check_prefix(prefix)
         listing, more = Listing(self._bucket, prefix, "", None), dict[str, Any]()
         while True:
-            with instrumented("list"), self._calling("list", prefix):
-                answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=PAGE_KEYS, **more)
+            with measure_call("list"), self._translate_errors("list", prefix):
+                answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=KEYS_PER_PAGE, **more)
             token = listing.add(answer)
-            yield listing.take()
+            yield listing.take_objects()
             if token is None:
                 return
             more["ContinuationToken"] = token
 
     def now(self, prefix: str) -> float | None:
-        with self._calling("list", prefix):
+        with self._translate_errors("list", prefix):
             answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=1)
         with suppress(ValueError):
             return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")).timestamp()
         return None
 
-    def hidden(self, prefix: str, *, start_after: str = "") -> builtins.list[HiddenObject]:
+    def deleted_objects(self, prefix: str, *, start_after: str = "") -> builtins.list[DeletedObject]:
         check_prefix(prefix)
         try:
-            with self._calling("list versions", prefix):
+            with self._translate_errors("list versions", prefix):
                 answer = self._client.list_object_versions(
-                    Bucket=self._bucket, Prefix=prefix, KeyMarker=start_after, MaxKeys=PAGE_KEYS
+                    Bucket=self._bucket, Prefix=prefix, KeyMarker=start_after, MaxKeys=KEYS_PER_PAGE
                 )
         except FloeError as error:
-            log.debug("no versions", action="no_versions", error=str(error))
+            log.debug("object versions not listed", action="versions_unavailable", error=str(error))
             return []
-        return hidden_objects(answer)
+        return deleted_objects(answer)
 
     def versioning(self) -> str:
-        with self._calling("get versioning", ""):
+        with self._translate_errors("get versioning", ""):
             return str(self._client.get_bucket_versioning(Bucket=self._bucket).get("Status", ""))
 
     def lifecycle(self) -> builtins.list[LifecycleRule]:
-        with self._calling("get lifecycle", ""):
+        with self._translate_errors("get lifecycle", ""):
             try:
                 answer = self._client.get_bucket_lifecycle_configuration(Bucket=self._bucket)
             except ClientError as error:
@@ -356,7 +356,7 @@ class S3Objects:
                 raise
         return enabled_rules(answer)
 
-    @instrumented("get")
+    @measure_call("get")
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         check_key(key)
         if length == 0:
@@ -364,71 +364,71 @@ class S3Objects:
         wanted = None if first == 0 and length is None else ByteRange(first, length)
         return self._read(key, wanted, AnswerBody.read_all)
 
-    @instrumented("get")
+    @measure_call("get")
     def download(self, key: str, path: Path) -> bool:
         check_key(key)
         return self._read(key, None, lambda body: body.copy_to(path)) is not None
 
-    @instrumented("put")
+    @measure_call("put")
     def put(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> None:
         self._write(key, body, sha256, metadata, {})
 
-    @instrumented("put")
+    @measure_call("put")
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
         return self._write(key, body, sha256, metadata, {"IfNoneMatch": "*"})
 
-    @instrumented("put")
+    @measure_call("put")
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
         return self._write(key, body, None, None, {"IfMatch": f'"{etag}"'})
 
-    @instrumented("delete")
+    @measure_call("delete")
     def delete(self, key: str) -> None:
         check_key(key)
-        with self._calling("delete", key, writes=True):
+        with self._translate_errors("delete", key, writes=True):
             try:
                 self._client.delete_object(Bucket=self._bucket, Key=key)
             except ClientError as error:
                 if code_of(error.response) not in s3_errors.MISSING_KEY:
                     raise
 
-    @instrumented("head")
+    @measure_call("head")
     def head(self, key: str) -> ObjectInfo | None:
         check_key(key)
-        asked: dict[str, Any] = {"ChecksumMode": "ENABLED"} if self._options.checksum == "sha256" else {}
-        with self._calling("head", key):
+        mode: dict[str, Any] = {"ChecksumMode": "ENABLED"} if self._options.checksum == "sha256" else {}
+        with self._translate_errors("head", key):
             try:
-                answer = self._client.head_object(Bucket=self._bucket, Key=key, **asked)
+                answer = self._client.head_object(Bucket=self._bucket, Key=key, **mode)
             except ClientError as error:
                 # The answer to a HEAD has no body: it names neither the missing thing nor the reason of a refusal.
-                if status_of(error.response) < 500 and not self._is_there(key):
+                if status_of(error.response) < 500 and not self._exists(key):
                     return None
                 raise
-        if (info := head_info(key, answer)) is None:
-            raise Unavailable(f"head {self._place(key)}: no size or time in the answer", code="E-S3-INVALID")
+        if (info := parse_head(key, answer)) is None:
+            raise Unavailable(f"head {self._url(key)}: no size or time in the answer", code="E-S3-INVALID")
         return info
 
     # Reading
 
     def _read(self, key: str, wanted: ByteRange | None, use: Callable[[AnswerBody], T]) -> T | None:
-        for pause in (*PAUSES[: self._options.attempts - 1], None):
+        for pause in (*S3_RETRY_PAUSES_S[: self._options.attempts - 1], None):
             try:
                 body = self._open(key, wanted)
-                return None if body is None else body.use(use)
-            except (BotoCoreError, CutShortError) as error:
-                cut = CutShortError(f"get {self._place(key)}: {without_paths(str(error))}")
+                return None if body is None else body.consume(use)
+            except (BotoCoreError, TruncatedBodyError) as error:
+                cut = TruncatedBodyError(f"get {self._url(key)}: {without_paths(str(error))}")
                 if pause is None:
                     raise cut from error
-            log.warning("body cut short", action="get_cut_short", key=key, error=str(cut))
-            self._clock.pause(pause)
+            log.warning("object body truncated", action="body_truncated", key=key, error=str(cut))
+            self._clock.block(pause)
         raise AssertionError("unreachable")
 
     def _open(self, key: str, wanted: ByteRange | None) -> AnswerBody | None:
         ranged: dict[str, Any] = {"Range": wanted.header()} if wanted else {}
-        with self._calling("get", key):
+        with self._translate_errors("get", key):
             try:
                 answer = self._client.get_object(Bucket=self._bucket, Key=key, **ranged)
             except ClientError as error:
@@ -437,13 +437,13 @@ class S3Objects:
                 if status_of(error.response) == 416:  # the object ends before the range begins
                     return AnswerBody(io.BytesIO(), 0)
                 raise
-        return AnswerBody.of(answer, wanted, lambda: self._size(key))
+        return AnswerBody.open(answer, wanted, lambda: self._size(key))
 
     def _size(self, key: str) -> int | None:
         info = self.head(key)
         return info.size if info else None
 
-    def _is_there(self, key: str) -> bool:
+    def _exists(self, key: str) -> bool:
         if body := self._open(key, ByteRange(0, 1)):
             body.close()
         return body is not None
@@ -455,36 +455,37 @@ class S3Objects:
     ) -> bool:
         check_key(key)
         if condition and self._refuses_conditions:
-            why = "store.conditional_puts is no" if self._options.conditional_puts == "no" else "one was refused before"
-            raise ConditionsRefused(f"put {self._place(key)}: no condition is sent: {why}", hint=CONDITIONS_HINT)
-        self._renew()
+            is_off = self._options.conditional_puts == "no"
+            reason = "store.conditional_puts is no" if is_off else "one was refused before"
+            raise ConditionalPutRefused(f"put {self._url(key)}: no condition is sent: {reason}", hint=CONDITIONS_HINT)
+        self._use_new_secret()
         target = {"Bucket": self._bucket, "Key": key}
-        fields = {"Metadata": dict(metadata or {}), **self._options.storing()}
+        fields = {"Metadata": dict(metadata or {}), **self._options.put_fields()}
         upload = Upload(self._client, target, body, sha256, self._options.checksum, fields)
-        with self._calling("put", key, writes=True):
-            for pause in PAUSES:
+        with self._translate_errors("put", key, writes=True):
+            for pause in S3_RETRY_PAUSES_S:
                 try:
                     return self._send(upload, condition)
                 except ClientError as error:
-                    if not is_conflict(error.response) or self._doubts.found:
+                    if not is_conflict(error.response) or self._outcomes.may_be_done:
                         raise
-                self._clock.pause(pause)
+                self._clock.block(pause)
             return self._send(upload, condition)
 
     def _send(self, upload: Upload, condition: Mapping[str, str]) -> bool:
         """Send the upload; return True if the condition was met."""
         try:
-            if size_of(upload.body) <= self._options.multipart_bytes:
-                upload.whole(condition)
+            if body_size(upload.body) <= self._options.multipart_bytes:
+                upload.put_whole(condition)
             else:
                 self._send_parts(upload, condition)
         except ClientError as error:
-            is_gone = "IfMatch" in condition and code_of(error.response) in s3_errors.MISSING_KEY
-            if condition and s3_errors.refuses_conditions(error.response):
-                raise self._conditions_refused(upload.place, error) from error
-            if not is_gone and not (condition and status_of(error.response) == 412):
+            is_missing = "IfMatch" in condition and code_of(error.response) in s3_errors.MISSING_KEY
+            if condition and s3_errors.may_refuse_conditions(error.response):
+                raise self._conditions_error(upload.place, error) from error
+            if not is_missing and not (condition and status_of(error.response) == 412):
                 raise
-            if self._doubts.found:
+            if self._outcomes.may_be_done:
                 text = f"put {upload.place}: refused, perhaps because an earlier try of this very put is there"
                 raise OutcomeUnknown(text) from error
             return False
@@ -495,106 +496,106 @@ class S3Objects:
             try:
                 parts = upload.send_parts(self._options.part_bytes)
             finally:
-                self._doubts.found = False  # with or without the parts, no object has changed
+                self._outcomes.may_be_done = False  # with or without the parts, no object has changed
             upload.commit(parts, condition)
         finally:
-            in_doubt = self._doubts.found
+            may_be_done = self._outcomes.may_be_done
             try:
                 upload.abort()
             except (BotoCoreError, ClientError) as error:
                 # The upload only takes space until the bucket's rule for incomplete uploads removes it.
-                log.warning("upload not aborted", action="upload_not_aborted", error=without_paths(str(error)))
-            self._doubts.found = in_doubt
+                log.warning("upload abort failed", action="upload_abort_failed", error=without_paths(str(error)))
+            self._outcomes.may_be_done = may_be_done
 
-    def _conditions_refused(self, place: str, error: ClientError) -> ConfigError:
-        said = s3_errors.explain("put", place, error.response).message
+    def _conditions_error(self, place: str, error: ClientError) -> ConfigError:
+        text = s3_errors.answer_error("put", place, error.response).message
         if self._options.conditional_puts == "yes":
-            return ConfigError(said, hint="set store.conditional_puts: auto", code="E-STORE-CONDITIONS")
+            return ConfigError(text, hint="set store.conditional_puts: auto", code="E-STORE-CONDITIONS")
         if not self._refuses_conditions:
-            log.warning("conditions refused by the store", action="conditions_refused", error=said)
+            log.warning("conditional put refused", action="conditions_refused", error=text)
         self._refuses_conditions = True
-        return ConditionsRefused(f"{said}: the store refuses conditions", hint=CONDITIONS_HINT)
+        return ConditionalPutRefused(f"{text}: the store refuses conditions", hint=CONDITIONS_HINT)
 
     # Errors
 
     @contextmanager
-    def _calling(self, verb: str, key: str, *, writes: bool = False) -> Iterator[None]:
-        self._renew()
-        self._doubts.found, used = False, self._client
+    def _translate_errors(self, verb: str, key: str, *, writes: bool = False) -> Iterator[None]:
+        self._use_new_secret()
+        self._outcomes.may_be_done, used = False, self._client
         try:
-            with self._telling(f"{verb} {self._place(key)}") if self._options.told_every else nullcontext():
+            with self._log_waits(f"{verb} {self._url(key)}") if self._options.wait_log_interval_s else nullcontext():
                 yield
             self._has_answered = True
         except ClientError as error:
-            raise self._explained(verb, key, error, writes, used) from error
+            raise self._answer_error(verb, key, error, writes, used) from error
         except ResponseParserError as error:
             if not writes and self._is_plain_on_tls():
-                raise self._wrong_scheme(verb, key) from error
+                raise self._scheme_error(verb, key) from error
             kind: type[FloeError] = OutcomeUnknown if writes else Unavailable
-            text = f"{verb} {self._place(key)}: not an S3 answer: {without_paths(str(error)):.200}"
+            text = f"{verb} {self._url(key)}: not an S3 answer: {without_paths(str(error)):.200}"
             raise kind(text, code="E-LIST-INVALID" if verb == "list" else "E-S3-INVALID") from error
         except BotoCoreError as error:
-            raise self._unanswered(verb, key, error, writes) from error
+            raise self._no_answer_error(verb, key, error, writes) from error
 
     @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def _log_waits(self, what: str) -> Iterator[None]:
         """Log repeatedly that the call `what` has no answer yet; if several calls wait, one line serves for all."""
-        every, done, began = self._options.told_every, threading.Event(), self._clock.monotonic()
+        every, done, began = self._options.wait_log_interval_s, threading.Event(), self._clock.monotonic()
 
-        def tell() -> None:
+        def log_wait() -> None:
             while not done.wait(every):
-                if (now := self._clock.monotonic()) - self._told_at >= every / 2:
-                    self._told_at = now
+                if (now := self._clock.monotonic()) - self._wait_logged_at >= every / 2:
+                    self._wait_logged_at = now
                     context = {"what": what, "store": without_paths(self._endpoint), "seconds": round(now - began)}
-                    log.warning("waiting for the store", action="store_waited", **context)
+                    log.warning("store call delayed", action="store_call_delayed", **context)
 
-        threading.Thread(target=tell, name="waiting", daemon=True).start()
+        threading.Thread(target=log_wait, name="waiting", daemon=True).start()
         try:
             yield
         finally:
             done.set()
 
-    def _explained(self, verb: str, key: str, error: ClientError, writes: bool, used: S3Client) -> FloeError:
+    def _answer_error(self, verb: str, key: str, error: ClientError, writes: bool, used: S3Client) -> FloeError:
         if code_of(error.response) == "400" and self._is_plain_on_tls():  # not from S3, which names its errors
-            return self._wrong_scheme(verb, key)
+            return self._scheme_error(verb, key)
         self._has_answered = True
-        explained = s3_errors.explain(verb, self._place(key), error.response)
-        if isinstance(explained, Refused) and (place := self._read_again(used)):
+        found = s3_errors.answer_error(verb, self._url(key), error.response)
+        if isinstance(found, Refused) and (place := self._reread_credential(used)):
             hint = f"the secret was read again from {place}"
-            explained = Unavailable(explained.message, hint=hint, code="E-S3-LATER")
-        if writes and self._doubts.found and isinstance(explained, Unavailable):
-            return OutcomeUnknown(explained.message, hint=explained.hint)
-        return explained
+            found = Unavailable(found.message, hint=hint, code="E-S3-LATER")
+        if writes and self._outcomes.may_be_done and isinstance(found, Unavailable):
+            return OutcomeUnknown(found.message, hint=found.hint)
+        return found
 
-    def _unanswered(self, verb: str, key: str, error: BotoCoreError, writes: bool) -> FloeError:
-        told = without_paths(str(error))
-        text = f"{verb} {self._place(key)}: {told}"
-        away: type[FloeError] = OutcomeUnknown if writes and self._doubts.found else StoreAway
+    def _no_answer_error(self, verb: str, key: str, error: BotoCoreError, writes: bool) -> FloeError:
+        detail = without_paths(str(error))
+        text = f"{verb} {self._url(key)}: {detail}"
+        away: type[FloeError] = OutcomeUnknown if writes and self._outcomes.may_be_done else StoreUnavailable
         if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
             hint = "set store.access_key_id and store.secret_access_key, or a credential as AWS tools find it"
             return Refused(text, hint=hint, code="E-S3-AUTH")
         if isinstance(error, boto.ParamValidationError):
             return ConfigError(text, code="E-S3-REQUEST")
         if isinstance(error, boto.SSLError):
-            hint = certificate_hint(told, "store.endpoint_url", "store")
-            if hint or "CERTIFICATE_VERIFY_FAILED" in told:
+            hint = certificate_hint(detail, "store.endpoint_url", "store")
+            if hint or "CERTIFICATE_VERIFY_FAILED" in detail:
                 # If this store's certificate was accepted before, the configuration is not at fault.
-                kind = away if is_out_of_date(told) or self._has_answered else ConfigError
+                kind = away if is_out_of_date(detail) or self._has_answered else ConfigError
                 return kind(text, hint=hint or "name the authority in store.tls.ca", code="E-S3-TLS")
         if isinstance(error, boto.EndpointConnectionError):
-            asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
-            why, hint = s3_errors.why_not_connected(str(asked), str(cause))
-            return away(f"{verb} {self._place(key)}: {why}", hint=hint)
-        if is_silent := isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError):
-            text = f"{verb} {self._place(key)}: store {without_paths(self._endpoint)}: {self._waited(error)}"
-        if writes and self._doubts.found:
+            url, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
+            reason, hint = s3_errors.connection_problem(str(url), str(cause))
+            return away(f"{verb} {self._url(key)}: {reason}", hint=hint)
+        if is_timeout := isinstance(error, boto.ReadTimeoutError | boto.ConnectTimeoutError):
+            text = f"{verb} {self._url(key)}: store {without_paths(self._endpoint)}: {self._timeout_text(error)}"
+        if writes and self._outcomes.may_be_done:
             return OutcomeUnknown(text)
-        is_not_tls = isinstance(error, boto.SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
+        is_not_tls = isinstance(error, boto.SSLError) and s3_errors.is_not_tls(detail) and not self._has_answered
         if is_not_tls or (isinstance(error, boto.ConnectionClosedError) and self._is_plain_on_tls()):
-            return self._wrong_scheme(verb, key)
-        return StoreAway(text, hint=s3_errors.SILENT if is_silent else s3_errors.CLOSED)
+            return self._scheme_error(verb, key)
+        return StoreUnavailable(text, hint=s3_errors.NO_ANSWER_HINT if is_timeout else s3_errors.CLOSED_HINT)
 
-    def _waited(self, error: BotoCoreError) -> str:
+    def _timeout_text(self, error: BotoCoreError) -> str:
         options = self._options
         if isinstance(error, boto.ConnectTimeoutError):
             return f"no connection within {options.connect_timeout:g} s, tried {options.attempts} times"
@@ -609,13 +610,13 @@ class S3Objects:
         plain = not self._has_answered and self._endpoint.startswith("http:")
         return plain and s3_errors.speaks_tls(self._endpoint)
 
-    def _wrong_scheme(self, verb: str, key: str) -> ConfigError:
-        return s3_errors.wrong_scheme(f"{verb} {self._place(key)}", self._endpoint)
+    def _scheme_error(self, verb: str, key: str) -> ConfigError:
+        return s3_errors.scheme_error(f"{verb} {self._url(key)}", self._endpoint)
 
-    def _place(self, key: str) -> str:
+    def _url(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"
 
 
-def _parts_of(credential: Any) -> tuple[str | None, ...]:
+def _key_parts(credential: Any) -> tuple[str | None, ...]:
     """Return key, secret and session token; an empty tuple if there is no credential."""
     return () if credential is None else tuple(credential.get_frozen_credentials())

@@ -37,19 +37,19 @@ class Meaning(NamedTuple):
     code: str = ""
 
 
-LATER = Meaning(Unavailable, "", "E-S3-LATER")
-DENIED = Meaning(Refused, "", "E-S3-DENIED")  # the hint names the permission that the verb needs
-ELSEWHERE = Meaning(ConfigError, "", "E-S3-REGION")  # the hint names the region
+RETRY_LATER = Meaning(Unavailable, "", "E-S3-LATER")
+ACCESS_DENIED = Meaning(Refused, "", "E-S3-DENIED")  # the hint names the permission that the verb needs
+WRONG_REGION = Meaning(ConfigError, "", "E-S3-REGION")  # the hint names the region
 _SIGNATURE = "the secret key is not the one of this access key, or a proxy changes requests"
 _REFUSED = Meaning(Refused, "check the credential, its rights, and the state of the account", "E-S3-DENIED")
 _SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
 _INVALID = Meaning(ConfigError, _SETTINGS, "E-S3-REQUEST")
-_UNABLE = Meaning(ConfigError, "this store cannot do it; see store.checksum and store.encryption", "E-S3-REQUEST")
+_UNSUPPORTED = Meaning(ConfigError, "this store cannot do it; see store.checksum and store.encryption", "E-S3-REQUEST")
 _KMS = Meaning(Refused, "grant kms:GenerateDataKey and kms:Decrypt on the key", "E-S3-KMS")
 _FULL = Meaning(Unavailable, "make room in the store", "E-STORE-FULL")
 _CAPPED = Meaning(Unavailable, "make room, or raise the quota or cap of the bucket and the account", "E-STORE-FULL")
 _SUSPENDED = Meaning(Refused, "the store has suspended the account; ask its provider", "E-S3-AUTH")
-_REDIRECTED = Meaning(Unavailable, "something redirects, as to https://; check store.endpoint_url", LATER.code)
+_REDIRECTED = Meaning(Unavailable, "something redirects, as to https://; check store.endpoint_url", RETRY_LATER.code)
 _EXPIRED = Meaning(Refused, "the credential has expired; renew it", "E-S3-AUTH")
 
 MISSING_KEY = {"NoSuchKey", "NoSuchVersion"}
@@ -65,8 +65,8 @@ _LATER = (
 )
 
 #: The meaning of each code that a store may answer. A code of AWS KMS is listed without its `KMS.`.
-CODES: Mapping[str, Meaning] = {
-    **dict.fromkeys(_LATER.split(), LATER),
+CODE_MEANINGS: Mapping[str, Meaning] = {
+    **dict.fromkeys(_LATER.split(), RETRY_LATER),
     "RequestTimeTooSkewed": Meaning(Unavailable, "set this host's clock: it and the store's differ", "E-S3-CLOCK"),
     "InvalidObjectState": Meaning(Unavailable, "the object is archived: restore it first", "E-S3-ARCHIVED"),
     **dict.fromkeys(("InsufficientStorage", "Insufficient Storage", "XMinioStorageFull"), _FULL),
@@ -83,38 +83,38 @@ CODES: Mapping[str, Meaning] = {
     "NotSignedUp": Meaning(Refused, "the account has no S3", "E-S3-AUTH"),
     "InvalidSecurity": Meaning(Refused, "check the credential", "E-S3-AUTH"),
     **dict.fromkeys(("UserSuspended", "UserDisable", "AccountProblem", "AllAccessDisabled"), _SUSPENDED),
-    **dict.fromkeys(("AccessDenied", "Forbidden", "Unauthorized"), DENIED),
+    **dict.fromkeys(("AccessDenied", "Forbidden", "Unauthorized"), ACCESS_DENIED),
     # The configuration.
     "NoSuchBucket": Meaning(ConfigError, "create the bucket, or correct store.url", "E-S3-BUCKET"),
-    "NotImplemented": _UNABLE,
+    "NotImplemented": _UNSUPPORTED,
     **dict.fromkeys(
-        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"), ELSEWHERE
+        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"), WRONG_REGION
     ),
 }
 
 # The meaning of an unknown code, by the status of its answer. For other statuses: LATER from 500 on, else _INVALID.
-STATUSES: Mapping[int, Meaning] = {
-    **dict.fromkeys((307, 404, 408, 409, 423, 425, 429), LATER),
+STATUS_MEANINGS: Mapping[int, Meaning] = {
+    **dict.fromkeys((307, 404, 408, 409, 423, 425, 429), RETRY_LATER),
     **dict.fromkeys((401, 403), _REFUSED),
     **dict.fromkeys((301, 302, 308), _REDIRECTED),
     402: _SUSPENDED,
-    501: _UNABLE,
+    501: _UNSUPPORTED,
     507: _FULL,
 }
-_SURE = {408, 409, 425, 429}  # these, and 5xx except 501, take precedence over the code in the answer
+_DECISIVE_STATUSES = {408, 409, 425, 429}  # these, and 5xx except 501, take precedence over the code in the answer
 _CAP_EXCEEDED = re.compile(r"\b(cap|quota)\b.{0,20}\bexceeded\b", re.IGNORECASE)
 
 
-def meaning_of(code: str, status: int, message: str = "") -> Meaning:
+def error_meaning(code: str, status: int, message: str = "") -> Meaning:
     """Return the meaning of an answer with `code` and HTTP `status`.
 
     `code`: empty or the status in digits if the answer has no body. `message`: in the server's words.
     """
-    known = CODES.get(code.removeprefix("KMS.")) or (DENIED if code in ("401", "403") else None)
-    of_status = STATUSES.get(status, LATER if status >= 500 else _INVALID)
+    known = CODE_MEANINGS.get(code.removeprefix("KMS.")) or (ACCESS_DENIED if code in ("401", "403") else None)
+    of_status = STATUS_MEANINGS.get(status, RETRY_LATER if status >= 500 else _INVALID)
     if known is not None and issubclass(known.kind, Unavailable):
         return known
-    if status in _SURE or (status >= 500 and status != 501):
+    if status in _DECISIVE_STATUSES or (status >= 500 and status != 501):
         return of_status
     if "kms" in f"{code} {message}".lower():
         return _KMS
@@ -127,7 +127,7 @@ def meaning_of(code: str, status: int, message: str = "") -> Meaning:
 _CONDITION_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedHeader", "400"}
 
 
-def refuses_conditions(response: Mapping[str, Any]) -> bool:
+def may_refuse_conditions(response: Mapping[str, Any]) -> bool:
     """True if this answer to a conditional put may mean that the store supports none; a plain put settles it."""
     status = status_of(response)
     return status == 501 or (status == 400 and code_of(response) in _CONDITION_UNKNOWN)
@@ -142,51 +142,51 @@ def status_of(response: Mapping[str, Any]) -> int:
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def explain(verb: str, place: str, response: Mapping[str, Any]) -> FloeError:
+def answer_error(verb: str, place: str, response: Mapping[str, Any]) -> FloeError:
     """Return the FloeError for an error answer, as if its outcome were known.
 
     `verb`: of the object store port. `place`: `s3://bucket/key`. `response`: of boto3's ClientError.
     """
-    told, status, code = response.get("Error", {}), status_of(response), code_of(response)
-    message = str(told.get("Message", ""))
+    error, status, code = response.get("Error", {}), status_of(response), code_of(response)
+    message = str(error.get("Message", ""))
     text = f"{verb} {place}: {code or f'HTTP {status}'}" + (f": {message[:300]}" if message else "")
-    region = told.get("Region") or _headers_of(response).get("x-amz-bucket-region")
-    meaning = ELSEWHERE if status == 301 and region else meaning_of(code, status, message)
+    region = error.get("Region") or _headers_of(response).get("x-amz-bucket-region")
+    meaning = WRONG_REGION if status == 301 and region else error_meaning(code, status, message)
     hint = meaning.hint
-    if meaning is DENIED:
+    if meaning is ACCESS_DENIED:
         hint = f"grant {PERMISSIONS[verb]}"
         if verb in ("get", "head"):
             hint += ", and s3:ListBucket: without it a missing object is refused too, and is not taken as missing"
-    elif meaning is ELSEWHERE:
+    elif meaning is WRONG_REGION:
         hint = f"set store.region: {region or 'the region of the bucket'}"
     return meaning.kind(text, hint=hint, code=meaning.code)
 
 
 def is_conflict(response: Mapping[str, Any]) -> bool:
     """True if the answer reports a conflict with another write: nothing was done, and the same request may succeed."""
-    return status_of(response) == 409 and meaning_of(code_of(response), 409) is LATER
+    return status_of(response) == 409 and error_meaning(code_of(response), 409) is RETRY_LATER
 
 
 # Retries
 
-PAUSES = (0.1, 0.4, 1.6)  # seconds before the next try of a request that boto3 itself does not retry
-MOST_ASKED = 30.0  # seconds; the longest pause because an answer names a time
-_RETRIED = {409, 429, 500, 502, 503, 504}  # by boto3; 409 by the caller that writes
+S3_RETRY_PAUSES_S = (0.1, 0.4, 1.6)  # seconds before the next try of a request that boto3 itself does not retry
+MAX_RETRY_AFTER_S = 30.0  # seconds; the longest pause because an answer names a time
+_BOTO_RETRIED_STATUSES = {409, 429, 500, 502, 503, 504}  # by boto3; 409 by the caller that writes
 
 
-def pause_before(attempt: int, response: Mapping[str, Any], most: float) -> float | None:
+def pause_before(attempt: int, response: Mapping[str, Any], max_pause_s: float) -> float | None:
     """Return seconds until a request is sent again after `response` to try number `attempt` (from 1); None: boto3
     decides.
 
-    An answer that means "later" may name the time (`Retry-After`); at most `most` seconds of it count.
+    An answer that means "later" may name the time (`Retry-After`); at most `max_pause_s` seconds of it count.
     """
     status, message = status_of(response), str(response.get("Error", {}).get("Message", ""))
-    if status in (307, 404) or meaning_of(code_of(response), status, message) is not LATER:
+    if status in (307, 404) or error_meaning(code_of(response), status, message) is not RETRY_LATER:
         return None
-    asked = _retry_after(_headers_of(response))
-    if asked is not None and status != 409:
-        return min(asked, most, MOST_ASKED)
-    return None if status in _RETRIED else PAUSES[min(attempt, len(PAUSES)) - 1]
+    delay = _retry_after(_headers_of(response))
+    if delay is not None and status != 409:
+        return min(delay, max_pause_s, MAX_RETRY_AFTER_S)
+    return None if status in _BOTO_RETRIED_STATUSES else S3_RETRY_PAUSES_S[min(attempt, len(S3_RETRY_PAUSES_S)) - 1]
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
@@ -213,7 +213,7 @@ _UNKNOWN_HOST = re.compile(r"failed to resolve|name or service not known|nodenam
 # Errors of a handshake with a server that does not speak TLS, by the versions of OpenSSL.
 _NOT_TLS = re.compile(r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|record layer failure|UNKNOWN_PROTOCOL|HTTP_REQUEST")
 _ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
-PROBE_TIMEOUT = 3.0  # seconds
+PROBE_TIMEOUT_S = 3.0  # seconds
 
 
 def without_paths(text: str) -> str:
@@ -221,7 +221,7 @@ def without_paths(text: str) -> str:
     return _URL.sub(r"\1\2", text)
 
 
-def why_not_connected(endpoint: str, cause: str) -> tuple[str, str]:
+def connection_problem(endpoint: str, cause: str) -> tuple[str, str]:
     """Return the reason why no connection to the address `endpoint` was made, and a hint. `cause`: boto3's text."""
     host = urlsplit(endpoint).hostname or endpoint
     where = f"store {without_paths(endpoint)}"
@@ -234,12 +234,12 @@ def why_not_connected(endpoint: str, cause: str) -> tuple[str, str]:
         hint = "is the store running, and is this its port? check store.endpoint_url"
         return f"{where}: the port refuses connections", hint
     found = _ERRNO.search(cause)
-    why = found[1].strip().lower() if found else without_paths(cause)
-    return f"{where}: cannot be reached: {why}", "check store.endpoint_url, and the network on the way"
+    reason = found[1].strip().lower() if found else without_paths(cause)
+    return f"{where}: cannot be reached: {reason}", "check store.endpoint_url, and the network on the way"
 
 
-SILENT = "does it answer others? look at the store and at what is on the way; check store.endpoint_url"
-CLOSED = "is it the port of an S3 server? look at the store's log; check store.endpoint_url"
+NO_ANSWER_HINT = "does it answer others? look at the store and at what is on the way; check store.endpoint_url"
+CLOSED_HINT = "is it the port of an S3 server? look at the store's log; check store.endpoint_url"
 
 
 def is_not_tls(cause: str) -> bool:
@@ -253,7 +253,7 @@ def speaks_tls(endpoint: str) -> bool:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with (
-            socket.create_connection((address.hostname or "", address.port or 80), PROBE_TIMEOUT) as line,
+            socket.create_connection((address.hostname or "", address.port or 80), PROBE_TIMEOUT_S) as line,
             context.wrap_socket(line, server_hostname=address.hostname),
         ):
             return True
@@ -263,7 +263,7 @@ def speaks_tls(endpoint: str) -> bool:
         return False
 
 
-def wrong_scheme(text: str, endpoint: str) -> ConfigError:
+def scheme_error(text: str, endpoint: str) -> ConfigError:
     found, expected = ("https", "http") if endpoint.startswith("https") else ("http", "https")
     what = "the port does not speak TLS" if found == "https" else "the port speaks TLS"
     address = without_paths(endpoint)
@@ -271,33 +271,33 @@ def wrong_scheme(text: str, endpoint: str) -> ConfigError:
     return ConfigError(f"{text}: store {address}: {what}", hint=hint, code="E-S3-TLS")
 
 
-VERBS = ("list", "get", "download", "put", "put_if_absent", "put_if_match", "delete", "head")
+STORE_VERBS = ("list", "get", "download", "put", "put_if_absent", "put_if_match", "delete", "head")
 
 
-class AnsweringStore:
-    """A wrapper of `objects`. After each call it calls `told`, in the same thread: True if the server gave an answer.
+class ObservedStore:
+    """A wrapper of `objects`. After each call it calls `on_call`, in the same thread: True if the server answered.
 
     "There is no such object" is an answer, and so is a refusal, except that of the credential (E-S3-AUTH). The wrapper
     has only the verbs of the port.
     """
 
-    def __init__(self, objects: ObjectStore, told: Callable[[bool], None]) -> None:
-        self._objects, self._told = objects, told
+    def __init__(self, objects: ObjectStore, on_call: Callable[[bool], None]) -> None:
+        self._objects, self._on_call = objects, on_call
 
     def __getattr__(self, verb: str) -> Any:
-        if verb not in VERBS:
+        if verb not in STORE_VERBS:
             raise AttributeError(verb)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 answer = getattr(self._objects, verb)(*args, **kwargs)
             except (Unavailable, OutcomeUnknown):
-                self._told(False)
+                self._on_call(False)
                 raise
             except FloeError as error:
-                self._told(error.code != "E-S3-AUTH")  # a store that refuses the credential serves nothing
+                self._on_call(error.code != "E-S3-AUTH")  # a store that refuses the credential serves nothing
                 raise
-            self._told(True)
+            self._on_call(True)
             return answer
 
         return call

@@ -23,16 +23,16 @@ from urllib3.exceptions import HTTPError
 
 from common.errors import OutcomeUnknown, Unavailable
 from common.objects.port import (
-    CHUNK_BYTES,
+    COPY_CHUNK_BYTES,
     Body,
     ChecksumMismatch,
-    HiddenObject,
+    DeletedObject,
     LifecycleRule,
     ObjectInfo,
-    chunks,
-    opened,
+    body_size,
+    iter_chunks,
+    open_body,
     sha256_of,
-    size_of,
 )
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024  # of a page of a listing, an error or a receipt: all but the body of an object
@@ -75,8 +75,8 @@ class Listing:
     def __init__(self, bucket: str, prefix: str, start_after: str, limit: int | None) -> None:
         self._bucket, self._prefix, self._start_after, self._limit = bucket, prefix, start_after, limit
         self._found: dict[str, ObjectInfo] = {}
-        self._passed: set[str] = set()  # unwanted keys, from a server that begins in the wrong place
-        self._token, self._empty = "", 0  # token of the previous page; empty pages in succession
+        self._skipped_keys: set[str] = set()  # unwanted keys, from a server that begins in the wrong place
+        self._token, self._empty_pages = "", 0  # token of the previous page; empty pages in succession
 
     def is_full(self) -> bool:
         return self._limit is not None and len(self._found) >= self._limit
@@ -96,13 +96,13 @@ class Listing:
             self._add_object(entry)
         return self._next_token(page, len(contents))
 
-    def objects(self) -> builtins.list[ObjectInfo]:
+    def sorted_objects(self) -> builtins.list[ObjectInfo]:
         # SeaweedFS lists folder by folder, `a/1` before `a-b`, so pages are not in key order.
         return [self._found[key] for key in sorted(self._found)][: self._limit]
 
-    def take(self) -> builtins.list[ObjectInfo]:
+    def take_objects(self) -> builtins.list[ObjectInfo]:
         """Return the objects since the last call, in order."""
-        taken = self.objects()
+        taken = self.sorted_objects()
         self._found.clear()
         return taken
 
@@ -113,20 +113,20 @@ class Listing:
             # Whole seconds, as in the answer to a HEAD: MinIO lists milliseconds.
             modified = float(int(entry["LastModified"].timestamp()))
             info = ObjectInfo(str(entry["Key"]), int(entry["Size"]), modified, etag)
-        is_known = info is not None and (info.key in self._found or info.key in self._passed)
+        is_known = info is not None and (info.key in self._found or info.key in self._skipped_keys)
         if info is None or is_known or not info.key.startswith(self._prefix):
             raise self._invalid("an entry", "a new key under the prefix, with size and time", entry)
         if info.key > self._start_after:
             self._found[info.key] = info
         else:
-            self._passed.add(info.key)
+            self._skipped_keys.add(info.key)
 
     def _next_token(self, page: Mapping[str, Any], count: int) -> str | None:
         if page.get("IsTruncated") is False:
             return None
         token = str(page.get("NextContinuationToken") or "")
-        self._empty = 0 if count else self._empty + 1
-        if page.get("IsTruncated") is not True or token in ("", self._token) or self._empty > MAX_EMPTY_PAGES:
+        self._empty_pages = 0 if count else self._empty_pages + 1
+        if page.get("IsTruncated") is not True or token in ("", self._token) or self._empty_pages > MAX_EMPTY_PAGES:
             expected = f"IsTruncated false, or another token and entries within {MAX_EMPTY_PAGES} pages"
             raise self._invalid("the end", expected, token)
         self._token = token
@@ -144,7 +144,7 @@ class Listing:
         )
 
 
-def head_info(key: str, answer: Mapping[str, Any]) -> ObjectInfo | None:
+def parse_head(key: str, answer: Mapping[str, Any]) -> ObjectInfo | None:
     """Return the properties in the answer to a HEAD; None without a size or a time, which every store gives."""
     modified, size = answer.get("LastModified"), answer.get("ContentLength")
     if modified is None or size is None:
@@ -165,14 +165,14 @@ def _sha256_in(text: str) -> str | None:
     return digest.hex() if len(digest) == 32 else None
 
 
-def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
+def deleted_objects(answer: Mapping[str, Any]) -> list[DeletedObject]:
     newest: dict[str, Mapping[str, Any]] = {}
     for entry in answer.get("Versions", []):
         known = newest.setdefault(entry["Key"], entry)
         if entry["LastModified"] > known["LastModified"]:
             newest[entry["Key"]] = entry
     found = {
-        marker["Key"]: HiddenObject(
+        marker["Key"]: DeletedObject(
             marker["Key"], str(kept["VersionId"]), kept["LastModified"].timestamp(), str(marker["VersionId"])
         )
         for marker in answer.get("DeleteMarkers", [])
@@ -181,7 +181,7 @@ def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
     return [found[key] for key in sorted(found)]
 
 
-_COLD = ("GLACIER", "DEEP_ARCHIVE")  # storage classes with objects that must be restored before they can be read
+_COLD_CLASSES = ("GLACIER", "DEEP_ARCHIVE")  # storage classes of objects that must be restored before they can be read
 
 
 def enabled_rules(answer: Mapping[str, Any]) -> list[LifecycleRule]:
@@ -197,9 +197,9 @@ def _lifecycle_rule(rule: Mapping[str, Any]) -> LifecycleRule:
         prefix=str(both.get("Prefix") or rule.get("Prefix") or ""),
         is_partial=any(name != "Prefix" for name in both),
         deletes=bool({"Days", "Date"} & (rule.get("Expiration") or {}).keys()),
-        archives=next((each for each in cold if each in _COLD), ""),
-        drops_versions="NoncurrentVersionExpiration" in rule,
-        aborts="AbortIncompleteMultipartUpload" in rule,
+        archive_class=next((each for each in cold if each in _COLD_CLASSES), ""),
+        deletes_versions="NoncurrentVersionExpiration" in rule,
+        aborts_uploads="AbortIncompleteMultipartUpload" in rule,
     )
 
 
@@ -222,7 +222,7 @@ class Upload:
     def place(self) -> str:
         return f"s3://{self.target['Bucket']}/{self.target['Key']}"
 
-    def whole(self, condition: Mapping[str, Any]) -> None:
+    def put_whole(self, condition: Mapping[str, Any]) -> None:
         fields = {**self.common, **self._checksum_of(self.body, self.sha256), **condition}
         with nullcontext(self.body) if isinstance(self.body, bytes) else self.body.open("rb") as body:
             self._expect_etag(self.client.put_object(**self.target, Body=body, **fields))
@@ -232,10 +232,10 @@ class Upload:
         algorithm = {} if self.checksum == "none" else {"ChecksumAlgorithm": self.checksum.upper()}
         begun = self.client.create_multipart_upload(**self.target, **self.common, **algorithm)
         self._id = begun["UploadId"]
-        size = max(part_bytes, -(-size_of(self.body) // MAX_PARTS))
+        size = max(part_bytes, -(-body_size(self.body) // MAX_PARTS))
         parts, digest = [], hashlib.sha256()
-        with opened(self.body) as file:
-            for number, part in enumerate(chunks(file, size), start=1):
+        with open_body(self.body) as file:
+            for number, part in enumerate(iter_chunks(file, size), start=1):
                 digest.update(part)
                 parts.append(self._send_part(number, part))
         # The server checks each part only, so the checksum of the whole body is checked here, before the commit.
@@ -269,8 +269,8 @@ class Upload:
             return {"ChecksumSHA256": base64.b64encode(digest).decode()}
         if self.checksum == "crc32":
             crc = 0
-            with opened(body) as file:
-                for chunk in chunks(file):
+            with open_body(body) as file:
+                for chunk in iter_chunks(file):
                     crc = zlib.crc32(chunk, crc)
             return {"ChecksumCRC32": base64.b64encode(crc.to_bytes(4, "big")).decode()}
         return {}
@@ -280,7 +280,7 @@ T = TypeVar("T")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
-class CutShortError(Unavailable):
+class TruncatedBodyError(Unavailable):
     """The body ended before the announced length, or is not the requested range."""
 
     default_code = "E-S3-CUT"
@@ -297,13 +297,13 @@ class ByteRange:
         return f"bytes={self.first}-{'' if self.length is None else self.first + self.length - 1}"
 
     def size_in(self, content_range: str) -> int:
-        """Return the number of bytes in an answer with this `Content-Range`. Raises CutShortError for another range."""
+        """Return the number of bytes in an answer with this `Content-Range`. Raises TruncatedBodyError for another."""
         if not (match := _CONTENT_RANGE.fullmatch(content_range)):
-            raise CutShortError(f"expected {self.header()}, found Content-Range {content_range!r:.80}")
+            raise TruncatedBodyError(f"expected {self.header()}, found Content-Range {content_range!r:.80}")
         first, last, total = (int(number) for number in match.groups())
         end = total if self.length is None else min(total, self.first + self.length)
         if (first, last + 1) != (self.first, end):
-            raise CutShortError(f"expected {self.header()}, found {content_range}")
+            raise TruncatedBodyError(f"expected {self.header()}, found {content_range}")
         return end - first
 
 
@@ -314,7 +314,7 @@ class AnswerBody:
         self._stream, self._expected, self._found = stream, expected, 0
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any], wanted: ByteRange | None, size: Callable[[], int | None]) -> AnswerBody:
+    def open(cls, answer: Mapping[str, Any], wanted: ByteRange | None, size: Callable[[], int | None]) -> AnswerBody:
         """Return the body of `answer`; `size` finds the object's size if the answer announces no length."""
         stream = answer["Body"]
         try:
@@ -322,19 +322,19 @@ class AnswerBody:
                 return cls(stream, wanted.size_in(str(answer.get("ContentRange", ""))))
             announced = answer.get("ContentLength")
             if (expected := size() if announced is None else int(announced)) is None:
-                raise CutShortError("expected a length, found none, and no object to ask for it")
+                raise TruncatedBodyError("expected a length, found none, and no object to ask for it")
             return cls(stream, expected)
         except BaseException:
             stream.close()
             raise
 
-    def use(self, how: Callable[[AnswerBody], T]) -> T:
-        """Return the result of `how` for the body. Raises CutShortError unless the body is as long as announced."""
+    def consume(self, reader: Callable[[AnswerBody], T]) -> T:
+        """Return the result of `reader` for the body. Raises TruncatedBodyError unless it is as long as announced."""
         with closing(self):
-            result = how(self)
+            result = reader(self)
         if self._found != self._expected:
             more = " or more" if self._found > self._expected else ""
-            raise CutShortError(f"expected {self._expected} bytes, found {self._found}{more}")
+            raise TruncatedBodyError(f"expected {self._expected} bytes, found {self._found}{more}")
         return result
 
     def close(self) -> None:
@@ -345,11 +345,11 @@ class AnswerBody:
 
     def copy_to(self, path: Path) -> int:
         with path.open("wb") as file:
-            while chunk := self._next(CHUNK_BYTES):
+            while chunk := self._next(COPY_CHUNK_BYTES):
                 file.write(chunk)
         return self._found
 
-    def _next(self, most: int) -> bytes:
-        chunk = self._stream.read(min(most, self._expected + 1 - self._found))
+    def _next(self, max_bytes: int) -> bytes:
+        chunk = self._stream.read(min(max_bytes, self._expected + 1 - self._found))
         self._found += len(chunk)
         return chunk

@@ -10,9 +10,9 @@ from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.s3 import BotoCoreError, ClientError, S3Account, make_client
 from common.objects.s3_errors import without_paths
 
-BATCH = 10  # messages of one receive or delete; Amazon's limit
-LONGEST_WAIT = 20  # seconds that a receive may wait; Amazon's limit
-CONNECT_TIMEOUT, ANSWER_TIMEOUT = 5.0, 10.0  # seconds; the second on top of the wait
+RECEIVE_BATCH_MESSAGES = 10  # messages of one receive or delete; Amazon's limit
+MAX_RECEIVE_WAIT_S = 20  # seconds that a receive may wait; Amazon's limit
+SQS_CONNECT_TIMEOUT_S, SQS_ANSWER_TIMEOUT_S = 5.0, 10.0  # seconds; the second on top of the wait
 
 _MISSING = {"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist"}
 _REFUSED = {
@@ -29,7 +29,7 @@ _REFUSED = {
 _REGION = re.compile(r"sqs\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?")
 
 
-class Received(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message, and the handle to delete it by."""
 
     body: str
@@ -53,26 +53,26 @@ class SqsQueue:
             account if found is None else replace(account, region=found[1]),
             self._place,
             retries={"mode": "standard", "total_max_attempts": 1},
-            connect_timeout=CONNECT_TIMEOUT,
-            read_timeout=LONGEST_WAIT + ANSWER_TIMEOUT,
+            connect_timeout=SQS_CONNECT_TIMEOUT_S,
+            read_timeout=MAX_RECEIVE_WAIT_S + SQS_ANSWER_TIMEOUT_S,
         )
         self.region = str(self._client.meta.region_name)
 
-    def receive(self, wait: int = LONGEST_WAIT) -> list[Received]:
+    def receive(self, wait: int = MAX_RECEIVE_WAIT_S) -> list[ReceivedMessage]:
         """Return up to ten messages, as soon as there is one; empty after `wait` seconds (0 to 20)."""
-        with self._calling("receive"):
+        with self._translate_errors("receive"):
             answer = self._client.receive_message(
-                QueueUrl=self.address(), MaxNumberOfMessages=BATCH, WaitTimeSeconds=wait
+                QueueUrl=self.address(), MaxNumberOfMessages=RECEIVE_BATCH_MESSAGES, WaitTimeSeconds=wait
             )
         found = answer.get("Messages") or ()
-        return [Received(str(each.get("Body", "")), str(each.get("ReceiptHandle", ""))) for each in found]
+        return [ReceivedMessage(str(each.get("Body", "")), str(each.get("ReceiptHandle", ""))) for each in found]
 
-    def delete(self, messages: Sequence[Received]) -> int:
+    def delete(self, messages: Sequence[ReceivedMessage]) -> int:
         """Remove received messages; return the number that the queue failed to remove: they are delivered again."""
         if not messages:
             return 0
         entries = [{"Id": str(n), "ReceiptHandle": each.receipt} for n, each in enumerate(messages)]
-        with self._calling("delete"):
+        with self._translate_errors("delete"):
             answer = self._client.delete_message_batch(QueueUrl=self.address(), Entries=entries)
         return len(answer.get("Failed") or ())
 
@@ -82,20 +82,20 @@ class SqsQueue:
         return self._url
 
     @contextmanager
-    def _calling(self, verb: str) -> Iterator[None]:
+    def _translate_errors(self, verb: str) -> Iterator[None]:
         try:
             yield
         except ClientError as error:
-            raise _explained(f"{verb} {self._place}", error) from error
+            raise _answer_error(f"{verb} {self._place}", error) from error
         except BotoCoreError as error:
             text = f"{verb} {self._place}: {without_paths(str(error))}"
             raise Unavailable(text, code="E-SQS") from error
 
 
-def _explained(what: str, error: ClientError) -> FloeError:
-    told = error.response.get("Error", {})
-    code = str(told.get("Code", ""))
-    text = f"{what}: {code}: {str(told.get('Message', ''))[:300]}"
+def _answer_error(call: str, error: ClientError) -> FloeError:
+    answer = error.response.get("Error", {})
+    code = str(answer.get("Code", ""))
+    text = f"{call}: {code}: {str(answer.get('Message', ''))[:300]}"
     if code in _MISSING:
         return ConfigError(text, hint="create the queue, or correct ingress.events", code="E-SQS-QUEUE")
     if code in _REFUSED:

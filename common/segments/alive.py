@@ -5,7 +5,7 @@
 The time that the store records for it (LastModified) is the heartbeat. Its content gives the centre two facts that no
 other object has: why a chain does not continue, and how far the stream itself is. A restarted process has the same name
 and replaces its object. Objects of processes that never come back are ignored: for each chain the newest object that
-names it counts, and an object FORGOTTEN older than the newest of its site is not read at all.
+names it counts, and an object HEARTBEAT_EXPIRY_S older than the newest of its site is not read at all.
 
 Every program that can write to the bucket can write these objects. So the size of a read is limited, and their content
 is used only for display and measurement.
@@ -20,21 +20,21 @@ from typing import Any
 import msgspec
 
 from common.chain import Chain
-from common.documents import JsonForm
+from common.documents import JsonCodec
 from common.objects.port import ObjectInfo
 from common.sequences import MAX_SEQUENCE
 
-FORGOTTEN = 7 * 86_400.0  # seconds by which an object is older than the newest of its site
-MAX_CHAINS = 20_000  # of one process
+HEARTBEAT_EXPIRY_S = 7 * 86_400.0  # seconds by which an object is older than the newest of its site
+MAX_HEARTBEAT_CHAINS = 20_000  # of one process
 STANDBY = "standby"
-EVERY = 30.0  # seconds between two heartbeats of one process
-LATEST = 45.0  # seconds after one by which the next is there, unless something is wrong
+HEARTBEAT_INTERVAL_S = 30.0  # seconds between two heartbeats of one process
+HEARTBEAT_OVERDUE_S = 45.0  # seconds after one by which the next is there, unless something is wrong
 OVERDUE, SILENT = "overdue", "silent"  # replace the state of a process without a recent heartbeat
 
-_TEXT = 1000  # characters of a reason, at most
+_MAX_REASON_CHARS = 1000  # characters of a reason, at most
 
 
-class _Said(msgspec.Struct, frozen=True, omit_defaults=True):
+class _Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
     since: float
     code: str = ""
@@ -44,28 +44,28 @@ class _Said(msgspec.Struct, frozen=True, omit_defaults=True):
     source_asked: float | None = None
     first: int | None = None
 
-    def said(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in _Said.__struct_fields__}
-        return {name: value[:_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
+    def as_dict(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in _Heartbeat.__struct_fields__}
+        return {name: value[:_MAX_REASON_CHARS] if isinstance(value, str) else value for name, value in fields.items()}
 
 
-class _ChainWire(_Said, frozen=True, kw_only=True):
+class _ChainWire(_Heartbeat, frozen=True, kw_only=True):
     feed: str
     partition: int
     incarnation: int
 
 
-class _AliveWire(msgspec.Struct, frozen=True, tag_field="format_version", tag=1):
+class _HeartbeatWire(msgspec.Struct, frozen=True, tag_field="format_version", tag=1):
     site: str
     owner: str
     time: float
     chains: list[_ChainWire]
 
 
-_FORM = JsonForm(_AliveWire)
+_CODEC = JsonCodec(_HeartbeatWire)
 
 
-class ChainSign(_Said, frozen=True, kw_only=True):
+class ChainHeartbeat(_Heartbeat, frozen=True, kw_only=True):
     """The report of a process about one chain. `state`, `code`, `why`: as in its /status, since `since`.
 
     `end`: the last archived sequence, None if it was not looked up yet. `source_last`: the last sequence of the
@@ -77,10 +77,10 @@ class ChainSign(_Said, frozen=True, kw_only=True):
     chain: Chain
 
     @property
-    def works(self) -> bool:
+    def is_active(self) -> bool:
         return self.state != STANDBY
 
-    def source_at_least(self, incarnation: int, archived: int) -> int | None:
+    def last_known_sequence(self, incarnation: int, archived: int) -> int | None:
         """Return the last known sequence of the stream: as queried, or `archived` if that is greater; None if unknown.
 
         It is as queried, even if less, if the process itself saw less than it had archived (the stream was rolled
@@ -91,7 +91,7 @@ class ChainSign(_Said, frozen=True, kw_only=True):
             return last
         return max(last, archived)
 
-    def not_archived(self, incarnation: int, archived: int) -> int | None:
+    def unarchived_count(self, incarnation: int, archived: int) -> int | None:
         """Return the number of sequences of the stream after the archive; None if the end of the stream is unknown.
 
         `incarnation`, `archived`: the newest incarnation that the reader knows, and the end of its coverage (0: none).
@@ -107,35 +107,35 @@ class ChainSign(_Said, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class HeartbeatObject:
     """The heartbeat object of one process. `owner`: the process that wrote it, at `time` by its own clock."""
 
     site: str
     owner: str
     time: float
-    chains: tuple[ChainSign, ...]
+    chains: tuple[ChainHeartbeat, ...]
 
     def to_json(self) -> bytes:
         wires = [
-            _ChainWire(**sign.said(), feed=chain.feed, partition=chain.partition, incarnation=chain.incarnation)
-            for sign, chain in ((each, each.chain) for each in self.chains)
+            _ChainWire(**heartbeat.as_dict(), feed=chain.feed, partition=chain.partition, incarnation=chain.incarnation)
+            for heartbeat, chain in ((each, each.chain) for each in self.chains)
         ]
-        return _FORM.encode(_AliveWire(self.site, self.owner, self.time, wires))
+        return _CODEC.encode(_HeartbeatWire(self.site, self.owner, self.time, wires))
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Alive:
+    def from_json(cls, raw: bytes) -> HeartbeatObject:
         """Parse an object of this version, or of a later one that added fields. Raises ValueError."""
-        wire = _FORM.decode(raw)
-        if len(wire.chains) > MAX_CHAINS:
-            raise ValueError(f"chains: expected at most {MAX_CHAINS}, found {len(wire.chains)}")
-        return cls(wire.site, wire.owner, wire.time, tuple(_sign(wire.site, each) for each in wire.chains))
+        wire = _CODEC.decode(raw)
+        if len(wire.chains) > MAX_HEARTBEAT_CHAINS:
+            raise ValueError(f"chains: expected at most {MAX_HEARTBEAT_CHAINS}, found {len(wire.chains)}")
+        return cls(wire.site, wire.owner, wire.time, tuple(_chain_heartbeat(wire.site, each) for each in wire.chains))
 
 
-def _sign(site: str, wire: _ChainWire) -> ChainSign:
+def _chain_heartbeat(site: str, wire: _ChainWire) -> ChainHeartbeat:
     for name, value in (("end", wire.end), ("source_last", wire.source_last), ("first", wire.first)):
         if value is not None and not 0 <= value <= MAX_SEQUENCE:
             raise ValueError(f"{name}: expected 0 to {MAX_SEQUENCE}, found {value}")
-    return ChainSign(**wire.said(), chain=Chain(site, wire.feed, wire.incarnation, wire.partition))
+    return ChainHeartbeat(**wire.as_dict(), chain=Chain(site, wire.feed, wire.incarnation, wire.partition))
 
 
 def process_name(host: str, instance: str = "", worker: int | None = None) -> str:
@@ -143,24 +143,24 @@ def process_name(host: str, instance: str = "", worker: int | None = None) -> st
     return ".".join([host, *([instance] if instance else []), *([] if worker is None else [str(worker)])])
 
 
-def to_read(found: Iterable[tuple[str, ObjectInfo]]) -> list[ObjectInfo]:
+def drop_outdated(found: Iterable[tuple[str, ObjectInfo]]) -> list[ObjectInfo]:
     """Return the objects that may still be useful, from pairs (site, object): without those that are more than
-    FORGOTTEN older than the newest of their site.
+    HEARTBEAT_EXPIRY_S older than the newest of their site.
     """
     objects = list(found)
     newest: dict[str, float] = {}
     for site, info in objects:
         newest[site] = max(newest.get(site, info.modified), info.modified)
-    return [info for site, info in objects if info.modified >= newest[site] - FORGOTTEN]
+    return [info for site, info in objects if info.modified >= newest[site] - HEARTBEAT_EXPIRY_S]
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class StoredHeartbeat:
     """The report of one object about one chain. `modified`: the heartbeat, by the store's clock; `age`: seconds since
     then; `time`: the time of writing, by the clock of the process.
     """
 
-    sign: ChainSign
+    heartbeat: ChainHeartbeat
     modified: float
     age: float
     time: float
@@ -171,19 +171,19 @@ class Sighting:
         """
         if self.age > silent_after:
             return SILENT
-        return OVERDUE if self.age > LATEST and self.sign.state != "stopped" else self.sign.state
+        return OVERDUE if self.age > HEARTBEAT_OVERDUE_S and self.heartbeat.state != "stopped" else self.heartbeat.state
 
     @property
-    def lasts(self) -> float:
+    def state_duration_s(self) -> float:
         """Seconds that the state had lasted at the time of writing, by the clock of the process alone."""
-        return max(0.0, self.time - self.sign.since)
+        return max(0.0, self.time - self.heartbeat.since)
 
 
-def newest(sightings: Iterable[Sighting]) -> dict[Chain, Sighting]:
-    """Return the sighting that counts for each partition, by its chain in incarnation 0000: the newest from a process
+def newest_by_partition(heartbeats: Iterable[StoredHeartbeat]) -> dict[Chain, StoredHeartbeat]:
+    """Return the heartbeat that counts for each partition, by its chain in incarnation 0000: the newest from a process
     that holds the chain. One from a standby counts only if there is no other.
     """
-    found: dict[Chain, Sighting] = {}
-    for each in sorted(sightings, key=lambda each: (each.sign.works, each.modified), reverse=True):
-        found.setdefault(replace(each.sign.chain, incarnation=0), each)
+    found: dict[Chain, StoredHeartbeat] = {}
+    for each in sorted(heartbeats, key=lambda each: (each.heartbeat.is_active, each.modified), reverse=True):
+        found.setdefault(replace(each.heartbeat.chain, incarnation=0), each)
     return found

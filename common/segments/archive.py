@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import Refused, SegmentCorrupt, UsageError
-from common.exits import command
-from common.segments.documents import ChainStore, accept_command, of_chain
-from common.segments.keys import MAX_LEVEL, Pair, chosen, one, parse, parse_of_feed
+from common.exits import floe_command
+from common.segments.documents import ChainStore, accept_command, chain_arguments
+from common.segments.keys import MAX_LEVEL, FeedId, filter_chains, parse_chain_name, parse_chain_of_feed, resolve_chain
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -29,7 +29,7 @@ Report = Callable[[str], None]
 T = TypeVar("T")
 
 
-def select_chains(chains: ChainStore, text: str | None, feeds: Collection[Pair] = ()) -> list[Chain]:
+def select_chains(chains: ChainStore, text: str | None, feeds: Collection[FeedId] = ()) -> list[Chain]:
     """Return the chains that `SITE[/FEED[/INCARNATION[/PARTITION]]]` names; None means all.
 
     `feeds`: those of the configuration, which may have no archive yet. A chain that is named in full needs no
@@ -37,39 +37,39 @@ def select_chains(chains: ChainStore, text: str | None, feeds: Collection[Pair] 
     """
     if text is None:
         return chains.chains()
-    site, feed, incarnation, partition = parse(text)
+    site, feed, incarnation, partition = parse_chain_name(text)
     if feed is not None and None not in (incarnation, partition):
         chain = Chain(site, feed, incarnation or 0, partition or 0)
         prefixes = (chains.layout.segments_prefix(chain, level) for level in range(MAX_LEVEL + 1))
         if any(chains.objects.list(prefix, limit=1) for prefix in prefixes):
             return [chain]
-    return among(chains, site, feed, lambda known: chosen(known, feeds, site, feed, incarnation, partition))
+    return match_chains(chains, site, feed, lambda c: filter_chains(c, feeds, site, feed, incarnation, partition))
 
 
-def find_chain(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> Chain:
+def find_chain(chains: ChainStore, text: str, feeds: Collection[FeedId] = ()) -> Chain:
     """Return the chain that `SITE/FEED[/INCARNATION[/PARTITION]]` names; without an incarnation, the newest.
 
     Raises UsageError as `select_chains`, and if several partitions match.
     """
-    site, feed, incarnation, partition = parse_of_feed(text)
+    site, feed, incarnation, partition = parse_chain_of_feed(text)
     if None not in (incarnation, partition) and (found := select_chains(chains, text, feeds)):
         return found[0]
-    return among(chains, site, feed, lambda known: one(known, feeds, site, feed, incarnation, partition))
+    return match_chains(chains, site, feed, lambda c: resolve_chain(c, feeds, site, feed, incarnation, partition))
 
 
-def find_incarnation(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> Chain:
+def find_incarnation(chains: ChainStore, text: str, feeds: Collection[FeedId] = ()) -> Chain:
     """Return partition 0 of the incarnation that `SITE/FEED[/INCARNATION]` names; of the newest, if none is named.
 
     Raises UsageError as `select_chains`, and if a partition is named.
     """
-    site, feed, incarnation, partition = parse_of_feed(text)
+    site, feed, incarnation, partition = parse_chain_of_feed(text)
     if partition is not None:
         raise UsageError(f"{text:.80}: expected SITE/FEED[/INCARNATION], found a partition")
-    found = among(chains, site, feed, lambda known: chosen(known, feeds, site, feed, incarnation))
+    found = match_chains(chains, site, feed, lambda c: filter_chains(c, feeds, site, feed, incarnation))
     return Chain(site, feed, max((chain.incarnation for chain in found), default=incarnation or 0))
 
 
-def among(chains: ChainStore, site: str | None, feed: str | None, find: Callable[[Collection[Chain]], T]) -> T:
+def match_chains(chains: ChainStore, site: str | None, feed: str | None, find: Callable[[Collection[Chain]], T]) -> T:
     """Return the result of `find` for the chains of a site or feed. If it finds none, its error lists all chains."""
     try:
         return find(chains.chains(site, feed))
@@ -81,7 +81,7 @@ def among(chains: ChainStore, site: str | None, feed: str | None, find: Callable
         return find(known)
 
 
-def history(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
+def chain_ends(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
     """Return the chains of the stream up to the incarnation of `newest`, each with the last of its sequences that
     counts: all of that incarnation (MAX_SEQUENCE), and those of the earlier ones that it continues. Blocking.
 
@@ -93,10 +93,10 @@ def history(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
         found |= of
         document = chains.read_stream(replace(newest, incarnation=number, partition=0))
         former = number - 1 if document is None or document.continued is None else document.continued
-        if document is None or not document.joins or not 0 <= former < number:
+        if document is None or not document.join_sequences or not 0 <= former < number:
             break
         own = {chain.partition: end for chain, end in of.items()}
-        reach = {part: min(own.get(part, MAX_SEQUENCE), at - 1) for part, at in document.joins.items()}
+        reach = {part: min(own.get(part, MAX_SEQUENCE), at - 1) for part, at in document.join_sequences.items()}
         before = chains.read_stream(replace(newest, incarnation=former, partition=0))
         cuts = [[each.filters for each in found.chains] for found in (document, before) if found is not None]
         if len({*reach.values()}) > 1 and cuts[0] != cuts[-1]:
@@ -129,7 +129,7 @@ class ReadAhead:
         return not sizes or (len(sizes) < self.count and sum(sizes) + more.size <= self.size)
 
 
-def _opened(
+def _open_ahead(
     store: SegmentStore, stretches: Sequence[Stretch[SegmentRef]], refs: Sequence[SegmentRef], ahead: ReadAhead | None
 ) -> Generator[tuple[Stretch[SegmentRef], Callable[[], StretchReader]]]:
     """Yield each stretch with a function that opens it: close the reader that it returns. The next ones are fetched
@@ -168,7 +168,7 @@ def read_cover(
     """
     usable, position = list(refs), within.first
     while position <= within.last:
-        with closing(_opened(store, cover(usable, position, within.last), usable, ahead)) as opened:
+        with closing(_open_ahead(store, cover(usable, position, within.last), usable, ahead)) as opened:
             for stretch, open_it in opened:
                 if stretch.rows.first > position:
                     report(f"no segment covers {SequenceRange(position, stretch.rows.first - 1)}")
@@ -189,13 +189,13 @@ def read_cover(
         report(f"no segment covers {SequenceRange(position, within.last)}")
 
 
-MARGIN_NS = 60_000_000_000
-_LISTINGS = 3  # attempts: compaction may delete a segment after it was listed
-_COLUMNS = ("sequence", "timestamp_ns")
+SKEW_MARGIN_NS = 60_000_000_000
+_LISTING_ATTEMPTS = 3  # compaction may delete a segment after it was listed
+_TIME_COLUMNS = ("sequence", "timestamp_ns")
 
 
 def search(
-    store: SegmentStore, chain: Chain, moment_ns: int, position: int = 1, listings: int = _LISTINGS
+    store: SegmentStore, chain: Chain, moment_ns: int, position: int = 1, attempts: int = _LISTING_ATTEMPTS
 ) -> tuple[int | None, int]:
     """Return the sequence of the first row at or after `moment_ns` (ns since 1970 UTC), among the segments that reach
     `position` only; and the position for the next search. The position is for a search after the chain has grown, if
@@ -207,11 +207,11 @@ def search(
     """
     timeline = Timeline(store, store.list(chain, position=position), position)
     try:
-        return timeline.begin_at(moment_ns, only_damage=True), timeline.behind
+        return timeline.start_sequence_at(moment_ns, only_damage=True), timeline.next_position
     except SegmentGone:
-        if listings <= 1:
+        if attempts <= 1:
             raise
-    return search(store, chain, moment_ns, position, listings - 1)
+    return search(store, chain, moment_ns, position, attempts - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,76 +235,76 @@ class Timeline:
         self._listed = len(self._usable)
         self._times: dict[str, _Times | None] = {}
 
-    def first_at(self, moment_ns: int) -> int | None:
+    def first_sequence_at(self, moment_ns: int) -> int | None:
         """Return the sequence of the first row at or after `moment_ns`, without the damaged segments; None if there is
         none. Raises SegmentGone for a segment that no longer exists.
         """
         while True:
             try:
-                return self._first_at(cover(self._usable, self._first), moment_ns)
-            except _DamagedError as damaged:
+                return self._first_sequence_at(cover(self._usable, self._first), moment_ns)
+            except _DamagedSegmentError as damaged:
                 self._usable.remove(damaged.ref)
 
-    def begin_at(self, moment_ns: int, *, only_damage: bool = False) -> int | None:
-        """Return the same as `first_at`; but if messages are missing right before that row, the first of these, which
-        may be as late. `only_damage`: only if some segments could not be read.
+    def start_sequence_at(self, moment_ns: int, *, only_damage: bool = False) -> int | None:
+        """Return the same as `first_sequence_at`; but if messages are missing right before that row, the first of
+        these, which may be as late. `only_damage`: only if some segments could not be read.
         """
-        if (found := self.first_at(moment_ns)) is None or (only_damage and len(self._usable) == self._listed):
+        if (found := self.first_sequence_at(moment_ns)) is None or (only_damage and len(self._usable) == self._listed):
             return found
-        telling = self.telling(found)
-        assert telling is not None, "it was found by the time of its row"
-        stretch, (least, _) = telling
-        before = self.telling(stretch.rows.first - 1)
-        behind = before[0].rows.last + 1 if before else self._first
-        return behind if least >= moment_ns and behind < stretch.rows.first else found
+        timed = self.last_timed_stretch(found)
+        assert timed is not None, "it was found by the time of its row"
+        stretch, (least, _) = timed
+        before = self.last_timed_stretch(stretch.rows.first - 1)
+        start = before[0].rows.last + 1 if before else self._first
+        return start if least >= moment_ns and start < stretch.rows.first else found
 
-    def telling(self, upto: int) -> tuple[Stretch[SegmentRef], tuple[int, int]] | None:
+    def last_timed_stretch(self, upto: int) -> tuple[Stretch[SegmentRef], tuple[int, int]] | None:
         """Return the last stretch of the cover up to sequence `upto` that holds times, and these; None if none does."""
         refs = list(self._usable)
         while found := cover(refs, self._first, upto)[-1:]:
-            if (times := self.times_of(found[0].segment)) is not None:
+            if (times := self.times_or_none(found[0].segment)) is not None:
                 return found[0], times
             refs.remove(found[0].segment)
         return None
 
     @property
-    def behind(self) -> int:
+    def next_position(self) -> int:
         return max((ref.coverage.last + 1 for ref in self._usable), default=self._first)
 
-    def times_of(self, ref: SegmentRef) -> tuple[int, int] | None:
+    def times_or_none(self, ref: SegmentRef) -> tuple[int, int] | None:
         """Return the least and the greatest timestamp (ns) in a segment; None if it holds no times or is damaged."""
         try:
-            times = self._of(ref)
-        except _DamagedError:
+            times = self._times_of(ref)
+        except _DamagedSegmentError:
             return None
         return None if times is None else (times.first, times.last)
 
     def between(
-        self, begin: int | None, end: int | None, last: int = MAX_SEQUENCE, margin_ns: int = MARGIN_NS
+        self, begin: int | None, end: int | None, last: int = MAX_SEQUENCE, margin_ns: int = SKEW_MARGIN_NS
     ) -> list[Stretch[SegmentRef]]:
         """Return the stretches of the cover up to sequence `last` that may hold rows of `begin` <= time < `end` (ns;
         None: no such bound), ascending.
 
         The result is complete as long as no message is more than `margin_ns` earlier than one before it in the chain.
-        Stretches that only a damaged segment covers are always included. Raises SegmentGone as `first_at`.
+        Stretches that only a damaged segment covers are always included. Raises SegmentGone as `first_sequence_at`.
         """
-        every = list(self._usable)
+        all_refs = list(self._usable)
         while True:
             stretches = cover(self._usable, self._first, last)
             try:
-                first, behind = 0, len(stretches)
+                first, end_index = 0, len(stretches)
                 if begin is not None:
-                    first = self._bisected(stretches, lambda times: times.last >= begin)
-                    first = self._stepped_back(stretches, first, begin - margin_ns)
+                    first = self._bisect(stretches, lambda times: times.last >= begin)
+                    first = self._step_back(stretches, first, begin - margin_ns)
                 if end is not None:
-                    behind = self._bisected(stretches, lambda times: times.first >= end + margin_ns)
+                    end_index = self._bisect(stretches, lambda times: times.first >= end + margin_ns)
                 break
-            except _DamagedError as damaged:
+            except _DamagedSegmentError as damaged:
                 self._usable.remove(damaged.ref)
-        taken = stretches[first:behind]
-        if len(every) > len(self._usable):
+        taken = stretches[first:end_index]
+        if len(all_refs) > len(self._usable):
             for hole in holes([each.rows for each in stretches], SequenceRange(self._first, last)):
-                taken += cover(every, hole.first, hole.last)
+                taken += cover(all_refs, hole.first, hole.last)
         return sorted(taken, key=lambda each: each.rows)
 
     def is_at_edge(self, ref: SegmentRef, begin: int | None, end: int | None) -> bool:
@@ -313,85 +313,85 @@ class Timeline:
             return False
         return (begin is not None and times.first < begin) or (end is not None and times.last >= end)
 
-    def _first_at(self, stretches: list[Stretch[SegmentRef]], moment_ns: int) -> int | None:
-        begin = self._bisected(stretches, lambda times: times.last >= moment_ns)
-        begin = self._stepped_back(stretches, begin, moment_ns - MARGIN_NS)
+    def _first_sequence_at(self, stretches: list[Stretch[SegmentRef]], moment_ns: int) -> int | None:
+        begin = self._bisect(stretches, lambda times: times.last >= moment_ns)
+        begin = self._step_back(stretches, begin, moment_ns - SKEW_MARGIN_NS)
         for stretch in stretches[begin:]:
-            if (times := self._of(stretch.segment)) is None or not times.has_rows or times.last < moment_ns:
+            if (times := self._times_of(stretch.segment)) is None or not times.has_rows or times.last < moment_ns:
                 continue
-            if (sequence := self._row(stretch, moment_ns)) is not None:
+            if (sequence := self._row_sequence(stretch, moment_ns)) is not None:
                 return sequence
         return None
 
-    def _bisected(self, stretches: list[Stretch[SegmentRef]], is_reached: Callable[[_Times], bool]) -> int:
+    def _bisect(self, stretches: list[Stretch[SegmentRef]], is_reached: Callable[[_Times], bool]) -> int:
         """Return the first index from which on `is_reached` is true for all stretches with times. It must be false for
         all before.
         """
         low, high = 0, len(stretches)
         while low < high:
             middle = probe = (low + high) // 2
-            while probe < high and self._of(stretches[probe].segment) is None:
+            while probe < high and self._times_of(stretches[probe].segment) is None:
                 probe += 1
-            times = self._of(stretches[probe].segment) if probe < high else None
+            times = self._times_of(stretches[probe].segment) if probe < high else None
             if times is None or is_reached(times):
                 high = middle
             else:
                 low = probe + 1
         return low
 
-    def _stepped_back(self, stretches: list[Stretch[SegmentRef]], begin: int, earliest_ns: int) -> int:
+    def _step_back(self, stretches: list[Stretch[SegmentRef]], begin: int, earliest_ns: int) -> int:
         while begin > 0:
-            times = self._of(stretches[begin - 1].segment)
+            times = self._times_of(stretches[begin - 1].segment)
             if times is not None and times.last < earliest_ns:
                 break
             begin -= 1
         return begin
 
-    def _of(self, ref: SegmentRef) -> _Times | None:
+    def _times_of(self, ref: SegmentRef) -> _Times | None:
         """Return the times of a segment; None if it holds none, because no message was examined for it."""
         if ref.key not in self._times:
             try:
                 self._times[ref.key] = self._read(ref)
             except SegmentCorrupt:
-                raise _DamagedError(ref) from None
+                raise _DamagedSegmentError(ref) from None
         return self._times[ref.key]
 
     def _read(self, ref: SegmentRef) -> _Times | None:
         with self._store.open_part(ref) as reader:
-            times = reader.times()
-            mixed = self._mixed(ref, reader.footer.unread) if reader.footer.unread else []
+            times = reader.timestamp_bounds()
+            mixed = self._mixed_times(ref, reader.footer.unread) if reader.footer.unread else []
             if found := [*times, *mixed]:
                 return _Times(min(low for low, _ in found), max(high for _, high in found), True, bool(mixed))
             tip = reader.footer.tip
             return None if tip is None else _Times(tip.timestamp_ns, tip.timestamp_ns, False)
 
-    def _mixed(self, ref: SegmentRef, unread: SequenceRange) -> list[tuple[int, int]]:
-        with open_stretch(self._store.in_parts(), Stretch(ref, unread), refs=self._usable) as reader:
-            batches = reader.batches(columns=_COLUMNS) if reader.others else ()
+    def _mixed_times(self, ref: SegmentRef, unread: SequenceRange) -> list[tuple[int, int]]:
+        with open_stretch(self._store.with_partial_reads(), Stretch(ref, unread), refs=self._usable) as reader:
+            batches = reader.batches(columns=_TIME_COLUMNS) if reader.others else ()
             columns: list[list[Any]] = [batch.column("timestamp_ns").to_pylist() for batch in batches]
             return [(min(times), max(times)) for times in columns]
 
-    def _row(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
-        times = self._of(stretch.segment)
+    def _row_sequence(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
+        times = self._times_of(stretch.segment)
         try:
             if times is not None and times.is_mixed:
-                with open_stretch(self._store.in_parts(), stretch, refs=self._usable) as whole:
-                    found = (_first(batch, moment_ns) for batch in whole.batches(columns=_COLUMNS))
+                with open_stretch(self._store.with_partial_reads(), stretch, refs=self._usable) as whole:
+                    found = (_first_row_sequence(batch, moment_ns) for batch in whole.batches(columns=_TIME_COLUMNS))
                     return next((sequence for sequence in found if sequence is not None), None)
             with self._store.open_part(stretch.segment) as reader:
-                for group, (_, last) in zip(reader.row_groups, reader.times(), strict=True):
+                for group, (_, last) in zip(reader.row_groups, reader.timestamp_bounds(), strict=True):
                     rows = group.range.intersection(stretch.rows)
                     if last < moment_ns or rows is None:
                         continue
-                    for batch in reader.batches(rows, _COLUMNS):
-                        if (sequence := _first(batch, moment_ns)) is not None:
+                    for batch in reader.batches(rows, _TIME_COLUMNS):
+                        if (sequence := _first_row_sequence(batch, moment_ns)) is not None:
                             return sequence
         except SegmentCorrupt:
-            raise _DamagedError(stretch.segment) from None
+            raise _DamagedSegmentError(stretch.segment) from None
         return None
 
 
-class _DamagedError(Exception):
+class _DamagedSegmentError(Exception):
     """Failure to read the segment `ref`."""
 
     def __init__(self, ref: SegmentRef) -> None:
@@ -399,14 +399,14 @@ class _DamagedError(Exception):
         self.ref = ref
 
 
-def _first(batch: pa.RecordBatch, moment_ns: int) -> int | None:
+def _first_row_sequence(batch: pa.RecordBatch, moment_ns: int) -> int | None:
     late = pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(moment_ns, pa.int64()))
     row: int = pc.index(late, True).as_py()
     sequence: int | None = batch.column("sequence")[row].as_py() if row >= 0 else None
     return sequence
 
 
-def behind(
+def ranges_after_end(
     coverages: Iterable[SequenceRange], end: int | None, accepted: Iterable[SequenceRange] = ()
 ) -> list[SequenceRange]:
     """Return the covered ranges after `end` without the `accepted` gaps, ascending.
@@ -421,15 +421,15 @@ def behind(
     return holes([*holes(ranges, whole), *accepted], whole)
 
 
-def carry(chain: Chain, rows: SequenceRange) -> str:
+def replay_command(chain: Chain, rows: SequenceRange) -> str:
     stream = shlex.quote(f"{chain.feed}_{chain.incarnation:04d}")
     bounds = f"--from-sequence {rows.first} --to-sequence {rows.last}"
     target = f"--target {stream} --subject-prefix {stream}"
-    return command("replay", of_chain(chain), bounds, target, "--create --append")
+    return floe_command("replay", chain_arguments(chain), bounds, target, "--create --append")
 
 
-def ways_on(chain: Chain, rows: SequenceRange) -> str:
+def leftover_remedies(chain: Chain, rows: SequenceRange) -> str:
     return (
-        f"carry them into a stream of their own:\n{carry(chain, rows)}\n"
+        f"carry them into a stream of their own:\n{replay_command(chain, rows)}\n"
         f"or give them up for good; the segments stay:\n{accept_command(chain, rows)}"
     )

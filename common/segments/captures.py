@@ -28,10 +28,10 @@ import msgspec
 
 from common.chain import FEED_PATTERN, Chain
 from common.clock import parse_time
-from common.documents import JsonForm
+from common.documents import JsonCodec
 from common.errors import DataError, OutcomeUnknown
 from common.logs import get_logger
-from common.objects.port import ConditionsRefused, ObjectStore
+from common.objects.port import ConditionalPutRefused, ObjectStore
 from common.segments.keys import DIGEST_LENGTH, CaptureName, Layout
 from common.sequences import MAX_SEQUENCE
 
@@ -40,7 +40,7 @@ log = get_logger(__name__)
 MAX_CAPTURE_BYTES = 32 * 1024 * 1024  # some 50,000 consumers
 CONFIG, CONSUMERS, DELETIONS, RESTORED = "config", "consumers", "deletions", "restored"
 
-_TOGETHER = 2.0  # seconds: objects of one end that were stored within them are ordered by their content
+_SAME_TIME_S = 2.0  # seconds: objects of one end that were stored within them are ordered by their content
 
 # Keys of a stream's or a consumer's configuration that Floe acts on, by the type of their values.
 _KEYS: tuple[tuple[Any, str], ...] = (
@@ -61,9 +61,9 @@ class _SourceKeys(msgspec.Struct, frozen=True):
     subject_transforms: list[dict[str, str]] | None = None
 
 
-_VALUES = (("mirror", _SourceKeys), ("sources", list[_SourceKeys]), ("republish", dict[str, str | bool]))
-_KINDS: list[tuple[str, Any]] = [*((key, kind) for kind, keys in _KEYS for key in keys.split()), *_VALUES]
-_KNOWN = msgspec.json.Decoder(msgspec.defstruct("_Known", [(key, kind | None, None) for key, kind in _KINDS]))
+_NESTED_KEYS = (("mirror", _SourceKeys), ("sources", list[_SourceKeys]), ("republish", dict[str, str | bool]))
+_CONFIG_KEYS: list[tuple[str, Any]] = [*((key, kind) for kind, keys in _KEYS for key in keys.split()), *_NESTED_KEYS]
+_DECODER = msgspec.json.Decoder(msgspec.defstruct("_Known", [(key, kind | None, None) for key, kind in _CONFIG_KEYS]))
 _JSON = msgspec.json.Encoder()
 _DIGITS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 
@@ -72,7 +72,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Raise ValueError for a configuration of a stream or consumer with a key of another type than the server's, or
     with an invalid name: a restore makes file names from them.
     """
-    _KNOWN.decode(_JSON.encode(config))
+    _DECODER.decode(_JSON.encode(config))
     for key in ("name", "durable_name"):
         if (name := config.get(key)) is not None and not FEED_PATTERN.fullmatch(name):
             raise ValueError(f"{key}: expected 1 to 255 characters without space . * > / \\, found {name!r:.80}")
@@ -222,7 +222,7 @@ class CapturedRestore(_Capture, frozen=True):
         for end in self.ends.values():
             _expect("ends", end)
 
-    def is_of(self, created: str) -> bool:
+    def has_created(self, created: str) -> bool:
         """True if a stream with this creation time is the restored one."""
         if created == self.created or not self.seen:
             return created == self.created
@@ -230,24 +230,24 @@ class CapturedRestore(_Capture, frozen=True):
 
 
 Captured = CapturedConfig | CapturedConsumers | CapturedDeletions | CapturedRestore
-C = TypeVar("C", CapturedConfig, CapturedConsumers, CapturedDeletions, CapturedRestore)
+CaptureT = TypeVar("CaptureT", CapturedConfig, CapturedConsumers, CapturedDeletions, CapturedRestore)
 
 #: The name of each kind in keys and metrics.
-KINDS: dict[type[Captured], str] = {
+CAPTURE_KINDS: dict[type[Captured], str] = {
     CapturedConfig: CONFIG,
     CapturedConsumers: CONSUMERS,
     CapturedDeletions: DELETIONS,
     CapturedRestore: RESTORED,
 }
-_FORMS: dict[str, JsonForm[Any]] = {kind: JsonForm(of) for of, kind in KINDS.items()}
+_CODECS: dict[str, JsonCodec[Any]] = {kind: JsonCodec(of) for of, kind in CAPTURE_KINDS.items()}
 
 
-def named(chain: Chain, document: Captured) -> Captured:
+def with_chain_name(chain: Chain, document: Captured) -> Captured:
     """Return the document with the name of its chain, partition 0."""
     return msgspec.structs.replace(document, chain=str(replace(chain, partition=0)))
 
 
-def elsewhere(
+def outside_effects(
     name: str, config: Mapping[str, Any], pushed: Mapping[str, str], unknown: Collection[str] = ()
 ) -> Iterator[str]:
     """Describe, one line each, the effects of a stream with this configuration outside of its own subjects.
@@ -279,7 +279,7 @@ def source_key(source: Mapping[str, Any]) -> str:
 
 
 def to_json(document: Captured) -> bytes:
-    return _FORMS[KINDS[type(document)]].encode(document)
+    return _CODECS[CAPTURE_KINDS[type(document)]].encode(document)
 
 
 def deleted_ranges(sequences: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -327,9 +327,9 @@ class CaptureStore:
 
         Raises DataError if it is larger than the limit of a read.
         """
-        body = to_json(document := named(chain, document))
-        sha256 = hashlib.sha256(body).hexdigest()
-        name = CaptureName(replace(chain, partition=0), KINDS[type(document)], document.end, sha256[:DIGEST_LENGTH])
+        body = to_json(document := with_chain_name(chain, document))
+        sha256, kind = hashlib.sha256(body).hexdigest(), CAPTURE_KINDS[type(document)]
+        name = CaptureName(replace(chain, partition=0), kind, document.end, sha256[:DIGEST_LENGTH])
         key = self.layout.capture(name)
         if len(body) > MAX_CAPTURE_BYTES:
             raise DataError(
@@ -337,7 +337,7 @@ class CaptureStore:
             )
         try:
             return self.objects.put_if_absent(key, body, sha256=sha256)
-        except ConditionsRefused:  # the name holds the digest: another writer puts the same content
+        except ConditionalPutRefused:  # the name holds the digest: another writer puts the same content
             if self.objects.head(key) is not None:
                 return False
         self.objects.put(key, body, sha256=sha256)
@@ -352,10 +352,10 @@ class CaptureStore:
         """Return all captures that `config` chooses from, oldest first. If a restore undid the state of the stream,
         `first` and `last` are None.
         """
-        restores, found = [self.read(ref) for ref in self.ls(chain, RESTORED)], list[CapturedConfig]()
-        for each in (self.read(ref) for ref in self.ls(chain, CONFIG) if end is None or ref.end <= end):
+        restores, found = [self.read(ref) for ref in self.list_captures(chain, RESTORED)], list[CapturedConfig]()
+        for each in (self.read(ref) for ref in self.list_captures(chain, CONFIG) if end is None or ref.end <= end):
             if isinstance(each, CapturedConfig) and (moment_ns is None or each.moment_ns <= moment_ns):
-                is_undone = _undone(each, restores)
+                is_undone = _is_undone(each, restores)
                 found.append(msgspec.structs.replace(each, first=None, last=None) if is_undone else each)
         return sorted(found, key=lambda each: each.moment_ns)
 
@@ -369,28 +369,28 @@ class CaptureStore:
         """
         if end is None:
             return self.newest(CapturedDeletions, chain)
-        restores = [self.read(ref) for ref in self.ls(chain, RESTORED)]
+        restores = [self.read(ref) for ref in self.list_captures(chain, RESTORED)]
         return self.newest(
-            CapturedDeletions, chain, end, moment_ns, lambda each: each.last <= end and not _undone(each, restores)
+            CapturedDeletions, chain, end, moment_ns, lambda each: each.last <= end and not _is_undone(each, restores)
         )
 
     def newest(
         self,
-        kind: type[C],
+        kind: type[CaptureT],
         chain: Chain,
         end: int | None = None,
         moment_ns: int | None = None,
-        fits: Callable[[C], bool] = lambda _: True,
-    ) -> C | None:
-        """Return the newest capture of a kind. Only those count for which `fits` is true."""
-        left = [ref for ref in self.ls(chain, KINDS[kind]) if end is None or ref.end <= end]
+        accepts: Callable[[CaptureT], bool] = lambda _: True,
+    ) -> CaptureT | None:
+        """Return the newest capture of a kind. Only those count for which `accepts` is true."""
+        left = [ref for ref in self.list_captures(chain, CAPTURE_KINDS[kind]) if end is None or ref.end <= end]
         if moment_ns is not None:
             left = left[: self._count_before(left, moment_ns)]
         while left:
             # Several of one end are ordered by the store's clock, which may have only whole seconds.
             last = left[-1]
-            close = [ref for ref in left if ref.end == last.end and ref.modified >= last.modified - _TOGETHER]
-            found = [each for ref in close if isinstance(each := self.read(ref), kind) and fits(each)]
+            close = [ref for ref in left if ref.end == last.end and ref.modified >= last.modified - _SAME_TIME_S]
+            found = [each for ref in close if isinstance(each := self.read(ref), kind) and accepts(each)]
             if found := [each for each in found if moment_ns is None or each.moment_ns <= moment_ns]:
                 return max(found, key=lambda each: each.moment_ns)
             left = left[: -len(close)]
@@ -399,7 +399,7 @@ class CaptureStore:
     def _count_before(self, refs: list[CaptureRef], moment_ns: int) -> int:
         """Return the number of `refs`, the first ones, that may be from the moment or before, with few reads."""
         count = bisect_right(refs, moment_ns, key=lambda ref: each.moment_ns if (each := self.read(ref)) else 0)
-        while 0 < count < len(refs) and refs[count].modified <= refs[count - 1].modified + _TOGETHER:
+        while 0 < count < len(refs) and refs[count].modified <= refs[count - 1].modified + _SAME_TIME_S:
             count += 1
         return count
 
@@ -407,12 +407,12 @@ class CaptureStore:
         """Return the last restore; None if there is none."""
         return self.newest(CapturedRestore, chain)
 
-    def ls(self, chain: Chain, kind: str) -> list[CaptureRef]:
+    def list_captures(self, chain: Chain, kind: str) -> list[CaptureRef]:
         """List the captures, oldest first: by end, then by time of storage. Foreign keys are skipped."""
         found = []
         for info in self.objects.list(self.layout.captures_prefix(chain, kind)):
             if (name := self.layout.parse_capture(info.key)) is None:
-                log.debug("foreign key", action="foreign_key", key=info.key)
+                log.debug("foreign key skipped", action="foreign_key_skipped", key=info.key)
             else:
                 found.append(CaptureRef(name, info.key, info.size, info.modified))
         return sorted(found, key=lambda ref: (ref.end, ref.modified, ref.key))
@@ -423,21 +423,21 @@ class CaptureStore:
         if raw is None:
             return None
         if len(raw) > MAX_CAPTURE_BYTES:
-            raise _spoiled(ref.key, f"expected at most {MAX_CAPTURE_BYTES} bytes, found more")
+            raise _unreadable(ref.key, f"expected at most {MAX_CAPTURE_BYTES} bytes, found more")
         if (digest := hashlib.sha256(raw).hexdigest()[:DIGEST_LENGTH]) != ref.name.digest:
-            raise _spoiled(ref.key, f"expected the digest of its name, found {digest}")
+            raise _unreadable(ref.key, f"expected the digest of its name, found {digest}")
         try:
-            document: Captured = _FORMS[ref.name.kind].decode(raw)
+            document: Captured = _CODECS[ref.name.kind].decode(raw)
         except ValueError as error:
-            raise _spoiled(ref.key, str(error)) from error
+            raise _unreadable(ref.key, str(error)) from error
         if document.end != ref.end:
-            raise _spoiled(ref.key, f"expected end {ref.end} of its name, found {document.end}")
+            raise _unreadable(ref.key, f"expected end {ref.end} of its name, found {document.end}")
         if document.chain not in ("", of := str(replace(ref.chain, partition=0))):
-            raise _spoiled(ref.key, f"expected chain {of} of its name, found {document.chain:.80}")
+            raise _unreadable(ref.key, f"expected chain {of} of its name, found {document.chain:.80}")
         return document
 
 
-def _undone(found: CapturedConfig | CapturedDeletions, restores: Iterable[Captured | None]) -> bool:
+def _is_undone(found: CapturedConfig | CapturedDeletions, restores: Iterable[Captured | None]) -> bool:
     """True if they describe lost messages: since a restore, other messages have their sequences."""
     at, last = found.moment_ns, found.last or 0
     return any(each and at < each.moment_ns and each.end < last for each in restores)
@@ -448,5 +448,5 @@ def _expect(name: str, value: int) -> None:
         raise ValueError(f"{name}: expected 0 to {MAX_SEQUENCE}, found {value}")
 
 
-def _spoiled(key: str, cause: str) -> DataError:
+def _unreadable(key: str, cause: str) -> DataError:
     return DataError(f"{key}: {cause}", hint="remove it: an older capture is used then", code="E-STATE-JSON")

@@ -12,15 +12,15 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt
-from common.logs import escaped
-from common.objects.port import ObjectInfo, ObjectStore, Paged
+from common.logs import escape
+from common.objects.port import ObjectInfo, ObjectStore, PagedStore
 from common.segments.columns import SCHEMA, TEXT_COLUMNS, is_text, microseconds
 from common.segments.keys import MAX_LEVEL, Layout, SegmentName
-from common.segments.parquet_guard import Chunk, Metadata, ParquetLimits, bomb, chunk
+from common.segments.parquet_guard import Chunk, Metadata, ParquetLimits, bomb_error, chunk
 from common.segments.segment import FOOTER_KEY, Footer, decode_subject
 from common.sequences import SequenceRange
 
-MAGIC, ENCRYPTED_MAGIC = b"PAR1", b"PARE"
+PARQUET_MAGIC, ENCRYPTED_MAGIC = b"PAR1", b"PARE"
 TRAILER_BYTES = 8  # length of the metadata in four bytes, then the magic
 _INT64_BYTES = 8
 
@@ -43,13 +43,13 @@ def check_trailer(trailer: bytes, size: int, limits: ParquetLimits) -> int:
     """Return the stored size of the Parquet metadata, from the last eight bytes of a file of `size` bytes."""
     if (magic := trailer[4:]) == ENCRYPTED_MAGIC:
         raise SegmentCorrupt("expected plain Parquet metadata, found an encrypted footer", code="E-SEG-CODEC")
-    if size < 2 * TRAILER_BYTES or magic != MAGIC:
+    if size < 2 * TRAILER_BYTES or magic != PARQUET_MAGIC:
         ends = f", ends in {magic!r}" if magic else ""
         raise SegmentCorrupt(f"not a Parquet file ({size} bytes{ends})")
-    if (stored := int.from_bytes(trailer[:4], "little")) > size - TRAILER_BYTES - len(MAGIC):
+    if (stored := int.from_bytes(trailer[:4], "little")) > size - TRAILER_BYTES - len(PARQUET_MAGIC):
         raise SegmentCorrupt(f"not a Parquet file (metadata of {stored} bytes in a file of {size} bytes)")
     if stored > limits.footer_bytes:
-        raise bomb(f"expected metadata of at most {limits.footer_bytes} bytes, found {stored}")
+        raise bomb_error(f"expected metadata of at most {limits.footer_bytes} bytes, found {stored}")
     return stored
 
 
@@ -83,7 +83,7 @@ def _describe(field: pa.Field[Any]) -> str:
 def read_footer(metadata: Metadata, expected: SegmentName) -> Footer:
     """Return Floe's footer if it agrees with the key `expected`, the number of rows and itself (I7)."""
     if (raw := metadata.values.get(FOOTER_KEY)) is None:
-        raise _meta("footer floe.segment: expected one, found none")
+        raise _meta_error("footer floe.segment: expected one, found none")
     try:
         footer = Footer.from_json(raw)
     except SegmentCorrupt as error:
@@ -92,31 +92,31 @@ def read_footer(metadata: Metadata, expected: SegmentName) -> Footer:
     for what in ("chain", "level", "coverage"):
         found, wanted = getattr(footer, what), getattr(expected, what)
         if found != wanted:
-            raise _meta(f"footer {what}: expected {wanted} as in the key, found {found}")
+            raise _meta_error(f"footer {what}: expected {wanted} as in the key, found {found}")
     if not 0 <= footer.level <= MAX_LEVEL:
-        raise _meta(f"footer level: expected 0 to {MAX_LEVEL}, found {footer.level}")
+        raise _meta_error(f"footer level: expected 0 to {MAX_LEVEL}, found {footer.level}")
     _check_counts(footer, metadata.rows)
     return footer
 
 
 def _check_counts(footer: Footer, rows: int) -> None:
     if footer.rows != rows:
-        raise _meta(f"footer rows: expected {rows} as in the file, found {footer.rows}")
+        raise _meta_error(f"footer rows: expected {rows} as in the file, found {footer.rows}")
     if not footer.is_balanced():
-        raise _meta(
+        raise _meta_error(
             f"footer ledger: expected rows and ledger to sum to {len(footer.coverage)}, "
             f"found {footer.rows} + {footer.ledger.total()}"
         )
-    if not footer.is_unread_named():
-        raise _meta(
+    if not footer.has_valid_unread():
+        raise _meta_error(
             f"footer unread: expected a range inside {footer.coverage} that holds the "
             f"{footer.ledger.unread()} sequences counted as gone, found {footer.unread}"
         )
     if footer.raw_bytes < 0:
-        raise _meta(f"footer raw_bytes: expected a size, found {footer.raw_bytes}")
-    timestamps = (footer.first_timestamp_ns, footer.last_timestamp_ns)
-    if any((timestamp is None) != (rows == 0) for timestamp in timestamps):
-        raise _meta(f"footer timestamps: expected them with rows and only then, found {timestamps} and {rows} rows")
+        raise _meta_error(f"footer raw_bytes: expected a size, found {footer.raw_bytes}")
+    times = (footer.first_timestamp_ns, footer.last_timestamp_ns)
+    if any((timestamp is None) != (rows == 0) for timestamp in times):
+        raise _meta_error(f"footer timestamps: expected them with rows and only then, found {times} and {rows} rows")
 
 
 def row_groups(metadata: Metadata, sequence_column: int, footer: Footer) -> tuple[RowGroup, ...]:
@@ -128,16 +128,16 @@ def row_groups(metadata: Metadata, sequence_column: int, footer: Footer) -> tupl
         try:
             found = SequenceRange(*bounds)
         except ValueError as error:
-            raise _rows(f"row group {index}: statistics of sequence: {error}") from error
+            raise _row_error(f"row group {index}: statistics of sequence: {error}") from error
         if found.first <= after or found.last > footer.coverage.last:
             wanted = f"{after + 1}..{footer.coverage.last}"
-            raise _rows(f"row group {index}: expected sequences in {wanted}, found {found}")
+            raise _row_error(f"row group {index}: expected sequences in {wanted}, found {found}")
         groups.append(RowGroup(index, found, group.rows, group.size))
         after = found.last
     return tuple(groups)
 
 
-def times(metadata: Metadata, timestamp_column: int) -> list[tuple[int, int]]:
+def timestamp_bounds(metadata: Metadata, timestamp_column: int) -> list[tuple[int, int]]:
     chunks = [chunk("timestamp_ns", group, timestamp_column) for group in metadata.groups]
     return [_bounds(index, found) for index, found in enumerate(chunks)]
 
@@ -145,7 +145,7 @@ def times(metadata: Metadata, timestamp_column: int) -> list[tuple[int, int]]:
 def _bounds(index: int, column: Chunk) -> tuple[int, int]:
     least, greatest = column.least, column.greatest
     if not all(isinstance(bound, bytes) and len(bound) == _INT64_BYTES for bound in (least, greatest)):
-        raise _meta(f"row group {index}: expected statistics of {column.name}, found none")
+        raise _meta_error(f"row group {index}: expected statistics of {column.name}, found none")
     first, last = (int.from_bytes(bound or b"", "little", signed=True) for bound in (least, greatest))
     return first, last
 
@@ -156,11 +156,11 @@ def check_order(sequences: pa.Array[Any], after: int, within: SequenceRange) -> 
         return
     first, last = sequences[0].as_py(), sequences[-1].as_py()
     if first <= after:
-        raise _rows(f"sequence {first} after {after}")
+        raise _row_error(f"sequence {first} after {after}")
     if (row := pc.index(pc.less(sequences[:-1], sequences[1:]), False).as_py()) >= 0:
-        raise _rows(f"row {row + 1} of a batch: sequence {sequences[row + 1]} after {sequences[row]}")
+        raise _row_error(f"row {row + 1} of a batch: sequence {sequences[row + 1]} after {sequences[row]}")
     if first not in within or last not in within:
-        raise _rows(f"expected sequences in {within}, found {first}..{last}")
+        raise _row_error(f"expected sequences in {within}, found {first}..{last}")
 
 
 def check_text(batch: pa.RecordBatch) -> None:
@@ -171,7 +171,7 @@ def check_text(batch: pa.RecordBatch) -> None:
             if isinstance(column, pa.DictionaryArray):
                 column.dictionary.validate(full=True)
         except pa.ArrowInvalid as error:
-            raise _rows(f"column {name}: {error}") from error
+            raise _row_error(f"column {name}: {error}") from error
 
 
 def check_values(batch: pa.RecordBatch) -> None:
@@ -180,13 +180,13 @@ def check_values(batch: pa.RecordBatch) -> None:
     """
     for name in batch.schema.names:
         if (nulls := batch.column(name).null_count) and not SCHEMA.field(name).nullable:
-            raise _rows(f"column {name}: expected no nulls, found {nulls}")
+            raise _row_error(f"column {name}: expected no nulls, found {nulls}")
     if {"timestamp", "timestamp_ns"} <= set(batch.schema.names):
         wanted = microseconds(batch.column("timestamp_ns"))
         row = pc.index(pc.equal(batch.column("timestamp").cast(pa.int64()), wanted), False).as_py()
         if row >= 0:
             found = batch.column("timestamp")[row].value
-            raise _rows(f"row {row} of a batch: expected timestamp {wanted[row]} us, found {found} us")
+            raise _row_error(f"row {row} of a batch: expected timestamp {wanted[row]} us, found {found} us")
     if {"subject", "subject_raw"} <= set(batch.schema.names):
         _check_subjects(batch)
 
@@ -197,59 +197,59 @@ def _check_subjects(batch: pa.RecordBatch) -> None:
         return
     for text, subject in zip(batch.column("subject").to_pylist(), raw.to_pylist(), strict=True):
         if subject is not None and (is_text(subject) or decode_subject(subject) != text):
-            raise _rows(f"expected subject {decode_subject(subject)!r:.80} for subject_raw, found {text!r:.80}")
+            raise _row_error(f"expected subject {decode_subject(subject)!r:.80} for subject_raw, found {text!r:.80}")
 
 
-def _meta(cause: str) -> SegmentCorrupt:
+def _meta_error(cause: str) -> SegmentCorrupt:
     return SegmentCorrupt(cause, code="E-SEG-META")
 
 
-def _rows(cause: str) -> SegmentCorrupt:
+def _row_error(cause: str) -> SegmentCorrupt:
     return SegmentCorrupt(cause, code="E-SEG-ROWS")
 
 
-SHOWN = 100  # foreign keys that are listed, at most
+MAX_LISTED_KEYS = 100  # foreign keys that are listed, at most
 
 
 @dataclass(slots=True)
-class Foreign:
-    """The number of foreign keys, and the first of them. `looked_at`: the number of keys examined; `is_whole`: true if
-    these were all keys; `chains`: the number of foreign keys among the objects of each chain.
+class ForeignKeys:
+    """The number of foreign keys, and the first of them. `examined`: the number of keys examined; `is_complete`: true
+    if these were all keys; `chains`: the number of foreign keys among the objects of each chain.
     """
 
     keys: list[str]
     count: int = 0
-    looked_at: int = 0
-    is_whole: bool = True
+    examined: int = 0
+    is_complete: bool = True
     chains: Counter[Chain] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
         """Return lines for people; empty if there are no foreign keys."""
         if not self.count:
             return []
-        of = "" if self.is_whole else f" among the first {self.looked_at}; `floe segments verify` looks at all"
+        of = "" if self.is_complete else f" among the first {self.examined}; `floe segments verify` looks at all"
         more = [f"  and {self.count - len(self.keys)} more"] if self.count > len(self.keys) else []
         head = f"keys that are none of Floe's, and that nothing reads: {self.count}{of}"
-        return [head, *(f"  {escaped(key)}" for key in self.keys), *more]
+        return [head, *(f"  {escape(key)}" for key in self.keys), *more]
 
 
-def look_for_foreign(
+def find_foreign_keys(
     objects: ObjectStore, layout: Layout, prefixes: Iterable[str] = (), limit: int | None = None
-) -> Foreign:
+) -> ForeignKeys:
     """Find the foreign keys under `prefixes` (empty: the layout's prefix), among about `limit` keys at most."""
-    found = Foreign([])
+    found = ForeignKeys([])
     for page in _pages(objects, list(prefixes) or [layout.root]):
-        if limit is not None and found.looked_at >= limit:
-            found.is_whole = False
+        if limit is not None and found.examined >= limit:
+            found.is_complete = False
             break
-        found.looked_at += len(page)
+        found.examined += len(page)
         foreign = [info.key for info in page if layout.is_foreign(info.key)]
         found.count += len(foreign)
-        found.keys += foreign[: SHOWN - len(found.keys)]
-        found.chains.update(chain for key in foreign if (chain := layout.place_of(key)) is not None)
+        found.keys += foreign[: MAX_LISTED_KEYS - len(found.keys)]
+        found.chains.update(chain for key in foreign if (chain := layout.chain_of_key(key)) is not None)
     return found
 
 
 def _pages(objects: ObjectStore, prefixes: Iterable[str]) -> Iterator[list[ObjectInfo]]:
     for prefix in prefixes:
-        yield from objects.pages(prefix) if isinstance(objects, Paged) else [objects.list(prefix)]
+        yield from objects.pages(prefix) if isinstance(objects, PagedStore) else [objects.list(prefix)]

@@ -38,7 +38,7 @@ STATISTICS_COLUMNS = (*DELTA_COLUMNS, "subject")
 TEXT_COLUMNS = ("subject", "sample_key")
 RAW_COLUMNS = ("subject", "subject_raw", "headers", "payload")
 
-_THOUSAND = pa.scalar(1_000, pa.int64())  # nanoseconds in a microsecond
+_NS_PER_US = pa.scalar(1_000, pa.int64())  # nanoseconds in a microsecond
 _ROUND_DOWN = pa.scalar(999, pa.int64())
 _ZERO = pa.scalar(0, pa.int64())
 
@@ -48,7 +48,7 @@ def microseconds(timestamps_ns: pa.Array[Any]) -> pa.Array[Any]:
     negative = pc.less(timestamps_ns, _ZERO)
     if negative.true_count:
         timestamps_ns = pc.if_else(negative, pc.subtract(timestamps_ns, _ROUND_DOWN), timestamps_ns)
-    return pc.divide(timestamps_ns, _THOUSAND)
+    return pc.divide(timestamps_ns, _NS_PER_US)
 
 
 def row_sizes(batch: pa.RecordBatch) -> pa.Array[Any]:
@@ -195,7 +195,7 @@ class Columns:
             None if keys is None else keys[first:last],
         )
 
-    def chosen(self, selected: Sequence[bool] | bytes | bytearray, keys: list[str | None] | None = None) -> Columns:
+    def select(self, selected: Sequence[bool] | bytes | bytearray, keys: list[str | None] | None = None) -> Columns:
         """Return the messages for which `selected` is true, with their part of `keys` as sample keys."""
         return Columns(
             list(compress(self.sequences, selected)),
@@ -217,7 +217,7 @@ class Columns:
             self.sample_keys.extend(more.sample_keys or [None] * len(more))
 
 
-def columns(batch: pa.RecordBatch) -> Columns:
+def columns_of(batch: pa.RecordBatch) -> Columns:
     text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
     return Columns(
         _list(batch.column("sequence")),
@@ -233,8 +233,8 @@ def _list(values: pa.Array[Any]) -> list[Any]:
 
 
 def messages(batch: pa.RecordBatch) -> Iterator[Message]:
-    """Return the messages one by one, byte for byte as they were read; `columns` is faster."""
-    lists = columns(batch)
+    """Return the messages one by one, byte for byte as they were read; `columns_of` is faster."""
+    lists = columns_of(batch)
     return map(Message, lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads)
 
 

@@ -24,15 +24,15 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from common.chain import MAX_INCARNATION, MAX_PARTITIONS, Chain
+from common.chain import MAX_INCARNATION, MAX_PARTITIONS_PER_FEED, Chain
 from common.clock import NS_PER_S, format_time, parse_time
-from common.documents import JsonForm
+from common.documents import JsonCodec
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
-from common.exits import command
+from common.exits import floe_command
 from common.failpoints import failpoint
 from common.logs import get_logger
-from common.objects.port import ConditionsRefused, ObjectInfo, ObjectStore
-from common.segments.alive import Alive, to_read
+from common.objects.port import ConditionalPutRefused, ObjectInfo, ObjectStore
+from common.segments.alive import HeartbeatObject, drop_outdated
 from common.segments.keys import Layout, StateName
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
@@ -43,7 +43,7 @@ class _Versioned(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="for
     """Base of the documents with format version 1."""
 
 
-class _BeginWire(msgspec.Struct, frozen=True, omit_defaults=True):
+class _ChainStartWire(msgspec.Struct, frozen=True, omit_defaults=True):
     filters: tuple[str, ...]
     first: int
     relay: bool = False
@@ -53,7 +53,7 @@ class _StreamWire(_Versioned, frozen=True):
     config: dict[str, Any]
     created: str
     previous: dict[int, int] | None
-    chains: tuple[_BeginWire, ...] = ()
+    chains: tuple[_ChainStartWire, ...] = ()
     continues: bool = False
     continues_from: dict[int, int] | None = None
     continued: int | None = None
@@ -81,16 +81,16 @@ class ChainDocument(_Versioned, frozen=True):
     relay: bool = False
 
     def __post_init__(self) -> None:
-        _expect("partitions", self.partitions, 1, MAX_PARTITIONS)
+        _expect("partitions", self.partitions, 1, MAX_PARTITIONS_PER_FEED)
         _expect("first", self.first, 1, MAX_SEQUENCE)
 
     def to_json(self) -> bytes:
-        return _CHAIN.encode(self)
+        return _CHAIN_CODEC.encode(self)
 
     @classmethod
     def from_json(cls, raw: bytes) -> ChainDocument:
         """Parse `chain.json`. Raises ValueError."""
-        return _CHAIN.decode(raw)
+        return _CHAIN_CODEC.decode(raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +120,10 @@ class StreamDocument:
 
     def __post_init__(self) -> None:
         for partition, end in (self.previous or {}).items():
-            _expect("previous: partition", partition, 0, MAX_PARTITIONS - 1)
+            _expect("previous: partition", partition, 0, MAX_PARTITIONS_PER_FEED - 1)
             _expect("previous: end", end, 0, MAX_SEQUENCE)
         for partition, first in (self.continues_from or {}).items():
-            _expect("continues_from: partition", partition, 0, MAX_PARTITIONS - 1)
+            _expect("continues_from: partition", partition, 0, MAX_PARTITIONS_PER_FEED - 1)
             _expect("continues_from: sequence", first, 1, MAX_SEQUENCE)
         _expect("continued", self.continued or 0, 0, MAX_INCARNATION)
         _expect("stream_first", 1 if self.stream_first is None else self.stream_first, 1, MAX_SEQUENCE)
@@ -132,21 +132,21 @@ class StreamDocument:
 
     def to_json(self) -> bytes:
         previous, joins = (None if each is None else dict(each) for each in (self.previous, self.continues_from))
-        chains = tuple(_BeginWire(each.filters, each.first, each.relay) for each in self.chains)
+        chains = tuple(_ChainStartWire(each.filters, each.first, each.relay) for each in self.chains)
         more = self.continues, joins, self.continued, self.stream_first
-        return _STREAM.encode(_StreamWire(dict(self.config), self.created, previous, chains, *more))
+        return _STREAM_CODEC.encode(_StreamWire(dict(self.config), self.created, previous, chains, *more))
 
     @classmethod
     def from_json(cls, raw: bytes) -> StreamDocument:
         """Parse `stream.json`. Raises ValueError."""
-        wire = _STREAM.decode(raw)
+        wire = _STREAM_CODEC.decode(raw)
         count = len(wire.chains)
         chains = tuple(ChainDocument(each.filters, count, each.first, each.relay) for each in wire.chains)
         more = wire.continues, wire.continues_from, wire.continued, wire.stream_first
         return cls(wire.config, wire.created, wire.previous, chains, *more)
 
     @property
-    def joins(self) -> Mapping[int, int]:
+    def join_sequences(self) -> Mapping[int, int]:
         """The sequence below which an earlier incarnation has the messages, by partition; empty if none has them."""
         if self.continues:
             return {number: chain.first for number, chain in enumerate(self.chains)}
@@ -155,35 +155,35 @@ class StreamDocument:
 
 def floor_to_json(first: int) -> bytes:
     """Encode `floor.json`. Raises ValueError."""
-    return _FLOOR.encode(_FloorWire(_expect("first", first, 1, MAX_SEQUENCE)))
+    return _FLOOR_CODEC.encode(_FloorWire(_expect("first", first, 1, MAX_SEQUENCE)))
 
 
 def floor_from_json(raw: bytes) -> int:
     """Parse `floor.json`. Raises ValueError."""
-    return _expect("first", _FLOOR.decode(raw).first, 1, MAX_SEQUENCE)
+    return _expect("first", _FLOOR_CODEC.decode(raw).first, 1, MAX_SEQUENCE)
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The floor of a chain: retention left the sequences from `first` on. `raised`: the time of its last rise, in
+    """The floor of a chain: retention left the sequences from `first` on. `raised_at`: the time of its last rise, in
     seconds since 1970 by the store's clock; 0.0 if unknown.
     """
 
     first: int
-    raised: float
+    raised_at: float
 
     def __str__(self) -> str:
-        return f"what was before {self.first} is gone by retention since {format_time(int(self.raised) * NS_PER_S)}"
+        return f"what was before {self.first} is gone by retention since {format_time(int(self.raised_at) * NS_PER_S)}"
 
 
 def tail_to_json(end: int) -> bytes:
     """Encode a tail. `end` 0: nothing is covered. Raises ValueError."""
-    return _TAIL.encode(_TailWire(_expect("end", end, 0, MAX_SEQUENCE)))
+    return _TAIL_CODEC.encode(_TailWire(_expect("end", end, 0, MAX_SEQUENCE)))
 
 
 def tail_from_json(raw: bytes) -> int:
     """Parse a tail. Raises ValueError."""
-    return _expect("end", _TAIL.decode(raw).end, 0, MAX_SEQUENCE)
+    return _expect("end", _TAIL_CODEC.decode(raw).end, 0, MAX_SEQUENCE)
 
 
 def _expect(name: str, value: int, least: int, most: int) -> int:
@@ -192,11 +192,11 @@ def _expect(name: str, value: int, least: int, most: int) -> int:
     return value
 
 
-BEFORE_GIVING_UP = (
+HOLE_HINT = (
     "the source may still hold them: egress at the site looks within six hours, and at once when it is "
     "started again; otherwise put the segment back"
 )
-MAX_TEXT = 1000  # characters of a note and of a name
+MAX_TEXT_CHARS = 1000  # characters of a note and of a name
 
 
 class _GapWire(_Versioned, frozen=True):
@@ -210,65 +210,65 @@ class _GapWire(_Versioned, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedGap:
-    """An accepted gap: the sequences `range` are no longer required. `by`: the person that decided, or `ingress`;
-    `at`: the time, RFC 3339 by the clock of that host; empty: not known; `note`: the reason, or empty. `from_hole`:
-    segments cover the range, but lack some of the messages that were lost there.
+    """An accepted gap: the sequences `range` are no longer required. `decided_by`: the person that decided, or
+    `ingress`; `decided_at`: the time, RFC 3339 by the clock of that host; empty: not known; `note`: the reason, or
+    empty. `from_hole`: segments cover the range, but lack some of the messages that were lost there.
 
-    Raises ValueError for texts that are too long, and for an invalid `at`.
+    Raises ValueError for texts that are too long, and for an invalid `decided_at`.
     """
 
     range: SequenceRange
     note: str = ""
-    by: str = ""
-    at: str = ""
+    decided_by: str = ""
+    decided_at: str = ""
     from_hole: bool = False
 
     def __post_init__(self) -> None:
-        for name, text in (("note", self.note), ("by", self.by), ("at", self.at)):
-            if len(text) > MAX_TEXT:
-                raise ValueError(f"{name}: expected at most {MAX_TEXT} characters, found {len(text)}")
-        if self.at:
-            parse_time(self.at)
+        for name, text in (("note", self.note), ("by", self.decided_by), ("at", self.decided_at)):
+            if len(text) > MAX_TEXT_CHARS:
+                raise ValueError(f"{name}: expected at most {MAX_TEXT_CHARS} characters, found {len(text)}")
+        if self.decided_at:
+            parse_time(self.decided_at)
 
     def to_json(self) -> bytes:
-        return _GAP.encode(_GapWire(self.range.first, self.range.last, self.by, self.at, self.note, self.from_hole))
+        decided = self.decided_by, self.decided_at
+        return _GAP_CODEC.encode(_GapWire(self.range.first, self.range.last, *decided, self.note, self.from_hole))
 
     @classmethod
     def from_json(cls, raw: bytes) -> AcceptedGap:
         """Parse an accepted gap. Raises ValueError."""
-        wire = _GAP.decode(raw)
+        wire = _GAP_CODEC.decode(raw)
         return cls(SequenceRange(wire.first, wire.last), wire.note, wire.by, wire.at, wire.from_hole)
 
 
-def of_chain(chain: Chain) -> str:
+def chain_arguments(chain: Chain) -> str:
     """Return the options that name a chain in full: without an incarnation they would mean the newest."""
     of_feed = f"--site {chain.site} --feed {shlex.quote(chain.feed)}"
     return f"{of_feed} --incarnation {chain.incarnation} --partition {chain.partition}"
 
 
 def accept_command(chain: Chain, hole: SequenceRange) -> str:
-    return command("gap accept", of_chain(chain), f"--first {hole.first} --last {hole.last}")
+    return floe_command("gap accept", chain_arguments(chain), f"--first {hole.first} --last {hole.last}")
 
 
-def way_out(chain: Chain, hole: SequenceRange) -> str:
+def hole_remedies(chain: Chain, hole: SequenceRange) -> str:
     """Return the remedies for a hole, the cheapest first: accepting the gap comes last."""
     return (
-        f"{BEFORE_GIVING_UP}; only when nobody has them any more, give them up for all targets:\n"
-        f"{accept_command(chain, hole)}"
+        f"{HOLE_HINT}; only when nobody has them any more, give them up for all targets:\n{accept_command(chain, hole)}"
     )
 
 
-def way_out_filled(chain: Chain, rows: SequenceRange) -> str:
+def filled_hole_remedies(chain: Chain, rows: SequenceRange) -> str:
     return (
         "put the lost segment back; only when nobody has it any more, give up what is missing, for all "
         f"targets (what is there is carried):\n{accept_command(chain, rows)}"
     )
 
 
-def carry_late(chain: Chain, rows: SequenceRange) -> str:
+def late_rows_remedies(chain: Chain, rows: SequenceRange) -> str:
     bounds = f"--from-sequence {rows.first} --to-sequence {rows.last}"
     target = shlex.quote(f"{chain.feed}_LATE")
-    replay = command("replay", of_chain(chain), bounds, f"--target {target} --subject-prefix late --create")
+    replay = floe_command("replay", chain_arguments(chain), bounds, f"--target {target} --subject-prefix late --create")
     return (
         "a target that lacks them gets them with the rest by `floe checkpoint set`, which says how many "
         f"messages it then holds twice; or carry them into another stream:\n{replay}"
@@ -324,7 +324,7 @@ def list_snapshots(objects: ObjectStore, layout: Layout, chain: Chain) -> list[S
     found = []
     for info in objects.list(layout.states_prefix(chain)):
         if (name := layout.parse_state(info.key)) is None:
-            log.debug("foreign key", action="foreign_key", key=info.key)
+            log.debug("foreign key skipped", action="foreign_key_skipped", key=info.key)
         else:
             found.append(SnapshotRef(name, info.key, info.size, info.modified))
     return sorted(found, key=newest_first)
@@ -335,12 +335,12 @@ def snapshot_metadata(sampling_digest: str, sha256: str) -> dict[str, str]:
     return {"format": "1", _SAMPLING: sampling_digest, "sha256": sha256}
 
 
-def sampling_of(metadata: Mapping[str, str]) -> str:
+def sampling_digest_of(metadata: Mapping[str, str]) -> str:
     """Return the digest of the settings with which the snapshot was made; empty if the metadata lack it."""
     return metadata.get(_SAMPLING, "")
 
 
-MAX_BYTES = 8 * 1024 * 1024  # about 100,000 chains
+MAX_POSITIONS_BYTES = 8 * 1024 * 1024  # about 100,000 chains
 
 
 class _PositionsWire(_Versioned, frozen=True):
@@ -359,7 +359,7 @@ class TargetPositions:
     `positions`: by chain, the first sequence that the target does not hold yet. `sources`: the `site/feed` that may
     flow in; a chain of them without a position has not begun, and needs everything. `released`: an operator released
     the target; it needs nothing any more. `stopped`: the reasons why chains have stopped, with the remedies; each text
-    is cut at MAX_TEXT characters.
+    is cut at MAX_TEXT_CHARS characters.
     """
 
     target: str
@@ -369,7 +369,7 @@ class TargetPositions:
     released: bool = False
     stopped: Mapping[Chain, str] = field(default_factory=dict)
 
-    def need(self, chain: Chain, first: int, sources: Collection[str] = ()) -> int | None:
+    def needed_from(self, chain: Chain, first: int, sources: Collection[str] = ()) -> int | None:
         """Return the first sequence that it needs of `chain`, which begins at `first`; None if it needs nothing of it.
 
         `sources`: the `site/feed` that its configuration lets flow in; this document may be older.
@@ -381,24 +381,24 @@ class TargetPositions:
 
     def to_json(self) -> bytes:
         positions = {str(chain): at for chain, at in self.positions.items()}
-        stopped = {str(chain): why[:MAX_TEXT] for chain, why in self.stopped.items()}
-        return _POSITIONS.encode(
+        stopped = {str(chain): reason[:MAX_TEXT_CHARS] for chain, reason in self.stopped.items()}
+        return _POSITIONS_CODEC.encode(
             _PositionsWire(self.target, self.time, positions, self.sources, self.released, stopped)
         )
 
     @classmethod
     def from_json(cls, raw: bytes) -> TargetPositions:
         """Parse a document of this version, or of a later one that added fields. Raises ValueError."""
-        wire = _POSITIONS.decode(raw)
+        wire = _POSITIONS_CODEC.decode(raw)
         for chain, at in wire.positions.items():
             if not 0 <= at <= MAX_SEQUENCE + 1:
                 raise ValueError(f"{chain}: expected a position from 0 to {MAX_SEQUENCE + 1}, found {at}")
         positions = {Chain.parse(chain): at for chain, at in wire.positions.items()}
-        stopped = {Chain.parse(chain): why[:MAX_TEXT] for chain, why in wire.stopped.items()}
+        stopped = {Chain.parse(chain): reason[:MAX_TEXT_CHARS] for chain, reason in wire.stopped.items()}
         return cls(wire.target, wire.time, positions, wire.sources, wire.released, stopped)
 
 
-_MOST_SECONDS = 253_402_300_799  # since 1970: the year 9999
+_MAX_UNIX_S = 253_402_300_799  # since 1970: the year 9999
 
 
 class CompactionRun(_Versioned, frozen=True):
@@ -416,15 +416,15 @@ class CompactionRun(_Versioned, frozen=True):
     def __post_init__(self) -> None:
         _expect("code", self.code, 0, 255)
         for name, value in (("ended", self.ended), ("seconds", self.seconds), ("succeeded", self.succeeded or 0)):
-            _expect(name, int(value), 0, _MOST_SECONDS)
+            _expect(name, int(value), 0, _MAX_UNIX_S)
 
     def to_json(self) -> bytes:
-        return _RUN.encode(self)
+        return _RUN_CODEC.encode(self)
 
     @classmethod
     def from_json(cls, raw: bytes) -> CompactionRun:
         """Parse a run. Raises ValueError."""
-        return _RUN.decode(raw)
+        return _RUN_CODEC.decode(raw)
 
 
 #: By site and feed, None for all of them.
@@ -441,14 +441,14 @@ def run_of(runs: CompactionRuns, chain: Chain) -> CompactionRun | None:
     return msgspec.structs.replace(max(found, key=lambda run: run.ended), succeeded=succeeded)
 
 
-_RUN = JsonForm(CompactionRun)
-_CHAIN, _STREAM = JsonForm(ChainDocument), JsonForm(_StreamWire)
-_FLOOR, _TAIL = JsonForm(_FloorWire), JsonForm(_TailWire)
-_GAP, _POSITIONS = JsonForm(_GapWire), JsonForm(_PositionsWire)
+_RUN_CODEC = JsonCodec(CompactionRun)
+_CHAIN_CODEC, _STREAM_CODEC = JsonCodec(ChainDocument), JsonCodec(_StreamWire)
+_FLOOR_CODEC, _TAIL_CODEC = JsonCodec(_FloorWire), JsonCodec(_TailWire)
+_GAP_CODEC, _POSITIONS_CODEC = JsonCodec(_GapWire), JsonCodec(_PositionsWire)
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
-_PAGE = 1000  # keys of one listing
-_ROUNDS = 5  # attempts at compare-and-set, each lost to another writer
+_PAGE_KEYS = 1000  # keys of one listing
+_CAS_ATTEMPTS = 5  # attempts at compare-and-set, each lost to another writer
 
 D = TypeVar("D")
 
@@ -469,7 +469,7 @@ class PutOnceClaims(Protocol):
 class ChainStore:
     """The documents under one layout. Blocking; safe to use from several threads.
 
-    `claims`: needed for a `create_…` and `put_once` if the store refuses conditions; they raise ConditionsRefused
+    `claims`: needed for a `create_…` and `put_once` if the store refuses conditions; they raise ConditionalPutRefused
     without.
 
     A `read_…` method returns None if there is no such document; a `create_…` method writes the document unless there
@@ -479,7 +479,7 @@ class ChainStore:
 
     def __init__(self, objects: ObjectStore, layout: Layout, claims: PutOnceClaims | None = None) -> None:
         self.objects, self.layout, self.claims = objects, layout, claims
-        self._ignored: dict[str, str] = {}  # the key and error of invalid gaps, heartbeats and runs
+        self._reported_invalid: dict[str, str] = {}  # the key and error of invalid gaps, heartbeats and runs
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         return self._create(self.layout.stream_document(chain), document.to_json(), StreamDocument.from_json)
@@ -487,11 +487,11 @@ class ChainStore:
     def read_stream(self, chain: Chain) -> StreamDocument | None:
         return self._read(self.layout.stream_document(chain), StreamDocument.from_json)
 
-    def is_followed(self, chain: Chain) -> bool:
+    def has_next_incarnation(self, chain: Chain) -> bool:
         """True if the next incarnation exists: nothing is put into this one any more. One HEAD request."""
-        return self.followed_since(chain) is not None
+        return self.next_incarnation_start(chain) is not None
 
-    def followed_since(self, chain: Chain) -> float | None:
+    def next_incarnation_start(self, chain: Chain) -> float | None:
         """Return the start of the next incarnation, seconds since 1970 by the store's clock; None if there is none."""
         if chain.incarnation == MAX_INCARNATION:
             return None
@@ -524,14 +524,14 @@ class ChainStore:
     def raise_floor(self, chain: Chain, first: int) -> None:
         """Raise the floor to `first` unless it is that high already: it never falls. Raises also Unavailable."""
         key, body = self.layout.floor_document(chain), floor_to_json(first)
-        for _ in range(_ROUNDS):
+        for _ in range(_CAS_ATTEMPTS):
             # Read the ETag before the content: a change between the two makes the write fail, not the check.
             info = self.objects.head(key)
             if (self.read_floor(chain) or 0) >= first:
                 return
             self._replace(key, body, info.etag if info else None)
         if (self.read_floor(chain) or 0) < first:
-            raise Unavailable(f"floor of {chain}: lost to other writers {_ROUNDS} times", code="E-RACE")
+            raise Unavailable(f"floor of {chain}: lost to other writers {_CAS_ATTEMPTS} times", code="E-RACE")
 
     def write_tail(self, chain: Chain, end: int) -> None:
         self.objects.put(self.layout.tail(chain), tail_to_json(end))
@@ -547,11 +547,11 @@ class ChainStore:
             log.warning("tail ignored", action="tail_ignored", error=str(error), **chain.log_context())
             return None
 
-    def tails(self) -> dict[Chain, str]:
+    def tail_etags(self) -> dict[Chain, str]:
         """Return the ETag of every tail, from one listing: a tail that changed since the last call has a new one."""
-        return {chain: info.etag for chain, info in self.listed_tails().items()}
+        return {chain: info.etag for chain, info in self.list_tails().items()}
 
-    def listed_tails(self, site: str | None = None) -> dict[Chain, ObjectInfo]:
+    def list_tails(self, site: str | None = None) -> dict[Chain, ObjectInfo]:
         """Return the tails of a site, or of all, from one listing; `modified` is the time of the last archiving."""
         listing = self.objects.list(self.layout.tails_prefix(site))
         found = ((self.layout.parse_tail(info.key), info) for info in listing)
@@ -559,27 +559,27 @@ class ChainStore:
 
     # Heartbeats
 
-    def write_alive(self, process: str, alive: Alive) -> None:
-        self.objects.put(self.layout.alive(alive.site, process), alive.to_json())
+    def write_heartbeat(self, process: str, heartbeat: HeartbeatObject) -> None:
+        self.objects.put(self.layout.heartbeat(heartbeat.site, process), heartbeat.to_json())
 
-    def listed_alive(self, site: str | None = None) -> list[ObjectInfo]:
-        """Return the heartbeat objects of a site, or of all, without those that are too old (`to_read`)."""
-        listing = self.objects.list(self.layout.alive_prefix(site))
-        parsed = ((self.layout.parse_alive(info.key), info) for info in listing)
-        return to_read((name[0], info) for name, info in parsed if name is not None)
+    def list_heartbeats(self, site: str | None = None) -> list[ObjectInfo]:
+        """Return the heartbeat objects of a site, or of all, without those that are too old (`drop_outdated`)."""
+        listing = self.objects.list(self.layout.heartbeats_prefix(site))
+        parsed = ((self.layout.parse_heartbeat(info.key), info) for info in listing)
+        return drop_outdated((name[0], info) for name, info in parsed if name is not None)
 
-    def read_alive(self, key: str) -> Alive | None:
+    def read_heartbeat(self, key: str) -> HeartbeatObject | None:
         """Read a heartbeat; None if there is none at `key`, or it is invalid: it stops nothing."""
-        name = self.layout.parse_alive(key)
+        name = self.layout.parse_heartbeat(key)
         try:
-            alive = self._read(key, Alive.from_json)
-            if alive is not None and (name is None or alive.site != name[0]):
-                raise _spoiled(key, f"expected the site of its key, found {alive.site!r:.80}")
+            heartbeat = self._read(key, HeartbeatObject.from_json)
+            if heartbeat is not None and (name is None or heartbeat.site != name[0]):
+                raise _unreadable(key, f"expected the site of its key, found {heartbeat.site!r:.80}")
         except DataError as error:
-            self._ignore(key, str(error), "sign of life")
+            self._warn_once(key, str(error), "heartbeat")
             return None
-        self._ignored.pop(key, None)
-        return alive
+        self._reported_invalid.pop(key, None)
+        return heartbeat
 
     # Targets
 
@@ -588,9 +588,9 @@ class ChainStore:
 
     def read_positions(self, target: str) -> TargetPositions | None:
         key = self.layout.ingress_positions(target)
-        found = self._read(key, TargetPositions.from_json, MAX_BYTES)
+        found = self._read(key, TargetPositions.from_json, MAX_POSITIONS_BYTES)
         if found is not None and found.target != target:
-            raise _spoiled(key, f"expected target {target}, found {found.target!r:.80}")
+            raise _unreadable(key, f"expected target {target}, found {found.target!r:.80}")
         return found
 
     def targets_with_positions(self) -> list[str]:
@@ -609,9 +609,9 @@ class ChainStore:
         try:
             run = self._read(key, CompactionRun.from_json)
         except DataError as error:
-            self._ignore(key, str(error), "compaction run")
+            self._warn_once(key, str(error), "compaction run")
             return None
-        self._ignored.pop(key, None)
+        self._reported_invalid.pop(key, None)
         return run
 
     def runs(self) -> CompactionRuns:
@@ -626,20 +626,20 @@ class ChainStore:
         """Return the chains that have a `chain.json`, ascending; None means all."""
         found, after, prefix = list[Chain](), "", self.layout.documents_prefix(site, feed, incarnation)
         while True:
-            page = self.objects.list(prefix, start_after=after, limit=_PAGE)
+            page = self.objects.list(prefix, start_after=after, limit=_PAGE_KEYS)
             parsed = (self.layout.parse_chain_document(info.key) for info in page)
             found += (chain for chain in parsed if chain is not None and feed in (None, chain.feed))
-            if len(page) < _PAGE:
+            if len(page) < _PAGE_KEYS:
                 return sorted(found)
-            after = self.layout.behind_captures(page[-1].key)
+            after = self.layout.skip_captures(page[-1].key)
 
     def partitions(self, chain: Chain) -> set[Chain]:
         """Return the partitions of the chain's incarnation that have any segment. The listing skips most segments."""
         found, after = set[Chain](), ""
-        while page := self.objects.list(self.layout.incarnation_prefix(chain), start_after=after, limit=_PAGE):
-            places = [self.layout.place_of(info.key) for info in page]
-            found.update(place for place in places if place is not None)
-            last = places[-1]
+        while page := self.objects.list(self.layout.incarnation_prefix(chain), start_after=after, limit=_PAGE_KEYS):
+            chains = [self.layout.chain_of_key(info.key) for info in page]
+            found.update(chain for chain in chains if chain is not None)
+            last = chains[-1]
             # "0" sorts right after the slash: the next page begins with the next partition.
             after = page[-1].key if last is None else self.layout.partition_prefix(last).removesuffix("/") + "0"
         return found
@@ -654,16 +654,16 @@ class ChainStore:
         """Write an accepted gap unless its range is accepted already. Return the stored one, read back."""
         prefix = self.layout.gaps_prefix(chain)
         try:
-            return self._keep_gap(prefix, gap)
-        except ConditionsRefused:  # a concurrent writer accepts the same range, which is the key: only the notes differ
+            return self._create_gap(prefix, gap)
+        except ConditionalPutRefused:  # another writer accepts the same range, which is the key: only the notes differ
             self.objects.put(self.layout.gap(prefix, gap.range), gap.to_json())
-            return self._keep_gap(prefix, gap)
+            return self._create_gap(prefix, gap)
 
-    def passed_gaps(self, target: str, chain: Chain, *, position: int = 1) -> list[AcceptedGap]:
-        return self._gaps(self.layout.passed_prefix(target, chain), position)
+    def skipped_gaps(self, target: str, chain: Chain, *, position: int = 1) -> list[AcceptedGap]:
+        return self._gaps(self.layout.skipped_prefix(target, chain), position)
 
-    def pass_gap(self, target: str, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
-        return self._keep_gap(self.layout.passed_prefix(target, chain), gap)
+    def record_skipped_gap(self, target: str, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
+        return self._create_gap(self.layout.skipped_prefix(target, chain), gap)
 
     def _gaps(self, prefix: str, position: int) -> list[AcceptedGap]:
         listing = self.objects.list(prefix, start_after=self.layout.gaps_after(prefix, position))
@@ -674,20 +674,20 @@ class ChainStore:
         try:
             gap = None if expected is None else self._read(key, AcceptedGap.from_json)
             if gap is not None and gap.range != expected:
-                raise _spoiled(key, f"expected {expected}, found {gap.range}")
+                raise _unreadable(key, f"expected {expected}, found {gap.range}")
         except DataError as error:
-            self._ignore(key, str(error), "gap")
+            self._warn_once(key, str(error), "gap")
             return None
-        self._ignored.pop(key, None)
+        self._reported_invalid.pop(key, None)
         return gap
 
-    def _ignore(self, key: str, why: str, what: str) -> None:
+    def _warn_once(self, key: str, reason: str, kind: str) -> None:
         """Log an invalid object once: a chain that waits has its gaps read again and again."""
-        if self._ignored.get(key) != why:
-            self._ignored[key] = why
-            log.warning(f"{what} ignored", action=f"{what.replace(' ', '_')}_ignored", error=why)
+        if self._reported_invalid.get(key) != reason:
+            self._reported_invalid[key] = reason
+            log.warning("document ignored", action="document_ignored", kind=kind, error=reason)
 
-    def _keep_gap(self, prefix: str, gap: AcceptedGap) -> AcceptedGap:
+    def _create_gap(self, prefix: str, gap: AcceptedGap) -> AcceptedGap:
         return self._create(self.layout.gap(prefix, gap.range), gap.to_json(), AcceptedGap.from_json)
 
     def _create(self, key: str, body: bytes, parse: Callable[[bytes], D]) -> D:
@@ -706,7 +706,7 @@ class ChainStore:
         """
         try:
             self._replace(key, body, None)
-        except ConditionsRefused:
+        except ConditionalPutRefused:
             if self.claims is None:
                 raise
             self._put_claimed(self.claims, key, body)
@@ -720,7 +720,7 @@ class ChainStore:
             try:
                 self.objects.put(key, claimed, sha256=hashlib.sha256(claimed).hexdigest())
             except OutcomeUnknown as error:
-                log.warning("document in doubt", action="document_in_doubt", key=key, error=str(error))
+                log.warning("document unconfirmed", action="document_unconfirmed", key=key, error=str(error))
         if self.objects.head(key) is not None:
             failpoint("documents.settle")
             claims.settle(key, revision)
@@ -733,18 +733,18 @@ class ChainStore:
             else:
                 self.objects.put_if_match(key, body, etag)
         except OutcomeUnknown as error:
-            log.warning("document in doubt", action="document_in_doubt", key=key, error=str(error))
+            log.warning("document unconfirmed", action="document_unconfirmed", key=key, error=str(error))
 
     def _read(self, key: str, parse: Callable[[bytes], D], most: int = MAX_DOCUMENT_BYTES) -> D | None:
         if (raw := self.objects.get(key, length=most + 1)) is None:
             return None
         if len(raw) > most:
-            raise _spoiled(key, f"expected at most {most} bytes, found more")
+            raise _unreadable(key, f"expected at most {most} bytes, found more")
         try:
             return parse(raw)
         except ValueError as error:
-            raise _spoiled(key, str(error)) from error
+            raise _unreadable(key, str(error)) from error
 
 
-def _spoiled(key: str, cause: str) -> DataError:
+def _unreadable(key: str, cause: str) -> DataError:
     return DataError(f"{key}: {cause}", hint="compare it with a good copy; it is not used", code="E-STATE-JSON")

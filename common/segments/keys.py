@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from common.chain import CHAIN_FORM, SITE_PATTERN, Chain, named_parts
+from common.chain import CHAIN_FORM, SITE_PATTERN, Chain, parse_chain_parts
 from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
@@ -59,7 +59,7 @@ _TOMBSTONE = re.compile(rf"_floe/tombstones/{_CHAIN}/{_BOUNDS}-{_DIGEST}\.json")
 _CHAIN_OBJECT = re.compile(
     rf"_floe/{_INCARNATION}/(?:stream\.json|{_PARTITION}/(?:chain\.json|floor\.json|gaps/{_BOUNDS}\.json))"
 )
-_SIGN_OFF = re.compile(rf"_floe/verify/{_CHAIN}/(?:shallow|deep)\.json")
+_VERIFY_RESULT = re.compile(rf"_floe/verify/{_CHAIN}/(?:shallow|deep)\.json")
 _IN_CHAIN = re.compile(rf"(?:_floe/(?:tombstones/|verify/)?)?{_CHAIN}/.+", re.DOTALL)
 # Objects under these prefixes have rules of their own.
 _OTHER_OBJECTS = re.compile(
@@ -71,7 +71,7 @@ _GAP = re.compile(rf"{_BOUNDS}\.json")
 _TAIL = re.compile(
     rf"_floe/tails/(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>[0-9]{{4}})/(?P<partition>[0-9]{{1,5}})"
 )
-_ALIVE = re.compile(rf"_floe/alive/(?P<site>{_ENCODED})/(?P<process>{_ENCODED})")
+_HEARTBEAT = re.compile(rf"_floe/alive/(?P<site>{_ENCODED})/(?P<process>{_ENCODED})")
 _RUN = re.compile(rf"_floe/tombstones/runs/(?:site=(?P<site>{_ENCODED})/(?:feed=(?P<feed>{_ENCODED})/)?)?all\.json")
 _POSITIONS = re.compile(rf"_floe/ingress/(?P<target>{_ENCODED})/positions\.json")
 
@@ -151,12 +151,12 @@ class Layout:
         root = self.root
         return key[len(root) :] if key.startswith(root) else ""
 
-    def places(self, chain: Chain) -> tuple[str, ...]:
+    def chain_prefixes(self, chain: Chain) -> tuple[str, ...]:
         path = _chain_path(chain)
         folders = ("", "_floe/", "_floe/tombstones/", "_floe/verify/")
-        return tuple(self._under(f"{place}{path}/") for place in folders)
+        return tuple(self._under(f"{folder}{path}/") for folder in folders)
 
-    def place_of(self, key: str) -> Chain | None:
+    def chain_of_key(self, key: str) -> Chain | None:
         """Return the chain that the path of the key names, also for a foreign key; None if it names none."""
         return _chain(_IN_CHAIN.fullmatch(self._relative(key)))
 
@@ -172,13 +172,13 @@ class Layout:
         is_tombstone = _chain(_TOMBSTONE.fullmatch(self._relative(key))) is not None
         return self.parse_segment(key) is None and not self._is_document(key) and not is_tombstone
 
-    def may_be_put_away(self, key: str) -> bool:
+    def can_quarantine(self, key: str) -> bool:
         """True if an operator may quarantine the object: a segment, a tombstone or a foreign key, under the prefix."""
         return bool(self._relative(key)) and not self._is_document(key)
 
     def _is_document(self, key: str) -> bool:
         relative = self._relative(key)
-        named = _CHAIN_OBJECT.fullmatch(relative) or _SIGN_OFF.fullmatch(relative)
+        named = _CHAIN_OBJECT.fullmatch(relative) or _VERIFY_RESULT.fullmatch(relative)
         of_chain = _chain(named) or self.parse_state(key) or self.parse_tail(key) or self.parse_capture(key)
         return of_chain is not None or _OTHER_OBJECTS.fullmatch(relative) is not None
 
@@ -241,7 +241,7 @@ class Layout:
     def gaps_prefix(self, chain: Chain) -> str:
         return self._under(f"_floe/{_chain_path(chain)}/gaps/")
 
-    def passed_prefix(self, target: str, chain: Chain) -> str:
+    def skipped_prefix(self, target: str, chain: Chain) -> str:
         return f"{self.ingress_prefix(target)}gaps/{_chain_path(chain)}/"
 
     def gap(self, prefix: str, gap: SequenceRange) -> str:
@@ -289,12 +289,12 @@ class Layout:
 
     def parse_capture(self, key: str) -> CaptureName | None:
         match = _CAPTURE.fullmatch(self._relative(key))
-        chain = match and _parsed(match["site"], match["feed"], match["incarnation"], "0")
+        chain = match and _parse_chain(match["site"], match["feed"], match["incarnation"], "0")
         if not match or not chain or (end := int(match["end"])) > MAX_SEQUENCE:
             return None
         return CaptureName(chain, match["kind"], end, match["digest"])
 
-    def behind_captures(self, key: str) -> str:
+    def skip_captures(self, key: str) -> str:
         """Return `key`; for a capture, a key that sorts after all captures of its incarnation that may be numerous, and
         before its partitions.
         """
@@ -314,15 +314,15 @@ class Layout:
     def parse_tail(self, key: str) -> Chain | None:
         return _chain(_TAIL.fullmatch(self._relative(key)))
 
-    def alive_prefix(self, site: str | None = None) -> str:
+    def heartbeats_prefix(self, site: str | None = None) -> str:
         return self._under("_floe/alive/" + (f"{encode(site)}/" if site is not None else ""))
 
-    def alive(self, site: str, process: str) -> str:
-        return f"{self.alive_prefix(site)}{encode(process)}"
+    def heartbeat(self, site: str, process: str) -> str:
+        return f"{self.heartbeats_prefix(site)}{encode(process)}"
 
-    def parse_alive(self, key: str) -> tuple[str, str] | None:
+    def parse_heartbeat(self, key: str) -> tuple[str, str] | None:
         """Return the site and the process."""
-        match = _ALIVE.fullmatch(self._relative(key))
+        match = _HEARTBEAT.fullmatch(self._relative(key))
         site, process = (decode(match["site"]), decode(match["process"])) if match else (None, None)
         if site is None or process is None or not SITE_PATTERN.fullmatch(site):
             return None
@@ -355,10 +355,10 @@ class Layout:
         site, feed = (None if part is None else decode(part) for part in match.group("site", "feed"))
         return (site, feed) if self.run(site, feed) == key else None
 
-    def sign_off(self, chain: Chain, *, deep: bool) -> str:
+    def verify_result(self, chain: Chain, *, deep: bool) -> str:
         return self._under(f"_floe/verify/{_chain_path(chain)}/{'deep' if deep else 'shallow'}.json")
 
-    def quarantined(self, key: str, digest: str) -> str:
+    def quarantine_key(self, key: str, digest: str) -> str:
         """Return the key in quarantine of the object at `key` with this SHA-256.
 
         Raises ValueError for a key that is not under the prefix.
@@ -401,7 +401,7 @@ def _chain_path(chain: Chain) -> str:
 
 
 def _chain(match: re.Match[str] | None) -> Chain | None:
-    return match and _parsed(match["site"], match["feed"], match["incarnation"], match["partition"] or "0")
+    return match and _parse_chain(match["site"], match["feed"], match["incarnation"], match["partition"] or "0")
 
 
 @functools.lru_cache(4096)  # a listing repeats one folder a thousand times
@@ -412,7 +412,7 @@ def _chain_and_level(folder: str) -> tuple[Chain, int] | None:
 
 
 @functools.lru_cache(4096)
-def _parsed(encoded_site: str, encoded_feed: str, incarnation: str, partition: str) -> Chain | None:
+def _parse_chain(encoded_site: str, encoded_feed: str, incarnation: str, partition: str) -> Chain | None:
     site, feed = decode(encoded_site), decode(encoded_feed)
     if site is None or feed is None or str(int(partition)) != partition:
         return None
@@ -425,20 +425,20 @@ def _parsed(encoded_site: str, encoded_feed: str, incarnation: str, partition: s
 if TYPE_CHECKING:
     from common.settings.root import Settings
 
-Pair = tuple[str, str]  # site, feed
+FeedId = tuple[str, str]  # site, feed
 
-MOST_NAMES = 20  # in the text of one error
+MAX_LISTED_NAMES = 20  # in the text of one error
 
 
-def configured(settings: Settings) -> frozenset[Pair]:
+def configured_feeds(settings: Settings) -> frozenset[FeedId]:
     own = {(settings.site, feed.name) for feed in settings.egress.feeds}
-    carried = {pair for t in settings.ingress.targets for source in t.sources for pair in source.pairs()}
-    return frozenset(own | carried)
+    received = {pair for t in settings.ingress.targets for source in t.sources for pair in source.site_feed_pairs()}
+    return frozenset(own | received)
 
 
-def chosen(
+def filter_chains(
     known: Collection[Chain],
-    feeds: Collection[Pair],
+    feeds: Collection[FeedId],
     site: str | None,
     feed: str | None = None,
     incarnation: int | None = None,
@@ -449,20 +449,20 @@ def chosen(
     Raises UsageError with the names that exist.
     """
     wanted = (site, feed, incarnation, partition)
-    found = sorted(c for c in known if _is_meant((c.site, c.feed, c.incarnation, c.partition), wanted))
+    found = sorted(c for c in known if _is_match((c.site, c.feed, c.incarnation, c.partition), wanted))
     if found or wanted == (None, None, None, None):
         return found
-    of_feed = [c for c in known if _is_meant((c.site, c.feed), (site, feed))]
+    of_feed = [c for c in known if _is_match((c.site, c.feed), (site, feed))]
     if of_feed:
         raise _no_such_chain(of_feed, incarnation, partition)
-    if any(_is_meant(pair, (site, feed)) for pair in feeds):
+    if any(_is_match(pair, (site, feed)) for pair in feeds):
         return []
-    raise unknown({*feeds, *((c.site, c.feed) for c in known)}, site, feed)
+    raise unknown_name_error({*feeds, *((c.site, c.feed) for c in known)}, site, feed)
 
 
-def one(
+def resolve_chain(
     known: Collection[Chain],
-    feeds: Collection[Pair],
+    feeds: Collection[FeedId],
     site: str,
     feed: str,
     incarnation: int | None = None,
@@ -470,37 +470,37 @@ def one(
 ) -> Chain:
     """Return the one chain that is meant: the newest incarnation and the only partition, if they are not named.
 
-    Raises UsageError as `chosen`, and if several partitions match.
+    Raises UsageError as `filter_chains`, and if several partitions match.
     """
-    if not (there := chosen(known, feeds, site, feed, incarnation)):
+    if not (there := filter_chains(known, feeds, site, feed, incarnation)):
         return Chain(site, feed, incarnation or 0, partition or 0)
     newest = max(chain.incarnation for chain in there)
-    found = chosen(known, feeds, site, feed, newest, partition)
+    found = filter_chains(known, feeds, site, feed, newest, partition)
     if len(found) > 1:
         raise UsageError(
-            f"{site}/{feed}: expected one chain, found partitions {_listed(str(chain.partition) for chain in found)}",
+            f"{site}/{feed}: expected one chain, found partitions {_name_list(str(c.partition) for c in found)}",
             hint=f"name the partition, such as {found[-1]}",
         )
     return found[0]
 
 
-def parse(text: str) -> tuple[str, str | None, int | None, int | None]:
+def parse_chain_name(text: str) -> tuple[str, str | None, int | None, int | None]:
     """Return the parts of `SITE[/FEED[/INCARNATION[/PARTITION]]]`, None for those not named. Raises UsageError."""
     try:
-        return named_parts(text)
+        return parse_chain_parts(text)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def parse_of_feed(text: str) -> tuple[str, str, int | None, int | None]:
-    """Return the same as `parse`, but require the feed."""
-    site, feed, incarnation, partition = parse(text)
+def parse_chain_of_feed(text: str) -> tuple[str, str, int | None, int | None]:
+    """Return the same as `parse_chain_name`, but require the feed."""
+    site, feed, incarnation, partition = parse_chain_name(text)
     if feed is None:
         raise UsageError(f"chain {text!r:.80}: expected {CHAIN_FORM}")
     return site, feed, incarnation, partition
 
 
-def unknown(pairs: Collection[Pair], site: str | None, feed: str | None) -> UsageError:
+def unknown_name_error(pairs: Collection[FeedId], site: str | None, feed: str | None) -> UsageError:
     if feed is None:
         found, names, what = str(site), {each for each, _ in pairs}, "site"
     elif site is None:
@@ -517,23 +517,23 @@ def suggestion(found: str, names: Iterable[str]) -> str:
     there = sorted(names)
     close = difflib.get_close_matches(found, there, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
-    return f"{meant}there are {_listed(there)}" if there else "there are none"
+    return f"{meant}there are {_name_list(there)}" if there else "there are none"
 
 
 def _no_such_chain(of_feed: Sequence[Chain], incarnation: int | None, partition: int | None) -> UsageError:
-    asked = [] if incarnation is None else [f"incarnation {incarnation:04d}"]
-    asked += [] if partition is None else [f"partition {partition}"]
+    wanted = [] if incarnation is None else [f"incarnation {incarnation:04d}"]
+    wanted += [] if partition is None else [f"partition {partition}"]
     return UsageError(
-        f"{' '.join(asked)}: expected one that there is, found none of that number",
-        hint=f"there are {_listed(sorted({str(chain) for chain in of_feed}))}",
+        f"{' '.join(wanted)}: expected one that there is, found none of that number",
+        hint=f"there are {_name_list(sorted({str(chain) for chain in of_feed}))}",
     )
 
 
-def _is_meant(found: tuple[object, ...], wanted: tuple[object, ...]) -> bool:
+def _is_match(found: tuple[object, ...], wanted: tuple[object, ...]) -> bool:
     return all(w in (None, f) for f, w in zip(found, wanted, strict=True))
 
 
-def _listed(names: Iterable[str]) -> str:
+def _name_list(names: Iterable[str]) -> str:
     listed = list(names)
-    more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
-    return ", ".join(listed[:MOST_NAMES]) + more
+    more = f" and {len(listed) - MAX_LISTED_NAMES} more" if len(listed) > MAX_LISTED_NAMES else ""
+    return ", ".join(listed[:MAX_LISTED_NAMES]) + more

@@ -135,15 +135,15 @@ MIB = 2**20
 # Raw bytes that the writer puts into one row group: they limit the memory of a reader.
 ROW_GROUP_BYTES_LEVEL_0 = 32 * MIB
 ROW_GROUP_BYTES_MERGED = 64 * MIB
-_ROW_GROUP_BYTES_BEFORE = 128 * MIB  # of merged segments that former versions wrote
+_ROW_GROUP_BYTES_OLD = 128 * MIB  # of merged segments that former versions wrote
 # Counted for the other columns of a row, so that a million empty messages are not one row group.
-ROW_OVERHEAD_BYTES = 64
+WRITER_ROW_BYTES = 64
 # The largest message that is archived and replayed, subject and headers included; none is split over row groups.
 MAX_MESSAGE_BYTES = 64 * MIB
 # Memory that a row costs a reader beside its bytes.
-ROW_BYTES = 256
+READER_ROW_BYTES = 256
 # The writer closes a page at 1 MiB. Many tiny pages cost more time than their content.
-FEW_PAGES, LEAST_PAGE_ROWS, LEAST_PAGE_BYTES = 64, 256, 64 * 1024
+MIN_FREE_PAGES, MIN_PAGE_ROWS, MIN_PAGE_BYTES = 64, 256, 64 * 1024
 
 
 def row_group_bytes(level: int) -> int:
@@ -168,7 +168,7 @@ class ParquetLimits:
     columns: int = 64
     footer_value_bytes: int = MIB
     metadata_values: int = 1_000_000
-    row_group_bytes: int = _ROW_GROUP_BYTES_BEFORE + MAX_MESSAGE_BYTES + 64 * MIB
+    row_group_bytes: int = _ROW_GROUP_BYTES_OLD + MAX_MESSAGE_BYTES + 64 * MIB
     page_header_bytes: int = 64 * 1024
     batch_bytes: int = 8 * MIB
     batch_rows: int = 16_384
@@ -183,7 +183,7 @@ class SegmentGone(DataError):
     default_code = "E-SEG-GONE"
 
 
-class Forked(DataError):
+class ForkError(DataError):
     """A fork: two segments hold different messages under one sequence; `keys` names both."""
 
     default_code = "E-FORK"
@@ -196,21 +196,21 @@ class Forked(DataError):
         )
         self.keys = keys
 
-    def __reduce__(self) -> tuple[type[Forked], tuple[str, ...]]:
-        return Forked, (self.message, *self.keys)
+    def __reduce__(self) -> tuple[type[ForkError], tuple[str, ...]]:
+        return ForkError, (self.message, *self.keys)
 
 
-def fork(one: SegmentRef, other: SegmentRef, sequence: int) -> Forked:
+def fork_error(one: SegmentRef, other: SegmentRef, sequence: int) -> ForkError:
     message = f"sequence {sequence} of {one.chain} has one content in {one.key} and another in {other.key}"
-    return Forked(message, one.key, other.key)
+    return ForkError(message, one.key, other.key)
 
 
-def bomb(cause: str) -> SegmentCorrupt:
+def bomb_error(cause: str) -> SegmentCorrupt:
     return SegmentCorrupt(cause, code="E-SEG-BOMB")
 
 
 @contextmanager
-def explained(key: str) -> Iterator[None]:
+def segment_errors(key: str) -> Iterator[None]:
     """Turn the errors of reading untrusted bytes into SegmentCorrupt that names `key`.
 
     Other errors of Floe (such as an unreachable store) and of the disk under the file pass unchanged.
@@ -222,7 +222,7 @@ def explained(key: str) -> Iterator[None]:
     except FloeError:
         raise
     except MemoryError as error:
-        raise bomb(f"segment {key}: needs more memory than there is: {_first_line(error)}") from error
+        raise bomb_error(f"segment {key}: needs more memory than there is: {_first_line(error)}") from error
     except NotImplementedError as error:
         raise SegmentCorrupt(f"segment {key}: {_first_line(error)}", code="E-SEG-CODEC") from error
     except Exception as error:  # pyarrow raises its own errors and built-in ones
@@ -242,7 +242,7 @@ _FOREIGN_CODECS = {1: "SNAPPY", 2: "GZIP", 3: "LZO", 4: "BROTLI", 5: "LZ4", 7: "
 _FILE_ROWS, _FILE_GROUPS, _FILE_KEY_VALUES = 3, 4, 5
 _GROUP_COLUMNS, _GROUP_BYTES, _GROUP_ROWS = 1, 2, 3
 _CHUNK_PATH, _CHUNK_DATA, _CHUNK_CRYPTO, _CHUNK_ENCRYPTED = 1, 3, 8, 9
-_TYPE, _CODEC, _VALUES, _STORED, _DATA_OFFSET, _DICTIONARY_OFFSET, _STATISTICS = 1, 4, 5, 7, 9, 11, 12
+_CHUNK_TYPE, _CODEC, _VALUES, _STORED, _DATA_OFFSET, _DICTIONARY_OFFSET, _STATISTICS = 1, 4, 5, 7, 9, 11, 12
 _MAX_VALUE, _MIN_VALUE = 5, 6
 
 
@@ -280,7 +280,7 @@ class Metadata:
     values: Mapping[bytes, bytes]
 
 
-def parse(raw: bytes, limits: ParquetLimits) -> Metadata:
+def parse_metadata(raw: bytes, limits: ParquetLimits) -> Metadata:
     """Parse the metadata; `raw` is all of its bytes. Raises SegmentCorrupt.
 
     The file must not contain an Arrow schema: types come from the Parquet schema alone.
@@ -318,7 +318,7 @@ def check_shape(metadata: Metadata, columns: int, limits: ParquetLimits) -> None
     groups = ("row groups", len(metadata.groups), limits.row_groups)
     for what, found, most in (groups, ("columns", columns, limits.columns)):
         if found > most:
-            raise bomb(f"expected at most {most} {what}, found {found}")
+            raise bomb_error(f"expected at most {most} {what}, found {found}")
     counts = [group.rows for group in metadata.groups]
     if min(counts, default=1) < 1 or sum(counts) != metadata.rows:
         cause = f"expected {metadata.rows} rows in row groups of at least 1, found {counts[:8]}"
@@ -346,8 +346,8 @@ def _chunk(name: str, group: Group, index: int) -> Chunk:
         wanted, found = " or ".join(_CODECS.values()), _FOREIGN_CODECS.get(codec, codec)
         raise SegmentCorrupt(f"column {name}: expected compression {wanted}, found {found}", code="E-SEG-CODEC")
     kind = _INT64 if name in DELTA_COLUMNS else _BYTE_ARRAY
-    if data.get(_TYPE) != kind or _count(data, _VALUES) != group.rows:
-        found = f"{data.get(_VALUES)} of {data.get(_TYPE)}"
+    if data.get(_CHUNK_TYPE) != kind or _count(data, _VALUES) != group.rows:
+        found = f"{data.get(_VALUES)} of {data.get(_CHUNK_TYPE)}"
         raise ValueError(f"expected {group.rows} values of type {kind}, found {found}")
     # The same start as in pyarrow, in any order of the two offsets.
     pages, dictionary = _count(data, _DATA_OFFSET), data.get(_DICTIONARY_OFFSET, 0)
@@ -377,7 +377,7 @@ _HEADER_BOUNDS = Bounds(values=64, elements=0)
 _FIRST_READ = 512  # bytes; page headers as written here take 20 to 100
 
 # Field numbers of the format's PageHeader, DataPageHeader and DictionaryPageHeader.
-_TYPE, _UNCOMPRESSED, _COMPRESSED, _CRC, _DATA_HEADER, _DICTIONARY_HEADER = 1, 2, 3, 4, 5, 7
+_PAGE_TYPE, _UNCOMPRESSED, _COMPRESSED, _CRC, _DATA_HEADER, _DICTIONARY_HEADER = 1, 2, 3, 4, 5, 7
 _NUM_VALUES, _ENCODING = 1, 2
 
 
@@ -411,9 +411,9 @@ class DecodingCost:
     text: int = 0
 
     @property
-    def need(self) -> int:
-        """Memory for all of it at once: a row costs ROW_BYTES beside its bytes, or two copies of its text, if more."""
-        return self.held + self.batch + max(ROW_BYTES * self.rows, 3 * self.text)
+    def peak_bytes(self) -> int:
+        """Memory for all of it: a row costs READER_ROW_BYTES beside its bytes, or two copies of its text, if more."""
+        return self.held + self.batch + max(READER_ROW_BYTES * self.rows, 3 * self.text)
 
 
 def decoding_cost(columns: Sequence[Pages], rows: int, limits: ParquetLimits) -> DecodingCost:
@@ -448,16 +448,16 @@ def pages(source: Any, chunk: Chunk, limits: ParquetLimits) -> Pages:
         found.append((data, max(page.uncompressed, page.compressed)))
         size, values = size + found[-1][1], values + data
         position += page.header_size + page.compressed
-        if len(found) > FEW_PAGES + values // LEAST_PAGE_ROWS + size // LEAST_PAGE_BYTES:
-            raise _bomb(chunk, f"{len(found)} pages hold {values} values in {size} bytes")
+        if len(found) > MIN_FREE_PAGES + values // MIN_PAGE_ROWS + size // MIN_PAGE_BYTES:
+            raise _page_error(chunk, f"{len(found)} pages hold {values} values in {size} bytes")
     if values != chunk.rows:
-        raise _bomb(chunk, f"expected {chunk.rows} values, found pages of {values}")
+        raise _page_error(chunk, f"expected {chunk.rows} values, found pages of {values}")
     return found
 
 
 def _read_page(source: Any, chunk: Chunk, position: int, end: int, limits: ParquetLimits) -> _Page:
     fields, size = _read_header(source, chunk, position, end, limits)
-    kind = _number(chunk, fields, _TYPE)
+    kind = _number(chunk, fields, _PAGE_TYPE)
     inner = fields.get(_DATA_HEADER if kind == PageType.DATA else _DICTIONARY_HEADER)
     if kind not in (PageType.DATA, PageType.DICTIONARY) or not isinstance(inner, dict):
         raise SegmentCorrupt(f"column {chunk.name}: expected data or dictionary pages, found type {kind}")
@@ -498,18 +498,18 @@ def _number(chunk: Chunk, fields: Struct, field: int) -> int:
 def _check_page(chunk: Chunk, page: _Page, position: int, *, is_first_data: bool) -> None:
     if page.encoding not in _allowed(chunk.name, page.kind):
         kind = PageType(page.kind).name.lower()
-        raise _bomb(chunk, f"encoding {page.encoding} of a {kind} page is not one of Floe's")
+        raise _page_error(chunk, f"encoding {page.encoding} of a {kind} page is not one of Floe's")
     if page.kind == PageType.DICTIONARY:
         if position != chunk.first:
-            raise _bomb(chunk, "a dictionary stands behind other pages")
+            raise _page_error(chunk, "a dictionary stands behind other pages")
         # Each text of a plain dictionary begins with its length in four bytes.
         if page.values * 4 > page.uncompressed:
-            raise _bomb(chunk, f"a dictionary of {page.uncompressed} bytes claims {page.values} values")
+            raise _page_error(chunk, f"a dictionary of {page.uncompressed} bytes claims {page.values} values")
     elif page.values == 0:
-        raise _bomb(chunk, "a page holds no values")
+        raise _page_error(chunk, "a page holds no values")
     elif is_first_data and position != chunk.data:
         # A reader that skips the dictionary begins here: it must find the same pages.
-        raise _bomb(chunk, f"expected the first data page at {chunk.data}, found it at {position}")
+        raise _page_error(chunk, f"expected the first data page at {chunk.data}, found it at {position}")
 
 
 def _allowed(column: str, kind: int) -> set[Encoding]:
@@ -520,5 +520,5 @@ def _allowed(column: str, kind: int) -> set[Encoding]:
     return {Encoding.PLAIN, *_DICTIONARY} if column in TEXT_COLUMNS else {Encoding.PLAIN}
 
 
-def _bomb(chunk: Chunk, cause: str) -> SegmentCorrupt:
-    return bomb(f"column {chunk.name}: {cause}")
+def _page_error(chunk: Chunk, cause: str) -> SegmentCorrupt:
+    return bomb_error(f"column {chunk.name}: {cause}")

@@ -21,7 +21,7 @@ from common.segments import checks, parquet_guard
 from common.segments.checks import TRAILER_BYTES, RowGroup, check_schema, check_trailer
 from common.segments.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, lengths, raw_size, total
 from common.segments.keys import Layout, SegmentName
-from common.segments.parquet_guard import DEFAULT_LIMITS, Metadata, ParquetLimits, bomb, check_shape, explained, parse
+from common.segments.parquet_guard import DEFAULT_LIMITS, Metadata, ParquetLimits, bomb_error, segment_errors
 from common.segments.segment import Footer
 from common.sequences import SequenceRange
 from common.subjects import matches
@@ -29,8 +29,8 @@ from common.subjects import matches
 # Makes `length` bytes from offset `first` readable in the source; for files that are present only in parts.
 Fetch = Callable[[int, int], None]
 
-# Called with a `Scan` before it decodes a row group, and before it expands the text of a batch, with the memory that
-# this takes; an error that it raises ends the read.
+# Called with a `ColumnScan` before it decodes a row group, and before it expands the text of a batch, with the memory
+# that this takes; an error that it raises ends the read.
 Admit = Callable[[object, RowGroup, parquet_guard.DecodingCost], None]
 
 # The stubs describe an older pyarrow.
@@ -65,7 +65,7 @@ class SegmentSource:
         self.fetch(size - tail, tail)
         stored = check_trailer(self.file.read_at(tail, size - tail), size, self.limits)
         self.fetch(size - tail - stored, stored)
-        return parse(self.file.read_at(stored, size - tail - stored), self.limits)
+        return parquet_guard.parse_metadata(self.file.read_at(stored, size - tail - stored), self.limits)
 
     def parquet(self) -> Any:
         """Return the pyarrow ParquetFile over the bytes, with its schema checked. Raises any error of pyarrow.
@@ -120,10 +120,10 @@ class RowFilter:
 
     @property
     def columns(self) -> set[str]:
-        """The columns that `selected` needs."""
+        """The columns that `select` needs."""
         return {*(("timestamp_ns",) if self.has_time else ()), *(("subject", "subject_raw") if self.subjects else ())}
 
-    def selected(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def select(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the rows of `batch` that match, maybe none."""
         if self.begin is not None:
             batch = batch.filter(pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(self.begin, pa.int64())))
@@ -146,13 +146,13 @@ class RowFilter:
 def _may_match(subject: str, least: bytes, greatest: bytes) -> bool:
     fixed = subject.encode()
     tokens = fixed.split(b".")
-    if wild := [place for place, token in enumerate(tokens) if token in (b"*", b">")]:
-        fixed = b"".join(token + b"." for token in tokens[: wild[0]])
+    if wildcards := [index for index, token in enumerate(tokens) if token in (b"*", b">")]:
+        fixed = b"".join(token + b"." for token in tokens[: wildcards[0]])
         return least[: len(fixed)] <= fixed <= greatest
     return least <= fixed <= greatest
 
 
-class Scan:
+class ColumnScan:
     """One pass over the columns `names` of the rows in `rows` (None: all).
 
     The order of rows is always checked. A subject is never read without its raw bytes, which define its size.
@@ -168,7 +168,7 @@ class Scan:
 
     def batches(self, groups: Iterable[RowGroup]) -> Iterator[pa.RecordBatch]:
         """Yield the rows in those of `groups` that may hold some. Raises SegmentCorrupt."""
-        with explained(self._source.key):
+        with segment_errors(self._source.key):
             for group in groups:
                 if self._rows is None or self._rows.overlaps(group.range):
                     yield from self._group(group)
@@ -179,9 +179,9 @@ class Scan:
         counted, cost = 0, self._cost(group)
         names, index = self._schema.names, group.index
         for batch in filter(len, self._opened.file.iter_batches(cost.rows, [index], names, use_threads=False)):
-            plain = self._checked(batch, group, cost)
+            plain = self._check(batch, group, cost)
             counted += plain.num_rows
-            wanted = self._selected(plain)
+            wanted = self._select(plain)
             if wanted.num_rows:
                 yield wanted
             if self._rows is not None and self._totals.last_sequence >= self._rows.last:
@@ -199,19 +199,19 @@ class Scan:
         cost = parquet_guard.decoding_cost(columns, group.rows, limits)
         self._source.admit(self, group, cost)
         if cost.size > (most := limits.row_group_bytes):
-            raise bomb(f"row group {group.index}: expected at most {most} decoded bytes, found {cost.size}")
+            raise bomb_error(f"row group {group.index}: expected at most {most} decoded bytes, found {cost.size}")
         return cost
 
-    def _checked(self, batch: pa.RecordBatch, group: RowGroup, cost: parquet_guard.DecodingCost) -> pa.RecordBatch:
+    def _check(self, batch: pa.RecordBatch, group: RowGroup, cost: parquet_guard.DecodingCost) -> pa.RecordBatch:
         checks.check_text(batch)
         self._source.admit(self, group, replace(cost, text=self._totals.count(batch)))
-        plain = _expanded(batch, self._schema)
+        plain = _expand(batch, self._schema)
         checks.check_order(plain.column("sequence"), self._totals.last_sequence, group.range)
         checks.check_values(plain)
-        self._totals.remember(plain)
+        self._totals.record(plain)
         return plain
 
-    def _selected(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def _select(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         if self._rows is not None:
             sequences = batch.column("sequence")
             first = pc.less(sequences, pa.scalar(self._rows.first, pa.int64())).true_count
@@ -220,7 +220,7 @@ class Scan:
         return batch if self._names == self._schema.names else batch.select(self._names)
 
 
-def _expanded(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+def _expand(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     plain: dict[str, Any] = {
         name: column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
@@ -231,8 +231,8 @@ def _expanded(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 class _Totals:
     """Totals of the rows read so far, to compare with the claims of the footer."""
 
-    def __init__(self, footer: Footer, names: set[str], most_in_a_batch: int) -> None:
-        self.last_sequence, self._footer, self._names, self._most = 0, footer, names, most_in_a_batch
+    def __init__(self, footer: Footer, names: set[str], max_batch_bytes: int) -> None:
+        self.last_sequence, self._footer, self._names, self._max_batch_bytes = 0, footer, names, max_batch_bytes
         self._raw_bytes = 0
         self._times: tuple[int | None, int | None] = (None, None)
 
@@ -243,13 +243,13 @@ class _Totals:
         raw = raw_size(batch)
         self._raw_bytes += raw
         if self._raw_bytes > self._footer.raw_bytes:
-            raise bomb(f"expected {self._footer.raw_bytes} raw bytes as in the footer, found more")
+            raise bomb_error(f"expected {self._footer.raw_bytes} raw bytes as in the footer, found more")
         text = sum(total(lengths(batch.column(name))) for name in {*TEXT_COLUMNS} & self._names)
-        if raw + text > self._most:
-            raise bomb(f"expected batches of at most {self._most} bytes, found {raw + text}")
+        if raw + text > self._max_batch_bytes:
+            raise bomb_error(f"expected batches of at most {self._max_batch_bytes} bytes, found {raw + text}")
         return text
 
-    def remember(self, batch: pa.RecordBatch) -> None:
+    def record(self, batch: pa.RecordBatch) -> None:
         self.last_sequence = batch.column("sequence")[-1].as_py()
         if "timestamp_ns" in self._names:
             times = batch.column("timestamp_ns")
@@ -259,13 +259,13 @@ class _Totals:
     def check_end(self) -> None:
         footer = self._footer
         if self._names.issuperset(RAW_COLUMNS) and self._raw_bytes != footer.raw_bytes:
-            raise _claim("raw_bytes", self._raw_bytes, footer.raw_bytes)
+            raise _footer_mismatch("raw_bytes", self._raw_bytes, footer.raw_bytes)
         claimed = (footer.first_timestamp_ns, footer.last_timestamp_ns)
         if "timestamp_ns" in self._names and self._times != claimed:
-            raise _claim("timestamps", self._times, claimed)
+            raise _footer_mismatch("timestamps", self._times, claimed)
 
 
-def _claim(name: str, found: object, claimed: object) -> SegmentCorrupt:
+def _footer_mismatch(name: str, found: object, claimed: object) -> SegmentCorrupt:
     return SegmentCorrupt(f"footer {name}: expected {found} as in the rows, found {claimed}", code="E-SEG-META")
 
 
@@ -294,22 +294,22 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
         if unknown := set(columns or ()) - set(SCHEMA.names):
             raise ValueError(f"columns {sorted(unknown)}: expected some of {SCHEMA.names}")
         names = [name for name in SCHEMA.names if columns is None or name in columns]
-        return Scan(self._opened, names, rows or self._rows).batches(self.row_groups)
+        return ColumnScan(self._opened, names, rows or self._rows).batches(self.row_groups)
 
-    def times(self) -> list[tuple[int, int]]:
+    def timestamp_bounds(self) -> list[tuple[int, int]]:
         """Return the least and the greatest timestamp (ns) of each row group, as claimed by the file's metadata.
 
         Raises SegmentCorrupt if there are no such statistics.
         """
-        with explained(self._opened.source.key):
-            return checks.times(self._opened.metadata, self._opened.leaves["timestamp_ns"])
+        with segment_errors(self._opened.source.key):
+            return checks.timestamp_bounds(self._opened.metadata, self._opened.leaves["timestamp_ns"])
 
     def ranges(self, wanted: RowFilter) -> list[SequenceRange]:
         """Return the ranges that may hold rows of `wanted`, ascending, as claimed by the file's metadata.
 
         The whole coverage if no row group can be left out. Raises SegmentCorrupt without statistics of times.
         """
-        bounds = zip(self.row_groups, self.times(), self._subjects(), strict=True)
+        bounds = zip(self.row_groups, self.timestamp_bounds(), self._subjects(), strict=True)
         taken = [group for group, times, subjects in bounds if wanted.may_take(times, subjects)]
         if len(taken) == len(self.row_groups):
             return [self.footer.coverage]
@@ -353,7 +353,7 @@ def open_file(
     SegmentCorrupt that names the cause; the errors of `fetch` and `admit`; OSError if the disk under the file fails.
     """
     name = key or Layout().segment(expected)
-    with ExitStack() as cleanup, explained(name):
+    with ExitStack() as cleanup, segment_errors(name):
         if on_close is not None:
             cleanup.callback(on_close)
         # Native code reads both, without the interpreter.
@@ -368,7 +368,7 @@ def open_file(
 def _open(source: SegmentSource, expected: SegmentName, rows: SequenceRange | None) -> SegmentReader:
     metadata = source.metadata()
     file = source.parquet()
-    check_shape(metadata, file.metadata.num_columns, source.limits)
+    parquet_guard.check_shape(metadata, file.metadata.num_columns, source.limits)
     columns = file.metadata.schema
     leaves = {columns.column(index).path: index for index in range(file.metadata.num_columns)}
     opened = OpenedSegment(source, file, metadata, leaves, checks.read_footer(metadata, expected))

@@ -54,7 +54,7 @@ class Reason(StrEnum):
 
 
 # For sequences with messages that the segment's writer may never have received: other segments may have them.
-UNREAD = (Reason.GONE_BEFORE_READ, Reason.GONE_FROM_HOLE)
+UNREAD_REASONS = (Reason.GONE_BEFORE_READ, Reason.GONE_FROM_HOLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Ledger:
         return sum(self.counts.values())
 
     def unread(self) -> int:
-        return sum(self.counts.get(reason, 0) for reason in UNREAD)
+        return sum(self.counts.get(reason, 0) for reason in UNREAD_REASONS)
 
     def plus(self, other: Ledger) -> Ledger:
         reasons = {*self.counts, *other.counts}
@@ -118,14 +118,14 @@ def message_digest(message: Message) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class MergeInputs:
     """The segments that a merge read: their number, and one SHA-256 over their sorted names."""
 
     count: int
     digest: str
 
     @classmethod
-    def of(cls, names: list[str]) -> Inputs:
+    def of(cls, names: list[str]) -> MergeInputs:
         return cls(len(names), hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest())
 
 
@@ -153,7 +153,7 @@ class Footer:
     writer: str
     sampling: Mapping[str, Any] | None = None
     sampling_digest: str = ""
-    inputs: Inputs | None = None
+    inputs: MergeInputs | None = None
     unread: SequenceRange | None = None
     format_version: int = FORMAT_VERSION
 
@@ -161,7 +161,7 @@ class Footer:
         """True if rows and ledger together account for the coverage (I7)."""
         return self.rows + self.ledger.total() == len(self.coverage)
 
-    def is_unread_named(self) -> bool:
+    def has_valid_unread(self) -> bool:
         """True if `unread` agrees with the ledger (I7): None if that counts no unread sequences, else covered and large
         enough for all of them.
         """
@@ -229,7 +229,7 @@ class Footer:
             sampling=get("sampling", dict, optional=True),
             sampling_digest=get("sampling_digest", str),
             writer=get("writer", str),
-            inputs=None if inputs is None else Inputs(int(inputs["count"]), str(inputs["digest"])),
+            inputs=None if inputs is None else MergeInputs(int(inputs["count"]), str(inputs["digest"])),
             unread=_unread(get("unread", list, optional=True), coverage, ledger),
         )
 
@@ -255,10 +255,10 @@ def _ledger(counts: Mapping[str, Any]) -> Ledger:
     for reason, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ValueError(f"ledger {reason}: expected a count, found {count!r:.60}")
-    return Ledger({_KNOWN.get(reason, reason): count for reason, count in counts.items()})
+    return Ledger({_REASONS.get(reason, reason): count for reason, count in counts.items()})
 
 
-_KNOWN = {reason.value: reason for reason in Reason}
+_REASONS = {reason.value: reason for reason in Reason}
 
 
 class SegmentRef(NamedTuple):  # created in a third of the time of a frozen dataclass

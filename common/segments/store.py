@@ -25,12 +25,12 @@ from pathlib import Path
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import DataError, OutcomeUnknown, SegmentCorrupt, Unavailable, UsageError
-from common.exits import command
+from common.exits import floe_command
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.metrics import counter
 from common.objects.open import is_verifying
-from common.objects.port import ChecksumMismatch, ConditionsRefused, ObjectInfo, ObjectStore
+from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectInfo, ObjectStore
 from common.segments.documents import SnapshotRef
 from common.segments.keys import MAX_LEVEL, Layout
 from common.segments.parquet_guard import MIB, SegmentGone
@@ -47,7 +47,7 @@ BLOCK_BYTES = 32 * 1024  # the footer of most segments fits
 _MAX_GET_BYTES = 32 * MIB
 
 
-class SparseCopy:
+class PartialObjectFile:
     """A file `path` of `size` bytes that receives blocks of the object `key` on demand.
 
     Blocks are counted from the end, so that the last bytes, which are read first, come with the footer.
@@ -102,22 +102,20 @@ def _runs(blocks: list[int]) -> list[range]:
 # Up to this size a segment is fetched whole, so that its name proves its bytes; beyond it, by ranges.
 WHOLE_BYTES = 256 * MIB
 IN_MEMORY_BYTES = 64 * 1024  # up to this size without a file, in half of the time
-FETCH_PAUSES = (0.1, 0.5)  # seconds before damaged bytes are fetched again
+FETCH_RETRY_S = (0.1, 0.5)  # seconds before damaged bytes are fetched again
 
 
-class WrongBytes(SegmentCorrupt):
+class DigestMismatch(SegmentCorrupt):
     """Fetched bytes that do not match the listed size or the digest of the name."""
 
 
 __all__ = ["SegmentGone", "SegmentStore", "object_metadata"]
 
-_bad_read_backs = counter(
-    "segment_read_back_failures", "Puts whose object did not read back as it was sent.", ("site", "feed")
-)
+_bad_read_backs = counter("segment_read_back_failures", "Puts that did not read back as sent.", ("site", "feed"))
 
-PAGE = 1000  # segments of one listing
-TABLE_PAGE = 5000  # the same if all are wanted: a folder is read again for each page
-PUT_PAUSES = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
+LIST_PAGE_SEGMENTS = 1000  # segments of one listing
+TABLE_PAGE_SEGMENTS = 5000  # the same if all are wanted: a folder is read again for each page
+PUT_RETRY_S = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
 
 
 class SegmentStore:
@@ -140,10 +138,10 @@ class SegmentStore:
         self.objects, self.layout, self.subject_statistics = objects, layout, subject_statistics
         self._spool = Spool(spool_dir)
         self._clock = clock or SystemClock()
-        self._in_parts = self._always_in_parts = False
+        self._partial = self._always_partial = False
         self._admit: Admit = admit_all
 
-    def in_parts(self, *, always: bool = False) -> SegmentStore:
+    def with_partial_reads(self, *, always: bool = False) -> SegmentStore:
         """Return the same store, but `open` with `rows` fetches only those parts of a segment that are read.
 
         `always`: also without `rows`, or with all of them, for readers of few columns or row groups.
@@ -151,10 +149,10 @@ class SegmentStore:
         segment's name. Closing either closes both.
         """
         view = copy.copy(self)
-        view._in_parts, view._always_in_parts = True, always
+        view._partial, view._always_partial = True, always
         return view
 
-    def admitting(self, admit: Admit) -> SegmentStore:
+    def with_admission(self, admit: Admit) -> SegmentStore:
         """Return the same store, but open segments call `admit` before they decode rows. Closing either closes both."""
         view = copy.copy(self)
         view._admit = admit
@@ -173,19 +171,19 @@ class SegmentStore:
         afters = ((each, self.layout.start_after(chain, each, position)) for each in levels)
         return [ref for each, after in afters for ref in self._list_from(chain, each, after, limit)]
 
-    def list_behind(self, ref: SegmentRef, limit: int) -> builtins.list[SegmentRef]:
+    def list_after(self, ref: SegmentRef, limit: int) -> builtins.list[SegmentRef]:
         return self._list_from(ref.chain, ref.level, ref.key, limit)
 
     def pages(
-        self, chain: Chain, level: int, *, position: int = 1, size: int = PAGE
+        self, chain: Chain, level: int, *, position: int = 1, size: int = LIST_PAGE_SEGMENTS
     ) -> Iterator[builtins.list[SegmentRef]]:
         """Yield the segments of one level that reach `position`, by their end, `size` at a time."""
         page = self.list(chain, position=position, level=level, limit=size)
         while page:
             yield page
-            page = self.list_behind(page[-1], size) if len(page) >= size else []
+            page = self.list_after(page[-1], size) if len(page) >= size else []
 
-    def walk(self, chain: Chain, size: int = PAGE) -> Iterator[builtins.list[SegmentRef]]:
+    def walk(self, chain: Chain, size: int = LIST_PAGE_SEGMENTS) -> Iterator[builtins.list[SegmentRef]]:
         """Yield all segments, `size` at a time; from one listing if there are fewer.
 
         Level by level from the bottom: a segment that a merge moves up meanwhile is seen in the higher level.
@@ -199,7 +197,7 @@ class SegmentStore:
 
     def table(self, chain: Chain) -> SegmentTable:
         """Return the segments of `list(chain)` in a sixteenth of the memory: no page is kept."""
-        return SegmentTable(ref for page in self.walk(chain, TABLE_PAGE) for ref in page)
+        return SegmentTable(ref for page in self.walk(chain, TABLE_PAGE_SEGMENTS) for ref in page)
 
     def covering(self, chain: Chain, within: SequenceRange) -> builtins.list[SegmentRef]:
         """Return the segments of all levels that cover some of `within`.
@@ -224,7 +222,7 @@ class SegmentStore:
 
     def _ref(self, info: ObjectInfo) -> SegmentRef | None:
         if (name := self.layout.parse_segment(info.key)) is None:
-            log.debug("foreign key", action="foreign_key", key=info.key)
+            log.debug("foreign key skipped", action="foreign_key_skipped", key=info.key)
         return SegmentRef(name, info.key, info.size, info.modified) if name else None
 
     # Writing
@@ -256,29 +254,29 @@ class SegmentStore:
         On return, the store holds these very bytes. `point`: the prefix of its failpoints. Raises Unavailable, with
         code E-READ-BACK if a put succeeded and never reads back as it was sent.
         """
-        what, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
-        for number, pause in enumerate((*PUT_PAUSES, 0.0)):
+        kind, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
+        for number, pause in enumerate((*PUT_RETRY_S, 0.0)):
             put = self.objects.put if number else self._put_new
-            doubt: OutcomeUnknown | None = None
+            cause: OutcomeUnknown | None = None
             failpoint(f"{point}put")
             try:
                 put(ref.key, body, sha256=sha256, metadata=metadata)
             except (OutcomeUnknown, ChecksumMismatch) as error:
                 # Reading back shows the outcome.
-                doubt = error if isinstance(error, OutcomeUnknown) else None
-                log.warning("put in doubt", action="put_in_doubt", error=str(error), **ref.log_context())
+                cause = error if isinstance(error, OutcomeUnknown) else None
+                log.warning("put unconfirmed", action="put_unconfirmed", error=str(error), **ref.log_context())
             failpoint(f"{point}read_back")
             if (info := self._read_back(ref, sha256)) is not None:
                 return info
-            if doubt is None:
+            if cause is None:
                 if isinstance(ref, SegmentRef):
                     _bad_read_backs.labels(ref.chain.site, ref.chain.feed).inc()
-                log.warning(f"{what} did not read back", action="read_back_failed", **ref.log_context())
-            self._clock.pause(pause)
-        if doubt is not None:
-            raise Unavailable(f"{what} {ref.key}: put {len(PUT_PAUSES) + 1} times, and not there: {doubt}") from doubt
+                log.warning("read-back failed", action="read_back_failed", **ref.log_context())
+            self._clock.block(pause)
+        if cause is not None:
+            raise Unavailable(f"{kind} {ref.key}: put {len(PUT_RETRY_S) + 1} times, and not there: {cause}") from cause
         raise Unavailable(
-            f"{what} {ref.key}: put {len(PUT_PAUSES) + 1} times and never read back as it was sent",
+            f"{kind} {ref.key}: put {len(PUT_RETRY_S) + 1} times and never read back as it was sent",
             hint="look at the store: it accepts what it does not keep",
             code="E-READ-BACK",
         )
@@ -286,7 +284,7 @@ class SegmentStore:
     def _put_new(self, key: str, body: Path | bytes, *, sha256: str, metadata: Mapping[str, str]) -> None:
         try:
             self.objects.put_if_absent(key, body, sha256=sha256, metadata=metadata)
-        except ConditionsRefused:  # the name holds the digest: another writer puts the same content
+        except ConditionalPutRefused:  # the name holds the digest: another writer puts the same content
             self.objects.put(key, body, sha256=sha256, metadata=metadata)
 
     def delete(self, ref: SegmentRef) -> None:
@@ -303,17 +301,17 @@ class SegmentStore:
         if (info := self.objects.head(ref.key)) is None or info.size != ref.size:
             return None
         probe = f"{self.layout.documents_prefix(ref.chain.site, ref.chain.feed)}probe/"
-        proven = info.sha256 is not None and is_verifying(self.objects, probe)
-        sha256 = info.sha256 if proven else self._stored_sha256(ref)
+        is_proven = info.sha256 is not None and is_verifying(self.objects, probe)
+        sha256 = info.sha256 if is_proven else self._stored_sha256(ref)
         return info if sha256 is not None and sha256.startswith(digest) else None
 
     def _stored_sha256(self, ref: SegmentRef | SnapshotRef) -> str | None:
         """Return 64 hex digits; None if there is no such object."""
-        with self._downloaded(ref) as path:
+        with self._download(ref) as path:
             return hash_file(path)[1] if path else None
 
     @contextmanager
-    def _downloaded(self, ref: SegmentRef | SnapshotRef) -> Iterator[Path | None]:
+    def _download(self, ref: SegmentRef | SnapshotRef) -> Iterator[Path | None]:
         path = self._spool.new_file()
         try:
             try:
@@ -330,36 +328,36 @@ class SegmentStore:
         """Open the segment; `rows`: the default rows of `batches` (None: all).
 
         Up to 256 MiB, and with `whole`, it is fetched whole and its SHA-256 compared with its name. A larger one is
-        fetched by ranges as it is read, under the page checksums (for smaller ones see `in_parts`). Raises
+        fetched by ranges as it is read, under the page checksums (for smaller ones see `with_partial_reads`). Raises
         SegmentCorrupt, SegmentGone.
         """
-        is_part = self._in_parts and rows is not None and not rows.encloses(ref.coverage)
-        if not whole and (is_part or self._always_in_parts or ref.size > WHOLE_BYTES):
+        is_part = self._partial and rows is not None and not rows.encloses(ref.coverage)
+        if not whole and (is_part or self._always_partial or ref.size > WHOLE_BYTES):
             return self.open_part(ref, rows=rows)
-        for pause in FETCH_PAUSES:
+        for pause in FETCH_RETRY_S:
             try:
                 return self._open_whole(ref, rows)
-            except WrongBytes as error:
+            except DigestMismatch as error:
                 # The network may have damaged bytes that are intact in the store.
-                log.warning("segment read damaged", action="read_damaged", error=str(error), **ref.log_context())
-                self._clock.pause(pause)
+                log.warning("segment unreadable", action="segment_unreadable", error=str(error), **ref.log_context())
+                self._clock.block(pause)
         return self._open_whole(ref, rows)
 
     def _open_whole(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
         if ref.size <= IN_MEMORY_BYTES:
             data = self.objects.get(ref.key, length=ref.size + 1)
-            return self._proven(ref, data, rows)
-        with self._downloaded(ref) as path:
-            return self._proven(ref, path, rows)
+            return self._open_verified(ref, data, rows)
+        with self._download(ref) as path:
+            return self._open_verified(ref, path, rows)
 
-    def _proven(self, ref: SegmentRef, source: Path | bytes | None, rows: SequenceRange | None) -> SegmentReader:
+    def _open_verified(self, ref: SegmentRef, source: Path | bytes | None, rows: SequenceRange | None) -> SegmentReader:
         """Open `source`, the fetched bytes, None if there is no such object, once the name has proved them."""
         if source is None:
             raise SegmentGone(f"segment {ref.key}: not in the store any more")
         whole = hash_file(source) if isinstance(source, Path) else (len(source), hashlib.sha256(source).hexdigest())
         size, sha256 = whole
         if size != ref.size or not sha256.startswith(ref.segment.digest):
-            raise WrongBytes(
+            raise DigestMismatch(
                 f"segment {ref.key}: expected {ref.size} bytes with SHA-256 {ref.segment.digest}…, "
                 f"found {size} with {sha256[:16]}…"
             )
@@ -372,7 +370,7 @@ class SegmentStore:
         """
         path = self._spool.new_file()
         try:
-            parts = SparseCopy(self.objects, ref.key, ref.size, path)
+            parts = PartialObjectFile(self.objects, ref.key, ref.size, path)
             return open_file(
                 path, ref.segment, key=ref.key, rows=rows, fetch=parts.fetch, on_close=parts.close, admit=self._admit
             )
@@ -410,11 +408,11 @@ def object_metadata(spooled: SpooledSegment) -> dict[str, str]:
     return {**{name: str(number) for name, number in numbers.items()}, "sha256": sha256, **tip}
 
 
-AGAIN = "egress reads them again while the source holds them; otherwise every target waits there"
+REFETCH_HINT = "egress reads them again while the source holds them; otherwise every target waits there"
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantined:
+class QuarantineResult:
     """The result for the object at `key`. `uncovered`: sequences that nothing else covers now. `note`: the decision
     that egress needs before it continues; empty if it needs none.
     """
@@ -428,19 +426,19 @@ class Quarantined:
 
 
 def quarantine_command(key: str) -> str:
-    return command("segments quarantine", shlex.quote(key))
+    return floe_command("segments quarantine", shlex.quote(key))
 
 
-def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> Quarantined:
+def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> QuarantineResult:
     """Quarantine the object at `key`.
 
-    Raises UsageError (E-QUARANTINE) unless `Layout.may_be_put_away`, and unless `accept_hole` for a segment with
+    Raises UsageError (E-QUARANTINE) unless `Layout.can_quarantine`, and unless `accept_hole` for a segment with
     sequences that no other undamaged segment covers; SegmentGone if there is no such object; OutcomeUnknown if the copy
     does not read back. The object stays until the copy reads back; it is safe to repeat.
     """
     if (info := store.objects.head(key)) is None:
         raise SegmentGone(f"object {key}: not in the store")
-    if not store.layout.may_be_put_away(key):
+    if not store.layout.can_quarantine(key):
         raise UsageError(
             f"{key}: expected a segment, or an object below the prefix that is none of Floe's, "
             "found one that rules a chain or belongs to others",
@@ -449,21 +447,21 @@ def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> Q
         )
     name = store.layout.parse_segment(key)
     segment = SegmentRef(name, key, info.size, info.modified) if name else None
-    uncovered = _uncovered(store, segment) if segment else []
-    note = _at_the_end(store, segment) if segment and uncovered else ""
+    uncovered = _uncovered_ranges(store, segment) if segment else []
+    note = _end_note(store, segment) if segment and uncovered else ""
     if uncovered and not accept_hole:
         raise UsageError(
             f"{key}: nothing else covers {', '.join(map(str, uncovered))}: expected --yes",
-            hint="; ".join(filter(None, [AGAIN, note])),
+            hint="; ".join(filter(None, [REFETCH_HINT, note])),
             code="E-QUARANTINE",
         )
     kept_at, sha256 = _copy(store, key, info.metadata)
     failpoint("segments.quarantine")
     store.objects.delete(key)
-    return Quarantined(key, kept_at, info.size, sha256, tuple(uncovered), note)
+    return QuarantineResult(key, kept_at, info.size, sha256, tuple(uncovered), note)
 
 
-def _at_the_end(store: SegmentStore, segment: SegmentRef) -> str:
+def _end_note(store: SegmentStore, segment: SegmentRef) -> str:
     """Return the decision that egress needs if no other segment reaches the end of `segment`: the mark may be there.
     Else return an empty text.
     """
@@ -477,7 +475,7 @@ def _at_the_end(store: SegmentStore, segment: SegmentRef) -> str:
     )
 
 
-def _uncovered(store: SegmentStore, segment: SegmentRef) -> Sequence[SequenceRange]:
+def _uncovered_ranges(store: SegmentStore, segment: SegmentRef) -> Sequence[SequenceRange]:
     first, last = segment.coverage.first, segment.coverage.last
     others = [s for s in store.list(segment.chain, position=first) if s.key != segment.key]
     while True:
@@ -498,18 +496,18 @@ def _copy(store: SegmentStore, key: str, metadata: Mapping[str, str]) -> tuple[s
     """Copy the object. Return the key of the copy and the SHA-256. Raises OutcomeUnknown if it does not read back."""
     spool = store.new_spool()
     try:
-        sha256 = _fetched(store, key, spool)
-        kept_at = store.layout.quarantined(key, sha256)
+        sha256 = _download_sha256(store, key, spool)
+        kept_at = store.layout.quarantine_key(key, sha256)
         store.objects.put(kept_at, spool, sha256=sha256, metadata=metadata)
         # The network may damage bytes that are intact in the store: the original is read again too.
-        if {_fetched(store, each, spool) for each in (kept_at, key)} != {sha256}:
+        if {_download_sha256(store, each, spool) for each in (kept_at, key)} != {sha256}:
             raise OutcomeUnknown(f"object {kept_at}: what was read back is not what was written")
     finally:
         spool.unlink(missing_ok=True)
     return kept_at, sha256
 
 
-def _fetched(store: SegmentStore, key: str, spool: Path) -> str:
+def _download_sha256(store: SegmentStore, key: str, spool: Path) -> str:
     if not store.objects.download(key, spool):
         raise SegmentGone(f"object {key}: not in the store")
     return hash_file(spool)[1]

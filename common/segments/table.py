@@ -18,7 +18,7 @@ from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
-WINDOW = 2000  # segments of a window, at least; more if they overlap at its end
+WINDOW_SEGMENTS = 2000  # segments of a window, at least; more if they overlap at its end
 
 Window = list[range]
 
@@ -58,7 +58,6 @@ class _Folder:
 
 class SegmentTable(Sequence[SegmentRef]):
     """Segments, grouped by chain and level in the order of their first appearance. References are created on access.
-    The *place* of a segment is its index.
 
     Searching and cutting windows require the segments of one chain, each level ascending by name, as a listing
     returns them.
@@ -79,7 +78,7 @@ class SegmentTable(Sequence[SegmentRef]):
                 folder = self._folders[prefix] = _Folder(prefix, ref.chain, ref.level)
             folder.add(ref)
 
-    def absorb(self, other: SegmentTable) -> None:
+    def move_from(self, other: SegmentTable) -> None:
         """Take all of `other`, which must not be used any more: a chain and level that is new here is only moved."""
         for prefix, folder in other._folders.items():
             if self._folders.setdefault(prefix, folder) is not folder:
@@ -89,13 +88,13 @@ class SegmentTable(Sequence[SegmentRef]):
         return sum(map(len, self._folders.values()))
 
     @overload
-    def __getitem__(self, place: int) -> SegmentRef: ...
+    def __getitem__(self, index: int) -> SegmentRef: ...
     @overload
-    def __getitem__(self, place: slice) -> list[SegmentRef]: ...
-    def __getitem__(self, place: int | slice) -> SegmentRef | list[SegmentRef]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        folder, row = self._at(place)
+    def __getitem__(self, index: slice) -> list[SegmentRef]: ...
+    def __getitem__(self, index: int | slice) -> SegmentRef | list[SegmentRef]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        folder, row = self._locate(index)
         return folder.ref(row)
 
     def __iter__(self) -> Iterator[SegmentRef]:
@@ -112,17 +111,17 @@ class SegmentTable(Sequence[SegmentRef]):
     def __repr__(self) -> str:
         return f"SegmentTable({len(self)} segments)"
 
-    def refs(self, window: Window) -> Iterator[SegmentRef]:
-        for places in filter(None, window):
-            folder, row = self._at(places.start)
-            yield from map(folder.ref, range(row, row + len(places)))
+    def iter_refs(self, window: Window) -> Iterator[SegmentRef]:
+        for indices in filter(None, window):
+            folder, row = self._locate(indices.start)
+            yield from map(folder.ref, range(row, row + len(indices)))
 
-    def size_of(self, place: int) -> int:
-        folder, row = self._at(place)
+    def size_at(self, index: int) -> int:
+        folder, row = self._locate(index)
         return folder.sizes[row]
 
-    def end_of(self, place: int) -> int:
-        folder, row = self._at(place)
+    def end_at(self, index: int) -> int:
+        folder, row = self._locate(index)
         return folder.lasts[row]
 
     @property
@@ -135,8 +134,8 @@ class SegmentTable(Sequence[SegmentRef]):
         """Storage time of the newest segment, seconds since 1970 by the store's clock; 0 without segments."""
         return max((max(folder.modified) for folder in self._folders.values()), default=0.0)
 
-    def place(self, ref: SegmentRef) -> int | None:
-        """Return the place of `ref`; None if it is not here."""
+    def index_of(self, ref: SegmentRef) -> int | None:
+        """Return the index of `ref`; None if it is not here."""
         prefix, offset = ref.key[: -len(ref.name)], 0
         for folder in self._folders.values():
             if folder.prefix == prefix:
@@ -146,13 +145,13 @@ class SegmentTable(Sequence[SegmentRef]):
         return None
 
     def windows(self, size: int | None = None) -> Iterator[Window]:
-        """Yield the places of all segments, window by window, ascending; a window has a range for each level.
+        """Yield the indices of all segments, window by window, ascending; a window has a range for each level.
 
         A window holds `size` segments (None: WINDOW) and those that overlap them: if overlaps connect all segments,
         there is one window, as large as the chain.
         """
         begins = dict.fromkeys(self._folders, 0)
-        for cut in [*reversed(self._cuts(size or WINDOW)), MAX_SEQUENCE]:
+        for cut in [*reversed(self._cuts(size or WINDOW_SEGMENTS)), MAX_SEQUENCE]:
             window, offset = [], 0
             for prefix, folder in self._folders.items():
                 begin, end = begins[prefix], bisect_right(folder.lasts, cut)
@@ -179,10 +178,10 @@ class SegmentTable(Sequence[SegmentRef]):
             count, least = count + 1, min(least, first)
         return cuts
 
-    def _at(self, place: int) -> tuple[_Folder, int]:
-        row = place if place >= 0 else place + len(self)
+    def _locate(self, index: int) -> tuple[_Folder, int]:
+        row = index if index >= 0 else index + len(self)
         for folder in self._folders.values():
             if 0 <= row < len(folder):
                 return folder, row
             row -= len(folder)
-        raise IndexError(f"place {place}: expected one of {len(self)}")
+        raise IndexError(f"place {index}: expected one of {len(self)}")

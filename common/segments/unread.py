@@ -22,15 +22,15 @@ import pyarrow as pa
 from common.errors import SegmentCorrupt
 from common.logs import get_logger
 from common.segments.columns import CONTENT_COLUMNS, SCHEMA, first_difference
-from common.segments.parquet_guard import SegmentGone, fork
+from common.segments.parquet_guard import SegmentGone, fork_error
 from common.segments.reader import RowFilter, SegmentReader
 from common.segments.segment import Footer, SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import Covered, SequenceRange, Stretch, preference
+from common.sequences import CoverageSet, SequenceRange, Stretch, preference
 
 log = get_logger(__name__)
 
-NOTHING: frozenset[str] = frozenset()
+NO_KEYS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class StretchReader(AbstractContextManager["StretchReader"]):
         stretch: Stretch[SegmentRef],
         reader: SegmentReader,
         refs: Sequence[SegmentRef] | None,
-        avoided: AbstractSet[str],
+        excluded: AbstractSet[str],
     ) -> None:
         self.footer: Footer = reader.footer
         self._store, self._stretch, self._reader = store, stretch, reader
-        self._refs, self._avoided = refs, {*avoided, stretch.segment.key}
+        self._refs, self._excluded = refs, {*excluded, stretch.segment.key}
 
     @property
     def unread(self) -> SequenceRange | None:
@@ -76,7 +76,7 @@ class StretchReader(AbstractContextManager["StretchReader"]):
             return []
         if self._refs is None:  # no `cached_property`: in Python 3.11 one computation blocks all instances
             self._refs = self._store.covering(self._stretch.segment.chain, unread)
-        return [ref for ref in self._refs if ref.coverage.overlaps(unread) and ref.key not in self._avoided]
+        return [ref for ref in self._refs if ref.coverage.overlaps(unread) and ref.key not in self._excluded]
 
     def batches(
         self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None
@@ -93,29 +93,29 @@ class StretchReader(AbstractContextManager["StretchReader"]):
         wanted = rows or self._stretch.rows
         unread = self.unread and self.unread.intersection(wanted)
         if unread is None or not self.others:
-            yield from self._own(wanted, columns)
+            yield from self._read_own(wanted, columns)
             return
         if unread.first > wanted.first:
-            yield from self._own(SequenceRange(wanted.first, unread.first - 1), columns)
-        yield from self._united(unread, columns)
+            yield from self._read_own(SequenceRange(wanted.first, unread.first - 1), columns)
+        yield from self._merge(unread, columns)
         if unread.last < wanted.last:
-            yield from self._own(SequenceRange(unread.last + 1, wanted.last), columns)
+            yield from self._read_own(SequenceRange(unread.last + 1, wanted.last), columns)
 
     def ranges(self, wanted: RowFilter) -> list[SequenceRange]:
         """Return the ranges of the stretch that may hold rows of `wanted`, ascending. Raises SegmentCorrupt."""
-        found = Covered()
+        found = CoverageSet()
         for each in [*self._reader.ranges(wanted), *filter(None, [self.unread])]:
             if (part := each.intersection(self._stretch.rows)) is not None:
                 found.add(part)
         return found.stretches()
 
-    def late(self) -> Iterator[UnreadPart]:
+    def late_parts(self) -> Iterator[UnreadPart]:
         """Yield the rows of other segments for `unread`, only their sequences. Raises as `parts`."""
         for part in self.parts(self.unread, ("sequence",)) if self.others else ():
             if part.segment.key != self._stretch.segment.key:
                 yield part
 
-    def still_missing(self, within: SequenceRange) -> int:
+    def max_missing(self, within: SequenceRange) -> int:
         """Return the greatest number of sequences in `within` that may still be missing: the segment's ledger counts
         them as gone, and no segment has their rows.
 
@@ -128,32 +128,31 @@ class StretchReader(AbstractContextManager["StretchReader"]):
         found = sum(batch.num_rows for batch in self.batches(unread, ("sequence",)))
         return min(self.footer.ledger.unread(), len(unread) - found)
 
-    def _own(self, rows: SequenceRange, columns: Sequence[str] | None) -> Iterator[UnreadPart]:
+    def _read_own(self, rows: SequenceRange, columns: Sequence[str] | None) -> Iterator[UnreadPart]:
         segment, since = self._stretch.segment, self._stretch.rows.first
         for batch in self._reader.batches(rows, columns):
             yield UnreadPart(segment, since, batch)
 
-    def _united(self, within: SequenceRange, columns: Sequence[str] | None) -> Iterator[UnreadPart]:
+    def _merge(self, within: SequenceRange, columns: Sequence[str] | None) -> Iterator[UnreadPart]:
         names = [name for name in SCHEMA.names if columns is None or name in columns]
         own = self._stretch.segment
         position = within.first
         while position <= within.last:
-            usable = [ref for ref in self.others if ref.key not in self._avoided]
-            uniting = _Uniting(self._store, own, self._reader, usable, SequenceRange(position, within.last))
+            usable = [ref for ref in self.others if ref.key not in self._excluded]
+            merge = _RowMerge(self._store, own, self._reader, usable, SequenceRange(position, within.last))
             try:
-                for segment, batch in uniting.parts():
+                for segment, batch in merge.parts():
                     begins = self._stretch.rows if segment is own else within
                     since = max(begins.first, segment.coverage.first)
                     yield UnreadPart(segment, since, batch.select(names))
                     position = batch.column("sequence")[-1].as_py() + 1
                 return
-            except _UnusableError as error:
-                log.warning(
-                    "segment left out", action="left_out", error=str(error.__cause__), **error.segment.log_context()
-                )
-                self._avoided.add(error.segment.key)
+            except _UnreadableSegmentError as error:
+                cause, ref = str(error.__cause__), error.segment
+                log.warning("segment left out", action="segment_left_out", error=cause, **ref.log_context())
+                self._excluded.add(ref.key)
             finally:
-                uniting.close()
+                merge.close()
 
     def close(self) -> None:
         self._reader.close()
@@ -167,18 +166,18 @@ def open_stretch(
     stretch: Stretch[SegmentRef],
     *,
     refs: Sequence[SegmentRef] | None = None,
-    avoided: AbstractSet[str] = NOTHING,
+    excluded: AbstractSet[str] = NO_KEYS,
 ) -> StretchReader:
     """Open a stretch of a cover.
 
-    `refs`: the segments of the chain, if they are listed already (None: listed when needed). `avoided`: keys of
+    `refs`: the segments of the chain, if they are listed already (None: listed when needed). `excluded`: keys of
     segments that do not count. Raises SegmentCorrupt, SegmentGone, and the errors of the store.
     """
     reader = store.open(stretch.segment, rows=stretch.rows)
-    return StretchReader(store, stretch, reader, refs, avoided)
+    return StretchReader(store, stretch, reader, refs, excluded)
 
 
-class _UnusableError(Exception):
+class _UnreadableSegmentError(Exception):
     """Failure to read a segment other than the stretch's own."""
 
     def __init__(self, segment: SegmentRef) -> None:
@@ -186,10 +185,10 @@ class _UnusableError(Exception):
         self.segment = segment
 
 
-_Taken = list[tuple[SegmentRef, pa.RecordBatch]]
+_Batches = list[tuple[SegmentRef, pa.RecordBatch]]
 
 
-class _Uniting:
+class _RowMerge:
     """A merge of the rows of `own` and of `others` inside `within`, each sequence once. It is used once.
 
     Of equal rows it takes the one from the segment of the row before, so that the segment changes rarely.
@@ -218,8 +217,8 @@ class _Uniting:
             if not self._runs:
                 return
             last = min(run.last for run in self._runs)
-            taken = [(run.segment, self._taken(run, last)) for run in self._runs]
-            yield from self._chosen([each for each in taken if each[1].num_rows])
+            taken = [(run.segment, self._take(run, last)) for run in self._runs]
+            yield from self._choose([each for each in taken if each[1].num_rows])
 
     def close(self) -> None:
         for reader in self._open:
@@ -227,14 +226,14 @@ class _Uniting:
 
     def _open_reached(self) -> None:
         while self._waiting:
-            at_hand = [run.last for run in self._runs if run.head is not None]
-            if at_hand and self._waiting[0].coverage.first > min(at_hand):
+            open_ends = [run.last for run in self._runs if run.head is not None]
+            if open_ends and self._waiting[0].coverage.first > min(open_ends):
                 return
             ref = self._waiting.popleft()
             try:
                 reader = self._store.open(ref, rows=self._within)
             except (SegmentCorrupt, SegmentGone) as error:
-                raise _UnusableError(ref) from error
+                raise _UnreadableSegmentError(ref) from error
             self._open.append(reader)
             run = _Run(ref, reader.batches(self._within))
             self._advance(run)
@@ -247,9 +246,9 @@ class _Uniting:
         except (SegmentCorrupt, SegmentGone) as error:
             if run.segment is self._own:
                 raise
-            raise _UnusableError(run.segment) from error
+            raise _UnreadableSegmentError(run.segment) from error
 
-    def _taken(self, run: _Run, last: int) -> pa.RecordBatch:
+    def _take(self, run: _Run, last: int) -> pa.RecordBatch:
         assert run.head is not None
         count = bisect_right(_sequences(run.head), last)
         taken, run.head = run.head.slice(0, count), run.head.slice(count)
@@ -257,19 +256,19 @@ class _Uniting:
             self._advance(run)
         return taken
 
-    def _chosen(self, taken: _Taken) -> Iterator[tuple[SegmentRef, pa.RecordBatch]]:
-        places = [{sequence: row for row, sequence in enumerate(_sequences(batch))} for _, batch in taken]
-        _check_forks(taken, places)
+    def _choose(self, taken: _Batches) -> Iterator[tuple[SegmentRef, pa.RecordBatch]]:
+        row_maps = [{sequence: row for row, sequence in enumerate(_sequences(batch))} for _, batch in taken]
+        _check_forks(taken, row_maps)
         number = next((n for n, (segment, _) in enumerate(taken) if segment is self._current), 0)
         begin, end = 0, 0  # of the rows that are taken from `number` and not yet yielded
-        for sequence in sorted(set().union(*places)):
-            if sequence not in places[number]:
+        for sequence in sorted(set().union(*row_maps)):
+            if sequence not in row_maps[number]:
                 if end > begin:
                     yield taken[number][0], taken[number][1].slice(begin, end - begin)
-                number = next(n for n, each in enumerate(places) if sequence in each)
-                begin = end = places[number][sequence]
+                number = next(n for n, each in enumerate(row_maps) if sequence in each)
+                begin = end = row_maps[number][sequence]
             elif end == begin:
-                begin = end = places[number][sequence]
+                begin = end = row_maps[number][sequence]
             end += 1
         self._current = taken[number][0]
         yield taken[number][0], taken[number][1].slice(begin, end - begin)
@@ -294,12 +293,12 @@ def _sequences(batch: pa.RecordBatch) -> list[int]:
     return found
 
 
-def _check_forks(taken: _Taken, places: Sequence[dict[int, int]]) -> None:
-    for (one, other), (here, there) in zip(combinations(taken, 2), combinations(places, 2), strict=True):
+def _check_forks(taken: _Batches, row_maps: Sequence[dict[int, int]]) -> None:
+    for (one, other), (here, there) in zip(combinations(taken, 2), combinations(row_maps, 2), strict=True):
         if not (common := sorted(here.keys() & there.keys())):
             continue
         left = one[1].take(pa.array([here[sequence] for sequence in common]))
         right = other[1].take(pa.array([there[sequence] for sequence in common]))
         for name in CONTENT_COLUMNS:
             if (row := first_difference(left.column(name), right.column(name))) is not None:
-                raise fork(one[0], other[0], common[row])
+                raise fork_error(one[0], other[0], common[row])

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from common.segments.columns import SCHEMA
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
-from common.settings.types import counted
+from common.settings.types import format_count
 
 if TYPE_CHECKING:
     from common.settings.root import StoreSettings
@@ -25,7 +25,7 @@ Cover = Sequence[Stretch[SegmentRef]]
 Part = tuple[list[str], SequenceRange | None]
 
 _HIVE = {"site": "string", "feed": "string", "incarnation": "int32", "partition": "int32", "level": "int32"}
-_COLUMNS = {**_HIVE, **{field.name: str(field.type) for field in SCHEMA}}
+_COLUMN_TYPES = {**_HIVE, **{field.name: str(field.type) for field in SCHEMA}}
 _DUCKDB = {
     "string": "VARCHAR",
     "int32": "INTEGER",
@@ -40,10 +40,10 @@ _POLARS = {
     "binary": "polars.Binary",
     "timestamp[us, tz=UTC]": 'polars.Datetime("us", "UTC")',
 }
-_UNIONS = 100  # parts of one statement; more are nested, because DuckDB limits the depth of an expression
+_MAX_UNION_PARTS = 100  # parts of one statement; more are nested, because DuckDB limits the depth of an expression
 
 
-def address(store: StoreSettings, key: str) -> str:
+def object_address(store: StoreSettings, key: str) -> str:
     """Return the address of an object for other tools: `s3://…`, or a path."""
     scheme, _, rest = store.url.partition("://")
     return f"{unquote(rest).rstrip('/')}/{key}" if scheme == "file" else f"{store.url.rstrip('/')}/{key}"
@@ -52,12 +52,12 @@ def address(store: StoreSettings, key: str) -> str:
 def duckdb_view(cover: Cover, store: StoreSettings, name: str) -> str:
     """Return SQL that creates the view `name`. Comments hold statements for access to an S3 store, without secrets."""
     settings = ["--", *(f"-- {line}" for line in _secret(store))] if store.url.startswith("s3:") else []
-    nulls = ", ".join(f"NULL::{_DUCKDB[kind]} AS {name}" for name, kind in _COLUMNS.items())
+    nulls = ", ".join(f"NULL::{_DUCKDB[kind]} AS {name}" for name, kind in _COLUMN_TYPES.items())
     selects = [_select(*part) for part in _parts(cover, store)] or [f"SELECT {nulls} WHERE false"]
-    while len(selects) > _UNIONS:
-        groups = (selects[at : at + _UNIONS] for at in range(0, len(selects), _UNIONS))
+    while len(selects) > _MAX_UNION_PARTS:
+        groups = (selects[at : at + _MAX_UNION_PARTS] for at in range(0, len(selects), _MAX_UNION_PARTS))
         selects = [f"SELECT * FROM (\n{_union(group)}\n)" for group in groups]  # noqa: S608 # of quoted parts
-    head = [f"-- {_said(cover, 'duckdb')}", *settings]
+    head = [f"-- {_summary_comment(cover, 'duckdb')}", *settings]
     return "\n".join([*head, f'CREATE OR REPLACE VIEW "{name}" AS', f"{_union(selects)};", ""])
 
 
@@ -82,7 +82,7 @@ def _select(files: Sequence[str], rows: SequenceRange | None) -> str:
     literal = (re.sub(r"[*?\[]", r"[\g<0>]", file) for file in files)  # a list may hold patterns too
     listed = ",\n".join(f"  {_quoted(file)}" for file in literal)
     source = f"read_parquet([\n{listed}\n], hive_partitioning = true, hive_types = {{{kinds}}})"
-    text = f"SELECT {', '.join(_COLUMNS)} FROM {source}"  # noqa: S608 # every part is quoted
+    text = f"SELECT {', '.join(_COLUMN_TYPES)} FROM {source}"  # noqa: S608 # every part is quoted
     return text if rows is None else f"{text} WHERE sequence BETWEEN {rows.first} AND {rows.last}"
 
 
@@ -94,7 +94,7 @@ def polars_frame(cover: Cover, store: StoreSettings, name: str) -> str:
     """Return Python that creates the LazyFrame `name`. For S3 it has all settings except the keys, which Polars finds
     as the tools of AWS do.
     """
-    lines = [f"# {_said(cover, 'polars')}"]
+    lines = [f"# {_summary_comment(cover, 'polars')}"]
     options = None
     if store.url.startswith("s3:"):
         lines += ["# Keys that may read the bucket: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of AWS."]
@@ -104,9 +104,9 @@ def polars_frame(cover: Cover, store: StoreSettings, name: str) -> str:
         if store.addressing_style != "auto":
             options["aws_virtual_hosted_style_request"] = str(store.addressing_style == "virtual").lower()
     lines += ["import polars", ""]
-    columns = [f'    "{column}": {_POLARS[kind]},' for column, kind in _COLUMNS.items()]
+    columns = [f'    "{column}": {_POLARS[kind]},' for column, kind in _COLUMN_TYPES.items()]
     # Polars needs a type for every such part of a path, also for those before Floe's.
-    parts = [*dict.fromkeys(re.findall(r"([^/=]+)=", address(store, cover[0].segment.key)))] if cover else []
+    parts = [*dict.fromkeys(re.findall(r"([^/=]+)=", object_address(store, cover[0].segment.key)))] if cover else []
     lines += ["_columns = {", *columns, "}", f"_hive = {{name: _columns.get(name, polars.String) for name in {parts}}}"]
     lines += [f"_options = {options}", "", "", "def _scan(*files):", "    return polars.scan_parquet("]
     lines += ["        list(files), hive_partitioning=True, hive_schema=_hive, glob=False, storage_options=_options"]
@@ -123,11 +123,11 @@ def polars_frame(cover: Cover, store: StoreSettings, name: str) -> str:
 def _parts(cover: Cover, store: StoreSettings) -> Iterator[Part]:
     """Yield neighbours that are taken whole together, each other stretch alone with the rows that it accounts for."""
     for is_whole, stretches in groupby(cover, key=lambda each: each.rows == each.segment.coverage):
-        found = [([address(store, each.segment.key)], each.rows) for each in stretches]
+        found = [([object_address(store, each.segment.key)], each.rows) for each in stretches]
         yield from [([file for [file], _ in found], None)] if is_whole else found
 
 
-def _said(cover: Cover, form: str) -> str:
+def _summary_comment(cover: Cover, form: str) -> str:
     chains = len({each.segment.chain for each in cover})
-    counts = f"{counted(len(cover), 'segment')} of {counted(chains, 'chain')}, each sequence once"
+    counts = f"{format_count(len(cover), 'segment')} of {format_count(chains, 'chain')}, each sequence once"
     return f"{counts}: floe segments ls --cover --format {form}"

@@ -23,10 +23,10 @@ import pyarrow.parquet as pq
 from common.errors import Unavailable
 from common.segments.columns import DELTA_COLUMNS, DICTIONARY_COLUMNS, SCHEMA, STATISTICS_COLUMNS, row_sizes, total
 from common.segments.keys import DIGEST_LENGTH, SegmentName
-from common.segments.parquet_guard import MIB, ROW_OVERHEAD_BYTES, row_group_bytes
+from common.segments.parquet_guard import MIB, WRITER_ROW_BYTES, row_group_bytes
 from common.segments.segment import FOOTER_KEY, Footer
 
-_PREFIX = "floe-spool-"
+_SPOOL_PREFIX = "floe-spool-"
 _LOCK = "lock"
 
 
@@ -85,7 +85,7 @@ class Spool:
             if self._folder is None or self._owner != os.getpid():
                 self._parent.mkdir(parents=True, exist_ok=True)
                 _sweep(self._parent)
-                self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
+                self._folder = Path(tempfile.mkdtemp(prefix=_SPOOL_PREFIX, dir=self._parent))
                 self._lock, self._owner = _lock_folder(self._folder), os.getpid()
                 atexit.register(self.close)
             return self._folder
@@ -104,7 +104,7 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _sweep(parent: Path) -> None:
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for folder in parent.glob(f"{_SPOOL_PREFIX}*"):
         with suppress(OSError):
             _remove_if_dead(folder)
 
@@ -124,7 +124,7 @@ def _remove_if_dead(folder: Path) -> None:
 # A page is compressed alone. Messages of one fleet repeat each other, so merged segments have larger pages.
 _PAGE_BYTES, _PAGE_BYTES_MERGED = MIB, 4 * MIB
 _MAX_ROWS_PER_WRITE = 1024
-FIRST_GROUP = 8  # the first row group of a merged segment is this many times smaller, so that writing begins early
+FIRST_GROUP_DIVISOR = 8  # of the size of the first row group of a merged segment, so that writing begins early
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class SegmentWriter:
     `rows`, `raw_bytes`: totals of the appended rows (raw bytes: subjects, header blocks and payloads). Every
     call raises Unavailable, code E-SPOOL, if the disk is full or fails; then call `abort`.
     `subject_statistics`: put the least and the greatest subject of each row group and page into its metadata, for
-    readers that skip by subject. `group_bytes`: raw bytes of a row group; 0: the default of the level. `aside`: a
+    readers that skip by subject. `group_bytes`: raw bytes of a row group; 0: the default of the level. `pool`: a
     pool of one thread that writes a row group while the next is gathered. Then two are in memory, and an error is
     raised by a later call. None: the caller's thread writes.
     """
@@ -161,12 +161,12 @@ class SegmentWriter:
         compression_level: int,
         subject_statistics: bool = True,
         group_bytes: int = 0,
-        aside: Executor | None = None,
+        pool: Executor | None = None,
     ) -> None:
         self.rows = self.raw_bytes = 0
         self._path, self._compression_level = path, compression_level
-        self._whole = group_bytes or row_group_bytes(level)
-        self._limit = self._whole if level == 0 or group_bytes else self._whole // FIRST_GROUP
+        self._group_bytes = group_bytes or row_group_bytes(level)
+        self._limit = self._group_bytes if level == 0 or group_bytes else self._group_bytes // FIRST_GROUP_DIVISOR
         self._page_bytes = _PAGE_BYTES if level == 0 else _PAGE_BYTES_MERGED
         self._statistics = [c for c in STATISTICS_COLUMNS if subject_statistics or c != "subject"]
         self._pending: list[pa.RecordBatch] = []
@@ -174,7 +174,7 @@ class SegmentWriter:
         self._times: tuple[int, int] | None = None
         self._first = self._last = 0
         self._file: pq.ParquetWriter | None = None
-        self._aside, self._writing = aside, Future[None]()
+        self._pool, self._writing = pool, Future[None]()
         self._writing.set_result(None)
 
     def append(self, batch: pa.RecordBatch) -> None:
@@ -193,7 +193,7 @@ class SegmentWriter:
         sizes = row_sizes(batch)
         self.rows += batch.num_rows
         self.raw_bytes += total(sizes)
-        self._split(batch, pc.add(sizes, pa.scalar(ROW_OVERHEAD_BYTES, pa.int64())))
+        self._split(batch, pc.add(sizes, pa.scalar(WRITER_ROW_BYTES, pa.int64())))
 
     def _split(self, batch: pa.RecordBatch, weights: pa.Array[Any]) -> None:
         ends = pc.cumulative_sum(weights)
@@ -215,17 +215,17 @@ class SegmentWriter:
         if not self._pending:
             return
         batches, size = self._pending, self._pending_bytes
-        self._pending, self._pending_bytes, self._limit = [], 0, self._whole
+        self._pending, self._pending_bytes, self._limit = [], 0, self._group_bytes
         self._writing.result()
-        if self._aside is None:
+        if self._pool is None:
             self._write(batches, size)
         else:
-            self._writing = self._aside.submit(self._write, batches, size)
+            self._writing = self._pool.submit(self._write, batches, size)
 
     def _write(self, batches: list[pa.RecordBatch], size: int) -> None:
         table = pa.Table.from_batches(batches)
         batches.clear()  # the caller's thread may hold the list for longer
-        with _spooling(self._path):
+        with _spool_errors(self._path):
             self._open(size // table.num_rows).write_table(table, row_group_size=table.num_rows)
 
     def _open(self, row_bytes: int = 1) -> pq.ParquetWriter:
@@ -261,7 +261,7 @@ class SegmentWriter:
         self._check_footer(footer)
         self._flush()
         self._writing.result()
-        with _spooling(self._path):
+        with _spool_errors(self._path):
             file = self._open()
             file.add_key_value_metadata({FOOTER_KEY.decode(): footer.to_json().decode()})
             file.close()
@@ -276,7 +276,7 @@ class SegmentWriter:
                 f"footer: expected {len(footer.coverage)} sequences accounted for, "
                 f"found {footer.rows} rows and {footer.ledger.total()} in the ledger"
             )
-        if not footer.is_unread_named():
+        if not footer.has_valid_unread():
             raise ValueError(
                 f"footer: expected unread to hold the {footer.ledger.unread()} sequences counted as gone, "
                 f"found {footer.unread}"
@@ -301,7 +301,7 @@ def hash_file(path: Path) -> tuple[int, str]:
 
 
 @contextmanager
-def _spooling(path: Path) -> Iterator[None]:
+def _spool_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -26,21 +26,21 @@ from prometheus_client.exposition import choose_encoder
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
-from common.logs import escaped, get_logger
+from common.logs import escape, get_logger
 from common.metrics import REGISTRY, version
 from common.service import page
-from common.settings.types import parse_listen, regular
-from common.tasks import told
+from common.settings.types import parse_listen, regular_file
+from common.tasks import record_unexpected
 
 if TYPE_CHECKING:
     from common.settings.service import MonitorTlsSettings
 
 log = get_logger("common.monitor")
 
-MAX_REQUEST = 8192  # bytes of a request's head; bodies are not read
-MAX_REQUESTS = 16  # at the same time; a further one takes the place of the client that has been silent longest
-LEAVE_TIMEOUT = 1.0  # seconds for that client to leave; without a free place the further request is refused
-REQUEST_TIMEOUT = 5.0  # seconds to send a request, and to take each part of the answer
+MAX_REQUEST_BYTES = 8192  # bytes of a request's head; bodies are not read
+MAX_PARALLEL_REQUESTS = 16  # at the same time; a further one takes the place of the client that has been silent longest
+EVICT_TIMEOUT_S = 1.0  # seconds for that client to leave; without a free place the further request is refused
+REQUEST_TIMEOUT_S = 5.0  # seconds to send a request, and to take each part of the answer
 
 HTML = "text/html; charset=utf-8"
 Answer = tuple[int, str, bytes]  # HTTP status, content type, body
@@ -58,9 +58,9 @@ class HttpServer(ThreadingHTTPServer):
         self, address: tuple[str, int], answer: Callable[[str, str], Answer], tls: ServerTls | None = None
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.answer, self._tls, self._free = answer, tls, threading.BoundedSemaphore(MAX_REQUESTS)
+        self.answer, self._tls, self._free = answer, tls, threading.BoundedSemaphore(MAX_PARALLEL_REQUESTS)
         # Clients without a request so far, by address, the oldest first. Copies, because TLS takes over the sockets.
-        self._silent: dict[Any, socket.socket] = {}
+        self._waiting_clients: dict[Any, socket.socket] = {}
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
@@ -70,31 +70,31 @@ class HttpServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False) and not self._take_place():
+        if not self._free.acquire(blocking=False) and not self._evict_oldest_client():
             self.shutdown_request(request)
             return
         try:
             with self._lock:
-                self._silent[client_address] = request.dup()
+                self._waiting_clients[client_address] = request.dup()
             super().process_request(request, client_address)
         except BaseException:  # no descriptor or no thread is left
-            self.heard(client_address)
+            self.forget_silent(client_address)
             self._free.release()
             raise
 
-    def _take_place(self) -> bool:
+    def _evict_oldest_client(self) -> bool:
         """Cut off the client that has been silent longest; return True if a place becomes free."""
         with self._lock:
-            if (oldest := next(iter(self._silent), None)) is None:
+            if (oldest := next(iter(self._waiting_clients), None)) is None:
                 return False
-            with closing(self._silent.pop(oldest)) as line:
-                _cut_off(line)
-        return self._free.acquire(timeout=LEAVE_TIMEOUT)
+            with closing(self._waiting_clients.pop(oldest)) as line:
+                _close_socket(line)
+        return self._free.acquire(timeout=EVICT_TIMEOUT_S)
 
-    def heard(self, client_address: Any) -> None:
+    def forget_silent(self, client_address: Any) -> None:
         """Forget a silent client: its request has come, or it is gone."""
         with self._lock:
-            if (line := self._silent.pop(client_address, None)) is not None:
+            if (line := self._waiting_clients.pop(client_address, None)) is not None:
                 line.close()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -105,16 +105,16 @@ class HttpServer(ThreadingHTTPServer):
         except OSError:  # no handshake: the client does not speak TLS, or lacks the required certificate
             self.shutdown_request(request)
         finally:
-            self.heard(client_address)
+            self.forget_silent(client_address)
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore the error: a client that disconnected is not one."""
 
 
-def _cut_off(line: socket.socket) -> None:
+def _close_socket(connection: socket.socket) -> None:
     with suppress(OSError):  # it may have left, or run into its own limit, at this moment
-        line.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class ServerTls:
@@ -126,22 +126,22 @@ class ServerTls:
 
     def __init__(self, settings: MonitorTlsSettings) -> None:
         self._files = tuple(filter(None, (settings.cert, settings.key, settings.client_ca)))
-        self._settings, self._lock, self._seen = settings, threading.Lock(), self._stamps()
-        self._context = self._loaded()
+        self._settings, self._lock, self._loaded_versions = settings, threading.Lock(), self._file_versions()
+        self._context = self._load_context()
 
     def wrap(self, request: socket.socket) -> ssl.SSLSocket:
-        """Return the connection once the handshake is done, within REQUEST_TIMEOUT seconds; else raise OSError."""
+        """Return the connection once the handshake is done, within REQUEST_TIMEOUT_S seconds; else raise OSError."""
         with self._lock:
-            if (stamps := self._stamps()) != self._seen:
-                self._seen = stamps
+            if (versions := self._file_versions()) != self._loaded_versions:
+                self._loaded_versions = versions
                 self._renew()
         wrapped = self._context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
         # Closed from outside, because a client may send its handshake byte by byte.
-        late = threading.Timer(REQUEST_TIMEOUT, _cut_off, (wrapped,))
+        late = threading.Timer(REQUEST_TIMEOUT_S, _close_socket, (wrapped,))
         late.daemon = True
         late.start()
         try:
-            wrapped.settimeout(REQUEST_TIMEOUT)
+            wrapped.settimeout(REQUEST_TIMEOUT_S)
             wrapped.do_handshake()
         except BaseException:
             wrapped.close()
@@ -152,33 +152,33 @@ class ServerTls:
 
     def _renew(self) -> None:
         try:
-            self._context = self._loaded()
+            self._context = self._load_context()
         except ConfigError as error:
-            log.warning("certificate not read again", action="monitor_tls", error=str(error))
+            log.warning("certificate reload failed", action="certificate_reload_failed", error=str(error))
         else:
-            log.info("certificate read again", action="monitor_tls", file=self._settings.cert)
+            log.info("certificate reloaded", action="certificate_reloaded", file=self._settings.cert)
 
-    def _loaded(self) -> ssl.SSLContext:
+    def _load_context(self) -> ssl.SSLContext:
         settings, context = self._settings, ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        where = f"cert {settings.cert} with key {settings.key}"
+        files = f"cert {settings.cert} with key {settings.key}"
         try:
-            context.load_cert_chain(regular(settings.cert), regular(settings.key))
+            context.load_cert_chain(regular_file(settings.cert), regular_file(settings.key))
             if settings.client_ca:
-                where = f"client_ca {settings.client_ca}"
-                context.load_verify_locations(regular(settings.client_ca))
+                files = f"client_ca {settings.client_ca}"
+                context.load_verify_locations(regular_file(settings.client_ca))
                 context.verify_mode = ssl.CERT_REQUIRED
         except OSError as error:  # SSLError is one
             reason = getattr(error, "reason", None) or error.strerror or "not readable"
-            text = f"monitor.tls.{where}: {str(reason).replace('_', ' ').lower()}"
+            text = f"monitor.tls.{files}: {str(reason).replace('_', ' ').lower()}"
             raise ConfigError(text, code="E-LISTEN") from None
         return context
 
-    def _stamps(self) -> list[tuple[int, int] | None]:
-        return [_stamp(file) for file in self._files]
+    def _file_versions(self) -> list[tuple[int, int] | None]:
+        return [_file_version(file) for file in self._files]
 
 
-class ServedAt(Protocol):
+class MonitorAddress(Protocol):
     """The settings of a monitor: its address and its certificate."""
 
     @property
@@ -188,10 +188,10 @@ class ServedAt(Protocol):
 
 
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
-ASK_TIMEOUT = 2.0  # seconds
+FETCH_TIMEOUT_S = 2.0  # seconds
 
 
-def fetch(settings: ServedAt, path: str, timeout: float = ASK_TIMEOUT) -> str:
+def fetch(settings: MonitorAddress, path: str, timeout: float = FETCH_TIMEOUT_S) -> str:
     """Return the answer to `path` of the process that serves `settings` on this host; blocking.
 
     With TLS only a server that shows the configured certificate is trusted, under any name; if clients need a
@@ -205,19 +205,19 @@ def fetch(settings: ServedAt, path: str, timeout: float = ASK_TIMEOUT) -> str:
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         if tls.client_ca:
-            context.load_cert_chain(regular(tls.cert), regular(tls.key))
+            context.load_cert_chain(regular_file(tls.cert), regular_file(tls.key))
         connection = http.client.HTTPSConnection(host, address[1], timeout=timeout, context=context)
     with closing(connection):
         connection.connect()
         if isinstance(connection.sock, ssl.SSLSocket):
-            own = _CERTIFICATE.search(regular(tls.cert).read_text())
+            own = _CERTIFICATE.search(regular_file(tls.cert).read_text())
             if own is None or connection.sock.getpeercert(binary_form=True) != ssl.PEM_cert_to_DER_cert(own[0]):
                 raise ssl.SSLError(f"another certificate than {tls.cert} is shown")
         connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
         return connection.getresponse().read().decode()
 
 
-def _stamp(file: str) -> tuple[int, int] | None:
+def _file_version(file: str) -> tuple[int, int] | None:
     """Return values that change when a file is written or replaced; None if it does not exist."""
     try:
         found = os.stat(file)
@@ -228,27 +228,27 @@ def _stamp(file: str) -> tuple[int, int] | None:
 
 class _Handler(BaseHTTPRequestHandler):
     server: HttpServer
-    timeout = REQUEST_TIMEOUT
+    timeout = REQUEST_TIMEOUT_S
     server_version, sys_version = "floe", ""
 
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
         self.rfile = io.BufferedReader(io.BytesIO(_read_head(self.connection)))
-        self.server.heard(self.client_address)
+        self.server.forget_silent(self.client_address)
 
     def do_GET(self) -> None:
         try:
             status, content_type, body = self.server.answer(self.path, self.headers.get("Accept", ""))
         except Exception as error:  # the server continues with the next request
-            known = told(error, "monitor", f"monitor {self.path.partition('?')[0]:.80}")
-            status, content_type, body = 500, "text/plain; charset=utf-8", f"{known.line()}\n".encode()
+            known = record_unexpected(error, "monitor", f"monitor {self.path.partition('?')[0]:.80}")
+            status, content_type, body = 500, "text/plain; charset=utf-8", f"{known.as_text()}\n".encode()
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
-        for name, value in page.HEADERS.items() if content_type == HTML else ():
+        for name, value in page.PAGE_HEADERS.items() if content_type == HTML else ():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -261,22 +261,22 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _read_head(connection: socket.socket) -> bytes:
-    """Read the head of a request. Raises OSError if it takes over REQUEST_TIMEOUT seconds or MAX_REQUEST bytes."""
+    """Read the head of a request. Raises OSError if it takes over REQUEST_TIMEOUT_S or MAX_REQUEST_BYTES."""
     clock = SystemClock()
-    deadline = clock.monotonic() + REQUEST_TIMEOUT
+    deadline = clock.monotonic() + REQUEST_TIMEOUT_S
     head = b""
     while b"\r\n\r\n" not in head:
         connection.settimeout(max(0.01, deadline - clock.monotonic()))
-        part = connection.recv(MAX_REQUEST - len(head))  # 0 bytes once it is too long
+        part = connection.recv(MAX_REQUEST_BYTES - len(head))  # 0 bytes once it is too long
         if not part:
             raise ConnectionError("not a request, or too long a one")
         head += part
-    connection.settimeout(REQUEST_TIMEOUT)
+    connection.settimeout(REQUEST_TIMEOUT_S)
     return head
 
 
-BEAT = 1.0  # seconds between two heartbeats of an event loop
-MAX_BEAT_AGE = 30.0  # seconds without one before /healthz reports that the process hangs
+BEAT_INTERVAL_S = 1.0  # seconds between two heartbeats of an event loop
+MAX_BEAT_AGE_S = 30.0  # seconds without one before /healthz reports that the process hangs
 
 
 class Health:
@@ -297,49 +297,51 @@ class Health:
         """Beat for ever, as long as this task's event loop runs."""
         while True:
             self.beat()
-            await self._clock.sleep(BEAT)
+            await self._clock.sleep(BEAT_INTERVAL_S)
 
     def beat_age(self) -> float:
         """Return the seconds since the last beat, or since the start."""
         return self._clock.monotonic() - self._beat
 
-    def set_ready(self, part: str, ready: bool, why: str = "") -> None:
+    def set_ready(self, component: str, ready: bool, reason: str = "") -> None:
         with self._lock:
-            self._not_ready[part] = "" if ready else why or "not ready"
+            self._not_ready[component] = "" if ready else reason or "not ready"
 
-    def why(self, part: str) -> str:
-        """Return the reason why `part` is not ready; empty if it is, or has not reported."""
+    def not_ready_reason(self, component: str) -> str:
+        """Return the reason why `component` is not ready; empty if it is, or has not reported."""
         with self._lock:
-            return self._not_ready.get(part, "")
+            return self._not_ready.get(component, "")
 
-    def forget(self, part: str) -> None:
-        """Remove `part`, which left this process: it is neither ready nor not, and has no status."""
+    def remove(self, component: str) -> None:
+        """Remove `component`, which left this process: it is neither ready nor not, and has no status."""
         with self._lock:
-            self._not_ready.pop(part, None)
-            self._status.pop(part, None)
+            self._not_ready.pop(component, None)
+            self._status.pop(component, None)
 
     def problems(self) -> list[str]:
-        """Return `part: why` for each part that is not ready, by name; empty if all are. "starting" before a report."""
+        """Return `component: reason` for each part that is not ready, by name; empty if all are. "starting" before a
+        report.
+        """
         with self._lock:
             if not self._not_ready:
                 return ["starting: nothing has reported yet"]
-            return [f"{part}: {why}" for part, why in sorted(self._not_ready.items()) if why]
+            return [f"{part}: {reason}" for part, reason in sorted(self._not_ready.items()) if reason]
 
-    def set_status(self, part: str, status: Mapping[str, Any]) -> None:
-        """Set the status of `part` in /status: values that JSON can hold, no secrets, no payloads.
+    def set_status(self, component: str, status: Mapping[str, Any]) -> None:
+        """Set the status of `component` in /status: values that JSON can hold, no secrets, no payloads.
 
         A value may be a function that returns it each time the page is requested; it is called from any thread.
         """
         with self._lock:
-            self._status[part] = dict(status)
+            self._status[component] = dict(status)
 
     # Coverage, which is read from the store while somebody reads the page
 
-    def note_reader(self) -> None:
+    def record_reader(self) -> None:
         """Record that somebody reads the page."""
         self._read = self._clock.monotonic()
 
-    def read_age(self) -> float:
+    def seconds_since_read(self) -> float:
         """Return the seconds since the page was read; infinite if it never was."""
         return self._clock.monotonic() - self._read
 
@@ -414,7 +416,7 @@ class Monitor:
         )
         self._thread.start()
 
-    def says(self, path: str) -> tuple[int, str]:
+    def page_text(self, path: str) -> tuple[int, str]:
         """Return status and text of the page at `path`, even if nothing is served."""
         status, _, body = self._pages.answer(path, "")
         return status, body.decode()
@@ -466,7 +468,7 @@ class Pages:
         """
         name, _, query = path.partition("?")
         if name == "/" or query == "coverage":
-            self._health.note_reader()
+            self._health.record_reader()
         found = self._pages.get(name)
         return found(accept) if found else _text(404, f"expected one of {' '.join(self._pages)}")
 
@@ -477,10 +479,10 @@ class Pages:
     def _healthz(self, _accept: str) -> Answer:
         seconds = self._health.beat_age()
         age = f"the event loop turned {seconds:.1f} s ago"
-        return _text(200, f"ok: {age}") if seconds <= MAX_BEAT_AGE else _text(503, f"hangs: {age}")
+        return _text(200, f"ok: {age}") if seconds <= MAX_BEAT_AGE_S else _text(503, f"hangs: {age}")
 
     def _readyz(self, _accept: str) -> Answer:
-        problems = [escaped(problem) for problem in self._health.problems()]
+        problems = [escape(problem) for problem in self._health.problems()]
         return _text(503, "\n".join(problems)) if problems else _text(200, "ready")
 
     def document(self) -> dict[str, Any]:
@@ -489,12 +491,12 @@ class Pages:
     def _status(self, _accept: str) -> Answer:
         return 200, "application/json", _json(self.document())
 
-    def read_document(self) -> dict[str, Any]:
+    def document_for_reader(self) -> dict[str, Any]:
         """Return `document` for a reader of the page."""
         return self.document()
 
     def _page(self, _accept: str) -> Answer:
-        return 200, HTML, page.rendered(self.read_document(), self._pages)
+        return 200, HTML, page.render_page(self.document_for_reader(), self._pages)
 
 
 def _text(status: int, text: str) -> Answer:

@@ -9,9 +9,9 @@ from html import escape
 from typing import Any
 
 from common.clock import NS_PER_S, format_time
-from common.settings.types import counted, duration_words, size_words
+from common.settings.types import duration_words, format_count, size_words
 
-REFRESH = 10  # seconds until a browser reloads the page
+REFRESH_S = 10  # seconds until a browser reloads the page
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --pale: #5d6b7a; --line: #d5dce4; --paper: #fff; --good: #1a7f4b;
@@ -34,12 +34,12 @@ svg .whole { fill: none; stroke: var(--line); } svg text { fill: var(--pale); fo
 
 _HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 
-HEADERS = {
+PAGE_HEADERS = {
     "Content-Security-Policy": (
         f"default-src 'none'; style-src 'sha256-{_HASH}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Referrer-Policy": "no-referrer",
-    "Refresh": str(REFRESH),
+    "Refresh": str(REFRESH_S),
 }
 
 Part = Mapping[str, Any]
@@ -48,18 +48,18 @@ Part = Mapping[str, Any]
 def parts_of(document: Part) -> dict[str, Part]:
     """Return the parts in an answer of /status by name; with several workers, those of all workers."""
     found = dict(document.get("parts", {}))
-    for worker, said in document.get("workers", {}).items():
-        found |= {f"{name} (worker {worker})": part for name, part in said.get("parts", {}).items()}
+    for worker, answer in document.get("workers", {}).items():
+        found |= {f"{name} (worker {worker})": part for name, part in answer.get("parts", {}).items()}
     return found
 
 
 def coverage_of(document: Part) -> dict[str, Part]:
     """Return the coverage of each chain in an answer of /status, by chain."""
-    said = [document, *document.get("workers", {}).values()]
-    return {chain: found for each in said for chain, found in each.get("coverage", {}).items()}
+    answers = [document, *document.get("workers", {}).values()]
+    return {chain: found for each in answers for chain, found in each.get("coverage", {}).items()}
 
 
-def rendered(document: Part, paths: Iterable[str]) -> bytes:
+def render_page(document: Part, paths: Iterable[str]) -> bytes:
     """Render the page of `document`, an answer of /status. `paths`: those of the other pages."""
     parts = parts_of(document)
     feeds = {name: part for name, part in parts.items() if "stream" in part}
@@ -94,12 +94,12 @@ def _top(document: Part, paths: Iterable[str]) -> Iterator[str]:
 
 def _stops(parts: Mapping[str, Part]) -> Iterator[str]:
     """Show each part that waits for an operator, with the command that lets it continue."""
-    found = [(name, each) for name, part in parts.items() for name, each in _and_chains(name, part)]
+    found = [(name, each) for name, part in parts.items() for name, each in _with_chains(name, part)]
     for name, each in found:
         if hint := each.get("hint"):
-            why = each.get("stopped") or each.get("why") or (f"{each['hole']} is missing" if "hole" in each else "")
+            reason = each.get("stopped") or each.get("why") or (f"{each['hole']} is missing" if "hole" in each else "")
             yield f"<h3 class=bad>{_text(name)}: {_text(each.get('code') or each.get('phase'))}</h3>"
-            yield f"<p>{_text(why)}</p><pre>{_text(hint)}</pre>"
+            yield f"<p>{_text(reason)}</p><pre>{_text(hint)}</pre>"
 
 
 def _workers(workers: Mapping[str, Part]) -> Iterator[str]:
@@ -107,12 +107,12 @@ def _workers(workers: Mapping[str, Part]) -> Iterator[str]:
         yield "<h2>Workers</h2>"
         rows = []
         for index, each in workers.items():
-            state = _Marked("ready" if each.get("ready") else "not ready", not each.get("ready"))
+            state = _StateText("ready" if each.get("ready") else "not ready", not each.get("ready"))
             rows.append([index, state, each.get("pid"), each.get("restarts")])
         yield from _table(("worker", "state", "process", "restarts"), rows)
 
 
-def _and_chains(name: str, part: Part) -> Iterator[tuple[str, Part]]:
+def _with_chains(name: str, part: Part) -> Iterator[tuple[str, Part]]:
     yield name, part
     for chain, state in part.get("chains", {}).items():
         yield f"{chain} into {name}", state
@@ -128,7 +128,7 @@ def _feeds(feeds: Mapping[str, Part]) -> Iterator[str]:
         state = " ".join(filter(None, (str(part.get("state", "")), part.get("code", ""))))
         is_bad = bool(part.get("code")) or part.get("state") in ("stopped", "stalled", "waiting")
         rows.append([
-            name.removeprefix("egress "), _Marked(state, is_bad), part.get("chain"), end, last, behind,
+            name.removeprefix("egress "), _StateText(state, is_bad), part.get("chain"), end, last, behind,
             part.get("lost", 0), len(part.get("damaged", ())), _pairs(part.get("open_segment")), part.get("holder"),
         ])  # fmt: skip
     yield from _table(columns, rows)
@@ -148,7 +148,7 @@ def _target(name: str, part: Part) -> Iterator[str]:
         phase = "stopped" if "stopped" in state else state.get("phase")
         is_bad = phase in ("stopped", "late", "lost", "damaged")
         rows.append([
-            chain, _Marked(str(phase), is_bad), archived, position, lag, _duration(state.get("lag_seconds")),
+            chain, _StateText(str(phase), is_bad), archived, position, lag, _duration(state.get("lag_seconds")),
             state.get("hole"), _pairs(state.get("source")),
         ])  # fmt: skip
     if rows:
@@ -178,7 +178,7 @@ def _other(name: str, part: Part) -> Iterator[str]:
 
 # Coverage, as a picture
 
-WIDTH, BAR, GAP, LEFT = 1000, 14, 6, 70  # of the picture, in its own units
+IMAGE_WIDTH, BAR_HEIGHT, BAR_GAP, LABEL_WIDTH = 1000, 14, 6, 70  # of the picture, in its own units
 
 
 def _coverages(coverage: Mapping[str, Part]) -> Iterator[str]:
@@ -187,21 +187,21 @@ def _coverages(coverage: Mapping[str, Part]) -> Iterator[str]:
         yield "<p class=pale>Not looked at yet: it is while this page is open, at most every five minutes.</p>"
     for chain, found in coverage.items():
         yield f"<h3>{_text(chain)}</h3>"
-        yield f"<p>{_text(_about(found))}</p>"
+        yield f"<p>{_text(_coverage_summary(found))}</p>"
         if found.get("levels"):
-            yield drawing(found)
+            yield coverage_svg(found)
 
 
-def _about(found: Part) -> str:
+def _coverage_summary(found: Part) -> str:
     if not found.get("levels"):
         return "no segments"
     holes = found.get("holes", 0)
     rest = "" if found.get("is_complete", True) else "; only the first segments were looked at"
-    what = f"{found['first']}..{found['last']}, {counted(holes, 'hole') if holes else 'no hole'}, {_compacted(found)}"
-    return f"{what}; looked at {_time(found.get('at'))}{rest}"
+    what = f"{found['first']}..{found['last']}, {format_count(holes, 'hole') if holes else 'no hole'}"
+    return f"{what}, {_last_compaction(found)}; looked at {_time(found.get('at'))}{rest}"
 
 
-def _compacted(found: Part) -> str:
+def _last_compaction(found: Part) -> str:
     """Return the time of the last successful compaction: by its last run, else by the newest merged segment."""
     run, merged = found.get("compaction") or {}, found.get("compacted")
     at = run.get("succeeded") or merged
@@ -209,16 +209,18 @@ def _compacted(found: Part) -> str:
     return (f"last compaction {_time(at)}" if at else "not compacted yet") + failed
 
 
-def drawing(found: Part) -> str:
+def coverage_svg(found: Part) -> str:
     """Return an SVG of the coverage of each level, and of the holes that no level fills."""
     levels, first, last = found["levels"], int(found["first"]), int(found["last"])
-    height = (BAR + GAP) * len(levels)
-    lines = [f'<svg viewBox="0 0 {WIDTH} {height + GAP}" role="img" aria-label="coverage by level">']
+    height = (BAR_HEIGHT + BAR_GAP) * len(levels)
+    lines = [f'<svg viewBox="0 0 {IMAGE_WIDTH} {height + BAR_GAP}" role="img" aria-label="coverage by level">']
     for number, (level, each) in enumerate(sorted(levels.items(), key=lambda item: int(item[0]))):
-        y = GAP + number * (BAR + GAP)
-        label = f"{counted(each['segments'], 'segment')}, {size_words(each['bytes'])}"
-        lines.append(f'<text x="0" y="{y + BAR - 3}">level {_text(level)}</text>')
-        lines.append(f'<rect class="whole" x="{LEFT}" y="{y}" width="{WIDTH - LEFT}" height="{BAR}"/>')
+        y = BAR_GAP + number * (BAR_HEIGHT + BAR_GAP)
+        label = f"{format_count(each['segments'], 'segment')}, {size_words(each['bytes'])}"
+        lines.append(f'<text x="0" y="{y + BAR_HEIGHT - 3}">level {_text(level)}</text>')
+        lines.append(
+            f'<rect class="whole" x="{LABEL_WIDTH}" y="{y}" width="{IMAGE_WIDTH - LABEL_WIDTH}" height="{BAR_HEIGHT}"/>'
+        )
         lines += [_bar("level", level, each_range, (first, last), y, label) for each_range in each["ranges"]]
         lines += [_bar("hole", level, hole, (first, last), y, "in no level") for hole in found.get("missing", ())]
     return "".join(lines) + "</svg>"
@@ -226,22 +228,22 @@ def drawing(found: Part) -> str:
 
 def _bar(kind: str, level: str, rows: Sequence[int], span: tuple[int, int], y: int, label: str) -> str:
     begin, end = int(rows[0]), int(rows[1])
-    scale = (WIDTH - LEFT) / (span[1] - span[0] + 1)
-    x, width = LEFT + (begin - span[0]) * scale, max(2.0 if kind == "hole" else 0.5, (end - begin + 1) * scale)
+    scale = (IMAGE_WIDTH - LABEL_WIDTH) / (span[1] - span[0] + 1)
+    x, width = LABEL_WIDTH + (begin - span[0]) * scale, max(2.0 if kind == "hole" else 0.5, (end - begin + 1) * scale)
     title = f"<title>{begin}..{end}: {_text(label)}</title>"
-    place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{BAR}"'
+    place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{BAR_HEIGHT}"'
     return f'<rect class="{kind}" data-level="{_text(level)}" data-rows="{begin}..{end}" {place}>{title}</rect>'
 
 
 # Values as text
 
 
-class _Marked(str):
+class _StateText(str):
     """A text, in red if it is bad, else in green."""
 
     is_bad: bool
 
-    def __new__(cls, text: str, is_bad: bool) -> _Marked:
+    def __new__(cls, text: str, is_bad: bool) -> _StateText:
         made = super().__new__(cls, text)
         made.is_bad = is_bad
         return made
@@ -259,7 +261,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator
 
 def _cell(kind: str, value: object) -> str:
     text = _text(value)
-    if isinstance(value, _Marked):
+    if isinstance(value, _StateText):
         text = f"<span class={'bad' if value.is_bad else 'good'}>{text}</span>"
     return f"<td{kind}>{text}</td>"
 

@@ -1,8 +1,8 @@
 """Signals and threads of a process: requests to stop, work to wait for, and messages to its supervisor.
 
-The first SIGTERM or SIGINT makes the service drain, the second ends the process at once. SIGHUP ends nothing: it
-calls the functions in `hangups`, such as reading secrets again. SIGQUIT ends nothing either: it logs the stack of every
-task and every thread. Nor does SIGUSR1: if no `on_signal` handles it, a log line reports that.
+The first SIGTERM or SIGINT makes the service drain, the second ends the process at once. SIGHUP ends nothing: it calls
+the functions in `on_hangup`, such as reading secrets again. SIGQUIT ends nothing either: it logs the stack of every
+task and every thread. Nor does SIGUSR1: if no `handle_signal` handles it, a log line reports that.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from common.clock import Clock
-from common.logs import escaped, get_logger
-from common.settings.types import read_all_again
-from common.tasks import Stop, end, orphaned, told, watched
+from common.logs import escape, get_logger
+from common.settings.types import reread_all_secrets
+from common.tasks import Stop, cancel, raise_fatal, record_unexpected, spawn
 
 log = get_logger(__name__)
 
@@ -32,12 +32,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 #: Called one after the other when SIGHUP comes: on the event loop of a service, or in a thread without a loop.
-hangups: list[Callable[[], None]] = [read_all_again]
+on_hangup: list[Callable[[], None]] = [reread_all_secrets]
 
-_taken: set[int] = set()  # signals that an `on_signal` handles now
+_handled_signals: set[int] = set()  # signals that an `handle_signal` handles now
 
 #: Called when SIGQUIT comes, before the tasks and threads of this process are logged.
-quits: list[Callable[[], None]] = []
+on_quit: list[Callable[[], None]] = []
 
 
 def exit_at_once(number: int) -> None:
@@ -61,105 +61,105 @@ def _handling(handlers: Mapping[signal.Signals, Any], afterwards: Any = None) ->
 
 @asynccontextmanager
 async def stop_on_signals(
-    second: Callable[[int], None] = exit_at_once, *, deaf_afterwards: bool = False
+    second: Callable[[int], None] = exit_at_once, *, ignore_afterwards: bool = False
 ) -> AsyncIterator[Stop]:
     """Yield a `Stop` that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
 
-    SIGHUP calls `hangups`, SIGQUIT logs tasks and threads. On leaving, the former handlers are back; with
-    `deaf_afterwards` signals are ignored from then on: a process that has done its work ends with its own exit code.
+    SIGHUP calls `on_hangup`, SIGQUIT logs tasks and threads. On leaving, the former handlers are back; with
+    `ignore_afterwards` signals are ignored from then on: a process that has done its work ends with its own exit code.
     Outside the main thread, which alone receives signals, it is never set.
     """
     stop, loop = Stop(), asyncio.get_running_loop()
     received: list[int] = []
 
-    def on_signal(number: int, _frame: FrameType | None) -> None:
+    def on_stop(number: int, _frame: FrameType | None) -> None:
         # A plain handler, not the loop's own: the second signal must work while the loop is blocked. And not
         # the default action, which process 1 of a container does not have.
         received.append(number)
         if len(received) > 1:
             second(number)
         else:
-            loop.call_soon_threadsafe(_ask, stop, number)
+            loop.call_soon_threadsafe(_request_stop, stop, number)
 
-    handlers: dict[signal.Signals, Any] = dict.fromkeys(SIGNALS, on_signal)
+    handlers: dict[signal.Signals, Any] = dict.fromkeys(SIGNALS, on_stop)
     handlers[signal.SIGHUP] = lambda *_: loop.call_soon_threadsafe(_hang_up)
-    handlers[signal.SIGQUIT] = lambda *_: _dump_beside(loop)
-    if signal.SIGUSR1 not in _taken:
-        handlers[signal.SIGUSR1] = lambda *_: loop.call_soon_threadsafe(_tell_not_taken)
-    with _handling(handlers, signal.SIG_IGN if deaf_afterwards else None):
+    handlers[signal.SIGQUIT] = lambda *_: _start_dump(loop)
+    if signal.SIGUSR1 not in _handled_signals:
+        handlers[signal.SIGUSR1] = lambda *_: loop.call_soon_threadsafe(_log_unhandled)
+    with _handling(handlers, signal.SIG_IGN if ignore_afterwards else None):
         yield stop
 
 
 @contextmanager
-def on_signal(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
+def handle_signal(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
     """Call `call` on the event loop for each signal `number` within the block; ignore the signal afterwards, so that it
     does not kill a process that ends. Outside the main thread nothing is handled.
     """
     loop = asyncio.get_running_loop()
     with _handling({number: lambda *_: loop.call_soon_threadsafe(call)}, signal.SIG_IGN):
-        _taken.add(number)
+        _handled_signals.add(number)
         try:
             yield
         finally:
-            _taken.discard(number)
+            _handled_signals.discard(number)
 
 
 @contextmanager
-def stop_asked(cancel: Callable[[], None] = lambda: None) -> Iterator[Stop]:
+def stop_on_signals_sync(interrupt: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     """Yield a `Stop` as `stop_on_signals` does, for a command without an event loop.
 
-    The command calls `Stop.check` at points at which it can stop. `cancel` is called once, in a thread, when the
+    The command calls `Stop.check` at points at which it can stop. `interrupt` is called once, in a thread, when the
     first signal comes.
     """
-    asked = Stop()
+    stop = Stop()
 
-    def beside(work: Callable[[], None], name: str) -> None:
+    def start_thread(work: Callable[[], None], name: str) -> None:
         # Not in the handler: the code that it interrupts may hold the very lock that the work needs.
         threading.Thread(target=work, name=name, daemon=True).start()
 
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if asked.is_set:
+    def on_stop(number: int, _frame: FrameType | None) -> None:
+        if stop.is_set:
             exit_at_once(number)
-        asked.set()
-        beside(lambda: (_tell_stop(number), cancel()), "stopping")  # type: ignore[arg-type,func-returns-value]
+        stop.set()
+        start_thread(lambda: (_log_stop(number), interrupt()), "stopping")  # type: ignore[arg-type,func-returns-value]
 
-    handlers: dict[signal.Signals, Any] = dict.fromkeys(SIGNALS, on_signal)
-    handlers[signal.SIGHUP] = lambda *_: beside(_hang_up, "hangup")
-    handlers[signal.SIGQUIT] = lambda *_: _dump_beside(None)
-    handlers[signal.SIGUSR1] = lambda *_: beside(_tell_not_taken, "not-taken")
+    handlers: dict[signal.Signals, Any] = dict.fromkeys(SIGNALS, on_stop)
+    handlers[signal.SIGHUP] = lambda *_: start_thread(_hang_up, "hangup")
+    handlers[signal.SIGQUIT] = lambda *_: _start_dump(None)
+    handlers[signal.SIGUSR1] = lambda *_: start_thread(_log_unhandled, "not-taken")
     with _handling(handlers):
-        yield asked
+        yield stop
 
 
-def _tell_stop(number: int) -> None:
-    log.info("stopping", action="stop_asked", signal=signal.Signals(number).name)
+def _log_stop(number: int) -> None:
+    log.info("stop requested", action="stop_requested", signal=signal.Signals(number).name)
 
 
-def _tell_not_taken() -> None:
-    log.warning("SIGUSR1: only egress takes it", action="signal_not_taken", signal="SIGUSR1")
+def _log_unhandled() -> None:
+    log.warning("signal ignored", action="signal_ignored", signal="SIGUSR1", hint="only egress handles SIGUSR1")
 
 
-def _dump_beside(loop: asyncio.AbstractEventLoop | None) -> None:
+def _start_dump(loop: asyncio.AbstractEventLoop | None) -> None:
     """Log tasks and threads from a thread of its own, which works even if the loop is blocked."""
-    threading.Thread(target=_dump, args=(loop,), name="dump", daemon=True).start()
+    threading.Thread(target=_dump_stacks, args=(loop,), name="dump", daemon=True).start()
 
 
-def _dump(loop: asyncio.AbstractEventLoop | None) -> None:
-    for call in quits:
+def _dump_stacks(loop: asyncio.AbstractEventLoop | None) -> None:
+    for call in on_quit:
         call()
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()) if loop else []
     frames, here = sys._current_frames(), threading.get_ident()
     threads = [(each.name, frames.get(each.ident or 0)) for each in threading.enumerate() if each.ident != here]
     # A warning, so that it is logged even if little is: an operator requested it.
-    log.warning("tasks and threads", action="dump", tasks=len(tasks), threads=len(threads))
+    log.warning("stacks dumped", action="stacks_dumped", tasks=len(tasks), threads=len(threads))
     for task in tasks:
-        log.warning("task", action="dump_task", task=task.get_name(), stack=_awaiting(task.get_coro()))
+        log.warning("task dumped", action="task_dumped", task=task.get_name(), stack=_await_chain(task.get_coro()))
     for name, frame in threads:
         stack = reversed(traceback.extract_stack(frame)) if frame else ()
-        log.warning("thread", action="dump_thread", thread=name, stack=[_place(each) for each in stack])
+        log.warning("thread dumped", action="thread_dumped", thread=name, stack=[_place(each) for each in stack])
 
 
-def _awaiting(work: Any) -> list[str]:
+def _await_chain(work: Any) -> list[str]:
     """Return the type of a last awaitable without a frame, if there is one, then the frames, innermost first."""
     places: list[str] = []
     while (frame := getattr(work, "cr_frame", None) or getattr(work, "gi_frame", None)) is not None:
@@ -174,34 +174,34 @@ def _place(frame: traceback.FrameSummary) -> str:
 
 
 def _hang_up() -> None:
-    log.info("hangup, going on", action="hangup", read_again=len(hangups))
-    for call in hangups:
+    log.info("hangup received", action="hangup_received", read_again=len(on_hangup))
+    for call in on_hangup:
         try:
             call()
         except Exception as error:  # the service continues with the former values
-            told(error, "service", "hangup")
+            record_unexpected(error, "service", "hangup")
 
 
-def _ask(stop: Stop, number: int) -> None:
-    _tell_stop(number)
+def _request_stop(stop: Stop, number: int) -> None:
+    _log_stop(number)
     stop.set()
 
 
-TELL = 2.0  # seconds between two checks for news to the service manager
-MAX_STATUS = 300  # characters
+NOTIFY_INTERVAL_S = 2.0  # seconds between two checks for news to the service manager
+MAX_STATUS_CHARS = 300  # characters
 
 
 class SystemdNotifier:
     """Notifier of the service manager, as in sd_notify(3): `Type=notify` and its watchdog.
 
-    `says`: returns status and text of the monitor's page at a path; may take seconds, so it is called in a thread.
+    `page`: returns status and text of the monitor's page at a path; may take seconds, so it is called in a thread.
     Without NOTIFY_SOCKET in `environment` nothing is sent. The watchdog is not fed if WATCHDOG_PID is another process.
     """
 
     def __init__(
-        self, says: Callable[[str], tuple[int, str]], clock: Clock, environment: Mapping[str, str] = os.environ
+        self, page: Callable[[str], tuple[int, str]], clock: Clock, environment: Mapping[str, str] = os.environ
     ) -> None:
-        self._says, self._clock, self._told = says, clock, ""
+        self._page, self._clock, self._last_status = page, clock, ""
         address = environment.get("NOTIFY_SOCKET", "")
         # `@` begins an abstract name, `/` a file; anything else is no socket of this kind.
         self._address = "\0" + address[1:] if address[:1] == "@" else address if address[:1] == "/" else ""
@@ -215,36 +215,36 @@ class SystemdNotifier:
         if not self._address:
             yield
             return
-        threads = Threads("notify", 1)
-        hangups.insert(0, self._reloading)
-        hangups.append(self._ready)
+        threads = ThreadPool("notify", 1)
+        on_hangup.insert(0, self._reloading)
+        on_hangup.append(self._ready)
         self._ready()
-        telling = watched(self._tell(stop, threads), orphaned, name="notify")
+        notifying = spawn(self._notify(stop, threads), raise_fatal, name="notify")
         try:
             yield
         finally:
-            hangups.remove(self._reloading)
-            hangups.remove(self._ready)
-            await end(telling)
-            await threads.idle()
+            on_hangup.remove(self._reloading)
+            on_hangup.remove(self._ready)
+            await cancel(notifying)
+            await threads.wait_idle()
             threads.close()
 
-    async def _tell(self, stop: Stop, threads: "Threads") -> None:
-        pause, asked = min(TELL, self._watchdog / 4 or TELL), False
+    async def _notify(self, stop: Stop, threads: "ThreadPool") -> None:
+        pause, is_stop_sent = min(NOTIFY_INTERVAL_S, self._watchdog / 4 or NOTIFY_INTERVAL_S), False
         while True:
-            if stop.is_set and not asked:
-                asked = True
+            if stop.is_set and not is_stop_sent:
+                is_stop_sent = True
                 self._send("STOPPING=1", "STATUS=draining")
-            elif words := await threads.run(self._news, stop.is_set):
+            elif words := await threads.run(self._changed_fields, stop.is_set):
                 self._send(*words)
-            await (self._clock.sleep(pause) if asked else stop.wait(pause))
+            await (self._clock.sleep(pause) if is_stop_sent else stop.wait(pause))
 
-    def _news(self, is_stopping: bool) -> list[str]:
-        words = ["WATCHDOG=1"] if self._watchdog and self._says("/healthz")[0] == 200 else []
+    def _changed_fields(self, is_stopping: bool) -> list[str]:
+        words = ["WATCHDOG=1"] if self._watchdog and self._page("/healthz")[0] == 200 else []
         if not is_stopping:
-            status = escaped("; ".join(self._says("/readyz")[1].splitlines()))[:MAX_STATUS]
-            if status != self._told:
-                self._told = status
+            status = escape("; ".join(self._page("/readyz")[1].splitlines()))[:MAX_STATUS_CHARS]
+            if status != self._last_status:
+                self._last_status = status
                 words.append(f"STATUS={status}")
         return words
 
@@ -260,19 +260,19 @@ class SystemdNotifier:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
                 line.sendto("\n".join(words).encode(), socket.MSG_DONTWAIT, self._address)
         except OSError as error:
-            log.debug("not notified", action="notify_failed", words=words, error=str(error))
+            log.debug("notification failed", action="notification_failed", words=words, error=str(error))
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_running: set[Future[Any]] = set()  # calls of all pools, including pools that were dropped
+_running_calls: set[Future[Any]] = set()  # calls of all pools, including pools that were dropped
 
 
-class Threads:
-    """A pool of `workers` threads. Cancelling an awaited call does not stop its thread: `idle` waits for it.
+class ThreadPool:
+    """A pool of `workers` threads. Cancelling an awaited call does not stop its thread: `wait_idle` waits for it.
 
-    So a lease must not be released before `idle` returns: an upload may still be running.
+    So a lease must not be released before `wait_idle` returns: an upload may still be running.
     """
 
     def __init__(self, name: str, workers: int) -> None:
@@ -286,7 +286,7 @@ class Threads:
         """
         context = contextvars.copy_context()
         call = self._executor.submit(context.run, functools.partial(fn, *args, **kwargs))
-        for calls in (self._calls, _running):
+        for calls in (self._calls, _running_calls):
             calls.add(call)
             call.add_done_callback(calls.discard)
         return await asyncio.wrap_future(call)
@@ -295,24 +295,24 @@ class Threads:
     def busy(self) -> int:
         return len(self._calls)
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Return when no call is running, including calls with a cancelled await."""
         while calls := set(self._calls):
             # asyncio.wait cancels nothing when it is cancelled itself.
-            await asyncio.wait({_settled(call) for call in calls})
+            await asyncio.wait({_wait_ended(call) for call in calls})
 
     def close(self) -> None:
         """Take no more calls and drop those that have not begun; do not wait for running ones."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _settled(call: Future[Any]) -> asyncio.Future[Any]:
+def _wait_ended(call: Future[Any]) -> asyncio.Future[Any]:
     waiter: asyncio.Future[Any] = asyncio.wrap_future(call)
     # The caller that awaited it has seen its error; here it only shows that the call ended.
     waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
     return waiter
 
 
-def busy_threads() -> int:
+def count_running_calls() -> int:
     """Return the number of calls that still run in all pools: after the end of the event loop, abandoned ones."""
-    return len(_running)
+    return len(_running_calls)

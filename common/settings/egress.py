@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
-from common.chain import FEED_PATTERN, MAX_PARTITIONS
+from common.chain import FEED_PATTERN, MAX_PARTITIONS_PER_FEED
 from common.settings import types as t
 from common.settings.service import MonitorTlsSettings, ServiceSettings, StartSettings
-from common.settings.types import Section, merged_entries, needed, option, repeated
+from common.settings.types import Section, find_repeated, merge_entries, needed, option
 from common.subjects import first_overlap
 
 _NAME = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]{1,255}")  # a token of RFC 9110; a colon would end it
@@ -30,7 +30,7 @@ class HeartbeatSettings(Section):
     headers: dict[t.Text, t.Text] = option({}, "headers of each")
     subjects: tuple[HeartbeatSubjectSettings, ...] = option((), "where they are published; none: no heartbeats")
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
         for name, value in self.headers.items():
             if not _NAME.fullmatch(name):
                 yield "headers", f"expected a name of letters, digits and - _ ., found {name!r:.80}"
@@ -39,7 +39,7 @@ class HeartbeatSettings(Section):
             elif not _VALUE.fullmatch(value):
                 found = f"found {value!r:.80}"
                 yield "headers", f"expected a value of {name} on one line, at most 4096 characters, {found}"
-        for _, index in repeated(each.subject for each in self.subjects):
+        for _, index in find_repeated(each.subject for each in self.subjects):
             again = self.subjects[index].subject
             yield f"subjects.{index}.subject", f"expected each subject once, found {again} again"
 
@@ -64,21 +64,21 @@ class SegmentSettings(Section):
     compression_level: Annotated[t.Whole, t.Range(1, 22)] = option(1, "of zstd")
 
 
-CAPTURE_DELETES = 600.0  # seconds, for streams in which a deletion leaves no message
-PARTITION = "{partition}"  # placeholder for the number in a template
+CAPTURE_DELETES_S = 600.0  # seconds, for streams in which a deletion leaves no message
+PARTITION_PLACEHOLDER = "{partition}"  # placeholder for the number in a template
 
 
 class PartitionSettings(Section):
     """Filtered slices of a feed, numbered from 0."""
 
-    count: Annotated[t.Whole, t.Range(1, MAX_PARTITIONS, "each has a worker, a consumer and a lease of its own")] = (
-        option(1, "how many")
-    )
+    count: Annotated[
+        t.Whole, t.Range(1, MAX_PARTITIONS_PER_FEED, "each has a worker, a consumer and a lease of its own")
+    ] = option(1, "how many")
     subject: t.Text = option("", "the filter of each, with `{partition}` in it; needed where count is over 1")
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
         expected = ""
-        if self.count > 1 and PARTITION not in self.subject:
+        if self.count > 1 and PARTITION_PLACEHOLDER not in self.subject:
             expected = f"{{partition}} in it where count is {self.count}"
         elif self.subject and not t.is_filter(self.filters()[0]):
             expected = "a subject, * and a last > allowed, without empty tokens"
@@ -87,7 +87,7 @@ class PartitionSettings(Section):
 
     def filters(self) -> tuple[str, ...]:
         """Return the filter of each, by its number. No two overlap: they differ in a token that is not a wildcard."""
-        return tuple(self.subject.replace(PARTITION, str(number)) for number in range(self.count))
+        return tuple(self.subject.replace(PARTITION_PLACEHOLDER, str(number)) for number in range(self.count))
 
 
 class AdvisorySettings(Section):
@@ -157,15 +157,15 @@ class FeedSettings(StartSettings):
         return self.partitions.filters() if self.partitions.subject else (self.filter_subject,)
 
     @property
-    def consumers_period(self) -> float:
+    def capture_consumers_s(self) -> float:
         """Seconds between two captures of the consumers; 0: never."""
-        return t.period(self.capture_consumers)
+        return t.parse_period(self.capture_consumers)
 
-    def deletes_period(self, retention: str) -> float:
+    def capture_deletes_s(self, retention: str) -> float:
         """Return seconds between two captures of deleted sequences; 0: never. `retention`: of the stream."""
         if self.capture_deletes:
-            return t.period(self.capture_deletes)
-        return CAPTURE_DELETES if self.stream.startswith("OBJ_") or retention == "workqueue" else 0.0
+            return t.parse_period(self.capture_deletes)
+        return CAPTURE_DELETES_S if self.stream.startswith("OBJ_") or retention == "workqueue" else 0.0
 
     @property
     def is_partitioned(self) -> bool:
@@ -177,33 +177,33 @@ class FeedSettings(StartSettings):
         return next(iter(self._sampling_keys()), "")
 
     def _sampling_keys(self) -> list[str]:
-        return self.given("inspect_field", "inspect_header", "inspect_subject_token")
+        return self.keys_set("inspect_field", "inspect_header", "inspect_subject_token")
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
-        yield from super().combinations()
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().combination_problems()
         if self.filter_subject and self.is_partitioned:
             yield "filter_subject", "expected either filter_subject or partitions, found both"
         if isinstance(self.partitions, tuple):
-            yield from _problems_of(self.partitions)
+            yield from _filter_problems(self.partitions)
         found = self._sampling_keys()
         if len(found) > 1:
             yield found[1], f"expected at most one key to sample by, found {' and '.join(found)}"
         if not found:
-            why = "expected inspect_field, inspect_header or inspect_subject_token beside it, found none"
-            unused = self.given("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger")
-            yield from ((name, why) for name in (*unused, *(["advisory"] if self.advisory.subject else [])))
+            reason = "expected inspect_field, inspect_header or inspect_subject_token beside it, found none"
+            unused = self.keys_set("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger")
+            yield from ((name, reason) for name in (*unused, *(["advisory"] if self.advisory.subject else [])))
         elif not self.inspect_duration:
             yield found[0], "expected inspect_duration beside it, found none"
         elif self.warn_duration >= self.inspect_duration:
             yield "warn_duration", "expected less than inspect_duration, found as much or more"
 
 
-def _problems_of(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _filter_problems(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     if not filters or not all(filters):
         yield "partitions", f"expected filters, none of them empty, found {list(filters)}"
-    elif len(filters) > MAX_PARTITIONS:
-        yield "partitions", f"expected at most {MAX_PARTITIONS} filters, found {len(filters)}"
-    elif again := next(repeated(filters), None):
+    elif len(filters) > MAX_PARTITIONS_PER_FEED:
+        yield "partitions", f"expected at most {MAX_PARTITIONS_PER_FEED} filters, found {len(filters)}"
+    elif again := next(find_repeated(filters), None):
         yield "partitions", f"expected each filter once, found {filters[again[0]]!r} again"
     elif pair := first_overlap(filters):
         yield "partitions", f"expected filters that do not overlap, found {pair[0]!r} and {pair[1]!r}"
@@ -220,10 +220,10 @@ class EgressSettings(ServiceSettings):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Any:
-        return merged_entries(given, "feeds", given.get("defaults"))
+        return merge_entries(given, "feeds", given.get("defaults"))
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
-        yield from super().combinations()
-        for first, index in repeated(feed.name for feed in self.feeds):
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().combination_problems()
+        for first, index in find_repeated(feed.name for feed in self.feeds):
             found = f"{self.feeds[index].name!r} in feeds.{first} and feeds.{index}"
             yield f"feeds.{index}.name", f"expected a name of its own, found {found}"

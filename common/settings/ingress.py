@@ -8,34 +8,34 @@ from pydantic import AfterValidator
 
 from common.settings import types as t
 from common.settings.service import MonitorTlsSettings, ServiceSettings, StartSettings
-from common.settings.types import Section, merged_entries, needed, option, repeated
+from common.settings.types import Section, find_repeated, merge_entries, needed, option
 from common.transforms import TransformError, compile_transform
 
-_AFFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
-_FIELD = re.compile(r"\{(site|feed|incarnation|partition)\}")
-_REMOVED = re.compile(r"[^\s*>\x00-\x1f\x7f]+")
+_PREFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
+_CHAIN_FIELD = re.compile(r"\{(site|feed|incarnation|partition)\}")
+_SUBJECT_PART = re.compile(r"[^\s*>\x00-\x1f\x7f]+")
 # A subject, or a queue by its name or its whole address.
-_EVENTS = re.compile(
+_EVENTS_SOURCE = re.compile(
     r"nats://[^\s.@:/>\x00-\x1f\x7f]+(\.[^\s.@:/>\x00-\x1f\x7f]+)*(\.>)?"
     r"|sqs://([A-Za-z0-9.:-]+/([0-9]{12}/)?)?[A-Za-z0-9_-]{1,80}"
 )
-_POLL_BESIDE_EVENTS = 60.0  # seconds
+_POLL_WITH_EVENTS_S = 60.0  # seconds
 
 # They control how a message is stored, so a copied one would break the promises of the publishers.
-_NEVER_CONTROL = ("nats-expected-", "nats-batch-", "nats-msg-id", "nats-required-api-level")
+_FORBIDDEN_CONTROL_HEADERS = ("nats-expected-", "nats-batch-", "nats-msg-id", "nats-required-api-level")
 
 
 def _check_control_header(name: str) -> str:
     if not re.fullmatch(r"Nats-[A-Za-z0-9-]+", name, re.IGNORECASE):
-        raise t.refuse("a header of NATS such as Nats-TTL")
-    if name.lower().startswith(_NEVER_CONTROL):
-        raise t.refuse("a header that ingress does not set itself, such as Nats-TTL")
+        raise t.value_error("a header of NATS such as Nats-TTL")
+    if name.lower().startswith(_FORBIDDEN_CONTROL_HEADERS):
+        raise t.value_error("a header that ingress does not set itself, such as Nats-TTL")
     return name
 
 
 def _check_fields(prefix: str) -> str:
-    if re.search(r"[{}]", _FIELD.sub("", prefix)):
-        raise t.refuse("only {site}, {feed}, {incarnation} and {partition} in braces")
+    if re.search(r"[{}]", _CHAIN_FIELD.sub("", prefix)):
+        raise t.value_error("only {site}, {feed}, {incarnation} and {partition} in braces")
     return prefix
 
 
@@ -66,13 +66,13 @@ class SubjectTransformSettings(Section):
     source: t.SubjectFilter = option("", "subjects it applies to; with `destination`")
     destination: t.Text = option("", "what becomes of them; with `source`")
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
-        yield from self.together("source", "destination")
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
+        yield from self.require_together("source", "destination")
         if self.source and self.destination:
             try:
                 compile_transform(self.source, self.destination)
             except TransformError as error:
-                yield error.where, error.why
+                yield error.side, error.reason
 
 
 class SourceSettings(StartSettings):
@@ -85,12 +85,12 @@ class SourceSettings(StartSettings):
         "the feed, or a list"
     )
     subject_prefix: Annotated[
-        t.Text, t.matching(_AFFIX, "the first tokens of a subject, without wildcards"), AfterValidator(_check_fields)
+        t.Text, t.matching(_PREFIX, "the first tokens of a subject, without wildcards"), AfterValidator(_check_fields)
     ] = option(
         "",
         "put before each subject, with a dot; `{site}`, `{feed}`, `{incarnation}`, `{partition}`: those of the chain",
     )
-    subject_remove: Annotated[t.Text, t.matching(_REMOVED, "a part of a subject, without wildcards")] = option(
+    subject_remove: Annotated[t.Text, t.matching(_SUBJECT_PART, "a part of a subject, without wildcards")] = option(
         "", "removed from each subject, after the prefix was put; then `..` becomes `.`"
     )
     subject_transform: SubjectTransformSettings = option({}, "excludes the two above")
@@ -105,23 +105,23 @@ class SourceSettings(StartSettings):
         4096, "a feed of a site stops that has more chains than this which are not carried to their end"
     )
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
-        yield from super().combinations()
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().combination_problems()
         if self.subject_transform.source and (self.subject_prefix or self.subject_remove):
             yield "subject_transform", "expected it without subject_prefix and subject_remove, found both"
         for name in ("site", "feed"):
             values = getattr(self, name)
-            for _, index in repeated(values):
+            for _, index in find_repeated(values):
                 yield f"{name}.{index}", f"expected each {name} once, found {values[index]!r} twice"
 
     def prefix_of(self, site: str, feed: str, incarnation: int | str, partition: int | str) -> str:
         """Return `subject_prefix` with the fields of one chain filled in. No field contains a dot."""
         fields = {"site": site, "feed": feed, "incarnation": incarnation, "partition": partition}
-        return _FIELD.sub(lambda found: str(fields[found[1]]), self.subject_prefix)
+        return _CHAIN_FIELD.sub(lambda found: str(fields[found[1]]), self.subject_prefix)
 
     def prefix_patterns(self) -> tuple[str, ...]:
         """Return the prefixes of all its chains, with `*` for a token that contains an incarnation or a partition."""
-        found = (self.prefix_of(site, feed, "*", "*") for site, feed in self.pairs())
+        found = (self.prefix_of(site, feed, "*", "*") for site, feed in self.site_feed_pairs())
         return tuple(dict.fromkeys(".".join("*" if "*" in each else each for each in p.split(".")) for p in found))
 
     @property
@@ -129,7 +129,7 @@ class SourceSettings(StartSettings):
         """The names of headers that take effect at the target, in lower case."""
         return frozenset(name.lower().encode() for name in self.control_headers)
 
-    def pairs(self) -> list[tuple[str, str]]:
+    def site_feed_pairs(self) -> list[tuple[str, str]]:
         return [(site, feed) for site in self.site for feed in self.feed]
 
 
@@ -152,8 +152,8 @@ class TargetSettings(Section):
     sources: Annotated[tuple[SourceSettings, ...], t.Required] = needed("the chains that may flow into it")
 
     @property
-    def source_of(self) -> dict[tuple[str, str], SourceSettings]:
-        return {pair: source for source in self.sources for pair in source.pairs()}
+    def feed_sources(self) -> dict[tuple[str, str], SourceSettings]:
+        return {pair: source for source in self.sources for pair in source.site_feed_pairs()}
 
     def subjects_to_create(self) -> tuple[str, ...]:
         """Return the subjects of the stream when it is created; empty without `create`."""
@@ -163,13 +163,13 @@ class TargetSettings(Section):
         prefixes = dict.fromkeys(prefix.rstrip(".") for prefix in given)
         return self.create.subjects or tuple(f"{prefix}.>" for prefix in prefixes if prefix)
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
         if self.delivery == "exactly_once" and not self.exclusive:
             yield "delivery", "expected at_least_once where exclusive is false, found exactly_once"
         if self.create and not self.create.subjects and not all(s.subject_prefix for s in self.sources):
             yield "create", "expected subjects where a source has no subject_prefix, found none"
-        pairs = [(pair, index) for index, source in enumerate(self.sources) for pair in source.pairs()]
-        for one, other in repeated(pair for pair, _ in pairs):
+        pairs = [(pair, index) for index, source in enumerate(self.sources) for pair in source.site_feed_pairs()]
+        for one, other in find_repeated(pair for pair, _ in pairs):
             (site, feed), index = pairs[other]
             if index != pairs[one][1]:
                 where = f"sources.{pairs[one][1]} and sources.{index}"
@@ -183,7 +183,7 @@ class IngressSettings(ServiceSettings):
     poll_interval: Annotated[t.Duration, t.Range("1s", "1h", "each poll lists the store")] = option(
         "10s", "between two looks for new segments; 60s where events are set"
     )
-    events: Annotated[t.Text, t.matching(_EVENTS, "nats://SUBJECT or sqs://QUEUE")] = option(
+    events: Annotated[t.Text, t.matching(_EVENTS_SOURCE, "nats://SUBJECT or sqs://QUEUE")] = option(
         "", "notifications of the bucket, such as nats://minio.events or sqs://floe-events"
     )
     silent_after: Annotated[t.Duration, t.Range("1m", "7d", "each process of egress gives one each half minute")] = (
@@ -197,16 +197,16 @@ class IngressSettings(ServiceSettings):
         targets, defaults = given.get("targets"), given.get("defaults")
         if not isinstance(targets, list | tuple):
             return given
-        return {**given, "targets": [merged_entries(target, "sources", defaults) for target in targets]}
+        return {**given, "targets": [merge_entries(target, "sources", defaults) for target in targets]}
 
     @property
     def poll_seconds(self) -> float:
         """Seconds between two polls: `poll_interval`; if that is not set and `events` is, 60."""
         is_set = "poll_interval" in self.model_fields_set
-        return _POLL_BESIDE_EVENTS if self.events and not is_set else self.poll_interval
+        return _POLL_WITH_EVENTS_S if self.events and not is_set else self.poll_interval
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
-        yield from super().combinations()
-        for first, index in repeated(target.stream for target in self.targets):
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().combination_problems()
+        for first, index in find_repeated(target.stream for target in self.targets):
             found = f"{self.targets[index].stream!r} in targets.{first} and targets.{index}"
             yield f"targets.{index}.stream", f"expected a stream of its own, found {found}"

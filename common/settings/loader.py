@@ -14,7 +14,7 @@ from pydantic import SecretStr, ValidationError
 from common.errors import ConfigError
 from common.settings import yaml
 from common.settings.root import UNBUILT, Settings, default_of, default_text, fields_of, is_secret, section_at
-from common.settings.types import FROM_FILE, Expanded, FileSecret, Section, is_in_clear, regular
+from common.settings.types import FROM_FILE, ExpandedText, FileSecret, Section, is_plaintext, regular_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ConfigDocument:
     """One YAML document that is a valid configuration. `warnings`: allowed settings that are not advised."""
 
     settings: Settings
-    root: yaml.Keys
+    root: yaml.MappingNode
     name: str
     warnings: tuple[str, ...]
 
@@ -40,7 +40,7 @@ def expand(text: str, environment: Mapping[str, str]) -> str:
     """
     if "${" not in text:
         return text
-    return Expanded(_EXPRESSION.sub(lambda match: _replacement(match, environment), text), text)
+    return ExpandedText(_EXPRESSION.sub(lambda match: _replacement(match, environment), text), text)
 
 
 def _replacement(match: re.Match[str], environment: Mapping[str, str]) -> str:
@@ -56,29 +56,29 @@ def _replacement(match: re.Match[str], environment: Mapping[str, str]) -> str:
     return default[2:]
 
 
-def read_secret(path: str) -> Expanded:
+def read_secret(path: str) -> ExpandedText:
     """Return the content of the file `path` without one line end after it.
 
     Raises ValueError, never with the content or the value of a variable in `path`, which may be the secret itself.
     """
-    said = path.source if isinstance(path, Expanded) else path
+    shown_path = path.source if isinstance(path, ExpandedText) else path
     try:
-        with regular(path).open("rb") as file:
+        with regular_file(path).open("rb") as file:
             data = file.read(MAX_SECRET_BYTES + 1)
         text = data.decode()
     except OSError as error:
-        raise ValueError(f"expected a file that can be read, found {said}: {error.strerror}") from error
+        raise ValueError(f"expected a file that can be read, found {shown_path}: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise ValueError(f"expected UTF-8 text in {said}, found other bytes") from None
+        raise ValueError(f"expected UTF-8 text in {shown_path}, found other bytes") from None
     if len(data) > MAX_SECRET_BYTES:
-        raise ValueError(f"expected at most {MAX_SECRET_BYTES} bytes in {said}, found more")
+        raise ValueError(f"expected at most {MAX_SECRET_BYTES} bytes in {shown_path}, found more")
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
-        raise ValueError(f"expected a secret in {said}, found nothing")
-    return Expanded(text, path)
+        raise ValueError(f"expected a secret in {shown_path}, found nothing")
+    return ExpandedText(text, path)
 
 
-_UNKNOWN = "?"  # in place of a secret with a recorded problem: the key counts as set
+_UNREADABLE = "?"  # in place of a secret with a recorded problem: the key counts as set
 
 
 class _Values:
@@ -92,41 +92,41 @@ class _Values:
         self.inline: list[str] = []
         self.files: list[str] = []
 
-    def mapping(self, node: yaml.Keys, path: yaml.KeyPath) -> dict[str, Any]:
+    def mapping(self, node: yaml.MappingNode, path: yaml.KeyPath) -> dict[str, Any]:
         values = {name: self._value(below, (*path, name)) for name, below in node.entries.items()}
         section = section_at(path)
         for name, below in node.entries.items():
             secret, here = name.removesuffix("_file"), (*path, name)
             text = below.text if isinstance(below, yaml.Scalar) else ""
             if is_secret(section, name):
-                values[name] = self._given(values[name], below.mark, here)
+                values[name] = self._check_secret(values[name], below.mark, here)
                 if text and "${" not in text:
                     self.inline.append(".".join(map(str, here)))
             elif secret != name and is_secret(section, secret):
-                values[secret] = self._from_file(values.pop(name), secret, node, here)
+                values[secret] = self._read_secret_file(values.pop(name), secret, node, here)
                 self.files.append(text)
         return values
 
     def _value(self, node: yaml.Node, path: yaml.KeyPath) -> Any:
-        if isinstance(node, yaml.Keys):
+        if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
-        if isinstance(node, yaml.Items):
+        if isinstance(node, yaml.ListNode):
             return [self._value(item, (*path, index)) for index, item in enumerate(node.items)]
         try:
             expanded = expand(node.text, self._environment)
         except ValueError as error:
             self._problems.add(node.mark, path, str(error))
             return None
-        return expanded if isinstance(expanded, Expanded) else node.value()
+        return expanded if isinstance(expanded, ExpandedText) else node.value()
 
-    def _given(self, value: Any, mark: yaml.Mark, path: yaml.KeyPath) -> Any:
+    def _check_secret(self, value: Any, mark: yaml.Mark, path: yaml.KeyPath) -> Any:
         """Return the secret; record a problem if a variable or file left it empty."""
-        if not isinstance(value, Expanded) or value:
+        if not isinstance(value, ExpandedText) or value:
             return value
         self._problems.add(mark, path, f"expected a secret in {value.source}, found nothing")
-        return _UNKNOWN
+        return _UNREADABLE
 
-    def _from_file(self, file: Any, secret: str, node: yaml.Keys, path: yaml.KeyPath) -> str | FileSecret:
+    def _read_secret_file(self, file: Any, secret: str, node: yaml.MappingNode, path: yaml.KeyPath) -> str | FileSecret:
         """Return the secret in `file`; an empty name means none, as with every key that names a file."""
         if secret in node.entries:
             problem = f"expected either {secret} or {path[-1]}, found both"
@@ -138,10 +138,10 @@ class _Values:
             except ValueError as error:
                 problem = str(error)
         self._problems.add(node.entries[str(path[-1])].mark, path, problem)
-        return _UNKNOWN
+        return _UNREADABLE
 
 
-MAX_FOUND = 60  # characters of a value in a message
+MAX_SHOWN_CHARS = 60  # characters of a value in a message
 
 _MAPPING = "a mapping"
 _LIST = "a list"
@@ -150,24 +150,24 @@ _EXPECTED = {
     **dict.fromkeys(("tuple_type", "list_type"), _LIST),
 }
 _SECRET_NAME = re.compile(r"secret|passw", re.IGNORECASE)
-_FREE = ("conf", "headers")  # mappings with keys of the user, which may be secret
+_USER_KEY_MAPPINGS = ("conf", "headers")  # mappings with keys of the user, which may be secret
 
 
-def explain(error: ValidationError, root: yaml.Keys, problems: yaml.Problems) -> None:
-    spoiled = problems.marks()  # values that could not be expanded already have their problem
+def add_validation_problems(error: ValidationError, root: yaml.MappingNode, problems: yaml.Problems) -> None:
+    unreadable = problems.marks()  # values that could not be expanded already have their problem
     for detail in error.errors(include_url=False, include_input=False):
         location = detail["loc"]
         if detail["type"] == "floe_combination":
             add_combinations(location, detail["ctx"]["problems"], root, problems)
             continue
         place = yaml.locate(root, location)
-        if place.mark not in spoiled or place.node is None:
+        if place.mark not in unreadable or place.node is None:
             mark = place.key_mark if detail["type"] == "extra_forbidden" else place.mark
             problems.add(mark, place.path, _message(detail, place))
 
 
 def add_combinations(
-    location: Sequence[str | int], found: Iterable[tuple[str, str]], root: yaml.Keys, problems: yaml.Problems
+    location: Sequence[str | int], found: Iterable[tuple[str, str]], root: yaml.MappingNode, problems: yaml.Problems
 ) -> None:
     for key, problem in found:
         parts = (int(part) if part.isdecimal() else part for part in key.split("."))
@@ -178,7 +178,7 @@ def add_combinations(
 def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
     kind, expected = detail["type"], str(detail.get("ctx", {}).get("expected"))
     if kind == "extra_forbidden":
-        return _unknown(detail["loc"])
+        return _unknown_key_message(detail["loc"])
     if kind == "missing":
         return "expected a value (required), found nothing"
     if kind == "literal_error":
@@ -188,12 +188,12 @@ def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
     return f"expected {expected}, found {found_text(place)}"
 
 
-def _unknown(location: Sequence[str | int]) -> str:
+def _unknown_key_message(location: Sequence[str | int]) -> str:
     """Return the message for an unknown key. The section that uses the key decides; for `defaults`, the entry."""
-    return f"unknown key; {yaml.meant(str(location[-1]), _known(_section(location[:-1])))}"
+    return f"unknown key; {yaml.suggest_key(str(location[-1]), _known_keys(_section(location[:-1])))}"
 
 
-def _known(section: type[Section] | None) -> list[str]:
+def _known_keys(section: type[Section] | None) -> list[str]:
     known = list(fields_of(section)) if section else []
     return known + [f"{name}_file" for name in known if is_secret(section, name)]
 
@@ -205,49 +205,49 @@ def _section(location: Sequence[str | int]) -> type[Section] | None:
 def found_text(place: yaml.Place) -> str:
     """Return the value at `place`, for a message: no secret, no password of a URL, no content of a variable."""
     node = place.node
-    if isinstance(node, yaml.Keys):
+    if isinstance(node, yaml.MappingNode):
         return _MAPPING
-    if isinstance(node, yaml.Items):
+    if isinstance(node, yaml.ListNode):
         return _LIST if node.items else "an empty list"
     if node is None or node.value() is None:
         return "nothing"
     if _is_private(place.path):
         return "a secret"
-    text = node.text if len(node.text) <= MAX_FOUND else node.text[:MAX_FOUND] + "…"
+    text = node.text if len(node.text) <= MAX_SHOWN_CHARS else node.text[:MAX_SHOWN_CHARS] + "…"
     if "@" in node.text:
-        text = "***" + node.text[node.text.rindex("@") :][:MAX_FOUND]
+        text = "***" + node.text[node.text.rindex("@") :][:MAX_SHOWN_CHARS]
     return text if node.is_plain else f'"{text}"'
 
 
 def _is_private(path: yaml.KeyPath) -> bool:
     *above, name = [part for part in path if isinstance(part, str)] or [""]
-    is_free = any(each in _FREE for each in above)
+    is_free = any(each in _USER_KEY_MAPPINGS for each in above)
     return is_free or _SECRET_NAME.search(name) is not None or is_secret(section_at(path[:-1]), name)
 
 
-def refuse_unrunnable(document: ConfigDocument) -> None:
+def check_runnable(document: ConfigDocument) -> None:
     """Raise ConfigError with a line for each key with a feature that is not built, and for each target that flows into
     itself.
     """
     problems = yaml.Problems(document.name)
-    note_unbuilt(document, problems)
-    note_loops(document, problems)
-    yaml.refuse(problems)
+    add_unbuilt_problems(document, problems)
+    add_loop_problems(document, problems)
+    yaml.raise_problems(problems)
 
 
-def note_loops(document: ConfigDocument, problems: yaml.Problems) -> None:
-    add_combinations((), document.settings.loops(), document.root, problems)
+def add_loop_problems(document: ConfigDocument, problems: yaml.Problems) -> None:
+    add_combinations((), document.settings.loop_problems(), document.root, problems)
 
 
-def note_unbuilt(document: ConfigDocument, problems: yaml.Problems) -> None:
+def add_unbuilt_problems(document: ConfigDocument, problems: yaml.Problems) -> None:
     for path in UNBUILT:
         above, _, key = path.rpartition(".")
         section: Section = attrgetter(above)(document.settings)
         if getattr(section, key) != default_of(type(section), key):
             place = yaml.locate(document.root, path.split("."))
             default = default_text(fields_of(type(section))[key])
-            why = f"not built yet in this version; remove it or leave it at its default ({default})"
-            problems.add(place.mark, place.path, why)
+            reason = f"not built yet in this version; remove it or leave it at its default ({default})"
+            problems.add(place.mark, place.path, reason)
 
 
 def load(path: str) -> Settings:
@@ -266,11 +266,11 @@ def load_document(path: str) -> ConfigDocument:
             f"{path}: expected one document, found {len(documents)}",
             hint=f"floe config check {path} checks them all; a command takes a file with one",
         )
-    refuse_unrunnable(documents[0])
+    check_runnable(documents[0])
     return documents[0]
 
 
-def changed(before: Settings, now: Settings) -> dict[str, tuple[str | None, str | None]]:
+def changed_keys(before: Settings, now: Settings) -> dict[str, tuple[str | None, str | None]]:
     """Return the dotted keys with different values, each with both values as text; None if there is none.
 
     Each change appears once: not again at a key that is completed from it. An entry that only one side has appears as a
@@ -279,16 +279,16 @@ def changed(before: Settings, now: Settings) -> dict[str, tuple[str | None, str 
     """
     found = dict(_differences(before, now, ""))
     return {
-        key: (_said(key, former), _said(key, later))
+        key: (_display_text(key, former), _display_text(key, later))
         for key, (former, later) in sorted(found.items())
         if not _is_completed(key, found)
     }
 
 
-_Both = tuple[Any, Any]
+_ValuePair = tuple[Any, Any]
 
 
-def _differences(former: Any, later: Any, path: str) -> Iterator[tuple[str, _Both]]:
+def _differences(former: Any, later: Any, path: str) -> Iterator[tuple[str, _ValuePair]]:
     if isinstance(former, Section) and type(former) is type(later):
         names = type(former).model_fields
         pairs = {f".{name.rstrip('_')}": (getattr(former, name), getattr(later, name)) for name in names}
@@ -299,8 +299,8 @@ def _differences(former: Any, later: Any, path: str) -> Iterator[tuple[str, _Bot
         former, later = _by_name(former), _by_name(later)
         pairs = {name: (former.get(name), later.get(name)) for name in {**former, **later}}
     else:
-        if _bare(former) != _bare(later):
-            is_file = isinstance(later, FileSecret) or (isinstance(former, FileSecret) and not _bare(later))
+        if _comparable(former) != _comparable(later):
+            is_file = isinstance(later, FileSecret) or (isinstance(former, FileSecret) and not _comparable(later))
             yield (f"{path}_file" if is_file else path), (former, later)
         return
     for name, (one, other) in pairs.items():
@@ -321,25 +321,25 @@ _COMPLETED = (
 )
 
 
-def _is_completed(key: str, found: Mapping[str, _Both]) -> bool:
+def _is_completed(key: str, found: Mapping[str, _ValuePair]) -> bool:
     for pattern, origin in _COMPLETED:
         if (match := pattern.fullmatch(key)) and (above := found.get(match.expand(origin))) is not None:
             # Defaults are compared as written, the keys of entries as parsed.
-            return "defaults" in origin or [*map(_bare, above)] == [*map(_bare, found[key])]
+            return "defaults" in origin or [*map(_comparable, above)] == [*map(_comparable, found[key])]
     return False
 
 
-def _bare(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return the value to compare. A secret in a file counts by its path: its content is read again separately."""
     if isinstance(value, FileSecret):
         return ("file", value.path)
     return value.get_secret_value() if isinstance(value, SecretStr) else value
 
 
-A_SECRET = "a secret"  # noqa: S105  (what is said of one)
+A_SECRET = "a secret"  # noqa: S105  (the text in place of one)
 
 
-def _said(key: str, value: Any) -> str | None:
+def _display_text(key: str, value: Any) -> str | None:
     if value is None or (isinstance(value, SecretStr) and not value.get_secret_value()):
         return None
     if isinstance(value, FileSecret):
@@ -348,7 +348,7 @@ def _said(key: str, value: Any) -> str | None:
         return A_SECRET
     if isinstance(value, Section):
         return "an entry"
-    return "a value" if set(key.split(".")) & set(_FREE) else str(value)
+    return "a value" if set(key.split(".")) & set(_USER_KEY_MAPPINGS) else str(value)
 
 
 def parse(text: str, name: str) -> list[Settings]:
@@ -370,64 +370,64 @@ def parse_documents(data: bytes, name: str, environment: Mapping[str, str] = os.
     problems = yaml.Problems(name)
     roots = yaml.parse_yaml(data, problems)
     found = [_document(root, _Values(problems, environment), problems) for root in roots]
-    yaml.refuse(problems)
+    yaml.raise_problems(problems)
     return [document for document in found if document is not None]
 
 
-def _document(root: yaml.Keys, values: _Values, problems: yaml.Problems) -> ConfigDocument | None:
+def _document(root: yaml.MappingNode, values: _Values, problems: yaml.Problems) -> ConfigDocument | None:
     try:
         settings = Settings.model_validate(values.mapping(root, ()), context=FROM_FILE)
     except ValidationError as error:
-        explain(error, root, problems)
+        add_validation_problems(error, root, problems)
         # The file is refused. Another pass under the intended names also reports problems in mistyped sections.
-        return _document(root, values, problems) if _put_right(error, root) else None
-    cautions = (f"compaction.{key}: {text}" for key, text in settings.compaction.cautions())
-    warnings = (*_insecure(settings), *_exposed(values, problems.name, settings), *cautions)
+        return _document(root, values, problems) if _rename_sections(error, root) else None
+    compaction = (f"compaction.{key}: {text}" for key, text in settings.compaction.warnings())
+    warnings = (*_insecure_warnings(settings), *_exposed_secret_warnings(values, problems.name, settings), *compaction)
     return ConfigDocument(settings, root, problems.name, warnings)
 
 
-def _put_right(error: ValidationError, root: yaml.Keys) -> bool:
+def _rename_sections(error: ValidationError, root: yaml.MappingNode) -> bool:
     """Rename mistyped sections to the intended names, if these are free; return True if any was renamed."""
     found = False
     for detail in error.errors(include_url=False, include_input=False):
         *above, name = detail["loc"]
         # The mapping that contains the key; it may be `defaults`.
         keys = yaml.locate(root, yaml.locate(root, detail["loc"]).path[:-1]).node
-        if detail["type"] != "extra_forbidden" or not isinstance(keys, yaml.Keys):
+        if detail["type"] != "extra_forbidden" or not isinstance(keys, yaml.MappingNode):
             continue
-        close = yaml.closest(str(name), _known(_section(above)))
+        close = yaml.closest_key(str(name), _known_keys(_section(above)))
         if _section((*above, close)) and close not in keys.entries and name in keys.entries:
             keys.entries[close], keys.marks[close] = keys.entries.pop(str(name)), keys.marks[str(name)]
             found = True
     return found
 
 
-def _insecure(settings: Settings) -> list[str]:
+def _insecure_warnings(settings: Settings) -> list[str]:
     insecure = "insecure: the server's certificate is not checked"
     sections = ("egress.nats.tls", "ingress.nats.tls", "store.tls")
     found = [f"{section}.{insecure}" for section in sections if attrgetter(section)(settings).insecure]
     clear = settings.store.endpoint_url
-    if is_in_clear(clear):
+    if is_plaintext(clear):
         found.append(f"store.endpoint_url: {clear}: payloads are sent in clear (keys are not); use https://")
     return found
 
 
-def _exposed(values: _Values, name: str, settings: Settings) -> list[str]:
+def _exposed_secret_warnings(values: _Values, name: str, settings: Settings) -> list[str]:
     nats = (settings.egress.nats, settings.ingress.nats)
     files = [file for each in nats for file in (each.credentials_file, each.nkey_seed_file, each.tls.files.key)]
     files += [each.monitor.tls.key for each in (settings.egress, settings.ingress)]
     warnings = [
         f"{file}: a secret that others may read: {chmod}"
         for file in dict.fromkeys([*values.files, *files])
-        if (chmod := chmod_against_others(file))
+        if (chmod := chmod_command(file))
     ]
-    if values.inline and (chmod := chmod_against_others(name)):
+    if values.inline and (chmod := chmod_command(name)):
         holds = " and ".join(values.inline)
         warnings.append(f"{name}: holds {holds}, and others may read it: {chmod}")
     return warnings
 
 
-def chmod_against_others(path: str) -> str:
+def chmod_command(path: str) -> str:
     """Return the command that removes the others' right to read a file; empty if they have none, or if there is no
     file.
 
@@ -455,9 +455,9 @@ def read_file(path: str) -> tuple[bytes, list[str]]:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISFIFO(mode):
-                regular(path)
+                regular_file(path)
             os.set_blocking(file.fileno(), True)
-            data = file.read(yaml.MAX_BYTES + 1)
+            data = file.read(yaml.MAX_FILE_BYTES + 1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"{path or repr(path)}: expected a file that can be read, found: {reason}") from error

@@ -15,13 +15,13 @@ from common.settings import types as t
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings
 from common.settings.service import NatsSettings
-from common.settings.types import Section, merged, needed, option, plain, repeated
+from common.settings.types import Section, find_repeated, merge, needed, option, to_plain
 
 # Characters that need no encoding anywhere. No engine needs more, and most skip names that begin with `_` or `.`.
 _PREFIX = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._=-]*(/[A-Za-z0-9-][A-Za-z0-9._=-]*)*")
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
 # Values without quotes in a file: a word, a duration, a size with its unit.
-_BARE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*|[0-9]+[A-Za-z]+")
+_UNQUOTED = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*|[0-9]+[A-Za-z]+")
 _STORAGE_CLASS = re.compile(r"[A-Z0-9_-]{1,64}")
 
 
@@ -80,26 +80,26 @@ class StoreSettings(Section):
         True, "false: no least and greatest subject in the metadata of segments, where they are easy to read"
     )
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
-        yield from self.together("access_key_id", "secret_access_key")
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
+        yield from self.require_together("access_key_id", "secret_access_key")
         if self.encryption.kms_key_id and self.encryption.mode != "sse-kms":
             yield "encryption.kms_key_id", f"expected mode sse-kms beside it, found {self.encryption.mode}"
         if self.endpoint_url and self.url.startswith("file:"):
             yield "endpoint_url", "expected none beside a file:// store, found one"
         if self.endpoint_url.startswith("http:") and (self.tls.ca or self.tls.insecure):
             yield "tls", "expected none for an http:// endpoint, found some"
-        if t.is_in_clear(self.endpoint_url) and not self.allow_plaintext:
+        if t.is_plaintext(self.endpoint_url) and not self.allow_plaintext:
             what = "expected https:// for a store of another host, found http://, which sends payloads in clear"
             yield "endpoint_url", f"{what}; or allow_plaintext: true, where nobody listens on the way"
 
 
-LEAST_AGE = 60.0  # seconds; neighbours of younger segments may still be on their way
-LONG_READER = 6 * 3600.0  # seconds; a replay of a large archive takes hours
+MIN_LEVEL_AGE_S = 60.0  # seconds; neighbours of younger segments may still be on their way
+LONG_READ_S = 6 * 3600.0  # seconds; a replay of a large archive takes hours
 
-_KEYS = ("from", "to", "min_age", "max_wait", "min_count", "max_count", "min_size", "max_size")
-_LEVELS = (
-    dict(zip(_KEYS, (0, 1, "1h", "1d", 10, 10000, "1G", "4G"), strict=True)),
-    dict(zip(_KEYS, (1, 2, "7d", "30d", 4, 10000, "8G", "16G"), strict=True)),
+_LEVEL_KEYS = ("from", "to", "min_age", "max_wait", "min_count", "max_count", "min_size", "max_size")
+_DEFAULT_LEVELS = (
+    dict(zip(_LEVEL_KEYS, (0, 1, "1h", "1d", 10, 10000, "1G", "4G"), strict=True)),
+    dict(zip(_LEVEL_KEYS, (1, 2, "7d", "30d", 4, 10000, "8G", "16G"), strict=True)),
 )
 
 
@@ -121,9 +121,7 @@ class LevelSettings(Section):
         "1h", "segments younger than this wait"
     )
     max_wait: t.Duration = option("1d", "a run of `min_count` whose oldest is older than this is merged however small")
-    min_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(
-        10, "segments that are worth a merge after `max_wait`"
-    )
+    min_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(10, "segments worth a merge after `max_wait`")
     max_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(10000, "segments of one merge at most")
     min_size: Annotated[t.Size, t.Range("64K", "64G")] = option("1G", "stored bytes that are worth a merge")
     max_size: Annotated[t.Size, t.Range("64K", "64G")] = option("4G", "stored bytes of one merge at most")
@@ -132,10 +130,10 @@ class LevelSettings(Section):
     @classmethod
     def _not_by_name(cls, data: Any, info: ValidationInfo) -> Any:
         if info.context == t.FROM_FILE and isinstance(data, Mapping) and "from_" in data:
-            raise t.refuse("the key from")
+            raise t.value_error("the key from")
         return data
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
         if self.to <= self.from_:
             yield "to", f"expected more than from, which is {self.from_}, found {self.to}"
         for low, high in (("min_age", "max_wait"), ("min_count", "max_count"), ("min_size", "max_size")):
@@ -143,7 +141,7 @@ class LevelSettings(Section):
                 yield high, f"expected at least {low}, found less"
 
 
-LEAST_KEPT = t.Range("1d", or_zero=True)
+RETENTION_RANGE = t.Range("1d", or_zero=True)
 
 
 class FeedRetentionSettings(Section):
@@ -151,7 +149,7 @@ class FeedRetentionSettings(Section):
 
     site: t.SiteName = option("", "the site; empty: the feed at every site that has no entry of its own")
     feed: Annotated[t.StreamName, t.Required] = needed("the feed")
-    max_age: Annotated[t.Duration, LEAST_KEPT] = option("0s", "0s: however old")
+    max_age: Annotated[t.Duration, RETENTION_RANGE] = option("0s", "0s: however old")
     max_bytes: Annotated[t.Size, t.Range("1M", or_zero=True)] = option(0, "0: however much")
     keep_from: t.Time = option("", "as above, for this feed; the earlier of the two counts")
 
@@ -159,7 +157,7 @@ class FeedRetentionSettings(Section):
 class RetentionSettings(Section):
     """The limits at which segments are deleted for good, feed by feed."""
 
-    max_age: Annotated[t.Duration, LEAST_KEPT] = option(
+    max_age: Annotated[t.Duration, RETENTION_RANGE] = option(
         "0s", "segments whose newest message is older are deleted; 0s: however old they are, they stay"
     )
     max_bytes: Annotated[t.Size, t.Range("1M", or_zero=True)] = option(
@@ -174,7 +172,7 @@ class RetentionSettings(Section):
     def is_set(self) -> bool:
         return bool(self.max_age or self.max_bytes or self.feeds)
 
-    def of(self, site: str, feed: str) -> tuple[float, int, int | None]:
+    def limits_of(self, site: str, feed: str) -> tuple[float, int, int | None]:
         """Return the age (seconds) and the stored bytes above which the feed is deleted, 0 for no limit, and the time
         (ns since 1970 UTC) from which nothing is deleted; None: no such time.
         """
@@ -184,12 +182,12 @@ class RetentionSettings(Section):
         age, size = (self.max_age, self.max_bytes) if own is None else (own.max_age, own.max_bytes)
         return age, size, min(held, default=None)
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
-        for first, index in repeated((each.site, each.feed) for each in self.feeds):
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
+        for first, index in find_repeated((each.site, each.feed) for each in self.feeds):
             which = "/".join(filter(None, (self.feeds[index].site, self.feeds[index].feed)))
             yield (
                 f"feeds.{index}",
-                f"expected one entry for each feed, found {which} in feeds.{first} and feeds.{index}",
+                f"expected one entry per feed, found {which} in feeds.{first} and feeds.{index}",
             )
 
 
@@ -198,7 +196,7 @@ class CompactionSettings(Section):
 
     engine: Literal["spark", "local"] = option("spark", "Spark, or this process without Java")
     spark: SparkSettings = option({}, "the Spark session")
-    levels: tuple[LevelSettings, ...] = option(_LEVELS, "which level becomes which")
+    levels: tuple[LevelSettings, ...] = option(_DEFAULT_LEVELS, "which level becomes which")
     delete: t.Flag = option(True, "delete inputs that were merged")
     delete_grace: t.Duration = option("24h", "how long merged inputs stay, for readers that hold an older listing")
     prove_deletions: t.Flag = option(
@@ -209,25 +207,25 @@ class CompactionSettings(Section):
     )
     retention: RetentionSettings = option({}, "when segments are deleted for good")
 
-    def cautions(self) -> Iterator[tuple[str, str]]:
-        if self.delete and self.delete_grace < LONG_READER and not self.allow_short_times:
-            why = (
+    def warnings(self) -> Iterator[tuple[str, str]]:
+        if self.delete and self.delete_grace < LONG_READ_S and not self.allow_short_times:
+            reason = (
                 f"{t.format_duration(self.delete_grace)} is shorter than a long replay or query may take: "
                 "what reads by an older listing finds segments deleted; Floe lists again, a Spark or DuckDB "
-                f"query fails; expected at least {t.format_duration(LONG_READER)}"
+                f"query fails; expected at least {t.format_duration(LONG_READ_S)}"
             )
-            yield "delete_grace", why
+            yield "delete_grace", reason
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
         override = "or allow_short_times: true, where nobody else reads the store"
         if self.delete and not self.delete_grace and not self.allow_short_times:
-            why = "expected a time in which readers of an older listing end, as 24h, found 0s"
-            yield "delete_grace", f"{why}; {override}"
+            reason = "expected a time in which readers of an older listing end, as 24h, found 0s"
+            yield "delete_grace", f"{reason}; {override}"
         for index, level in enumerate(self.levels):
-            if level.min_age < LEAST_AGE and not self.allow_short_times:
+            if level.min_age < MIN_LEVEL_AGE_S and not self.allow_short_times:
                 found = t.format_duration(level.min_age)
                 yield f"levels.{index}.min_age", f"expected at least 1m, found {found}; {override}"
-        for first, index in repeated(level.from_ for level in self.levels):
+        for first, index in find_repeated(level.from_ for level in self.levels):
             found = f"{self.levels[index].from_} in levels.{first} and levels.{index}"
             yield f"levels.{index}.from", f"expected each level read once, found {found}"
 
@@ -268,26 +266,26 @@ class Settings(Section):
     def nats_for(self, role: Role) -> NatsSettings:
         return (self.egress if role == "egress" else self.ingress).nats
 
-    def in_context(self, name: str) -> Self:
+    def with_nats_context(self, name: str) -> Self:
         """Return the settings, connected by the context `name` of the `nats` command; unchanged if `name` is empty."""
         if not name:
             return self
         parts = {part: getattr(self, part) for part in ("egress", "ingress")}
-        nats = {part: found.nats.replaced_by(name) for part, found in parts.items()}
+        nats = {part: found.nats.from_context(name) for part, found in parts.items()}
         roles = {part: found.model_copy(update={"nats": nats[part]}) for part, found in parts.items()}
-        return self.model_copy(update={"nats": self.nats.replaced_by(name), **roles})
+        return self.model_copy(update={"nats": self.nats.from_context(name), **roles})
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
         if self.egress.feeds and not self.site:
             yield "site", "expected a name where egress has feeds, found none"
         if self.ingress.events and self.store.url.startswith("file:"):
             yield "ingress.events", "expected none beside a file:// store, found some"
 
-    def loops(self) -> Iterator[tuple[str, str]]:
+    def loop_problems(self) -> Iterator[tuple[str, str]]:
         """Yield a problem for each target that is also the stream of a feed that flows into it: it would grow for ever.
 
-        Problems have the form of `combinations`. The check is separate because the file with every default has one
-        stream on both sides.
+        Problems have the form of `combination_problems`. The check is separate because the file with every default has
+        one stream on both sides.
         """
         ours, theirs = self.egress.nats, self.ingress.nats
         if ours.context != theirs.context or ours.api_prefix != theirs.api_prefix:
@@ -297,15 +295,15 @@ class Settings(Section):
         streams = {(self.site, feed.name): feed.stream for feed in self.egress.feeds}
         for index, target in enumerate(self.ingress.targets):
             for number, source in enumerate(target.sources):
-                if any(streams.get(pair) == target.stream for pair in source.pairs()):
+                if any(streams.get(pair) == target.stream for pair in source.site_feed_pairs()):
                     key = f"ingress.targets.{index}.sources.{number}"
-                    why = f"expected another stream than the target, found {target.stream} frozen by egress"
-                    yield key, why
+                    reason = f"expected another stream than the target, found {target.stream} frozen by egress"
+                    yield key, reason
 
 
 def _with_nats(nats: Any, role: Any) -> Any:
-    role = plain(role)
-    return {**role, "nats": merged(nats, role.get("nats", {}))} if isinstance(role, Mapping) else role
+    role = to_plain(role)
+    return {**role, "nats": merge(nats, role.get("nats", {}))} if isinstance(role, Mapping) else role
 
 
 UNBUILT: tuple[str, ...] = ()  # keys that are defined, but refused until their feature is built
@@ -348,12 +346,12 @@ def is_secret(section: type[Section] | None, key: str) -> bool:
 
 def default_text(field: FieldInfo) -> str:
     """Return the default of a key as in a file; `required` for a key without one."""
-    return yaml_text(_written(field))
+    return yaml_text(_default_as_written(field))
 
 
-def _written(field: FieldInfo) -> Any:
+def _default_as_written(field: FieldInfo) -> Any:
     if field.default == {} and (inner := sections_of(field.annotation)):
-        return {name: _written(below) for name, below in fields_of(inner[0]).items()}
+        return {name: _default_as_written(below) for name, below in fields_of(inner[0]).items()}
     return "required" if field.default is PydanticUndefined else field.default
 
 
@@ -363,5 +361,5 @@ def yaml_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(yaml_text, value)) + "]"
     if isinstance(value, str):
-        return value if _BARE.fullmatch(value) else json.dumps(value)
+        return value if _UNQUOTED.fullmatch(value) else json.dumps(value)
     return json.dumps(value)

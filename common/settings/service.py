@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from common.sequences import MAX_SEQUENCE
 from common.settings import types as t
-from common.settings.types import Section, option, repeated
+from common.settings.types import Section, find_repeated, option
 
 
 class StartSettings(Section):
@@ -23,15 +23,15 @@ class StartSettings(Section):
         return bool(self._keys())
 
     def _keys(self) -> list[str]:
-        return self.given("start_sequence", "start_time", "start_delta", "start_at_end")
+        return self.keys_set("start_sequence", "start_time", "start_delta", "start_at_end")
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
         found = self._keys()
         if len(found) > 1:
             yield found[1], f"expected at most one of the start keys, found {' and '.join(found)}"
 
 
-_TOKEN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
+_DOMAIN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
 NatsUrl = Annotated[t.Text, t.host_url(("nats", "tls"), "user and password_file"), t.TypeName("URL")]
 
 
@@ -61,10 +61,10 @@ class NatsTlsSettings(Section):
     handshake_first: t.Flag = option(False, "TLS before the server's first line")
     insecure: t.Flag = option(False, "do not check the server's certificate; for tests only, warned of at each start")
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
-        yield from self.together("cert", "key")
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
+        yield from self.require_together("cert", "key")
         is_puppet = self.scheme == "puppet"
-        for key in self.given("ca", "cert", "key") if is_puppet else self.given("identity", "ssl_dir"):
+        for key in self.keys_set("ca", "cert", "key") if is_puppet else self.keys_set("identity", "ssl_dir"):
             yield key, f"expected none beside scheme {self.scheme}, found one"
         if "/" in self.identity:
             yield "identity", "expected a name without a slash, found one"
@@ -95,7 +95,7 @@ class NatsSettings(Section):
     allow_plaintext: t.Flag = option(
         False, "send user, password or token without TLS to another host; whoever listens on the way has them"
     )
-    jetstream_domain: Annotated[t.Text, t.matching(_TOKEN, "a domain: no space . * > / or \\"), t.TypeName("name")] = (
+    jetstream_domain: Annotated[t.Text, t.matching(_DOMAIN, "a domain: no space . * > / or \\"), t.TypeName("name")] = (
         option("", "the JetStream domain in which the streams and buckets are")
     )
     jetstream_api_prefix: t.Subject = option(
@@ -110,23 +110,23 @@ class NatsSettings(Section):
         domain = self.jetstream_domain
         return self.jetstream_api_prefix or (f"$JS.{domain}.API" if domain else API_PREFIX)
 
-    def replaced_by(self, context: str) -> Self:
+    def from_context(self, context: str) -> Self:
         """Return the connection of a context alone; only the keys that no context can hold are kept from this one."""
         kept = self.model_dump(exclude_unset=True, include={"allow_plaintext", "connect_timeout"})
         return type(self).model_validate({**kept, "context": context})
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
-        ways = self.given("credentials_file", "nkey_seed_file", "token", "user")
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
+        ways = self.keys_set("credentials_file", "nkey_seed_file", "token", "user")
         if len(ways) > 1:
             yield ways[1], f"expected one way to authenticate, found {' and '.join(ways)}"
         if self.jetstream_domain and self.jetstream_api_prefix:
             yield "jetstream_api_prefix", "expected either jetstream_domain or jetstream_api_prefix, found both"
         if self.jwt_file and not self.nkey_seed_file:
             yield "jwt_file", "expected nkey_seed_file beside it, found none"
-        yield from self.together("user", "password")
+        yield from self.require_together("user", "password")
         if len({url.partition(":")[0] for url in self.url}) > 1:
             yield "url", "expected all of them nats:// or all of them tls://, found both"
-        for _, index in repeated(self.url):
+        for _, index in find_repeated(self.url):
             yield f"url.{index}", f"expected each server once, found {self.url[index]} twice"
 
 
@@ -137,8 +137,8 @@ class MonitorTlsSettings(Section):
     key: t.Path = option("", "its private key; with `cert`")
     client_ca: t.Path = option("", "who signs the certificates of clients; empty: none is asked for")
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
-        yield from self.together("cert", "key")
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
+        yield from self.require_together("cert", "key")
         if self.client_ca and not self.cert:
             yield "client_ca", "expected cert and key beside it, found none"
 
@@ -168,7 +168,7 @@ class ServiceSettings(Section):
         """`max_bytes` of the lease bucket, if the account requires a limit."""
         return self.kv_max_bytes // 8
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
         if self.lease_bucket == self.state_bucket:
-            why = f"expected another than lease_bucket, whose entries expire, found {self.state_bucket} twice"
-            yield "state_bucket", why
+            reason = f"expected another than lease_bucket, whose entries expire, found {self.state_bucket} twice"
+            yield "state_bucket", reason

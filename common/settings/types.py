@@ -44,8 +44,8 @@ DURATION_FORM = "a duration such as 500ms 5s 5m 1h30m 7d 1w"
 SIZE_FORM = "a size such as 64K 100M 4G (binary, as NATS writes them)"
 LISTEN_FORM = "an address such as 127.0.0.1:9464 or [::1]:9464"
 
-MAX_DURATION = 100 * 365 * 86400.0  # seconds
-MAX_SIZE = 2**63 - 1  # bytes
+MAX_DURATION_S = 100 * 365 * 86400.0  # seconds
+MAX_SIZE_BYTES = 2**63 - 1  # bytes
 
 _MILLISECONDS = {"w": 604_800_000, "d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
 _BYTES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
@@ -63,8 +63,8 @@ def parse_duration(text: str) -> float:
         raise ValueError(f"expected {DURATION_FORM}, found {text!r:.60}")
     parts = _DURATION_PART.findall(text)
     seconds = sum(Decimal(number) * _MILLISECONDS[unit] for number, unit in parts) / 1000
-    if seconds > MAX_DURATION:
-        raise ValueError(f"expected at most {format_duration(MAX_DURATION)}, found {text!r:.60}")
+    if seconds > MAX_DURATION_S:
+        raise ValueError(f"expected at most {format_duration(MAX_DURATION_S)}, found {text!r:.60}")
     return float(seconds)
 
 
@@ -81,12 +81,12 @@ def duration_words(seconds: float) -> str:
     """Return `seconds` for people, to two units: `0.2 s`, `12 s`, `4m31s`, `3d2h`."""
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    left, said = round(seconds), list[str]()
+    left, parts = round(seconds), list[str]()
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
         count, left = divmod(left, length)
-        if count or said:
-            said.append(f"{count}{unit}" if count else "")
-    return "".join(said[:2])
+        if count or parts:
+            parts.append(f"{count}{unit}" if count else "")
+    return "".join(parts[:2])
 
 
 def size_words(size: float) -> str:
@@ -100,7 +100,7 @@ def size_words(size: float) -> str:
     return f"{f'{size:,.1f}'.removesuffix('.0')} {unit}"
 
 
-def counted(count: int, what: str) -> str:
+def format_count(count: int, what: str) -> str:
     """Return a count with its noun: `1 segment`, `2,000 segments`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
@@ -109,7 +109,7 @@ def parse_size(text: str) -> int:
     """Return bytes: a number, alone or with K M G T P, each with or without B or iB; all binary. Raises ValueError."""
     match = _SIZE.fullmatch(text)
     size = int(Decimal(match[1]) * _BYTES[match[2]]) if match else -1
-    if not match or size > MAX_SIZE:
+    if not match or size > MAX_SIZE_BYTES:
         raise ValueError(f"expected {SIZE_FORM}, found {text!r:.60}")
     return size
 
@@ -134,23 +134,23 @@ def parse_listen(text: str) -> tuple[str, int] | None:
 FROM_FILE = {"source": "file"}
 
 
-class Expanded(str):
+class ExpandedText(str):
     """Text that `${VAR}` or a file replaced `source` with; it may represent a number or a truth value."""
 
     __slots__ = ("source",)
     source: str
 
-    def __new__(cls, text: str, source: str) -> Expanded:
+    def __new__(cls, text: str, source: str) -> ExpandedText:
         self = super().__new__(cls, text)
         self.source = source
         return self
 
-    def __reduce__(self) -> tuple[type[Expanded], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[ExpandedText], tuple[str, str]]:
         """Support pickling: settings travel to Spark's executors."""
-        return Expanded, (str(self), self.source)
+        return ExpandedText, (str(self), self.source)
 
 
-def refuse(expected: str, **context: Any) -> PydanticCustomError:
+def value_error(expected: str, **context: Any) -> PydanticCustomError:
     return PydanticCustomError("floe_value", "expected {expected}", {"expected": expected, **context})
 
 
@@ -163,14 +163,14 @@ class TypeName:
 
 @dataclass(frozen=True)
 class Range:
-    """A value from `minimum` to `maximum`, both as written in a file; `why` is part of the message.
+    """A value from `minimum` to `maximum`, both as written in a file; `reason` is part of the message.
 
     `or_zero`: 0 is allowed below the minimum, and switches the feature off.
     """
 
     minimum: str | int | None = None
     maximum: str | int | None = None
-    why: str = ""
+    reason: str = ""
     or_zero: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -182,7 +182,7 @@ class Range:
         low, high = (read(b) if isinstance(b, str) else b for b in (self.minimum, self.maximum))
         inside = (low is None or value >= low) and (high is None or value <= high)
         if not inside and not (self.or_zero and value == 0):
-            raise refuse(str(self) + (f" ({self.why})" if self.why else ""))
+            raise value_error(str(self) + (f" ({self.reason})" if self.reason else ""))
         return value
 
     def __str__(self) -> str:
@@ -201,14 +201,14 @@ def _core_scalar(text: str) -> Any:
 def _text(value: Any) -> Any:
     if isinstance(value, str):
         return str(value)
-    raise refuse("text" + ("; quote it" if isinstance(value, bool | int | float) else ""))
+    raise value_error("text" + ("; quote it" if isinstance(value, bool | int | float) else ""))
 
 
 def _exactly(kind: type, form: str) -> BeforeValidator:
     def check(value: Any) -> Any:
-        value = _core_scalar(value) if isinstance(value, Expanded) else value
+        value = _core_scalar(value) if isinstance(value, ExpandedText) else value
         if type(value) is not kind:
-            raise refuse(form)
+            raise value_error(form)
         return value
 
     return BeforeValidator(check)
@@ -227,12 +227,12 @@ def _size(value: Any) -> Any:
 
 def _parsed(value: Any, parse: Callable[[str], Any], form: str) -> Any:
     if not isinstance(value, str):
-        raise refuse(form)
+        raise value_error(form)
     try:
         return parse(value)
     except ValueError as error:
         limit = re.match(r"expected (at most .*), found", str(error))
-        raise refuse(limit[1] if limit else form) from error
+        raise value_error(limit[1] if limit else form) from error
 
 
 def matching(pattern: re.Pattern[str], form: str) -> AfterValidator:
@@ -240,7 +240,7 @@ def matching(pattern: re.Pattern[str], form: str) -> AfterValidator:
 
     def check(value: str) -> str:
         if value and not pattern.fullmatch(value):
-            raise refuse(form)
+            raise value_error(form)
         return value
 
     return AfterValidator(check)
@@ -256,20 +256,20 @@ def readable(parse: Callable[[str], Any], form: str) -> AfterValidator:
 
 
 NEVER = "never"
-SHORTEST, LONGEST = "1s", "1d"  # of a period
+MIN_PERIOD, MAX_PERIOD = "1s", "1d"  # of a period
 
 
-def period(text: str) -> float:
+def parse_period(text: str) -> float:
     """Return seconds; 0 for `never`. Raises ValueError."""
     return 0.0 if text == NEVER else parse_duration(text)
 
 
 def _check_period(text: str) -> str:
-    form = f"never, or a duration from {SHORTEST} to {LONGEST}"
-    if text and not 0 <= (seconds := _parsed(text, period, form)) <= parse_duration(LONGEST):
-        raise refuse(form)
-    if text not in ("", NEVER) and seconds < parse_duration(SHORTEST):
-        raise refuse(form)
+    form = f"never, or a duration from {MIN_PERIOD} to {MAX_PERIOD}"
+    if text and not 0 <= (seconds := _parsed(text, parse_period, form)) <= parse_duration(MAX_PERIOD):
+        raise value_error(form)
+    if text not in ("", NEVER) and seconds < parse_duration(MIN_PERIOD):
+        raise value_error(form)
     return text
 
 
@@ -322,7 +322,7 @@ def is_filter(text: str) -> bool:
 
 def required(value: Any) -> Any:
     if not value:
-        raise refuse("a value" if isinstance(value, str) else "at least one entry")
+        raise value_error("a value" if isinstance(value, str) else "at least one entry")
     return value
 
 
@@ -345,19 +345,19 @@ def host_url(schemes: Sequence[str], credentials: str, *, or_empty: bool = False
         if or_empty and not text:
             return text
         if "@" in text:
-            raise refuse(f"{form} without user and password (they belong into {credentials})")
+            raise value_error(f"{form} without user and password (they belong into {credentials})")
         if text.endswith("/"):
-            raise refuse(f"{form} without a slash at its end")
+            raise value_error(f"{form} without a slash at its end")
         if not match or match["scheme"] not in schemes:
-            raise refuse(f"{form} (an IPv6 address in brackets; no path)")
+            raise value_error(f"{form} (an IPv6 address in brackets; no path)")
         if match["port"] and not 1 <= int(match["port"]) <= 65535:
-            raise refuse(f"{form} with a port from 1 to 65535")
+            raise value_error(f"{form} with a port from 1 to 65535")
         return text
 
     return AfterValidator(check)
 
 
-def is_in_clear(url: str) -> bool:
+def is_plaintext(url: str) -> bool:
     """True if data sent to `url` leaves this host without TLS."""
     host = urlsplit(url).hostname or ""
     with suppress(ValueError):
@@ -370,51 +370,51 @@ def check_store_url(text: str) -> str:
     if scheme == "file":
         folder = unquote(rest)
         if folder[:1] != "/" or not folder.strip("/") or ".." in folder.split("/") or "\0" in folder:
-            raise refuse("file:///FOLDER with an absolute folder below /")
+            raise value_error("file:///FOLDER with an absolute folder below /")
         return text
     if "@" in text:
         belong = "they belong into access_key_id and secret_access_key_file"
-        raise refuse(f"s3://BUCKET without credentials ({belong})")
+        raise value_error(f"s3://BUCKET without credentials ({belong})")
     if scheme != "s3":
-        raise refuse("s3://BUCKET or file:///FOLDER")
+        raise value_error("s3://BUCKET or file:///FOLDER")
     if "/" in rest:
-        raise refuse("s3://BUCKET with nothing behind the bucket (a path belongs into prefix)")
+        raise value_error("s3://BUCKET with nothing behind the bucket (a path belongs into prefix)")
     if not _S3_BUCKET.fullmatch(rest) or ".." in rest or _IP.fullmatch(rest):
         form = "3 to 63 of a-z 0-9 . -, beginning and ending with a letter or digit"
-        raise refuse(f"s3://BUCKET, the bucket {form}")
+        raise value_error(f"s3://BUCKET, the bucket {form}")
     return text
 
 
-EVENT, VALUE = "%s", "%v"
-MAX_VALUE = 512  # bytes that a value may take in a subject
-MAX_SUBJECT = 3500  # bytes; a server takes lines of 4,096, which also hold a reply subject
+EVENT_PLACEHOLDER, VALUE_PLACEHOLDER = "%s", "%v"
+MAX_VALUE_BYTES = 512  # bytes that a value may take in a subject
+MAX_ADVISORY_SUBJECT_BYTES = 3500  # bytes; a server takes lines of 4,096, which also hold a reply subject
 
-_UNKNOWN = re.compile("%(?![sv%])")
+_UNKNOWN_PLACEHOLDER = re.compile("%(?![sv%])")
 
 
 def _check_advisory(template: str) -> str:
     if not template:
         return template
-    if not is_subject(template.replace(EVENT, "s").replace(VALUE, "v")):
-        raise refuse("a subject without wildcards and empty tokens, %s and %v allowed")
-    if _UNKNOWN.search(template):
-        raise refuse("%s for the event, %v for the value, and % before no other letter")
+    if not is_subject(template.replace(EVENT_PLACEHOLDER, "s").replace(VALUE_PLACEHOLDER, "v")):
+        raise value_error("a subject without wildcards and empty tokens, %s and %v allowed")
+    if _UNKNOWN_PLACEHOLDER.search(template):
+        raise value_error("%s for the event, %v for the value, and % before no other letter")
     first = template.partition(".")[0]
-    if VALUE in first or first.startswith("$"):
+    if VALUE_PLACEHOLDER in first or first.startswith("$"):
         # A value comes from a publisher, so it must not choose the beginning of the subject, such as $JS.API.
-        raise refuse("a first token of its own: without %v, and not beginning with $")
-    if len(template.replace(VALUE, "v" * MAX_VALUE).encode()) > MAX_SUBJECT:
-        raise refuse(f"at most {MAX_SUBJECT} bytes, counting {MAX_VALUE} for each %v")
+        raise value_error("a first token of its own: without %v, and not beginning with $")
+    if len(template.replace(VALUE_PLACEHOLDER, "v" * MAX_VALUE_BYTES).encode()) > MAX_ADVISORY_SUBJECT_BYTES:
+        raise value_error(f"at most {MAX_ADVISORY_SUBJECT_BYTES} bytes, counting {MAX_VALUE_BYTES} for each %v")
     return template
 
 
 AdvisorySubject = Annotated[Text, AfterValidator(_check_advisory), TypeName("subject")]
 
 
-_KNOWN: weakref.WeakValueDictionary[int, FileSecret] = weakref.WeakValueDictionary()
+_FILE_SECRETS: weakref.WeakValueDictionary[int, FileSecret] = weakref.WeakValueDictionary()
 
 
-def regular(path: str | FilePath) -> FilePath:
+def regular_file(path: str | FilePath) -> FilePath:
     """Return `path` if it is a regular file. Raises OSError if it is missing, and for a pipe, a device or a folder."""
     if not stat.S_ISREG((found := FilePath(path)).stat().st_mode):
         raise OSError(errno.EINVAL, "is no regular file", str(path))
@@ -431,25 +431,25 @@ class FileSecret(SecretStr):
     def __init__(self, value: str, path: str, read: Callable[[str], str]) -> None:
         super().__init__(value)
         self.path, self._read = path, read
-        _KNOWN[id(self)] = self
+        _FILE_SECRETS[id(self)] = self
 
-    def read_again(self) -> bool:
+    def reread(self) -> bool:
         """Read the file again; return True if the secret is another one now. From any thread."""
         try:
             found = self._read(self.path)
         except ValueError as error:
-            log.warning("secret not read again", action="secret_unread", error=str(error))
+            log.warning("secret reread failed", action="secret_reread_failed", error=str(error))
             return False
         if found == self._secret_value:
             return False
         self._secret_value = found
-        log.info("secret read again", action="secret_read", file=self.path)
+        log.info("secret reread", action="secret_reread", file=self.path)
         return True
 
 
-def read_all_again() -> None:
-    for secret in list(_KNOWN.values()):
-        secret.read_again()
+def reread_all_secrets() -> None:
+    for secret in list(_FILE_SECRETS.values()):
+        secret.reread()
 
 
 def option(default: Any, meaning: str) -> Any:
@@ -465,23 +465,23 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
-    def combinations(self) -> Iterator[tuple[str, str]]:
+    def combination_problems(self) -> Iterator[tuple[str, str]]:
         """Yield problems between keys: the key to point at (dotted, within the section) and the problem.
 
         Called once every value is valid by itself.
         """
         yield from ()
 
-    def given(self, *names: str) -> list[str]:
+    def keys_set(self, *names: str) -> list[str]:
         """Return those of the keys that are set (not empty, not 0, not false)."""
         return [name for name in names if getattr(self, name)]
 
-    def together(self, one: str, other: str) -> Iterator[tuple[str, str]]:
-        for there, missing in ((one, other), (other, one)):
+    def require_together(self, one: str, other: str) -> Iterator[tuple[str, str]]:
+        for present, missing in ((one, other), (other, one)):
             value = getattr(self, missing)
-            if getattr(self, there) and not value:
+            if getattr(self, present) and not value:
                 file = f" or {missing}_file" if isinstance(value, SecretStr) else ""
-                yield there, f"expected {missing}{file} beside it, found none"
+                yield present, f"expected {missing}{file} beside it, found none"
 
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Any:
@@ -495,32 +495,32 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_combinations(self) -> Self:
-        if problems := list(self.combinations()):
+        if problems := list(self.combination_problems()):
             text = "; ".join(f"{key}: {problem}" for key, problem in problems)
             raise PydanticCustomError("floe_combination", "{text}", {"text": text, "problems": problems})
         return self
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     return value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, Section) else value
 
 
-def merged(defaults: Any, entry: Any) -> Any:
+def merge(defaults: Any, entry: Any) -> Any:
     """Return `entry` over `defaults`, nested mappings key by key; if either is not a mapping, `entry` wins."""
-    defaults, entry = plain(defaults), plain(entry)
+    defaults, entry = to_plain(defaults), to_plain(entry)
     if not isinstance(defaults, Mapping) or not isinstance(entry, Mapping):
         return entry
-    both = {name: merged(defaults[name], value) for name, value in entry.items() if name in defaults}
+    both = {name: merge(defaults[name], value) for name, value in entry.items() if name in defaults}
     return {**defaults, **entry, **both}
 
 
-def merged_entries(section: Any, key: str, defaults: Any) -> Any:
+def merge_entries(section: Any, key: str, defaults: Any) -> Any:
     if not isinstance(section, Mapping) or not isinstance(section.get(key), list | tuple):
         return section
-    return {**section, key: [merged(defaults, entry) for entry in section[key]]}
+    return {**section, key: [merge(defaults, entry) for entry in section[key]]}
 
 
-def repeated(values: Iterable[Hashable]) -> Iterator[tuple[int, int]]:
+def find_repeated(values: Iterable[Hashable]) -> Iterator[tuple[int, int]]:
     first: dict[Hashable, int] = {}
     for index, value in enumerate(values):
         if first.setdefault(value, index) != index:

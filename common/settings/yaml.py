@@ -16,8 +16,8 @@ import yaml
 
 from common.errors import ConfigError
 
-MAX_BYTES = 1024 * 1024  # of one file
-MAX_DEPTH = 32  # mappings and lists within each other
+MAX_FILE_BYTES = 1024 * 1024  # of one file
+MAX_NESTING = 32  # mappings and lists within each other
 MAX_NODES = 50_000  # values and keys of one file
 
 KeyPath = tuple[str | int, ...]
@@ -58,7 +58,7 @@ class Scalar:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class ListNode:
     """A list."""
 
     mark: Mark
@@ -66,7 +66,7 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class MappingNode:
     """A mapping; `marks`: the place of each key."""
 
     mark: Mark
@@ -74,7 +74,7 @@ class Keys:
     marks: dict[str, Mark] = field(default_factory=dict)
 
 
-Node = Scalar | Items | Keys
+Node = Scalar | ListNode | MappingNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,23 +123,23 @@ class ConfigFileError(ConfigError):
         super().__init__(*map(str, self.found))
 
 
-def closest(found: str, known: Collection[str]) -> str:
+def closest_key(found: str, known: Collection[str]) -> str:
     """Return the known key closest to `found`, all in lower case; empty if none is close."""
     return next(iter(difflib.get_close_matches(found.lower(), known, n=1)), "")
 
 
-def meant(found: str, known: Collection[str]) -> str:
-    close = closest(found, known)
+def suggest_key(found: str, known: Collection[str]) -> str:
+    close = closest_key(found, known)
     return f"did you mean {close}?" if close else f"expected one of {' '.join(known)}"
 
 
-def refuse(problems: Problems) -> None:
+def raise_problems(problems: Problems) -> None:
     """Raise ConfigFileError if there are problems."""
     if problems:
         raise ConfigFileError(problems)
 
 
-def parse_yaml(data: bytes, problems: Problems) -> list[Keys]:
+def parse_yaml(data: bytes, problems: Problems) -> list[MappingNode]:
     """Return the documents of a file; problems are recorded, and a document that is not a mapping is left out."""
     if (text := _text(data, problems)) is None:
         return []
@@ -159,8 +159,8 @@ def parse_yaml(data: bytes, problems: Problems) -> list[Keys]:
 
 def _text(data: bytes, problems: Problems) -> str | None:
     """Return `data` without a byte order mark; None, with a problem recorded, if it is not UTF-8 text."""
-    if len(data) > MAX_BYTES:
-        problem = f"expected at most {MAX_BYTES} bytes, found more"
+    if len(data) > MAX_FILE_BYTES:
+        problem = f"expected at most {MAX_FILE_BYTES} bytes, found more"
     elif data.startswith((b"\xff\xfe", b"\xfe\xff")):
         problem = "expected UTF-8 text, found UTF-16"
     else:
@@ -183,22 +183,22 @@ class _Builder:
         self._events, self._problems = iter(events), problems
         self._depth = self._nodes = 0
 
-    def documents(self) -> list[Keys]:
+    def documents(self) -> list[MappingNode]:
         begins = (event for event in self._events if isinstance(event, yaml.DocumentStartEvent))
         found = [self._node(next(self._events), ()) for _ in begins]
         if not found:
             self._problems.add(Mark(1, 1), (), "expected a mapping, found an empty file")
         for node in found:
-            if isinstance(node, Items):
+            if isinstance(node, ListNode):
                 self._problems.add(node.mark, (), "expected a mapping at the top, found a list")
             elif isinstance(node, Scalar):
                 what = "nothing" if node.value() is None else "a single value"
                 self._problems.add(node.mark, (), f"expected a mapping at the top, found {what}")
-        return [node for node in found if isinstance(node, Keys)]
+        return [node for node in found if isinstance(node, MappingNode)]
 
     def _node(self, event: Any, path: KeyPath) -> Node:
         mark = _mark(event.start_mark)
-        self._refuse_tricks(event, mark, path)
+        self._check_features(event, mark, path)
         if isinstance(event, yaml.MappingStartEvent):
             return self._mapping(mark, path)
         if isinstance(event, yaml.SequenceStartEvent):
@@ -207,7 +207,7 @@ class _Builder:
             return Scalar(mark, event.value, event.style is None)
         return Scalar(mark, "", True)  # an alias, refused above
 
-    def _refuse_tricks(self, event: Any, mark: Mark, path: KeyPath) -> None:
+    def _check_features(self, event: Any, mark: Mark, path: KeyPath) -> None:
         if isinstance(event, yaml.AliasEvent):
             self._problems.add(mark, path, f"expected a value, found the alias *{event.anchor}: write it out")
         elif event.anchor is not None:
@@ -215,32 +215,32 @@ class _Builder:
         elif event.tag is not None:
             self._problems.add(mark, path, f"expected a value, found the tag {event.tag}: remove it")
         self._nodes += 1
-        for found, most, what in ((self._depth, MAX_DEPTH, "levels"), (self._nodes, MAX_NODES, "keys and values")):
-            if found > most:
-                self._problems.add(mark, (), f"expected at most {most} {what}, found more")
-                refuse(self._problems)
+        for found, limit, what in ((self._depth, MAX_NESTING, "levels"), (self._nodes, MAX_NODES, "keys and values")):
+            if found > limit:
+                self._problems.add(mark, (), f"expected at most {limit} {what}, found more")
+                raise_problems(self._problems)
 
-    def _list(self, mark: Mark, path: KeyPath) -> Items:
+    def _list(self, mark: Mark, path: KeyPath) -> ListNode:
         items: list[Node] = []
         self._depth += 1
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
             items.append(self._node(event, (*path, len(items))))
         self._depth -= 1
-        return Items(mark, items)
+        return ListNode(mark, items)
 
-    def _mapping(self, mark: Mark, path: KeyPath) -> Keys:
-        keys = Keys(mark)
+    def _mapping(self, mark: Mark, path: KeyPath) -> MappingNode:
+        keys = MappingNode(mark)
         self._depth += 1
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             key = self._node(event, path)
             name = key.text if isinstance(key, Scalar) else "?"
             value = self._node(next(self._events), (*path, name))
-            if self._is_good_key(key, keys, (*path, name)):
+            if self._check_key(key, keys, (*path, name)):
                 keys.entries[name], keys.marks[name] = value, key.mark
         self._depth -= 1
         return keys
 
-    def _is_good_key(self, key: Node, keys: Keys, path: KeyPath) -> bool:
+    def _check_key(self, key: Node, keys: MappingNode, path: KeyPath) -> bool:
         if not isinstance(key, Scalar):
             self._problems.add(key.mark, path[:-1], "expected a key, found a mapping or a list")
         elif key.text == "<<" and key.is_plain:
@@ -272,7 +272,7 @@ class Place:
     node: Node | None
 
 
-def locate(root: Keys, location: Sequence[str | int]) -> Place:
+def locate(root: MappingNode, location: Sequence[str | int]) -> Place:
     wanted = [part for part in location if not str(part).startswith(("(", "["))]
     nearest = Place(root.mark, root.mark, (), root)
     places = [nearest]
@@ -291,9 +291,9 @@ def locate(root: Keys, location: Sequence[str | int]) -> Place:
 
 def _step(place: Place, part: str | int) -> Iterator[Place]:
     node, path = place.node, (*place.path, part)
-    if isinstance(node, Keys) and part in node.entries:
+    if isinstance(node, MappingNode) and part in node.entries:
         below = node.entries[str(part)]
         yield Place(below.mark, node.marks[str(part)], path, below)
-    elif isinstance(node, Items) and isinstance(part, int) and part < len(node.items):
+    elif isinstance(node, ListNode) and isinstance(part, int) and part < len(node.items):
         below = node.items[part]
         yield Place(below.mark, below.mark, path, below)

@@ -14,12 +14,12 @@ from common.errors import Stopped
 from common.jetstream.api import StreamInfo, stream_info
 from common.jetstream.client import FloeClient
 from common.settings.egress import FeedSettings
-from common.settings.types import EVENT, MAX_VALUE, VALUE
+from common.settings.types import EVENT_PLACEHOLDER, MAX_VALUE_BYTES, VALUE_PLACEHOLDER
 from common.subjects import overlaps
 from egress.partition import Partition
 
 
-class Event(StrEnum):
+class AdvisoryEvent(StrEnum):
     """The events of a value, named as stream-replicator names them."""
 
     NEW = "new"
@@ -33,15 +33,15 @@ class Advisory:
     """One event of one value. All fields follow from the messages, so every instance finds the same advisories.
 
     `seen_ns`: the time at which the value was last seen, by message time: for NEW that of the message itself, for the
-    others that of the message before the silence. `moment_ns`: the time of the event: for NEW and RECOVER that of the
-    message, for TIMEOUT `seen_ns` plus `warn_duration`, for EXPIRE `seen_ns` plus `inspect_duration`. Nanoseconds
+    others that of the message before the silence. `event_time_ns`: the time of the event: for NEW and RECOVER that of
+    the message, for TIMEOUT `seen_ns` plus `warn_duration`, for EXPIRE `seen_ns` plus `inspect_duration`. Nanoseconds
     since 1970.
     """
 
-    event: Event
+    event: AdvisoryEvent
     value: str
     seen_ns: int
-    moment_ns: int
+    event_time_ns: int
 
 
 PROTOCOL = "io.choria.sr.v2.age_advisory"
@@ -81,7 +81,7 @@ _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(AdvisoryDocument)
 
 
-def parse(payload: bytes) -> AdvisoryDocument | None:
+def parse_advisory(payload: bytes) -> AdvisoryDocument | None:
     """Return the advisory in `payload`, Floe's or stream-replicator's; None for anything else."""
     try:
         document = _DECODER.decode(payload)
@@ -90,8 +90,8 @@ def parse(payload: bytes) -> AdvisoryDocument | None:
     return document if document.protocol == PROTOCOL else None
 
 
-def document_of(chain: Chain, inspect_field: str, advisory: Advisory) -> AdvisoryDocument:
-    age_ns = max(0, advisory.moment_ns - advisory.seen_ns)
+def build_document(chain: Chain, inspect_field: str, advisory: Advisory) -> AdvisoryDocument:
+    age_ns = max(0, advisory.event_time_ns - advisory.seen_ns)
     return AdvisoryDocument(
         protocol=PROTOCOL,
         event_id=event_id(chain, advisory),
@@ -99,13 +99,13 @@ def document_of(chain: Chain, inspect_field: str, advisory: Advisory) -> Advisor
         age=(age_ns + NS_PER_S // 2) // NS_PER_S,
         seen=advisory.seen_ns // NS_PER_S,
         replicator=chain.site,
-        timestamp=advisory.moment_ns // NS_PER_S,
+        timestamp=advisory.event_time_ns // NS_PER_S,
         event=advisory.event.value,
         value=advisory.value,
     )
 
 
-def inspect_field(feed: FeedSettings) -> str:
+def key_name(feed: FeedSettings) -> str:
     """Return the name of the feed's sample key for documents: the JSON path, the header, `subject` or `subject.N`."""
     if feed.inspect_field or feed.inspect_header:
         return feed.inspect_field or feed.inspect_header
@@ -116,16 +116,16 @@ def inspect_field(feed: FeedSettings) -> str:
 def event_id(chain: Chain, advisory: Advisory) -> str:
     """Return a KSUID: ids sort by the second of their event, and the other 16 bytes identify the advisory."""
     of_chain = (chain.site, chain.feed, chain.incarnation, chain.partition)
-    of_event = (advisory.event.value, advisory.value, advisory.seen_ns, advisory.moment_ns)
+    of_event = (advisory.event.value, advisory.value, advisory.seen_ns, advisory.event_time_ns)
     digest = hashlib.sha256()
     for each in (*of_chain, *of_event):
         raw = str(each).encode("utf-8", "surrogatepass")
         # With the length, so that different lists of parts never give the same bytes.
         digest.update(b"%d:%b" % (len(raw), raw))
-    return ksuid(advisory.moment_ns // NS_PER_S, digest.digest()[:16])
+    return encode_ksuid(advisory.event_time_ns // NS_PER_S, digest.digest()[:16])
 
 
-def ksuid(seconds: int, payload: bytes) -> str:
+def encode_ksuid(seconds: int, payload: bytes) -> str:
     """Return the KSUID of a time (seconds since 1970, clamped to the four bytes of a KSUID) and 16 bytes."""
     since = min(max(0, seconds - KSUID_EPOCH), MAX_KSUID_SECONDS)
     number = int.from_bytes(since.to_bytes(4, "big") + payload, "big")
@@ -140,81 +140,81 @@ HASH_DIGITS = 32  # at the end, after a ~, of a value that was cut to MAX_VALUE
 
 # Spaces of all kinds, control characters, wildcards, half surrogates; dots that would make an empty token.
 _UNSAFE = re.compile(r"[\s\x00-\x20\x7f-\x9f*>%\ud800-\udfff]|^\.|\.$|(?<=\.)\.")
-_PLACES = re.compile("%[sv]")
-_WHOLE_ESCAPES = re.compile(rb"(?:%[0-9A-F]{2}|[^%])*")
+_PLACEHOLDERS = re.compile("%[sv]")
+_COMPLETE_ESCAPES = re.compile(rb"(?:%[0-9A-F]{2}|[^%])*")
 
 
-def safe(value: str) -> str:
-    """Return `value` as tokens of a subject: never empty, no dot at either end, at most `MAX_VALUE` bytes."""
+def subject_tokens(value: str) -> str:
+    """Return `value` as tokens of a subject: never empty, no dot at either end, at most `MAX_VALUE_BYTES` bytes."""
     text = _UNSAFE.sub(_escape, value) or "%"
     raw = text.encode()
-    if len(raw) <= MAX_VALUE:
+    if len(raw) <= MAX_VALUE_BYTES:
         return text
     digest = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()[:HASH_DIGITS]
-    room = raw[: MAX_VALUE - HASH_DIGITS - 1]
-    whole = _WHOLE_ESCAPES.match(room)
-    assert whole is not None
-    return f"{whole[0].decode('utf-8', 'ignore')}~{digest}"
+    room = raw[: MAX_VALUE_BYTES - HASH_DIGITS - 1]
+    complete = _COMPLETE_ESCAPES.match(room)
+    assert complete is not None
+    return f"{complete[0].decode('utf-8', 'ignore')}~{digest}"
 
 
 def _escape(match: re.Match[str]) -> str:
     return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
 
 
-def subject_of(template: str, advisory: Advisory) -> str:
-    words = {EVENT: advisory.event.value, VALUE: safe(advisory.value)}
+def advisory_subject(template: str, advisory: Advisory) -> str:
+    replacements = {EVENT_PLACEHOLDER: advisory.event.value, VALUE_PLACEHOLDER: subject_tokens(advisory.value)}
     # Both in one pass: placeholders inside a value are not replaced.
-    return _PLACES.sub(lambda match: words[match[0]], template)
+    return _PLACEHOLDERS.sub(lambda match: replacements[match[0]], template)
 
 
-def filter_of(template: str) -> str:
+def subject_filter(template: str) -> str:
     tokens: list[str] = []
     for token in template.split("."):
-        if VALUE in token:
+        if VALUE_PLACEHOLDER in token:
             return ".".join([*tokens, ">"])
-        tokens.append("*" if EVENT in token else token)
+        tokens.append("*" if EVENT_PLACEHOLDER in token else token)
     return ".".join(tokens)
 
 
-def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tuple[str, str] | None:
+def find_loop(template: str, subjects: Sequence[str], filter_subject: str) -> tuple[str, str] | None:
     """Return an advisory subject and a subject of the stream that can be the same, as filters; None if none can. Pure.
 
     `subjects`: those that the stream stores. `filter_subject`: those that are read; empty: all.
     """
-    told = [filter_of(template.replace(EVENT, event.value)) for event in Event]
+    published = [subject_filter(template.replace(EVENT_PLACEHOLDER, event.value)) for event in AdvisoryEvent]
     # Three filters that overlap pairwise have a subject in common.
     read = [subject for subject in subjects if overlaps(subject, filter_subject)]
-    for each in dict.fromkeys(told):
+    for each in dict.fromkeys(published):
         for subject in read:
             if overlaps(each, subject) and overlaps(each, filter_subject):
                 return each, subject
     return None
 
 
-def loop_of(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | None:
+def loop_error(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | None:
     """Return an error if the advisories of `chain` would come back as messages of `partition`; None: no loop."""
     template = partition.settings.advisory.subject
-    found = fed_back(template, info.config.get("subjects") or (), partition.filter_subject) if template else None
+    found = find_loop(template, info.config.get("subjects") or (), partition.filter_subject) if template else None
     if found is None:
         return None
-    told, subject = found
+    published, subject = found
     read = f"{subject}, of which {partition.filter_subject} is read" if partition.filter_subject else subject
     return Stopped(
-        f"{chain}: advisories on {told} would be messages of stream {info.name} itself ({read}), "
+        f"{chain}: advisories on {published} would be messages of stream {info.name} itself ({read}), "
         "and each would lead to others",
         hint="set another advisory.subject, which that stream does not take, or a filter_subject that leaves "
-        f"{filter_of(template)} out",
+        f"{subject_filter(template)} out",
         code="E-ADVISORY-LOOP",
     )
 
 
-def refuse_loop(partition: Partition, chain: Chain, info: StreamInfo) -> None:
+def raise_if_loop(partition: Partition, chain: Chain, info: StreamInfo) -> None:
     """Raise Stopped if there is a loop."""
-    if (loop := loop_of(partition, chain, info)) is not None:
+    if (loop := loop_error(partition, chain, info)) is not None:
         raise loop
 
 
-async def look_for_loop(partition: Partition, chain: Chain, client: FloeClient) -> None:
+async def check_loop(partition: Partition, chain: Chain, client: FloeClient) -> None:
     info = await stream_info(client, partition.stream) if partition.settings.advisory.subject else None
     if info is not None:
-        refuse_loop(partition, chain, info)
+        raise_if_loop(partition, chain, info)

@@ -13,27 +13,27 @@ import click
 from msgspec import structs
 
 from common.chain import FEED_PATTERN
-from common.cli import Moment, TimeType, config_option, run_command
+from common.cli import RequestedTime, TimeType, config_option, run_command
 from common.clock import NS_PER_S, Clock, SystemClock, parse_time
 from common.errors import FloeError, Unavailable
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.pull import From, scan
-from common.logs import escaped
+from common.jetstream.pull import StartAt, scan
+from common.logs import escape
 from common.open import load_settings
 from common.service.process import stop_on_signals
-from common.settings.types import counted, format_duration
-from common.tasks import unless
-from egress.advisories.advisory import AdvisoryDocument, parse
+from common.settings.types import format_count, format_duration
+from common.tasks import run_until_stopped
+from egress.advisories.advisory import AdvisoryDocument, parse_advisory
 
 if TYPE_CHECKING:
     from common.settings.root import Role
 
 
-PAUSE = 1.0  # seconds between attempts after a lost connection
+RECONNECT_PAUSE_S = 1.0  # seconds between attempts after a lost connection
 
 
-def line_of(document: AdvisoryDocument) -> str:
+def format_advisory(document: AdvisoryDocument) -> str:
     """Format one line, with times in UTC. Raises ValueError for a time outside the calendar."""
     try:
         at = datetime.fromtimestamp(document.timestamp, UTC)
@@ -41,24 +41,24 @@ def line_of(document: AdvisoryDocument) -> str:
         raise ValueError(f"timestamp {document.timestamp}: expected seconds since 1970") from None
     ago = format_duration(max(0, document.timestamp - document.seen))
     words = f"{document.event:>7} {document.value} seen {ago} earlier on {document.replicator}"
-    return escaped(f"[{at:%Y-%m-%d %H:%M:%S}] {words}")
+    return escape(f"[{at:%Y-%m-%d %H:%M:%S}] {words}")
 
 
 @dataclass
 class AdvisorySearch:
     """The advisories of `value` (None: of all values) stored since `since`; with `follow`, also new ones as they come.
 
-    `foreign`: how many messages were not advisories.
+    `foreign_count`: how many messages were not advisories.
     """
 
     client: FloeClient
     clock: Clock
     stream: str
     value: str | None
-    since: Moment
+    since: RequestedTime
     follow: bool
-    foreign: int = 0
-    _next: int = 0
+    foreign_count: int = 0
+    _next_sequence: int = 0
 
     async def documents(self) -> AsyncGenerator[AdvisoryDocument]:
         if (info := await stream_info(self.client, self.stream)) is None:
@@ -68,7 +68,7 @@ class AdvisorySearch:
                 code="E-STREAM",
             )
         now_ns = parse_time(info.time) if info.time else int(self.clock.now() * NS_PER_S)
-        start = From(time_ns=self.since.at(now_ns / NS_PER_S))
+        start = StartAt(time_ns=self.since.at(now_ns / NS_PER_S))
         until = None if self.follow else info.last_sequence
         while True:
             try:
@@ -80,23 +80,23 @@ class AdvisorySearch:
                 if not self.follow:
                     raise
                 _to_stderr(error.message)
-            await self.clock.sleep(PAUSE)
-            start = From(sequence=self._next) if self._next else start
+            await self.clock.sleep(RECONNECT_PAUSE_S)
+            start = StartAt(sequence=self._next_sequence) if self._next_sequence else start
 
-    async def _read(self, start: From, until: int | None) -> AsyncGenerator[AdvisoryDocument]:
+    async def _read(self, start: StartAt, until: int | None) -> AsyncGenerator[AdvisoryDocument]:
         async with aclosing(scan(self.client, self.stream, start, until=until)) as pieces:
             async for piece in pieces:
                 for message in piece:
-                    self._next = message.sequence + 1
-                    if (document := parse(message.payload)) is None or not _has_time(document):
-                        self.foreign += 1
+                    self._next_sequence = message.sequence + 1
+                    if (document := parse_advisory(message.payload)) is None or not _has_time(document):
+                        self.foreign_count += 1
                     elif self.value in (None, document.value):
                         yield document
 
 
 def _has_time(document: AdvisoryDocument) -> bool:
     try:
-        return bool(line_of(document))
+        return bool(format_advisory(document))
     except ValueError:
         return False
 
@@ -116,7 +116,7 @@ def _has_time(document: AdvisoryDocument) -> bool:
 @click.option("-j", "--json", "as_json", is_flag=True, help="Print JSON, one document a line.")
 @run_command
 async def advisories(
-    stream: str, value: str | None, config: str, since: Moment, follow: bool, role: Role | None, as_json: bool
+    stream: str, value: str | None, config: str, since: RequestedTime, follow: bool, role: Role | None, as_json: bool
 ) -> None:
     """Show the advisories in STREAM, or those of one VALUE: new, silent, recovered or expired values.
 
@@ -128,26 +128,26 @@ async def advisories(
             f"expected 1 to 255 characters without space . * > / \\, found {stream!r:.60}", param_hint="STREAM"
         )
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    is_sites = settings.egress.feeds or not settings.ingress.targets
-    nats = settings.nats_for(role or ("egress" if is_sites else "ingress"))
+    is_egress = settings.egress.feeds or not settings.ingress.targets
+    nats = settings.nats_for(role or ("egress" if is_egress else "ingress"))
     client = await connect(nats, name="floe advisories", clock=clock)
     search = AdvisorySearch(client, clock, stream, value, since, follow)
     try:
         async with stop_on_signals() as stop:
-            await unless(stop, _print(search, as_json))
+            await run_until_stopped(stop, _print(search, as_json))
     finally:
         await client.aclose()
-    if search.foreign:
-        verb = "is no advisory" if search.foreign == 1 else "are no advisories"
-        _to_stderr(f"{counted(search.foreign, 'message')} of {stream} {verb}")
+    if search.foreign_count:
+        verb = "is no advisory" if search.foreign_count == 1 else "are no advisories"
+        _to_stderr(f"{format_count(search.foreign_count, 'message')} of {stream} {verb}")
 
 
 async def _print(search: AdvisorySearch, as_json: bool) -> None:
     async with aclosing(search.documents()) as documents:
         async for document in documents:
             # ASCII: every control character is escaped.
-            click.echo(json.dumps(structs.asdict(document)) if as_json else line_of(document))
+            click.echo(json.dumps(structs.asdict(document)) if as_json else format_advisory(document))
 
 
 def _to_stderr(text: str) -> None:
-    click.echo(escaped(text), err=True)
+    click.echo(escape(text), err=True)

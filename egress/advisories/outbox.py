@@ -13,23 +13,23 @@ from itertools import chain, islice
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.api import ask, stream_info
+from common.jetstream.api import query, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.headers import header
-from common.jetstream.pull import Asked, From, scan
-from common.jetstream.requests import NOBODY, ApiError, api_answer
+from common.jetstream.headers import header_value
+from common.jetstream.pull import PullLimits, StartAt, scan
+from common.jetstream.requests import NO_RESPONDERS_CODE, ApiError, api_answer
 from common.logs import get_logger
-from common.metrics import begin
+from common.metrics import show_zeros
 from egress import metrics
-from egress.advisories.advisory import Advisory, Event, filter_of
+from egress.advisories.advisory import Advisory, AdvisoryEvent, subject_filter
 
 log = get_logger(__name__)
 
 
-LIMIT = 100_000  # advisories
+MAX_WAITING_ADVISORIES = 100_000  # advisories
 # Reading stops here. A batch requested before still comes, with up to three advisories a message.
-HIGH_WATER = LIMIT - 3 * 10_000
-WAVE = 256  # advisories in flight at once
+HIGH_WATER_ADVISORIES = MAX_WAITING_ADVISORIES - 3 * 10_000
+MAX_IN_FLIGHT = 256  # advisories in flight at once
 
 
 class Outbox:
@@ -46,7 +46,7 @@ class Outbox:
     @property
     def has_room(self) -> bool:
         """True if reading should continue. `add` takes advisories even if not: they cannot be found again."""
-        return self._count < HIGH_WATER
+        return self._count < HIGH_WATER_ADVISORIES
 
     @property
     def doubtful(self) -> Collection[Advisory]:
@@ -62,10 +62,10 @@ class Outbox:
             if doubtful:
                 self._doubtful[advisory] = None
 
-    def wave(self, most: int = WAVE) -> list[Advisory]:
-        """Return the advisories to send now: the first of each value, unless it is doubtful; `most` at most."""
+    def next_batch(self, max_count: int = MAX_IN_FLIGHT) -> list[Advisory]:
+        """Return the advisories to send now: the first of each value, unless it is doubtful; `max_count` at most."""
         heads = (queue[0] for queue in self._queues.values())
-        return list(islice((head for head in heads if head not in self._doubtful), most))
+        return list(islice((head for head in heads if head not in self._doubtful), max_count))
 
     def remove(self, advisory: Advisory) -> None:
         self._doubtful.pop(advisory, None)
@@ -74,18 +74,18 @@ class Outbox:
             return
         queue.remove(advisory)
         self._count -= 1
-        self._to_the_end(advisory.value)
+        self._move_to_end(advisory.value)
 
-    def put_back(self, advisory: Advisory, *, doubtful: bool) -> None:
-        self._to_the_end(advisory.value)
+    def requeue(self, advisory: Advisory, *, doubtful: bool) -> None:
+        self._move_to_end(advisory.value)
         if doubtful:
             self._doubtful[advisory] = None
 
-    def _to_the_end(self, value: str) -> None:
+    def _move_to_end(self, value: str) -> None:
         if queue := self._queues.pop(value):
             self._queues[value] = queue
 
-    def trust(self, advisories: Iterable[Advisory]) -> None:
+    def mark_not_stored(self, advisories: Iterable[Advisory]) -> None:
         """Mark these as not stored, as far as is known: they may be sent."""
         for advisory in advisories:
             self._doubtful.pop(advisory, None)
@@ -94,17 +94,17 @@ class Outbox:
         return tuple(chain.from_iterable(self._queues.values()))
 
 
-DURATIONS = 2  # inspect_durations
-AT_LEAST = 300 * NS_PER_S  # so that a restart or a take-over loses none if inspect_duration is short
-ASK_EVERY = 60.0  # seconds
+LATE_AFTER_DURATIONS = 2  # inspect_durations
+MIN_LATE_NS = 300 * NS_PER_S  # so that a restart or a take-over loses none if inspect_duration is short
+SERVER_TIME_INTERVAL_S = 60.0  # seconds
 
 
 def is_late(advisory: Advisory, now_ns: int, duration_ns: int) -> bool:
-    limit = max(DURATIONS * duration_ns, AT_LEAST)
-    return advisory.event is not Event.NEW and now_ns - advisory.moment_ns > limit
+    limit = max(LATE_AFTER_DURATIONS * duration_ns, MIN_LATE_NS)
+    return advisory.event is not AdvisoryEvent.NEW and now_ns - advisory.event_time_ns > limit
 
 
-class Lateness:
+class LatenessCheck:
     """The check for late advisories: by this host's clock and, before any is dropped, by that of `stream`'s server.
 
     The times of advisories are times of messages, which the server set: a host with a fast clock must not drop them.
@@ -112,62 +112,62 @@ class Lateness:
 
     def __init__(self, client: FloeClient, stream: str, duration_ns: int, clock: Clock) -> None:
         self._client, self._stream, self._clock, self._duration_ns = client, stream, clock, duration_ns
-        self._ahead_ns, self._asked = 0, float("-inf")
+        self._clock_lead_ns, self._read_at = 0, float("-inf")
 
-    async def late(self, advisories: list[Advisory]) -> set[Advisory]:
+    async def find_late(self, advisories: list[Advisory]) -> set[Advisory]:
         """Return the late ones. Raises Unavailable if the server's time is needed and the server does not answer."""
-        if (late := self._judge(advisories)) and self._clock.monotonic() - self._asked > ASK_EVERY:
-            await self._ask()
-            late = self._judge(advisories)
+        if (late := self._select_late(advisories)) and self._clock.monotonic() - self._read_at > SERVER_TIME_INTERVAL_S:
+            await self._read_server_time()
+            late = self._select_late(advisories)
         return late
 
-    def _judge(self, advisories: list[Advisory]) -> set[Advisory]:
-        now_ns = self._now_ns() - self._ahead_ns
+    def _select_late(self, advisories: list[Advisory]) -> set[Advisory]:
+        now_ns = self._now_ns() - self._clock_lead_ns
         return {each for each in advisories if is_late(each, now_ns, self._duration_ns)}
 
-    async def _ask(self) -> None:
+    async def _read_server_time(self) -> None:
         try:
             info = await stream_info(self._client, self._stream)
         except (ApiError, Refused):
             info = None
         # A server before 2.10 does not report its time: this host's is used instead.
         server_ns = parse_time(info.time) if info is not None and info.time else self._now_ns()
-        self._ahead_ns, self._asked = self._now_ns() - server_ns, self._clock.monotonic()
+        self._clock_lead_ns, self._read_at = self._now_ns() - server_ns, self._clock.monotonic()
 
     def _now_ns(self) -> int:
         return int(self._clock.now() * NS_PER_S)
 
 
 MESSAGE_ID = b"Nats-Msg-Id"
-MARGIN = 60 * NS_PER_S  # by which the clocks of servers may differ
+CLOCK_MARGIN_NS = 60 * NS_PER_S  # by which the clocks of servers may differ
 # Only headers are requested, so that many fit into little memory.
-ASKED = Asked(batch=5000, window=2 * 1024 * 1024)
+SCAN_LIMITS = PullLimits(batch=5000, window_bytes=2 * 1024 * 1024)
 
 
-async def ids_stored(
-    client: FloeClient, subject: str, ids: Collection[str], since_ns: int, asked: Asked = ASKED
+async def find_stored_ids(
+    client: FloeClient, subject: str, ids: Collection[str], since_ns: int, limits: PullLimits = SCAN_LIMITS
 ) -> set[str] | None:
     """Return those of `ids` that messages on `subject` stored since `since_ns` carry; None if no stream is visible.
 
     Raises Unavailable if a stream cannot be read now, ApiError or Refused if it may not be read.
     """
-    names = (await ask(client, "STREAM.NAMES", {"subject": subject})).get("streams") or ()
+    names = (await query(client, "STREAM.NAMES", {"subject": subject})).get("streams") or ()
     wanted = {each.encode() for each in ids}
-    start, found = From(time_ns=since_ns - MARGIN), set[str]()
+    start, found = StartAt(time_ns=since_ns - CLOCK_MARGIN_NS), set[str]()
     for name in names:
         if (info := await stream_info(client, name)) is None:
             raise Unavailable(f"stream {name} was there a moment ago and is not now")
         # The consumer may be on a replica that lags: it must pass the last sequence of the leader.
         last = info.last_sequence
-        pieces = scan(client, name, start, until=last, subject=subject, headers_only=True, asked=asked)
+        pieces = scan(client, name, start, until=last, subject=subject, headers_only=True, limits=limits)
         async with aclosing(pieces):
             async for piece in pieces:
-                carried = (header(each.headers, MESSAGE_ID) for each in piece)
-                found.update(each.decode() for each in carried if each is not None and each in wanted)
+                stored = (header_value(each.headers, MESSAGE_ID) for each in piece)
+                found.update(each.decode() for each in stored if each is not None and each in wanted)
     return found if names else None
 
 
-CODE = "E-ADVISORIES"
+ERROR_CODE = "E-ADVISORIES"
 
 
 class SendResult(StrEnum):
@@ -182,71 +182,71 @@ class SendResult(StrEnum):
     DROPPED = "dropped"
 
 
-class AdvisoryTally:
+class AdvisoryReport:
     """The outcomes of the advisories of one chain, in metrics and log."""
 
     def __init__(self, chain: Chain, template: str) -> None:
         self._chain, self._template = chain, template
         self._labels = chain.site, chain.feed, str(chain.partition)
         #: Error code of the last attempts; empty while they succeed.
-        self.failing = ""
-        begin("egress_", "advisories", site=chain.site, feed=chain.feed, partition=str(chain.partition))
-        self.waiting(0)
+        self.failing_code = ""
+        show_zeros("egress_", "advisories", site=chain.site, feed=chain.feed, partition=str(chain.partition))
+        self.set_waiting(0)
         metrics.advisories_failing.labels(*self._labels).set(0)
 
     def count(self, advisory: Advisory, result: SendResult) -> None:
         metrics.advisories.labels(*self._labels, advisory.event.value, result.value).inc()
 
-    def waiting(self, count: int) -> None:
+    def set_waiting(self, count: int) -> None:
         metrics.advisories_waiting.labels(*self._labels).set(count)
 
-    def fails(self, error: FloeError) -> None:
+    def record_failure(self, error: FloeError) -> None:
         metrics.advisories_failing.labels(*self._labels).set(1)
-        if error.code != self.failing:
-            self.failing = error.code
-            why, hint = error.message, error.hint
-            if error.code == NOBODY:
-                why = f"no stream takes {self._template}"
-                hint = f"nats stream add --subjects '{filter_of(self._template)}'; sending goes on by itself"
+        if error.code != self.failing_code:
+            self.failing_code = error.code
+            reason, hint = error.message, error.hint
+            if error.code == NO_RESPONDERS_CODE:
+                reason = f"no stream takes {self._template}"
+                hint = f"nats stream add --subjects '{subject_filter(self._template)}'; sending goes on by itself"
             log.error(
-                "advisories cannot be stored",
-                action="advisories_failing",
-                code=CODE,
-                error=why,
+                "advisories not stored",
+                action="advisories_failed",
+                code=ERROR_CODE,
+                error=reason,
                 hint=hint,
                 **self._chain.log_context(),
             )
 
-    def works(self) -> None:
-        if self.failing:
-            self.failing = ""
+    def record_recovery(self) -> None:
+        if self.failing_code:
+            self.failing_code = ""
             metrics.advisories_failing.labels(*self._labels).set(0)
-            log.info("advisories are stored again", action="advisories_work", **self._chain.log_context())
+            log.info("advisories recovered", action="advisories_recovered", **self._chain.log_context())
 
-    def not_compared(self, why: str) -> None:
+    def warn_not_compared(self, reason: str) -> None:
         """Warn that doubtful advisories cannot be looked up: only the stream's duplicate window avoids duplicates."""
         log.warning(
-            "advisories are not compared with their stream",
-            action="advisories_not_compared",
-            error=why,
+            "advisory check skipped",
+            action="advisory_check_skipped",
+            error=reason,
             hint="allow STREAM.NAMES, STREAM.INFO and CONSUMER.CREATE on it; until then only its duplicate "
             "window keeps them from being stored twice",
             **self._chain.log_context(),
         )
 
-    def refused(self, advisory: Advisory, error: ValueError) -> None:
+    def record_dropped(self, advisory: Advisory, error: ValueError) -> None:
         self.count(advisory, SendResult.DROPPED)
         log.error(
             "advisory dropped",
             action="advisory_dropped",
-            code=CODE,
+            code=ERROR_CODE,
             error=str(error),
             value=advisory.value[:200],
             **self._chain.log_context(),
         )
 
 
-def judge_ack(subject: str, payload: bytes) -> SendResult:
+def parse_ack(subject: str, payload: bytes) -> SendResult:
     """Return STORED or DUPLICATE if `payload` is the acknowledgement of a stream.
 
     Raises ApiError or Unavailable if the stream refuses, so nothing is stored; OutcomeUnknown for anything else, such
@@ -256,7 +256,5 @@ def judge_ack(subject: str, payload: bytes) -> SendResult:
     stream, sequence, duplicate = ack.get("stream"), ack.get("seq"), ack.get("duplicate", False)
     is_sequence = isinstance(sequence, int) and not isinstance(sequence, bool) and sequence > 0
     if not stream or not isinstance(stream, str) or not is_sequence or not isinstance(duplicate, bool):
-        raise OutcomeUnknown(
-            f"answer to {subject}: expected an acknowledgement of a stream, found {json.dumps(ack):.80}"
-        )
+        raise OutcomeUnknown(f"answer to {subject}: expected a stream's acknowledgement, found {json.dumps(ack):.80}")
     return SendResult.DUPLICATE if duplicate else SendResult.STORED

@@ -14,14 +14,15 @@ from common.jetstream.headers import build_block
 from common.jetstream.protocol import frame
 from common.jetstream.requests import ApiError
 from common.tasks import wait_for
-from egress.advisories.advisory import Advisory, document_of, event_id, filter_of, inspect_field, subject_of
-from egress.advisories.outbox import LIMIT, WAVE, AdvisoryTally, Lateness, Outbox, SendResult, ids_stored, judge_ack
+from egress.advisories import outbox as limits
+from egress.advisories.advisory import Advisory, advisory_subject, build_document, event_id, key_name, subject_filter
+from egress.advisories.outbox import AdvisoryReport, LatenessCheck, Outbox, SendResult, find_stored_ids, parse_ack
 from egress.partition import Partition
 
-ACK_TIMEOUT = 5.0  # seconds
-TICK = 0.5  # seconds between checks of conditions that have no event
-PROBE = 4  # advisories sent at once while the permission to send is missing: the connection logs each subject
-IDS_AT_ONCE = 1000  # made in one turn of the event loop
+ADVISORY_ACK_TIMEOUT_S = 5.0  # seconds
+SEND_CHECK_INTERVAL_S = 0.5  # seconds between checks of conditions that have no event
+PROBE_ADVISORIES = 4  # sent at once while the permission to send is missing: the connection logs each subject
+IDS_PER_TURN = 1000  # made in one turn of the event loop
 
 
 @dataclass(eq=False)
@@ -30,7 +31,7 @@ class AdvisorySender:
     while the connection is down. Made only if `partition.settings.advisory.subject` is set.
 
     `outbox`: the advisories that a snapshot holds as not stored yet; some may have been sent since. `may_send`:
-    called before each send, such as to check that the lease is usable. `ack_timeout`: seconds.
+    called before each send, such as to check that the lease is usable. `ack_timeout_s`: seconds.
     """
 
     partition: Partition
@@ -40,34 +41,34 @@ class AdvisorySender:
     rng: random.Random
     outbox: InitVar[Sequence[Advisory]] = ()
     may_send: Callable[[], bool] = lambda: True
-    ack_timeout: float = ACK_TIMEOUT
+    ack_timeout_s: float = ADVISORY_ACK_TIMEOUT_S
 
     def __post_init__(self, outbox: Sequence[Advisory]) -> None:
         feed = self.partition.settings
         self._template = feed.advisory.subject
-        self._tally = AdvisoryTally(self.chain, self._template)
+        self._report = AdvisoryReport(self.chain, self._template)
         duration_ns = round(feed.inspect_duration * NS_PER_S)
-        self._lateness = Lateness(self.client, feed.stream, duration_ns, self.clock)
+        self._lateness = LatenessCheck(self.client, feed.stream, duration_ns, self.clock)
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._queue: deque[Advisory] = deque()
 
-    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
+    def enqueue(self, advisories: Sequence[Advisory], *, may_be_sent: bool) -> None:
         """Send these, in this order for each value. Called from the event loop; never waits, never refuses.
 
-        `again`: found while messages are read a second time, so they may have been sent.
+        `may_be_sent`: found while messages are read a second time, so they may have been sent.
         """
-        if again:
+        if may_be_sent:
             return
-        room = LIMIT - len(self._queue)
+        room = limits.MAX_WAITING_ADVISORIES - len(self._queue)
         self._queue.extend(advisories[:room])
         for advisory in advisories[room:]:
-            self._tally.count(advisory, SendResult.DROPPED)
+            self._report.count(advisory, SendResult.DROPPED)
         if self._queue:
             self._idle.clear()
         self._wake.set()
 
-    def settle(self) -> None:
+    def finish_reread(self) -> None:
         """End the second reading: look up the doubtful advisories in the stream, and send those that are not there."""
 
     @property
@@ -87,26 +88,26 @@ class AdvisorySender:
         while True:
             self._wake.clear()
             while self._queue and self.may_send():
-                await self._send([self._queue.popleft() for _ in range(min(WAVE, len(self._queue)))])
+                await self._send([self._queue.popleft() for _ in range(min(limits.MAX_IN_FLIGHT, len(self._queue)))])
             if not self._queue:
                 self._idle.set()
-            await wait_for(self._wake, TICK)
+            await wait_for(self._wake, SEND_CHECK_INTERVAL_S)
 
     async def drain(self, timeout: float) -> None:
         """Wait until nothing is queued, sending fails, or `timeout` seconds have passed. `run` must be running."""
         await wait_for(self._idle, timeout)
 
-    async def _send(self, wave: list[Advisory]) -> None:
+    async def _send(self, batch: list[Advisory]) -> None:
         try:
-            late = await self._lateness.late(wave)
+            late = await self._lateness.find_late(batch)
         except FloeError:
             late = set()
         frames: dict[Advisory, bytes] = {}
-        for advisory in [each for each in wave if each not in late]:
+        for advisory in [each for each in batch if each not in late]:
             try:
-                frames[advisory] = frame(*self._message(advisory))
+                frames[advisory] = frame(*self._build_message(advisory))
             except ValueError as error:
-                self._tally.refused(advisory, error)
+                self._report.record_dropped(advisory, error)
         try:
             self.client.send(b"".join(frames.values()))
             await self.client.flush_writes()
@@ -114,20 +115,20 @@ class AdvisorySender:
         except Unavailable:
             result = SendResult.DROPPED
         for advisory in late:
-            self._tally.count(advisory, SendResult.STALE)
+            self._report.count(advisory, SendResult.STALE)
         for advisory in frames:
-            self._tally.count(advisory, result)
+            self._report.count(advisory, result)
 
-    def _message(self, advisory: Advisory) -> tuple[bytes, bytes, bytes]:
+    def _build_message(self, advisory: Advisory) -> tuple[bytes, bytes, bytes]:
         """Return the subject, the payload, and headers with the id by which the stream recognises a duplicate.
 
         Raises ValueError if it exceeds the server's limit: the server would refuse it and close the connection.
         """
-        document = document_of(self.chain, inspect_field(self.partition.settings), advisory)
+        document = build_document(self.chain, key_name(self.partition.settings), advisory)
         payload, headers = document.to_json(), build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
         if (size := len(headers) + len(payload)) > self.client.max_payload:
             raise ValueError(f"expected at most {self.client.max_payload} bytes, found {size}")
-        return subject_of(self._template, advisory).encode(), payload, headers
+        return advisory_subject(self._template, advisory).encode(), payload, headers
 
 
 class ReliableSender(AdvisorySender):
@@ -141,18 +142,18 @@ class ReliableSender(AdvisorySender):
         super().__post_init__(outbox)
         self._backoff, self._outbox = Backoff(self.rng), Outbox()
         self._failed: set[Advisory] = set()
-        self._is_settled, self._is_compared, self._most = False, True, WAVE
-        self.take(outbox, again=True)
+        self._is_reread_finished, self._is_compared, self._batch_limit = False, True, limits.MAX_IN_FLIGHT
+        self.enqueue(outbox, may_be_sent=True)
 
     # Incoming
 
-    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
-        self._outbox.add(advisories, doubtful=again)
-        self._changed()
+    def enqueue(self, advisories: Sequence[Advisory], *, may_be_sent: bool) -> None:
+        self._outbox.add(advisories, doubtful=may_be_sent)
+        self._update_waiting()
 
-    def settle(self) -> None:
-        self._is_settled = True
-        self._changed()
+    def finish_reread(self) -> None:
+        self._is_reread_finished = True
+        self._update_waiting()
 
     @property
     def has_room(self) -> bool:
@@ -161,9 +162,9 @@ class ReliableSender(AdvisorySender):
     def pending(self) -> tuple[Advisory, ...]:
         return self._outbox.pending()
 
-    def _changed(self) -> None:
+    def _update_waiting(self) -> None:
         count = len(self._outbox)
-        self._tally.waiting(count)
+        self._report.set_waiting(count)
         if count:
             self._idle.clear()
         else:
@@ -176,98 +177,98 @@ class ReliableSender(AdvisorySender):
         while True:
             self._wake.clear()
             try:
-                went_on = self.may_send() and self.client.is_up and await self._step()
+                did_work = self.may_send() and self.client.is_up and await self._step()
             except FloeError as error:
                 # A lost connection is reported elsewhere; an advisory with a lost answer is looked up next.
                 if self.client.is_up and not isinstance(error, OutcomeUnknown):
-                    self._tally.fails(error)
-                await self.clock.sleep(self._backoff.next())
+                    self._report.record_failure(error)
+                await self.clock.sleep(self._backoff.next_delay())
             else:
-                if not went_on:
-                    await wait_for(self._wake, TICK)
+                if not did_work:
+                    await wait_for(self._wake, SEND_CHECK_INTERVAL_S)
 
     async def drain(self, timeout: float) -> None:
         deadline = self.clock.monotonic() + timeout
-        while not (self._idle.is_set() or self._tally.failing) and self.clock.monotonic() < deadline:
+        while not (self._idle.is_set() or self._report.failing_code) and self.clock.monotonic() < deadline:
             await wait_for(self._idle, min(0.05, timeout))
 
     async def _step(self) -> bool:
         """Compare or send once. Return False if there is nothing to do."""
         outbox = self._outbox
-        if outbox.doubtful and (self._is_settled or not outbox.has_room):
-            await self._compare(list(outbox.doubtful))
-        elif wave := outbox.wave(self._most):
-            await self._send(await self._without_late(wave))
+        if outbox.doubtful and (self._is_reread_finished or not outbox.has_room):
+            await self._resolve_doubtful(list(outbox.doubtful))
+        elif batch := outbox.next_batch(self._batch_limit):
+            await self._send(await self._drop_late(batch))
         else:
             return False
         self._backoff.reset()
         if not self._failed:
-            self._tally.works()
+            self._report.record_recovery()
         return True
 
-    async def _without_late(self, advisories: list[Advisory]) -> list[Advisory]:
-        late = await self._lateness.late(advisories)
+    async def _drop_late(self, advisories: list[Advisory]) -> list[Advisory]:
+        late = await self._lateness.find_late(advisories)
         for advisory in late:
             self._remove(advisory, SendResult.STALE)
         return [each for each in advisories if each not in late]
 
-    async def _send(self, wave: list[Advisory]) -> None:
-        errors = await asyncio.gather(*map(self._send_one, wave))
-        self._changed()
+    async def _send(self, batch: list[Advisory]) -> None:
+        errors = await asyncio.gather(*map(self._send_one, batch))
+        self._update_waiting()
         failures = [error for error in errors if error is not None]
         refused = sum(isinstance(error, Refused) for error in failures)
-        self._most = PROBE if refused and refused == len(wave) else WAVE
+        self._batch_limit = PROBE_ADVISORIES if refused and refused == len(batch) else limits.MAX_IN_FLIGHT
         if failures:
             raise failures[0]
 
     async def _send_one(self, advisory: Advisory) -> FloeError | None:
         """Send one advisory. Return the error if it may not be stored; None if it is stored or was dropped."""
         try:
-            subject, payload, headers = self._message(advisory)
-            answer, _ = await self.client.request_raw(subject, payload, headers, timeout=self.ack_timeout)
-            self._remove(advisory, judge_ack(subject.decode(), answer))
+            subject, payload, headers = self._build_message(advisory)
+            answer, _ = await self.client.request_raw(subject, payload, headers, timeout=self.ack_timeout_s)
+            self._remove(advisory, parse_ack(subject.decode(), answer))
         except FloeError as error:
             is_unknown = isinstance(error, OutcomeUnknown)
-            self._tally.count(advisory, SendResult.UNKNOWN if is_unknown else SendResult.FAILED)
-            self._outbox.put_back(advisory, doubtful=is_unknown)
+            self._report.count(advisory, SendResult.UNKNOWN if is_unknown else SendResult.FAILED)
+            self._outbox.requeue(advisory, doubtful=is_unknown)
             self._failed.add(advisory)
             return error
         except ValueError as error:
-            self._tally.refused(advisory, error)
+            self._report.record_dropped(advisory, error)
             self._forget(advisory)
         return None
 
     # Doubtful advisories
 
-    async def _compare(self, doubtful: list[Advisory]) -> None:
-        advisories, wanted = await self._without_late(doubtful), dict[str, Advisory]()
-        for start in range(0, len(advisories), IDS_AT_ONCE):
-            some = advisories[start : start + IDS_AT_ONCE]
+    async def _resolve_doubtful(self, doubtful: list[Advisory]) -> None:
+        advisories, wanted = await self._drop_late(doubtful), dict[str, Advisory]()
+        for start in range(0, len(advisories), IDS_PER_TURN):
+            some = advisories[start : start + IDS_PER_TURN]
             wanted |= {event_id(self.chain, each): each for each in some}
             await asyncio.sleep(0)  # lets reading continue
         if wanted:
-            for event in await self._stored(wanted):
+            for event in await self._find_stored(wanted):
                 self._remove(wanted.pop(event), SendResult.STORED)
-        self._outbox.trust(wanted.values())
-        self._changed()
+        self._outbox.mark_not_stored(wanted.values())
+        self._update_waiting()
 
-    async def _stored(self, wanted: dict[str, Advisory]) -> set[str]:
+    async def _find_stored(self, wanted: dict[str, Advisory]) -> set[str]:
         """Return the ids that are stored; empty if no stream is visible and readable. Raises Unavailable: retry."""
-        subject, least_ns = filter_of(self._template), min(each.moment_ns for each in wanted.values())
-        why = f"no stream with {subject} is seen"
+        subject, least_ns = subject_filter(self._template), min(each.event_time_ns for each in wanted.values())
+        reason = f"no stream with {subject} is seen"
         try:
-            found = await ids_stored(self.client, subject, set(wanted), least_ns)
+            found = await find_stored_ids(self.client, subject, set(wanted), least_ns)
         except (ApiError, Refused) as error:
-            found, why = None, error.message
+            found, reason = None, error.message
         if found is None and self._is_compared:
-            self._tally.not_compared(why)
+            self._report.warn_not_compared(reason)
         self._is_compared = found is not None
         return found or set()
 
     # Outcomes
 
     def _remove(self, advisory: Advisory, result: SendResult) -> None:
-        self._tally.count(advisory, result)
+        self._report.count(advisory, result)
         self._forget(advisory)
 
     def _forget(self, advisory: Advisory) -> None:
@@ -275,5 +276,5 @@ class ReliableSender(AdvisorySender):
         self._failed.discard(advisory)
 
 
-def sender_kind(partition: Partition) -> type[AdvisorySender]:
+def sender_class(partition: Partition) -> type[AdvisorySender]:
     return ReliableSender if partition.settings.advisory.reliable else AdvisorySender

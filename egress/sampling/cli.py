@@ -10,27 +10,27 @@ from itertools import islice
 import click
 
 from common.chain import Chain
-from common.cli import Moment, TimeType, config_option, json_option, moment, run_command
+from common.cli import RequestedTime, TimeType, config_option, json_option, resolve_time, run_command
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import DataError, FloeError
-from common.logs import escaped
-from common.open import load_settings, open_view
+from common.logs import escape
+from common.open import load_settings, open_for_view
 from common.segments.documents import SnapshotRef
 from common.segments.store import SegmentStore
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
-from egress.context import feed_meant
+from egress.context import parse_feed
 from egress.sampling.key_table import KnownKey, Notice, SamplerState
-from egress.sampling.settings import Sampling
+from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import Snapshots
+from egress.sampling.snapshot_store import SnapshotStore
 
 _TIME_WIDTH = len("2026-11-20T10:00:00.000000000Z")
-_LINES_AT_ONCE = 1000
+_LINES_PER_WRITE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class KeySelection:
+class ValueFilter:
     """A filter of values: those that match `pattern` (None: all), were last seen at `since_ns` or later, and, if
     `silent_ns` is not None, were last seen before it or are known to be silent.
 
@@ -42,7 +42,7 @@ class KeySelection:
     silent_ns: int | None = None
     expired_ns: int = 0
 
-    def takes(self, known: KnownKey) -> bool:
+    def matches(self, known: KnownKey) -> bool:
         if known.seen_ns < self.since_ns:
             return False
         if self.silent_ns is not None and not (known.notice or known.seen_ns < self.silent_ns):
@@ -50,24 +50,24 @@ class KeySelection:
         return self.pattern is None or self.pattern.search(known.value) is not None
 
 
-class Values:
-    """The values of `state` that `selection` takes, sorted by name; a million of them take some 100 MB.
+class SelectedValues:
+    """The values of `state` that `value_filter` matches, sorted by name; a million of them take some 100 MB.
 
-    `known`: how many values the state knows; `expired`: how many more have expired.
+    `known_count`: how many values the state knows; `expired_count`: how many more have expired.
     """
 
-    def __init__(self, state: SamplerState, selection: KeySelection) -> None:
+    def __init__(self, state: SamplerState, value_filter: ValueFilter) -> None:
         self._values: list[str] = []
         self._times = array("q")  # seen, copied, due of each
         self._sizes, self._notices = array("Q"), bytearray()
-        self.known = self.expired = 0
-        for known in state.known():
+        self.known_count = self.expired_count = 0
+        for known in state.iter_keys():
             # These keys are only waiting to be forgotten.
-            if known.notice == Notice.EXPIRE or known.seen_ns <= selection.expired_ns:
-                self.expired += 1
+            if known.notice == Notice.EXPIRE or known.seen_ns <= value_filter.expired_ns:
+                self.expired_count += 1
                 continue
-            self.known += 1
-            if selection.takes(known):
+            self.known_count += 1
+            if value_filter.matches(known):
                 self._values.append(known.value)
                 self._times.extend((known.seen_ns, known.copied_ns, known.due_ns))
                 self._sizes.append(known.size)
@@ -76,7 +76,7 @@ class Values:
     def __len__(self) -> int:
         return len(self._values)
 
-    def last_seen_by(self, time_ns: int) -> int:
+    def count_seen_by(self, time_ns: int) -> int:
         return sum(seen <= time_ns for seen in self._times[::3])
 
     def __iter__(self) -> Iterator[KnownKey]:
@@ -85,17 +85,17 @@ class Values:
             yield KnownKey(self._values[n], seen, copied, due, self._sizes[n], Notice(self._notices[n]))
 
 
-def as_value(_chain: Chain, known: KnownKey) -> str:
-    return escaped(known.value)
+def format_value(_chain: Chain, known: KnownKey) -> str:
+    return escape(known.value)
 
 
-def _as_text(chain: Chain, known: KnownKey) -> str:
+def _format_row(chain: Chain, known: KnownKey) -> str:
     advised = known.notice.name.lower() if known.notice else "-"
     times = f"{format_time(known.seen_ns):{_TIME_WIDTH}}  {format_time(known.copied_ns):{_TIME_WIDTH}}"
-    return f"{chain}  {times}  {known.size:10}  {advised:7}  {escaped(known.value)}"
+    return f"{chain}  {times}  {known.size:10}  {advised:7}  {escape(known.value)}"
 
 
-def _as_json(chain: Chain, known: KnownKey) -> str:
+def _format_json(chain: Chain, known: KnownKey) -> str:
     return json.dumps(
         {
             "chain": str(chain),
@@ -109,7 +109,7 @@ def _as_json(chain: Chain, known: KnownKey) -> str:
     )
 
 
-class Pattern(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+class RegexType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
     """A regular expression, as re.Pattern."""
 
     name = "regular expression"
@@ -122,7 +122,7 @@ class Pattern(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
 
 @click.command()
-@click.argument("value", required=False, type=Pattern())
+@click.argument("value", required=False, type=RegexType())
 @click.option("--feed", metavar="FEED|SITE/FEED[/INC[/PART]]", help="Only this feed, or this chain of it.")
 @click.option("--since", type=TimeType(), help="Only values seen since: 2h, a time.")
 @click.option("--silent", is_flag=True, help="Only values silent for longer than warn_duration, and not yet expired.")
@@ -134,7 +134,7 @@ def state(
     config: str,
     value: re.Pattern[str] | None,
     feed: str | None,
-    since: Moment | None,
+    since: RequestedTime | None,
     silent: bool,
     is_values: bool,
     as_json: bool,
@@ -154,55 +154,55 @@ def state(
     """
     settings = load_settings(config, quiet=True)
     now = SystemClock().now()
-    since_ns = moment(now, since) or 0
+    since_ns = resolve_time(now, since) or 0
     failures: list[FloeError] = []
-    store, documents = open_view(settings)
-    form = as_value if is_values else _as_json if as_json else _as_text
-    is_headed = form is not _as_text
-    meant, incarnation, partition = feed_meant(settings, feed) if feed else (None, None, None)
-    for each in _sampled(settings, meant):
-        warn_ns = sampling.warn_ns if (sampling := Sampling.of(each)) else 0
+    store, documents = open_for_view(settings)
+    format_line = format_value if is_values else _format_json if as_json else _format_row
+    is_headed = format_line is not _format_row
+    feed_name, incarnation, partition = parse_feed(settings, feed) if feed else (None, None, None)
+    for each in _sampled_feeds(settings, feed_name):
+        warn_ns = sampling.warn_ns if (sampling := SamplingSettings.from_feed(each)) else 0
         chains = documents.chains(settings.site, each.name)
         newest = max((chain.incarnation for chain in chains), default=0) if incarnation is None else incarnation
         for chain in chains:
-            is_meant = chain.incarnation == newest and partition in (None, chain.partition)
-            found = _read(store, chain, failures) if is_meant else None
+            is_selected = chain.incarnation == newest and partition in (None, chain.partition)
+            found = _newest(store, chain, failures) if is_selected else None
             if found is None:
                 continue
-            knew = found[1].state
-            silent_ns = knew.watermark_ns - warn_ns if silent else None
-            expired_ns = knew.watermark_ns - knew.duration_ns
-            chosen = Values(knew, KeySelection(value, since_ns, silent_ns, expired_ns))
-            _tell(*found, chosen, now, documents.read_tail(chain))
+            state = found[1].state
+            silent_ns = state.watermark_ns - warn_ns if silent else None
+            expired_ns = state.watermark_ns - state.duration_ns
+            selected = SelectedValues(state, ValueFilter(value, since_ns, silent_ns, expired_ns))
+            _print_summary(*found, selected, now, documents.read_tail(chain))
             if not is_headed:
                 times = f"{'seen':{_TIME_WIDTH}}  {'copied':{_TIME_WIDTH}}"
                 click.echo(f"{'chain':{len(str(chain))}}  {times}  {'size':>10}  {'advised':7}  value")
                 is_headed = True
-            lines = (form(chain, known) for known in chosen)
-            while block := list(islice(lines, _LINES_AT_ONCE)):
+            lines = (format_line(chain, known) for known in selected)
+            while block := list(islice(lines, _LINES_PER_WRITE)):
                 click.echo("\n".join(block))
     store.close()
     for error in failures:
-        click.echo(error.line(), err=True)
+        click.echo(error.as_text(), err=True)
     return failures[0].exit_code if failures else 0
 
 
-def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float, tail: int | None) -> None:
+def _print_summary(ref: SnapshotRef, found: Snapshot, selected: SelectedValues, now: float, tail: int | None) -> None:
     """Print the summary of a chain to stderr. `tail`: the last sequence of the archive, None if it is unknown."""
     text = (
-        f"{ref.chain}: {len(chosen)} of {chosen.known} values, as of sequence {ref.position - 1}; "
+        f"{ref.chain}: {len(selected)} of {selected.known_count} values, as of sequence {ref.position - 1}; "
         f"the snapshot is {max(0.0, now - ref.modified):.0f} s old"
     )
     if tail is not None:
         text += f"; the archive goes on to {tail}" if tail >= ref.position else ", and the archive ends there"
-    if chosen.expired:
-        text += f"; expired by then and not listed: {chosen.expired}"
-    if late := chosen.last_seen_by(round(now * NS_PER_S) - snapshot.state.duration_ns):
+    if selected.expired_count:
+        text += f"; expired by then and not listed: {selected.expired_count}"
+    if late := selected.count_seen_by(round(now * NS_PER_S) - found.state.duration_ns):
         text += f"; expired since then, unless seen again: {late}"
     click.echo(text, err=True)
 
 
-def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
+def _sampled_feeds(settings: Settings, feed: str | None) -> list[FeedSettings]:
     """Return the sampled feeds, or `feed` alone. Raises UsageError if `feed` is not one of them."""
     sampled = [each for each in settings.egress.feeds if each.sampling_key]
     found = [each for each in sampled if feed in (None, each.name)]
@@ -214,11 +214,11 @@ def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
     return found
 
 
-def _read(store: SegmentStore, chain: Chain, failures: list[FloeError]) -> tuple[SnapshotRef, Snapshot] | None:
+def _newest(store: SegmentStore, chain: Chain, failures: list[FloeError]) -> tuple[SnapshotRef, Snapshot] | None:
     """Return the newest readable snapshot; None if there is none. If there are snapshots and none is readable, the
     first error is added to `failures`.
     """
-    snapshots = Snapshots(store, chain)
+    snapshots = SnapshotStore(store, chain)
     if not (refs := snapshots.list()):
         click.echo(f"{chain}: no snapshot yet", err=True)
     problems: list[FloeError] = []
@@ -229,7 +229,7 @@ def _read(store: SegmentStore, chain: Chain, failures: list[FloeError]) -> tuple
             problems.append(error)
         else:
             for problem in problems:
-                click.echo(problem.line(), err=True)
+                click.echo(problem.as_text(), err=True)
             return ref, snapshot
     failures.extend(problems[:1])
     return None

@@ -14,7 +14,7 @@ import msgspec
 
 from common.documents import is_too_deep
 from common.segments.columns import Columns
-from egress.sampling.settings import MAX_KEY_BYTES, MAX_LEVELS, Sampling
+from egress.sampling.settings import MAX_JSON_DEPTH, MAX_KEY_BYTES, SamplingSettings
 
 Path = tuple[str, ...]
 
@@ -40,20 +40,20 @@ def parse_path(text: str) -> Path:
     return tuple(names)
 
 
-def scalar(raw: bytes) -> str | None:
+def key_of_json(raw: bytes) -> str | None:
     """Return a JSON value as a key: a string itself, a number, true and false as written; None for any other."""
     if raw.startswith(_STRING):
         return _text(raw) or None
     return None if raw[:1] in b"n{[" else raw.decode("ascii")
 
 
-def _walk(path: Path) -> Callable[[bytes], bytes | None]:
+def _path_finder(path: Path) -> Callable[[bytes], bytes | None]:
     """Return a function that finds the JSON of the value at `path` in any document; it returns None if there is none.
 
     Of several members with one name the last counts. The rest of the document after the value is checked too. The
     function raises one of `UNREADABLE`.
     """
-    steps = list(map(_step, path))
+    steps = list(map(_step_finder, path))
 
     def find(document: bytes) -> bytes | None:
         found: bytes | None = document
@@ -64,9 +64,9 @@ def _walk(path: Path) -> Callable[[bytes], bytes | None]:
     return find
 
 
-def _step(name: str) -> Callable[[bytes], bytes | None]:
+def _step_finder(name: str) -> Callable[[bytes], bytes | None]:
     """Return a function from an object to its member, from an array to its item; it returns None if there is none."""
-    member = _member(name)
+    member = _member_finder(name)
     # No payload has so many items that an index has more digits.
     index = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else None
 
@@ -82,7 +82,7 @@ def _step(name: str) -> Callable[[bytes], bytes | None]:
     return step
 
 
-def _member(name: str) -> Callable[[bytes], bytes | None]:
+def _member_finder(name: str) -> Callable[[bytes], bytes | None]:
     if not _is_plain(name):
         return lambda value: _bytes(_members(value).get(name))
     decode = msgspec.json.Decoder(_struct({name: 0}, [msgspec.Raw], "", [""])).decode
@@ -101,14 +101,14 @@ Find = Callable[[Any], Any]
 Branch = dict[str, "Branch | int"]
 
 
-def _grow(branch: Branch, path: Path, place: int) -> bool:
+def _add_path(branch: Branch, path: Path, index: int) -> bool:
     """Add `path` to the tree under `branch`. Return False if it collides with another path."""
     for name in path[:-1]:
         below = branch.setdefault(name, {})
         if isinstance(below, int):
             return False
         branch = below
-    return branch.setdefault(path[-1], place) == place
+    return branch.setdefault(path[-1], index) == index
 
 
 def _struct(branch: Branch, kinds: Sequence[Any], prefix: str, attributes: list[str]) -> Any:
@@ -131,7 +131,7 @@ def _struct(branch: Branch, kinds: Sequence[Any], prefix: str, attributes: list[
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class DocumentReader:
     """One method to read a document. Its functions may raise one of `UNREADABLE`; then the next method is tried."""
 
     decode: Callable[[bytes], Any]
@@ -148,56 +148,56 @@ class JsonReader:
     """
 
     def __init__(self, key: Path | None, force: Path | None) -> None:
-        self._ways, self._first = _ways(key, force), 0
+        self._document_readers, self._preferred = _document_readers(key, force), 0
 
     def keys(self, payloads: Sequence[bytes]) -> list[str | None]:
         """Return the keys; None for a document that has none, is not JSON, or is nested too deeply."""
         keys: list[str | None] = []
-        append, first = keys.append, self._ways[self._first]
-        decode, key = first.decode, first.key
+        append, reader = keys.append, self._document_readers[self._preferred]
+        decode, key = reader.decode, reader.key
         for payload in payloads:
             try:
-                append(None if is_too_deep(payload, MAX_LEVELS) else key(decode(payload)) or None)
+                append(None if is_too_deep(payload, MAX_JSON_DEPTH) else key(decode(payload)) or None)
             except UNREADABLE:
-                append(self._otherwise(payload)[0])
+                append(self._read_with_fallbacks(payload)[0])
         return keys
 
-    def both(self, payloads: Sequence[bytes]) -> tuple[list[str | None], list[bool]]:
+    def keys_and_forces(self, payloads: Sequence[bytes]) -> tuple[list[str | None], list[bool]]:
         """Return the keys, as `keys` does, and True for each message that is forced to pass, False if unreadable."""
         found: list[tuple[str | None, bool]] = []
-        first = self._ways[self._first]
-        decode, key, forced = first.decode, first.key, first.forced
+        reader = self._document_readers[self._preferred]
+        decode, key, forced = reader.decode, reader.key, reader.forced
         for payload in payloads:
-            if is_too_deep(payload, MAX_LEVELS):
+            if is_too_deep(payload, MAX_JSON_DEPTH):
                 found.append((None, False))
                 continue
             try:
                 document = decode(payload)
                 found.append((key(document) or None, forced(document)))
             except UNREADABLE:
-                found.append(self._otherwise(payload))
+                found.append(self._read_with_fallbacks(payload))
         return [each for each, _ in found], [force for _, force in found]
 
-    def _otherwise(self, payload: bytes) -> tuple[str | None, bool]:
-        for number, way in enumerate(self._ways):
+    def _read_with_fallbacks(self, payload: bytes) -> tuple[str | None, bool]:
+        for number, reader in enumerate(self._document_readers):
             try:
-                document = way.decode(payload)
-                key, forced = way.key(document) or None, way.forced(document)
+                document = reader.decode(payload)
+                key, forced = reader.key(document) or None, reader.forced(document)
             except UNREADABLE:
                 continue
             if number == 1 and key is not None:
-                self._first = 1
+                self._preferred = 1
             return key, forced
         return None, False
 
 
-def _ways(key: Path | None, force: Path | None) -> list[Way]:
-    by_walk = _way(bytes, _walk(key) if key else None, _walk(force) if force else None)
-    ways = [_tree(key, force, str | None), _tree(key, force, msgspec.Raw), by_walk]
-    return [way for way in ways if way is not None]
+def _document_readers(key: Path | None, force: Path | None) -> list[DocumentReader]:
+    by_walk = _document_reader(bytes, _path_finder(key) if key else None, _path_finder(force) if force else None)
+    readers = [_struct_reader(key, force, str | None), _struct_reader(key, force, msgspec.Raw), by_walk]
+    return [reader for reader in readers if reader is not None]
 
 
-def _tree(key: Path | None, force: Path | None, kind: Any) -> Way | None:
+def _struct_reader(key: Path | None, force: Path | None, kind: Any) -> DocumentReader | None:
     """Return one decoder for both paths, with a value of the type `kind` as the key.
 
     None if only a walk finds them: a name could be an index or contains an escaped character, or one path leads
@@ -207,30 +207,30 @@ def _tree(key: Path | None, force: Path | None, kind: Any) -> Way | None:
     if not all(_is_plain(name) and not name.isdigit() for path in paths for name in path):
         return None
     root: Branch = {}
-    if not all(_grow(root, path, place) for place, path in enumerate(paths)):
+    if not all(_add_path(root, path, index) for index, path in enumerate(paths)):
         return None
     attributes = [""] * len(paths)
     document = _struct(root, [kind, msgspec.Raw][key is None :], "", attributes)
     find = list(map(attrgetter, attributes))
     decode = msgspec.json.Decoder(document).decode
-    way = _way(decode, find[0] if key else None, find[-1] if force else None)
-    return way if key is None or kind is msgspec.Raw else replace(way, key=find[0])
+    reader = _document_reader(decode, find[0] if key else None, find[-1] if force else None)
+    return reader if key is None or kind is msgspec.Raw else replace(reader, key=find[0])
 
 
-def _way(decode: Callable[[bytes], Any], find_key: Find | None, find_force: Find | None) -> Way:
-    """Return a `Way`. `find_key`, `find_force`: return the JSON of a value, None if it is absent; each is None itself
-    if the value is not needed.
+def _document_reader(decode: Callable[[bytes], Any], find_key: Find | None, find_force: Find | None) -> DocumentReader:
+    """Return a `DocumentReader`. `find_key`, `find_force`: return the JSON of a value, None if it is absent; each is
+    None itself if the value is not needed.
     """
 
     def key(document: Any) -> str | None:
         found = find_key(document) if find_key else None
-        return None if found is None else scalar(bytes(found))
+        return None if found is None else key_of_json(bytes(found))
 
     def forced(document: Any) -> bool:
         found = find_force(document) if find_force else None
         return found is not None and bytes(found) == b"true"
 
-    return Way(decode, key, forced)
+    return DocumentReader(decode, key, forced)
 
 
 Keys = list[str | None]
@@ -240,19 +240,19 @@ Forces = list[bool] | None
 class KeyReader:
     """The reader of the keys of messages, as set by `sampling`; made once per session, for one thread."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: SamplingSettings) -> None:
         key, force = (parse_path(path) if path else None for path in (sampling.field, sampling.force_field))
-        self._json, self._has_force, self._by = JsonReader(key, force), force is not None, None
+        self._json, self._has_force, self._reader = JsonReader(key, force), force is not None, None
         if key is None:
-            self._by = _by_header(sampling.header) if sampling.header else _by_token(sampling.subject_token)
+            self._reader = _header_reader(sampling.header) if sampling.header else _token_reader(sampling.subject_token)
 
     def read(self, columns: Columns) -> tuple[Keys, Forces]:
         """Return the key of each message, None if it has none; and True for each that is forced to pass, None instead
         of a list if the settings name no force field.
         """
-        keys, forced = self._json.both(columns.payloads) if self._has_force else ([], None)
-        if self._by is not None:
-            keys = self._by(columns)
+        keys, forced = self._json.keys_and_forces(columns.payloads) if self._has_force else ([], None)
+        if self._reader is not None:
+            keys = self._reader(columns)
         elif forced is None:
             keys = self._json.keys(columns.payloads)
         # A character has at most four bytes: this one comparison is enough for most batches.
@@ -261,7 +261,7 @@ class KeyReader:
         return keys, forced
 
 
-def _by_header(name: str) -> Callable[[Columns], Keys]:
+def _header_reader(name: str) -> Callable[[Columns], Keys]:
     line = rb"\r\n[ \t]*" + re.escape(name.encode()) + rb"[ \t]*:([^\r\n]*)"
     find = re.compile(line, re.IGNORECASE).search
 
@@ -272,7 +272,7 @@ def _by_header(name: str) -> Callable[[Columns], Keys]:
     return lambda columns: list(map(key, columns.headers))
 
 
-def _by_token(token: int) -> Callable[[Columns], Keys]:
+def _token_reader(token: int) -> Callable[[Columns], Keys]:
     if token < 0:
         return lambda columns: list(map(_key_text, columns.subjects))
 

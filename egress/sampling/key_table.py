@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from common.clock import NS_PER_S
 
 #: A publisher with a period of `inspect_duration` is never exactly on time: it may be early by 1/100 of the period.
-SLACK_PART = 100
+SLACK_DIVISOR = 100
 
 
 def period_ns(key: str, duration_ns: int) -> int:
@@ -32,11 +32,11 @@ def period_ns(key: str, duration_ns: int) -> int:
     """
     digest = blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8).digest()
     spread = int.from_bytes(digest, "big") * duration_ns // (10 << 64)
-    return duration_ns - min(NS_PER_S, duration_ns // SLACK_PART) - spread
+    return duration_ns - min(NS_PER_S, duration_ns // SLACK_DIVISOR) - spread
 
 
 #: Values in one list. If a frozen state shares the list, it is copied before it is changed.
-CHUNK = 4096
+CHUNK_VALUES = 4096
 
 
 class Notice(IntEnum):
@@ -67,8 +67,8 @@ class KnownKey:
 class SamplerState:
     """The state of a sampler at one moment, empty at first. Made by `Sampler.freeze` and by `decode`.
 
-    `watermark_ns`: the newest message time folded in. `values`: lists of `CHUNK` keys (the last may be shorter), None
-    for a free place. The other fields hold the columns, one entry for each place: `seen` and `due` 8 bytes (ns),
+    `watermark_ns`: the newest message time folded in. `values`: lists of `CHUNK_VALUES` keys (the last may be shorter),
+    None for a free place. The other fields hold the columns, one entry for each place: `seen` and `due` 8 bytes (ns),
     `sizes` 4, `notices` 1, in the byte order of this machine.
     """
 
@@ -83,7 +83,7 @@ class SamplerState:
     def count(self) -> int:
         return sum(len(chunk) - chunk.count(None) for chunk in self.values)
 
-    def known(self) -> Iterator[KnownKey]:
+    def iter_keys(self) -> Iterator[KnownKey]:
         values, times = chain.from_iterable(self.values), (array("q", self.seen), array("q", self.due))
         columns = zip(values, *times, array("I", self.sizes), self.notices, strict=True)
         for value, seen, due, size, notice in columns:
@@ -93,12 +93,12 @@ class SamplerState:
 
 
 #: `seen` of a free place: later than any message.
-NEVER = 2**63 - 1
+MAX_INT64 = 2**63 - 1
 
 
-def later(time_ns: int, by_ns: int) -> int:
+def add_capped(time_ns: int, by_ns: int) -> int:
     """Return `time_ns + by_ns`, capped to the range of a column: a server can write any message time."""
-    return min(NEVER, time_ns + by_ns)
+    return min(MAX_INT64, time_ns + by_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class DueLimits:
     forget: int
 
 
-class Table:
+class KeyTable:
     """The keys and their columns. A place is reused only after `forget`.
 
     `places`: the place of each key. `seen`, `due`: ns; `sizes`: bytes; `notices`: of type `Notice`.
@@ -136,31 +136,31 @@ class Table:
         return len(self.places)
 
     def key(self, place: int) -> str:
-        key = self._chunks[place // CHUNK][place % CHUNK]
+        key = self._chunks[place // CHUNK_VALUES][place % CHUNK_VALUES]
         assert key is not None
         return key
 
     def add(self, key: str, seen: int, due: int, size: int) -> None:
         if not self._free:
             place = len(self.seen)
-            if place % CHUNK == 0:
+            if place % CHUNK_VALUES == 0:
                 self._chunks.append([])
                 self._shared.append(0)
-            self._own(place).append(key)
+            self._writable_chunk(place).append(key)
             self.seen.append(seen)
             self.due.append(due)
             self.sizes.append(size)
             self.notices.append(Notice.NONE)
         else:
             place = self._free.pop()
-            self._own(place)[place % CHUNK] = key
+            self._writable_chunk(place)[place % CHUNK_VALUES] = key
             self.seen[place], self.due[place], self.sizes[place] = seen, due, size
         self.places[key] = place
 
     def forget(self, place: int) -> None:
         del self.places[self.key(place)]
-        self._own(place)[place % CHUNK] = None
-        self.seen[place], self.due[place], self.sizes[place] = NEVER, 0, 0
+        self._writable_chunk(place)[place % CHUNK_VALUES] = None
+        self.seen[place], self.due[place], self.sizes[place] = MAX_INT64, 0, 0
         self.notices[place] = Notice.NONE
         self._free.append(place)
 
@@ -169,8 +169,8 @@ class Table:
         columns = self.seen.tobytes(), self.due.tobytes(), self.sizes.tobytes(), bytes(self.notices)
         return SamplerState(duration_ns, watermark_ns, tuple(self._chunks), *columns)
 
-    def _own(self, place: int) -> list[str | None]:
-        number = place // CHUNK
+    def _writable_chunk(self, place: int) -> list[str | None]:
+        number = place // CHUNK_VALUES
         if self._shared[number]:
             self._chunks[number] = list(self._chunks[number])
             self._shared[number] = 0
@@ -184,45 +184,45 @@ class Table:
         notices = pa.Array.from_buffers(pa.uint8(), count, [None, pa.py_buffer(self.notices)])
         return seen, notices
 
-    def due_places(self, limits: DueLimits, most: int) -> list[int]:
-        """Return the first places of keys that are due, at most `most`."""
+    def due_places(self, limits: DueLimits, max_count: int) -> list[int]:
+        """Return the first places of keys that are due, at most `max_count`."""
         seen, notices = self._columns()
-        is_silent = pc.less(seen, _time(max(limits.timeout, limits.expire + 1, limits.forget + 1)))
+        is_silent = pc.less(seen, _int64(max(limits.timeout, limits.expire + 1, limits.forget + 1)))
         silent = cast("pa.Array[Any]", pc.call_function("indices_nonzero", [is_silent]))
         if not len(silent):
             return []
         seen, notices = seen.take(silent), notices.take(silent)
-        forget = pc.less_equal(seen, _time(limits.forget))
-        expire = pc.and_(pc.less_equal(seen, _time(limits.expire)), pc.less(notices, _told(Notice.EXPIRE)))
-        timeout = pc.and_(pc.less(seen, _time(limits.timeout)), pc.equal(notices, _told(Notice.NONE)))
+        forget = pc.less_equal(seen, _int64(limits.forget))
+        expire = pc.and_(pc.less_equal(seen, _int64(limits.expire)), pc.less(notices, _notice(Notice.EXPIRE)))
+        timeout = pc.and_(pc.less(seen, _int64(limits.timeout)), pc.equal(notices, _notice(Notice.NONE)))
         due = silent.filter(pc.or_(pc.or_(forget, expire), timeout))
-        return cast(list[int], due.slice(0, most).to_pylist())
+        return cast(list[int], due.slice(0, max_count).to_pylist())
 
-    def oldest(self) -> tuple[int, int, int]:
+    def oldest_seen(self) -> tuple[int, int, int]:
         """Return the least `seen` of keys without a notice, of those with a timeout, and of all keys.
 
-        Each is `NEVER` if there is none.
+        Each is `MAX_INT64` if there is none.
         """
         seen, notices = self._columns()
-        least = _least(seen)
+        least = _min_seen(seen)
         if not len(seen) or not pc.max(notices).as_py():
-            return least, NEVER, least
+            return least, MAX_INT64, least
         found = []
         for notice in (Notice.NONE, Notice.TIMEOUT):
             # The mask becomes the validity of the column, so that nothing is copied.
-            validity = pc.equal(notices, _told(notice)).buffers()[1]
-            found.append(_least(pa.Array.from_buffers(pa.int64(), len(seen), [validity, seen.buffers()[1]])))
+            validity = pc.equal(notices, _notice(notice)).buffers()[1]
+            found.append(_min_seen(pa.Array.from_buffers(pa.int64(), len(seen), [validity, seen.buffers()[1]])))
         return found[0], found[1], least
 
 
-def _time(time_ns: int) -> pa.Int64Scalar:
+def _int64(time_ns: int) -> pa.Int64Scalar:
     return pa.scalar(time_ns, pa.int64())
 
 
-def _told(notice: Notice) -> pa.UInt8Scalar:
+def _notice(notice: Notice) -> pa.UInt8Scalar:
     return pa.scalar(int(notice), pa.uint8())
 
 
-def _least(seen: pa.Array[Any]) -> int:
+def _min_seen(seen: pa.Array[Any]) -> int:
     least = pc.min(seen).as_py()
-    return NEVER if least is None else int(least)
+    return MAX_INT64 if least is None else int(least)

@@ -19,7 +19,7 @@ from common.chain import Chain
 from common.errors import SegmentCorrupt
 from common.logs import get_logger
 from common.segments.archive import read_cover
-from common.segments.columns import columns
+from common.segments.columns import columns_of
 from common.segments.documents import ChainStore
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Footer, SegmentRef
@@ -28,7 +28,7 @@ from common.sequences import SequenceRange, Stretch, cover
 from common.subjects import matches
 from egress.sampling.key_reader import KeyReader
 from egress.sampling.sampler import Sampler
-from egress.sampling.settings import Sampling
+from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot
 
 log = get_logger(__name__)
@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LookbackRange:
-    """The rows to read. `first`: the first sequence, None if no row counts. `is_whole`: True if older rows are known
+    """The rows to read. `first`: the first sequence, None if no row counts. `is_complete`: True if older rows are known
     not to count; if False, rows of the incarnation before may count too.
     """
 
     first: int | None
-    is_whole: bool
+    is_complete: bool
 
 
 class _DamagedError(Exception):
@@ -55,7 +55,7 @@ class _DamagedError(Exception):
         self.ref = ref
 
 
-class Past:
+class ArchivedRows:
     """The rows of `chain` up to `last`, by the cover of `refs`, that match `filter_subject`. Blocking."""
 
     def __init__(
@@ -69,58 +69,58 @@ class Past:
         """Return the time of the last message examined; 0 if there is none."""
 
         def newest(stretches: list[Stretch[SegmentRef]]) -> int:
-            times = (_newest(self._footer(stretch.segment)) for stretch in reversed(stretches))
+            times = (_newest_time(self._footer(stretch.segment)) for stretch in reversed(stretches))
             return next((time for time in times if time is not None), 0)
 
-        return self._around_damage(newest)
+        return self._skip_damaged(newest)
 
-    def since(self, horizon_ns: int) -> LookbackRange:
+    def lookback(self, horizon_ns: int) -> LookbackRange:
         """Return the range of rows not older than `horizon_ns`. It is found by footers; few segments are opened."""
-        return self._around_damage(lambda stretches: self._since(stretches, horizon_ns))
+        return self._skip_damaged(lambda stretches: self._lookback(stretches, horizon_ns))
 
-    def _around_damage(self, look: Callable[[list[Stretch[SegmentRef]]], T]) -> T:
+    def _skip_damaged(self, read: Callable[[list[Stretch[SegmentRef]]], T]) -> T:
         while True:
             try:
-                return look(cover(self._usable, 1, self.last) if self.last >= 1 else [])
+                return read(cover(self._usable, 1, self.last) if self.last >= 1 else [])
             except _DamagedError as error:
                 self._usable.remove(error.ref)
 
-    def _since(self, stretches: list[Stretch[SegmentRef]], horizon_ns: int) -> LookbackRange:
+    def _lookback(self, stretches: list[Stretch[SegmentRef]], horizon_ns: int) -> LookbackRange:
         first = None
         for stretch in reversed(stretches):
             footer = self._footer(stretch.segment)
             # Other segments may hold the rows that this one did not read; its footer does not show their age.
             unread = footer.unread and footer.unread.intersection(stretch.rows)
-            if (newest := _newest(footer)) is not None and newest < horizon_ns:
+            if (newest := _newest_time(footer)) is not None and newest < horizon_ns:
                 return LookbackRange(first, True)
             first = unread.first if unread else first
             if newest is None or footer.first_timestamp_ns is None:
                 continue  # nothing was examined for it, or nothing was kept
             within = LookbackRange(stretch.rows.first, False)
             if footer.first_timestamp_ns < horizon_ns:
-                within = self._within(stretch, horizon_ns)
+                within = self._lookback_within(stretch, horizon_ns)
             first = min([r for r in (within.first, unread and unread.first) if r], default=first)
-            if within.is_whole:
+            if within.is_complete:
                 return LookbackRange(first, True)
         return LookbackRange(first, False)
 
     def _footer(self, ref: SegmentRef) -> Footer:
         if ref.key not in self._footers:
-            with _named(ref):
+            with _raise_damaged(ref):
                 self._footers[ref.key] = self._store.footer(ref)
         return self._footers[ref.key]
 
-    def _within(self, stretch: Stretch[SegmentRef], horizon_ns: int) -> LookbackRange:
-        """Return the same as `since`, inside one stretch: its rows may all be older even if its segment has young ones.
+    def _lookback_within(self, stretch: Stretch[SegmentRef], horizon_ns: int) -> LookbackRange:
+        """Return the same as `lookback`, inside one stretch: its rows may all be older even if its segment has newer.
 
         Row groups are read from the last to the first, and only their sequences and times.
         """
         first = None
-        with _named(stretch.segment), self._store.open(stretch.segment) as reader:
+        with _raise_damaged(stretch.segment), self._store.open(stretch.segment) as reader:
             for group in reversed(reader.row_groups):
                 if (rows := stretch.rows.intersection(group.range)) is None:
                     continue
-                found, is_all = _young(reader.batches(rows, ["sequence", "timestamp_ns"]), horizon_ns)
+                found, is_all = _first_not_older(reader.batches(rows, ["sequence", "timestamp_ns"]), horizon_ns)
                 first = first if found is None else found
                 if not is_all:
                     return LookbackRange(first, True)
@@ -128,15 +128,15 @@ class Past:
 
 
 @contextmanager
-def _named(ref: SegmentRef) -> Iterator[None]:
+def _raise_damaged(ref: SegmentRef) -> Iterator[None]:
     try:
         yield
     except (SegmentCorrupt, SegmentGone) as error:
-        log.warning("segment left out", action="left_out", error=str(error), **ref.log_context())
+        log.warning("segment left out", action="segment_left_out", error=str(error), **ref.log_context())
         raise _DamagedError(ref) from error
 
 
-def continued(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
+def previous_chains(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
     """Return the last sequences of the chains of the incarnation before, if it archived the same stream; else empty.
 
     The stream is the same after `floe egress repartition`. A stream that was created anew is another one.
@@ -151,13 +151,13 @@ def continued(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
     return {replace(former, partition=n): end for n, end in sorted((now.previous or {}).items())}
 
 
-def _newest(footer: Footer) -> int | None:
+def _newest_time(footer: Footer) -> int | None:
     """Return the time of the last message examined or of the last row, the later one; None if there is neither."""
     tip = footer.tip.timestamp_ns if footer.tip else None
     return max((time for time in (tip, footer.last_timestamp_ns) if time is not None), default=None)
 
 
-def _young(batches: Iterable[pa.RecordBatch], horizon_ns: int) -> tuple[int | None, bool]:
+def _first_not_older(batches: Iterable[pa.RecordBatch], horizon_ns: int) -> tuple[int | None, bool]:
     """Return the first sequence not older than `horizon_ns`, None if there is none; and True if no row precedes it."""
     is_all = True
     for batch in batches:
@@ -169,17 +169,17 @@ def _young(batches: Iterable[pa.RecordBatch], horizon_ns: int) -> tuple[int | No
 
 
 PROGRESS_ROWS = 1_000_000  # rows between two progress lines in the log
-_CHUNK = 8192
+_CHUNK_ROWS = 8192
 
 Row = tuple[int, str, int, int]  # sequence, value, nanoseconds since 1970, bytes of payload
 
 
-class AbandonedError(Exception):
+class RebuildCancelledError(Exception):
     """The rebuild was cancelled: its result is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuilt:
+class RebuildResult:
     """A rebuilt sampler. `newest_ns`: the newest message time of the archive, 0 if none. `rows`: how many were read."""
 
     sampler: Sampler
@@ -188,43 +188,43 @@ class Rebuilt:
 
 
 @dataclass(eq=False)
-class Rebuilding:
+class SamplerRebuild:
     """The rebuild of the sampler of one chain. Blocks for a long time; used once.
 
     `refs`: the segments of `chain`. `last`: the last sequence that counts. `filter_subject`: selects the rows that
-    the chain takes from the incarnations before, of the same stream with other partitions; empty: all. `abandoned`
+    the chain takes from the incarnations before, of the same stream with other partitions; empty: all. `cancelled`
     ends it with AbandonedError.
     """
 
     store: SegmentStore
-    sampling: Sampling
+    sampling: SamplingSettings
     chain: Chain
     refs: Sequence[SegmentRef]
     last: int
     filter_subject: str = ""
-    abandoned: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._current = Past(self.store, self.chain, self.refs, self.last)
+        self._current = ArchivedRows(self.store, self.chain, self.refs, self.last)
         self._keys, self._rows = KeyReader(self.sampling), 0
 
-    def run(self, base: Snapshot | None = None, *, tracks: bool = True) -> Rebuilt:
+    def run(self, base: Snapshot | None = None, *, makes_advisories: bool = True) -> RebuildResult:
         """Build the sampler, which is not settled yet. `base`: a snapshot of the same settings to build upon."""
-        sampler = Sampler(self.sampling, base.state if base else None, tracks=tracks)
+        sampler = Sampler(self.sampling, base.state if base else None, makes_advisories=makes_advisories)
         newest_ns, groups = self._plan(base)
         for group in groups:
-            rows = heapq.merge(*(self.read(past, within) for past, within in group))
-            while chunk := list(islice(rows, _CHUNK)):
+            rows = heapq.merge(*(self.iter_rows(past, within) for past, within in group))
+            while chunk := list(islice(rows, _CHUNK_ROWS)):
                 _sequences, keys, timestamps_ns, sizes = zip(*chunk, strict=True)
                 sampler.learn(keys, timestamps_ns, sizes)
-        return Rebuilt(sampler, newest_ns, self._rows)
+        return RebuildResult(sampler, newest_ns, self._rows)
 
-    def _plan(self, base: Snapshot | None) -> tuple[int, list[list[tuple[Past, SequenceRange]]]]:
+    def _plan(self, base: Snapshot | None) -> tuple[int, list[list[tuple[ArchivedRows, SequenceRange]]]]:
         newest_ns, position = (base.newest_ns, base.position) if base else (0, 1)
         groups, group = [], [self._current]
         while group:
             newest_ns = max(newest_ns, *(past.newest_ns() for past in group))
-            reaches = [(past, past.since(newest_ns - self.sampling.duration_ns)) for past in group]
+            reaches = [(past, past.lookback(newest_ns - self.sampling.duration_ns)) for past in group]
             groups.append(
                 [
                     (past, SequenceRange(first, past.last))
@@ -232,33 +232,33 @@ class Rebuilding:
                     if reach.first and (first := max(reach.first, position)) <= past.last
                 ]
             )
-            if base or all(reach.is_whole for _, reach in reaches):
+            if base or all(reach.is_complete for _, reach in reaches):
                 break
             # Only up to `last`: the chain still reads the rows after it, and they would count twice.
             group = [
-                Past(self.store, former, self.store.list(former), min(end, self.last), self.filter_subject)
-                for former, end in continued(self.store, group[0].chain).items()
+                ArchivedRows(self.store, former, self.store.list(former), min(end, self.last), self.filter_subject)
+                for former, end in previous_chains(self.store, group[0].chain).items()
             ]
         return newest_ns, groups[::-1]
 
-    def read(self, past: Past, within: SequenceRange) -> Iterator[Row]:
-        for batch in read_cover(self.store, past.refs, within, _tell_missing):
-            if self.abandoned.is_set():
-                raise AbandonedError
-            lists = columns(batch)
+    def iter_rows(self, past: ArchivedRows, within: SequenceRange) -> Iterator[Row]:
+        for batch in read_cover(self.store, past.refs, within, _log_missing):
+            if self.cancelled.is_set():
+                raise RebuildCancelledError
+            lists = columns_of(batch)
             keys, _forced = self._keys.read(lists)
-            self.count(len(keys), lists.sequences[-1], past.chain)
+            self.record_progress(len(keys), lists.sequences[-1], past.chain)
             rows = zip(lists.sequences, keys, lists.timestamps_ns, lists.payloads, lists.subjects, strict=True)
             for sequence, key, timestamp_ns, payload, subject in rows:
                 if key is not None and matches(past.filter_subject, subject):
                     yield sequence, key, timestamp_ns, len(payload)
 
-    def count(self, rows: int, sequence: int, chain: Chain) -> None:
+    def record_progress(self, rows: int, sequence: int, chain: Chain) -> None:
         before, self._rows = self._rows, self._rows + rows
         if before // PROGRESS_ROWS != self._rows // PROGRESS_ROWS:
-            far = {"rows": self._rows, "sequence": sequence, "end": self.last}
-            log.info("building the sampler again", action="rebuilding", **far, **chain.log_context())
+            fields = {"rows": self._rows, "sequence": sequence, "end": self.last}
+            log.info("sampler rebuild progressed", action="sampler_rebuild_progressed", **fields, **chain.log_context())
 
 
-def _tell_missing(problem: str) -> None:
+def _log_missing(problem: str) -> None:
     log.info("rows missing", action="rows_missing", error=problem)

@@ -17,23 +17,24 @@ from dataclasses import dataclass
 
 from common.errors import DataError
 from common.logs import get_logger
+from common.segments.documents import SnapshotRef
 from common.segments.store import SegmentStore
 from common.sequences import preference
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from egress import metrics
 from egress.advisories.advisory import Advisory
 from egress.archive import Archive
 from egress.identity import SourceStream
 from egress.partition import Partition, Position
-from egress.sampling.rebuild import Rebuilding, continued
+from egress.sampling.rebuild import SamplerRebuild, previous_chains
 from egress.sampling.sampler import Sampler
-from egress.sampling.settings import Sampling
+from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import Candidates, SnapshotRef, Snapshots, reason, to_build_upon, to_follow
+from egress.sampling.snapshot_store import SnapshotSelector, SnapshotStore, at_or_before, followable, rebuild_reason
 
 log = get_logger(__name__)
 
-_WHY = {
+_REBUILD_REASONS = {
     "settings": "no snapshot is of the sampling settings and partitions as they are now",
     "damaged": "no snapshot that the stream still follows can be read",
     "source": "the stream no longer holds what came behind the last snapshot",
@@ -41,12 +42,12 @@ _WHY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumedSampler:
     """A sampler, and the first sequence to read for it.
 
     `sampler`: everything below `read_from` is folded in. `read_from`: at most the position; messages between the two
     are only folded in, not written. `newest_ns`: the newest message time seen, 0 if none was. `outbox`: advisories
-    that may not be stored yet. `rebuilt`: the state was built from the archive, not by the fold. `taken`: the key of
+    that may not be stored yet. `is_rebuilt`: the state was built from the archive, not by the fold. `snapshot_key`: of
     the snapshot that it was taken from; empty if there was none.
     """
 
@@ -54,11 +55,11 @@ class Resumed:
     newest_ns: int
     read_from: int
     outbox: tuple[Advisory, ...] = ()
-    rebuilt: bool = False
-    taken: str = ""
+    is_rebuilt: bool = False
+    snapshot_key: str = ""
 
 
-class Resuming:
+class SamplerResume:
     """The search for the sampler that continues at `position`, after the coverage of `archive`; used once.
 
     Raises ValueError for a feed that is not sampled.
@@ -70,18 +71,18 @@ class Resuming:
         archive: Archive,
         position: Position,
         source: SourceStream,
-        snapshots: Snapshots,
+        snapshots: SnapshotStore,
         store: SegmentStore,
     ) -> None:
-        if (sampling := Sampling.of(partition.settings)) is None:
+        if (sampling := SamplingSettings.from_feed(partition.settings)) is None:
             raise ValueError(f"feed {partition.settings.name}: expected one that is sampled")
         self._partition, self._chain, self._archive = partition, archive.chain, archive
         self._first, self._source = position.first, source
-        self._snapshots, self._store, self._abandoned = snapshots, store, threading.Event()
-        self._sampling, self._tracks = sampling, bool(partition.settings.advisory.subject)
-        self._candidates = Candidates(snapshots, sampling.digest)
+        self._snapshots, self._store, self._cancelled = snapshots, store, threading.Event()
+        self._sampling, self._makes_advisories = sampling, bool(partition.settings.advisory.subject)
+        self._selector = SnapshotSelector(snapshots, sampling.digest)
 
-    async def run(self, threads: Threads) -> Resumed:
+    async def run(self, threads: ThreadPool) -> ResumedSampler:
         """Return the sampler; blocking work runs in one thread. Raises the errors of the store.
 
         A chain without coverage gets its genesis here: a snapshot at its position, before its first segment.
@@ -89,70 +90,71 @@ class Resuming:
         try:
             return await threads.run(self._run)
         except asyncio.CancelledError:
-            self._abandoned.set()
+            self._cancelled.set()
             raise
 
-    def _run(self) -> Resumed:
-        listed = to_build_upon(self._snapshots.list(), self._first)
-        taken = self._candidates.newest(to_follow(listed, self._first, self._held_from()))
-        if taken is not None:
-            ref, snapshot = taken
-            again = self._first - ref.position
-            log.info("sampler resumed", action="sampler_resumed", again=again, **ref.log_context())
-            sampler = Sampler(self._sampling, snapshot.state, tracks=self._tracks)
-            return Resumed(sampler, snapshot.newest_ns, ref.position, snapshot.outbox, taken=ref.key)
-        if self._first > self._archive.first or continued(self._store, self._chain):
+    def _run(self) -> ResumedSampler:
+        listed = at_or_before(self._snapshots.list(), self._first)
+        found = self._selector.select_newest(followable(listed, self._first, self._first_followable()))
+        if found is not None:
+            ref, snapshot = found
+            reread = self._first - ref.position
+            log.info("sampler resumed", action="sampler_resumed", reread=reread, **ref.log_context())
+            sampler = Sampler(self._sampling, snapshot.state, makes_advisories=self._makes_advisories)
+            return ResumedSampler(sampler, snapshot.newest_ns, ref.position, snapshot.outbox, snapshot_key=ref.key)
+        if self._first > self._archive.first or previous_chains(self._store, self._chain):
             return self._rebuild(listed)
-        sampler = Sampler(self._sampling, tracks=self._tracks)
+        sampler = Sampler(self._sampling, makes_advisories=self._makes_advisories)
         self._store_state(sampler, 0, ())
-        log.info("sampler begins", action="sampler_begins", **self._chain.log_context())
-        return Resumed(sampler, 0, self._first)
+        log.info("sampler created", action="sampler_created", **self._chain.log_context())
+        return ResumedSampler(sampler, 0, self._first)
 
-    def _held_from(self) -> int:
+    def _first_followable(self) -> int:
         return self._source.first if self._source.retention == "limits" else self._first
 
     def _store_state(self, sampler: Sampler, newest_ns: int, outbox: tuple[Advisory, ...]) -> None:
         digest = self._sampling.digest
         self._snapshots.save(Snapshot(self._chain, self._first, digest, newest_ns, sampler.freeze(), outbox))
 
-    def _rebuild(self, listed: Sequence[SnapshotRef]) -> Resumed:
-        base = self._candidates.newest(listed)
-        last = base[1] if base else self._candidates.newest_of_any(listed)
+    def _rebuild(self, listed: Sequence[SnapshotRef]) -> ResumedSampler:
+        base = self._selector.select_newest(listed)
+        last = base[1] if base else self._selector.select_any(listed)
         outbox = last.outbox if last else ()
-        known = self._candidates.known(listed)
-        followed = to_follow(known, self._first, self._held_from())
-        why = reason(bool(known), bool(followed), self._written_by(), self._sampling.digest)
-        log.info("building the sampler again", action="rebuild_started", reason=why, **self._chain.log_context())
-        rebuilt = Rebuilding(
+        known = self._selector.matching(listed)
+        followed = followable(known, self._first, self._first_followable())
+        reason = rebuild_reason(bool(known), bool(followed), self._newest_digest(), self._sampling.digest)
+        chain = self._chain
+        log.info("sampler rebuild started", action="sampler_rebuild_started", reason=reason, **chain.log_context())
+        rebuilt = SamplerRebuild(
             self._store,
             self._sampling,
             self._chain,
             self._archive.refs(base[1].position if base else 1),
             self._first - 1,
             filter_subject=self._partition.filter_subject,
-            abandoned=self._abandoned,
-        ).run(base[1] if base else None, tracks=self._tracks)
+            cancelled=self._cancelled,
+        ).run(base[1] if base else None, makes_advisories=self._makes_advisories)
         settled_ns = rebuilt.newest_ns
         if self._source.first > self._first:
             # The time of deleted messages must not count as silence: silence starts with the next message read.
             settled_ns = max(settled_ns, self._source.first_timestamp_ns or 0)
-        rebuilt.sampler.settle(settled_ns)
+        rebuilt.sampler.mark_all_seen(settled_ns)
         self._store_state(rebuilt.sampler, rebuilt.newest_ns, outbox)
-        chain = self._chain
-        metrics.sampler_rebuilt.labels(chain.site, chain.feed, chain.partition, why).inc()
+        metrics.sampler_rebuilt.labels(chain.site, chain.feed, chain.partition, reason).inc()
         log.warning(
-            f"sampler built again: {_WHY[why]}; values may be copied once more than the settings say, "
-            "and silence counts from now on",
+            "sampler rebuilt",
             action="sampler_rebuilt",
             code="E-SAMPLER-REBUILT",
-            reason=why,
+            hint=f"{_REBUILD_REASONS[reason]}; values may be copied once more than the settings say, "
+            "and silence counts from now on",
+            reason=reason,
             rows=rebuilt.rows,
-            values=rebuilt.sampler.values,
+            values=rebuilt.sampler.value_count,
             **chain.log_context(),
         )
-        return Resumed(rebuilt.sampler, rebuilt.newest_ns, self._first, outbox, rebuilt=True)
+        return ResumedSampler(rebuilt.sampler, rebuilt.newest_ns, self._first, outbox, is_rebuilt=True)
 
-    def _written_by(self) -> str:
+    def _newest_digest(self) -> str:
         newest = max(self._archive.newest, key=preference, default=None)
         try:
             return "" if newest is None else self._store.footer(newest).sampling_digest

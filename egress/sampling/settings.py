@@ -11,14 +11,14 @@ from common.clock import NS_PER_S
 from common.settings.egress import FeedSettings
 
 #: The version of the fold: increased when the same settings and messages would lead to other choices.
-FOLD = 1
+FOLD_VERSION = 1
 #: Bytes of UTF-8 of the longest key; a longer one counts as no key.
 MAX_KEY_BYTES = 1024
-MAX_LEVELS = 500  # of objects and arrays in a payload; half of the depth that Python 3.11 can read
+MAX_JSON_DEPTH = 500  # of objects and arrays in a payload; half of the depth that Python 3.11 can read
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """The sampling settings of one feed. Exactly one of `field`, `header`, `subject_token` is set.
 
     `field`, `force_field`: dotted JSON paths, empty if not set. `subject_token`: from 1, -1 the whole subject, 0 not
@@ -38,7 +38,7 @@ class Sampling:
     relay: bool
 
     @classmethod
-    def of(cls, feed: FeedSettings) -> Sampling | None:
+    def from_feed(cls, feed: FeedSettings) -> SamplingSettings | None:
         """Return the settings of `feed`; None if all its messages are archived."""
         if not feed.sampling_key:
             return None
@@ -58,7 +58,7 @@ class Sampling:
     def to_json(self) -> dict[str, str | int | bool]:
         """Return all settings that change choices, and no others, for the footer of a segment."""
         return {
-            "fold": FOLD,
+            "fold": FOLD_VERSION,
             "inspect_field": self.field,
             "inspect_header": self.header,
             "inspect_subject_token": self.subject_token,

@@ -17,19 +17,19 @@ import msgspec
 import pyarrow as pa
 
 from common.chain import Chain
-from egress.advisories.advisory import Advisory, Event
-from egress.sampling.key_table import CHUNK, NEVER, Notice, SamplerState
+from egress.advisories.advisory import Advisory, AdvisoryEvent
+from egress.sampling.key_table import CHUNK_VALUES, MAX_INT64, Notice, SamplerState
 from egress.sampling.settings import MAX_KEY_BYTES
 
 #: The last character is the version.
 MAGIC = b"FLOESMP1"
-MAX_BLOCK = 8 * 2**20
+MAX_BLOCK_BYTES = 8 * 2**20
 _LENGTHS = struct.Struct("<II")
 _HASH_BYTES = 32
 
 
-def framed(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the file of these blocks, each of at most `MAX_BLOCK` bytes, one block at a time."""
+def encode_frames(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the file of these blocks, each of at most `MAX_BLOCK_BYTES` bytes, one block at a time."""
     codec = pa.Codec("zstd", compression_level=1)
     digest = hashlib.sha256(MAGIC)
     yield MAGIC
@@ -41,8 +41,8 @@ def framed(blocks: Iterable[bytes]) -> Iterator[bytes]:
     yield digest.digest()
 
 
-def unframed(raw: bytes) -> Iterator[bytes]:
-    """Yield the blocks that `framed` wrote, one at a time. Raises ValueError for anything else."""
+def decode_frames(raw: bytes) -> Iterator[bytes]:
+    """Yield the blocks that `encode_frames` wrote, one at a time. Raises ValueError for anything else."""
     if raw[: len(MAGIC)] != MAGIC:
         raise ValueError(f"snapshot: expected {MAGIC!r} first, found {raw[: len(MAGIC)]!r}")
     body = memoryview(raw)[:-_HASH_BYTES]
@@ -54,8 +54,8 @@ def unframed(raw: bytes) -> Iterator[bytes]:
             raise ValueError(f"snapshot: expected a block, found {len(body)} bytes")
         length, size = _LENGTHS.unpack(body[: _LENGTHS.size])
         packed, body = body[_LENGTHS.size : _LENGTHS.size + length], body[_LENGTHS.size + length :]
-        if len(packed) < length or size > MAX_BLOCK:
-            raise ValueError(f"snapshot: expected a block of at most {MAX_BLOCK} bytes, found {size}")
+        if len(packed) < length or size > MAX_BLOCK_BYTES:
+            raise ValueError(f"snapshot: expected a block of at most {MAX_BLOCK_BYTES} bytes, found {size}")
         try:
             block = codec.decompress(packed, size, asbytes=True)
         except OSError as error:
@@ -63,9 +63,9 @@ def unframed(raw: bytes) -> Iterator[bytes]:
         yield block
 
 
-ADVISORIES_AT_ONCE = 1024
+ADVISORIES_PER_BLOCK = 1024
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=NEVER)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 
 
@@ -73,8 +73,8 @@ Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 class Snapshot:
     """The state of a sampler before `position`, the first sequence not folded in.
 
-    `sampling_digest`: `Sampling.digest` of the settings it was made with. `newest_ns`: the newest message time seen.
-    `outbox`: advisories that were found and not stored yet.
+    `sampling_digest`: `SamplingSettings.digest` of the settings it was made with. `newest_ns`: the newest message time
+    seen. `outbox`: advisories that were found and not stored yet.
     """
 
     chain: Chain
@@ -89,20 +89,20 @@ class _Head(msgspec.Struct, forbid_unknown_fields=True):
     """The head of the file. `byte_order`: of the columns. `keys`, `advisories`: how many follow."""
 
     chain: str
-    position: Count
+    position: NonNegative
     sampling_digest: str
-    newest_ns: Count
-    duration_ns: Count
-    watermark_ns: Count
+    newest_ns: NonNegative
+    duration_ns: NonNegative
+    watermark_ns: NonNegative
     byte_order: Literal["little", "big"]
-    keys: Count
-    advisories: Count
+    keys: NonNegative
+    advisories: NonNegative
 
 
 class _Keys(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A block of keys and their columns, in the form of `SamplerState`."""
 
-    values: Annotated[list[Key], msgspec.Meta(max_length=CHUNK)]
+    values: Annotated[list[Key], msgspec.Meta(max_length=CHUNK_VALUES)]
     seen: bytes
     due: bytes
     sizes: bytes
@@ -110,13 +110,13 @@ class _Keys(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Advisory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    event: Event
+    event: AdvisoryEvent
     value: Key
-    seen_ns: Count
-    moment_ns: Count
+    seen_ns: NonNegative
+    event_time_ns: NonNegative
 
 
-_Advisories = Annotated[list[_Advisory], msgspec.Meta(max_length=ADVISORIES_AT_ONCE)]
+_Advisories = Annotated[list[_Advisory], msgspec.Meta(max_length=ADVISORIES_PER_BLOCK)]
 
 _pack = msgspec.msgpack.Encoder().encode
 _head = msgspec.msgpack.Decoder(_Head).decode
@@ -125,8 +125,8 @@ _advisories = msgspec.msgpack.Decoder(_Advisories).decode
 
 
 def encode(snapshot: Snapshot) -> Iterator[bytes]:
-    """Encode in steps of `CHUNK` keys, so that the thread does not block the other threads of the process."""
-    return framed(_blocks(snapshot))
+    """Encode in steps of `CHUNK_VALUES` keys, so that the thread does not block the other threads of the process."""
+    return encode_frames(_blocks(snapshot))
 
 
 def _blocks(snapshot: Snapshot) -> Iterator[bytes]:
@@ -146,13 +146,13 @@ def _blocks(snapshot: Snapshot) -> Iterator[bytes]:
     )
     for number, values in enumerate(state.values):
         if values.count(None) < len(values):
-            yield _pack(_chunk(state, number * CHUNK, values))
-    for first in range(0, len(outbox), ADVISORIES_AT_ONCE):
-        some = outbox[first : first + ADVISORIES_AT_ONCE]
-        yield _pack([_Advisory(a.event, a.value, a.seen_ns, a.moment_ns) for a in some])
+            yield _pack(_keys_block(state, number * CHUNK_VALUES, values))
+    for first in range(0, len(outbox), ADVISORIES_PER_BLOCK):
+        some = outbox[first : first + ADVISORIES_PER_BLOCK]
+        yield _pack([_Advisory(a.event, a.value, a.seen_ns, a.event_time_ns) for a in some])
 
 
-def _chunk(state: SamplerState, first: int, values: list[str | None]) -> _Keys:
+def _keys_block(state: SamplerState, first: int, values: list[str | None]) -> _Keys:
     used = [value is not None for value in values]
     last = first + len(values)
     return _Keys(
@@ -166,7 +166,7 @@ def _chunk(state: SamplerState, first: int, values: list[str | None]) -> _Keys:
 
 def decode(raw: bytes) -> Snapshot:
     """Decode a snapshot. Raises ValueError for anything that `encode` did not write."""
-    blocks = unframed(raw)
+    blocks = decode_frames(raw)
     head = _head(next(blocks, b""))
     if head.byte_order != sys.byteorder:
         raise ValueError(f"snapshot: expected byte order {sys.byteorder}, found {head.byte_order}")
@@ -174,23 +174,23 @@ def decode(raw: bytes) -> Snapshot:
     # advisories about consecutive values at one moment take a little less.
     if head.keys > len(raw) or head.advisories > 4 * len(raw):
         raise ValueError(f"snapshot: expected no more than {len(raw)} bytes hold, found {head.keys} keys")
-    state, outbox = _state(head, blocks), list[Advisory]()
+    state, outbox = _decode_state(head, blocks), list[Advisory]()
     while len(outbox) < head.advisories:
         if not (some := _advisories(next(blocks, b""))):
             raise ValueError(f"snapshot: expected {head.advisories} advisories, found {len(outbox)}")
-        outbox += [Advisory(a.event, a.value, a.seen_ns, a.moment_ns) for a in some]
+        outbox += [Advisory(a.event, a.value, a.seen_ns, a.event_time_ns) for a in some]
     if next(blocks, None) is not None:
         raise ValueError(f"snapshot: expected {head.advisories} advisories at its end, found more")
     return Snapshot(Chain.parse(head.chain), head.position, head.sampling_digest, head.newest_ns, state, tuple(outbox))
 
 
-def _state(head: _Head, blocks: Iterator[bytes]) -> SamplerState:
+def _decode_state(head: _Head, blocks: Iterator[bytes]) -> SamplerState:
     values: list[str | None] = []
     seen, due, sizes, notices = array("q"), array("q"), array("I"), bytearray()
     distinct: set[str] = set()
     while len(values) < head.keys:
         found = _keys(next(blocks, b""))
-        _check(found)
+        _check_columns(found)
         values.extend(found.values)
         distinct.update(found.values)
         if len(distinct) < len(values):
@@ -201,16 +201,16 @@ def _state(head: _Head, blocks: Iterator[bytes]) -> SamplerState:
         notices += found.notices
     if len(values) > head.keys:
         raise ValueError(f"snapshot: expected {head.keys} keys, found {len(values)}")
-    chunks = tuple(values[first : first + CHUNK] for first in range(0, len(values), CHUNK))
+    chunks = tuple(values[first : first + CHUNK_VALUES] for first in range(0, len(values), CHUNK_VALUES))
     columns = seen.tobytes(), due.tobytes(), sizes.tobytes(), bytes(notices)
     return SamplerState(head.duration_ns, head.watermark_ns, chunks, *columns)
 
 
-def _check(found: _Keys) -> None:
+def _check_columns(found: _Keys) -> None:
     count = len(found.values)
     widths = (len(found.seen), len(found.due), len(found.sizes), len(found.notices))
     if not count or widths != (8 * count, 8 * count, 4 * count, count):
         raise ValueError(f"snapshot: expected columns of {count} keys, found {widths} bytes")
     times = array("q", found.seen + found.due)
-    if min(times) < 0 or max(times) >= NEVER or max(found.notices) > Notice.EXPIRE:
+    if min(times) < 0 or max(times) >= MAX_INT64 or max(found.notices) > Notice.EXPIRE:
         raise ValueError("snapshot: expected times and notices of keys, found others")

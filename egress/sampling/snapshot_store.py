@@ -17,27 +17,27 @@ from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError
 from common.failpoints import failpoint
 from common.logs import get_logger
-from common.objects.port import sha256_of, size_of
-from common.segments.documents import SnapshotRef, list_snapshots, newest_first, sampling_of, snapshot_metadata
+from common.objects.port import body_size, sha256_of
+from common.segments.documents import SnapshotRef, list_snapshots, newest_first, sampling_digest_of, snapshot_metadata
 from common.segments.keys import DIGEST_LENGTH, StateName
 from common.segments.store import SegmentStore
 from common.segments.writer import spool_error
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from egress.report import SamplingReport
 from egress.sampling.snapshot import Snapshot, decode, encode
 
 log = get_logger(__name__)
 
 
-__all__ = ["SnapshotRef", "Snapshots"]
+__all__ = ["SnapshotRef", "SnapshotStore"]
 
 
 # A larger object is not read. 1,000,000 values of the greatest length allowed stay below this.
 MAX_SNAPSHOT_BYTES = 1 << 30
-READ_PAUSES = (0.1, 0.5)  # seconds before a snapshot that arrived damaged is read again
+READ_RETRY_PAUSES_S = (0.1, 0.5)  # seconds before a snapshot that arrived damaged is read again
 
 
-class Snapshots:
+class SnapshotStore:
     """The snapshots of `chain` in `store`. Blocking; safe to use from several threads.
 
     Every method raises the errors of the object store.
@@ -51,13 +51,13 @@ class Snapshots:
         """List the snapshots, newest first: the greatest position, and at one position the one stored last."""
         return list_snapshots(self._objects, self._store.layout, self.chain)
 
-    def label(self, ref: SnapshotRef) -> str:
+    def stored_digest(self, ref: SnapshotRef) -> str:
         """Return the sampling digest in the object's metadata; empty if it has none or the object does not exist.
 
         A hint that saves reading a snapshot of other settings.
         """
         info = self._objects.head(ref.key)
-        return "" if info is None else sampling_of(info.metadata)
+        return "" if info is None else sampling_digest_of(info.metadata)
 
     def read(self, ref: SnapshotRef) -> Snapshot:
         """Read a snapshot. Raises DataError (E-SNAPSHOT) if it is gone, too large, or does not match its name."""
@@ -65,29 +65,29 @@ class Snapshots:
         try:
             snapshot = decode(raw)
         except (ValueError, MemoryError) as error:
-            raise _spoiled(ref, str(error)) from error
+            raise _corrupt_snapshot(ref, str(error)) from error
         if (snapshot.chain, snapshot.position) != (ref.chain, ref.position):
             found = f"{snapshot.chain} at {snapshot.position}"
-            raise _spoiled(ref, f"expected {ref.chain} at {ref.position} as in the key, found {found}")
+            raise _corrupt_snapshot(ref, f"expected {ref.chain} at {ref.position} as in the key, found {found}")
         return snapshot
 
     def _fetch(self, ref: SnapshotRef) -> bytes:
         if ref.size > MAX_SNAPSHOT_BYTES:
-            raise _spoiled(ref, f"expected at most {MAX_SNAPSHOT_BYTES} bytes, found {ref.size}")
+            raise _corrupt_snapshot(ref, f"expected at most {MAX_SNAPSHOT_BYTES} bytes, found {ref.size}")
         found = ""
-        for pause in (0.0, *READ_PAUSES):
+        for pause in (0.0, *READ_RETRY_PAUSES_S):
             if found:
                 # The transfer may have damaged it; the stored object may be intact.
-                log.warning("snapshot read damaged", action="read_damaged", **ref.log_context())
-                self._clock.pause(pause)
+                log.warning("snapshot read retried", action="snapshot_read_retried", **ref.log_context())
+                self._clock.block(pause)
             if (raw := self._objects.get(ref.key, length=ref.size + 1)) is None:
-                raise _spoiled(ref, "not in the store any more")
+                raise _corrupt_snapshot(ref, "not in the store any more")
             digest = hashlib.sha256(raw).hexdigest()
             if len(raw) == ref.size and digest.startswith(ref.state.digest):
                 return raw
             found = f"{len(raw)} with {digest[:DIGEST_LENGTH]}…"
         expected = f"{ref.size} bytes with SHA-256 {ref.state.digest}…"
-        raise _spoiled(ref, f"expected {expected}, found {found}")
+        raise _corrupt_snapshot(ref, f"expected {expected}, found {found}")
 
     def write(self, position: int, body: Path | bytes, *, sampling_digest: str = "") -> SnapshotRef:
         """Put an encoded snapshot and read it back; after the return the store holds exactly these bytes.
@@ -97,7 +97,7 @@ class Snapshots:
         """
         sha256 = sha256_of(body)
         name = StateName(self.chain, position, sha256[:DIGEST_LENGTH])
-        ref = SnapshotRef(name, self._store.layout.state(name), size_of(body), 0.0)
+        ref = SnapshotRef(name, self._store.layout.state(name), body_size(body), 0.0)
         metadata = snapshot_metadata(sampling_digest, sha256)
         info = self._store.put_verified(ref, body, metadata, point="egress.snapshot_")
         return replace(ref, modified=info.modified)
@@ -119,7 +119,7 @@ class Snapshots:
             spool.unlink(missing_ok=True)
 
 
-def _spoiled(ref: SnapshotRef, cause: str) -> DataError:
+def _corrupt_snapshot(ref: SnapshotRef, cause: str) -> DataError:
     return DataError(
         f"snapshot {ref.key}: {cause}",
         hint="nothing to do: an older one is used, or the state is built again from the segments",
@@ -127,24 +127,24 @@ def _spoiled(ref: SnapshotRef, cause: str) -> DataError:
     )
 
 
-def to_follow(refs: Iterable[SnapshotRef], place_first: int, source_first: int) -> list[SnapshotRef]:
-    """Return the snapshots from which reading can resume at `place_first` as if it had never stopped; newest first.
+def followable(refs: Iterable[SnapshotRef], position: int, source_first: int) -> list[SnapshotRef]:
+    """Return the snapshots from which reading can resume at `position` as if it had never stopped; newest first.
 
     `source_first`: the first sequence that the source holds.
     """
-    return [ref for ref in to_build_upon(refs, place_first) if ref.position >= source_first]
+    return [ref for ref in at_or_before(refs, position) if ref.position >= source_first]
 
 
-def to_build_upon(refs: Iterable[SnapshotRef], place_first: int) -> list[SnapshotRef]:
-    """Return the snapshots that hold the state at `place_first` or earlier, not after it; newest first."""
-    return sorted((ref for ref in refs if ref.position <= place_first), key=newest_first)
+def at_or_before(refs: Iterable[SnapshotRef], position: int) -> list[SnapshotRef]:
+    """Return the snapshots that hold the state at `position` or earlier, not after it; newest first."""
+    return sorted((ref for ref in refs if ref.position <= position), key=newest_first)
 
 
-def may_be_of(label: str, digest: str) -> bool:
-    return label in ("", digest)
+def may_match_digest(stored_digest: str, digest: str) -> bool:
+    return stored_digest in ("", digest)
 
 
-def reason(is_known: bool, is_followed: bool, written_by: str, digest: str) -> str:
+def rebuild_reason(is_known: bool, is_followed: bool, written_by: str, digest: str) -> str:
     """Return the reason why no snapshot could be resumed from: `settings`, `damaged` or `source`.
 
     `is_known`: True if any snapshot is known to be of the settings `digest`. `is_followed`: True if the source still
@@ -155,71 +155,71 @@ def reason(is_known: bool, is_followed: bool, written_by: str, digest: str) -> s
     return "damaged" if written_by == digest else "settings"
 
 
-ASKED = 200  # snapshots that are checked before the archive is used instead
+MAX_CHECKED_SNAPSHOTS = 200  # snapshots that are checked before the archive is used instead
 
 
-class Candidates:
+class SnapshotSelector:
     """The snapshots that may be used with the settings of `digest`. Blocking; raises the errors of the store.
 
     A damaged snapshot is logged once and left out.
     """
 
-    def __init__(self, snapshots: Snapshots, digest: str) -> None:
+    def __init__(self, snapshots: SnapshotStore, digest: str) -> None:
         self._snapshots, self._digest = snapshots, digest
-        self._labels: dict[str, str] = {}
+        self._stored_digests: dict[str, str] = {}
         self._damaged: set[str] = set()
 
-    def newest(self, refs: Sequence[SnapshotRef]) -> tuple[SnapshotRef, Snapshot] | None:
+    def select_newest(self, refs: Sequence[SnapshotRef]) -> tuple[SnapshotRef, Snapshot] | None:
         """Return the newest of `refs`, which are newest first, that is of the settings and readable; None if none is.
         Of several at one position, it is the one with the newest message: a store's clock has a resolution of seconds.
         """
         found: tuple[SnapshotRef, Snapshot] | None = None
-        for ref in refs[:ASKED]:
+        for ref in refs[:MAX_CHECKED_SNAPSHOTS]:
             if found is not None and ref.position < found[0].position:
                 break
-            snapshot = self._open(ref) if may_be_of(self._label(ref), self._digest) else None
+            snapshot = self._read_or_skip(ref) if may_match_digest(self._stored_digest(ref), self._digest) else None
             if snapshot is None or snapshot.sampling_digest != self._digest:
                 continue
             if found is None or snapshot.newest_ns > found[1].newest_ns:
                 found = ref, snapshot
         return found
 
-    def newest_of_any(self, refs: Sequence[SnapshotRef]) -> Snapshot | None:
-        return next((found for ref in refs[:ASKED] if (found := self._open(ref)) is not None), None)
+    def select_any(self, refs: Sequence[SnapshotRef]) -> Snapshot | None:
+        return next(filter(None, map(self._read_or_skip, refs[:MAX_CHECKED_SNAPSHOTS])), None)
 
-    def known(self, refs: Sequence[SnapshotRef]) -> list[SnapshotRef]:
-        return [ref for ref in refs if self._labels.get(ref.key) == self._digest]
+    def matching(self, refs: Sequence[SnapshotRef]) -> list[SnapshotRef]:
+        return [ref for ref in refs if self._stored_digests.get(ref.key) == self._digest]
 
-    def _label(self, ref: SnapshotRef) -> str:
-        if ref.key not in self._labels:
-            self._labels[ref.key] = self._snapshots.label(ref)
-        return self._labels[ref.key]
+    def _stored_digest(self, ref: SnapshotRef) -> str:
+        if ref.key not in self._stored_digests:
+            self._stored_digests[ref.key] = self._snapshots.stored_digest(ref)
+        return self._stored_digests[ref.key]
 
-    def _open(self, ref: SnapshotRef) -> Snapshot | None:
+    def _read_or_skip(self, ref: SnapshotRef) -> Snapshot | None:
         if ref.key in self._damaged:
             return None
         try:
             snapshot = self._snapshots.read(ref)
         except DataError as error:
             self._damaged.add(ref.key)
-            told = {"code": error.code, "error": str(error), **ref.log_context()}
-            log.warning("snapshot left out", action="snapshot_left_out", **told)
+            fields = {"code": error.code, "error": str(error), **ref.log_context()}
+            log.warning("snapshot left out", action="snapshot_left_out", **fields)
             return None
-        self._labels[ref.key] = snapshot.sampling_digest
+        self._stored_digests[ref.key] = snapshot.sampling_digest
         return snapshot
 
 
-class Saving:
+class SnapshotWriter:
     """The schedule and the writer of snapshots; holds one at most. `interval`: seconds from one to the next."""
 
     def __init__(
-        self, snapshots: Snapshots, threads: Threads, clock: Clock, interval: float, report: SamplingReport
+        self, snapshots: SnapshotStore, threads: ThreadPool, clock: Clock, interval: float, report: SamplingReport
     ) -> None:
         self._snapshots, self._threads = snapshots, threads
         self._clock, self._interval, self._report = clock, interval, report
         self._frozen: Snapshot | None = None
-        self._last = 0  # last sequence that `covered` reported as put
-        self._frozen_at, self._segments, self._is_asked = clock.monotonic(), 0, False
+        self._last = 0  # last sequence that `mark_put` reported as put
+        self._frozen_at, self._segments, self._is_requested = clock.monotonic(), 0, False
         self._reached, self._free = asyncio.Event(), asyncio.Event()
         self._free.set()
 
@@ -229,26 +229,26 @@ class Saving:
         That needs a closed segment since the last time: then the position is mostly the end of a segment, and little
         has to be read again.
         """
-        is_time = self._is_asked or self._clock.monotonic() - self._frozen_at >= self._interval
+        is_time = self._is_requested or self._clock.monotonic() - self._frozen_at >= self._interval
         return self._frozen is None and is_time and segments > self._segments
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Make the next one due as soon as a segment has been closed, even before `interval` has passed."""
-        self._is_asked = True
+        self._is_requested = True
 
-    def hold(self, snapshot: Snapshot, segments: int) -> None:
-        """Keep `snapshot` until `covered` reports that it may be stored. Call it only while none is held."""
-        self._is_asked = False
+    def schedule(self, snapshot: Snapshot, segments: int) -> None:
+        """Keep `snapshot` until `mark_put` reports that it may be stored. Call it only while none is held."""
+        self._is_requested = False
         self._frozen, self._frozen_at, self._segments = snapshot, self._clock.monotonic(), segments
         self._free.clear()
-        self.covered(self._last)  # a quiet feed puts nothing else, so `covered` may not be called again
+        self.mark_put(self._last)  # a quiet feed puts nothing else, so `mark_put` may not be called again
 
-    def covered(self, last: int) -> None:
+    def mark_put(self, last: int) -> None:
         self._last = max(self._last, last)
         if self._frozen is not None and self._frozen.position - 1 <= last:
             self._reached.set()
 
-    async def free(self) -> None:
+    async def wait_until_written(self) -> None:
         """Wait until none is held: the last one is stored, or has failed."""
         await self._free.wait()
 
@@ -266,9 +266,9 @@ class Saving:
         try:
             ref = await self._threads.run(self._write, snapshot)
         except (FloeError, OSError) as error:
-            self._report.failed(snapshot.position, error)
+            self._report.record_failure(snapshot.position, error)
         else:
-            self._report.written(ref, self._clock.monotonic() - started)
+            self._report.record_snapshot(ref, self._clock.monotonic() - started)
 
     def _write(self, snapshot: Snapshot) -> SnapshotRef:
         failpoint("egress.before_snapshot")

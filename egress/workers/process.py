@@ -11,30 +11,30 @@ from dataclasses import dataclass
 from typing import Self
 
 from common.errors import UsageError
-from common.exits import LATER
+from common.exits import EXIT_RETRY_LATER
 from common.logs import get_logger
-from common.metrics import begin
-from common.tasks import Stop, end, first_of, told, watched
+from common.metrics import show_zeros
+from common.tasks import Stop, cancel, first_of, record_unexpected, spawn
 
 log = get_logger(__name__)
 
 
-FINAL = (78, 77, 2)  # a restart would only repeat these errors: configuration, credentials, the command line
+FATAL_EXIT_CODES = (78, 77, 2)  # a restart would only repeat these errors: configuration, credentials, the command line
 
 
-def exit_code(returned: int) -> int:
-    """Return the shell's exit code. `returned` below 0: a signal ended the process; the code is 128 plus its number."""
-    return 128 - returned if returned < 0 else returned
+def shell_exit_code(returncode: int) -> int:
+    """Return the shell's exit code. `returncode` below 0: a signal ended the process; it is 128 plus its number."""
+    return 128 - returncode if returncode < 0 else returncode
 
 
-def worst(codes: Iterable[int]) -> int:
+def worst_exit_code(codes: Iterable[int]) -> int:
     """Return the code that matters most to an operator; 0 if `codes` is empty."""
-    ranks = {0: 0, LATER: 1, **dict.fromkeys(FINAL, 3)}
+    ranks = {0: 0, EXIT_RETRY_LATER: 1, **dict.fromkeys(FATAL_EXIT_CODES, 3)}
     return max(codes, key=lambda code: (ranks.get(code, 2), code), default=0)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
+class WorkerIdentity:
     """The worker's side: it is `index` of `count`; its parent holds the other end of the socket `descriptor`."""
 
     index: int
@@ -53,18 +53,18 @@ class WorkerPlace:
     def __str__(self) -> str:
         return f"{self.index}/{self.count}/{self.descriptor}"
 
-    async def watch(self, port: int, stop: Stop) -> None:
+    async def watch_parent(self, port: int, stop: Stop) -> None:
         """Send the monitor's `port` to the parent; set `stop` when the parent has ended."""
-        with socket.socket(fileno=self.descriptor) as line:
-            line.setblocking(False)
+        with socket.socket(fileno=self.descriptor) as connection:
+            connection.setblocking(False)
             loop = asyncio.get_running_loop()
             try:
-                await loop.sock_sendall(line, json.dumps({"port": port}).encode() + b"\n")
-                while await loop.sock_recv(line, 1024):
+                await loop.sock_sendall(connection, json.dumps({"port": port}).encode() + b"\n")
+                while await loop.sock_recv(connection, 1024):
                     pass
             except OSError as error:
-                log.debug("line broken", action="line_broken", error=str(error))
-        log.warning("the parent has gone", action="parent_gone")
+                log.debug("parent socket closed", action="parent_socket_closed", error=str(error))
+        log.warning("parent lost", action="parent_lost")
         stop.set()
 
 
@@ -78,62 +78,62 @@ class WorkerProcess:
         self.index, self._count = index, count
         self._command, self._environment = tuple(command), environment
         self.pid, self.port, self.restarts = 0, 0, 0
-        begin("egress_worker_", worker=str(index))
+        show_zeros("egress_worker_", worker=str(index))
 
-    async def run_once(self, ending: Stop, patience: float) -> int:
+    async def run_once(self, stop: Stop, kill_after_s: float) -> int:
         """Run one process until it ends, and return its exit code. Raises OSError if it cannot be started.
 
-        Once `ending` is set, it receives SIGTERM and drains; after `patience` seconds it is killed.
+        Once `stop` is set, it receives SIGTERM and drains; after `kill_after_s` seconds it is killed.
         """
-        mine, other = socket.socketpair()
-        with mine:
-            with other:
-                process = await self.start(other)
+        parent_end, worker_end = socket.socketpair()
+        with parent_end:
+            with worker_end:
+                process = await self.start(worker_end)
             self.pid = process.pid
             log.info("worker started", action="worker_started", worker=self.index, pid=process.pid)
-            reading = watched(self._read(mine), self._unreadable, name=f"line of worker {self.index}")
+            reading = spawn(self._read_port(parent_end), self._on_read_error, name=f"line of worker {self.index}")
             try:
-                return exit_code(await self._wait(process, ending, patience))
+                return shell_exit_code(await self._wait_for_end(process, stop, kill_after_s))
             finally:
                 self.pid = self.port = 0
-                await end(reading)
+                await cancel(reading)
 
-    async def start(self, line: socket.socket) -> asyncio.subprocess.Process:
-        descriptor, nothing = line.fileno(), asyncio.subprocess.DEVNULL
-        command = (*self._command, "--worker", str(WorkerPlace(self.index, self._count, descriptor)))
+    async def start(self, connection: socket.socket) -> asyncio.subprocess.Process:
+        descriptor, devnull = connection.fileno(), asyncio.subprocess.DEVNULL
+        command = (*self._command, "--worker", str(WorkerIdentity(self.index, self._count, descriptor)))
         # In a session of its own: a terminal's Ctrl-C goes to the parent only, which signals its workers once.
         return await asyncio.create_subprocess_exec(
-            *command, stdin=nothing, env=self._environment, pass_fds=(descriptor,), start_new_session=True
+            *command, stdin=devnull, env=self._environment, pass_fds=(descriptor,), start_new_session=True
         )
 
-    async def _read(self, line: socket.socket) -> None:
-        line.setblocking(False)
+    async def _read_port(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
         loop, text = asyncio.get_running_loop(), b""
         while not text.endswith(b"\n"):
-            if not (part := await loop.sock_recv(line, 1024)):
+            if not (part := await loop.sock_recv(connection, 1024)):
                 return
             text += part
         self.port = int(json.loads(text)["port"])
 
-    def _unreadable(self, error: Exception) -> None:
-        told(error, "worker", f"line of worker {self.index}")
-        self.send(signal.SIGTERM)
+    def _on_read_error(self, error: Exception) -> None:
+        record_unexpected(error, "worker", f"line of worker {self.index}")
+        self.send_signal(signal.SIGTERM)
 
-    async def _wait(self, process: asyncio.subprocess.Process, ending: Stop, patience: float) -> int:
+    async def _wait_for_end(self, process: asyncio.subprocess.Process, stop: Stop, kill_after_s: float) -> int:
         try:
-            await first_of(process.wait(), ending.wait())
+            await first_of(process.wait(), stop.wait())
             if process.returncode is None:
-                self.send(signal.SIGTERM)
-                await first_of(process.wait(), seconds=patience)
+                self.send_signal(signal.SIGTERM)
+                await first_of(process.wait(), seconds=kill_after_s)
             if process.returncode is None:
-                log.error("worker does not end", action="worker_killed", worker=self.index, pid=self.pid)
-                self.send(signal.SIGKILL)
+                log.error("worker killed", action="worker_killed", worker=self.index, pid=self.pid)
+                self.send_signal(signal.SIGKILL)
             return await process.wait()
         finally:
             if process.returncode is None:
-                self.send(signal.SIGKILL)
+                self.send_signal(signal.SIGKILL)
 
-    def send(self, number: int) -> None:
+    def send_signal(self, signal_number: int) -> None:
         if self.pid:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self.pid, signal_number)

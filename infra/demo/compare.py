@@ -14,20 +14,30 @@ from common.segments.segment import Message, Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import Stretch, cover
 from common.settings import loader
-from infra.demo.world import ADVISORIES, AWKWARD, NODES, PREFIX, SITES, STREAMS, TARGET, World, run_command
+from infra.demo.world import (
+    ADVISORIES,
+    AWKWARD,
+    NODES,
+    SITES,
+    STREAMS,
+    SUBJECT_PREFIX,
+    TARGET_STREAM,
+    DemoWorld,
+    run_command,
+)
 from infra.oracle import (
-    Arrived,
-    Comparison,
+    OracleResult,
+    TargetTraces,
     Trace,
-    allow,
+    allow_left_out,
     archive_holes,
-    archived,
+    archived_messages,
     compare,
-    prefixed,
+    prefix_subject,
+    read_source_trace,
     read_stream,
-    source_trace,
-    target_traces,
-    total,
+    read_target_traces,
+    sum_comparisons,
 )
 
 MIB = 2**20
@@ -35,11 +45,11 @@ COLUMNS = ("chain", "source", "left out", "archive", "target", "restored", "segm
 
 
 @dataclass(frozen=True, slots=True)
-class Readings:
+class ChainReadings:
     """The messages of one chain in three places.
 
     `delays`: milliseconds from source to target, unsorted. `segments`: how many by level. `stored_bytes`: of the
-    segments in the cover of the chain; `waiting_bytes`: of those that have been merged into others. `left_out`:
+    segments in the cover of the chain; `merged_bytes`: of those that have been merged into others. `left_out`:
     messages that were left out on purpose, according to the ledgers of the segments. `restored`: messages that were
     restored if the site lost its server, else None.
     """
@@ -51,11 +61,11 @@ class Readings:
     delays: Sequence[int] = ()
     segments: Mapping[int, int] = field(default_factory=dict)
     stored_bytes: int = 0
-    waiting_bytes: int = 0
+    merged_bytes: int = 0
     left_out: int = 0
     restored: int | None = None
 
-    def compared(self) -> list[Comparison]:
+    def comparisons(self) -> list[OracleResult]:
         """Compare the archive with the source, the target with the archive, and the target with the source.
 
         Messages that the source has deleted since, by a limit or by hand, are still in the archive and the target;
@@ -69,17 +79,17 @@ class Readings:
             self._from_source(self.target, f"{name} source to target"),
         ]
 
-    def _from_source(self, found: Trace, name: str) -> Comparison:
-        return allow(compare(self.source, found, name=name, may_be_gone=True), self.left_out)
+    def _from_source(self, found: Trace, name: str) -> OracleResult:
+        return allow_left_out(compare(self.source, found, name=name, may_be_gone=True), self.left_out)
 
-    def ratio(self) -> float:
+    def compression_ratio(self) -> float:
         """Return the bytes of the messages over those of their segments; 0 without segments."""
         return self.archive.raw_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
-    def delay(self, share: float) -> float:
-        """Return the seconds that the fraction `share` (0 to 1) of the messages did not exceed; 0 without messages."""
+    def delay_quantile(self, fraction: float) -> float:
+        """Return the seconds that `fraction` (0 to 1) of the messages did not exceed; 0 without messages."""
         ordered = sorted(self.delays)
-        return ordered[min(int(len(ordered) * share), len(ordered) - 1)] / 1000 if ordered else 0.0
+        return ordered[min(int(len(ordered) * fraction), len(ordered) - 1)] / 1000 if ordered else 0.0
 
     def row(self) -> tuple[str, ...]:
         return (
@@ -90,8 +100,8 @@ class Readings:
             f"{len(self.target):,}",
             "–" if self.restored is None else f"{self.restored:,}",
             "+".join(str(self.segments.get(level, 0)) for level in (0, 1)),
-            f"{self.ratio():.1f}x",
-            f"{self.delay(0.5):.1f} s",
+            f"{self.compression_ratio():.1f}x",
+            f"{self.delay_quantile(0.5):.1f} s",
         )
 
 
@@ -99,30 +109,30 @@ class Readings:
 class DemoResult:
     """The result of a demo. `problems`: everything wrong besides messages; `seconds`: the duration of the whole."""
 
-    readings: tuple[Readings, ...]
+    readings: tuple[ChainReadings, ...]
     published: int
     publishing_seconds: float
     seconds: float
     problems: tuple[str, ...] = ()
 
-    def comparison(self) -> Comparison:
+    def comparison(self) -> OracleResult:
         """Return the total over all chains: of the three comparisons of a chain, the worst counts."""
-        return total(worst(readings.compared()) for readings in self.readings)
+        return sum_comparisons(worst_comparison(readings.comparisons()) for readings in self.readings)
 
     @property
-    def ok(self) -> bool:
-        return self.comparison().ok and not self.problems and bool(self.readings)
+    def is_ok(self) -> bool:
+        return self.comparison().is_ok and not self.problems and bool(self.readings)
 
     def rows(self) -> list[tuple[str, ...]]:
         return [readings.row() for readings in self.readings]
 
-    def figures(self) -> tuple[str, ...]:
+    def summary_lines(self) -> tuple[str, ...]:
         target = sum(len(r.target) for r in self.readings)
         raw, stored = (sum(r.archive.raw_bytes for r in self.readings), sum(r.stored_bytes for r in self.readings))
-        waiting = sum(readings.waiting_bytes for readings in self.readings)
+        waiting = sum(readings.merged_bytes for readings in self.readings)
         left_out = sum(readings.left_out for readings in self.readings)
-        gone = sum(readings.compared()[0].gone for readings in self.readings)
-        latest = max((readings.delay(1.0) for readings in self.readings), default=0.0)
+        gone = sum(readings.comparisons()[0].gone for readings in self.readings)
+        latest = max((readings.delay_quantile(1.0) for readings in self.readings), default=0.0)
         return (
             f"{self.published:,} messages published in {self.publishing_seconds:.0f} s, {target:,} arrived",
             f"{left_out:,} of them were sampled out: source = stored + sampled out, by the segments' ledgers",
@@ -135,8 +145,8 @@ class DemoResult:
     def to_json(self) -> dict[str, object]:
         comparison = self.comparison()
         return {
-            "ok": self.ok,
-            "verdict": comparison.line(),
+            "ok": self.is_ok,
+            "verdict": comparison.summary(),
             **{k: v for k, v in asdict(comparison).items() if k not in ("name", "examples")},
             "lost": comparison.lost,
             "examples": list(comparison.examples),
@@ -148,11 +158,11 @@ class DemoResult:
         }
 
 
-def worst(comparisons: Sequence[Comparison]) -> Comparison:
+def worst_comparison(comparisons: Sequence[OracleResult]) -> OracleResult:
     return max(comparisons, key=lambda c: (c.lost + c.repeated + c.out_of_order + c.altered + c.unexpected, c.found))
 
 
-def _chain_json(readings: Readings) -> dict[str, object]:
+def _chain_json(readings: ChainReadings) -> dict[str, object]:
     return {
         "chain": str(readings.chain),
         "source": len(readings.source),
@@ -163,18 +173,24 @@ def _chain_json(readings: Readings) -> dict[str, object]:
         "segments": {str(level): count for level, count in sorted(readings.segments.items())},
         "raw_bytes": readings.archive.raw_bytes,
         "stored_bytes": readings.stored_bytes,
-        "waiting_bytes": readings.waiting_bytes,
-        "seconds_behind": {"median": readings.delay(0.5), "most": readings.delay(1.0)},
+        "waiting_bytes": readings.merged_bytes,
+        "seconds_behind": {"median": readings.delay_quantile(0.5), "most": readings.delay_quantile(1.0)},
     }
 
 
 # The events that may follow each event: a node appears, falls silent, and returns or is forgotten.
-FOLLOWS = {"": {"new"}, "new": {"timeout"}, "timeout": {"recover", "expire"}, "recover": {"timeout"}, "expire": {"new"}}
+NEXT_EVENTS = {
+    "": {"new"},
+    "new": {"timeout"},
+    "timeout": {"recover", "expire"},
+    "recover": {"timeout"},
+    "expire": {"new"},
+}
 MAX_PROBLEMS = 5
 
 
 @dataclass(slots=True)
-class Stories:
+class AdvisoryHistories:
     """The advisories of one stream. `counts`: by event; `problems`: impossible histories, a few lines."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -182,12 +198,12 @@ class Stories:
     _last: dict[str, str] = field(default_factory=dict)
     _ids: set[str] = field(default_factory=set)
 
-    def take(self, message: Message) -> None:
+    def add(self, message: Message) -> None:
         document = json.loads(message.payload)
         event, value, identity = document["event"], document["value"], document["event_id"]
         before, self._last[value] = self._last.get(value, ""), event
         self.counts[event] += 1
-        if event not in FOLLOWS[before]:
+        if event not in NEXT_EVENTS[before]:
             self._note(f"{value}: {event} after {before or 'nothing'}")
         if identity in self._ids:
             self._note(f"{value}: {event} twice under one id")
@@ -198,29 +214,29 @@ class Stories:
             self.problems.append(problem)
 
 
-async def stories(client: FloeClient, stream: str) -> Stories:
-    told = Stories()
-    await read_stream(client, stream, told.take)
-    return told
+async def read_histories(client: FloeClient, stream: str) -> AdvisoryHistories:
+    histories = AdvisoryHistories()
+    await read_stream(client, stream, histories.add)
+    return histories
 
 
 @dataclass(frozen=True, slots=True)
 class ArchivedChain:
     """One chain of the archive, read through the cover rule. `segments`: how many by level.
 
-    `stored_bytes`: of the segments that the cover takes; `waiting_bytes`: of those that have been merged into others.
+    `stored_bytes`: of the segments that the cover takes; `merged_bytes`: of those that have been merged into others.
     `left_out`: messages left out on purpose, according to the ledgers of those segments.
     """
 
     trace: Trace = field(default_factory=Trace)
     segments: Mapping[int, int] = field(default_factory=dict)
     stored_bytes: int = 0
-    waiting_bytes: int = 0
+    merged_bytes: int = 0
     left_out: int = 0
     holes: tuple[str, ...] = ()
 
 
-def read_archive(world: World) -> dict[Chain, ArchivedChain]:
+def read_archive(world: DemoWorld) -> dict[Chain, ArchivedChain]:
     """Read all chains in the bucket, with subjects as in the target."""
     settings = loader.load(str(world.central_config))
     with closing(open_store(settings)) as store:
@@ -231,7 +247,7 @@ def _read_chain(store: SegmentStore, chain: Chain) -> ArchivedChain:
     refs = store.list(chain)
     taken = {stretch.segment.key: stretch.segment.size for stretch in cover(refs, 1)}
     return ArchivedChain(
-        Trace.of(archived(store, chain), prefixed(PREFIX)),
+        Trace.of(archived_messages(store, chain), prefix_subject(SUBJECT_PREFIX)),
         Counter(ref.level for ref in refs),
         sum(taken.values()),
         sum(ref.size for ref in refs if ref.key not in taken),
@@ -253,7 +269,7 @@ def _left_out(store: SegmentStore, stretch: Stretch[SegmentRef]) -> int:
 
 async def read_source(clients: Mapping[str, FloeClient], chain: Chain) -> Trace:
     """Read the source of a chain, with subjects as in the target."""
-    return await source_trace(clients[chain.site], chain.feed, prefixed(PREFIX))
+    return await read_source_trace(clients[chain.site], chain.feed, prefix_subject(SUBJECT_PREFIX))
 
 
 async def read_chains(
@@ -261,47 +277,49 @@ async def read_chains(
     archive: Mapping[Chain, ArchivedChain],
     sources: Mapping[Chain, Trace],
     restored: Mapping[Chain, int],
-) -> tuple[list[Readings], list[str]]:
+) -> tuple[list[ChainReadings], list[str]]:
     """Read all chains; return them, and the problems found. `sources`: traces of sources that were read before they
     were lost; `restored`: the number of their messages that were restored.
     """
-    arrived = await target_traces(clients["central"], TARGET)
+    arrived = await read_target_traces(clients["central"], TARGET_STREAM)
     expected = [Chain(site, stream) for site in clients if site != "central" for stream in STREAMS]
-    problems = _strangers(expected, archive, arrived)
+    problems = _unexpected_chains(expected, archive, arrived)
     readings = []
     for chain in expected:
         source = sources.get(chain) or await read_source(clients, chain)
         held = archive.get(chain, ArchivedChain())
         problems += [f"{chain}: a hole in the archive: {hole}" for hole in held.holes]
         target, delays = arrived.traces.get(chain, Trace()), arrived.delays.get(chain, ())
-        sizes = (held.segments, held.stored_bytes, held.waiting_bytes, held.left_out)
-        readings.append(Readings(chain, source, held.trace, target, delays, *sizes, restored.get(chain)))
+        sizes = (held.segments, held.stored_bytes, held.merged_bytes, held.left_out)
+        readings.append(ChainReadings(chain, source, held.trace, target, delays, *sizes, restored.get(chain)))
     return readings, problems
 
 
-async def ask_advisories(clients: Mapping[str, FloeClient]) -> tuple[str, list[str]]:
+async def check_advisories(clients: Mapping[str, FloeClient]) -> tuple[str, list[str]]:
     counts: Counter[str] = Counter()
     problems: list[str] = []
     for site, client in clients.items():
         if site != "central":
-            told = await stories(client, ADVISORIES)
-            counts += told.counts
-            problems += [f"{site}: {problem}" for problem in told.problems]
+            histories = await read_histories(client, ADVISORIES)
+            counts += histories.counts
+            problems += [f"{site}: {problem}" for problem in histories.problems]
     return "advisories: " + ", ".join(f"{count:,} {event}" for event, count in counts.items()), problems
 
 
-def _strangers(expected: list[Chain], archive: Mapping[Chain, object], arrived: Arrived) -> list[str]:
+def _unexpected_chains(expected: list[Chain], archive: Mapping[Chain, object], arrived: TargetTraces) -> list[str]:
     found = sorted({*archive, *arrived.traces} - set(expected))
     problems = [f"{chain}: a chain that no site has" for chain in found]
     if arrived.foreign:
-        problems.append(f"{arrived.foreign} messages in {TARGET} without provenance")
+        problems.append(f"{arrived.foreign} messages in {TARGET_STREAM} without provenance")
     return problems
 
 
-async def ask_spark(world: World, readings: list[Readings], later: Mapping[Chain, int]) -> tuple[str, list[str]]:
+async def count_with_spark(
+    world: DemoWorld, readings: list[ChainReadings], archived_since: Mapping[Chain, int]
+) -> tuple[str, list[str]]:
     """Count the archive's rows with a Spark query; return a sentence about it, and the differences from `readings`.
 
-    `later`: messages by chain that were archived after those readings.
+    `archived_since`: messages by chain that were archived after those readings.
     """
     out = await run_command(world.folder, "spark query", "compaction.report", "-c", str(world.central_config))
     try:
@@ -311,22 +329,22 @@ async def ask_spark(world: World, readings: list[Readings], later: Mapping[Chain
     problems = []
     for reading in readings:
         counted = rows.get(reading.chain, {}).get("messages", 0)
-        if counted != (expected := len(reading.archive) + later.get(reading.chain, 0)):
+        if counted != (expected := len(reading.archive) + archived_since.get(reading.chain, 0)):
             problems.append(f"{reading.chain}: expected {expected} rows, Spark found {counted}")
     total = sum(row["messages"] for row in rows.values())
     senders = sum(row.get("subjects", 0) for chain, row in rows.items() if chain.feed == NODES)
     return f"Spark, reading the segments: {total:,} messages, {senders:,} nodes registered", problems
 
 
-WHERE = (SITES[0], AWKWARD)  # the feed that holds every kind of message that is hard to carry
+DRILL_FEED = (SITES[0], AWKWARD)  # the feed that holds every kind of message that is hard to carry
 
 
-async def ask_drill(world: World) -> tuple[str, list[str]]:
+async def run_drill(world: DemoWorld) -> tuple[str, list[str]]:
     """Restore one feed into a scratch stream; return a sentence about it, and the differences from the archive.
 
     Raises FloeError if the drill fails, or its output cannot be read.
     """
-    site, feed = WHERE
+    site, feed = DRILL_FEED
     command = ("floe", "drill", "-c", str(world.central_config), "--site", site, "--feed", feed, "--json")
     out = await run_command(world.folder, "drill", *command)
     try:

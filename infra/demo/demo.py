@@ -28,35 +28,44 @@ from infra.demo.compare import (
     COLUMNS,
     ArchivedChain,
     DemoResult,
-    ask_advisories,
-    ask_drill,
-    ask_spark,
+    check_advisories,
+    count_with_spark,
     read_archive,
     read_chains,
     read_source,
+    run_drill,
 )
-from infra.demo.lost import SITE, LostSite, lose_and_restore, read_some
-from infra.demo.publish import Load, SitePublisher
+from infra.demo.lost import LOST_SITE, SiteRestore, create_reader, lose_and_restore
+from infra.demo.publish import PublishLoad, SitePublisher
 from infra.demo.view import DemoView
-from infra.demo.world import ADVISORIES, SAMPLE_SECONDS, STREAMS, TARGET, DemoService, Services, World, run_command
+from infra.demo.world import (
+    ADVISORIES,
+    SAMPLE_SECONDS,
+    STREAMS,
+    TARGET_STREAM,
+    DemoService,
+    DemoWorld,
+    Services,
+    run_command,
+)
 from infra.fleet import describe, read_facts
 from infra.local.nats import nats_server_binary
 from infra.oracle import Trace
 
-ARRIVAL_TIMEOUT = 60.0  # seconds without a further message at the centre
-DARK = 1.5  # seconds between a kill and the next start
-IDLE_SECONDS = 8.0  # until egress has noticed that a stream is idle, and its advisories are stored
-TICK = 0.5  # seconds between two reads of the counts
+ARRIVAL_TIMEOUT_S = 60.0  # seconds without a further message at the centre
+RESTART_DELAY_S = 1.5  # seconds between a kill and the next start
+IDLE_S = 8.0  # until egress has noticed that a stream is idle, and its advisories are stored
+VIEW_INTERVAL_S = 0.5  # seconds between two reads of the counts
 
 
-STEPS = 10
+STEP_COUNT = 10
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
     """The options of a demo. `keep`: do not remove the folder with all data, logs and configurations."""
 
-    load: Load
+    load: PublishLoad
     keep: bool = False
 
 
@@ -87,21 +96,21 @@ async def run_demo(options: DemoOptions, view: DemoView, clock: Clock) -> DemoRe
     require_spark()
     require_java()
     require_servers()
-    world = World(keep=options.keep)
+    world = DemoWorld(keep=options.keep)
     try:
         async with AsyncExitStack() as stack:
-            return await _steps(Run(options.load, world, view, clock, stack), view, world)
+            return await _steps(DemoRun(options.load, world, view, clock, stack), view, world)
     finally:
-        with _undisturbed():
+        with _ignore_interrupt():
             world.close()
         if options.keep:
-            view.say(f"kept: {world.folder}")
+            view.print_line(f"kept: {world.folder}")
 
 
-async def _steps(run: Run, view: DemoView, world: World) -> DemoResult:
+async def _steps(run: DemoRun, view: DemoView, world: DemoWorld) -> DemoResult:
     started = run.clock.monotonic()
     view.step("start the servers", "Two sites and a centre with NATS JetStream, and an S3 server between them.")
-    view.say(f"all data, logs and configurations are in {world.folder}")
+    view.print_line(f"all data, logs and configurations are in {world.folder}")
     await run.start_servers()
     view.step("start Floe", "Egress freezes streams at each site; ingress melts them into one at the centre.")
     await run.start_floe()
@@ -109,7 +118,7 @@ async def _steps(run: Run, view: DemoView, world: World) -> DemoResult:
         "publish, and kill things meanwhile",
         "A fleet registers; of each node one document in 10 s is kept. Floe is killed and started again.",
     )
-    await run.publish_and_disturb()
+    await run.publish_and_kill()
     view.step("wait for silence", "The fleet has stopped: egress tells of every node that is not seen any more.")
     await run.wait_for_silence()
     view.step("stop egress", "SIGTERM: what is still open becomes a last segment; nothing is left behind.")
@@ -119,43 +128,43 @@ async def _steps(run: Run, view: DemoView, world: World) -> DemoResult:
     view.step("wait for the centre", "Everything frozen must melt into the target stream, in order and once.")
     await run.wait_for_arrival()
     view.step("drill", "A feed comes back from its segments, into a scratch stream, and is compared with them.")
-    restored, wrong = await ask_drill(world)
-    view.say(restored)
+    restored, wrong = await run_drill(world)
+    view.print_line(restored)
     view.step(
         "lose a site",
         "Its server's whole folder is removed: floe restore brings back streams and consumers, as they were.",
     )
-    sources = await run.read_sources(SITE)
+    sources = await run.read_sources(LOST_SITE)
     lost = await lose_and_restore(world, run.clients, run.connect, run.clock)
-    view.say(lost.text)
+    view.print_line(lost.text)
     view.step("compare", "Source, archive and target, chain by chain, message by message, byte for byte.")
     result = await _compare(run, started, wrong, lost, sources)
     view.table(COLUMNS, result.rows())
-    for text in (*result.figures(), *result.comparison().examples, *result.problems):
-        view.say(text)
+    for text in (*result.summary_lines(), *result.comparison().examples, *result.problems):
+        view.print_line(text)
     return result
 
 
 async def _compare(
-    run: Run, started: float, wrong: list[str], lost: LostSite, sources: dict[Chain, Trace]
+    run: DemoRun, started: float, wrong: list[str], lost: SiteRestore, sources: dict[Chain, Trace]
 ) -> DemoResult:
     readings, problems = await read_chains(run.clients, run.archive, sources, lost.restored)
-    told, untrue = await ask_advisories(run.clients)
-    run.view.say(told)
-    run.view.say("asking Spark to count the archive")
-    counted, differences = await ask_spark(run.world, readings, lost.later)
-    run.view.say(counted)
+    counts, advisory_problems = await check_advisories(run.clients)
+    run.view.print_line(counts)
+    run.view.print_line("asking Spark to count the archive")
+    counted, differences = await count_with_spark(run.world, readings, lost.archived_since)
+    run.view.print_line(counted)
     return DemoResult(
         readings=tuple(readings),
         published=sum(publisher.sent() for publisher in run.publishers),
         publishing_seconds=run.publishing_seconds,
         seconds=run.clock.monotonic() - started,
-        problems=(*wrong, *lost.problems, *problems, *untrue, *differences),
+        problems=(*wrong, *lost.problems, *problems, *advisory_problems, *differences),
     )
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _ignore_interrupt() -> Iterator[None]:
     """Ignore a second Ctrl-C, which would leave servers running."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -165,11 +174,11 @@ def _undisturbed() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class Run:
+class DemoRun:
     """One run of the demo; `stack` closes the connections."""
 
-    load: Load
-    world: World
+    load: PublishLoad
+    world: DemoWorld
     view: DemoView
     clock: Clock
     stack: AsyncExitStack
@@ -189,9 +198,9 @@ class Run:
         self.world.start()
         for name, server in {**self.world.sites, "central": self.world.central}.items():
             self.clients[name] = await self.connect(server.url)
-            self.view.say(f"nats-server {name}: {server.url}, process {server.pid}")
-        self.view.say(f"bucket, {self.world.s3.name}: {self.world.s3.endpoint_url}, process {self.world.s3.pid}")
-        self.view.say(f"the fleet is made from this machine: {describe(facts)}")
+            self.view.print_line(f"nats-server {name}: {server.url}, process {server.pid}")
+        self.view.print_line(f"bucket, {self.world.s3.name}: {self.world.s3.endpoint_url}, process {self.world.s3.pid}")
+        self.view.print_line(f"the fleet is made from this machine: {describe(facts)}")
         self.publishers = [
             SitePublisher(site, self.clients[site], self.load, facts, self.clock) for site in self.world.sites
         ]
@@ -203,42 +212,45 @@ class Run:
 
     async def start_floe(self) -> None:
         for publisher in self.publishers:
-            await publisher.make_streams()
+            await publisher.create_streams()
         for service in self.world.write_configs().all():
             service.start()
-            self.view.say(f"floe {service.name}: started, configuration in {service.config.name}")
+            self.view.print_line(f"floe {service.name}: started, configuration in {service.config.name}")
 
-    async def publish_and_disturb(self) -> None:
+    async def publish_and_kill(self) -> None:
         started, stop = self.clock.monotonic(), Stop()
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._watch())
             working = [group.create_task(publisher.run(stop)) for publisher in self.publishers]
-            working += [group.create_task(self._disturb()), group.create_task(self._compact_meanwhile())]
+            working += [
+                group.create_task(self._kill_and_restart()),
+                group.create_task(self._compact_while_publishing()),
+            ]
             await asyncio.wait(working[: len(self.publishers)])
             self.published_until = self.clock.monotonic()
             self.publishing_seconds = self.published_until - started
             await asyncio.wait(working)
             watching.cancel()
         for publisher in self.publishers:
-            self.view.say(f"{publisher.site}: {publisher.line()}")
-        await read_some(self.clients[SITE], self.clock)
+            self.view.print_line(f"{publisher.site}: {publisher.summary()}")
+        await create_reader(self.clients[LOST_SITE], self.clock)
 
-    async def _disturb(self) -> None:
+    async def _kill_and_restart(self) -> None:
         first, second = self.services.egress.values()
         turns: list[tuple[DemoService, ...]] = [(first,), (self.services.ingress,), (second, self.services.ingress)]
         for turn in turns:
-            await self.clock.sleep(self.load.seconds * 0.8 / len(turns) - DARK)
+            await self.clock.sleep(self.load.seconds * 0.8 / len(turns) - RESTART_DELAY_S)
             for service in turn:
-                service.check()
-                self.view.say(f"kill -9: {service.name}, process {service.kill()}")
-            await self.clock.sleep(DARK)
+                service.raise_if_ended()
+                self.view.print_line(f"kill -9: {service.name}, process {service.kill()}")
+            await self.clock.sleep(RESTART_DELAY_S)
             for service in turn:
                 service.start()
-                self.view.say(f"started again: {service.name}")
+                self.view.print_line(f"started again: {service.name}")
 
-    async def _compact_meanwhile(self) -> None:
+    async def _compact_while_publishing(self) -> None:
         await self.clock.sleep(self.load.seconds * 0.4)
-        self.view.say("floe compact: Spark merges the segments so far, while more of them arrive")
+        self.view.print_line("floe compact: Spark merges the segments so far, while more of them arrive")
         await self.compact()
 
     async def compact(self) -> None:
@@ -247,22 +259,22 @@ class Run:
         out = await run_command(
             self.world.folder, "compact", "floe", "compact", "-c", str(self.world.central_config), "--json"
         )
-        self.view.say(f"floe compact: {_summary(out)} in {self.clock.monotonic() - started:.0f} s")
+        self.view.print_line(f"floe compact: {_summary(out)} in {self.clock.monotonic() - started:.0f} s")
 
     async def wait_for_silence(self) -> None:
         """Wait for the last advisories: every node has been silent for longer than `SAMPLE_SECONDS`."""
-        over = self.published_until + SAMPLE_SECONDS + IDLE_SECONDS
-        told, since = -1, self.clock.monotonic()
-        while self.clock.monotonic() < max(over, since + IDLE_SECONDS):
-            now = await self._told()
-            if now != told:
-                told, since = now, self.clock.monotonic()
-            self.view.progress(f"{told:,} advisories")
-            self.services.check()
-            await self.clock.sleep(TICK)
-        self.view.say(f"{told:,} advisories were published at the sites")
+        over = self.published_until + SAMPLE_SECONDS + IDLE_S
+        count, since = -1, self.clock.monotonic()
+        while self.clock.monotonic() < max(over, since + IDLE_S):
+            now = await self._count_advisories()
+            if now != count:
+                count, since = now, self.clock.monotonic()
+            self.view.progress(f"{count:,} advisories")
+            self.services.raise_if_ended()
+            await self.clock.sleep(VIEW_INTERVAL_S)
+        self.view.print_line(f"{count:,} advisories were published at the sites")
 
-    async def _told(self) -> int:
+    async def _count_advisories(self) -> int:
         found = [await stream_info(self.clients[site], ADVISORIES) for site in self.world.sites]
         return sum(info.messages for info in found if info)
 
@@ -271,36 +283,38 @@ class Run:
 
     async def drain_egress(self) -> None:
         for service in self.services.egress.values():
-            service.check()
+            service.raise_if_ended()
             await service.drain()
-            self.view.say(f"{service.name}: drained, exit code 0")
+            self.view.print_line(f"{service.name}: drained, exit code 0")
 
     async def wait_for_arrival(self) -> None:
-        """Wait until the target holds as many messages as the archive, or none has come for `ARRIVAL_TIMEOUT`."""
+        """Wait until the target holds as many messages as the archive, or none has come for `ARRIVAL_TIMEOUT_S`."""
         self.archive = await asyncio.to_thread(read_archive, self.world)
         rows = sum(len(chain.trace) for chain in self.archive.values())
         seen, since = -1, self.clock.monotonic()
-        while (held := await self._held()) < rows:
-            self.services.ingress.check()
-            if held != seen:
-                seen, since = held, self.clock.monotonic()
-            elif self.clock.monotonic() - since > ARRIVAL_TIMEOUT:
-                self.view.say(f"nothing has arrived for {ARRIVAL_TIMEOUT:.0f} s: {held:,} of {rows:,}")
+        while (target_messages := await self._target_messages()) < rows:
+            self.services.ingress.raise_if_ended()
+            if target_messages != seen:
+                seen, since = target_messages, self.clock.monotonic()
+            elif self.clock.monotonic() - since > ARRIVAL_TIMEOUT_S:
+                self.view.print_line(
+                    f"nothing has arrived for {ARRIVAL_TIMEOUT_S:.0f} s: {target_messages:,} of {rows:,}"
+                )
                 break
-            self.view.progress(f"{held:,} of {rows:,} messages are at the centre")
-            await self.clock.sleep(TICK)
-        self.view.say(f"{held:,} of {rows:,} messages are at the centre")
+            self.view.progress(f"{target_messages:,} of {rows:,} messages are at the centre")
+            await self.clock.sleep(VIEW_INTERVAL_S)
+        self.view.print_line(f"{target_messages:,} of {rows:,} messages are at the centre")
         await self.services.ingress.drain()
 
     async def _watch(self) -> None:
         while True:
             sent = sum(publisher.sent() for publisher in self.publishers)
-            self.view.progress(f"{sent:,} published, {await self._held():,} at the centre")
-            self.services.check()
-            await self.clock.sleep(TICK)
+            self.view.progress(f"{sent:,} published, {await self._target_messages():,} at the centre")
+            self.services.raise_if_ended()
+            await self.clock.sleep(VIEW_INTERVAL_S)
 
-    async def _held(self) -> int:
-        info = await stream_info(self.clients["central"], TARGET)
+    async def _target_messages(self) -> int:
+        info = await stream_info(self.clients["central"], TARGET_STREAM)
         return info.messages if info else 0
 
 

@@ -11,22 +11,22 @@ from common.tasks import Stop, wait_for
 from infra.awkward import AwkwardReport, publish_awkward
 from infra.demo.world import AWKWARD, NODES, STREAMS
 from infra.emulator import Emulator, PublishSchedule
-from infra.fleet import Facts, Fleet
+from infra.fleet import Fleet, MachineFacts
 
-BURSTS = 4
-LEAVERS = 10  # nodes that fall silent before the others do
-LEAVERS_NUMBER = 90_000  # of the first leaver; the numbers of the fleet are smaller
+AWKWARD_BURSTS = 4
+SILENT_NODES = 10  # nodes that fall silent before the others do
+FIRST_SILENT_NODE = 90_000  # of the first leaver; the numbers of the fleet are smaller
 
 
-class Leavers(Fleet):
+class SilentFleet(Fleet):
     """Nodes that fall silent early; their names differ from those of the fleet."""
 
     def sender(self, node: int) -> str:
-        return super().sender(node + LEAVERS_NUMBER)
+        return super().sender(node + FIRST_SILENT_NODE)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PublishLoad:
     """The load at each site. `rate`: documents per second; `awkward`: awkward messages in all."""
 
     seconds: float
@@ -42,13 +42,13 @@ class SitePublisher:
 
     site: str
     client: FloeClient
-    load: Load
-    facts: Facts
+    load: PublishLoad
+    facts: MachineFacts
     clock: Clock
     emulators: list[Emulator] = field(default_factory=list)
     reports: list[AwkwardReport] = field(default_factory=list)
 
-    async def make_streams(self) -> None:
+    async def create_streams(self) -> None:
         for config in STREAMS.values():
             await create_stream(self.client, config)
 
@@ -64,8 +64,8 @@ class SitePublisher:
         documents = sum(emulator.progress.published.sent for emulator in self.emulators)
         return documents + sum(report.published.sent for report in self.reports)
 
-    def line(self) -> str:
-        documents = self.emulators[0].progress.published.line() if self.emulators else "none"
+    def summary(self) -> str:
+        documents = self.emulators[0].progress.published.summary() if self.emulators else "none"
         kinds = {kind for report in self.reports for kind in report.stored}
         stored = sum(report.published.stored for report in self.reports)
         deleted = sum(len(report.deleted) for report in self.reports)
@@ -74,23 +74,23 @@ class SitePublisher:
     def _make_emulators(self) -> list[Emulator]:
         load = self.load
         fleet = Fleet(self.facts, seed=self._seed(), nodes=load.nodes)
-        leavers = Leavers(self.facts, seed=self._seed(), nodes=LEAVERS)
+        silent_fleet = SilentFleet(self.facts, seed=self._seed(), nodes=SILENT_NODES)
         self.emulators = [
             self._emulator(fleet, PublishSchedule(load.nodes, rate=load.rate, duration=load.seconds)),
-            self._emulator(leavers, PublishSchedule(LEAVERS, rate=LEAVERS, duration=load.seconds / 2)),
+            self._emulator(silent_fleet, PublishSchedule(SILENT_NODES, rate=SILENT_NODES, duration=load.seconds / 2)),
         ]
         return self.emulators
 
-    def _emulator(self, fleet: Fleet, pace: PublishSchedule) -> Emulator:
-        return Emulator(self.client, fleet, pace, self.clock, subject=f"{NODES.lower()}.{{sender}}")
+    def _emulator(self, fleet: Fleet, schedule: PublishSchedule) -> Emulator:
+        return Emulator(self.client, fleet, schedule, self.clock, subject=f"{NODES.lower()}.{{sender}}")
 
     async def _bursts(self, stop: Stop) -> None:
         rng = random.Random(self._seed())
-        for burst in range(BURSTS):
+        for burst in range(AWKWARD_BURSTS):
             root = f"{AWKWARD.lower()}.b{burst}"
-            count = self.load.awkward // BURSTS
+            count = self.load.awkward // AWKWARD_BURSTS
             self.reports.append(await publish_awkward(self.client, AWKWARD, root, rng, count, clock=self.clock))
-            if burst == BURSTS - 1 or await wait_for(stop, self.load.seconds / BURSTS):
+            if burst == AWKWARD_BURSTS - 1 or await wait_for(stop, self.load.seconds / AWKWARD_BURSTS):
                 return
 
     def _seed(self) -> int:

@@ -11,16 +11,16 @@ from rich.table import Table
 
 from common.clock import Clock
 
-SECONDS_BETWEEN_LINES = 5.0  # if lines cannot be rewritten
+LINE_INTERVAL_S = 5.0  # if lines cannot be rewritten
 
 
 class DemoView(Protocol):
     """The output of the demo."""
 
-    def step(self, title: str, why: str) -> None:
-        """Begin the next numbered step. `why`: the reason why it is worth seeing."""
+    def step(self, title: str, reason: str) -> None:
+        """Begin the next numbered step. `reason`: the reason why it is worth seeing."""
 
-    def say(self, text: str) -> None: ...
+    def print_line(self, text: str) -> None: ...
 
     def progress(self, text: str) -> None:
         """Show the progress of the step; replace the former text if that is possible."""
@@ -35,15 +35,15 @@ class ConsoleView:
     def __init__(self, clock: Clock, steps: int, console: Console | None = None) -> None:
         self._clock, self._steps, self._number = clock, steps, 0
         self._console = console or Console(highlight=False)
-        self._moving = Progress(
+        self._progress_bar = Progress(
             SpinnerColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False),
             console=self._console,
             transient=True,
         )
-        self._line = self._moving.add_task("starting", total=None)
-        self._started = self._spoken = clock.monotonic()
+        self._line = self._progress_bar.add_task("starting", total=None)
+        self._started = self._printed_at = clock.monotonic()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -51,23 +51,23 @@ class ConsoleView:
         if not self._console.is_terminal:
             yield
             return
-        with self._moving:
+        with self._progress_bar:
             yield
 
-    def step(self, title: str, why: str) -> None:
+    def step(self, title: str, reason: str) -> None:
         self._number += 1
         self._console.print(f"\n[bold]Step {self._number} of {self._steps}: {title}[/bold]")
-        self._console.print(f"  [dim]{why}[/dim]", soft_wrap=True)
+        self._console.print(f"  [dim]{reason}[/dim]", soft_wrap=True)
         self._update(title)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(f"  {self._elapsed()}  {text}", markup=False, soft_wrap=True)
-        self._spoken = self._clock.monotonic()
+        self._printed_at = self._clock.monotonic()
 
     def progress(self, text: str) -> None:
         self._update(text)
-        if not self._console.is_terminal and self._clock.monotonic() - self._spoken >= SECONDS_BETWEEN_LINES:
-            self.say(text)
+        if not self._console.is_terminal and self._clock.monotonic() - self._printed_at >= LINE_INTERVAL_S:
+            self.print_line(text)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
@@ -80,23 +80,23 @@ class ConsoleView:
         self._console.print()
 
     def _update(self, text: str) -> None:
-        self._moving.update(self._line, description=text)
+        self._progress_bar.update(self._line, description=text)
 
     def _elapsed(self) -> str:
         return f"{self._clock.monotonic() - self._started:5.1f} s"
 
 
-class QuietView:
+class StepView:
     """The output of `--json`: steps only, on stderr, because stdout belongs to the result."""
 
     def __init__(self) -> None:
         self._number = 0
 
-    def step(self, title: str, why: str) -> None:  # noqa: ARG002
+    def step(self, title: str, reason: str) -> None:  # noqa: ARG002
         self._number += 1
         sys.stderr.write(f"step {self._number}: {title}\n")
 
-    def say(self, text: str) -> None: ...
+    def print_line(self, text: str) -> None: ...
 
     def progress(self, text: str) -> None: ...
 

@@ -16,12 +16,12 @@ from typing import IO, Any
 import yaml
 
 from common.errors import FloeError
-from infra.local.minio import local_s3
+from infra.local.minio import new_local_s3
 from infra.local.nats import NatsServer
 from infra.local.process import spawn
 
-PROJECT = Path(__file__).parents[2]  # the folder of floe.py, in a checkout and when installed
-STOP_TIMEOUT = 30.0  # seconds until a drain has taken too long
+PROJECT_FOLDER = Path(__file__).parents[2]  # the folder of floe.py, in a checkout and when installed
+DRAIN_TIMEOUT_S = 30.0  # seconds until a drain has taken too long
 
 
 class DemoService:
@@ -41,11 +41,11 @@ class DemoService:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise FloeError with the end of the log if the process has ended by itself."""
         if self._process is not None and self._process.poll() is not None:
             raise FloeError(
-                f"{self.name}: expected to run, found exit code {self._process.returncode}: {tail(self.log)}",
+                f"{self.name}: expected to run, found exit code {self._process.returncode}: {log_end(self.log)}",
                 code="E-DEMO",
             )
 
@@ -59,20 +59,20 @@ class DemoService:
     async def drain(self) -> None:
         """Send SIGTERM and wait until the process has drained. Raises FloeError if its exit code is not 0.
 
-        If it takes longer than `STOP_TIMEOUT`, it is killed, and TimeoutExpired is raised.
+        If it takes longer than `DRAIN_TIMEOUT_S`, it is killed, and TimeoutExpired is raised.
         """
         if self._process is None:
             return
         process, self._process = self._process, None
         process.terminate()
         try:
-            code = await asyncio.to_thread(process.wait, STOP_TIMEOUT)
+            code = await asyncio.to_thread(process.wait, DRAIN_TIMEOUT_S)
         except BaseException:
             _kill(process)
             raise
         if code:
             raise FloeError(
-                f"{self.name}: expected exit code 0 after SIGTERM, found {code}: {tail(self.log)}", code="E-DEMO"
+                f"{self.name}: expected exit code 0 after SIGTERM, found {code}: {log_end(self.log)}", code="E-DEMO"
             )
 
 
@@ -89,7 +89,7 @@ async def run_command(folder: Path, name: str, *command: str) -> str:
         finally:
             _kill(process)
     if process.returncode:
-        raise FloeError(f"{name}: expected exit code 0, found {process.returncode}: {tail(log)}", code="E-DEMO")
+        raise FloeError(f"{name}: expected exit code 0, found {process.returncode}: {log_end(log)}", code="E-DEMO")
     return out.decode()
 
 
@@ -104,7 +104,7 @@ def _spawn(command: tuple[str, ...], *, stdout: int | IO[bytes], stderr: IO[byte
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
-        cwd=PROJECT,
+        cwd=PROJECT_FOLDER,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,  # the demo gets Ctrl-C and stops its processes in order
     )
@@ -119,7 +119,7 @@ def _kill(process: subprocess.Popen[bytes]) -> int:
     return process.pid
 
 
-def tail(log: Path, lines: int = 5) -> str:
+def log_end(log: Path, lines: int = 5) -> str:
     """Return the end of a log, on one line; empty if there is no log."""
     text = log.read_text(errors="replace") if log.exists() else ""
     return " | ".join(text.splitlines()[-lines:])
@@ -127,7 +127,7 @@ def tail(log: Path, lines: int = 5) -> str:
 
 SITES = ("us-east", "eu-west")
 NODES, AWKWARD, ADVISORIES = "NODES", "AWKWARD", "ADVISORIES"  # the streams of a site
-TARGET, PREFIX = "FLEET", "fleet"
+TARGET_STREAM, SUBJECT_PREFIX = "FLEET", "fleet"
 BUCKET = "floe"
 
 # A message of maximal size becomes larger by its provenance header; the centre has room for it.
@@ -151,7 +151,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 
 # One document of each node in ten seconds, at once if its size changes, and advisories about silent nodes.
 WARN_SECONDS, SAMPLE_SECONDS = 5, 10
-SAMPLED = {
+SAMPLED_FEED = {
     "stream": NODES,
     "inspect_field": "sender",
     "inspect_duration": f"{SAMPLE_SECONDS}s",
@@ -162,8 +162,8 @@ SAMPLED = {
 }
 
 # Short enough for dozens of segments, two compactions and a deletion in a run of a minute.
-SEGMENT = {"max_age": "2s", "max_messages": 5000}
-LEVELS = [
+SEGMENT_SETTINGS = {"max_age": "2s", "max_messages": 5000}
+LEVEL_SETTINGS = [
     {
         "from": 0,
         "to": 1,
@@ -192,12 +192,12 @@ class Services:
     def all(self) -> list[DemoService]:
         return [*self.egress.values(), self.ingress]
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         for service in self.all():
-            service.check()
+            service.raise_if_ended()
 
 
-class World:
+class DemoWorld:
     """The servers, the configuration files and the processes. `close` ends all of them, in any state."""
 
     def __init__(self, *, keep: bool = False) -> None:
@@ -205,7 +205,7 @@ class World:
         self._keep = keep
         self.sites = {site: NatsServer(self.folder / f"nats-{site}", name=site) for site in SITES}
         self.central = NatsServer(self.folder / "nats-central", name="central", max_payload=CENTRAL_MAX_PAYLOAD)
-        self.s3 = local_s3(self.folder / "s3")
+        self.s3 = new_local_s3(self.folder / "s3")
         self.services: Services | None = None
 
     def start(self) -> None:
@@ -256,15 +256,15 @@ class World:
                 "egress": {
                     "monitor": {"listen": ""},
                     "lease_ttl": LEASE_TTL,
-                    "defaults": {"segment": SEGMENT},
-                    "feeds": [SAMPLED, {"stream": AWKWARD, "capture_deletes": "5s"}, {"stream": ADVISORIES}],
+                    "defaults": {"segment": SEGMENT_SETTINGS},
+                    "feeds": [SAMPLED_FEED, {"stream": AWKWARD, "capture_deletes": "5s"}, {"stream": ADVISORIES}],
                 },
             },
         )
 
     def _central(self) -> dict[str, Any]:
-        sources = [{"site": list(SITES), "feed": list(STREAMS), "subject_prefix": PREFIX}]
-        create = {"replicas": 1, "storage": "file", "subjects": [f"{PREFIX}.>"]}
+        sources = [{"site": list(SITES), "feed": list(STREAMS), "subject_prefix": SUBJECT_PREFIX}]
+        create = {"replicas": 1, "storage": "file", "subjects": [f"{SUBJECT_PREFIX}.>"]}
         return {
             "nats": {"url": self.central.url},
             "store": self._store(),
@@ -273,11 +273,11 @@ class World:
                 "monitor": {"listen": ""},
                 "lease_ttl": LEASE_TTL,
                 "poll_interval": "1s",
-                "targets": [{"stream": TARGET, "create": create, "sources": sources}],
+                "targets": [{"stream": TARGET_STREAM, "create": create, "sources": sources}],
             },
             "compaction": {
                 "spark": {"master": "local[2]", "conf": SPARK_CONF},
-                "levels": LEVELS,
+                "levels": LEVEL_SETTINGS,
                 "delete_grace": DELETE_GRACE,
                 "allow_short_times": True,
             },

@@ -24,15 +24,15 @@ from common.errors import ConfigError, FloeError, Unavailable
 from infra.local.seaweedfs import LocalS3, SeaweedFS
 
 #: The last release with source; it builds in some ten minutes on two cores.
-MODULE = "github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c"
-VARIABLE = "FLOE_MINIO"
+GO_MODULE = "github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c"
+PROGRAM_VARIABLE = "FLOE_MINIO"
 #: The last release with an image. FLOE_MINIO_IMAGE names a copy, as in infra/compose.yaml.
 IMAGE = (
     "minio/minio:RELEASE.2025-09-07T16-13-09Z@sha256:14cea493d9a34af32f524e538b8346cf79f3321eff8e708c1e2960462bd8936e"
 )
 IMAGE_VARIABLE = "FLOE_MINIO_IMAGE"
 _BUCKET = "floe"
-_LOOK = 0.5  # seconds between two checks that it still runs
+_CHECK_INTERVAL_S = 0.5  # seconds between two checks that it still runs
 
 
 def find_minio() -> Path | None:
@@ -40,17 +40,19 @@ def find_minio() -> Path | None:
 
     Raises ConfigError if FLOE_MINIO does not name a program; an empty FLOE_MINIO means none.
     """
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(PROGRAM_VARIABLE)
     if named is not None:
         if named and not _is_program(Path(named)):
-            raise ConfigError(f"{VARIABLE}: expected a program, found {named!r}", hint=f"correct or unset {VARIABLE}")
+            raise ConfigError(
+                f"{PROGRAM_VARIABLE}: expected a program, found {named!r}", hint=f"correct or unset {PROGRAM_VARIABLE}"
+            )
         return Path(named) if named else None
     if on_path := shutil.which("minio"):
         return Path(on_path)
-    return next((path for folder in _folders() if _is_program(path := folder / "minio")), None)
+    return next((path for folder in _program_folders() if _is_program(path := folder / "minio")), None)
 
 
-def local_s3(folder: Path) -> LocalS3:
+def new_local_s3(folder: Path) -> LocalS3:
     """Return MinIO if it is installed, else SeaweedFS; its data stays in `folder`."""
     return MinIO(folder) if find_minio() else SeaweedFS(folder)
 
@@ -78,7 +80,7 @@ class MinIO(LocalS3):
 
     def _command(self, data: Path) -> list[str]:
         if (program := find_minio()) is None:
-            raise ConfigError("minio: not installed", hint=f"go install {MODULE}")
+            raise ConfigError("minio: not installed", hint=f"go install {GO_MODULE}")
         address, console = (f"127.0.0.1:{self._ports[service]}" for service in self._services)
         return [str(program), "server", "--address", address, "--console-address", console, str(data)]
 
@@ -114,8 +116,8 @@ class _Container(MinIO):
     def _command(self, data: Path) -> list[str]:
         s3 = f"--publish=127.0.0.1:{self._ports['s3']}:9000"
         settings = (f"--env={name}" for name in self._settings)
-        who = f"--user={os.getuid()}:{os.getgid()}"
-        options = ["--rm", f"--name={self._name}", s3, *settings, f"--volume={data}:/data", who]
+        user = f"--user={os.getuid()}:{os.getgid()}"
+        options = ["--rm", f"--name={self._name}", s3, *settings, f"--volume={data}:/data", user]
         return [self._engine, "run", *options, self._image, "server", "/data"]
 
     def _environment(self) -> dict[str, str]:
@@ -123,7 +125,7 @@ class _Container(MinIO):
         return {**os.environ, **self._settings}
 
 
-def _folders() -> Iterator[Path]:
+def _program_folders() -> Iterator[Path]:
     """Yield the folders that may hold a program that is not on the PATH."""
     for folder in (os.environ.get("GOBIN"), *(f"{p}/bin" for p in os.environ.get("GOPATH", "").split(":") if p)):
         if folder:
@@ -136,7 +138,7 @@ def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
 
-def _server() -> MinIO:
+def _new_server() -> MinIO:
     """Return a server, built or pulled if needed. Raises ConfigError if no method exists, Unavailable if it fails."""
     if find_minio():
         return MinIO()
@@ -148,16 +150,16 @@ def _server() -> MinIO:
         server.pull()
         return server
     raise ConfigError(
-        f"minio: expected it on the PATH or in {VARIABLE}, found neither it nor go, docker or podman",
-        hint=f"install go, then: go install {MODULE}",
+        f"minio: expected it on the PATH or in {PROGRAM_VARIABLE}, found neither it nor go, docker or podman",
+        hint=f"install go, then: go install {GO_MODULE}",
     )
 
 
 def _build() -> None:
     """Run `go install`. Raises Unavailable if the build fails."""
-    click.echo(f"no minio here: go install {MODULE} (some ten minutes, once) …", err=True)
-    if code := subprocess.run(["go", "install", MODULE], check=False).returncode:
-        raise Unavailable(f"go install {MODULE}: expected exit code 0, found {code}")
+    click.echo(f"no minio here: go install {GO_MODULE} (some ten minutes, once) …", err=True)
+    if code := subprocess.run(["go", "install", GO_MODULE], check=False).returncode:
+        raise Unavailable(f"go install {GO_MODULE}: expected exit code 0, found {code}")
 
 
 def _settings(server: LocalS3) -> str:
@@ -175,20 +177,20 @@ def main() -> int:
     """Run MinIO with a bucket, in a temporary folder, until SIGINT or SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        server = _server()
+        server = _new_server()
         try:
             server.start()
             server.create_bucket(_BUCKET)
             click.echo(_settings(server), nl=False)
             while True:
-                server.check_running()
-                time.sleep(_LOOK)
+                server.raise_if_ended()
+                time.sleep(_CHECK_INTERVAL_S)
         finally:
             server.stop()
     except KeyboardInterrupt:
         return 0
     except FloeError as error:
-        click.echo(error.line(), err=True)
+        click.echo(error.as_text(), err=True)
         return error.exit_code
 
 

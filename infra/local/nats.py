@@ -24,8 +24,8 @@ from types import TracebackType
 
 from infra.local.process import free_port, spawn
 
-START_TIMEOUT = 120.0  # seconds until JetStream must answer
-STOP_TIMEOUT = 15.0  # seconds until SIGTERM becomes SIGKILL
+START_TIMEOUT_S = 120.0  # seconds until JetStream must answer
+STOP_TIMEOUT_S = 15.0  # seconds until SIGTERM becomes SIGKILL
 
 
 def nats_server_binary(version: str = "") -> Path:
@@ -75,7 +75,7 @@ class TlsFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterPlace:
+class ClusterMember:
     """A server's place in a cluster: its own route port and those of all members.
 
     `advertise`: True if the server sends the addresses of the other members to clients.
@@ -88,8 +88,8 @@ class ClusterPlace:
 
     def config(self) -> str:
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self.ports)
-        quiet = f"no_advertise: {_flag(not self.advertise)}"
-        return f'cluster {{ name: {self.name}, listen: "127.0.0.1:{self.port}", {quiet}, routes: [{routes}] }}'
+        no_advertise = f"no_advertise: {_flag(not self.advertise)}"
+        return f'cluster {{ name: {self.name}, listen: "127.0.0.1:{self.port}", {no_advertise}, routes: [{routes}] }}'
 
 
 class NatsServer:
@@ -109,10 +109,10 @@ class NatsServer:
         users: Mapping[str, str] | None = None,
         tls: TlsFiles | None = None,
         extra: str = "",
-        cluster: ClusterPlace | None = None,
+        cluster: ClusterMember | None = None,
         binary: Path | None = None,
     ) -> None:
-        self._own_folder = folder is None
+        self._is_folder_temporary = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="floe-nats-")) if folder is None else folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self.name, self.port, self.monitor_port = name, free_port(), free_port()
@@ -169,22 +169,22 @@ class NatsServer:
             self.wait_ready()
 
     def stop(self) -> None:
-        """Send SIGTERM, then SIGKILL if it does not end in `STOP_TIMEOUT`; the store stays."""
+        """Send SIGTERM, then SIGKILL if it does not end in `STOP_TIMEOUT_S`; the store stays."""
         if self.is_running:
             self.resume()
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._wait(STOP_TIMEOUT)
+                self._wait(STOP_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
         """Send SIGKILL; data that the server had not written is lost, as in a crash."""
         if self.is_running:
             self._signal(signal.SIGKILL)
-        self._wait(STOP_TIMEOUT)
+        self._wait(STOP_TIMEOUT_S)
         self._process = None
 
-    def use(self, binary: Path) -> None:
+    def set_binary(self, binary: Path) -> None:
         """Use another program from the next start on: an upgrade or a downgrade."""
         self._binary = binary
 
@@ -203,15 +203,15 @@ class NatsServer:
     def close(self) -> None:
         """Stop it, and remove the folder if it is a temporary one."""
         self.stop()
-        if self._own_folder:
+        if self._is_folder_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+    def wait_ready(self, timeout: float = START_TIMEOUT_S) -> None:
         """Wait until JetStream serves all its streams (in a cluster: a leader is known). Raises RuntimeError if not."""
         deadline = time.monotonic() + timeout
         while not self.is_healthy():
             if not self.is_running or time.monotonic() > deadline:
-                raise RuntimeError(f"nats-server {self.name} does not serve: {self._last_words()}")
+                raise RuntimeError(f"nats-server {self.name} does not serve: {self._log_end()}")
             time.sleep(0.02)
 
     def is_healthy(self) -> bool:
@@ -235,7 +235,7 @@ class NatsServer:
         if self._process is not None:
             self._process.wait(timeout)
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         texts = [path.read_text(errors="replace") for path in (self.folder / "stderr", self.log) if path.exists()]
         return " | ".join(line for text in texts for line in text.splitlines()[-5:])
 
@@ -280,7 +280,7 @@ class NatsCluster:
                 name=f"n{i + 1}",
                 max_payload=max_payload,
                 extra=extra,
-                cluster=ClusterPlace("floe", port, routes, advertise),
+                cluster=ClusterMember("floe", port, routes, advertise),
                 binary=binary,
             )
             for i, port in enumerate(routes)
@@ -313,7 +313,7 @@ class NatsCluster:
         for server in self.servers:
             server.wait_ready()
 
-    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+    def wait_ready(self, timeout: float = START_TIMEOUT_S) -> None:
         """Wait until every running member knows the leader and has caught up."""
         for server in self.servers:
             if server.is_running:

@@ -33,7 +33,7 @@ def spawn(command: Sequence[str | os.PathLike[str]], **options: Any) -> subproce
     """Return `subprocess.Popen(command, **options)`, tethered to this process."""
     process = subprocess.Popen(command, **options)
     try:
-        tether(process.pid)
+        kill_with_parent(process.pid)
     except BaseException:
         process.kill()
         process.wait()
@@ -41,29 +41,29 @@ def spawn(command: Sequence[str | os.PathLike[str]], **options: Any) -> subproce
     return process
 
 
-def tether(pid: int) -> None:
+def kill_with_parent(pid: int) -> None:
     """Have the child `pid` killed when this process has ended, together with the process group that it leads.
 
     Call it before the child is waited for: until then its process id is not reused.
     """
     with _lock:
         try:
-            _tell(pid)
+            _register(pid)
         except BrokenPipeError:  # the guard was killed
             killed = _guards.pop(os.getpid())
             os.close(killed.pipe)
             os.waitpid(killed.pid, 0)
-            _tell(pid)
+            _register(pid)
 
 
-def _tell(pid: int) -> None:
+def _register(pid: int) -> None:
     mine = os.getpid()
     if mine not in _guards:
-        _guards[mine] = _start()
+        _guards[mine] = _start_guard()
     os.write(_guards[mine].pipe, b"%d\n" % pid)
 
 
-def _start() -> _Guard:
+def _start_guard() -> _Guard:
     # Not a Popen: the guard outlives this interpreter, and a Popen would warn about a child that still runs.
     reading, writing = os.pipe()
     try:
@@ -79,7 +79,7 @@ def _start() -> _Guard:
     return _Guard(pid, writing)
 
 
-def _guard() -> None:
+def _run_guard() -> None:
     """Read process ids, one a line, until the owner has ended; then kill those that still run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -113,10 +113,10 @@ def _kill(pid: int) -> None:
 
 # Below the range that Linux uses for outgoing connections (32768 and up): a server keeps its port over restarts, and a
 # port in that range could be taken by a client of another server meanwhile.
-_LOWEST, _HIGHEST = 10_240, 20_240
-PAIR_DISTANCE = _HIGHEST - _LOWEST
-_SHARE = 250  # ports that one process gives out
-_shares: dict[int, Iterator[int]] = {}  # by process id, like the guards
+_MIN_PORT, _MAX_PORT = 10_240, 20_240
+PAIR_DISTANCE = _MAX_PORT - _MIN_PORT
+_PORTS_PER_PROCESS = 250  # ports that one process gives out
+_reserved: dict[int, Iterator[int]] = {}  # by process id, like the guards
 
 
 def free_port() -> int:
@@ -130,26 +130,28 @@ def free_ports(count: int, *, paired: bool = False) -> list[int]:
     The caller binds a port later. So no other process gives it out, and this one gives out all its other ports first.
     """
     with _lock:
-        share = _shares.get(os.getpid()) or _shares.setdefault(os.getpid(), cycle(_own_share()))
+        share = _reserved.get(os.getpid()) or _reserved.setdefault(os.getpid(), cycle(_reserve_ports()))
         free = (
-            port for port in islice(share, _SHARE) if is_free(port) and (not paired or is_free(port + PAIR_DISTANCE))
+            port
+            for port in islice(share, _PORTS_PER_PROCESS)
+            if is_free(port) and (not paired or is_free(port + PAIR_DISTANCE))
         )
         found = [*islice(free, count)]
     if len(found) < count:
-        raise OSError(f"expected {count} free ports in {_LOWEST}..{_HIGHEST}, found {len(found)}")
+        raise OSError(f"expected {count} free ports in {_MIN_PORT}..{_MAX_PORT}, found {len(found)}")
     return found
 
 
-def _own_share() -> list[int]:
+def _reserve_ports() -> list[int]:
     """Return ports reserved by this process until it ends, in random order; another's if all are reserved."""
     rng = random.SystemRandom()
-    shares = [range(lowest, lowest + _SHARE) for lowest in range(_LOWEST, _HIGHEST, _SHARE)]
+    shares = [range(lowest, lowest + _PORTS_PER_PROCESS) for lowest in range(_MIN_PORT, _MAX_PORT, _PORTS_PER_PROCESS)]
     for share in rng.sample(shares, len(shares)):
         with socket.socket(socket.AF_UNIX) as claim, contextlib.suppress(OSError):
             claim.bind(f"\0floe-ports-{share.start}")  # an abstract name: it lasts until its last descriptor is closed
             claim.detach()
             break
-    return rng.sample(share, _SHARE)
+    return rng.sample(share, _PORTS_PER_PROCESS)
 
 
 def is_free(port: int) -> bool:
@@ -163,4 +165,4 @@ def is_free(port: int) -> bool:
 
 
 if __name__ == "__main__":
-    _guard()
+    _run_guard()

@@ -26,11 +26,11 @@ from common.exits import INSTALL_ALL
 from infra.local.process import PAIR_DISTANCE, free_ports, spawn
 
 REGION = "us-east-1"
-_TIMEOUT = 10.0  # seconds
+_REQUEST_TIMEOUT_S = 10.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class SignedClient:
+class S3Client:
     """A client of the S3 server on `port` of 127.0.0.1 that signs its requests."""
 
     port: int
@@ -40,7 +40,7 @@ class SignedClient:
     def call(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Return status and body of the answer. Raises OSError and http.client.HTTPException."""
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-        return request(self.port, method, path, body, self._headers(method, path, stamp))
+        return send_request(self.port, method, path, body, self._headers(method, path, stamp))
 
     def _headers(self, method: str, path: str, stamp: str) -> dict[str, str]:
         """Return the headers of AWS Signature Version 4, with the body unsigned."""
@@ -58,8 +58,8 @@ class SignedClient:
         return {**signed, "Authorization": f"AWS4-HMAC-SHA256 {credential}"}
 
 
-def request(port: int, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
+def send_request(port: int, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_REQUEST_TIMEOUT_S)
     try:
         connection.request(method, path, body=body, headers=headers)
         response = connection.getresponse()
@@ -72,10 +72,10 @@ def _hmac(key: bytes, text: str) -> bytes:
     return hmac.new(key, text.encode(), hashlib.sha256).digest()
 
 
-START_TIMEOUT = 120.0  # seconds; a start takes 3.4, sometimes 7.5, a restart 2.2
-_POLL = 0.05  # seconds
+START_TIMEOUT_S = 120.0  # seconds; a start takes 3.4, sometimes 7.5, a restart 2.2
+_POLL_INTERVAL_S = 0.05  # seconds
 _SERVICES = ("master", "volume", "filer", "s3")
-_STARTS = 3  # attempts, each on other ports
+_START_ATTEMPTS = 3  # attempts, each on other ports
 
 
 class LocalS3:
@@ -125,7 +125,7 @@ class LocalS3:
         Raises ConfigError if the program is not installed, Unavailable (with the end of its log) if it is not ready in
         time.
         """
-        for _ in range(_STARTS if not self._ports else 1):
+        for _ in range(_START_ATTEMPTS if not self._ports else 1):
             self._ports = self._ports or self._choose_ports()
             try:
                 return self._start_once()
@@ -201,15 +201,15 @@ class LocalS3:
     def _wait_until_ready(self) -> None:
         self._wait_for("a write", self._write_and_read)
 
-    def _wait_for(self, what: str, succeeds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT
-        while not _holds(succeeds):
-            self.check_running()
+    def _wait_for(self, description: str, succeeds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _succeeds(succeeds):
+            self.raise_if_ended()
             if time.monotonic() > deadline:
-                raise Unavailable(f"{self.name}: no sign of {what} in {START_TIMEOUT} s: {self._log_end()!r}")
-            time.sleep(_POLL)
+                raise Unavailable(f"{self.name}: no sign of {description} in {START_TIMEOUT_S} s: {self._log_end()!r}")
+            time.sleep(_POLL_INTERVAL_S)
 
-    def check_running(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise Unavailable with the end of its log if it has ended by itself."""
         assert self._process is not None
         if (status := self._process.poll()) is not None:
@@ -225,8 +225,8 @@ class LocalS3:
         client.call("DELETE", f"{bucket}/object")
         return wrote == 200 and found == body and client.call("DELETE", bucket)[0] == 204
 
-    def _client(self) -> SignedClient:
-        return SignedClient(self._ports["s3"], self.access_key, self.secret_key)
+    def _client(self) -> S3Client:
+        return S3Client(self._ports["s3"], self.access_key, self.secret_key)
 
     def _log_end(self) -> bytes:
         return self.log_path.read_bytes()[-1000:]
@@ -317,7 +317,7 @@ class SeaweedFS(LocalS3):
         # Without this, each new bucket waits for volumes of its own, and the twentieth finds none left.
         rule = {"locationPrefix": "/buckets/", "collection": "all-buckets", "volumeGrowthCount": 1}
         body = json.dumps({"locations": [rule]}).encode()
-        return request(self._ports["filer"], "PUT", "/etc/seaweedfs/filer.conf", body, {})[0] in (200, 201)
+        return send_request(self._ports["filer"], "PUT", "/etc/seaweedfs/filer.conf", body, {})[0] in (200, 201)
 
     def _remove_sockets(self) -> None:
         # The server always creates them in /tmp, and a SIGKILL leaves them there.
@@ -344,7 +344,7 @@ def _identity(name: str, access_key: str, secret_key: str, actions: list[str]) -
     return {"name": name, "credentials": credentials, "actions": actions}
 
 
-def _holds(succeeds: Callable[[], bool]) -> bool:
+def _succeeds(succeeds: Callable[[], bool]) -> bool:
     try:
         return succeeds()
     except (OSError, http.client.HTTPException):

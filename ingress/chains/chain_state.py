@@ -8,31 +8,31 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import ConfigError, FloeError, Stopped
-from common.exits import ways
+from common.exits import choices
 from common.logs import get_logger
-from common.metrics import begin
+from common.metrics import show_zeros
 from common.segments import documents
-from common.segments.keys import Pair
+from common.segments.keys import FeedId
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import errors
 from ingress.chains.plan import ChainPlan, Phase
 from ingress.chains.search import SearchState
-from ingress.errors import set_command, set_position
-from ingress.rows.decoder import FromHole
+from ingress.errors import checkpoint_command, position_command
+from ingress.rows.decoder import IncompleteFill
 from ingress.rows.prepare import Preparer, TargetLimits, rule_of
 
 log = get_logger(__name__)
 
-_AT_REST = (Phase.FAILED, Phase.STOPPED, Phase.PAUSED)  # a new plan ends none of these
-_LOOKED_AT_EACH_TICK = (
-    Phase.BEGINNING, Phase.LOOKING, Phase.LATE, Phase.LOST, Phase.DAMAGED, Phase.FAILED,
+_STICKY_PHASES = (Phase.FAILED, Phase.STOPPED, Phase.PAUSED)  # a new plan ends none of these
+_CHECKED_EACH_TICK = (
+    Phase.BEGINNING, Phase.SEARCHING, Phase.LATE, Phase.LOST, Phase.DAMAGED, Phase.FAILED,
 )  # fmt: skip
-_GO_ON = (Phase.READY, Phase.OMITTING, Phase.PASSING)
+_WITH_WORK = (Phase.READY, Phase.SKIPPING_START, Phase.SKIPPING_HOLE)
 
 
-AskLimits = Callable[[], Awaitable[TargetLimits]]
+ReadLimits = Callable[[], Awaitable[TargetLimits]]
 
 
 class Turn(Enum):
@@ -50,13 +50,13 @@ class ChainState:
 
     | phase | waits for | ended by |
     |---|---|---|
-    | BEGINNING | `waits_for`; checked each tick | `begins` |
-    | OMITTING | its turn | `passes`; `replan`, which makes it begin again |
-    | LOOKING | its turn, or the next tick | `looked` |
-    | READY | its turn | `end_turn`, with the last stretch; `replan`, `stands` |
-    | PASSING | its turn | `passes`, `replan` |
+    | BEGINNING | `begin_obstacle`; checked each tick | `begin` |
+    | SKIPPING_START | its turn | `finish_skip`; `replan`, which makes it begin again |
+    | SEARCHING | its turn, or the next tick | `adopt_plan` |
+    | READY | its turn | `end_turn`, with the last stretch; `replan`, `block` |
+    | SKIPPING_HOLE | its turn | `finish_skip`, `replan` |
     | IDLE, DONE | a longer tail, a notification, 300 s | `wake` |
-    | LATE, LOST, DAMAGED | a segment or a decision; checked each tick | `wake`, `gives_up`, `leads_on` |
+    | LATE, LOST, DAMAGED | a segment or a decision; checked each tick | `wake`, `skip`, `resume_with` |
     | FAILED | the next tick | `wake` |
     | STOPPED | an operator, or `retry_at` | `retry` |
     | PAUSED | an operator | `resume` |
@@ -64,14 +64,15 @@ class ChainState:
 
     `position`: the next sequence to decode; 0 until the chain's beginning is known. `end`: the last sequence of its
     incarnation; None if that has not ended. `archived`: the end of coverage in the chain's tail, a hint; 0 if unknown.
-    `rest`: the unread part of the stretch in which a turn ended. `given_up`: the range that is skipped next, without a
-    row. `rechecked`: the position at which damaged segments were read a second time. `surveyed`: a lost hole for which
-    all segments were listed, and the part of it that none covers. `gone`: the filled hole at which the chain blocks,
-    because sequences of it were missing by then; `stands_since`: its first sequence and the start of the wait, by the
-    store's clock; `passed`: ranges of filled holes that are skipped. `stopped`: the error that stopped it, until it
-    continues; from `retry_at` (monotonic seconds) on it is checked again. `waits_for`: the reason why it has not begun.
-    `unreached`: an end of coverage that was still before the moment at which it is to begin; 0: none.
-    `look_everywhere`, `look_behind`: additional work for the next search.
+    `rest`: the unread part of the stretch in which a turn ended. `range_to_skip`: the range that is skipped next,
+    without a row. `rechecked_position`: the position at which damaged segments were read a second time.
+    `searched_hole`: a lost hole for which all segments were listed, and the part of it that none covers.
+    `incomplete_fill`: the filled hole at which the chain blocks, because sequences of it were missing by then;
+    `blocked_since`: its first sequence and the start of the wait, by the store's clock; `skipped_ranges`: ranges of
+    filled holes that are skipped. `stopped`: the error that stopped it, until it continues; from `retry_at` (monotonic
+    seconds) on it is checked again. `begin_obstacle`: the reason why it has not begun. `end_before_start`: an end of
+    coverage that was still before the moment at which it is to begin; 0: none. `search_all_levels`,
+    `check_skipped_gaps`: additional work for the next search.
     """
 
     chain: Chain
@@ -83,23 +84,23 @@ class ChainState:
     turn: Turn = field(default=Turn.NONE, init=False)
     stretches: deque[Stretch[SegmentRef]] = field(default_factory=deque, init=False)
     rest: Stretch[SegmentRef] | None = field(default=None, init=False)
-    given_up: SequenceRange | None = field(default=None, init=False)
+    range_to_skip: SequenceRange | None = field(default=None, init=False)
     plan: ChainPlan = field(default_factory=lambda: ChainPlan(Phase.IDLE), init=False)
     search: SearchState = field(default_factory=SearchState, init=False)
     damaged: set[str] = field(default_factory=set, init=False)
-    rechecked: int = field(default=0, init=False)
-    surveyed: tuple[SequenceRange, SequenceRange] | None = field(default=None, init=False)
-    gone: FromHole | None = field(default=None, init=False)
-    stands_since: tuple[int, float] | None = field(default=None, init=False)
-    passed: list[SequenceRange] = field(default_factory=list, init=False)
+    rechecked_position: int = field(default=0, init=False)
+    searched_hole: tuple[SequenceRange, SequenceRange] | None = field(default=None, init=False)
+    incomplete_fill: IncompleteFill | None = field(default=None, init=False)
+    blocked_since: tuple[int, float] | None = field(default=None, init=False)
+    skipped_ranges: list[SequenceRange] = field(default_factory=list, init=False)
     stopped: FloeError | None = field(default=None, init=False)
     retry_at: float = field(default=float("inf"), init=False)
-    waits_for: str = field(default="", init=False)
-    unreached: int = field(default=0, init=False)
-    look_everywhere: bool = field(default=True, init=False)
-    look_behind: bool = field(default=True, init=False)
-    looked_at: float = field(default=float("-inf"), init=False)
-    looked_everywhere_at: float = field(default=float("-inf"), init=False)
+    begin_obstacle: str = field(default="", init=False)
+    end_before_start: int = field(default=0, init=False)
+    search_all_levels: bool = field(default=True, init=False)
+    check_skipped_gaps: bool = field(default=True, init=False)
+    searched_at: float = field(default=float("-inf"), init=False)
+    searched_all_at: float = field(default=float("-inf"), init=False)
 
     def __post_init__(self) -> None:
         self.wake()
@@ -117,56 +118,56 @@ class ChainState:
         return self.archived >= self.position and self.plan.phase is not Phase.DONE
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         if self.stopped is not None or self.phase is Phase.PAUSED:
             return False
-        return self.phase in _LOOKED_AT_EACH_TICK or self.is_behind
+        return self.phase in _CHECKED_EACH_TICK or self.is_behind
 
     @property
-    def goes_on(self) -> bool:
-        return self.phase in _GO_ON
+    def can_continue(self) -> bool:
+        return self.phase in _WITH_WORK
 
     @property
     def may_run(self) -> bool:
         return self.phase not in (Phase.STOPPED, Phase.PAUSED)
 
     def wake(self) -> None:
-        if self.may_run and not self.goes_on:
-            self.phase = Phase.LOOKING if self.has_begun else Phase.BEGINNING
+        if self.may_run and not self.can_continue:
+            self.phase = Phase.SEARCHING if self.has_begun else Phase.BEGINNING
 
-    def begins(self, first: int, start: int) -> None:
+    def begin(self, first: int, start: int) -> None:
         """Begin at `start`. The archived sequences before it, from `first` on, are skipped. The skip is stored with
         the positions, so a restart begins at the same sequence.
         """
-        self.position, self.phase = first, Phase.LOOKING
+        self.position, self.phase = first, Phase.SEARCHING
         if start > first:
-            self.given_up, self.phase = SequenceRange(first, start - 1), Phase.OMITTING
+            self.range_to_skip, self.phase = SequenceRange(first, start - 1), Phase.SKIPPING_START
 
-    def gives_up(self, part: SequenceRange) -> None:
-        self.given_up, self.phase = part, Phase.PASSING
+    def skip(self, part: SequenceRange) -> None:
+        self.range_to_skip, self.phase = part, Phase.SKIPPING_HOLE
 
-    def passes(self) -> None:
-        self.given_up, self.phase = None, Phase.LOOKING
+    def finish_skip(self) -> None:
+        self.range_to_skip, self.phase = None, Phase.SEARCHING
 
     def replan(self, *, everywhere: bool = False) -> None:
         """Discard the planned reads. `everywhere`: the next search lists all levels."""
         self.stretches.clear()
-        if self.phase is Phase.OMITTING:
+        if self.phase is Phase.SKIPPING_START:
             # The range to omit is not known yet: from its position the chain would be replayed completely.
             self.position = 0
-        self.given_up = None
-        if self.phase not in _AT_REST:
-            self.phase = Phase.LOOKING if self.has_begun else Phase.BEGINNING
-        self.look_everywhere = self.look_everywhere or everywhere
+        self.range_to_skip = None
+        if self.phase not in _STICKY_PHASES:
+            self.phase = Phase.SEARCHING if self.has_begun else Phase.BEGINNING
+        self.search_all_levels = self.search_all_levels or everywhere
 
-    def stands(self, gone: FromHole) -> None:
-        """Read nothing from the first sequence of `gone` on, until its missing sequences arrive or are skipped.
+    def block(self, fill: IncompleteFill) -> None:
+        """Read nothing from the first sequence of `fill` on, until its missing sequences arrive or are skipped.
 
         Compaction rewrites the segment with a new LastModified: that does not restart the waiting time.
         """
-        first, since = gone.rows.first, gone.segment.modified
-        before = self.stands_since[1] if self.stands_since and self.stands_since[0] == first else since
-        self.gone, self.stands_since = gone, (first, min(before, since))
+        first, since = fill.rows.first, fill.segment.modified
+        before = self.blocked_since[1] if self.blocked_since and self.blocked_since[0] == first else since
+        self.incomplete_fill, self.blocked_since = fill, (first, min(before, since))
         self.replan()
 
     def fail(self) -> None:
@@ -178,28 +179,28 @@ class ChainState:
             self.damaged.clear()
             self.replan(everywhere=True)
 
-    def ends_at(self, end: int | None) -> None:
+    def set_end(self, end: int | None) -> None:
         """Set the last sequence of the incarnation; None: it has not ended."""
         if end != self.end:
             self.end = end
             self.replan()
 
-    def looked(self, plan: ChainPlan, now: float) -> None:
+    def adopt_plan(self, plan: ChainPlan, now: float) -> None:
         """Adopt a new plan and log the changes in it. `now`: monotonic seconds."""
         context = self.chain.log_context()
         if plan.hole is not None and plan.hole != self.plan.hole:
             waits = {"phase": str(plan.phase), "hole": str(plan.hole), "since": plan.waiting_since}
-            log.warning("chain waits", action="chain_waits", **waits, **context)
-        if plan.beyond != self.plan.beyond:
-            what = "coverage behind the end of the incarnation is not carried"
-            log.warning(what, action="beyond_end", end=self.end, found=plan.beyond, **context)
-        self.plan, self.phase, self.looked_at = plan, plan.phase, now
+            log.warning("chain blocked", action="chain_blocked", **waits, **context)
+        if plan.late_end != self.plan.late_end:
+            context |= {"end": self.end, "found": plan.late_end}
+            log.warning("coverage found after the end of the incarnation", action="late_coverage_found", **context)
+        self.plan, self.phase, self.searched_at = plan, plan.phase, now
         self.stretches.extend(plan.stretches)
         if plan.stretches:
             # A notification wakes the chain without a read of the tail; the listing is more recent anyway.
             self.archived = max(self.archived, plan.stretches[-1].rows.last)
 
-    def leads_on(self, segment: SegmentRef) -> None:
+    def resume_with(self, segment: SegmentRef) -> None:
         last = segment.coverage.last if self.end is None else min(segment.coverage.last, self.end)
         self.stretches.append(Stretch(segment, SequenceRange(self.position, last)))
         self.plan = ChainPlan(Phase.READY, tuple(self.stretches))
@@ -214,7 +215,7 @@ class ChainState:
         self.stretches.popleft()
         self.rest = None if is_done else Stretch(stretch.segment, SequenceRange(self.position, stretch.rows.last))
         self.stretches.extendleft([self.rest] if self.rest else [])
-        self.phase = Phase.READY if self.stretches else Phase.LOOKING
+        self.phase = Phase.READY if self.stretches else Phase.SEARCHING
         return self.rest
 
     # Stopping
@@ -234,7 +235,7 @@ class ChainState:
             self.retry_at = retry_at
         self.damaged.clear()
         if self.phase is Phase.STOPPED:
-            self.phase = Phase.LOOKING
+            self.phase = Phase.SEARCHING
         self.replan(everywhere=True)
 
     def pause(self) -> None:
@@ -245,22 +246,22 @@ class ChainState:
         """Resume the chain, from the next search on."""
         self.phase = Phase.IDLE
 
-    def went_on(self) -> None:
+    def mark_resumed(self) -> None:
         if self.stopped is not None:
             self.stopped, self.retry_at = None, float("inf")
-            log.info("chain goes on", action="chain_goes_on", **self.chain.log_context())
+            log.info("chain recovered", action="chain_recovered", **self.chain.log_context())
 
     def status(self, positions: Mapping[Chain, int]) -> dict[str, Any]:
         plan, position = self.plan, positions.get(self.chain, 0)
         phase = self.phase if self.phase is Phase.PAUSED else plan.phase
         state: dict[str, Any] = {"position": position, "archived": self.archived, "phase": str(phase)}
         if plan.hole is not None:
-            away = sorted(self.damaged) if plan.phase is Phase.DAMAGED else []
-            chain, hole = self.chain, plan.hole
-            hint = documents.way_out_filled(chain, hole) if self.gone else errors.way_out_of(chain, hole, away)
+            damaged_keys = sorted(self.damaged) if plan.phase is Phase.DAMAGED else []
+            chain, hole, fill = self.chain, plan.hole, self.incomplete_fill
+            hint = documents.filled_hole_remedies(chain, hole) if fill else errors.hole_hint(chain, hole, damaged_keys)
             state |= {"hole": str(hole), "waiting_since": plan.waiting_since, "hint": hint}
-        if self.waits_for:
-            state["waits_for"] = self.waits_for
+        if self.begin_obstacle:
+            state["waits_for"] = self.begin_obstacle
         if self.phase is Phase.PAUSED:
             state["paused"] = True
         if (stopped := self.stopped) is not None:
@@ -268,8 +269,8 @@ class ChainState:
         return state
 
 
-NOT_THERE = "stream.json is not there yet"
-_Whole = tuple[str, str, int]  # site, feed, incarnation
+STREAM_JSON_MISSING = "stream.json is not there yet"
+_IncarnationId = tuple[str, str, int]  # site, feed, incarnation
 
 
 @dataclass(slots=True)
@@ -288,25 +289,25 @@ class ChainRegistry:
     """The chains of one target. `sources` of the configuration is an allow-list: no other chain is added.
 
     `positions`: the next sequence of each chain, as stored; None until they are known. `limits`: the limits that rows
-    are prepared for; `ask_limits`: reads them from the target again (None: the limits never change).
+    are prepared for; `read_limits`: reads them from the target again (None: the limits never change).
 
     The cost of a change does not grow with the chains of other feeds: a hostile site may have thousands of them.
     """
 
-    def __init__(self, settings: TargetSettings, limits: TargetLimits, ask_limits: AskLimits | None = None) -> None:
+    def __init__(self, settings: TargetSettings, limits: TargetLimits, read_limits: ReadLimits | None = None) -> None:
         self._settings, self.target = settings, settings.stream
-        self.limits, self._ask_limits = limits, ask_limits
-        self._sources = {pair: source for source in settings.sources for pair in source.pairs()}
+        self.limits, self._read_limits = limits, read_limits
+        self._sources = {pair: source for source in settings.sources for pair in source.site_feed_pairs()}
         self.positions = None
-        self._begun: dict[Pair, int] | None = None
+        self._last_begun_by_feed: dict[FeedId, int] | None = None
         self._states: dict[Chain, ChainState] = {}
-        self._feeds: dict[Pair, _Feed] = {}
+        self._feeds: dict[FeedId, _Feed] = {}
         self._archived: dict[Chain, int] = {}
-        self._previous: dict[_Whole, Mapping[int, int] | None] = {}
-        self._left: dict[_Whole, deque[tuple[Chain, int]]] = {}
-        self._unread: dict[_Whole, str] = {}
+        self._previous: dict[_IncarnationId, Mapping[int, int] | None] = {}
+        self._unended: dict[_IncarnationId, deque[tuple[Chain, int]]] = {}
+        self._read_errors: dict[_IncarnationId, str] = {}
         for site, feed in self._sources:
-            begin("ingress_", site=site, feed=feed)
+            show_zeros("ingress_", site=site, feed=feed)
 
     @property
     def positions(self) -> Mapping[Chain, int] | None:
@@ -314,7 +315,7 @@ class ChainRegistry:
 
     @positions.setter
     def positions(self, positions: Mapping[Chain, int] | None) -> None:
-        self._positions, self._begun = positions, None
+        self._positions, self._last_begun_by_feed = positions, None
 
     def __iter__(self) -> Iterator[ChainState]:
         return iter(list(self._states.values()))
@@ -332,17 +333,17 @@ class ChainRegistry:
     def preparer(self, chain: Chain) -> Preparer:
         """Return a preparer for the chain's rows. Raises ConfigError for a chain that is not in `sources`."""
         if (source := self._sources.get((chain.site, chain.feed))) is None:
-            message = f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none"
-            listed = "an intent holds rows of it: list it again until it ran once; or drop the rest of it"
-            raise ConfigError(message, hint=ways((listed, set_command(self.target, "--accept"))), code="E-SOURCES")
-        return Preparer(chain, rule_of(source, chain), self.limits, acting=source.acting_headers)
+            text = f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none"
+            act = "an intent holds rows of it: list it again until it ran once; or drop the rest of it"
+            raise ConfigError(text, hint=choices((act, checkpoint_command(self.target, "--accept"))), code="E-SOURCES")
+        return Preparer(chain, rule_of(source, chain), self.limits, active=source.acting_headers)
 
     def source(self, chain: Chain) -> SourceSettings:
         return self._sources[chain.site, chain.feed]
 
     async def renew_limits(self) -> None:
-        """Read the limits again, and prepare rows for them. Raises as `ask_limits` does."""
-        limits = await self._ask_limits() if self._ask_limits else self.limits
+        """Read the limits again, and prepare rows for them. Raises as `read_limits` does."""
+        limits = await self._read_limits() if self._read_limits else self.limits
         if limits != self.limits:
             self.limits = limits
             for state in self:
@@ -356,26 +357,26 @@ class ChainRegistry:
             return state
         feed = self._feeds.setdefault(pair, _Feed())
         if len(feed.unfinished) >= source.max_chains and not feed.stopped:
-            feed.unfinished = {each for each in feed.unfinished if not self._is_carried(each)}
+            feed.unfinished = {each for each in feed.unfinished if not self._is_replayed(each)}
         position = (self._positions or {}).get(chain, 0)
-        if feed.stopped or (len(feed.unfinished) >= source.max_chains and not self._is_carried(chain)):
+        if feed.stopped or (len(feed.unfinished) >= source.max_chains and not self._is_replayed(chain)):
             self._refuse(feed, chain, source.max_chains)
             return None
         partition = str(chain.partition)
-        begin("ingress_", target=self.target, site=chain.site, feed=chain.feed, partition=partition)
+        show_zeros("ingress_", target=self.target, site=chain.site, feed=chain.feed, partition=partition)
         feed.incarnations.setdefault(chain.incarnation, []).append(chain)
         feed.unfinished.add(chain)
         return self.renew(chain, position)
 
-    def _is_carried(self, chain: Chain) -> bool:
+    def _is_replayed(self, chain: Chain) -> bool:
         """True if the stored position shows that the chain is replayed to its end."""
         position = (self._positions or {}).get(chain, 0)
         return (end := self._end(chain, position)) is not None and max(position, 1) > end
 
-    def _refuse(self, feed: _Feed, chain: Chain, most: int) -> None:
+    def _refuse(self, feed: _Feed, chain: Chain, limit: int) -> None:
         if not feed.refused:
             message = (
-                f"{chain.site}/{chain.feed}: max_chains: expected at most {most} chains that are not carried to their "
+                f"{chain.site}/{chain.feed}: max_chains: expected at most {limit} chains that are not carried to their "
                 f"end, found more, such as {chain}: nothing of this feed is carried"
             )
             hint = "remove what does not belong there; or raise `max_chains` of its source, and start ingress again"
@@ -384,12 +385,12 @@ class ChainRegistry:
             log.error("feed stopped", action="feed_stopped", error=str(feed.stopped), **context)
         feed.refused.add(chain)
 
-    def stop_of(self, chain: Chain) -> FloeError | None:
+    def feed_error(self, chain: Chain) -> FloeError | None:
         """Return the error that stops all chains of the chain's feed; None if there is none."""
         feed = self._feeds.get((chain.site, chain.feed))
         return feed.stopped if feed else None
 
-    def archive(self, chain: Chain, end: int) -> None:
+    def set_archived_end(self, chain: Chain, end: int) -> None:
         self._archived[chain] = end
         if state := self._states.get(chain):
             state.archived = end
@@ -397,7 +398,7 @@ class ChainRegistry:
     def reset(self, positions: Mapping[Chain, int]) -> None:
         self.positions = positions
         known = [*self._states, *(chain for feed in self._feeds.values() for chain in feed.refused)]
-        self._states, self._feeds, self._left = {}, {}, {}
+        self._states, self._feeds, self._unended = {}, {}, {}
         for chain in known:
             self.add(chain)
 
@@ -407,32 +408,32 @@ class ChainRegistry:
         state = ChainState(chain, self.preparer(chain), position, archived=archived)
         state.end = self._end(chain, position)
         # A tail shows if more is archived; without one, only a listing of all levels does.
-        state.look_everywhere = archived == 0
+        state.search_all_levels = archived == 0
         self._states[chain] = state
         return state
 
     # Incarnations
 
-    def needs_previous(self, chain: Chain, *, again: bool = True) -> list[Chain]:
+    def stream_documents_to_read(self, chain: Chain, *, retry_failed: bool = True) -> list[Chain]:
         """Return the incarnations with a `stream.json` to read before `chain` is searched: its own, and the next one if
-        that exists. `again`: also those that could not be read before.
+        that exists. `retry_failed`: also those that could not be read before.
         """
         feed = self._feeds.get((chain.site, chain.feed), _Feed())
         wanted = [n for n in (chain.incarnation, chain.incarnation + 1) if n and n in feed.incarnations]
         wholes = [(chain.site, chain.feed, n) for n in wanted]
-        return [Chain(*w) for w in wholes if w not in self._previous and (again or w not in self._unread)]
+        return [Chain(*w) for w in wholes if w not in self._previous and (retry_failed or w not in self._read_errors)]
 
-    def set_previous(self, chain: Chain, previous: Mapping[int, int] | None) -> None:
+    def set_previous_ends(self, chain: Chain, previous: Mapping[int, int] | None) -> None:
         """Set the last sequences of the incarnation before, from `stream.json`; None: it names none."""
-        self._previous[_whole(chain)] = previous
+        self._previous[_incarnation_of(chain)] = previous
         feed = self._feeds.get((chain.site, chain.feed), _Feed())
         for each in feed.incarnations.get(chain.incarnation - 1, ()):
-            self._states[each].ends_at(self._end(each, (self._positions or {}).get(each, 0)))
+            self._states[each].set_end(self._end(each, (self._positions or {}).get(each, 0)))
 
-    def cannot_read(self, chain: Chain, why: str) -> bool:
+    def record_unread(self, chain: Chain, reason: str) -> bool:
         """Record that the `stream.json` of the incarnation cannot be read. Return True if the reason is new."""
-        is_news = self._unread.get(_whole(chain)) != why
-        self._unread[_whole(chain)] = why
+        is_news = self._read_errors.get(_incarnation_of(chain)) != reason
+        self._read_errors[_incarnation_of(chain)] = reason
         return is_news
 
     def _end(self, chain: Chain, position: int) -> int | None:
@@ -444,8 +445,8 @@ class ChainRegistry:
 
     def _last_begun(self, chain: Chain) -> int:
         """Return the last incarnation of the chain's feed that has a position; -1 if none has."""
-        if (begun := self._begun) is None:
-            begun = self._begun = {}
+        if (begun := self._last_begun_by_feed) is None:
+            begun = self._last_begun_by_feed = {}
             for each in self._positions or ():
                 pair = each.site, each.feed
                 begun[pair] = max(each.incarnation, begun.get(pair, -1))
@@ -455,8 +456,8 @@ class ChainRegistry:
         """Return the obstacle that keeps a chain from beginning and passes by itself; empty if there is none."""
         if chain.incarnation == 0:
             return ""
-        if _whole(chain) not in self._previous:
-            return self._unread.get(_whole(chain), NOT_THERE)
+        if _incarnation_of(chain) not in self._previous:
+            return self._read_errors.get(_incarnation_of(chain), STREAM_JSON_MISSING)
         if not (left := self._unfinished(chain)):
             return ""
         before, end = left[0]
@@ -465,17 +466,17 @@ class ChainRegistry:
 
     def _unfinished(self, chain: Chain) -> deque[tuple[Chain, int]]:
         """Return the chains of the incarnation before, with their ends; the first of them has not reached its end."""
-        if (left := self._left.get(_whole(chain))) is None:
-            ends = sorted((self._previous[_whole(chain)] or {}).items())
+        if (left := self._unended.get(_incarnation_of(chain))) is None:
+            ends = sorted((self._previous[_incarnation_of(chain)] or {}).items())
             before = replace(chain, incarnation=chain.incarnation - 1)
-            left = self._left[_whole(chain)] = deque((replace(before, partition=n), end) for n, end in ends)
+            left = self._unended[_incarnation_of(chain)] = deque((replace(before, partition=n), end) for n, end in ends)
         while left and (self._positions or {}).get(left[0][0], 1) > left[0][1]:
             left.popleft()  # only `reset` lowers a position
         return left
 
-    def is_held(self, chain: Chain) -> bool:
+    def waits_for_known_chain(self, chain: Chain) -> bool:
         """True if the chain waits for the end of another chain that is known."""
-        if _whole(chain) not in self._previous or not (left := self._unfinished(chain)):
+        if _incarnation_of(chain) not in self._previous or not (left := self._unfinished(chain)):
             return False
         return left[0][0] in self._states
 
@@ -483,7 +484,7 @@ class ChainRegistry:
         """Return the partitions that have coverage before `chain` by `stream.json`, but are unknown here. Empty unless
         the incarnation waits for one of them now.
         """
-        if _whole(chain) not in self._previous or self.is_held(chain):
+        if _incarnation_of(chain) not in self._previous or self.waits_for_known_chain(chain):
             return []
         return [each.partition for each, end in self._unfinished(chain) if end and each not in self._states]
 
@@ -491,15 +492,15 @@ class ChainRegistry:
         """Raise Stopped if an operator must allow the incarnation to begin. `first`: its first sequence."""
         if chain.incarnation == 0:
             return
-        if self._previous.get(_whole(chain)) is None:
-            why, then = "stream.json: expected the ends of the incarnation before, found none", "begin it all the same"
+        if self._previous.get(_incarnation_of(chain)) is None:
+            cause, act = "stream.json: expected the ends of the incarnation before, found none", "begin it all the same"
         elif self._settings.on_new_incarnation == "halt":
-            why, then = f"a new incarnation begins at {first}", "go on with it"
+            cause, act = f"a new incarnation begins at {first}", "go on with it"
         else:
             return
-        begin_at = set_position(self.target, chain, first)
-        raise Stopped(f"chain {chain}: {why}", hint=ways((f"to {then}", begin_at)), code="E-INCARNATION")
+        begin_at = position_command(self.target, chain, first)
+        raise Stopped(f"chain {chain}: {cause}", hint=choices((f"to {act}", begin_at)), code="E-INCARNATION")
 
 
-def _whole(chain: Chain) -> _Whole:
+def _incarnation_of(chain: Chain) -> _IncarnationId:
     return chain.site, chain.feed, chain.incarnation

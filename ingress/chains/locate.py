@@ -9,28 +9,28 @@ from datetime import UTC, datetime
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, Stopped
-from common.exits import ways
+from common.exits import choices
 from common.logs import get_logger
 from common.segments import documents
-from common.segments.documents import MAX_TEXT, AcceptedGap, ChainStore
+from common.segments.documents import MAX_TEXT_CHARS, AcceptedGap, ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings
 from ingress import errors, metrics
-from ingress.chains.chain_state import NOT_THERE, ChainRegistry, ChainState
-from ingress.chains.plan import ChainPlan, GapDecision, Phase, decide, first_position
-from ingress.chains.search import LISTED, StoreClock, has_news, look, survey
-from ingress.chains.starts import Starts
-from ingress.errors import LOOK_AT_STOPPED, SHOWN, passes_by_itself
-from ingress.rows.decoder import Relays
+from ingress.chains.chain_state import STREAM_JSON_MISSING, ChainRegistry, ChainState
+from ingress.chains.plan import ChainPlan, GapDecision, Phase, decide_hole, first_position
+from ingress.chains.search import SEARCH_PAGE, StoreClock, has_new_segments, plan_from_listings, search_whole_chain
+from ingress.chains.starts import StartResolver
+from ingress.errors import MAX_SHOWN_ITEMS, STOPPED_RECHECK_S, is_transient
+from ingress.rows.decoder import RelayFlags
 
 log = get_logger(__name__)
 
 
-BY = "ingress"
-WATCHED = 10  # skipped gaps of a chain that one check covers; the next check takes others
+AUTHOR = "ingress"
+GAPS_PER_CHECK = 10  # skipped gaps of a chain that one check covers; the next check takes others
 
 
 class GapSkipper:
@@ -39,66 +39,63 @@ class GapSkipper:
     def __init__(self, target: str, store: SegmentStore, documents: ChainStore, clock: Clock) -> None:
         self._target, self._store, self._documents = target, store, documents
         self.clock = StoreClock(documents.objects, documents.layout.ingress_clock(target), clock)
-        self._passed: dict[Chain, deque[AcceptedGap]] = {}
+        self._skipped_gaps: dict[Chain, deque[AcceptedGap]] = {}
         self._reported: set[str] = set()
 
-    def decide(self, chain: Chain, plan: ChainPlan, source: SourceSettings) -> GapDecision | None:
+    def decide_hole(self, chain: Chain, plan: ChainPlan, source: SourceSettings) -> GapDecision | None:
         """Decide about the hole of `plan`; None: it may still be filled. Raises as the store does."""
         assert plan.hole is not None, "only holes are decided about"
         first = plan.hole.first
         gaps = self._documents.gaps(chain, position=first)
-        gaps += self._documents.passed_gaps(self._target, chain, position=first)
-        return decide(plan, gaps, self.clock.now(plan.waiting_since or 0.0), source)
+        gaps += self._documents.skipped_gaps(self._target, chain, position=first)
+        return decide_hole(plan, gaps, self.clock.now(plan.waiting_since or 0.0), source)
 
-    def give_up(self, chain: Chain, decision: GapDecision, damaged: AbstractSet[str]) -> SegmentRef | SequenceRange:
-        """Survey the hole and return as `survey`; a range that no segment covers is recorded as skipped.
+    def skip_hole(self, chain: Chain, decision: GapDecision, damaged: AbstractSet[str]) -> SegmentRef | SequenceRange:
+        """Survey the hole and return as `search_whole_chain`; a range that no segment covers is recorded as skipped.
 
         `damaged`: keys of segments that do not count. Raises as the store does.
         """
-        found = survey(self._store, chain, decision.part, damaged)
+        found = search_whole_chain(self._store, chain, decision.part, damaged)
         if isinstance(found, SequenceRange) and found not in [gap.range for gap in self._gaps(chain).copy()]:
-            self._pass(chain, AcceptedGap(found, decision.why[:MAX_TEXT], BY, self._now()))
-            context = {"gap": str(found), "error": decision.why, "target": self._target}
-            log.warning("gap passed", action="gap_passed", **context, **chain.log_context())
+            self._record_skip(chain, AcceptedGap(found, decision.reason[:MAX_TEXT_CHARS], AUTHOR, self._now()))
+            context = {"gap": str(found), "error": decision.reason, "target": self._target}
+            log.warning("gap skipped", action="gap_skipped", **context, **chain.log_context())
         return found
 
-    def pass_missing(self, chain: Chain, part: SequenceRange, missing: int, why: str) -> None:
-        """Record, count and log that the target continues although `missing` sequences of `part` are gone.
+    def skip_missing(self, chain: Chain, part: SequenceRange, lost: int, reason: str) -> None:
+        """Record, count and log that the target continues although `lost` sequences of `part` are gone.
 
         Done once for each range: a start inside it skips it again without a new record.
         """
         if any(gap.range.encloses(part) for gap in self._gaps(chain).copy()):
             return
-        self._pass(chain, AcceptedGap(part, why[:MAX_TEXT], BY, self._now(), from_hole=True), missing)
-        what, context = (
-            "missing sequences of a filled hole passed",
-            {"gap": str(part), "missing": missing, "error": why},
-        )
-        log.warning(what, action="gone_from_hole_passed", **context, target=self._target, **chain.log_context())
+        self._record_skip(chain, AcceptedGap(part, reason[:MAX_TEXT_CHARS], AUTHOR, self._now(), from_hole=True), lost)
+        context = {"gap": str(part), "missing": lost, "error": reason, "target": self._target, **chain.log_context()}
+        log.warning("missing sequences of a filled hole skipped", action="incomplete_fill_skipped", **context)
 
-    def _pass(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
+    def _record_skip(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
         """Record a skipped gap. `lost`: the number of its sequences that are lost; None: all."""
-        self._gaps(chain).append(self._documents.pass_gap(self._target, chain, gap))
+        self._gaps(chain).append(self._documents.record_skipped_gap(self._target, chain, gap))
         labels = self._target, chain.site, chain.feed, str(chain.partition)
         metrics.lost_sequences.labels(*labels).inc(len(gap.range) if lost is None else lost)
 
-    def arrived(self, chain: Chain, position: int) -> list[tuple[AcceptedGap, SegmentRef]]:
+    def late_segments(self, chain: Chain, position: int) -> list[tuple[AcceptedGap, SegmentRef]]:
         """Return the segments that arrived in skipped gaps (gaps that end before `position`), each once. Raises as the
         store does.
         """
         gaps = self._gaps(chain)
         found = []
-        for _ in range(min(WATCHED, len(gaps))):
+        for _ in range(min(GAPS_PER_CHECK, len(gaps))):
             gap = gaps[0]
             gaps.rotate(-1)
             # Merges also cover the range of a filled hole; `verify` finds rows that arrive there.
             if gap.range.last < position and not gap.from_hole:
-                found += [(gap, ref) for ref in self._behind(chain, gap)]
+                found += [(gap, ref) for ref in self._segments_in_gap(chain, gap)]
         return found
 
-    def _behind(self, chain: Chain, gap: AcceptedGap) -> Iterator[SegmentRef]:
-        since = parse_time(gap.at) / NS_PER_S if gap.at else 0.0
-        for ref in self._store.list(chain, position=gap.range.first, limit=LISTED):
+    def _segments_in_gap(self, chain: Chain, gap: AcceptedGap) -> Iterator[SegmentRef]:
+        since = parse_time(gap.decided_at) / NS_PER_S if gap.decided_at else 0.0
+        for ref in self._store.list(chain, position=gap.range.first, limit=SEARCH_PAGE):
             # A segment that existed before is damaged: otherwise it would have been replayed.
             is_new = ref.modified >= since and ref.key not in self._reported
             if is_new and ref.coverage.overlaps(gap.range):
@@ -106,13 +103,13 @@ class GapSkipper:
                 yield ref
 
     def _gaps(self, chain: Chain) -> deque[AcceptedGap]:
-        if chain not in self._passed:
-            self._passed[chain] = deque(self._documents.passed_gaps(self._target, chain))
-        return self._passed[chain]
+        if chain not in self._skipped_gaps:
+            self._skipped_gaps[chain] = deque(self._documents.skipped_gaps(self._target, chain))
+        return self._skipped_gaps[chain]
 
     def _now(self) -> str:
         """Return the time by the store's clock, in whole seconds: some stores keep no finer LastModified."""
-        now = datetime.fromtimestamp(int(self.clock.stamp()), UTC)
+        now = datetime.fromtimestamp(int(self.clock.now_or_host()), UTC)
         return now.isoformat().replace("+00:00", "Z")
 
 
@@ -124,14 +121,14 @@ class SegmentLocator:
         chains: ChainRegistry,
         store: SegmentStore,
         documents: ChainStore,
-        relays: Relays,
-        threads: Threads,
+        relays: RelayFlags,
+        threads: ThreadPool,
         clock: Clock,
     ) -> None:
         self._chains, self._store, self._documents, self._relays = chains, store, documents, relays
         self._threads, self._clock = threads, clock
         self._listed: dict[tuple[str, str, int], float] = {}
-        self.starts = Starts(chains.target, store, documents, clock)
+        self.starts = StartResolver(chains.target, store, documents, clock)
         self.gaps = GapSkipper(chains.target, store, documents, clock)
 
     async def read_previous(self, state: ChainState) -> None:
@@ -140,19 +137,19 @@ class SegmentLocator:
         They are read in the chain's own turn, so that the documents of one site delay no other. A file that cannot be
         read delays only its own incarnation. It is logged once for each reason.
         """
-        for chain in self._chains.needs_previous(state.chain, again=not state.goes_on):
+        for chain in self._chains.stream_documents_to_read(state.chain, retry_failed=not state.can_continue):
             try:
                 document = await self._threads.run(self._documents.read_stream, chain)
             except FloeError as error:
-                if self._chains.cannot_read(chain, f"stream.json cannot be read: {error.message}"):
-                    tell = log.warning if passes_by_itself(error) else log.error
-                    context = chain.log_context()
-                    tell("stream.json unread", action="document_unread", error=str(error), **context)
+                if self._chains.record_unread(chain, f"stream.json cannot be read: {error.message}"):
+                    log_at = log.warning if is_transient(error) else log.error
+                    context = {"document": "stream.json", **chain.log_context()}
+                    log_at("document read failed", action="document_read_failed", error=str(error), **context)
                 continue
             if document is None:
-                self._chains.cannot_read(chain, NOT_THERE)
+                self._chains.record_unread(chain, STREAM_JSON_MISSING)
             else:
-                self._chains.set_previous(chain, document.previous)
+                self._chains.set_previous_ends(chain, document.previous)
 
     # Beginning
 
@@ -162,24 +159,24 @@ class SegmentLocator:
         Raises Stopped and DataError if only an operator can help, else as the store does.
         """
         archived = chain.archived
-        if chain.unreached and chain.unreached == archived:
+        if chain.end_before_start and chain.end_before_start == archived:
             return
-        chain.waits_for = self._chains.obstacle(chain.chain)
-        if chain.waits_for:
-            await self._check_named(chain.chain)
+        chain.begin_obstacle = self._chains.obstacle(chain.chain)
+        if chain.begin_obstacle:
+            await self._check_partitions_exist(chain.chain)
             return
         if (document := await self._threads.run(self._documents.read_chain, chain.chain)) is None:
-            chain.waits_for = "chain.json is not there yet"
+            chain.begin_obstacle = "chain.json is not there yet"
             return
         if chain.chain.partition >= document.partitions:
-            feed, most = f"{chain.chain.site}/{chain.chain.feed}", document.partitions
+            feed, limit = f"{chain.chain.site}/{chain.chain.feed}", document.partitions
             # The partition is left out of the message, so that any number of them is one line of the log.
             raise Stopped(
-                f"incarnation {chain.chain.incarnation:04d} of {feed}: expected partitions below {most}, found others",
+                f"incarnation {chain.chain.incarnation:04d} of {feed}: expected partitions below {limit}, found others",
                 hint="egress wrote no such partition: see who did, and remove it",
                 code="E-STATE-JSON",
             )
-        self._relays.note(chain.chain, document)
+        self._relays.record(chain.chain, document)
         floor = await self._threads.run(self._documents.read_floor, chain.chain)
         first = first_position(document.first, floor)
         if not self._chains.is_current(chain):
@@ -188,124 +185,125 @@ class SegmentLocator:
         source, positions = self._chains.source(chain.chain), self._chains.positions or {}
         start = await self._threads.run(self.starts.resolve, chain.chain, source, first, chain.end, positions)
         if not start:
-            chain.unreached = archived
-            chain.waits_for = "nothing is archived yet from the moment on at which the copy begins"
+            chain.end_before_start = archived
+            chain.begin_obstacle = "nothing is archived yet from the moment on at which the copy begins"
             return
-        chain.unreached = 0
-        chain.begins(first, start)
-        log.info("chain begins", action="chain_begins", position=start, **chain.chain.log_context())
+        chain.end_before_start = 0
+        chain.begin(first, start)
+        log.info("chain started", action="chain_started", position=start, **chain.chain.log_context())
 
-    async def _check_named(self, chain: Chain) -> None:
+    async def _check_partitions_exist(self, chain: Chain) -> None:
         """Raise Stopped if the incarnation waits for partitions that never existed: they have no `chain.json`."""
         if not self._chains.unknown_before(chain):
             return
         before = chain.site, chain.feed, chain.incarnation - 1
-        if self._clock.monotonic() - self._listed.get(before, float("-inf")) >= LOOK_AT_STOPPED:
+        if self._clock.monotonic() - self._listed.get(before, float("-inf")) >= STOPPED_RECHECK_S:
             for each in await self._threads.run(self._documents.chains, *before):
                 self._chains.add(each)
             self._listed[before] = self._clock.monotonic()  # one listing for all chains of the incarnation
         if missing := self._chains.unknown_before(chain):
             missed = "put the chain.json of each back from a copy of the bucket; or begin without what they archived"
-            document = await self._threads.run(self._documents.read_chain, chain)
-            text = ", ".join(map(str, missing[:SHOWN]))
-            more = f" and {len(missing) - SHOWN} more" if missing[SHOWN:] else ""
+            first = document.first if (document := await self._threads.run(self._documents.read_chain, chain)) else 1
+            text = ", ".join(map(str, missing[:MAX_SHOWN_ITEMS]))
+            more = f" and {len(missing) - MAX_SHOWN_ITEMS} more" if missing[MAX_SHOWN_ITEMS:] else ""
             raise Stopped(
                 f"{self._documents.layout.stream_document(chain)}: previous: expected partitions of incarnation "
                 f"{before[2]:04d} that have a chain.json, found {text}{more} without one",
-                hint=ways((missed, errors.set_position(self._chains.target, chain, document.first if document else 1))),
+                hint=choices((missed, errors.position_command(self._chains.target, chain, first))),
                 code="E-STATE-JSON",
             )
 
     # Searching
 
-    async def look(self, state: ChainState) -> None:
+    async def search(self, state: ChainState) -> None:
         """List from the position. If a hole or damage keeps the chain waiting, decide about it.
 
         Raises as `begin`.
         """
         if state.is_done:
-            state.looked(ChainPlan(Phase.DONE), self._clock.monotonic())
+            state.adopt_plan(ChainPlan(Phase.DONE), self._clock.monotonic())
             return
-        plan = (await self._standing(state, await self._plan(state))).since(state.plan)
-        if not plan.waits:
-            state.looked(plan, self._clock.monotonic())
+        plan = (await self._recheck_blocked(state, await self._search_plan(state))).with_wait_of(state.plan)
+        if not plan.is_waiting:
+            state.adopt_plan(plan, self._clock.monotonic())
             return
         if plan.waiting_since is None:
             # A hole at the end of an incarnation has waited since the next one began.
-            plan = replace(plan, waiting_since=await self._threads.run(self._documents.followed_since, state.chain))
-        state.looked(plan, self._clock.monotonic())
-        await self._settle(state, plan)
+            since = await self._threads.run(self._documents.next_incarnation_start, state.chain)
+            plan = replace(plan, waiting_since=since)
+        state.adopt_plan(plan, self._clock.monotonic())
+        await self._decide_hole(state, plan)
 
-    async def _standing(self, state: ChainState, plan: ChainPlan) -> ChainPlan:
-        gone, state.gone = state.gone, None
-        if gone is None or not plan.stretches or plan.stretches[0].segment.key != gone.segment.key:
+    async def _recheck_blocked(self, state: ChainState, plan: ChainPlan) -> ChainPlan:
+        fill, state.incomplete_fill = state.incomplete_fill, None
+        if fill is None or not plan.stretches or plan.stretches[0].segment.key != fill.segment.key:
             return plan
-        if gone.rows.first != state.position or await self._threads.run(has_news, self._store, gone):
+        if fill.rows.first != state.position or await self._threads.run(has_new_segments, self._store, fill):
             return plan
-        state.gone = gone
-        since = state.stands_since[1] if state.stands_since else gone.segment.modified
-        return ChainPlan(Phase.LATE, (), gone.rows, since, plan.beyond)
+        state.incomplete_fill = fill
+        since = state.blocked_since[1] if state.blocked_since else fill.segment.modified
+        return ChainPlan(Phase.LATE, (), fill.rows, since, plan.late_end)
 
-    async def _plan(self, state: ChainState) -> ChainPlan:
+    async def _search_plan(self, state: ChainState) -> ChainPlan:
         # A request during this search is for the next one; after an error the chain is searched on all levels.
-        wanted, state.look_everywhere = state.look_everywhere, False
+        wanted, state.search_all_levels = state.search_all_levels, False
         plan = await self._threads.run(
-            look,
+            plan_from_listings,
             self._store,
             state.chain,
             state.position,
             state.end,
             frozenset(state.damaged),
-            everywhere=wanted or state.stopped is not None or state.plan.waits or state.is_behind,
+            everywhere=wanted or state.stopped is not None or state.plan.is_waiting or state.is_behind,
             search=state.search,
         )
         if wanted and not plan.stretches:
             # If a segment continues the chain, it is found before all levels are listed.
-            state.looked_everywhere_at = self._clock.monotonic()
+            state.searched_all_at = self._clock.monotonic()
         return plan
 
     # Holes
 
-    async def _settle(self, state: ChainState, plan: ChainPlan) -> None:
+    async def _decide_hole(self, state: ChainState, plan: ChainPlan) -> None:
         source = self._chains.source(state.chain)
-        decision = await self._threads.run(self.gaps.decide, state.chain, plan, source)
-        if decision is None or decision.halts:
+        decision = await self._threads.run(self.gaps.decide_hole, state.chain, plan, source)
+        if decision is None or decision.needs_operator:
             await self._check_floor(state)
         if decision is None or not self._chains.is_current(state):
             return
-        if decision.halts:
+        if decision.needs_operator:
             await self._halt(state, plan, decision)
-        elif state.gone is not None:
+        elif state.incomplete_fill is not None:
             # Continue after the missing sequences of a filled hole; its existing rows are replayed.
-            missing = min(state.gone.missing, len(decision.part))
-            await self._threads.run(self.gaps.pass_missing, state.chain, decision.part, missing, decision.why)
-            state.gone = None
-            state.passed.append(decision.part)
-            await self.look(state)
-        elif state.damaged and state.rechecked != state.position:
+            missing = min(state.incomplete_fill.missing, len(decision.part))
+            await self._threads.run(self.gaps.skip_missing, state.chain, decision.part, missing, decision.reason)
+            state.incomplete_fill = None
+            state.skipped_ranges.append(decision.part)
+            await self.search(state)
+        elif state.damaged and state.rechecked_position != state.position:
             # The damaged segments may be repaired by now: read them once more. After that, the range is skipped.
-            state.rechecked = state.position
+            state.rechecked_position = state.position
             state.forget_damage()
-            await self.look(state)
+            await self.search(state)
         else:
             # Continue after the skipped part, unless a segment covers it after all.
             damaged = frozenset(state.damaged)
-            found = await self._threads.run(self.gaps.give_up, state.chain, decision, damaged)
+            found = await self._threads.run(self.gaps.skip_hole, state.chain, decision, damaged)
             if isinstance(found, SegmentRef):
-                state.leads_on(found)
+                state.resume_with(found)
             else:
-                state.gives_up(found)
+                state.skip(found)
 
     async def _check_floor(self, state: ChainState) -> None:
         """Raise Stopped if the next sequences are no hole: they are below the floor. Retention deleted them, because
         the target was released, or was set back after it had passed them.
         """
-        chain, position = state.chain, state.position
-        if state.gone is None and (await self._threads.run(self._documents.read_floor, chain) or 1) > position:
+        chain, position, fill = state.chain, state.position, state.incomplete_fill
+        if fill is None and (await self._threads.run(self._documents.read_floor, chain) or 1) > position:
             floor = await self._threads.run(self._documents.floor, chain)
             raise Stopped(
                 f"chain {chain}: position {position}: {floor}",
-                hint=ways(errors.go_on_at_floor(self._chains.target, chain, floor.first if floor else position)),
+                hint=choices(errors.floor_remedy(self._chains.target, chain, floor.first if floor else position)),
                 code="E-FLOOR",
             )
 
@@ -314,31 +312,31 @@ class SegmentLocator:
 
         The whole chain is listed once for each hole; the usual searches find later arrivals.
         """
-        chain, gone = state.chain, state.gone
-        if gone is not None:
+        chain, fill, damaged = state.chain, state.incomplete_fill, frozenset(state.damaged)
+        if fill is not None:
             state.plan = replace(plan, phase=Phase.LOST)
             message = (
-                f"chain {chain}: sequences {gone.rows} were archived again after their segment was lost, and "
-                f"{gone.missing} of them were gone from the source by then: {decision.why}"
+                f"chain {chain}: sequences {fill.rows} were archived again after their segment was lost, and "
+                f"{fill.missing} of them were gone from the source by then: {decision.reason}"
             )
-            raise Stopped(message, hint=documents.way_out_filled(chain, gone.rows), code="E-LOST")
-        if state.surveyed is None or state.surveyed[0] != decision.part:
-            found = await self._threads.run(survey, self._store, chain, decision.part, frozenset(state.damaged))
+            raise Stopped(message, hint=documents.filled_hole_remedies(chain, fill.rows), code="E-LOST")
+        if state.searched_hole is None or state.searched_hole[0] != decision.part:
+            found = await self._threads.run(search_whole_chain, self._store, chain, decision.part, damaged)
             if isinstance(found, SegmentRef):
-                state.leads_on(found)
+                state.resume_with(found)
                 return
-            state.surveyed = decision.part, found
+            state.searched_hole = decision.part, found
         state.plan = replace(plan, phase=Phase.LOST)
-        part = state.surveyed[1]
-        message = f"chain {chain}: sequences {part} are lost: {decision.why}"
-        raise Stopped(message, hint=documents.way_out(chain, part), code="E-LOST")
+        part = state.searched_hole[1]
+        message = f"chain {chain}: sequences {part} are lost: {decision.reason}"
+        raise Stopped(message, hint=documents.hole_remedies(chain, part), code="E-LOST")
 
-    async def look_behind(self, state: ChainState) -> None:
-        found = await self._threads.run(self.gaps.arrived, state.chain, state.position)
-        state.look_behind = False
+    async def check_skipped_gaps(self, state: ChainState) -> None:
+        found = await self._threads.run(self.gaps.late_segments, state.chain, state.position)
+        state.check_skipped_gaps = False
         for gap, ref in found:
             first = max(gap.range.first, ref.coverage.first)
             metrics.behind_gaps.labels(state.chain.site, state.chain.feed).inc()
-            what = "a segment arrived behind a gap that was passed; it is not carried"
-            carry = errors.set_position(self._chains.target, state.chain, first)
-            log.warning(what, action="arrived_behind", gap=str(gap.range), to_carry_it=carry, **ref.log_context())
+            command = errors.position_command(self._chains.target, state.chain, first)
+            context = {"gap": str(gap.range), "command": command, **ref.log_context()}
+            log.warning("late segment found in a skipped gap", action="late_segment_found", **context)

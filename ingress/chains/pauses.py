@@ -17,16 +17,16 @@ import msgspec
 
 from common.chain import Chain
 from common.errors import Stopped
-from common.exits import command, ways
-from common.jetstream.buckets import state_of_ingress
+from common.exits import choices, floe_command
+from common.jetstream.buckets import open_ingress_state
 from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.settings.root import Settings
-from ingress.checkpoint_store import ROLE, StateStore
+from ingress.checkpoint_store import STATE_ROLE, StateStore
 from ingress.errors import check_targets
 
-VERSION = 1
+PAUSES_VERSION = 1
 PAUSES_ROLE = "pauses"
-MOST = 5_000  # chains in the value, which has to stay far below 1 MiB
+MAX_CHAINS = 5_000  # chains in the value, which has to stay far below 1 MiB
 
 
 class Pause(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -56,21 +56,21 @@ class Pauses:
     paused: Mapping[Chain, Pause] = field(default_factory=dict)
     resumed: Mapping[Chain, str] = field(default_factory=dict)
 
-    def pause(self, chain: Chain, pause: Pause) -> Pauses:
+    def with_pause(self, chain: Chain, pause: Pause) -> Pauses:
         """Pause a chain. A chain that is paused already keeps its first entry."""
         paused = {**self.paused, chain: self.paused.get(chain, pause)}
         return Pauses(paused, {c: at for c, at in self.resumed.items() if c != chain})
 
-    def resume(self, chain: Chain, at: str) -> Pauses:
+    def with_resume(self, chain: Chain, at: str) -> Pauses:
         resumed = {**{c: t for c, t in self.resumed.items() if c != chain}, chain: at}
-        most = MOST - len(self.paused)
-        kept = dict(list(resumed.items())[-most:]) if most > 0 else {}
+        limit = MAX_CHAINS - len(self.paused)
+        kept = dict(list(resumed.items())[-limit:]) if limit > 0 else {}
         return replace(self, paused={c: p for c, p in self.paused.items() if c != chain}, resumed=kept)
 
-    def resume_all(self, at: str) -> Pauses:
+    def with_all_resumed(self, at: str) -> Pauses:
         found = self
         for chain in self.paused:
-            found = found.resume(chain, at)
+            found = found.with_resume(chain, at)
         return found
 
 
@@ -83,12 +83,12 @@ class _Form:
     def encode(self, pauses: Pauses) -> bytes:
         paused = {str(chain): pause for chain, pause in pauses.paused.items()}
         resumed = {str(chain): at for chain, at in pauses.resumed.items()}
-        return _ENCODER.encode(_Wire(VERSION, self._target, paused, resumed))
+        return _ENCODER.encode(_Wire(PAUSES_VERSION, self._target, paused, resumed))
 
     def decode(self, raw: bytes) -> Pauses:
         wire = _DECODER.decode(raw)
-        if (wire.version, wire.target) != (VERSION, self._target):
-            raise ValueError(f"expected {VERSION} of {self._target}, found {wire.version} {wire.target:.80}")
+        if (wire.version, wire.target) != (PAUSES_VERSION, self._target):
+            raise ValueError(f"expected {PAUSES_VERSION} of {self._target}, found {wire.version} {wire.target:.80}")
         paused = {Chain.parse(chain): pause for chain, pause in wire.paused.items()}
         return Pauses(paused, {Chain.parse(chain): at for chain, at in wire.resumed.items()})
 
@@ -99,11 +99,11 @@ class PauseStore:
     def __init__(self, bucket: KeyValue, target: str, states: StateStore | None = None) -> None:
         key = state_key(PAUSES_ROLE, target)
 
-        def unreadable(why: str) -> Stopped:
-            anew = command("chain resume", f"--target {shlex.quote(target)}", "--all")
+        def unreadable(reason: str) -> Stopped:
+            resume_all = floe_command("chain resume", f"--target {shlex.quote(target)}", "--all")
             return Stopped(
-                f"pauses of target {target} cannot be read: {why}",
-                hint=ways((f"restore {key} of {bucket.bucket}; or have nothing paused", anew)),
+                f"pauses of target {target} cannot be read: {reason}",
+                hint=choices((f"restore {key} of {bucket.bucket}; or have nothing paused", resume_all)),
                 code="E-PAUSES",
             )
 
@@ -113,7 +113,7 @@ class PauseStore:
         """Read the pauses. Raises Stopped (E-PAUSES) for an unreadable value, else as the bucket does."""
         return (await self._document.get())[0] or Pauses()
 
-    async def carried(self) -> list[Chain]:
+    async def known_chains(self) -> list[Chain]:
         """Return the chains for which the target has a position; empty if its state is not known."""
         try:
             state = (await self._states.load()).state if self._states else None
@@ -127,13 +127,13 @@ class PauseStore:
 
     async def resume_all(self, at: str) -> Pauses:
         """Resume all chains, even if the stored value cannot be read. Raises as the bucket does."""
-        found = await self._document.change(lambda found: (found or Pauses()).resume_all(at), anew=True)
+        found = await self._document.change(lambda old: (old or Pauses()).with_all_resumed(at), allow_unreadable=True)
         return found or Pauses()
 
 
 @asynccontextmanager
 async def pause_stores(settings: Settings) -> AsyncIterator[dict[str, PauseStore]]:
     check_targets(settings.ingress)
-    async with state_of_ingress(settings, "floe chain") as (_, bucket):
+    async with open_ingress_state(settings, "floe chain") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]
-        yield {name: PauseStore(bucket, name, StateStore(bucket, state_key(ROLE, name), name)) for name in names}
+        yield {name: PauseStore(bucket, name, StateStore(bucket, state_key(STATE_ROLE, name), name)) for name in names}

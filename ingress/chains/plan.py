@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from common.segments.documents import AcceptedGap, accepted_part
 from common.segments.segment import SegmentRef
-from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, extends, leading
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, leading_stretches, reaches
 from common.settings.ingress import SourceSettings
 from common.settings.types import format_duration
 
@@ -29,9 +29,9 @@ class Phase(StrEnum):
     DAMAGED = "damaged"  # only damaged segments would continue
     DONE = "done"  # its incarnation ended, and is read to its end
     BEGINNING = "beginning"  # its first sequence is not known
-    LOOKING = "looking"  # nothing is planned
-    OMITTING = "omitting"  # the range that it omits before it begins is next
-    PASSING = "passing"  # the skipped range of a hole is next
+    SEARCHING = "searching"  # nothing is planned
+    SKIPPING_START = "skipping start"  # the range that it skips before it begins is next
+    SKIPPING_HOLE = "skipping hole"  # the skipped range of a hole is next
     FAILED = "failed"  # the last turn ended with an error
     STOPPED = "stopped"  # for a reason that needs an operator
     PAUSED = "paused"  # by an operator
@@ -43,7 +43,7 @@ class ChainPlan:
 
     `hole`: the missing sequences, if the phase is LATE, LOST or DAMAGED. `waiting_since`: the earliest LastModified
     of the segments after the hole (or of the damaged ones), in seconds by the store's clock, so that waiting
-    survives restarts; None if no segment is after it, because the incarnation ended there. `beyond`: the greatest
+    survives restarts; None if no segment is after it, because the incarnation ended there. `late_end`: the greatest
     end of coverage after the end of the incarnation, which is reported and never replayed; 0 if there is none.
     """
 
@@ -51,13 +51,13 @@ class ChainPlan:
     stretches: tuple[Stretch[SegmentRef], ...] = ()
     hole: SequenceRange | None = None
     waiting_since: float | None = None
-    beyond: int = 0
+    late_end: int = 0
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         return self.phase in (Phase.LATE, Phase.LOST, Phase.DAMAGED)
 
-    def since(self, former: ChainPlan) -> ChainPlan:
+    def with_wait_of(self, former: ChainPlan) -> ChainPlan:
         """Return this plan; if `former` was late at the same sequence, late since then.
 
         Compaction rewrites segments after a hole, with a new LastModified. Time of damage does not count as time of
@@ -80,21 +80,21 @@ def plan_chain(
     """
     found = list(segments)
     last = MAX_SEQUENCE if end is None else end
-    beyond = max((ref.coverage.last for ref in found if ref.coverage.last > last), default=0)
+    late_end = max((ref.coverage.last for ref in found if ref.coverage.last > last), default=0)
     if position > last:
-        return ChainPlan(Phase.DONE, beyond=beyond)
+        return ChainPlan(Phase.DONE, late_end=late_end)
     usable = [ref for ref in found if ref.key not in damaged]
-    if stretches := tuple(leading(usable, position, last)):
-        return ChainPlan(Phase.READY, stretches, beyond=beyond)
-    broken = [ref for ref in found if ref.key in damaged and extends(ref.coverage, position)]
+    if stretches := tuple(leading_stretches(usable, position, last)):
+        return ChainPlan(Phase.READY, stretches, late_end=late_end)
+    broken = [ref for ref in found if ref.key in damaged and reaches(ref.coverage, position)]
     behind = [ref for ref in usable if ref.coverage.first > position]
     if not broken and not behind and end is None:
-        return ChainPlan(Phase.IDLE, beyond=beyond)
+        return ChainPlan(Phase.IDLE, late_end=late_end)
     ends = [ref.coverage.first - 1 for ref in behind] or [ref.coverage.last for ref in broken]
     ends += [] if end is None else [end]
     since = min((ref.modified for ref in broken or behind), default=None)
     phase = Phase.DAMAGED if broken else Phase.LATE
-    return ChainPlan(phase, (), SequenceRange(position, min(ends)), since, beyond)
+    return ChainPlan(phase, (), SequenceRange(position, min(ends)), since, late_end)
 
 
 def first_position(first: int, floor: int | None) -> int:
@@ -103,14 +103,14 @@ def first_position(first: int, floor: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GapDecision:
-    """The leading `part` of a hole is skipped, or lost and an operator must decide (`halts`). `why`: the reason."""
+    """The leading `part` of a hole is skipped, or lost and an operator must decide (`needs_operator`)."""
 
     part: SequenceRange
-    why: str
-    halts: bool = False
+    reason: str
+    needs_operator: bool = False
 
 
-def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source: SourceSettings) -> GapDecision | None:
+def decide_hole(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source: SourceSettings) -> GapDecision | None:
     """Decide about the hole of `plan`, which is LATE or DAMAGED; None: wait, it may still be filled.
 
     `gaps`: gaps that operators accepted, and gaps that this target skipped before. `now`: seconds by the store's clock.
@@ -120,33 +120,33 @@ def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source: Sou
     part = accepted_part(plan.hole, (gap.range for gap in gaps))
     if part is not None:
         gap = next(gap for gap in gaps if part.first in gap.range)
-        return GapDecision(part, f"accepted by {gap.by or 'somebody'}" + (f": {gap.note}" if gap.note else ""))
+        return GapDecision(part, f"accepted by {gap.decided_by or 'somebody'}" + (f": {gap.note}" if gap.note else ""))
     timeout = source.lost_segment_timeout
     if plan.phase is Phase.DAMAGED or plan.waiting_since is None or now - plan.waiting_since < timeout:
         return None
-    return GapDecision(plan.hole, f"no segment within {format_duration(timeout)}", halts=source.on_lost != "skip")
+    return GapDecision(plan.hole, f"no segment within {format_duration(timeout)}", source.on_lost != "skip")
 
 
-Waiting = TypeVar("Waiting")
+Item = TypeVar("Item")
 
 
-class TurnQueue(Generic[Waiting]):
-    """Queue of turns, fair by site and then in order. `most`: turns of one site at a time; fewer than there are, so
-    that a site that begins to wait finds one.
+class TurnQueue(Generic[Item]):
+    """Queue of turns, fair by site and then in order. `max_per_site`: turns of one site at a time; fewer than there
+    are, so that a site that begins to wait finds one.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._changed = most, asyncio.Event()
-        self.waiting: dict[str, list[Waiting]] = {}  # first the site that has waited longest for a turn
+    def __init__(self, max_per_site: int) -> None:
+        self._max_per_site, self._changed = max_per_site, asyncio.Event()
+        self.waiting: dict[str, list[Item]] = {}  # first the site that has waited longest for a turn
         self._active = Counter[str]()
 
-    def put(self, site: str, waiting: Waiting) -> None:
+    def put(self, site: str, waiting: Item) -> None:
         self.waiting.setdefault(site, []).append(waiting)
         self._changed.set()
 
-    async def get(self) -> tuple[str, Waiting]:
-        """Wait for the next turn and begin it; `done` ends it."""
-        while (site := next((site for site in self.waiting if self._active[site] < self._most), None)) is None:
+    async def begin_turn(self) -> tuple[str, Item]:
+        """Wait for the next turn and begin it; `end_turn` ends it."""
+        while (site := next((site for site in self.waiting if self._active[site] < self._max_per_site), None)) is None:
             self._changed.clear()
             await self._changed.wait()
         self._active[site] += 1
@@ -155,6 +155,6 @@ class TurnQueue(Generic[Waiting]):
             self.waiting[site] = rest
         return site, first
 
-    def done(self, site: str) -> None:
+    def end_turn(self, site: str) -> None:
         self._active[site] -= 1
         self._changed.set()

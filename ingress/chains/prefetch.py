@@ -5,14 +5,14 @@ from collections.abc import Iterable, Mapping
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
-from common.exits import ways
+from common.exits import choices
 from common.logs import get_logger
 from common.segments.documents import ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import Stretch
-from common.service.process import Threads
-from common.tasks import Stop, Trouble, together
+from common.service.process import ThreadPool
+from common.tasks import PendingError, Stop, run_all
 from ingress import errors, metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState, Turn
 from ingress.chains.locate import SegmentLocator
@@ -20,17 +20,17 @@ from ingress.chains.pauses import Pauses, PauseStore
 from ingress.chains.plan import Phase, TurnQueue
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, IntentPiece
-from ingress.errors import LOOK_AT_STOPPED, STOPS_CHAIN
+from ingress.errors import CHAIN_ERRORS, STOPPED_RECHECK_S
 from ingress.parked import ParkedStore
-from ingress.rows.decoder import Decoder, FromHoleError, HowRead, KeptOpen, Relays
-from ingress.rows.rows import Block, DecodedAhead, Rows
+from ingress.rows.decoder import DecodeOptions, Decoder, IncompleteFillError, OpenSegments, RelayFlags
+from ingress.rows.rows import Block, ReadyBlocks, Rows
 
 log = get_logger(__name__)
 
-TURNS = 4  # chains that are read at the same time; one site has at most all but one of these turns
-LOOK_AGAIN = 300.0  # seconds until a chain is searched without any change of its tail
-LOOK_EVERYWHERE = 3600.0  # seconds until such a search lists all levels: ten listings, not one
-ATTEND = 2.0  # seconds between two reads of the operators' decisions
+PARALLEL_TURNS = 4  # chains that are read at the same time; one site has at most all but one of these turns
+SEARCH_INTERVAL_S = 300.0  # seconds until a chain is searched without any change of its tail
+FULL_SEARCH_INTERVAL_S = 3600.0  # seconds until such a search lists all levels: ten listings, not one
+DECISIONS_INTERVAL_S = 2.0  # seconds between two reads of the operators' decisions
 
 
 class _StaleError(Exception):
@@ -43,34 +43,34 @@ class Prefetcher:
     `decisions`: the paused chains (None: no chain is ever paused).
     """
 
-    look_at_stopped = LOOK_AT_STOPPED
+    stopped_recheck_s = STOPPED_RECHECK_S
 
     def __init__(
         self,
         chains: ChainRegistry,
         store: SegmentStore,
         documents: ChainStore,
-        threads: Threads,
+        threads: ThreadPool,
         clock: Clock,
-        ahead: DecodedAhead,
+        ahead: ReadyBlocks,
         parked: ParkedStore | None = None,
         decisions: PauseStore | None = None,
     ) -> None:
         self.chains, self._clock, self.decisions = chains, clock, decisions
-        self.ahead, self.kept = ahead, KeptOpen[ChainState](ahead.kept_bytes)
-        relays = Relays(documents, threads)
+        self.ahead, self.open_segments = ahead, OpenSegments[ChainState](ahead.open_segments_bytes)
+        relays = RelayFlags(documents, threads)
         self.locator = SegmentLocator(chains, store, documents, relays, threads, clock)
         self.decoder = Decoder(store, threads, self.ahead.budget, parked.park if parked else None)
         self.recall = Recall(store, threads, self.ahead.budget, chains, relays, parked)
-        self._relays, self._trouble = relays, Trouble()
-        self._turns = TurnQueue[ChainState](TURNS - 1)
+        self._relays, self._trouble = relays, PendingError()
+        self._turns = TurnQueue[ChainState](PARALLEL_TURNS - 1)
         self._due: set[Chain] = set()  # found by discovery; the next tick wakes them
         # The sequence after the taken rows: a chain continues there, though that is not stored yet.
-        self._taken_to: dict[Chain, int] = {}
-        self._decided: Pauses | None = None  # None: not known yet, and no chain may run before
-        self._unreadable: set[Chain] = set()
+        self._next_positions: dict[Chain, int] = {}
+        self._pauses: Pauses | None = None  # None: not known yet, and no chain may run before
+        self._unreadable_chains: set[Chain] = set()
         self._reported: dict[tuple[str, str], tuple[str, float]] = {}  # the last stop of each feed, and its time
-        self._unread = ""  # the error of the last read of the decisions
+        self._decisions_error = ""  # the error of the last read of the decisions
 
     @property
     def positions(self) -> Mapping[Chain, int]:
@@ -79,39 +79,39 @@ class Prefetcher:
     async def run(self) -> None:
         """Decode after the first `reset`, until an error that needs an operator."""
         await self._read_decisions()
-        while self._decided is None:
-            await self._clock.sleep(ATTEND)
+        while self._pauses is None:
+            await self._clock.sleep(DECISIONS_INTERVAL_S)
             await self._read_decisions()
         self._wake_all()
-        await together(self._look_after(), self._trouble.wait(), *(self.take_turns() for _ in range(TURNS)))
+        await run_all(self._decisions_loop(), self._trouble.wait(), *(self.take_turns() for _ in range(PARALLEL_TURNS)))
 
     # For the publisher
 
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
         rows = await self.ahead.take(stop, seconds)
         for block in rows.blocks if rows else ():
-            if not block.piece.out_of_turn:
-                self._taken_to[block.piece.chain] = block.piece.rows.last + 1
+            if not block.piece.is_retry:
+                self._next_positions[block.piece.chain] = block.piece.rows.last + 1
         return rows
 
     def release(self, rows: Rows) -> None:
         self.ahead.release(rows)
 
-    def closed(self, positions: Mapping[Chain, int]) -> None:
+    def record_stored(self, positions: Mapping[Chain, int]) -> None:
         """Record that everything below `positions` is stored; incarnations that waited for it may begin."""
         self.chains.positions = positions
         for chain in self.chains:
-            if chain.waits_for and not self.chains.is_held(chain.chain):
+            if chain.begin_obstacle and not self.chains.waits_for_known_chain(chain.chain):
                 self._wake(chain)
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
         """Drop the decoded rows and restart at `positions`, because another instance published, or limits changed."""
-        self._taken_to.clear()
+        self._next_positions.clear()
         self.ahead.drop()
         self._turns.waiting.clear()
-        self.kept.drop()
+        self.open_segments.drop()
         self.chains.reset(positions)
-        self._mark(self.chains)
+        self._apply_pauses(self.chains)
         self._wake_all()
 
     def offer(self, block: Block) -> None:
@@ -119,7 +119,7 @@ class Prefetcher:
 
         Its bytes are forced onto the budget. A `reset` drops it, like all rows that are ready.
         """
-        self.ahead.budget.force(block.size)
+        self.ahead.budget.acquire_unchecked(block.size)
         self.ahead.append(block)
 
     # For discovery
@@ -127,16 +127,16 @@ class Prefetcher:
     def pairs(self) -> list[tuple[str, str]]:
         return self.chains.pairs()
 
-    def found(self, chain: Chain, end: int | None = None) -> None:
+    def add_chain(self, chain: Chain, end: int | None = None) -> None:
         """Record that the chain exists, or that its tail has changed. The next `tick` wakes it.
 
         `end`: the end of its coverage; None: not known.
         """
         if (state := self.chains.add(chain)) is not None:
-            self._mark([state])
+            self._apply_pauses([state])
             self._due.add(chain)
             if end is not None:
-                self.chains.archive(chain, end)
+                self.chains.set_archived_end(chain, end)
 
     def wake(self, chain: Chain) -> None:
         if (state := self.chains.get(chain)) is not None:
@@ -146,24 +146,24 @@ class Prefetcher:
         now, due = self._clock.monotonic(), self._due
         self._due = set()
         for chain in self.chains:
-            is_stopping = chain.stopped is None and self.chains.stop_of(chain.chain) is not None
-            if self._is_long_ago(chain, now) or chain.chain in due or chain.waits or is_stopping:
+            is_stopping = chain.stopped is None and self.chains.feed_error(chain.chain) is not None
+            if self._is_search_due(chain, now) or chain.chain in due or chain.is_waiting or is_stopping:
                 self._wake(chain)
 
     @staticmethod
-    def _is_long_ago(chain: ChainState, now: float) -> bool:
-        if now - chain.looked_at < LOOK_AGAIN:
+    def _is_search_due(chain: ChainState, now: float) -> bool:
+        if now - chain.searched_at < SEARCH_INTERVAL_S:
             return False
         chain.forget_damage()
-        chain.look_behind = True
-        if now - chain.looked_everywhere_at >= LOOK_EVERYWHERE:
+        chain.check_skipped_gaps = True
+        if now - chain.searched_all_at >= FULL_SEARCH_INTERVAL_S:
             # A segment that no tail ever named may have been compacted since.
-            chain.look_everywhere, chain.gone = True, None
+            chain.search_all_levels, chain.incomplete_fill = True, None
         return True
 
-    def fails(self, error: Exception) -> None:
+    def record_error(self, error: Exception) -> None:
         """Report an error in a call by discovery: it ends `run` and so the target, which restarts."""
-        self._trouble.tell(error)
+        self._trouble.set(error)
 
     # Turns
 
@@ -176,7 +176,7 @@ class Prefetcher:
     def _wake(self, chain: ChainState) -> None:
         """Give a chain a turn. No other method does."""
         # No chain may run before the paused chains are known.
-        is_informed = self.decisions is None or self._decided is not None
+        is_informed = self.decisions is None or self._pauses is not None
         if self.chains.positions is None or not (is_informed and chain.may_run):
             return
         if chain.turn is Turn.ACTIVE:
@@ -187,13 +187,13 @@ class Prefetcher:
 
     async def take_turns(self) -> None:
         while True:
-            site, chain = await self._turns.get()
+            site, chain = await self._turns.begin_turn()
             chain.turn = Turn.ACTIVE
             try:
                 if self.chains.is_current(chain):
                     await self._turn(chain)
             finally:
-                self._turns.done(site)
+                self._turns.end_turn(site)
                 wants_more, chain.turn = chain.turn is Turn.AGAIN, Turn.NONE
             if wants_more and self.chains.is_current(chain):
                 self._wake(chain)
@@ -203,9 +203,9 @@ class Prefetcher:
         chain.wake()
         try:
             await self._advance(chain)
-            if chain.chain in self._unreadable:
-                self._unreadable.discard(chain.chain)
-                log.info("store readable again", action="over", **chain.chain.log_context())
+            if chain.chain in self._unreadable_chains:
+                self._unreadable_chains.discard(chain.chain)
+                log.info("chain read recovered", action="chain_read_recovered", **chain.chain.log_context())
         except _StaleError:
             pass
         except SegmentGone:
@@ -213,89 +213,89 @@ class Prefetcher:
             log.info("segment gone", action="segment_gone", **chain.chain.log_context())
             chain.fail()
             chain.turn = Turn.ACTIVE if had_failed else Turn.AGAIN
-        except STOPS_CHAIN as error:
+        except CHAIN_ERRORS as error:
             self.stop_chain(chain, error)
         except (Unavailable, OutcomeUnknown) as error:
             metrics.unreadable.labels(self.chains.target).inc()
-            if chain.chain not in self._unreadable:  # logged once, until the chain is readable again
-                self._unreadable.add(chain.chain)
+            if chain.chain not in self._unreadable_chains:  # logged once, until the chain is readable again
+                self._unreadable_chains.add(chain.chain)
                 context = chain.chain.log_context()
-                log.warning("store not readable", action="store_error", error=str(error), **context)
+                log.warning("chain read failed", action="chain_read_failed", error=str(error), **context)
             chain.fail()
             chain.turn = Turn.ACTIVE
 
     async def _advance(self, chain: ChainState) -> None:
-        if (stop := self.chains.stop_of(chain.chain)) is not None:  # logged once for the whole feed
-            chain.stop(stop, self._clock.monotonic() + self.look_at_stopped)
+        if (stop := self.chains.feed_error(chain.chain)) is not None:  # logged once for the whole feed
+            chain.stop(stop, self._clock.monotonic() + self.stopped_recheck_s)
             return
         # First read the ends of incarnations: without them a search could plan rows after an end.
         await self.locator.read_previous(chain)
         if chain.phase is Phase.BEGINNING:
             await self.locator.begin(chain)
-        if chain.has_begun and chain.look_behind:
-            await self.locator.look_behind(chain)
-        if chain.phase is Phase.LOOKING:
-            await self.locator.look(chain)
+        if chain.has_begun and chain.check_skipped_gaps:
+            await self.locator.check_skipped_gaps(chain)
+        if chain.phase is Phase.SEARCHING:
+            await self.locator.search(chain)
         match chain.phase:
             case Phase.READY:
                 chain.turn = Turn.AGAIN
                 await self._decode(chain, chain.stretches[0])
-            case Phase.OMITTING | Phase.PASSING:
+            case Phase.SKIPPING_START | Phase.SKIPPING_HOLE:
                 chain.turn = Turn.AGAIN
-                self._pass(chain)
+                self._append_skip(chain)
             case _:
-                chain.went_on()
+                chain.mark_resumed()
 
     async def _decode(self, chain: ChainState, stretch: Stretch[SegmentRef]) -> None:
         ref, decoder = stretch.segment, self.decoder
-        chain.preparer.relay = await self._relays.of(chain.chain)
-        how = HowRead(False, frozenset(chain.damaged), tuple(chain.passed), chain.rest is stretch)
-        source = self.kept.take(chain, stretch) or decoder.begin(ref, stretch.rows, how)
+        chain.preparer.is_relay = await self._relays.is_relay(chain.chain)
+        options = DecodeOptions(False, frozenset(chain.damaged), tuple(chain.skipped_ranges), chain.rest is stretch)
+        source = self.open_segments.take(chain, stretch) or decoder.open(ref, stretch.rows, options)
         rest = None
         try:
             problem = await decoder.turn(source, chain.preparer, lambda block: self._append(chain, block))
             rest = chain.end_turn(stretch, is_done=source.is_done)
-        except FromHoleError as error:
-            chain.stands(error.found)
+        except IncompleteFillError as error:
+            chain.block(error.found)
         except SegmentCorrupt as error:
             chain.damaged.add(ref.key)
             chain.replan(everywhere=True)
             metrics.damaged.labels(chain.chain.site, chain.chain.feed).inc()
-            log.error("segment damaged, left out", action="segment_damaged", error=str(error), **ref.log_context())
+            log.error("segment damaged", action="segment_damaged", error=str(error), **ref.log_context())
         else:
             if problem is not None:
                 self.stop_chain(chain, problem)
         finally:
             # Replaced states keep nothing open.
-            self.kept.drop(lambda other: not self.chains.is_current(other))
+            self.open_segments.drop(lambda other: not self.chains.is_current(other))
             if rest is not None and self.chains.is_current(chain):
-                self.kept.keep(chain, rest, source)
+                self.open_segments.keep(chain, rest, source)
             else:
                 await decoder.close(source)
 
-    def _pass(self, chain: ChainState) -> None:
-        assert chain.given_up is not None, "only what is given up is passed"
-        block = Block(IntentPiece(Gap(chain.chain), chain.given_up, 0))
+    def _append_skip(self, chain: ChainState) -> None:
+        assert chain.range_to_skip is not None, "only what is given up is passed"
+        block = Block(IntentPiece(Gap(chain.chain), chain.range_to_skip, 0))
         self._append(chain, block)
-        chain.passes()
-        self.ahead.budget.force(block.size)
+        chain.finish_skip()
+        self.ahead.budget.acquire_unchecked(block.size)
 
     def _append(self, chain: ChainState, block: Block) -> None:
         """Append a block of ready rows. Raises _StaleError if the chain's state was replaced."""
         if not self.chains.is_current(chain):
             raise _StaleError
         chain.position = block.piece.rows.last + 1
-        chain.went_on()
+        chain.mark_resumed()
         self.ahead.append(block)
 
     # Decisions of operators, and stopped chains
 
-    async def _look_after(self) -> None:
+    async def _decisions_loop(self) -> None:
         while True:
-            await self._clock.sleep(ATTEND)
-            await self.attend()
+            await self._clock.sleep(DECISIONS_INTERVAL_S)
+            await self.apply_decisions()
 
-    async def attend(self) -> None:
+    async def apply_decisions(self) -> None:
         await self._read_decisions()
         now = self._clock.monotonic()
         await self._retry([chain for chain in self.chains if chain.stopped and now >= chain.retry_at])
@@ -305,39 +305,40 @@ class Prefetcher:
         and none are known.
         """
         try:
-            decided = await self.decisions.read() if self.decisions else Pauses()
+            pauses = await self.decisions.read() if self.decisions else Pauses()
         except FloeError as error:
-            if self._decided is None and isinstance(error, Stopped):
+            if self._pauses is None and isinstance(error, Stopped):
                 raise
-            if str(error) != self._unread:
-                self._unread = str(error)
+            if str(error) != self._decisions_error:
+                self._decisions_error = str(error)
                 target = self.chains.target
-                log.warning("decisions not readable", action="decisions", target=target, error=str(error))
+                log.warning("decisions read failed", action="decisions_read_failed", target=target, error=str(error))
             return
-        if self._unread:
-            self._unread = ""
-            log.info("decisions readable again", action="over", target=self.chains.target)
-        former, self._decided = self._decided or Pauses(), decided
-        self._mark(self.chains)
-        asked = {chain for chain, at in decided.resumed.items() if at != former.resumed.get(chain)}
-        await self._retry([chain for chain in self.chains if chain.chain in asked])
+        if self._decisions_error:
+            self._decisions_error = ""
+            log.info("decisions read recovered", action="decisions_read_recovered", target=self.chains.target)
+        former, self._pauses = self._pauses or Pauses(), pauses
+        self._apply_pauses(self.chains)
+        requested = {chain for chain, at in pauses.resumed.items() if at != former.resumed.get(chain)}
+        await self._retry([chain for chain in self.chains if chain.chain in requested])
 
-    def _mark(self, chains: Iterable[ChainState]) -> None:
+    def _apply_pauses(self, chains: Iterable[ChainState]) -> None:
         for chain in chains:
-            is_paused = self._decided is not None and chain.chain in self._decided.paused
+            is_paused = self._pauses is not None and chain.chain in self._pauses.paused
             if is_paused is (chain.phase is Phase.PAUSED):
                 continue
-            what = "chain paused" if is_paused else "chain resumed"
-            log.info(what, action="pause", target=self.chains.target, **chain.chain.log_context())
+            context = {"target": self.chains.target, **chain.chain.log_context()}
             if is_paused:
-                self._hold(chain.chain).pause()
+                log.info("chain paused", action="chain_paused", **context)
+                self._pause_chain(chain.chain).pause()
             else:
+                log.info("chain resumed", action="chain_resumed", **context)
                 chain.resume()
                 self._wake(chain)
 
-    def _hold(self, chain: Chain) -> ChainState:
-        self.ahead.drop(lambda block: block.piece.chain == chain and not block.piece.out_of_turn)
-        return self.chains.renew(chain, self._taken_to.get(chain, self.positions.get(chain, 0)))
+    def _pause_chain(self, chain: Chain) -> ChainState:
+        self.ahead.drop(lambda block: block.piece.chain == chain and not block.piece.is_retry)
+        return self.chains.renew(chain, self._next_positions.get(chain, self.positions.get(chain, 0)))
 
     def stop_chain(self, chain: ChainState, error: FloeError) -> None:
         """Stop the chain until it is checked again. It is logged once for each reason, and once for all chains of a
@@ -345,14 +346,14 @@ class Prefetcher:
         """
         if not self.chains.is_current(chain):
             return
-        told = with_way_out(error, errors.resume(self.chains.target, chain.chain))
+        shown = with_command(error, errors.resume_command(self.chains.target, chain.chain))
         now, feed = self._clock.monotonic(), (chain.chain.site, chain.chain.feed)
-        if chain.stop(told, now + self.look_at_stopped):
+        if chain.stop(shown, now + self.stopped_recheck_s):
             reason, since = self._reported.get(feed, ("", now))
-            if reason != error.message or now >= since + self.look_at_stopped:
+            if reason != error.message or now >= since + self.stopped_recheck_s:
                 self._reported[feed] = error.message, now
                 context = chain.chain.log_context()
-                log.error("chain stopped", action="chain_stopped", error=str(told), code=told.code, **context)
+                log.error("chain stopped", action="chain_stopped", error=str(shown), code=shown.code, **context)
 
     async def _retry(self, wanted: list[ChainState]) -> None:
         if any(chain.stopped for chain in wanted):
@@ -360,19 +361,19 @@ class Prefetcher:
                 await self.chains.renew_limits()
             except FloeError as error:
                 target = self.chains.target
-                log.warning("target not readable", action="limits", target=target, error=str(error))
+                log.warning("chain retry deferred", action="chain_retry_deferred", target=target, error=str(error))
                 return
         for chain in wanted:
             if self.chains.is_current(chain):
-                chain.retry(self._clock.monotonic() + self.look_at_stopped)
+                chain.retry(self._clock.monotonic() + self.stopped_recheck_s)
                 self._wake(chain)
 
 
-def with_way_out(error: FloeError, look_again: str) -> FloeError:
+def with_command(error: FloeError, recheck: str) -> FloeError:
     """Return the error. If its hint names no command, add one that checks the chain at once."""
     if "floe " in error.hint:
         return error
-    then = ways(("then, to have it looked at at once", look_again))
-    told = FloeError(error.message, hint=ways(error.hint, then) if error.hint else then, code=error.code)
-    told.exit_code = error.exit_code
-    return told
+    then = choices(("then, to have it looked at at once", recheck))
+    result = FloeError(error.message, hint=choices(error.hint, then) if error.hint else then, code=error.code)
+    result.exit_code = error.exit_code
+    return result

@@ -4,7 +4,7 @@ import hashlib
 
 from common.chain import Chain
 from common.errors import DataError, SegmentCorrupt, Stopped
-from common.exits import ways
+from common.exits import choices
 from common.logs import get_logger
 from common.segments.columns import batch_of
 from common.segments.documents import ChainStore
@@ -12,19 +12,19 @@ from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange, Stretch
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from ingress.chains.chain_state import ChainRegistry
-from ingress.chains.search import covering
+from ingress.chains.search import stretches_for
 from ingress.checkpoint import Gap, Intent, IntentPiece
-from ingress.errors import set_command
+from ingress.errors import checkpoint_command
 from ingress.parked import ParkedName, ParkedStore, to_bytes
-from ingress.rows.decoder import Decoder, HowRead, Relays
-from ingress.rows.prepare import Preparer, RowRefused, oversize_hint
+from ingress.rows.decoder import DecodeOptions, Decoder, RelayFlags
+from ingress.rows.prepare import Preparer, RowRefused, oversize_remedies
 from ingress.rows.rows import Block, ByteBudget, Rows
 
 log = get_logger(__name__)
 
-NEIGHBOURS = 20  # segments that may end at the same sequence
+MAX_SAME_END_SEGMENTS = 20  # segments that may end at the same sequence
 
 
 class Recall:
@@ -35,10 +35,10 @@ class Recall:
     def __init__(
         self,
         store: SegmentStore,
-        threads: Threads,
+        threads: ThreadPool,
         budget: ByteBudget,
         chains: ChainRegistry,
-        relays: Relays,
+        relays: RelayFlags,
         parked: ParkedStore | None = None,
     ) -> None:
         self._store, self._threads, self._budget, self._chains = store, threads, budget, chains
@@ -56,30 +56,30 @@ class Recall:
             for piece in intent.pieces:
                 before += piece.count
                 is_wanted = piece.count and before > stored
-                if (block := await self._parked_again(piece) if is_wanted else Block(piece)) is None:
+                if (block := await self._parked_block(piece) if is_wanted else Block(piece)) is None:
                     blocks += await self._piece(piece)
                 else:
-                    self._budget.force(block.size)
+                    self._budget.acquire_unchecked(block.size)
                     blocks.append(block)
         except BaseException as error:
-            self._budget.give(sum(block.size for block in blocks))
+            self._budget.release(sum(block.size for block in blocks))
             if isinstance(error, RowRefused):
-                raise self.refused(error) from error
+                raise self.refused_row_error(error) from error
             raise
         return Rows(blocks)
 
-    def refused(self, error: RowRefused) -> Stopped:
+    def refused_row_error(self, error: RowRefused) -> Stopped:
         """Return the error for a row of the open intent that the target no longer accepts. Hints about the chain would
         not help: the intent is finished unchanged.
         """
         message, target = f"{error.message}; the row is part of the open intent", self._chains.target
-        drop = set_command(target, "--accept --yes")
+        drop = checkpoint_command(target, "--accept --yes")
         if error.code != "E-SUBJECT":
             message += f"; max_payload of the server is {self._chains.limits.max_payload}"
-            return Stopped(message, hint=oversize_hint(target), code="E-OVERSIZE-INTENT")
+            return Stopped(message, hint=oversize_remedies(target), code="E-OVERSIZE-INTENT")
         return Stopped(
             message,
-            hint=ways(
+            hint=choices(
                 "let the target take the subject again: it goes on by itself",
                 ("or drop the rest of the intent, so that the chain stops instead", drop),
             ),
@@ -88,7 +88,7 @@ class Recall:
 
     # Parked messages
 
-    async def again(self, name: ParkedName) -> Block:
+    async def prepare_parked(self, name: ParkedName) -> Block:
         """Return the parked message, prepared with the current limits and rules. Its bytes are not yet on the budget.
 
         Raises RowRefused if the target still refuses it, ConfigError if its chain is not in `sources`, DataError if it
@@ -100,16 +100,16 @@ class Recall:
         rows = SequenceRange(message.sequence, message.sequence)
         digest = hashlib.sha256(to_bytes(name.chain, message)).hexdigest()[:DIGEST_LENGTH]
         segment = SegmentName(name.chain, 0, rows, digest)
-        return await self._out_of_turn(IntentPiece(segment, rows, 1, out_of_turn=True), message)
+        return await self._retry_block(IntentPiece(segment, rows, 1, is_retry=True), message)
 
-    async def _parked_again(self, piece: IntentPiece) -> Block | None:
+    async def _parked_block(self, piece: IntentPiece) -> Block | None:
         """Return the message of a piece out of turn; None if only the archive can hold it."""
-        if self._parked is None or not piece.out_of_turn:
+        if self._parked is None or not piece.is_retry:
             return None
         message = await self._threads.run(self._parked.read, self._parked.name(piece.chain, piece.rows.first))
-        return None if message is None else await self._out_of_turn(piece, message)
+        return None if message is None else await self._retry_block(piece, message)
 
-    async def _out_of_turn(self, piece: IntentPiece, message: Message) -> Block:
+    async def _retry_block(self, piece: IntentPiece, message: Message) -> Block:
         preparer = await self._preparer(piece.chain, frozenset())
         prepared = await self._threads.run(preparer.prepare, batch_of(message))
         if prepared.problem is not None:
@@ -117,10 +117,10 @@ class Recall:
         assert prepared.batch is not None, "one row is ready or refused"
         return Block(piece, prepared.batch, prepared.batch.size)
 
-    async def _preparer(self, chain: Chain, leaves_out: frozenset[int]) -> Preparer:
+    async def _preparer(self, chain: Chain, excluded: frozenset[int]) -> Preparer:
         preparer = self._chains.preparer(chain)
-        preparer.relay = await self._relays.of(chain)
-        preparer.leaves_out = leaves_out
+        preparer.is_relay = await self._relays.is_relay(chain)
+        preparer.excluded = excluded
         return preparer
 
     # Pieces of segments
@@ -130,51 +130,52 @@ class Recall:
         name, call = piece.segment, self._threads.run
         assert not isinstance(name, Gap), "a gap has no rows to be found"
         last, level = name.coverage.last, name.level
-        refs = await call(self._store.list, piece.chain, position=last, level=level, limit=NEIGHBOURS)
+        refs = await call(self._store.list, piece.chain, position=last, level=level, limit=MAX_SAME_END_SEGMENTS)
         while True:
             # The named segment holds exactly the rows of the intent. Other segments may hold rows that it left unread,
             # which are not part of it. If it is gone, the cover holds the rows, and may hold more by now.
             named = [ref for ref in refs if ref.segment == name and ref.key not in damaged]
             stretches = [Stretch(ref, piece.rows) for ref in named]
             if not named:
-                stretches = await call(covering, self._store, piece.chain, piece.rows, frozenset(damaged))
+                stretches = await call(stretches_for, self._store, piece.chain, piece.rows, frozenset(damaged))
             if not stretches:
                 floor = await call(ChainStore(self._store.objects, self._store.layout).floor, piece.chain)
                 is_below = floor is not None and piece.rows.first < floor.first
-                raise self._lost(
+                raise self._lost_rows_error(
                     piece, f"no undamaged segments cover {piece.rows}" + (f"; {floor}" if is_below else "")
                 )
-            if (found := await self._read(piece, stretches, damaged, alone=bool(named))) is not None:
+            if (found := await self._read(piece, stretches, damaged, own_rows_only=bool(named))) is not None:
                 return found
 
     async def _read(
-        self, piece: IntentPiece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool
+        self, piece: IntentPiece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, own_rows_only: bool
     ) -> list[Block] | None:
         """Read the stretches; None if a segment is damaged or gone, which is then added to `damaged`."""
         blocks: list[Block] = []
         try:
-            preparer = await self._preparer(piece.chain, frozenset(piece.left_out))
+            preparer = await self._preparer(piece.chain, frozenset(piece.parked))
             for stretch in stretches:
-                how = HowRead(alone=alone, avoided=frozenset(damaged))
-                source = self._decoder.begin(stretch.segment, stretch.rows, how)
+                options = DecodeOptions(own_rows_only=own_rows_only, damaged_keys=frozenset(damaged))
+                source = self._decoder.open(stretch.segment, stretch.rows, options)
                 problem = await self._decoder.read(source, preparer, blocks.append, wait=False)
                 if problem is not None:
                     raise problem
             if (count := sum(block.piece.count for block in blocks)) != piece.count:
-                raise self._lost(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
+                raise self._lost_rows_error(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
         except BaseException as error:
-            self._budget.give(sum(block.size for block in blocks))
+            self._budget.release(sum(block.size for block in blocks))
             if not isinstance(error, SegmentCorrupt | SegmentGone):
                 raise
-            log.warning("segment not usable", action="recall", error=str(error), **piece.chain.log_context())
+            context = piece.chain.log_context()
+            log.warning("recall segment rejected", action="recall_segment_rejected", error=str(error), **context)
             damaged.add(stretch.segment.key)
             return None
         return blocks
 
-    def _lost(self, piece: IntentPiece, why: str) -> Stopped:
-        drop = set_command(self._chains.target, "--accept")
+    def _lost_rows_error(self, piece: IntentPiece, reason: str) -> Stopped:
+        drop = checkpoint_command(self._chains.target, "--accept")
         return Stopped(
-            f"chain {piece.chain}: the rows of the open intent cannot be found again: {why}",
-            hint=ways(("put the segment back, or one with the same rows; or drop the rest of the intent", drop)),
+            f"chain {piece.chain}: the rows of the open intent cannot be found again: {reason}",
+            hint=choices(("put the segment back, or one with the same rows; or drop the rest of the intent", drop)),
             code="E-INTENT",
         )

@@ -6,7 +6,7 @@ Level 0 is listed first, because new segments are there. The levels above are li
 one continues the chain. A page holds the segments that end first after the position. So it holds the one that
 continues, unless more than a page of them end inside a later, larger one: egress writes such a segment when it reads
 again above a hole. `SearchState` finds it, with one page in each search. Before a range is finally skipped,
-`survey` lists all segments.
+`search_whole_chain` lists all segments.
 """
 
 import threading
@@ -19,23 +19,23 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
 from common.logs import get_logger
-from common.objects.port import ObjectStore, store_now
+from common.objects.port import ObjectStore, read_store_clock
 from common.segments.keys import MAX_LEVEL
-from common.segments.parquet_guard import Forked, SegmentGone
+from common.segments.parquet_guard import ForkError, SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import SequenceRange, Stretch, extends, leading, preference
+from common.sequences import SequenceRange, Stretch, leading_stretches, preference, reaches
 from ingress.chains.plan import ChainPlan, Phase, plan_chain
-from ingress.rows.decoder import FromHole, standing_in
+from ingress.rows.decoder import IncompleteFill, check_filled_hole
 
 log = get_logger(__name__)
 
 
-LISTED = 100  # segments of one level in a search
-SURVEYED = 1000  # segments that a survey lists at a time
-LEFT_OUT = 10  # damaged segments at one position that `look_into` leaves out, at most
+SEARCH_PAGE = 100  # segments of one level in a search
+FULL_SEARCH_PAGE = 1000  # segments that a survey lists at a time
+MAX_DAMAGED_AT_POSITION = 10  # damaged segments at one position that `plan_from_contents` leaves out, at most
 
-_LEADS_ON = (Phase.READY, Phase.DONE)
+_CONTINUING = (Phase.READY, Phase.DONE)
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class SearchState:
     frontier: deque[SegmentRef] = field(default_factory=deque)
 
 
-def look(
+def plan_from_listings(
     store: SegmentStore,
     chain: Chain,
     position: int,
@@ -58,7 +58,7 @@ def look(
     *,
     everywhere: bool = True,
     search: SearchState | None = None,
-    limit: int = LISTED,
+    limit: int = SEARCH_PAGE,
 ) -> ChainPlan:
     """Plan the reads from `position` on, as far as one page of each level and one page of `search` show.
 
@@ -72,7 +72,7 @@ def look(
         found += page
         full += page[-1:] if len(page) >= limit else []
         plan = plan_chain(found, position, end, damaged)
-        if plan.phase in _LEADS_ON or not (found or everywhere):
+        if plan.phase in _CONTINUING or not (found or everywhere):
             return plan
     if search is None:
         return plan
@@ -81,50 +81,50 @@ def look(
     search.frontier = search.frontier or deque(full)
     if not search.frontier:
         return plan
-    page = store.list_behind(search.frontier.popleft(), limit)
+    page = store.list_after(search.frontier.popleft(), limit)
     if len(page) >= limit:
         search.frontier.append(page[-1])
     better = plan_chain([*found, *page], position, end, damaged)
-    return better if better.phase in _LEADS_ON else plan
+    return better if better.phase in _CONTINUING else plan
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class OpenedPlan:
     """A plan by the content of segments, not only by their names. `damaged`: keys of segments that would continue and
-    were left out; `gone`: the filled hole at which the chain blocks although a segment covers it.
+    were left out; `incomplete_fill`: the filled hole at which the chain blocks although a segment covers it.
     """
 
     plan: ChainPlan
     damaged: tuple[str, ...] = ()
-    gone: FromHole | None = None
+    incomplete_fill: IncompleteFill | None = None
 
 
-def look_into(
-    store: SegmentStore, chain: Chain, position: int, end: int | None, passed: Sequence[SequenceRange]
-) -> Inside:
+def plan_from_contents(
+    store: SegmentStore, chain: Chain, position: int, end: int | None, skipped: Sequence[SequenceRange]
+) -> OpenedPlan:
     """Plan the reads at `position` as ingress does once it opens the segments that continue there; for commands.
 
-    `passed`: ranges of filled holes that are skipped. Blocking; raises as the store does.
+    `skipped`: ranges of filled holes that are skipped. Blocking; raises as the store does.
     """
     damaged: tuple[str, ...] = ()
     while True:
-        plan = look(store, chain, position, end, frozenset(damaged))
-        if not plan.stretches or len(damaged) >= LEFT_OUT:
-            return Inside(plan, damaged)
+        plan = plan_from_listings(store, chain, position, end, frozenset(damaged))
+        if not plan.stretches or len(damaged) >= MAX_DAMAGED_AT_POSITION:
+            return OpenedPlan(plan, damaged)
         segment = plan.stretches[0].segment
         try:
-            gone = standing_in(store, plan.stretches[0], frozenset(damaged), passed)
+            fill = check_filled_hole(store, plan.stretches[0], frozenset(damaged), skipped)
         except SegmentCorrupt:
             damaged = (*damaged, segment.key)
             continue
-        except (SegmentGone, Forked):  # being replaced right now; `segments verify` reports a lasting one
-            return Inside(plan, damaged)
-        if gone is None or gone.rows.first != position:
-            return Inside(plan, damaged)
-        return Inside(ChainPlan(Phase.LATE, (), gone.rows, segment.modified, plan.beyond), damaged, gone)
+        except (SegmentGone, ForkError):  # being replaced right now; `segments verify` reports a lasting one
+            return OpenedPlan(plan, damaged)
+        if fill is None or fill.rows.first != position:
+            return OpenedPlan(plan, damaged)
+        return OpenedPlan(ChainPlan(Phase.LATE, (), fill.rows, segment.modified, plan.late_end), damaged, fill)
 
 
-def survey(
+def search_whole_chain(
     store: SegmentStore, chain: Chain, hole: SequenceRange, damaged: AbstractSet[str]
 ) -> SegmentRef | SequenceRange:
     """Search the whole chain for a hole: return an undamaged segment that continues after all, or the part of the
@@ -135,34 +135,34 @@ def survey(
     """
     best: SegmentRef | None = None
     reach = hole.last
-    for ref in _everything(store, chain, hole.first):
+    for ref in _list_all(store, chain, hole.first):
         if ref.key in damaged or ref.coverage.first > reach:
             continue
-        if extends(ref.coverage, hole.first):
+        if reaches(ref.coverage, hole.first):
             best = ref if best is None else max(best, ref, key=preference)
         else:
             reach = ref.coverage.first - 1
     return best or SequenceRange(hole.first, reach)
 
 
-def has_news(store: SegmentStore, gone: FromHole) -> bool:
-    refs = store.list(gone.segment.chain, position=gone.rows.first, limit=LISTED)
-    return any(ref.coverage.overlaps(gone.rows) and ref.key not in gone.known for ref in refs)
+def has_new_segments(store: SegmentStore, fill: IncompleteFill) -> bool:
+    refs = store.list(fill.segment.chain, position=fill.rows.first, limit=SEARCH_PAGE)
+    return any(ref.coverage.overlaps(fill.rows) and ref.key not in fill.known for ref in refs)
 
 
-def _everything(store: SegmentStore, chain: Chain, position: int) -> Iterator[SegmentRef]:
+def _list_all(store: SegmentStore, chain: Chain, position: int) -> Iterator[SegmentRef]:
     """List level by level, from the lowest: a segment that is merged meanwhile is found in one of them."""
     for level in range(MAX_LEVEL + 1):
-        page = store.list(chain, position=position, level=level, limit=SURVEYED)
+        page = store.list(chain, position=position, level=level, limit=FULL_SEARCH_PAGE)
         while page:
             yield from page
-            page = store.list_behind(page[-1], SURVEYED) if len(page) >= SURVEYED else []
+            page = store.list_after(page[-1], FULL_SEARCH_PAGE) if len(page) >= FULL_SEARCH_PAGE else []
 
 
-FIRST_PAGE, NEXT_PAGE = 100, 1000  # segments that are listed at a time
+COVER_FIRST_PAGE, COVER_NEXT_PAGE = 100, 1000  # segments that are listed at a time
 
 
-def covering(
+def stretches_for(
     store: SegmentStore, chain: Chain, rows: SequenceRange, damaged: AbstractSet[str]
 ) -> list[Stretch[SegmentRef]]:
     """Return the stretches to read for all of `rows`; empty if segments that are not `damaged` do not cover them.
@@ -173,7 +173,7 @@ def covering(
     for page in _pages(store, chain, rows.first):
         found = [ref for ref in page if ref.coverage.overlaps(rows) and ref.key not in damaged]
         kept += found
-        stretches = leading(kept, rows.first, rows.last) if found else []
+        stretches = leading_stretches(kept, rows.first, rows.last) if found else []
         if stretches and stretches[-1].rows.last == rows.last:
             return stretches
     return []
@@ -183,16 +183,16 @@ def _pages(store: SegmentStore, chain: Chain, position: int) -> Iterator[list[Se
     """List the first page of each level, because it almost always holds the wanted segment; then the other pages."""
     behind: deque[SegmentRef] = deque()
     for level in range(MAX_LEVEL + 1):
-        page = store.list(chain, position=position, level=level, limit=FIRST_PAGE)
-        behind += page[-1:] if len(page) >= FIRST_PAGE else []
+        page = store.list(chain, position=position, level=level, limit=COVER_FIRST_PAGE)
+        behind += page[-1:] if len(page) >= COVER_FIRST_PAGE else []
         yield page
     while behind:
-        page = store.list_behind(behind.popleft(), NEXT_PAGE)
-        behind += page[-1:] if len(page) >= NEXT_PAGE else []
+        page = store.list_after(behind.popleft(), COVER_NEXT_PAGE)
+        behind += page[-1:] if len(page) >= COVER_NEXT_PAGE else []
         yield page
 
 
-ASKED_EVERY = 60.0  # seconds between two requests; in between, the host's monotonic clock is added
+STORE_CLOCK_INTERVAL_S = 60.0  # seconds between two requests; in between, the host's monotonic clock is added
 
 
 class StoreClock:
@@ -212,7 +212,7 @@ class StoreClock:
         known = self._now()
         return at_least if known is None else max(at_least, known)
 
-    def stamp(self) -> float:
+    def now_or_host(self) -> float:
         """Return the time as `now`, for records only: by the host's clock if ingress may not write."""
         known = self._now()
         return self._clock.now() if known is None else known
@@ -222,13 +222,13 @@ class StoreClock:
         # Locked: two threads at once would put the object twice, and neither would know which time it got.
         with self._lock:
             host = self._clock.monotonic()
-            if self._known is None or host - self._known[1] >= ASKED_EVERY:
+            if self._known is None or host - self._known[1] >= STORE_CLOCK_INTERVAL_S:
                 try:
-                    self._known = store_now(self.objects, self._key), host
+                    self._known = read_store_clock(self.objects, self._key), host
                 except Refused as error:
                     if not self._refused:
                         self._refused = True
-                        log.warning("the store's clock cannot be read", action="store_clock", error=str(error))
+                        log.warning("store clock refused", action="store_clock_refused", error=str(error))
                     return None
                 except OutcomeUnknown as error:
                     raise Unavailable(error.message, code=error.code) from error

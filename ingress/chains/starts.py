@@ -30,7 +30,7 @@ log = get_logger(__name__)
 FORMAT_VERSION = 1
 
 
-class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class FeedStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Beginning of the copy of one feed. `moment_ns`: messages at or after this time (ns since 1970 UTC); None: no such
     bound. `sequence`: the first one of incarnation 0; 0: no such bound. `ends`: by chain, the sequence after which it
     begins.
@@ -45,7 +45,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return _ENCODER.encode(self)
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Start:
+    def from_json(cls, raw: bytes) -> FeedStart:
         """Parse a stored start. Raises ValueError."""
         start = _DECODER.decode(raw)
         numbers = (start.sequence, *start.ends.values())
@@ -55,11 +55,11 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 # Created at import: if two threads decode a type for the first time at once, the process crashes.
-_DECODER = msgspec.json.Decoder(Start)
+_DECODER = msgspec.json.Decoder(FeedStart)
 _ENCODER = msgspec.json.Encoder(order="sorted")
 
 
-class Starts:
+class StartResolver:
     """Resolution of the start keys for one target. Blocking."""
 
     def __init__(self, target: str, store: SegmentStore, documents: ChainStore, clock: Clock) -> None:
@@ -96,47 +96,47 @@ class Starts:
         self._searched[place] = behind if found is None else 1
         return found
 
-    def _start(self, chain: Chain, settings: StartSettings, positions: Mapping[Chain, int]) -> Start | None:
+    def _start(self, chain: Chain, settings: StartSettings, positions: Mapping[Chain, int]) -> FeedStart | None:
         """Return the stored start, or store one now; None if the whole feed is replayed."""
         if not settings.is_set:
             return None
         key = self._documents.layout.start_document(self._target, chain.site, chain.feed)
         if (start := self._read(key)) is None and any(_feed(other) == _feed(chain) for other in positions):
             return None
-        return start or self._write(key, self._resolved(chain, settings))
+        return start or self._write(key, self._resolve_new(chain, settings))
 
-    def _resolved(self, chain: Chain, settings: StartSettings) -> Start:
+    def _resolve_new(self, chain: Chain, settings: StartSettings) -> FeedStart:
         if settings.start_at_end:
-            return Start(
-                FORMAT_VERSION, ends={str(each): self._end(each) for each in self._documents.chains(*_feed(chain))}
+            return FeedStart(
+                FORMAT_VERSION, ends={str(c): self._coverage_end(c) for c in self._documents.chains(*_feed(chain))}
             )
         if settings.start_sequence:
-            return Start(FORMAT_VERSION, sequence=settings.start_sequence)
+            return FeedStart(FORMAT_VERSION, sequence=settings.start_sequence)
         if settings.start_time:
-            return Start(FORMAT_VERSION, moment_ns=parse_time(settings.start_time))
-        return Start(FORMAT_VERSION, moment_ns=round((self._clock.now() - settings.start_delta) * NS_PER_S))
+            return FeedStart(FORMAT_VERSION, moment_ns=parse_time(settings.start_time))
+        return FeedStart(FORMAT_VERSION, moment_ns=round((self._clock.now() - settings.start_delta) * NS_PER_S))
 
-    def _end(self, chain: Chain) -> int:
+    def _coverage_end(self, chain: Chain) -> int:
         """Return the end of the coverage, by listing: the tail is a hint that may be old, or claim too much."""
         tail = self._documents.read_tail(chain) or 1
         found = span(self._store.list(chain, position=tail)) or span(self._store.list(chain, position=1))
         return found.last if found else 0
 
-    def _read(self, key: str) -> Start | None:
+    def _read(self, key: str) -> FeedStart | None:
         raw = self._documents.objects.get(key, length=MAX_DOCUMENT_BYTES)
         try:
-            return None if raw is None else Start.from_json(raw)
+            return None if raw is None else FeedStart.from_json(raw)
         except ValueError as error:
             raise DataError(
                 f"{key}: {error}", hint="delete it to have the start keys resolved again", code="E-STATE-JSON"
             ) from error
 
-    def _write(self, key: str, start: Start) -> Start:
+    def _write(self, key: str, start: FeedStart) -> FeedStart:
         body = start.to_json()
         self._documents.put_once(key, body)
         if (found := self._read(key)) is None:
             raise Unavailable(f"{key}: put and not there", code="E-READ-BACK")
-        log.info("copy begins", action="start_resolved", key=key, start=body.decode())
+        log.info("start resolved", action="start_resolved", key=key, start=body.decode())
         return found
 
 

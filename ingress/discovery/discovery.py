@@ -14,25 +14,25 @@ from common.clock import Clock
 from common.errors import FloeError
 from common.logs import get_logger
 from common.segments.documents import ChainStore
-from common.segments.keys import Pair, suggestion
+from common.segments.keys import FeedId, suggestion
 from common.service.monitor import Health
-from common.service.process import Threads
-from common.tasks import first_of, guarded, together, told_late
+from common.service.process import ThreadPool
+from common.tasks import first_of, report_errors, run_all, warn_if_slow
 from ingress import metrics
 from ingress.chains.prefetch import Prefetcher
-from ingress.discovery.sites import Sites, in_turn
-from ingress.errors import leading, passes_by_itself
+from ingress.discovery.sites import Heartbeats, interleave_by_site
+from ingress.errors import is_transient, most_important_error
 
 log = get_logger(__name__)
 
-LOOK_AT_SITES = 15.0  # seconds between two reads of the heartbeats
-LATE = 15.0  # seconds without an answer to a poll until the store counts as unreachable
-LOOK_UP_ALL = 300.0  # seconds between two listings of the chains' documents
-LOOK_UPS = 2  # of these at the same time: a poll must find a free thread
-TICK = 10.0  # seconds at most between two checks of chains that wait
-SPACING = 0.05  # seconds between two checks after notifications: a thousand in a second cause twenty
-MOST_TAILS = 2000  # tails that one poll reads, of all sites in turn; the next poll reads others
-MOST_NEW = 64  # unknown chains that one check takes from notifications; the next poll finds the others
+HEARTBEAT_READ_INTERVAL_S = 15.0  # seconds between two reads of the heartbeats
+POLL_TIMEOUT_S = 15.0  # seconds without an answer to a poll until the store counts as unreachable
+CHAIN_LISTING_INTERVAL_S = 300.0  # seconds between two listings of the chains' documents
+PARALLEL_CHAIN_LISTINGS = 2  # of these at the same time: a poll must find a free thread
+TICK_INTERVAL_S = 10.0  # seconds at most between two checks of chains that wait
+NOTIFICATION_INTERVAL_S = 0.05  # seconds between two checks after notifications: a thousand in a second cause twenty
+MAX_TAILS_PER_POLL = 2000  # tails that one poll reads, of all sites in turn; the next poll reads others
+MAX_UNKNOWN_CHAINS = 64  # unknown chains that one check takes from notifications; the next poll finds the others
 
 
 class Discovery:
@@ -41,38 +41,38 @@ class Discovery:
     def __init__(
         self,
         documents: ChainStore,
-        threads: Threads,
+        threads: ThreadPool,
         clock: Clock,
         health: Health,
         poll_interval: float,
-        sites: Sites | None = None,
+        sites: Heartbeats | None = None,
     ) -> None:
         self._documents, self._threads, self.sites = documents, threads, sites
         self._clock, self._health, self._poll_interval = clock, health, poll_interval
-        self.listeners: list[Prefetcher] = []  # the targets with their lease in this process
+        self.targets: list[Prefetcher] = []  # the targets with their lease in this process
         self._pairs: frozenset[tuple[str, str]] = frozenset()
         self._known: dict[Chain, int | None] = {}
-        self._missing: frozenset[Pair] = frozenset()
+        self._missing: frozenset[FeedId] = frozenset()
         self._etags: dict[Chain, str] = {}
-        self._woken: set[Chain] = set()
-        self._new: set[Chain] = set()
-        self.has_worked = False
-        self._told: dict[str, str] = {}  # the last error of each kind of check
-        self.soon = asyncio.Event()  # poll at once: notifications may have been lost
-        self._at_once, self.anew, self._new_sites = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._notified: set[Chain] = set()
+        self._notified_unknown: set[Chain] = set()
+        self.has_polled = False
+        self._errors: dict[str, str] = {}  # the last error of each kind of check
+        self.poll_due = asyncio.Event()  # poll at once: notifications may have been lost
+        self._check_due, self.listing_due, self._heartbeats_due = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     # For targets
 
-    def add(self, listener: Prefetcher) -> None:
-        self.listeners.append(listener)
-        self._pairs |= {*listener.pairs()}
-        self._tell(self._known, [listener])
-        for event in (self.soon, self.anew, self._new_sites):
+    def add(self, target: Prefetcher) -> None:
+        self.targets.append(target)
+        self._pairs |= {*target.pairs()}
+        self._notify_targets(self._known, [target])
+        for event in (self.poll_due, self.listing_due, self._heartbeats_due):
             event.set()
 
-    def remove(self, listener: Prefetcher) -> None:
-        self.listeners.remove(listener)
-        self._pairs = frozenset(pair for listener in self.listeners for pair in listener.pairs())
+    def remove(self, target: Prefetcher) -> None:
+        self.targets.remove(target)
+        self._pairs = frozenset(pair for target in self.targets for pair in target.pairs())
 
     # For notifications; on the event loop
 
@@ -81,11 +81,11 @@ class Discovery:
         wanted = [chain for chain in chains if (chain.site, chain.feed) in self._pairs]
         for chain in wanted:
             if chain in self._known:
-                self._woken.add(chain)
-            elif len(self._new) < MOST_NEW:
-                self._new.add(chain)
+                self._notified.add(chain)
+            elif len(self._notified_unknown) < MAX_UNKNOWN_CHAINS:
+                self._notified_unknown.add(chain)
         if wanted:
-            self._at_once.set()
+            self._check_due.set()
         return bool(wanted)
 
     # The loops
@@ -95,99 +95,100 @@ class Discovery:
         that error is raised.
         """
         try:
-            await together(self._poll(), self._follow(), self._look_up(), self._look_at_sites())
+            await run_all(self._poll_loop(), self._notified_loop(), self._list_chains_loop(), self._heartbeat_loop())
         except BaseExceptionGroup as errors:
-            raise leading(errors) from None
+            raise most_important_error(errors) from None
 
-    async def _poll(self) -> None:
+    async def _poll_loop(self) -> None:
         while True:
             # Clear it first: a request during the poll may come too late for it.
-            self.soon.clear()
-            await self._poll_once(self.look)
+            self.poll_due.clear()
+            await self._poll_once(self.poll)
             due = self._clock.monotonic() + self._poll_interval
-            while not self.soon.is_set() and (rest := due - self._clock.monotonic()) > 0:
-                await first_of(self.soon.wait(), self._clock.sleep(min(rest, TICK)))
-                if rest > TICK and not self.soon.is_set():
+            while not self.poll_due.is_set() and (rest := due - self._clock.monotonic()) > 0:
+                await first_of(self.poll_due.wait(), self._clock.sleep(min(rest, TICK_INTERVAL_S)))
+                if rest > TICK_INTERVAL_S and not self.poll_due.is_set():
                     await self._poll_once(self._tick)
 
-    async def _poll_once(self, look: Callable[[], Awaitable[None]]) -> None:
-        error = await self._error_of("poll", look())
-        if error is not None and not (self.has_worked or passes_by_itself(error)):
+    async def _poll_once(self, work: Callable[[], Awaitable[None]]) -> None:
+        error = await self._error_of("poll", work())
+        if error is not None and not (self.has_polled or is_transient(error)):
             raise error
         self._health.set_ready("store", error is None, error.message if error else "")
-        if self.listeners:  # else nothing was read
+        if self.targets:  # else nothing was read
             metrics.store_reachable.set(error is None)
             if error is None:
                 metrics.store_answered.set(self._clock.now())
 
-    def _late(self) -> None:
-        self._health.set_ready("store", False, f"no answer to a poll for {LATE:.0f} s")
+    def _report_slow(self) -> None:
+        self._health.set_ready("store", False, f"no answer to a poll for {POLL_TIMEOUT_S:.0f} s")
         metrics.store_reachable.set(0)
 
-    async def _follow(self) -> None:
+    async def _notified_loop(self) -> None:
         while True:
-            await self._at_once.wait()
-            self._at_once.clear()
-            await self._error_of("notifications", self._look_at_named())
-            await self._clock.sleep(SPACING)
+            await self._check_due.wait()
+            self._check_due.clear()
+            await self._error_of("notifications", self._check_notified())
+            await self._clock.sleep(NOTIFICATION_INTERVAL_S)
 
-    async def _look_up(self) -> None:
+    async def _list_chains_loop(self) -> None:
         while True:
-            self.anew.clear()
-            error = await self._error_of("chains", self.look_up_all())
-            await first_of(self.anew.wait(), seconds=TICK if error else LOOK_UP_ALL)
+            self.listing_due.clear()
+            error = await self._error_of("chains", self.list_chains())
+            await first_of(self.listing_due.wait(), seconds=TICK_INTERVAL_S if error else CHAIN_LISTING_INTERVAL_S)
 
-    async def _look_at_sites(self) -> None:
+    async def _heartbeat_loop(self) -> None:
         while True:
-            self._new_sites.clear()
+            self._heartbeats_due.clear()
             if self._pairs and self.sites:
-                await self._error_of("alive", self.sites.look(self._pairs))
-            await first_of(self._new_sites.wait(), seconds=LOOK_AT_SITES)
+                await self._error_of("alive", self.sites.read(self._pairs))
+            await first_of(self._heartbeats_due.wait(), seconds=HEARTBEAT_READ_INTERVAL_S)
 
-    async def _error_of(self, what: str, look: Awaitable[None]) -> FloeError | None:
+    async def _error_of(self, check: str, work: Awaitable[None]) -> FloeError | None:
         try:
-            await look
+            await work
         except FloeError as error:
-            if self._told.get(what) != str(error):
-                self._told[what] = str(error)
-                log.warning("store not readable", action="store_error", look=what, error=str(error))
+            if self._errors.get(check) != str(error):
+                self._errors[check] = str(error)
+                log.warning("store check failed", action="store_check_failed", check=check, error=str(error))
             return error
-        if (former := self._told.pop(what, None)) is not None:
-            log.info("store readable again", action="over", look=what, trouble=former)
+        if (former := self._errors.pop(check, None)) is not None:
+            log.info("store check recovered", action="store_check_recovered", check=check, trouble=former)
         return None
 
     # Checks; each raises as the store does
 
-    async def look(self) -> None:
-        if not self.listeners:
+    async def poll(self) -> None:
+        if not self.targets:
             return
-        etags = await told_late(self._threads.run(self._documents.tails), LATE, self._late)
+        etags = await warn_if_slow(self._threads.run(self._documents.tail_etags), POLL_TIMEOUT_S, self._report_slow)
 
         async def read(chain: Chain) -> None:
             end = await self._threads.run(self._documents.read_tail, chain)
             self._etags.pop(chain, None)
             self._known[chain], self._etags[chain] = end, etags[chain]  # at the end: the next poll reads others first
-            self._tell([chain], self.listeners)
+            self._notify_targets([chain], self.targets)
 
         wanted = {chain for chain in etags if (chain.site, chain.feed) in self._pairs}
         gone = sorted(chain for chain in self._etags if (chain.site, chain.feed) in self._pairs and chain not in etags)
-        why = f"the archive of {gone[0]} and {len(gone) - 1} more is gone from the bucket" if gone else ""
-        self._health.set_ready("archive", not gone, why.replace(" and 0 more", ""))
+        reason = f"the archive of {gone[0]} and {len(gone) - 1} more is gone from the bucket" if gone else ""
+        self._health.set_ready("archive", not gone, reason.replace(" and 0 more", ""))
         changed = [chain for chain, etag in self._etags.items() if chain in wanted and etags[chain] != etag]
         new = [chain for chain in etags if chain in wanted and chain not in self._etags]
-        chains = in_turn([*new, *changed], lambda chain: chain.site)
-        if any(chain not in self._etags for chain in chains[MOST_TAILS:]):
-            self.soon.set()
-        answers = await asyncio.gather(*map(read, chains[:MOST_TAILS]), return_exceptions=True)
+        chains = interleave_by_site([*new, *changed], lambda chain: chain.site)
+        if any(chain not in self._etags for chain in chains[MAX_TAILS_PER_POLL:]):
+            self.poll_due.set()
+        answers = await asyncio.gather(*map(read, chains[:MAX_TAILS_PER_POLL]), return_exceptions=True)
         # One site's documents may be refused; if every tail is refused, that will not change.
-        self.has_worked = self.has_worked or not answers or None in answers
+        self.has_polled = self.has_polled or not answers or None in answers
         await self._tick()
         for failed in (answer for answer in answers if answer is not None):
             raise failed
 
-    async def look_up_all(self) -> None:
+    async def list_chains(self) -> None:
         """List all chains, also those without a tail: a crash may happen between a segment and its tail."""
-        gate, pairs = asyncio.Semaphore(LOOK_UPS), self._pairs  # targets may be added during the listings
+        # Targets may be added during the listings.
+        gate, pairs = asyncio.Semaphore(PARALLEL_CHAIN_LISTINGS), self._pairs
 
         async def read(site: str, feed: str) -> list[Chain]:
             async with gate:
@@ -199,29 +200,29 @@ class Discovery:
         await self._add_chains(found)
         for failed in (answer for answer in answers if isinstance(answer, BaseException)):
             raise failed
-        await self._tell_missing(pairs)
+        await self._warn_missing(pairs)
 
-    async def _tell_missing(self, pairs: frozenset[Pair]) -> None:
+    async def _warn_missing(self, pairs: frozenset[FeedId]) -> None:
         missing = pairs - {(chain.site, chain.feed) for chain in self._known}
         new, self._missing = missing - self._missing, missing
-        tails = await self._threads.run(self._documents.tails) if new else ()
+        tails = await self._threads.run(self._documents.tail_etags) if new else ()
         names = {f"{chain.site}/{chain.feed}" for chain in tails}
         for site, feed in sorted(new):
-            hint, what = suggestion(f"{site}/{feed}", names), "nothing archived of a feed of `sources`"
-            log.warning(what, action="source_missing", site=site, feed=feed, hint=hint)
+            hint = suggestion(f"{site}/{feed}", names)
+            log.warning("source missing", action="source_missing", site=site, feed=feed, hint=hint)
         self._show_missing()
 
     def _show_missing(self) -> None:
         if self._missing:
             self._health.set_status("sources", {"missing": ["/".join(pair) for pair in sorted(self._missing)]})
         else:
-            self._health.forget("sources")
+            self._health.remove("sources")
 
-    async def _look_at_named(self) -> None:
-        woken, self._woken, new, self._new = self._woken, set(), self._new, set()
-        for listener in self.listeners:
-            wake = guarded(listener.wake, listener.fails)
-            for chain in woken:
+    async def _check_notified(self) -> None:
+        notified, self._notified, new, self._notified_unknown = self._notified, set(), self._notified_unknown, set()
+        for target in self.targets:
+            wake = report_errors(target.wake, target.record_error)
+            for chain in notified:
                 wake(chain)
         exist = await asyncio.gather(*(self._exists(chain) for chain in new))
         await self._add_chains(chain for chain, is_there in zip(new, exist, strict=True) if is_there)
@@ -231,32 +232,32 @@ class Discovery:
         try:
             return await self._threads.run(self._documents.objects.head, key) is not None
         except FloeError as error:
-            log.info("left to the next poll", action="event_unread", error=str(error), **chain.log_context())
+            log.info("notification deferred", action="notification_deferred", error=str(error), **chain.log_context())
             return False
 
     async def _add_chains(self, chains: Iterable[Chain]) -> None:
         new = [chain for chain in chains if chain not in self._known]
         self._known.update(dict.fromkeys(new))
-        self._tell(new, self.listeners)
+        self._notify_targets(new, self.targets)
         if new:
             await self._tick()
 
     async def _tick(self) -> None:
         failed: FloeError | None = None
-        for listener in list(self.listeners):
+        for target in list(self.targets):
             try:
-                await listener.tick()
+                await target.tick()
             except FloeError as error:
                 failed = failed or error
             except Exception as error:  # it ends this target, and no other
-                listener.fails(error)
+                target.record_error(error)
         if failed is not None:
             raise failed
 
-    def _tell(self, chains: Iterable[Chain], listeners: list[Prefetcher]) -> None:
+    def _notify_targets(self, chains: Iterable[Chain], targets: list[Prefetcher]) -> None:
         for chain in chains:
             if (pair := (chain.site, chain.feed)) in self._missing:
                 self._missing -= {pair}
                 self._show_missing()
-            for listener in listeners:
-                guarded(listener.found, listener.fails)(chain, self._known[chain])
+            for target in targets:
+                report_errors(target.add_chain, target.record_error)(chain, self._known[chain])

@@ -12,31 +12,31 @@ from urllib.parse import unquote_plus
 import msgspec
 
 from common.chain import Chain
-from common.clock import Backoff, Clock, doubling
+from common.clock import Backoff, Clock, doubling_delays
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
 from common.logs import get_logger
-from common.metrics import begin
+from common.metrics import show_zeros
 from common.objects.open import open_queue
-from common.objects.sqs import Received, SqsQueue
+from common.objects.sqs import ReceivedMessage, SqsQueue
 from common.segments.keys import Layout
 from common.service.monitor import Health
 from common.settings.root import Settings
-from common.tasks import Trouble, first_of, guarded, told
+from common.tasks import PendingError, first_of, record_unexpected, report_errors
 from ingress import metrics
 from ingress.discovery.discovery import Discovery
 
 log = get_logger(__name__)
 
 
-MAX_BYTES = 1024 * 1024  # of a document; Amazon's queues accept no more, and a notification has 1 KB
-MAX_WRAPPINGS = 3  # envelopes around a document: SNS around EventBridge is two
+MAX_NOTIFICATION_BYTES = 1024 * 1024  # of a document; Amazon's queues accept no more, and a notification has 1 KB
+MAX_ENVELOPES = 3  # envelopes around a document: SNS around EventBridge is two
 
 _CREATED = ("ObjectCreated:", "s3:ObjectCreated:")
 _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-class Written(NamedTuple):
+class WrittenObject(NamedTuple):
     """An object that was written, by a notification. `keys`: its key, or several candidates, because some senders
     encode it.
     """
@@ -45,13 +45,13 @@ class Written(NamedTuple):
     keys: tuple[str, ...]
 
 
-def written(raw: bytes | str, wrappings: int = MAX_WRAPPINGS) -> list[Written] | None:
+def parse_notification(raw: bytes | str, envelopes: int = MAX_ENVELOPES) -> list[WrittenObject] | None:
     """Return the objects that the notification `raw` names as written; None if it is not a notification.
 
-    At most `wrappings` envelopes are opened. Empty for a notification of something else: an object removed, a test of
+    At most `envelopes` envelopes are opened. Empty for a notification of something else: an object removed, a test of
     the queue.
     """
-    if len(raw) > MAX_BYTES:
+    if len(raw) > MAX_NOTIFICATION_BYTES:
         return None
     try:
         document = _DECODER.decode(raw)
@@ -63,20 +63,20 @@ def written(raw: bytes | str, wrappings: int = MAX_WRAPPINGS) -> list[Written] |
         return list(_of_records(document["Records"]))
     if isinstance(document.get("detail"), dict):  # of EventBridge
         bucket, key = _text(document, "detail", "bucket", "name"), _text(document, "detail", "object", "key")
-        return [Written(bucket, (key,))] if document.get("detail-type") == "Object Created" else []
+        return [WrittenObject(bucket, (key,))] if document.get("detail-type") == "Object Created" else []
     if document.get("Event") == "s3:TestEvent":
         return []
-    if isinstance(document.get("Message"), str) and wrappings:
-        return written(document["Message"], wrappings - 1)
+    if isinstance(document.get("Message"), str) and envelopes:
+        return parse_notification(document["Message"], envelopes - 1)
     return None
 
 
-def _of_records(records: list[Any]) -> Iterator[Written]:
+def _of_records(records: list[Any]) -> Iterator[WrittenObject]:
     for record in records:
         if _text(record, "eventName").startswith(_CREATED):
             bucket, key = _text(record, "s3", "bucket", "name"), _text(record, "s3", "object", "key")
             # Encoded as in a form: `+` for a space. Some servers write the key unencoded.
-            yield Written(bucket, (unquote_plus(key), key))
+            yield WrittenObject(bucket, (unquote_plus(key), key))
 
 
 def _text(value: Any, *path: str) -> str:
@@ -85,7 +85,7 @@ def _text(value: Any, *path: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def chains_in(notice: list[Written], bucket: str, layout: Layout) -> set[Chain]:
+def chains_in(notice: list[WrittenObject], bucket: str, layout: Layout) -> set[Chain]:
     keys = (key for each in notice if each.bucket == bucket for key in each.keys)
     return {chain for key in keys if (chain := chain_of(key, layout)) is not None}
 
@@ -98,15 +98,15 @@ def chain_of(key: str, layout: Layout) -> Chain | None:
     return layout.parse_tail(key) or layout.parse_chain_document(f"{folder}/chain.json" if is_gap else key)
 
 
-PAUSES = doubling(1.0, 60.0)  # seconds between attempts
+RECEIVE_PAUSES_S = doubling_delays(1.0, 60.0)  # seconds between attempts
 
 
-UNWANTED_PAUSE = 1.0  # seconds until the next check if notifications are of use here
-EMPTY_PAUSE = 0.1  # seconds after an empty receive: some servers do not wait as they are requested to
-TAKE_TIMEOUT = 10.0  # seconds for the event loop to take received messages
+STANDBY_PAUSE_S = 1.0  # seconds until the next check if notifications are of use here
+EMPTY_RECEIVE_PAUSE_S = 0.1  # seconds after an empty receive: some servers do not wait as they are requested to
+LOOP_TIMEOUT_S = 10.0  # seconds for the event loop to take received messages
 
 
-async def follow_queue(open_queue: Callable[[], SqsQueue], notified: Notified) -> None:
+async def follow_queue(open_queue: Callable[[], SqsQueue], notified: NotificationHandler) -> None:
     """Hand over every message of the queue, forever, and delete it from the queue afterwards.
 
     Shutdown does not wait for the thread: a receive takes up to 20 s. A message received then is not deleted, and is
@@ -123,55 +123,57 @@ async def follow_queue(open_queue: Callable[[], SqsQueue], notified: Notified) -
 class _Receiver:
     """The thread that receives, until `stop` is set."""
 
-    def __init__(self, open_queue: Callable[[], SqsQueue], notified: Notified, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, open_queue: Callable[[], SqsQueue], notified: NotificationHandler, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.stop = threading.Event()
         self._open_queue, self._notified, self._loop = open_queue, notified, loop
         self._queue: SqsQueue | None = None
 
     def run(self) -> None:
-        pauses = Backoff(None, PAUSES)
+        pauses = Backoff(None, RECEIVE_PAUSES_S)
         while not self.stop.is_set():
             try:
-                if self._notified.is_wanted:
+                if self._notified.is_active:
                     self._receive()
                 else:
-                    self.stop.wait(UNWANTED_PAUSE)
+                    self.stop.wait(STANDBY_PAUSE_S)
                 pauses.reset()
             except Exception as error:
                 if self.stop.is_set():
                     return
                 self._queue = None
-                self._failed(error, pause := pauses.next())
+                self._record_failure(error, pause := pauses.next_delay())
                 self.stop.wait(pause)
 
     def _receive(self) -> None:
         if self._queue is None:
             self._queue = self._open_queue()
             messages = self._queue.receive(0)  # at once, to check that it answers
-            self._on_loop(self._notified.listening)
-            log.info("listening", action="events")
+            self._run_on_loop(self._notified.record_listening)
+            log.info("notifications connected", action="notifications_connected")
         else:
             messages = self._queue.receive()
         if not messages:
-            self.stop.wait(EMPTY_PAUSE)
+            self.stop.wait(EMPTY_RECEIVE_PAUSE_S)
         elif not self.stop.is_set():
-            self._on_loop(lambda: self._take(messages))
+            self._run_on_loop(lambda: self._handle_messages(messages))
             if left := self._queue.delete(messages):
-                log.warning("notifications come again", action="events_not_deleted", count=left)
+                log.warning("notifications not deleted", action="notifications_not_deleted", count=left)
 
-    def _take(self, messages: Sequence[Received]) -> None:
+    def _handle_messages(self, messages: Sequence[ReceivedMessage]) -> None:
         for message in messages:
-            self._notified.take(message.body.encode(errors="replace"))
+            self._notified.handle(message.body.encode(errors="replace"))
 
-    def _failed(self, error: Exception, pause: float) -> None:
-        why = error.message if isinstance(error, FloeError) else str(error)
+    def _record_failure(self, error: Exception, pause: float) -> None:
+        reason = error.message if isinstance(error, FloeError) else str(error)
         if not isinstance(error, FloeError | TimeoutError):
-            told(error, "events", "events of sqs")
-        log.warning("no notifications", action="events_failed", error=str(error), pause=pause)
+            record_unexpected(error, "events", "events of sqs")
+        log.warning("notifications failed", action="notifications_failed", error=str(error), pause=pause)
         with suppress(Exception):  # already logged
-            self._on_loop(lambda: self._notified.failed(why))
+            self._run_on_loop(lambda: self._notified.record_failure(reason))
 
-    def _on_loop(self, call: Callable[[], None]) -> None:
+    def _run_on_loop(self, call: Callable[[], None]) -> None:
         """Run `call` on the event loop and wait for it. Raises TimeoutError, and the errors of `call`: this thread
         continues after a pause, whereas the loop would end.
         """
@@ -179,7 +181,7 @@ class _Receiver:
         failed: list[Exception] = []
 
         def make() -> None:
-            guarded(call, failed.append)()
+            report_errors(call, failed.append)()
             done.set()
 
         try:
@@ -187,16 +189,16 @@ class _Receiver:
         except RuntimeError:  # the loop has ended
             self.stop.set()
         else:
-            if not done.wait(TAKE_TIMEOUT) and not self.stop.is_set():
-                raise TimeoutError(f"the event loop took nothing for {TAKE_TIMEOUT} s")
+            if not done.wait(LOOP_TIMEOUT_S) and not self.stop.is_set():
+                raise TimeoutError(f"the event loop took nothing for {LOOP_TIMEOUT_S} s")
             if failed:
                 raise failed[0]
 
 
-CHECK_SPACING = 30.0  # seconds between two checks for a refusal of the subscription after a reconnect
+REFUSAL_CHECK_INTERVAL_S = 30.0  # seconds between two checks for a refusal of the subscription after a reconnect
 
 
-async def follow_subject(client: FloeClient, subject: str, notified: Notified, clock: Clock) -> None:
+async def follow_subject(client: FloeClient, subject: str, notified: NotificationHandler, clock: Clock) -> None:
     """Hand over every message on `subject`, forever.
 
     No queue group: each instance gets each message. Messages sent while the connection is down are lost, so
@@ -204,65 +206,65 @@ async def follow_subject(client: FloeClient, subject: str, notified: Notified, c
     """
 
     def sink(_subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
-        notified.take(payload)
+        notified.handle(payload)
 
-    trouble = Trouble()
-    forget = client.add_listener(guarded(lambda is_up: notified.listening() if is_up else None, trouble.tell))
-    pauses = Backoff(None, PAUSES)
+    trouble = PendingError()
+    forget = client.add_listener(report_errors(lambda up: notified.record_listening() if up else None, trouble.set))
+    pauses = Backoff(None, RECEIVE_PAUSES_S)
     try:
         while True:
             try:
-                subscription = await client.subscribe_raw(subject, sink, trouble.tell)
+                subscription = await client.subscribe_raw(subject, sink, trouble.set)
                 try:
                     pauses.reset()
-                    log.info("listening", action="events", subject=subject)
-                    notified.listening()
+                    log.info("notifications connected", action="notifications_connected", subject=subject)
+                    notified.record_listening()
                     # Watch for a refusal by the server: permissions may change.
-                    while (refused := client.refusal(subject.encode())) is None:
-                        await first_of(clock.sleep(CHECK_SPACING), trouble.told.wait())
-                        trouble.check()
+                    while (refused := client.permission_error(subject.encode())) is None:
+                        await first_of(clock.sleep(REFUSAL_CHECK_INTERVAL_S), trouble.event.wait())
+                        trouble.raise_if_set()
                     error: FloeError = refused
                 finally:
                     await subscription.unsubscribe()
             except FloeError as raised:
                 error = raised
-            notified.failed(error.message)
-            pause = pauses.next()
-            log.warning("no notifications", action="events_failed", error=str(error), pause=pause)
+            notified.record_failure(error.message)
+            pause = pauses.next_delay()
+            log.warning("notifications failed", action="notifications_failed", error=str(error), pause=pause)
             await clock.sleep(pause)
     finally:
         forget()
 
 
-class Notified:
+class NotificationHandler:
     """Receiver of notifications, which wakes discovery. `source`: `nats` or `sqs`, for the metric."""
 
     def __init__(self, source: str, bucket: str, layout: Layout, discovery: Discovery, health: Health) -> None:
         self._source, self._bucket, self._layout = source, bucket, layout
         self._discovery, self._health = discovery, health
         if source:
-            begin("ingress_", source=source)
+            show_zeros("ingress_", source=source)
 
     @property
-    def is_wanted(self) -> bool:
+    def is_active(self) -> bool:
         """True if this process holds a target: a standby leaves the queue to the other instances."""
-        return bool(self._discovery.listeners)
+        return bool(self._discovery.targets)
 
-    def take(self, raw: bytes) -> None:
+    def handle(self, raw: bytes) -> None:
         """Take one document, of any content. Never raises."""
-        if (notice := written(raw)) is None:
+        if (notice := parse_notification(raw)) is None:
             self._count("spoiled")
         else:
             chains = chains_in(notice, self._bucket, self._layout)
             self._count("woke" if self._discovery.wake(chains) else "ignored")
 
-    def listening(self) -> None:
-        self._discovery.soon.set()
+    def record_listening(self) -> None:
+        self._discovery.poll_due.set()
         self._health.set_status("events", {"source": self._source, "state": "listening"})
 
-    def failed(self, why: str) -> None:
+    def record_failure(self, reason: str) -> None:
         self._count("failed")
-        self._health.set_status("events", {"source": self._source, "state": "failing", "why": why})
+        self._health.set_status("events", {"source": self._source, "state": "failing", "why": reason})
 
     def _count(self, result: str) -> None:
         metrics.events.labels(self._source, result).inc()
@@ -277,7 +279,7 @@ async def follow(
     """
     source, _, address = settings.ingress.events.partition("://")
     bucket = settings.store.url.removeprefix("s3://")
-    notified = Notified(source, bucket, layout, discovery, health)
+    notified = NotificationHandler(source, bucket, layout, discovery, health)
     if source == "nats":
         await follow_subject(client, address, notified, clock)
     elif source == "sqs":

@@ -12,16 +12,16 @@ import click
 from common import cli
 from common.clock import SystemClock
 from common.errors import DataError, UsageError
-from common.open import load_settings, open_view
+from common.open import load_settings, open_for_view
 from common.segments.documents import TargetPositions
-from common.settings.types import counted
+from common.settings.types import format_count
 
 if TYPE_CHECKING:
     from common.chain import Chain
     from common.settings.root import Settings
     from ingress.operator.correct import CheckpointEditor, CheckpointPlan
 
-Position = tuple[cli.Named, int]
+Position = tuple[cli.ChainSelector, int]
 POSITION_COLUMNS = ("chain", "before", "after")
 
 
@@ -29,12 +29,12 @@ def _parse_position(text: str) -> Position:
     """Parse `SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`. Raises ValueError."""
     name, _, sequence = text.rpartition("=")
     try:
-        return cli.Named.parse(name), cli.parse_sequence(sequence)
+        return cli.ChainSelector.parse(name), cli.parse_sequence(sequence)
     except (ValueError, UsageError) as error:
         raise ValueError(f"expected SITE/FEED/INCARNATION/PARTITION=SEQUENCE: {error}") from None
 
 
-position_type = cli.Parsed("chain=sequence", tuple, _parse_position)
+position_type = cli.ParsedType("chain=sequence", tuple, _parse_position)
 
 
 @click.command("set")
@@ -54,7 +54,7 @@ position_type = cli.Parsed("chain=sequence", tuple, _parse_position)
 @cli.json_option
 @cli.run_command
 async def checkpoint_set(
-    config: str, target: str, named: cli.Named | None, dry_run: bool, yes: bool, as_json: bool, **options: Any
+    config: str, target: str, selector: cli.ChainSelector | None, dry_run: bool, yes: bool, as_json: bool, **chosen: Any
 ) -> None:
     """Correct the stored state of a target. The service continues by itself, without a restart.
 
@@ -67,47 +67,47 @@ async def checkpoint_set(
              floe checkpoint set -c central.yaml --target FLEET --forget
              floe checkpoint set -c central.yaml --target FLEET us-east/NODES --sequence 4711
     """
-    if (named is None) is not (options["sequence"] is None):
+    if (selector is None) is not (chosen["sequence"] is None):
         raise UsageError("expected a chain, as SITE/FEED, and --sequence together")
-    told: tuple[Position, ...] = options.pop("told")
-    repeats: bool = options.pop("repeats")
-    way = _way(options)
-    if told and way != "accept":
+    known_positions: tuple[Position, ...] = chosen.pop("told")
+    repeats: bool = chosen.pop("repeats")
+    action = _chosen_action(chosen)
+    if known_positions and action != "accept":
         raise UsageError("--position: expected --accept beside it")
-    if repeats and way not in ("accept", "from_target"):
+    if repeats and action not in ("accept", "from_target"):
         raise UsageError("--accept-repeats: expected --accept or --from-target beside it")
 
-    from ingress.operator.correct import opened
+    from ingress.operator.correct import open_editor
 
     settings = load_settings(config, quiet=True)
-    async with opened(settings, target) as editor:
-        chains = await _chains(settings, editor, {named, *(name for name, _ in told)} - {None})
+    async with open_editor(settings, target) as editor:
+        chains = await _chains(settings, editor, {selector, *(name for name, _ in known_positions)} - {None})
         plans: dict[str, Callable[[], Awaitable[CheckpointPlan]]] = {
-            "accept": lambda: editor.accept({chains[name]: at for name, at in told}, repeats),
-            "stored": lambda: editor.count_stored(options["stored"]),
+            "accept": lambda: editor.accept({chains[name]: at for name, at in known_positions}, repeats),
+            "stored": lambda: editor.count_stored(chosen["stored"]),
             "from_target": lambda: editor.rebuild(repeats),
             "forget": editor.forget,
             "forget_unlisted": editor.forget_unlisted,
-            "sequence": lambda: editor.move(chains[named], options["sequence"]),
+            "sequence": lambda: editor.move(chains[selector], chosen["sequence"]),
         }
         # A correction of single chains is allowed while ingress delivers.
-        planning, at_work = plans[way], way in ("sequence", "forget_unlisted")
-        plan = await (editor.patiently(planning) if at_work else planning())
+        planning, is_live = plans[action], action in ("sequence", "forget_unlisted")
+        plan = await (editor.plan_with_retry(planning) if is_live else planning())
         if not as_json:
             _show(target, plan)
-        is_done = plan.changes and not dry_run
+        is_done = plan.has_changes and not dry_run
         if is_done:
             cli.confirm(f"change what is remembered of {target}?", yes)
-            await (editor.apply_again(plan, planning) if at_work else editor.apply(plan))
+            await (editor.apply_with_retry(plan, planning) if is_live else editor.apply(plan))
         if as_json:
             cli.print_json(_plan_json(target, plan, dry_run))
         else:
             click.echo("done: ingress goes on by itself" if is_done else "nothing was changed", err=True)
 
 
-def _way(options: Mapping[str, Any]) -> str:
-    ways = ("accept", "stored", "from_target", "forget", "forget_unlisted", "sequence")
-    chosen = [way for way in ways if options[way] is not None and options[way] is not False]
+def _chosen_action(options: Mapping[str, Any]) -> str:
+    actions = ("accept", "stored", "from_target", "forget", "forget_unlisted", "sequence")
+    chosen = [action for action in actions if options[action] is not None and options[action] is not False]
     if len(chosen) != 1:
         raise UsageError(
             "expected one of --accept, --stored, --from-target, --forget, --forget-unlisted and SITE/FEED --sequence"
@@ -116,11 +116,11 @@ def _way(options: Mapping[str, Any]) -> str:
 
 
 async def _chains(
-    settings: Settings, editor: CheckpointEditor, names: set[cli.Named | None]
-) -> dict[cli.Named | None, Chain]:
+    settings: Settings, editor: CheckpointEditor, names: set[cli.ChainSelector | None]
+) -> dict[cli.ChainSelector | None, Chain]:
     state = (await editor.known()).state if names else None
-    carried = [*state.checkpoint.positions] if state else []
-    return {name: await asyncio.to_thread(name.chain, settings, (), carried) for name in names if name}
+    known_chains = [*state.checkpoint.positions] if state else []
+    return {name: await asyncio.to_thread(name.resolve, settings, (), known_chains) for name in names if name}
 
 
 def _show(target: str, plan: CheckpointPlan) -> None:
@@ -132,15 +132,12 @@ def _show(target: str, plan: CheckpointPlan) -> None:
     click.echo(f"{target}: target sequence {was} -> {now}")
     if state and state.intent:
         kept = "kept" if after and after.intent else "dropped"
-        click.echo(f"open intent after {state.intent.base}, {counted(state.intent.count, 'message')} -> {kept}")
+        click.echo(f"open intent after {state.intent.base}, {format_count(state.intent.count, 'message')} -> {kept}")
     before = state.checkpoint.positions if state else {}
     behind = after.checkpoint.positions if after else {}
-    rows = [
-        {"chain": chain, "before": before.get(chain), "after": behind.get(chain)}
-        for chain in sorted({*before, *behind})
-    ]
-    cli.table(rows, POSITION_COLUMNS)
-    for line in plan.correction.told:
+    rows = [{"chain": c, "before": before.get(c), "after": behind.get(c)} for c in sorted({*before, *behind})]
+    cli.print_table(rows, POSITION_COLUMNS)
+    for line in plan.correction.effects:
         click.echo(line)
 
 
@@ -149,16 +146,16 @@ def _plan_json(target: str, plan: CheckpointPlan, dry_run: bool) -> dict[str, ob
 
     return {
         "target": target,
-        "changed": plan.changes and not dry_run,
+        "changed": plan.has_changes and not dry_run,
         "dry_run": dry_run,
         "problem": plan.known.problem or None,
         "before": checkpoint_json(target, plan.known.state),
         "after": checkpoint_json(target, plan.correction.after),
-        "told": plan.correction.told,
+        "told": plan.correction.effects,
     }
 
 
-MEANING = (
+RELEASE_WARNING = (
     "{target}: retention keeps nothing for it any more: what every other target has may be deleted, and is "
     "then gone for good. The target, its checkpoint and the archive stay as they are. Take it out of the "
     "configuration of ingress first: whoever carries into it says within a minute where it is, and holds it."
@@ -176,7 +173,7 @@ async def checkpoint_release(config: str, target: str, yes: bool) -> None:
     \b
     Example: floe checkpoint release -c central.yaml FLEET --yes
     """
-    _, chains = open_view(load_settings(config, quiet=True))
+    _, chains = open_for_view(load_settings(config, quiet=True))
     try:
         known = chains.read_positions(target)
     except DataError as error:  # an unreadable file keeps everything in the archive, until it is released
@@ -187,7 +184,7 @@ async def checkpoint_release(config: str, target: str, yes: bool) -> None:
         raise UsageError(f"TARGET: expected one that says how far it is ({there}), found {target}")
     for chain, at in sorted(known.positions.items()):
         click.echo(f"{chain}: {at}")
-    click.echo(MEANING.format(target=target))
+    click.echo(RELEASE_WARNING.format(target=target))
     if known.released:
         click.echo(f"{target} was released already", err=True)
         return

@@ -7,34 +7,34 @@ from dataclasses import dataclass
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.errors import AnotherWriter, FloeError, Stopped, Unavailable, UsageError
+from common.errors import FloeError, OtherWriter, Stopped, Unavailable, UsageError
 from common.jetstream.api import stream_info
-from common.jetstream.buckets import state_of_ingress
+from common.jetstream.buckets import open_ingress_state
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
-from common.open import open_view
-from common.service.process import Threads
-from common.service.progress import Teller, share_text
+from common.open import open_for_view
+from common.service.process import ThreadPool
+from common.service.progress import Progress, format_share
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
-from common.settings.types import counted
-from ingress.checkpoint import ParkedAs, TargetState
-from ingress.checkpoint_store import ROLE, StateStore, from_json
+from common.settings.types import format_count
+from ingress.checkpoint import ParkedNames, TargetState
+from ingress.checkpoint_store import STATE_ROLE, StateStore, from_json
 from ingress.operator import corrections
 from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions
 from ingress.operator.target_scan import TargetScan, run_scan
 from ingress.parked import ParkedStore
 from ingress.preflight import control_headers
-from ingress.redelivery import PARALLEL, in_threads
-from ingress.verdict.verdict import TargetReading, read
+from ingress.redelivery import PARALLEL_CALLS, run_in_threads
+from ingress.verdict.verdict import TargetReading, read_target
 
-BUSY = 20.0  # seconds that a running delivery may delay a correction of one chain
-BUSY_SPACING = 0.02  # seconds between two attempts
-STILL = 1.0  # seconds in which a target must not move
+BUSY_TIMEOUT_S = 20.0  # seconds that a running delivery may delay a correction of one chain
+BUSY_RETRY_S = 0.02  # seconds between two attempts
+STILL_INTERVAL_S = 1.0  # seconds in which a target must not move
 
 
 @dataclass(frozen=True, slots=True)
-class StoredState:
+class ReadState:
     """Stored value: the state (None: there is none, or it is unreadable), its revision, the reason if unreadable."""
 
     state: TargetState | None
@@ -46,12 +46,12 @@ class StoredState:
 class CheckpointPlan:
     """A correction of the state stored at `known`, planned at the target's last sequence `last`."""
 
-    known: StoredState
+    known: ReadState
     correction: Correction
     last: int | None = None
 
     @property
-    def changes(self) -> bool:
+    def has_changes(self) -> bool:
         return bool(self.known.problem) or self.correction.after != self.known.state
 
 
@@ -63,41 +63,41 @@ class CheckpointEditor:
     ) -> None:
         self._client, self._bucket, self._config, self._clock = client, bucket, config, clock
         self._settings, self.target = settings, settings.stream
-        self._key = state_key(ROLE, self.target)
+        self._key = state_key(STATE_ROLE, self.target)
 
     # Reading
 
-    async def known(self) -> StoredState:
+    async def known(self) -> ReadState:
         if (entry := await self._bucket.get(self._key)) is None:
-            return StoredState(None, 0)
+            return ReadState(None, 0)
         try:
-            return StoredState(from_json(self.target, entry.value), entry.revision)
+            return ReadState(from_json(self.target, entry.value), entry.revision)
         except Stopped as error:
-            return StoredState(None, entry.revision, error.message)
+            return ReadState(None, entry.revision, error.message)
 
     async def _reading(self) -> TargetReading | None:
-        return await read(self._client, self.target, control_headers(self._settings))
+        return await read_target(self._client, self.target, control_headers(self._settings))
 
-    async def _there(self) -> TargetReading:
+    async def _require_reading(self) -> TargetReading:
         if (reading := await self._reading()) is None:
             raise CorrectionRefused("expected the target stream, found none", hint="restore it, or --forget")
         return reading
 
-    async def _scanned(self, scan: TargetScan) -> TargetScan:
+    async def _run_scan(self, scan: TargetScan) -> TargetScan:
         info = await stream_info(self._client, self.target)
         retention = str(info.config.get("retention", "limits")) if info else "limits"
-        teller, begun = Teller(), self._clock.monotonic()
+        progress, begun = Progress(), self._clock.monotonic()
 
-        def tell(scan: TargetScan) -> None:
+        def report(scan: TargetScan) -> None:
             now = self._clock.monotonic()
-            share = share_text(scan.held, scan.last - scan.after, now - begun)
-            teller.progress(f"read {counted(scan.held, 'message')} of {self.target}: {share}", now)
+            share = format_share(scan.found, scan.last - scan.after, now - begun)
+            progress.update(f"read {format_count(scan.found, 'message')} of {self.target}: {share}", now)
 
-        scan.tell = tell
+        scan.on_progress = report
         try:
             return await run_scan(self._client, self.target, retention, scan)
         finally:
-            teller.end_line()
+            progress.end_line()
 
     # Planning
 
@@ -105,31 +105,31 @@ class CheckpointEditor:
         known = await self.known()
         correction = corrections.move(self._state(known), chain, sequence)
         with suppress(FloeError):  # a correction does not depend on the store
-            floor = await asyncio.to_thread(lambda: open_view(self._config)[1].floor(chain))
+            floor = await asyncio.to_thread(lambda: open_for_view(self._config)[1].floor(chain))
             if floor is not None and sequence < floor.first:
-                correction.told.append(f"{chain}: {floor}: it stops there where nothing is left of that (E-FLOOR)")
+                correction.effects.append(f"{chain}: {floor}: it stops there where nothing is left of that (E-FLOOR)")
         return CheckpointPlan(known, correction)
 
-    async def accept(self, told: Positions, repeats: bool) -> CheckpointPlan:
-        known, reading = await self.known(), await self._there()
+    async def accept(self, given: Positions, repeats: bool) -> CheckpointPlan:
+        known, reading = await self.known(), await self._require_reading()
         state = self._state(known)
         is_same = reading.created == state.checkpoint.target_created
         after = state.checkpoint.target_sequence if is_same else 0
-        scan = await self._scanned(corrections.scan_behind(state.intent, after, reading.last_sequence))
-        correction = corrections.accept(state, reading, scan, told, repeats=repeats, exclusive=self._settings.exclusive)
-        return CheckpointPlan(known, correction, reading.last_sequence)
+        scan = await self._run_scan(corrections.scan_after_checkpoint(state.intent, after, reading.last_sequence))
+        result = corrections.accept(state, reading, scan, given, repeats=repeats, exclusive=self._settings.exclusive)
+        return CheckpointPlan(known, result, reading.last_sequence)
 
     async def count_stored(self, stored: int) -> CheckpointPlan:
-        known, reading = await self.known(), await self._there()
+        known, reading = await self.known(), await self._require_reading()
         correction = corrections.count_stored(self._state(known), reading, stored)
         return CheckpointPlan(known, correction, reading.last_sequence)
 
     async def rebuild(self, repeats: bool) -> CheckpointPlan:
-        known, reading = await self.known(), await self._there()
-        kept_as = known.state.checkpoint.parked_as if known.state else ParkedAs(reading.created)
-        entries = await asyncio.to_thread(lambda: open_parked(self._config, self.target, kept_as).entries())
+        known, reading = await self.known(), await self._require_reading()
+        names = known.state.checkpoint.parked_names if known.state else ParkedNames(reading.created)
+        entries = await asyncio.to_thread(lambda: open_parked(self._config, self.target, names).list_entries())
         parked = {(name.chain, name.sequence) for name in entries}
-        scan = await self._scanned(TargetScan(0, reading.last_sequence, parked=parked))
+        scan = await self._run_scan(TargetScan(0, reading.last_sequence, parked=parked))
         correction = corrections.rebuild(known.state, reading, scan, repeats=repeats, entries=list(entries.values()))
         return CheckpointPlan(known, correction, reading.last_sequence)
 
@@ -141,10 +141,10 @@ class CheckpointEditor:
 
     async def forget_unlisted(self) -> CheckpointPlan:
         known = await self.known()
-        listed = self._settings.source_of.keys()
+        listed = self._settings.feed_sources.keys()
         return CheckpointPlan(known, corrections.forget_unlisted(self._state(known), listed))
 
-    def _state(self, known: StoredState) -> TargetState:
+    def _state(self, known: ReadState) -> TargetState:
         if known.state is None:
             raise CorrectionRefused(
                 f"target {self.target}: expected a stored state, found none: {known.problem or 'no key'}",
@@ -161,29 +161,29 @@ class CheckpointEditor:
         Raises AnotherWriter if the target has changed, Unavailable if the state has.
         """
         if plan.last is not None and self._settings.exclusive:
-            await self._clock.sleep(STILL)
+            await self._clock.sleep(STILL_INTERVAL_S)
             if (reading := await self._reading()) is None or reading.last_sequence != plan.last:
                 found = "none" if reading is None else reading.last_sequence
-                raise AnotherWriter(
+                raise OtherWriter(
                     f"target {self.target}: expected last sequence {plan.last} as before, found {found}",
                     hint="stop what publishes to it, then look again",
                     code="E-TARGET-SHARED",
                 )
         if not await self._store_plan(plan):
-            moved = f"state of target {self.target}: changed by somebody else meanwhile"
-            raise Unavailable(moved, hint="look again", code="E-STATE-MOVED")
+            message = f"state of target {self.target}: changed by somebody else meanwhile"
+            raise Unavailable(message, hint="look again", code="E-STATE-MOVED")
 
-    async def apply_again(self, plan: CheckpointPlan, again: Callable[[], Awaitable[CheckpointPlan]]) -> None:
-        deadline = self._clock.monotonic() + BUSY
+    async def apply_with_retry(self, plan: CheckpointPlan, planning: Callable[[], Awaitable[CheckpointPlan]]) -> None:
+        deadline = self._clock.monotonic() + BUSY_TIMEOUT_S
         while not await self._store_plan(plan):
-            await self._clock.sleep(BUSY_SPACING)
-            plan = await self.patiently(again, deadline)
+            await self._clock.sleep(BUSY_RETRY_S)
+            plan = await self.plan_with_retry(planning, deadline)
 
-    async def patiently(
+    async def plan_with_retry(
         self, planning: Callable[[], Awaitable[CheckpointPlan]], deadline: float | None = None
     ) -> CheckpointPlan:
         """Return the plan; retry while an open intent prevents it, and raise its error in the end."""
-        deadline = self._clock.monotonic() + BUSY if deadline is None else deadline
+        deadline = self._clock.monotonic() + BUSY_TIMEOUT_S if deadline is None else deadline
         while True:
             try:
                 return await planning()
@@ -191,11 +191,11 @@ class CheckpointEditor:
                 if self._clock.monotonic() > deadline:
                     raise
                 before = await self.known()
-                await self._clock.sleep(STILL)
+                await self._clock.sleep(STILL_INTERVAL_S)
                 # If the state changes, the intent that is open now will be closed.
                 if (await self.known()).revision == before.revision:
                     raise
-            await self._clock.sleep(BUSY_SPACING)
+            await self._clock.sleep(BUSY_RETRY_S)
 
     async def _store_plan(self, plan: CheckpointPlan) -> bool:
         after, revision = plan.correction.after, plan.known.revision
@@ -203,25 +203,25 @@ class CheckpointEditor:
             return revision == 0 or await self._bucket.delete(self._key, revision)
         # Before the state moves: afterwards no process would write them.
         if (marks := plan.correction.marks) != ParkedMarks():
-            await self._put(marks, open_parked(self._config, self.target, after.checkpoint.parked_as))
+            await self._write_marks(marks, open_parked(self._config, self.target, after.checkpoint.parked_names))
         store = StateStore(self._bucket, self._key, self.target)
         return await store.save(after, revision) is not None
 
-    async def _put(self, marks: ParkedMarks, parked: ParkedStore) -> None:
-        with closing(Threads("marks", PARALLEL)) as threads:
-            await in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
-            await in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
+    async def _write_marks(self, marks: ParkedMarks, parked: ParkedStore) -> None:
+        with closing(ThreadPool("marks", PARALLEL_CALLS)) as threads:
+            await run_in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
+            await run_in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
 
 
 @asynccontextmanager
-async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEditor]:
+async def open_editor(settings: Settings, target: str) -> AsyncIterator[CheckpointEditor]:
     """Open an editor of the target's state. Raises UsageError if the configuration has no such target."""
-    found = target_named(settings, target)
-    async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
+    found = find_target(settings, target)
+    async with open_ingress_state(settings, "floe checkpoint") as (client, bucket):
         yield CheckpointEditor(client, bucket, settings, found, SystemClock())
 
 
-def target_named(settings: Settings, target: str) -> TargetSettings:
+def find_target(settings: Settings, target: str) -> TargetSettings:
     """Return the settings of the target. Raises UsageError if the configuration has no such target."""
     targets = {each.stream: each for each in settings.ingress.targets}
     if target not in targets:
@@ -229,6 +229,6 @@ def target_named(settings: Settings, target: str) -> TargetSettings:
     return targets[target]
 
 
-def open_parked(settings: Settings, target: str, kept_as: ParkedAs | str) -> ParkedStore:
-    _, documents = open_view(settings)
-    return ParkedStore(documents.objects, documents.layout, target, kept_as)
+def open_parked(settings: Settings, target: str, names: ParkedNames | str) -> ParkedStore:
+    _, documents = open_for_view(settings)
+    return ParkedStore(documents.objects, documents.layout, target, names)

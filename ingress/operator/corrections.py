@@ -10,10 +10,10 @@ from itertools import accumulate
 
 from common.chain import Chain
 from common.errors import Stopped
-from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedAs, TargetState, advanced
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedNames, TargetState, advance_positions
 from ingress.operator.target_scan import TargetScan
-from ingress.parked import ParkedEntry, State
-from ingress.verdict.verdict import Finding, Origin, TargetReading, counts, judge
+from ingress.parked import ParkedEntry, ParkedState
+from ingress.verdict.verdict import Finding, Origin, TargetReading, can_count, judge
 
 Message = tuple[Chain, int]
 Positions = Mapping[Chain, int]
@@ -27,12 +27,12 @@ class CorrectionRefused(Stopped):
 
 @dataclass(frozen=True, slots=True)
 class ParkedMarks:
-    """Parked messages that a chain has passed (`left_out`), and those that are in the target (`delivered`)."""
+    """Parked messages that a chain has passed (`parked`), and those that are in the target (`delivered`)."""
 
     left_out: tuple[Message, ...] = ()
     delivered: tuple[Message, ...] = ()
 
-    def told(self) -> list[str]:
+    def effects(self) -> list[str]:
         lines = []
         if self.left_out:
             lines.append(f"{_named(self.left_out)}: parked; floe parked retry delivers it")
@@ -46,7 +46,7 @@ def _named(messages: Collection[Message]) -> str:
     return first if len(messages) <= 3 else f"{first} and {len(messages) - 3} more"
 
 
-def marks_of(
+def marks_of_intent(
     intent: Intent | None, positions: Mapping[Chain, int], stored: int | None, scan: TargetScan, *, repeats: bool
 ) -> ParkedMarks:
     """Return the marks that the dropped intent would have written, if its chains continue at `positions`.
@@ -56,11 +56,11 @@ def marks_of(
     """
     if intent is None:
         return ParkedMarks()
-    passed = tuple((p.chain, n) for p in intent.pieces for n in p.left_out if n < positions.get(p.chain, 0))
-    tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn]
+    passed = tuple((p.chain, n) for p in intent.pieces for n in p.parked if n < positions.get(p.chain, 0))
+    tried = [(p.chain, p.rows.first) for p in intent.pieces if p.is_retry]
     if stored is not None:
         ends = zip(intent.pieces, accumulate(piece.count for piece in intent.pieces), strict=True)
-        found = [(p.chain, p.rows.first) for p, end in ends if p.out_of_turn and end <= stored]
+        found = [(p.chain, p.rows.first) for p, end in ends if p.is_retry and end <= stored]
         return ParkedMarks(passed, tuple(found))
     seen = tuple(each for each in tried if each in scan.parked_seen)
     unseen = [each for each in tried if each not in seen]
@@ -78,27 +78,27 @@ def marks_by_listing(entries: Collection[ParkedEntry], checkpoint: Checkpoint, s
     left_out, delivered = list[Message](), list[Message]()
     for entry in entries:
         chain, sequence = message = (entry.name.chain, entry.name.sequence)
-        if entry.name.created != checkpoint.parked_as.of(chain, sequence):
+        if entry.name.created != checkpoint.parked_names.name_for(chain, sequence):
             continue  # its chain is replayed again
-        if entry.state is State.PENDING:
+        if entry.state is ParkedState.PENDING:
             is_passed = sequence < checkpoint.positions.get(chain, 0)
-            left_out += [message] if is_passed and entry.is_kept and message not in seen else []
-        elif entry.state is not State.DELIVERED and message in seen:
+            left_out += [message] if is_passed and entry.has_message and message not in seen else []
+        elif entry.state is not ParkedState.DELIVERED and message in seen:
             delivered.append(message)
     return ParkedMarks(tuple(left_out), tuple(delivered))
 
 
-def kept_as(checkpoint: Checkpoint, created: str, positions: Mapping[Chain, int]) -> ParkedAs | None:
+def parked_names_after(checkpoint: Checkpoint, created: str, positions: Mapping[Chain, int]) -> ParkedNames | None:
     """Return the names of parked messages once chains continue at `positions`, in the stream `created`.
 
     Messages of a chain that were parked from its new position on no longer count: they come again. Everything else
     is unchanged, even if the stream is another one. None for the names of a first stream without repeats.
     """
-    was, before = checkpoint.parked_as, checkpoint.positions
+    was, before = checkpoint.parked_names, checkpoint.positions
     back = [(chain, at) for chain, at in sorted(positions.items()) if at < before.get(chain, 0)]
     gone = [(chain, 0) for chain in sorted(before) if chain not in positions]
-    parked = ParkedAs(was.created, (*was.anew, *back, *gone))
-    return None if parked == ParkedAs(created) else parked
+    parked = ParkedNames(was.created, (*was.repeats, *back, *gone))
+    return None if parked == ParkedNames(created) else parked
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Correction:
     """
 
     after: TargetState | None
-    told: list[str] = field(default_factory=list)
+    effects: list[str] = field(default_factory=list)
     marks: ParkedMarks = ParkedMarks()
 
 
@@ -125,12 +125,12 @@ def move(state: TargetState, chain: Chain, sequence: int) -> Correction:
         )
     checkpoint = state.checkpoint
     positions = {**checkpoint.positions, chain: sequence}
-    parked = kept_as(checkpoint, checkpoint.target_created, positions)
+    parked = parked_names_after(checkpoint, checkpoint.target_created, positions)
     after = replace(state, checkpoint=replace(checkpoint, positions=positions, parked=parked))
-    return Correction(after, consequences(state.checkpoint.positions, positions))
+    return Correction(after, position_effects(state.checkpoint.positions, positions))
 
 
-def consequences(before: Positions, after: Positions) -> list[str]:
+def position_effects(before: Positions, after: Positions) -> list[str]:
     lines = []
     for chain in sorted({*before, *after}):
         was, now = before.get(chain), after.get(chain)
@@ -151,10 +151,10 @@ def consequences(before: Positions, after: Positions) -> list[str]:
 # The target as it is
 
 
-def scan_behind(intent: Intent | None, after: int, last: int) -> TargetScan:
+def scan_after_checkpoint(intent: Intent | None, after: int, last: int) -> TargetScan:
     """Return an empty scan that will count messages of the open intent; all others there are not ours."""
-    pieces = [piece for piece in intent.pieces if not piece.out_of_turn] if intent else []
-    tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn] if intent else []
+    pieces = [piece for piece in intent.pieces if not piece.is_retry] if intent else []
+    tried = [(p.chain, p.rows.first) for p in intent.pieces if p.is_retry] if intent else []
 
     def counts(chain: Chain, sequence: int) -> bool:
         return any(piece.chain == chain and sequence in piece.rows for piece in pieces)
@@ -166,23 +166,23 @@ def accept(
     state: TargetState,
     reading: TargetReading,
     scan: TargetScan,
-    told: Positions,
+    given: Positions,
     *,
     repeats: bool = False,
     exclusive: bool = True,
 ) -> Correction:
     """Begin the next intent after the present end of the target; foreign messages stored there remain.
 
-    `scan`: the rows of the open intent after the checkpoint (in another stream of the same name: anywhere). `told`:
+    `scan`: the rows of the open intent after the checkpoint (in another stream of the same name: anywhere). `given`:
     positions that the operator knows. `exclusive`: there is no other publisher, so the arithmetic counts the rows that
     cannot be read. `repeats`: if nothing shows how much of a chain is stored, take the least. Raises CorrectionRefused
     if that is not allowed, naming each chain.
     """
-    tells = exclusive and not (scan.foreign or scan.strangers)
-    verdict = judge(state, reading) if tells else None
+    is_countable = exclusive and not (scan.foreign or scan.unexplained)
+    verdict = judge(state, reading) if is_countable else None
     stored = verdict.stored if verdict and verdict.finding is Finding.STORED else None
-    positions, unknown = _found(state, reading, scan, stored)
-    if (unknown := unknown - {*told}) and not repeats:
+    positions, unknown = _positions_found(state, reading, scan, stored)
+    if (unknown := unknown - {*given}) and not repeats:
         least = (f"{chain} at {positions.get(chain, 'its beginning')} or later" for chain in sorted(unknown))
         raise CorrectionRefused(
             f"{scan.gone} messages behind target sequence {scan.after} cannot be read any more: expected "
@@ -190,29 +190,29 @@ def accept(
             hint="say it (--position SITE/FEED/INCARNATION/PARTITION=SEQUENCE for each), or take the least "
             "(--accept-repeats): where the gone messages were ours they are stored twice",
         )
-    positions = {**positions, **told}
-    parked = kept_as(state.checkpoint, reading.created, positions)
+    positions = {**positions, **given}
+    parked = parked_names_after(state.checkpoint, reading.created, positions)
     last = reading.last_sequence
     checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
-    marks = marks_of(state.intent, positions, stored, scan, repeats=repeats)
-    told_of = _of_accepting(state, reading, scan, positions) + marks.told()
-    return Correction(TargetState(checkpoint), told_of, marks)
+    marks = marks_of_intent(state.intent, positions, stored, scan, repeats=repeats)
+    effects = _accept_effects(state, reading, scan, positions) + marks.effects()
+    return Correction(TargetState(checkpoint), effects, marks)
 
 
-def _found(
+def _positions_found(
     state: TargetState, reading: TargetReading, scan: TargetScan, stored: int | None
 ) -> tuple[dict[Chain, int], set[Chain]]:
     positions = dict(state.checkpoint.positions)
     if state.intent is None:
         return positions, set()
     if stored is not None:
-        return counted(positions, state.intent, stored, reading.tail)
-    written = {piece.chain for piece in state.intent.pieces if piece.count and not piece.out_of_turn}
+        return advance_by(positions, state.intent, stored, reading.last_origin)
+    written = {piece.chain for piece in state.intent.pieces if piece.count and not piece.is_retry}
     positions |= {chain: scanned.newest + 1 for chain, scanned in scan.chains.items()}
-    return positions, {chain for chain in written if scan.gone_behind(chain)}
+    return positions, {chain for chain in written if scan.gone_after(chain)}
 
 
-def counted(positions: Positions, intent: Intent, stored: int, tail: object) -> tuple[dict[Chain, int], set[Chain]]:
+def advance_by(positions: Positions, intent: Intent, stored: int, tail: object) -> tuple[dict[Chain, int], set[Chain]]:
     """Return the positions if `stored` messages of the intent are in the target, and the chain (none or one) for which
     that does not give the sequence.
 
@@ -224,8 +224,8 @@ def counted(positions: Positions, intent: Intent, stored: int, tail: object) -> 
             break
         done.append(piece)
         stored -= piece.count
-    after = advanced(positions, done)
-    if not stored or (piece := intent.pieces[len(done)]).out_of_turn:
+    after = advance_positions(positions, done)
+    if not stored or (piece := intent.pieces[len(done)]).is_retry:
         return after, set()
     if isinstance(tail, Origin):
         return {**after, piece.chain: tail.sequence + 1}, set()
@@ -234,7 +234,7 @@ def counted(positions: Positions, intent: Intent, stored: int, tail: object) -> 
     return after, {piece.chain}
 
 
-def _of_accepting(state: TargetState, reading: TargetReading, scan: TargetScan, positions: Positions) -> list[str]:
+def _accept_effects(state: TargetState, reading: TargetReading, scan: TargetScan, positions: Positions) -> list[str]:
     checkpoint, lines = state.checkpoint, []
     if reading.created != checkpoint.target_created:
         lines.append("another stream of the name: what was carried into the former one is not carried again")
@@ -243,25 +243,25 @@ def _of_accepting(state: TargetState, reading: TargetReading, scan: TargetScan, 
         lines.append(f"{lost} messages that were stored stand there no more and are not carried again (--from-target)")
     if state.intent is not None:
         lines.append("the open intent is dropped: stop every paused or cut off instance of ingress first")
-    lines += _stands(scan) + _others(scan)
-    if scan.strangers:
+    lines += _found_lines(scan) + _foreign_lines(scan)
+    if scan.unexplained:
         lines.append("if the state is an old copy, they are ours: use --from-target instead")
-    return lines + consequences(checkpoint.positions, positions)
+    return lines + position_effects(checkpoint.positions, positions)
 
 
-def _stands(scan: TargetScan) -> list[str]:
+def _found_lines(scan: TargetScan) -> list[str]:
     return [
-        f"{chain}: {standing.count} messages stand there, {standing.first} to {standing.newest}"
-        for chain, standing in sorted(scan.chains.items())
+        f"{chain}: {scanned.count} messages stand there, {scanned.first} to {scanned.newest}"
+        for chain, scanned in sorted(scan.chains.items())
     ]
 
 
-def _others(scan: TargetScan) -> list[str]:
+def _foreign_lines(scan: TargetScan) -> list[str]:
     lines = []
     if scan.foreign:
         lines.append(f"{scan.foreign} messages are not ours; they stay")
-    if scan.strangers:
-        lines.append(f"{scan.strangers} messages carry provenance and are not awaited; they stay")
+    if scan.unexplained:
+        lines.append(f"{scan.unexplained} messages carry provenance and are not awaited; they stay")
     return lines
 
 
@@ -271,7 +271,7 @@ def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Cor
     Raises CorrectionRefused if there is no such intent, or the target cannot hold so many of its rows.
     """
     checkpoint, intent = state.checkpoint, state.intent
-    if intent is None or not counts(state):
+    if intent is None or not can_count(state):
         raise CorrectionRefused(
             "--stored: expected an open intent of which rows can be counted, found none",
             hint="take the target as it is (--accept)",
@@ -284,7 +284,7 @@ def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Cor
             f"found {stored} in the one created {reading.created}"
         )
     base, left = last - stored, intent.count - stored
-    moved = replace(checkpoint, target_sequence=base, begins=last)
+    moved = replace(checkpoint, target_sequence=base, foreign_upto=last)
     lines = [
         f"rows 1 to {stored} of the {intent.count} of the open intent count as stored",
         f"the other {left} are sent behind target sequence {last}: what of them is stored is stored twice",
@@ -313,7 +313,7 @@ def rebuild(
     if scan.gone and not repeats:
         raise CorrectionRefused(
             f"expected a target that holds all of its {reading.last_sequence} messages, found "
-            f"{scan.held}: positions behind the newest that stands there are lower bounds",
+            f"{scan.found}: positions behind the newest that stands there are lower bounds",
             hint="restore the state bucket; or store again what the target let go: --accept-repeats",
         )
     last = reading.last_sequence
@@ -323,20 +323,20 @@ def rebuild(
     positions = dict(same.positions) if same and lost <= 0 else {}
     for chain, scanned in scan.chains.items():
         positions[chain] = max(positions.get(chain, 0), scanned.newest + 1)
-    lines = _stands(scan)
+    lines = _found_lines(scan)
     if lost > 0:
-        told = "are carried again: whoever has read them from the target before gets them twice"
-        lines.append(f"the last {lost} messages, which the target has lost, {told}")
+        repeated = "are carried again: whoever has read them from the target before gets them twice"
+        lines.append(f"the last {lost} messages, which the target has lost, {repeated}")
     if scan.gone:
         lines.append(f"{scan.gone} messages are gone: what of them was newer than what stands is repeated")
-    lines += _others(scan)
+    lines += _foreign_lines(scan)
     if state is None or state.intent is not None:
         lines.append("stop every paused or cut off instance of ingress first")
     before = state.checkpoint.positions if state else {}
-    parked = kept_as(state.checkpoint, reading.created, positions) if state else None
+    parked = parked_names_after(state.checkpoint, reading.created, positions) if state else None
     checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
     marks = marks_by_listing(entries, checkpoint, scan)
-    lines += consequences(before, positions) + marks.told()
+    lines += position_effects(before, positions) + marks.effects()
     return Correction(TargetState(checkpoint), lines, marks)
 
 
@@ -350,14 +350,14 @@ def forget(state: TargetState | None, reading: TargetReading | None, messages: i
             f"expected an empty target, found {messages} messages: they would be stored twice",
             hint="empty the stream or make it again first; or go on behind what it holds (--from-target)",
         )
-    lines = consequences(state.checkpoint.positions if state else {}, {})
+    lines = position_effects(state.checkpoint.positions if state else {}, {})
     is_same = state is not None and reading is not None and reading.created == state.checkpoint.target_created
     if reading is None or (reading.last_sequence == 0 and not is_same):
         return Correction(None, lines)
     parked = None
     if state is not None and is_same:
-        was = state.checkpoint.parked_as
-        parked = ParkedAs(was.created, (*was.anew, (None, 0)))
+        was = state.checkpoint.parked_names
+        parked = ParkedNames(was.created, (*was.repeats, (None, 0)))
         lines.append("what is parked stands for nothing any more: it comes in its turn, or is parked again")
     last = reading.last_sequence
     return Correction(TargetState(Checkpoint(last, reading.created, {}, last, parked=parked)), lines)

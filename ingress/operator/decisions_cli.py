@@ -14,10 +14,10 @@ import click
 
 from common import cli
 from common.errors import DataError, Stopped, UsageError
-from common.exits import report
-from common.open import load_settings, open_chains, open_patiently, open_view
+from common.exits import report_error
+from common.open import load_settings, open_chains, open_for_view, open_for_work
 from common.segments.keys import suggestion
-from common.settings.types import counted
+from common.settings.types import format_count
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from ingress.chains.pauses import Pauses, PauseStore
     from ingress.operator.status import States
 
+    Step = Callable[[Pauses, Chain], Pauses]
+
 GAP_COLUMNS = ("chain", "first", "last", "kind", "since", "behind", "accepted")
 PAUSE_COLUMNS = ("target", "chain", "since", "by", "note")
 
 
-def _somebody() -> str:
+def _operator_name() -> str:
     name = "?"
     with suppress(OSError, KeyError):
         name = getpass.getuser()
@@ -64,33 +66,33 @@ async def gap_ls(config: str, as_json: bool) -> int:
     \b
     Example: floe gap ls -c central.yaml --json
     """
-    from common.segments.documents import BEFORE_GIVING_UP, accept_command
-    from ingress.operator.holes import look_up, standing_at
+    from common.segments.documents import HOLE_HINT, accept_command
+    from ingress.operator.holes import find_blocking_hole, read_cover
     from ingress.operator.status import read_states
 
     settings = load_settings(config, quiet=True)
     states = await read_states(settings)
     found, code = [], 0
-    store, documents = open_view(settings)
+    store, documents = open_for_view(settings)
     with closing(store):
         for chain, position in sorted(_positions(settings, documents.chains(), states).items()):
             try:
-                archived = look_up(store, documents, chain, position)
-                found += [*filter(None, [standing_at(store, archived)]), *archived.holes()]
+                archived = read_cover(store, documents, chain, position)
+                found += [*filter(None, [find_blocking_hole(store, archived)]), *archived.holes()]
             except DataError as error:
-                code = report(error)
+                code = report_error(error)
     rows = [hole.row() for hole in found]
     if as_json:
         cli.print_json(rows)
         return code
-    cli.table(rows, GAP_COLUMNS)
+    cli.print_table(rows, GAP_COLUMNS)
     # The commands that accept a gap come last: they are the last resort.
     for hole in found:
         if hole.kind != "hole":
-            click.echo("\n".join(hole.ways_out()), err=True)
-    missing = [(hole.chain, part) for hole in found if hole.kind == "hole" for part in hole.left]
+            click.echo("\n".join(hole.remedies()), err=True)
+    missing = [(hole.chain, part) for hole in found if hole.kind == "hole" for part in hole.unaccepted]
     if missing:
-        click.echo(BEFORE_GIVING_UP, err=True)
+        click.echo(HOLE_HINT, err=True)
         click.echo("only when nobody has them any more, give them up for all targets:", err=True)
     for chain, part in missing:
         click.echo(accept_command(chain, part), err=True)
@@ -103,7 +105,7 @@ def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[
     """
     found: dict[Chain, int | None] = {}
     for target in settings.ingress.targets:
-        sources, state = target.source_of, states.get(target.stream)
+        sources, state = target.feed_sources, states.get(target.stream)
         positions = state.checkpoint.positions if state else {}
         for chain in chains:
             if (chain.site, chain.feed) in sources:
@@ -124,7 +126,7 @@ def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[
 @cli.json_option
 @cli.run_command
 def gap_accept(
-    config: str, named: cli.Named, first: int, last: int, note: str, dry_run: bool, yes: bool, as_json: bool
+    config: str, selector: cli.ChainSelector, first: int, last: int, note: str, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     """Accept a gap of sequences that no segment covers: every target continues after it, within a poll.
 
@@ -140,34 +142,34 @@ def gap_accept(
     """
     from common.segments.documents import AcceptedGap
     from common.sequences import SequenceRange
-    from ingress.operator.holes import check, look_up, refuse_doubt
+    from ingress.operator.holes import check_acceptable, check_unambiguous, read_cover
 
     if first > last:
         raise UsageError(f"--first {first} is greater than --last {last}")
     wanted = SequenceRange(first, last)
     try:
-        decision = AcceptedGap(wanted, note, _somebody(), _now())
+        decision = AcceptedGap(wanted, note, _operator_name(), _now())
     except ValueError as error:
         raise UsageError(f"--note: {error}") from None
     settings = load_settings(config, quiet=True)
-    (store, documents), chain = open_patiently(settings), named.chain(settings)
+    (store, documents), chain = open_for_work(settings), selector.resolve(settings)
     with closing(store):
-        if named.incarnation is None:
-            refuse_doubt(store, documents, chain, wanted)
-        damaged = check(store, look_up(store, documents, chain, first), wanted)
+        if selector.incarnation is None:
+            check_unambiguous(store, documents, chain, wanted)
+        damaged = check_acceptable(store, read_cover(store, documents, chain, first), wanted)
         for problem in damaged:
             click.echo(f"damaged, and given up with the gap: {problem}", err=True)
         if not dry_run:
-            cli.confirm(f"give up {counted(len(wanted), 'sequence')}, {wanted}, of {chain}?", yes)
+            cli.confirm(f"give up {format_count(len(wanted), 'sequence')}, {wanted}, of {chain}?", yes)
             decision = documents.accept_gap(chain, decision)
     if as_json:
         shown = {"first": decision.range.first, "last": decision.range.last, "note": decision.note}
-        decided = {"by": decision.by, "at": decision.at, "damaged": damaged, "dry_run": dry_run}
+        decided = {"by": decision.decided_by, "at": decision.decided_at, "damaged": damaged, "dry_run": dry_run}
         cli.print_json({**chain.log_context(), **shown, **decided})
     elif dry_run:
         click.echo(f"{chain} {decision.range} can be given up; nothing was changed")
     else:
-        click.echo(f"{chain} {decision.range} is given up, by {decision.by} at {decision.at}")
+        click.echo(f"{chain} {decision.range} is given up, by {decision.decided_by} at {decision.decided_at}")
 
 
 # Pauses
@@ -185,7 +187,7 @@ def chain() -> None:
 @click.option("--note", default="", help="Why; shown by `floe chain ls`.")
 @cli.json_option
 @cli.run_command
-async def chain_pause(config: str, target: str, named: cli.Named, note: str, as_json: bool) -> None:
+async def chain_pause(config: str, target: str, selector: cli.ChainSelector, note: str, as_json: bool) -> None:
     """Replay nothing more of a chain into a target until it is resumed; others continue.
 
     Rows that are being stored now are still stored. A pause holds through restarts and take-overs.
@@ -197,8 +199,8 @@ async def chain_pause(config: str, target: str, named: cli.Named, note: str, as_
 
     if len(note) > 1000:
         raise UsageError(f"--note: expected at most 1000 characters, found {len(note)}")
-    pause = Pause(_now(), _somebody(), note)
-    _, pauses = await _decide(config, target, named, lambda pauses, chain: pauses.pause(chain, pause), is_new=True)
+    pause = Pause(_now(), _operator_name(), note)
+    _, pauses = await _decide(config, target, selector, lambda old, chain: old.with_pause(chain, pause), is_new=True)
     _show_pauses(target, pauses, as_json)
 
 
@@ -211,7 +213,7 @@ async def chain_pause(config: str, target: str, named: cli.Named, note: str, as_
 @cli.json_option
 @cli.run_command
 async def chain_resume(
-    config: str, target: str, named: cli.Named | None, is_all: bool, yes: bool, as_json: bool
+    config: str, target: str, selector: cli.ChainSelector | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:
     """Resume a paused chain; or have a chain that stopped by itself checked again at once.
 
@@ -223,9 +225,9 @@ async def chain_resume(
     """
     # Two resumptions within a millisecond must differ.
     at = f"{_now()} {secrets.token_hex(4)}"
-    if is_all is (named is not None):
+    if is_all is (selector is not None):
         raise UsageError("expected a chain, as SITE/FEED, or --all")
-    if named is None:
+    if selector is None:
         async with _store(config, target) as (_, store):
             try:
                 paused = f"chains paused now: {len((await store.read()).paused)}"
@@ -234,7 +236,7 @@ async def chain_resume(
             cli.confirm(f"have nothing of {target} paused ({paused})?", yes)
             pauses = await store.resume_all(at)
     else:
-        chain, pauses = await _decide(config, target, named, lambda pauses, chain: pauses.resume(chain, at))
+        chain, pauses = await _decide(config, target, selector, lambda pauses, chain: pauses.with_resume(chain, at))
         click.echo(f"{chain}: resumed; a running ingress looks at it within two seconds", err=True)
     _show_pauses(target, pauses, as_json)
 
@@ -255,7 +257,7 @@ async def chain_ls(config: str, as_json: bool) -> None:
     async with pause_stores(load_settings(config, quiet=True)) as stores:
         for target, store in stores.items():
             rows += _rows(target, await store.read())
-    cli.print_json(rows) if as_json else cli.table(rows, PAUSE_COLUMNS)
+    cli.print_json(rows) if as_json else cli.print_table(rows, PAUSE_COLUMNS)
 
 
 @asynccontextmanager
@@ -271,16 +273,16 @@ async def _store(config: str, target: str) -> AsyncIterator[tuple[Settings, Paus
 
 
 async def _decide(
-    config: str, target: str, named: cli.Named, step: Callable[[Pauses, Chain], Pauses], *, is_new: bool = False
+    config: str, target: str, selector: cli.ChainSelector, step: Step, *, is_new: bool = False
 ) -> tuple[Chain, Pauses]:
     """Return the chain that was meant, and the pauses now. Raises UsageError if a decision that `is_new` names a chain
     that does not flow into the target; an old one may name a chain that once did.
     """
     async with _store(config, target) as (settings, store):
-        paused, carried = (await store.read()).paused, await store.carried()
-        chain = await asyncio.to_thread(named.chain, settings, paused, carried)
-        if is_new and chain not in carried:
-            pairs = {pair for each in settings.ingress.targets if each.stream == target for pair in each.source_of}
+        paused, known_chains = (await store.read()).paused, await store.known_chains()
+        chain = await asyncio.to_thread(selector.resolve, settings, paused, known_chains)
+        if is_new and chain not in known_chains:
+            pairs = {pair for each in settings.ingress.targets if each.stream == target for pair in each.feed_sources}
             if (chain.site, chain.feed) not in pairs:
                 there = suggestion(f"{chain.site}/{chain.feed}", map("/".join, pairs))
                 raise UsageError(f"{chain}: expected a chain that flows into {target}, found another", hint=there)
@@ -306,6 +308,6 @@ def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:
 def _show_pauses(target: str, pauses: Pauses, as_json: bool) -> None:
     rows = _rows(target, pauses)
     if rows or as_json:
-        cli.print_json(rows) if as_json else cli.table(rows, PAUSE_COLUMNS)
+        cli.print_json(rows) if as_json else cli.print_table(rows, PAUSE_COLUMNS)
     else:
         click.echo(f"paused chains of {target}: none")

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, UsageError
-from common.segments.documents import AcceptedGap, ChainStore, way_out_filled
+from common.segments.documents import AcceptedGap, ChainStore, filled_hole_remedies
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch, cover, holes
 from ingress.chains.plan import Phase, first_position
-from ingress.chains.search import look_into
-from ingress.errors import way_out_of
+from ingress.chains.search import plan_from_contents
+from ingress.errors import hole_hint
 
 
 @dataclass(frozen=True, slots=True)
 class ArchivedCover:
     """The coverage of one chain in the archive. `first`: the first sequence that is checked; `end`: the end of its
-    coverage, or of its incarnation if that is greater; 0 if there is none. `ended`: the last sequence of its
+    coverage, or of its incarnation if that is greater; 0 if there is none. `incarnation_end`: the last sequence of its
     incarnation; None if that has not ended.
     """
 
@@ -31,7 +31,7 @@ class ArchivedCover:
     accepted: Sequence[AcceptedGap]
     first: int
     end: int
-    ended: int | None = None
+    incarnation_end: int | None = None
 
     def holes(self) -> list[Hole]:
         if self.end < self.first:
@@ -48,40 +48,40 @@ class ArchivedCover:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Sequences that no segment covers. `since`: the earliest time at which a segment after them was stored, by the
-    store's clock; None if there is none. `behind`: the next segment. `left`: the parts that no operator has accepted.
-    `kind`: "hole"; "gone" if segments cover them and lack some of the sequences that were lost there; or "damaged",
-    with the keys of the segments that would cover them.
+    """Sequences that no segment covers. `waiting_since`: the earliest time at which a segment after them was stored, by
+    the store's clock; None if there is none. `next_segment`: the next segment. `unaccepted`: the parts that no operator
+    has accepted. `kind`: "hole"; "gone" if segments cover them and lack some of the sequences that were lost there; or
+    "damaged", with the keys of the segments that would cover them.
     """
 
     chain: Chain
     rows: SequenceRange
-    since: float | None
-    behind: SegmentRef | None
-    left: tuple[SequenceRange, ...]
+    waiting_since: float | None
+    next_segment: SegmentRef | None
+    unaccepted: tuple[SequenceRange, ...]
     kind: str = "hole"
     damaged: tuple[str, ...] = ()
 
-    def ways_out(self) -> list[str]:
+    def remedies(self) -> list[str]:
         if self.kind == "gone":
-            return [way_out_filled(self.chain, part) for part in self.left]
-        return [way_out_of(self.chain, part, self.damaged) for part in self.left]
+            return [filled_hole_remedies(self.chain, part) for part in self.unaccepted]
+        return [hole_hint(self.chain, part, self.damaged) for part in self.unaccepted]
 
     def row(self) -> dict[str, object]:
-        is_open = "no" if self.left == (self.rows,) else "in part"
+        is_open = "no" if self.unaccepted == (self.rows,) else "in part"
         return {
             "chain": str(self.chain),
             **self.chain.log_context(),
             "first": self.rows.first,
             "last": self.rows.last,
             "kind": self.kind,
-            "since": None if self.since is None else format_time(int(self.since) * NS_PER_S),
-            "behind": None if self.behind is None else str(self.behind.coverage),
-            "accepted": is_open if self.left else "yes",
+            "since": None if self.waiting_since is None else format_time(int(self.waiting_since) * NS_PER_S),
+            "behind": None if self.next_segment is None else str(self.next_segment.coverage),
+            "accepted": is_open if self.unaccepted else "yes",
         }
 
 
-def look_up(store: SegmentStore, documents: ChainStore, chain: Chain, position: int | None = None) -> ArchivedCover:
+def read_cover(store: SegmentStore, documents: ChainStore, chain: Chain, position: int | None = None) -> ArchivedCover:
     """List the coverage of `chain` from `position` on (None: from its beginning). Blocking.
 
     Raises DataError for an invalid document, else as the store does.
@@ -98,22 +98,22 @@ def look_up(store: SegmentStore, documents: ChainStore, chain: Chain, position: 
     return ArchivedCover(chain, segments, documents.gaps(chain, position=first), first, end, ended)
 
 
-def standing_at(store: SegmentStore, archived: ArchivedCover) -> Hole | None:
+def find_blocking_hole(store: SegmentStore, archived: ArchivedCover) -> Hole | None:
     """Return the hole at which ingress blocks although a segment covers the position by name: some of a filled hole is
     gone, or the segment is damaged. None if neither is so. Blocking.
     """
     accepted = [gap.range for gap in archived.accepted]
-    found = look_into(store, archived.chain, archived.first, archived.ended, accepted)
+    found = plan_from_contents(store, archived.chain, archived.first, archived.incarnation_end, accepted)
     plan = found.plan
-    if plan.hole is None or not (found.gone or plan.phase is Phase.DAMAGED):
+    if plan.hole is None or not (found.incomplete_fill or plan.phase is Phase.DAMAGED):
         return None
     hole = Hole(archived.chain, plan.hole, plan.waiting_since, None, tuple(holes(accepted, plan.hole)))
-    if found.gone is not None:
-        return replace(hole, behind=found.gone.segment, kind="gone")
+    if found.incomplete_fill is not None:
+        return replace(hole, next_segment=found.incomplete_fill.segment, kind="gone")
     return replace(hole, kind="damaged", damaged=found.damaged)
 
 
-def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> list[str]:
+def check_acceptable(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> list[str]:
     """Check that `gap` may be accepted. Return the reasons why segments that cover parts of it do not count.
 
     Raises UsageError if it reaches beyond the end of coverage, or if a sound segment covers a part of it, unless that
@@ -122,36 +122,34 @@ def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> l
     """
     if gap.last > archived.end:
         ends = f"which ends at {archived.end}" if archived.end else f"of which nothing reaches {archived.first}"
-        raise UsageError(
-            f"{gap}: expected an end within the coverage, {ends}: what comes behind may still be on its way"
-        )
-    if archived.ended is not None and gap.first > archived.ended:
+        raise UsageError(f"{gap}: expected an end within the coverage, {ends}: what follows may still be on its way")
+    if archived.incarnation_end is not None and gap.first > archived.incarnation_end:
         return []
     problems = {ref: _problem(store, ref) for ref in archived.segments if ref.coverage.overlaps(gap)}
     sound = [ref for ref, problem in problems.items() if problem is None]
     for stretch in cover(sound, gap.first, gap.last):
-        if not _is_gone(store, stretch, archived.segments):
+        if not _is_incomplete_fill(store, stretch, archived.segments):
             ref = stretch.segment
             raise UsageError(f"{gap}: expected no segment there, found {ref.coverage} in {ref.key}")
     return [problem for problem in problems.values() if problem is not None]
 
 
-def _is_gone(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> bool:
+def _is_incomplete_fill(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> bool:
     """True if ingress blocks here because a hole was filled and some of its lost sequences are still missing."""
     with open_stretch(store, stretch, refs=refs) as reader:
         is_filled = bool(reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE))
-        return is_filled and reader.unread == stretch.rows and reader.still_missing(stretch.rows) > 0
+        return is_filled and reader.unread == stretch.rows and reader.max_missing(stretch.rows) > 0
 
 
-def refuse_doubt(store: SegmentStore, documents: ChainStore, chain: Chain, gap: SequenceRange) -> None:
+def check_unambiguous(store: SegmentStore, documents: ChainStore, chain: Chain, gap: SequenceRange) -> None:
     """Raise UsageError if an earlier incarnation has a hole in `gap`, too: the number alone does not show which one is
     meant. Blocking.
     """
     for each in documents.chains(chain.site, chain.feed):
         if each.partition != chain.partition or each.incarnation >= chain.incarnation:
             continue
-        found = look_up(store, documents, each).holes()
-        if any(part.overlaps(gap) for hole in found for part in hole.left):
+        found = read_cover(store, documents, each).holes()
+        if any(part.overlaps(gap) for hole in found for part in hole.unaccepted):
             raise UsageError(
                 f"{gap}: incarnation {chain.incarnation:04d} of {chain.site}/{chain.feed} is the newest, and "
                 f"{each.incarnation:04d} has a hole there, too",

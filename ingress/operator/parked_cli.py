@@ -12,14 +12,14 @@ import click
 from common import cli
 from common.clock import NS_PER_S
 from common.errors import DataError, UsageError
-from common.exits import command, ways
+from common.exits import choices, floe_command
 from common.open import load_settings
 
 if TYPE_CHECKING:
     from common.chain import Chain
     from ingress.parked import ParkedEntry, ParkedStore
 
-COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why")
+PARKED_COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why")
 
 
 @click.group()
@@ -38,13 +38,13 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
     \b
     Example: floe parked ls -c central.yaml --target FLEET
     """
-    from ingress.operator.correct import target_named
+    from ingress.operator.correct import find_target
 
     settings = load_settings(config, quiet=True)
-    targets = [target_named(settings, target)] if target else settings.ingress.targets
+    targets = [find_target(settings, target)] if target else settings.ingress.targets
     stores = [_store(config, each.stream) for each in targets]
-    rows = [_row(store, entry) for store in stores for entry in store.entries(all_targets=True).values()]
-    cli.print_json(rows) if as_json else cli.table(rows, COLUMNS)
+    rows = [_row(store, entry) for store in stores for entry in store.list_entries(all_targets=True).values()]
+    cli.print_json(rows) if as_json else cli.print_table(rows, PARKED_COLUMNS)
 
 
 @parked.command("cat")
@@ -56,17 +56,17 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
 @cli.json_option
 @cli.run_command
 async def parked_cat(
-    config: str, target: str, named: cli.Named, sequence: int, is_headers: bool, as_json: bool
+    config: str, target: str, selector: cli.ChainSelector, sequence: int, is_headers: bool, as_json: bool
 ) -> None:
     """Write one parked message to stdout: its payload unchanged; with --json everything, bytes in Base64.
 
     \b
     Example: floe parked cat -c central.yaml --target FLEET us-east/NODES --sequence 4711
     """
-    store = await _current(config, target)
-    entry = _entry(store, _meant(config, store, named, sequence), sequence)
+    store = await _open_current_store(config, target)
+    entry = _entry(store, _find_chain(config, store, selector, sequence), sequence)
     if (message := store.read(entry.name)) is None:
-        raise _refused(
+        raise _parked_error(
             f"message {sequence} of {entry.name.chain} is not in the store any more",
             "put it back from a copy of the bucket; what there is",
             _ls(target),
@@ -93,7 +93,7 @@ async def parked_cat(
 @cli.json_option
 @cli.run_command
 async def parked_retry(
-    config: str, target: str, named: cli.Named, sequence: int | None, is_all: bool, yes: bool, as_json: bool
+    config: str, target: str, selector: cli.ChainSelector, sequence: int | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:
     """Request that the running service retries messages, with the current limits.
 
@@ -105,20 +105,20 @@ async def parked_retry(
     """
     if (sequence is None) is not is_all:
         raise UsageError("expected one of --sequence and --all")
-    from ingress.parked import State
+    from ingress.parked import ParkedState
 
-    store = await _current(config, target)
-    chain = _meant(config, store, named, sequence)
+    store = await _open_current_store(config, target)
+    chain = _find_chain(config, store, selector, sequence)
     if sequence is None:
-        entries = store.entries().values()
-        wanted = [each for each in entries if each.name.chain == chain and each.state is State.PARKED]
+        entries = store.list_entries().values()
+        wanted = [each for each in entries if each.name.chain == chain and each.state is ParkedState.PARKED]
     else:
-        wanted = [_to_deliver(_entry(store, chain, sequence), target)]
+        wanted = [_check_deliverable(_entry(store, chain, sequence), target)]
     if not as_json:
-        cli.table([_row(store, entry) for entry in wanted], COLUMNS)
+        cli.print_table([_row(store, entry) for entry in wanted], PARKED_COLUMNS)
     if wanted:
         cli.confirm(f"try {len(wanted)} of them again for {target}?", yes)
-        store.ask(*wanted)
+        store.request_retry(*wanted)
     if as_json:
         cli.print_json([_row(store, entry) for entry in wanted])
     elif wanted:
@@ -127,24 +127,24 @@ async def parked_retry(
         click.echo(f"nothing of {chain} is parked for {target}", err=True)
 
 
-def _to_deliver(entry: ParkedEntry, target: str) -> ParkedEntry:
-    from ingress.parked import State
+def _check_deliverable(entry: ParkedEntry, target: str) -> ParkedEntry:
+    from ingress.parked import ParkedState
 
     message = f"message {entry.name.sequence} of {entry.name.chain}"
-    if entry.state is State.DELIVERED:
+    if entry.state is ParkedState.DELIVERED:
         found = f"{message}: expected one to deliver, it is delivered"
-        raise _refused(found, "what there is", _ls(target))
-    if entry.state is State.PENDING:
-        raise _refused(
+        raise _parked_error(found, "what there is", _ls(target))
+    if entry.state is ParkedState.PENDING:
+        raise _parked_error(
             f"{message}: expected one that its chain has passed, it has not",
             "its turn comes; where the target holds it already, there is nothing to do",
-            command("checkpoint ls"),
+            floe_command("checkpoint ls"),
         )
     return entry
 
 
-def _refused(why: str, way: str, pasted: str) -> DataError:
-    return DataError(why, hint=ways((way, pasted)), code="E-PARKED")
+def _parked_error(reason: str, remedy: str, command: str) -> DataError:
+    return DataError(reason, hint=choices((remedy, command)), code="E-PARKED")
 
 
 def _store(config: str, target: str) -> ParkedStore:
@@ -153,46 +153,46 @@ def _store(config: str, target: str) -> ParkedStore:
     return open_parked(load_settings(config, quiet=True), target, "")
 
 
-async def _current(config: str, target: str) -> ParkedStore:
+async def _open_current_store(config: str, target: str) -> ParkedStore:
     """Open the parked messages of the present state. Raises DataError if there is no state."""
-    from ingress.operator.correct import opened
+    from ingress.operator.correct import open_editor
 
     store = _store(config, target)
-    async with opened(load_settings(config, quiet=True), target) as editor:
+    async with open_editor(load_settings(config, quiet=True), target) as editor:
         known = await editor.known()
     if known.state is None:
-        raise _refused(
+        raise _parked_error(
             f"target {target}: expected a stored state, found none: {known.problem or 'no key'}",
             "to see what ingress makes of it",
-            command("status"),
+            floe_command("status"),
         )
-    store.kept_as = known.state.checkpoint.parked_as
+    store.names = known.state.checkpoint.parked_names
     return store
 
 
-def _meant(config: str, store: ParkedStore, named: cli.Named, sequence: int | None) -> Chain:
+def _find_chain(config: str, store: ParkedStore, selector: cli.ChainSelector, sequence: int | None) -> Chain:
     """Return the chain of the message. Raises UsageError if there are several."""
     found = {
         name.chain
-        for name in store.entries()
-        if (name.chain.site, name.chain.feed) == (named.site, named.feed)
-        and named.incarnation in (None, name.chain.incarnation)
-        and named.partition in (None, name.chain.partition)
+        for name in store.list_entries()
+        if (name.chain.site, name.chain.feed) == (selector.site, selector.feed)
+        and selector.incarnation in (None, name.chain.incarnation)
+        and selector.partition in (None, name.chain.partition)
         and sequence in (None, name.sequence)
     }
     if len(found) > 1:
         raise UsageError(
-            f"{named.site}/{named.feed}: expected one chain, found {', '.join(map(str, sorted(found)))}",
+            f"{selector.site}/{selector.feed}: expected one chain, found {', '.join(map(str, sorted(found)))}",
             hint="name the incarnation and the partition",
         )
-    return found.pop() if found else named.chain(load_settings(config, quiet=True))
+    return found.pop() if found else selector.resolve(load_settings(config, quiet=True))
 
 
 def _entry(store: ParkedStore, chain: Chain, sequence: int) -> ParkedEntry:
-    for name, entry in store.entries().items():
+    for name, entry in store.list_entries().items():
         if (name.chain, name.sequence) == (chain, sequence):
             return entry
-    raise _refused(
+    raise _parked_error(
         f"target {store.target}: expected message {sequence} of {chain} among the parked ones, found none",
         "to see what there is",
         _ls(store.target),
@@ -200,7 +200,7 @@ def _entry(store: ParkedStore, chain: Chain, sequence: int) -> ParkedEntry:
 
 
 def _ls(target: str) -> str:
-    return command("parked ls", f"--target {shlex.quote(target)}")
+    return floe_command("parked ls", f"--target {shlex.quote(target)}")
 
 
 def _row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:
@@ -213,6 +213,6 @@ def _row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:
         "state": str(entry.state),
         "bytes": entry.size,
         "since": format_time(int(entry.since) * NS_PER_S),
-        "why": store.why(entry),
+        "why": store.read_reason(entry),
         "created": entry.name.created,
     }

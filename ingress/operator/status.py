@@ -11,50 +11,50 @@ from typing import Any
 import click
 
 from common.chain import Chain
-from common.cli import StatusView, Styled, ago, print_json, table
+from common.cli import StatusView, StyledCell, format_age, print_json, print_table
 from common.clock import NS_PER_S, Clock, SystemClock, format_time
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
 from common.jetstream.api import stream_info
-from common.jetstream.buckets import state_of_ingress
+from common.jetstream.buckets import open_ingress_state
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.logs import get_logger
-from common.open import open_view
-from common.segments.alive import OVERDUE, SILENT, STANDBY, Sighting, newest
-from common.segments.archive import behind, carry
-from common.segments.checks import look_for_foreign
+from common.open import open_for_view
+from common.segments.alive import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
+from common.segments.archive import ranges_after_end, replay_command
+from common.segments.checks import find_foreign_keys
 from common.segments.documents import ChainStore, TargetPositions
 from common.segments.keys import suggestion
 from common.segments.store import SegmentStore
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings
 from common.settings.types import duration_words
 from ingress.chains.pauses import PauseStore
 from ingress.chains.plan import Phase
-from ingress.chains.search import Inside, look_into
+from ingress.chains.search import OpenedPlan, plan_from_contents
 from ingress.checkpoint import Gap, TargetState
-from ingress.checkpoint_store import ROLE, StateStore
+from ingress.checkpoint_store import STATE_ROLE, StateStore
 from ingress.errors import check_targets
 from ingress.preflight import control_headers
-from ingress.publishers.choose import choose, offered
-from ingress.verdict.verdict import Finding, TargetErrors, judge, judge_shared, read
+from ingress.publishers.choose import choose_publisher, objections
+from ingress.verdict.verdict import Finding, TargetErrors, judge, judge_shared, read_target
 
 log = get_logger(__name__)
 
 
-AT_WORK = ("reading", "closing", STANDBY)  # states of egress without a time limit
+WORKING_STATES = ("reading", "closing", STANDBY)  # states of egress without a time limit
 
-KEYS_LOOKED_AT = 100_000  # keys that are searched for foreign ones: about 100 requests
-PARALLEL = 8  # chains that are read at the same time
-LOOKS = 3  # attempts to read a target that a running service changes meanwhile
+MAX_FOREIGN_KEYS = 100_000  # keys that are searched for foreign ones: about 100 requests
+PARALLEL_CHAINS = 8  # chains that are read at the same time
+READ_ATTEMPTS = 3  # attempts to read a target that a running service changes meanwhile
 
 STATUS_COLUMNS = (
     "target", "chain", "phase", "archived", "carried", "lag", "behind", "last archived", "egress", "source lag",
     "publisher", "why",
 )  # fmt: skip
-NARROW = tuple(name for name in STATUS_COLUMNS if name != "publisher")
-COLOURS = {
+NARROW_STATUS_COLUMNS = tuple(name for name in STATUS_COLUMNS if name != "publisher")
+PHASE_COLOURS = {
     **dict.fromkeys((Phase.LOST, Phase.DAMAGED, "stopped"), "red"),
     **dict.fromkeys((Phase.LATE, "paused", "missing"), "yellow"),
 }
@@ -64,7 +64,7 @@ COLOURS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class TargetStatus:
     """Status of one target. `state`: None if nothing is stored; `publisher`: its name, empty if none can be chosen;
     `stopped`: the reason why ingress would stop, empty if it would not.
     """
@@ -75,32 +75,32 @@ class Sight:
     paused: frozenset[Chain] = field(default_factory=frozenset)
 
 
-async def read_sights(settings: Settings) -> dict[str, Sight]:
+async def read_target_statuses(settings: Settings) -> dict[str, TargetStatus]:
     """Return the status of each target, by its name. Raises as connecting does."""
     check_targets(settings.ingress)
-    async with state_of_ingress(settings, "floe status") as (client, bucket):
-        return {each.stream: await _sight(client, bucket, each) for each in settings.ingress.targets}
+    async with open_ingress_state(settings, "floe status") as (client, bucket):
+        return {each.stream: await _target_status(client, bucket, each) for each in settings.ingress.targets}
 
 
-async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -> Sight:
+async def _target_status(client: FloeClient, bucket: KeyValue, target: TargetSettings) -> TargetStatus:
     try:
         state, finding = await _judged(client, bucket, target)
         pauses = await PauseStore(bucket, target.stream).read()
     except Stopped as error:  # a stored value that cannot be read
-        return Sight(stopped=_in_words(error))
-    publisher, why = "", "" if finding is None else _in_words(finding)
+        return TargetStatus(stopped=_stop_text(error))
+    publisher, reason = "", "" if finding is None else _stop_text(finding)
     if (info := await stream_info(client, target.stream)) is None:
-        why = why or ("" if target.create else "target: no such stream")
+        reason = reason or ("" if target.create else "target: no such stream")
     else:
-        against = offered(client.server_version, info.config, control_headers(target), exclusive=target.exclusive)
+        against = objections(client.server_version, info.config, control_headers(target), exclusive=target.exclusive)
         try:
-            publisher = choose(target.stream, target.publisher, against)
+            publisher = choose_publisher(target.stream, target.publisher, against)
         except ConfigError as error:
-            why = why or error.message
-    return Sight(state, publisher, why, frozenset(pauses.paused))
+            reason = reason or error.message
+    return TargetStatus(state, publisher, reason, frozenset(pauses.paused))
 
 
-def _in_words(error: FloeError) -> str:
+def _stop_text(error: FloeError) -> str:
     """Return the reason of a stop, and the command that ends it."""
     return f"{error.code}: {error}".replace("\n", " ")
 
@@ -109,12 +109,12 @@ async def _judged(
     client: FloeClient, bucket: KeyValue, target: TargetSettings
 ) -> tuple[TargetState | None, FloeError | None]:
     """Return the stored state, and the error that ingress would stop with; None if it would not stop."""
-    states = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
+    states = StateStore(bucket, state_key(STATE_ROLE, target.stream), target.stream)
     stored = await states.load()
-    for _ in range(LOOKS):
+    for _ in range(READ_ATTEMPTS):
         if stored.state is None:
             break
-        reading = await read(client, target.stream)
+        reading = await read_target(client, target.stream)
         verdict = judge(stored.state, reading) if target.exclusive else judge_shared(stored.state, reading, set())
         before, stored = stored, await states.load()
         if stored.revision == before.revision and verdict.finding is not Finding.STORED:
@@ -133,10 +133,10 @@ class ChainStatus:
 
     `position`: None if the target has nothing of it. `phase`: `ready idle late lost damaged done`, or
     `paused`, `stopped`, `new` (not begun), `missing` (nothing of its feed is archived). `lag_seconds`: since the
-    first segment that is not in the target was stored; 0 if there is none. `why`: the hole, or the reason of a
+    first segment that is not in the target was stored; 0 if there is none. `reason`: the hole, or the reason of a
     stop. `last_archived`: when the tail was last written, by the store's clock. `egress`: the last report of the
     process that has the chain, None if there is none; it counts as silent after `silent_after` seconds. `end`: the
-    last sequence of the incarnation, None if that has not ended. `begins`: its first sequence.
+    last sequence of the incarnation, None if that has not ended. `first`: its first sequence.
     """
 
     target: str
@@ -146,12 +146,12 @@ class ChainStatus:
     position: int | None
     phase: str = str(Phase.IDLE)
     lag_seconds: float = 0.0
-    why: str = ""
+    reason: str = ""
     last_archived: float | None = None
-    egress: Sighting | None = None
+    egress: StoredHeartbeat | None = None
     silent_after: float = float("inf")
     end: int | None = None
-    begins: int = 1
+    first: int = 1
 
     @property
     def lag_sequences(self) -> int | None:
@@ -162,7 +162,7 @@ class ChainStatus:
             return None
         archived = self.archived or 0
         reach = archived if self.end is None else min(archived, self.end)
-        return max(0, reach - (self.position or self.begins) + 1)
+        return max(0, reach - (self.position or self.first) + 1)
 
     @property
     def source_lag_sequences(self) -> int | None:
@@ -171,7 +171,7 @@ class ChainStatus:
         """
         if self.egress is None or self.lag_sequences is None:
             return None
-        left = self.egress.sign.not_archived(self.chain.incarnation, self.archived or 0)
+        left = self.egress.heartbeat.unarchived_count(self.chain.incarnation, self.archived or 0)
         return None if left is None else self.lag_sequences + left
 
     @property
@@ -180,10 +180,10 @@ class ChainStatus:
         if self.egress is None:
             return None
         state = self.egress.state(self.silent_after)
-        return state if state in (SILENT, OVERDUE) else f"{state} {self.egress.sign.code}".strip()
+        return state if state in (SILENT, OVERDUE) else f"{state} {self.egress.heartbeat.code}".strip()
 
     @property
-    def alarm(self) -> bool:
+    def needs_operator(self) -> bool:
         """True if it needs an operator: it is stopped, or late or silent for longer than `silent_after`."""
         if self.phase in ("stopped", Phase.LOST, Phase.DAMAGED):
             return True
@@ -191,9 +191,9 @@ class ChainStatus:
             return True
         if self.egress is None:
             return False
-        sign = self.egress.sign
-        lasts = sign.state not in AT_WORK and self.egress.lasts > self.silent_after
-        return self.egress_state == SILENT or sign.state == "stopped" or lasts
+        heartbeat = self.egress.heartbeat
+        lasts = heartbeat.state not in WORKING_STATES and self.egress.state_duration_s > self.silent_after
+        return self.egress_state == SILENT or heartbeat.state == "stopped" or lasts
 
     def row(self) -> dict[str, object]:
         return {
@@ -210,10 +210,10 @@ class ChainStatus:
             "egress": self.egress_state,
             "egress_alive": self.egress and _time(self.egress.modified),
             "source_sequence": self.egress
-            and self.egress.sign.source_at_least(self.chain.incarnation, self.archived or 0),
+            and self.egress.heartbeat.last_known_sequence(self.chain.incarnation, self.archived or 0),
             "source_lag_sequences": self.source_lag_sequences,
-            "alarm": self.alarm,
-            "why": self.why or self._why_not_archived(),
+            "alarm": self.needs_operator,
+            "why": self.reason or self._unarchived_reason(),
         }
 
     def cells(self, now: float) -> dict[str, object]:
@@ -221,133 +221,133 @@ class ChainStatus:
         return {
             "target": self.target,
             "chain": str(self.chain),
-            "phase": Styled(self.phase, COLOURS.get(self.phase, "green")),
+            "phase": StyledCell(self.phase, PHASE_COLOURS.get(self.phase, "green")),
             "archived": self.archived,
             "carried": None if self.position is None else self.position - 1,
             "lag": self.lag_sequences,
             "behind": duration_words(self.lag_seconds),
-            "last archived": ago(None if self.last_archived is None else now - self.last_archived),
-            "egress": Styled(
-                self.egress_state, "red" if self.alarm else "yellow" if self.egress_state == OVERDUE else ""
+            "last archived": format_age(None if self.last_archived is None else now - self.last_archived),
+            "egress": StyledCell(
+                self.egress_state, "red" if self.needs_operator else "yellow" if self.egress_state == OVERDUE else ""
             ),
             "source lag": self.source_lag_sequences,
             "publisher": self.publisher or None,
-            "why": self.why or self._why_not_archived(),
+            "why": self.reason or self._unarchived_reason(),
         }
 
-    def _why_not_archived(self) -> str:
+    def _unarchived_reason(self) -> str:
         if self.egress is None:
             return ""
         if self.egress_state in (SILENT, OVERDUE):
             return f"no sign of life of egress since {_time(self.egress.modified)}"
-        return self.egress.sign.why and f"egress: {self.egress.sign.why}"
+        return self.egress.heartbeat.why and f"egress: {self.egress.heartbeat.why}"
 
 
 def _time(seconds: float | None) -> str | None:
     return None if seconds is None else format_time(int(seconds) * NS_PER_S)
 
 
-def by_newest_incarnation(chains: Iterable[Chain], sightings: Mapping[Chain, Sighting]) -> dict[Chain, Sighting]:
+def by_incarnation(chains: Iterable[Chain], reports: Mapping[Chain, StoredHeartbeat]) -> dict[Chain, StoredHeartbeat]:
     """Return the reports of egress, by chain: for each partition the newest incarnation that `chains` or egress itself
-    names. `sightings`: by partition, as `newest` gives them.
+    names. `reports`: by partition, as `newest_by_partition` gives them.
     """
-    incarnations = {partition: each.sign.chain.incarnation for partition, each in sightings.items()}
+    incarnations = {partition: each.heartbeat.chain.incarnation for partition, each in reports.items()}
     for chain in chains:
         if (partition := replace(chain, incarnation=0)) in incarnations:
             incarnations[partition] = max(incarnations[partition], chain.incarnation)
-    return {replace(p, incarnation=k): sightings[p] for p, k in incarnations.items()}
+    return {replace(p, incarnation=k): reports[p] for p, k in incarnations.items()}
 
 
-def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float) -> ChainStatus:
-    """Return `standing` with the result of a search in the archive. `patience`: seconds until a late hole is lost."""
+def with_plan(status: ChainStatus, found: OpenedPlan, lost_after_s: float, now: float) -> ChainStatus:
+    """Return `status` with the result of a search in the archive. `lost_after_s`: seconds until a late hole is lost."""
     plan = found.plan
     since = plan.stretches[0].segment.modified if plan.stretches else plan.waiting_since
     age = 0.0 if since is None else max(0.0, now - since)
-    phase = Phase.LOST if plan.phase is Phase.LATE and age > patience else plan.phase
-    why = f"{plan.hole} is missing" if plan.hole is not None else ""
-    if found.gone is not None:
-        why = f"{found.gone.missing} of {plan.hole} were gone when the hole there was filled"
+    phase = Phase.LOST if plan.phase is Phase.LATE and age > lost_after_s else plan.phase
+    reason = f"{plan.hole} is missing" if plan.hole is not None else ""
+    if found.incomplete_fill is not None:
+        reason = f"{found.incomplete_fill.missing} of {plan.hole} were gone when the hole there was filled"
     elif plan.phase is Phase.DAMAGED:
-        why = f"{plan.hole} is damaged: {', '.join(found.damaged)}"
-    return replace(standing, phase=str(phase), lag_seconds=age, why=why)
+        reason = f"{plan.hole} is damaged: {', '.join(found.damaged)}"
+    return replace(status, phase=str(phase), lag_seconds=age, reason=reason)
 
 
 async def centre_view(settings: Settings) -> StatusView:
     """Return the progress of every chain of every target. Raises as connecting does."""
-    sights = await read_sights(settings)
+    targets = await read_target_statuses(settings)
     clock, notes = SystemClock(), list[str]()
-    store, documents = open_view(settings)
-    with closing(store), closing(Threads("status", PARALLEL)) as threads:
-        survey = ArchiveSurvey(store, documents, threads, clock, settings.ingress.silent_after)
-        standings = await survey.standings(settings.ingress.targets, sights)
+    store, documents = open_for_view(settings)
+    with closing(store), closing(ThreadPool("status", PARALLEL_CHAINS)) as threads:
+        reader = ArchiveReader(store, documents, threads, clock, settings.ingress.silent_after)
+        statuses = await reader.read(settings.ingress.targets, targets)
         with suppress(FloeError):
-            foreign = await threads.run(look_for_foreign, store.objects, store.layout, (), KEYS_LOOKED_AT)
+            foreign = await threads.run(find_foreign_keys, store.objects, store.layout, (), MAX_FOREIGN_KEYS)
             notes += foreign.lines()
-    rows, cells = [each.row() for each in standings], [each.cells(clock.now()) for each in standings]
-    code = DataError.exit_code if any(standing.alarm for standing in standings) else 0
-    return StatusView("centre", rows, cells, STATUS_COLUMNS, NARROW, code, notes=notes)
+    rows, cells = [each.row() for each in statuses], [each.cells(clock.now()) for each in statuses]
+    code = DataError.exit_code if any(status.needs_operator for status in statuses) else 0
+    return StatusView("centre", rows, cells, STATUS_COLUMNS, NARROW_STATUS_COLUMNS, code, notes=notes)
 
 
-class ArchiveSurvey:
+class ArchiveReader:
     """Reader of the archive for `floe status`."""
 
     def __init__(
-        self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock, silent_after: float
+        self, store: SegmentStore, documents: ChainStore, threads: ThreadPool, clock: Clock, silent_after: float
     ) -> None:
         self._store, self._documents, self._threads = store, documents, threads
         self._clock, self._silent_after = clock, silent_after
 
-    async def standings(self, targets: Iterable[TargetSettings], sights: Mapping[str, Sight]) -> list[ChainStatus]:
+    async def read(self, targets: Iterable[TargetSettings], statuses: Mapping[str, TargetStatus]) -> list[ChainStatus]:
         """Return one status for each chain that has a tail or a position, or that only egress knows, by target and
         chain; and one for each feed of `sources` of which nothing is archived.
         """
-        tails = await self._threads.run(self._documents.listed_tails)
-        sightings = await self._sightings({site for each in targets for site, _ in each.source_of})
+        tails = await self._threads.run(self._documents.list_tails)
+        heartbeats = await self._heartbeats({site for each in targets for site, _ in each.feed_sources})
         wanted: list[Coroutine[Any, Any, ChainStatus]] = []
         for target in targets:
-            name, sight, sources = target.stream, sights[target.stream], target.source_of
-            positions = sight.state.checkpoint.positions if sight.state else {}
+            name, status, sources = target.stream, statuses[target.stream], target.feed_sources
+            positions = status.state.checkpoint.positions if status.state else {}
             chains = {chain for chain in tails if (chain.site, chain.feed) in sources} | {*positions}
-            said = {c: found for c, found in sightings.items() if (c.site, c.feed) in sources}
-            egress = by_newest_incarnation(chains, said)
+            reported = {c: found for c, found in heartbeats.items() if (c.site, c.feed) in sources}
+            egress = by_incarnation(chains, reported)
             chains |= egress.keys()
-            known = partial(ChainStatus, name, sight.publisher, archived=None, silent_after=self._silent_after)
+            known = partial(ChainStatus, name, status.publisher, archived=None, silent_after=self._silent_after)
             # A tail is a hint: it may be lost, or come after a segment.
             lacking = sorted(sources.keys() - {(chain.site, chain.feed) for chain in chains})
             begun = await asyncio.gather(*(self._threads.run(self._documents.chains, *pair) for pair in lacking))
             chains.update(*begun)
             for site, feed in (pair for pair, found in zip(lacking, begun, strict=True) if not found):
                 there = suggestion(f"{site}/{feed}", {f"{chain.site}/{chain.feed}" for chain in tails})
-                why = f"nothing archived of this feed; {there}"
-                wanted.append(asyncio.sleep(0, known(Chain(site, feed), position=None, phase="missing", why=why)))
-            ingress = await self._said(name)
+                reason = f"nothing archived of this feed; {there}"
+                wanted.append(asyncio.sleep(0, known(Chain(site, feed), position=None, phase="missing", reason=reason)))
+            ingress = await self._reported_positions(name)
             for chain in sorted(chains):
                 written = tails[chain].modified if chain in tails else None
                 each = known(chain, position=positions.get(chain), last_archived=written, egress=egress.get(chain))
                 has_moved = ingress.positions.get(chain) != positions.get(chain)
                 stop = "" if has_moved else ingress.stopped.get(chain, "")
                 source = sources.get((chain.site, chain.feed))
-                wanted.append(self._threads.run(self._standing, each, sight, source, stop))
+                wanted.append(self._threads.run(self._read, each, status, source, stop))
         return await asyncio.gather(*wanted)
 
-    async def _sightings(self, sites: Collection[str]) -> dict[Chain, Sighting]:
+    async def _heartbeats(self, sites: Collection[str]) -> dict[Chain, StoredHeartbeat]:
         layout, now = self._documents.layout, self._clock.now()
         try:
-            listed = await self._threads.run(self._documents.listed_alive)
-            infos = [info for info in listed if (layout.parse_alive(info.key) or ("",))[0] in sites]
-            reads = (self._threads.run(self._documents.read_alive, info.key) for info in infos)
+            listed = await self._threads.run(self._documents.list_heartbeats)
+            infos = [info for info in listed if (layout.parse_heartbeat(info.key) or ("",))[0] in sites]
+            reads = (self._threads.run(self._documents.read_heartbeat, info.key) for info in infos)
             found = await asyncio.gather(*reads)
         except Refused as error:
-            log.warning("signs of life not read", action="alive_unread", code=error.code, error=str(error))
+            log.warning("heartbeats read failed", action="heartbeats_read_failed", code=error.code, error=str(error))
             return {}
-        return newest(
-            Sighting(sign, info.modified, max(0.0, now - info.modified), alive.time)
+        return newest_by_partition(
+            StoredHeartbeat(heartbeat, info.modified, max(0.0, now - info.modified), alive.time)
             for info, alive in zip(infos, found, strict=True)
             if alive is not None
-            for sign in alive.chains
+            for heartbeat in alive.chains
         )
 
-    async def _said(self, target: str) -> TargetPositions:
+    async def _reported_positions(self, target: str) -> TargetPositions:
         """Return the positions that ingress last stored for the target; empty if they cannot be read."""
         with suppress(FloeError):
             return await self._threads.run(self._documents.read_positions, target) or TargetPositions(target, 0.0)
@@ -355,32 +355,32 @@ class ArchiveSurvey:
 
     # Blocking
 
-    def _standing(self, found: ChainStatus, sight: Sight, source: SourceSettings | None, stop: str) -> ChainStatus:
+    def _read(self, found: ChainStatus, target: TargetStatus, source: SourceSettings | None, stop: str) -> ChainStatus:
         documents, chain = self._documents, found.chain
-        found = found if found.position else replace(found, begins=self._begins(chain))
-        position = found.position or found.begins
+        found = found if found.position else replace(found, first=self._first_sequence(chain))
+        position = found.position or found.first
         if (reached := documents.read_tail(chain)) is None:
             reached = max((ref.coverage.last for ref in self._store.list(chain, position=position)), default=None)
         found = replace(found, archived=reached)
         if reached is None and found.position and documents.read_chain(chain) is None:
-            found = replace(found, phase=str(Phase.LOST), why="its archive is gone from the bucket")
+            found = replace(found, phase=str(Phase.LOST), reason="its archive is gone from the bucket")
         if found.archived is not None and found.archived >= position:
-            patience = source.lost_segment_timeout if source else float("inf")
+            lost_after_s = source.lost_segment_timeout if source else float("inf")
             with suppress(FloeError):  # the tail still shows the archived end
                 end = documents.read_end(chain)
                 accepted = [gap.range for gap in documents.gaps(chain, position=position)]
-                inside = look_into(self._store, chain, position, end, accepted)
-                found = with_plan(replace(found, end=end), inside, patience, self._clock.now())
-                floor = documents.floor(chain) if inside.plan.waits and inside.gone is None else None
+                inside = plan_from_contents(self._store, chain, position, end, accepted)
+                found = with_plan(replace(found, end=end), inside, lost_after_s, self._clock.now())
+                floor = documents.floor(chain) if inside.plan.is_waiting and inside.incomplete_fill is None else None
                 if floor is not None and floor.first > position:
-                    found = replace(found, phase="stopped", why=str(floor))
-                if inside.plan.beyond and not found.why:
-                    found = replace(found, why=self._behind(chain, end or 0))
+                    found = replace(found, phase="stopped", reason=str(floor))
+                if inside.plan.late_end and not found.reason:
+                    found = replace(found, reason=self._after_end_text(chain, end or 0))
         if stop:
-            found = replace(found, phase="stopped", why=stop.replace("\n", " "))
-        return _as_decided(found, sight, is_listed=source is not None)
+            found = replace(found, phase="stopped", reason=stop.replace("\n", " "))
+        return _with_decisions(found, target, is_listed=source is not None)
 
-    def _begins(self, chain: Chain) -> int:
+    def _first_sequence(self, chain: Chain) -> int:
         """Return the first sequence of a chain of which nothing is in the target."""
         first = 1
         with suppress(FloeError):
@@ -388,25 +388,25 @@ class ArchiveSurvey:
             return max(first, self._documents.read_floor(chain) or 1)
         return first
 
-    def _behind(self, chain: Chain, end: int) -> str:
+    def _after_end_text(self, chain: Chain, end: int) -> str:
         coverages = [ref.coverage for ref in self._store.list(chain, position=end + 1)]
         accepted = [gap.range for gap in self._documents.gaps(chain, position=end + 1)]
-        if not (found := behind(coverages, end, accepted)):
+        if not (found := ranges_after_end(coverages, end, accepted)):
             return ""
         ranges = ", ".join(map(str, found))
-        return f"{ranges} behind the end {end} of the incarnation: {carry(chain, found[0])}"
+        return f"{ranges} behind the end {end} of the incarnation: {replay_command(chain, found[0])}"
 
 
-def _as_decided(standing: ChainStatus, sight: Sight, *, is_listed: bool) -> ChainStatus:
-    if sight.stopped:
-        return replace(standing, phase="stopped", why=sight.stopped)
-    if standing.chain in sight.paused:
-        return replace(standing, phase="paused", why=standing.why or "paused by an operator")
+def _with_decisions(status: ChainStatus, target: TargetStatus, *, is_listed: bool) -> ChainStatus:
+    if target.stopped:
+        return replace(status, phase="stopped", reason=target.stopped)
+    if status.chain in target.paused:
+        return replace(status, phase="paused", reason=status.reason or "paused by an operator")
     if not is_listed:
-        return replace(standing, why="not among `sources` any more")
-    if standing.position is None and not standing.why:
-        return replace(standing, phase="new")
-    return standing
+        return replace(status, reason="not among `sources` any more")
+    if status.position is None and not status.reason:
+        return replace(status, phase="new")
+    return status
 
 
 CHECKPOINT_COLUMNS = ("target", "target_sequence", "chain", "position", "intent", "begins")
@@ -416,15 +416,15 @@ States = Mapping[str, TargetState | None]
 async def read_states(settings: Settings) -> States:
     """Return the stored states, by the target's name; None if nothing is stored yet."""
     check_targets(settings.ingress)
-    async with state_of_ingress(settings, "floe checkpoint") as (_, bucket):
+    async with open_ingress_state(settings, "floe checkpoint") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]
-        return {name: (await StateStore(bucket, state_key(ROLE, name), name).load()).state for name in names}
+        return {name: (await StateStore(bucket, state_key(STATE_ROLE, name), name).load()).state for name in names}
 
 
 async def print_checkpoints(settings: Settings, as_json: bool) -> None:
     states, kept = await read_states(settings), list[dict[str, Any]]()
     try:
-        kept = await asyncio.to_thread(kept_rows, open_view(settings)[1], settings.ingress.targets)
+        kept = await asyncio.to_thread(kept_rows, open_for_view(settings)[1], settings.ingress.targets)
     except FloeError as error:  # the checkpoints do not depend on the store
         click.echo(f"not known what is kept from retention: {error}", err=True)
     if as_json:
@@ -435,10 +435,10 @@ async def print_checkpoints(settings: Settings, as_json: bool) -> None:
         ])  # fmt: skip
         return
     rows = (_checkpoint_rows(target, state) for target, state in states.items() if state is not None)
-    table(joined.from_iterable(rows), CHECKPOINT_COLUMNS)
+    print_table(joined.from_iterable(rows), CHECKPOINT_COLUMNS)
     if kept:
         click.echo("kept from retention:")
-        table(kept, KEPT_COLUMNS)
+        print_table(kept, KEPT_COLUMNS)
 
 
 KEPT_COLUMNS = ("target", "said", "chain", "from", "why")
@@ -448,23 +448,23 @@ def kept_rows(documents: ChainStore, targets: Iterable[TargetSettings]) -> list[
     """List the data that retention keeps for each target that has stored positions or is in the configuration: by
     chain, the first sequence to keep; without a chain, everything. Blocking; raises as the store does.
     """
-    sources = {each.stream: [f"{site}/{feed}" for site, feed in each.source_of] for each in targets}
+    sources = {each.stream: [f"{site}/{feed}" for site, feed in each.feed_sources] for each in targets}
     chains, rows = documents.chains(), list[dict[str, Any]]()
     for target in sorted({*documents.targets_with_positions(), *sources}):
         row: dict[str, Any] = {"target": target, "said": None, "chain": None, "from": None, "why": None}
         try:
-            said = documents.read_positions(target)
+            found = documents.read_positions(target)
         except DataError as error:
             rows.append({**row, "why": f"everything, it cannot be read: {error}"})
             continue
-        if said is None:
+        if found is None:
             rows.append({**row, "why": "everything, until it says how far it is"})
             continue
-        row["said"] = _time(said.time)
-        if said.released:
+        row["said"] = _time(found.time)
+        if found.released:
             rows.append({**row, "why": "nothing: released"})
             continue
-        needs = {chain: said.need(chain, 1, sources.get(target, ())) for chain in sorted({*chains, *said.positions})}
+        needs = {c: found.needed_from(c, 1, sources.get(target, ())) for c in sorted({*chains, *found.positions})}
         rows += [{**row, "chain": str(chain), "from": at} for chain, at in needs.items() if at is not None]
     return rows
 
@@ -480,8 +480,8 @@ def checkpoint_json(target: str, state: TargetState | None) -> dict[str, Any]:
             "last": piece.rows.last,
             "count": piece.count,
             "is_gap": isinstance(piece.segment, Gap),
-            "left_out": len(piece.left_out),
-            "out_of_turn": piece.out_of_turn,
+            "left_out": len(piece.parked),
+            "out_of_turn": piece.is_retry,
         }
         for piece in (intent.pieces if intent else ())
     ]
@@ -489,7 +489,7 @@ def checkpoint_json(target: str, state: TargetState | None) -> dict[str, Any]:
         "target": target,
         "target_sequence": checkpoint.target_sequence,
         "target_created": checkpoint.target_created,
-        "begins": checkpoint.begins,
+        "begins": checkpoint.foreign_upto,
         "positions": [{**c.log_context(), "position": at} for c, at in sorted(checkpoint.positions.items())],
         "intent": intent and {"base": intent.base, "count": intent.count, "rows": rows},
     }
@@ -499,7 +499,7 @@ def _checkpoint_rows(target: str, state: TargetState) -> list[dict[str, object]]
     texts: dict[Chain, list[str]] = {}  # the ranges of the open intent, by chain
     for piece in state.intent.pieces if state.intent else ():
         text = f"{piece.rows} given up" if isinstance(piece.segment, Gap) else str(piece.rows)
-        texts.setdefault(piece.chain, []).append(f"{text} again" if piece.out_of_turn else text)
+        texts.setdefault(piece.chain, []).append(f"{text} again" if piece.is_retry else text)
     checkpoint = state.checkpoint
     return [
         {
@@ -508,7 +508,7 @@ def _checkpoint_rows(target: str, state: TargetState) -> list[dict[str, object]]
             "chain": chain,
             "position": checkpoint.positions.get(chain),
             "intent": " ".join(texts[chain]) if chain in texts else None,
-            "begins": checkpoint.begins or None,
+            "begins": checkpoint.foreign_upto or None,
         }
         for chain in sorted({*checkpoint.positions, *texts})
     ]

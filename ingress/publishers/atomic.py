@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 from common.errors import Unavailable
 from common.failpoints import failpoint
-from common.jetstream.requests import WRONG_LAST_SEQUENCE
-from ingress.publishers.publisher import Expected, Outcome, RepliedPublisher, Reply, UnknownOutcome
+from common.jetstream.requests import WRONG_LAST_SEQUENCE_CODES
+from ingress.publishers.publisher import BasePublisher, Expected, Outcome, Reply, UnknownOutcome
 from ingress.rows.rows import Rows
 
-MAX_BATCH = 1000  # messages; the server's own limit
+MAX_BATCH_MESSAGES = 1000  # messages; the server's own limit
 MAX_BATCH_BYTES = 8 * 1024 * 1024
-BATCH_TOO_LARGE = 10199
+BATCH_TOO_LARGE_CODE = 10199
 # A smaller batch is not faster: its time is the round trip to the server.
-SHARED_LEAST = 32  # messages
-SHARED_BYTES = 64 * 1024
+SHARED_MIN_MESSAGES = 32  # messages
+SHARED_MIN_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class AtomicBatch:
     expected: Expected
 
 
-class AtomicPublisher(RepliedPublisher):
+class AtomicPublisher(BasePublisher):
     """Atomic batches (ADR-50): all messages of a batch are stored together, or none.
 
     If other publishers write to the stream too, a batch is halved after a foreign message came first, and doubled
@@ -34,15 +34,15 @@ class AtomicPublisher(RepliedPublisher):
     """
 
     name = "atomic"
-    _limit = batch_size = MAX_BATCH
-    _ask_all = False
+    _limit = batch_size = MAX_BATCH_MESSAGES
+    _requests_all_acks = False
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
         batch = self._compose(rows, base, stored)
         while batch is not None:
             unclear, following = await self._send(batch, rows, base)
-            self._ask_all = unclear is not None
-            self._learn(unclear, sum(map(len, batch.parts)))
+            self._requests_all_acks = unclear is not None
+            self._adapt_batch_size(unclear, sum(map(len, batch.parts)))
             if unclear is not None:
                 return Outcome(stored, unclear, batch.stop)
             stored, batch = batch.stop, following
@@ -61,12 +61,12 @@ class AtomicPublisher(RepliedPublisher):
         except Unavailable as error:
             return UnknownOutcome(error.message), None
         following = self._compose(rows, base, batch.stop)
-        return await self._replies.judged(batch.reply, batch.expected, self._ack_timeout), following
+        return await self._replies.wait_for_ack(batch.reply, batch.expected, self._ack_timeout), following
 
     def _compose(self, rows: Rows, base: int, start: int) -> AtomicBatch | None:
         if start >= rows.count:
             return None
-        stop = rows.stop(start, self.batch_size, MAX_BATCH_BYTES)
+        stop = rows.batch_end(start, self.batch_size, MAX_BATCH_BYTES)
         batch_id, reply = self._new_batch_id(), Reply(self._replies.subject())
         frames = self._frames(rows, base, start, stop, batch_id.encode(), reply)
         # Split between two messages: other traffic on the connection may come between the parts.
@@ -93,13 +93,13 @@ class AtomicPublisher(RepliedPublisher):
             if number == 1:
                 lines = b"Nats-Batch-Id: %b\r\n" % batch_id
                 # An answer to each message costs time. It is requested only to find the reason of a failure.
-                answer_to = answer_to if self._ask_all else b""
+                answer_to = answer_to if self._requests_all_acks else b""
         return frames
 
-    def _learn(self, unclear: UnknownOutcome | None, size: int) -> None:
+    def _adapt_batch_size(self, unclear: UnknownOutcome | None, size: int) -> None:
         if unclear is None:
             self.batch_size = min(self._limit, self.batch_size * 2)
-        elif unclear.err_code == BATCH_TOO_LARGE:
+        elif unclear.err_code == BATCH_TOO_LARGE_CODE:
             self.batch_size = self._limit = max(1, self.batch_size // 2)
-        elif not self._exclusive and unclear.err_code in WRONG_LAST_SEQUENCE:
-            self.batch_size = max(1 if size > SHARED_BYTES else SHARED_LEAST, self.batch_size // 2)
+        elif not self._exclusive and unclear.err_code in WRONG_LAST_SEQUENCE_CODES:
+            self.batch_size = max(1 if size > SHARED_MIN_BYTES else SHARED_MIN_MESSAGES, self.batch_size // 2)

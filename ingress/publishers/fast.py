@@ -15,16 +15,16 @@ from typing import Any
 from common.errors import Unavailable
 from common.failpoints import failpoint
 from common.tasks import wait_for
-from ingress.publishers.publisher import Expected, Outcome, Reply, SinglePublisher, UnknownOutcome, judge_ack, refusal
+from ingress.publishers.publisher import Expected, Outcome, Reply, SinglePublisher, UnknownOutcome, judge_ack, refused
 from ingress.rows.rows import Rows
 
 START, APPEND, FINAL = 0, 1, 2  # operations
 OWN_LINES = len(b"NATS/1.0\r\nNats-Expected-Last-Sequence: \r\n")  # without the digits
-MOST_FLOW = 500  # messages from one acknowledgement to the next; the server allows no more
-AHEAD = 2  # acknowledgements that may be outstanding; more is not faster
+MAX_FLOW_MESSAGES = 500  # messages from one acknowledgement to the next; the server allows no more
+MAX_OPEN_ACKS = 2  # acknowledgements that may be outstanding; more is not faster
 WINDOW_BYTES = 8 * 1024 * 1024  # bytes in flight without an acknowledgement
-LAST_WORD = 1.0  # seconds for the last answer to a batch that the server has already refused
-MOST_ALONE = 1024  # rows that are sent one by one after failures, at most
+LAST_ANSWER_TIMEOUT_S = 1.0  # seconds for the last answer to a batch that the server has already refused
+MAX_SINGLE_ROWS = 1024  # rows that are sent one by one after failures, at most
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class FastBatch:
     base: int
     start: int
     flow: int
-    answers: Answers
+    answers: BatchReply
     expected: Expected
     sent: int = 0
 
@@ -69,22 +69,22 @@ class FastBatch:
         return b"".join(frames)
 
 
-class Answers(Reply):
+class BatchReply(Reply):
     """The answers to one batch.
 
-    `acked`: messages that the server reports as stored, in the batch's own count. It paces the sending and proves
-    nothing, because it names neither stream nor sequence. `every`: messages to the next such answer. `refusal`: the
-    server stopped the batch; the decisive answer is still to come.
+    `acked_count`: messages that the server reports as stored, in the batch's own count. It paces the sending and proves
+    nothing, because it names neither stream nor sequence. `ack_interval`: messages to the next such answer. `refusal`:
+    the server stopped the batch; the decisive answer is still to come.
     """
 
     def __init__(self, subject: bytes, batch_id: str) -> None:
         super().__init__(subject)
-        self.batch, self.acked, self.every = self.prefix + batch_id.encode() + b".", 0, 0
-        self.news = asyncio.Event()
-        self.decisive.add_done_callback(lambda _: self.news.set())
+        self.batch, self.acked_count, self.ack_interval = self.prefix + batch_id.encode() + b".", 0, 0
+        self.changed = asyncio.Event()
+        self.decisive.add_done_callback(lambda _: self.changed.set())
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.refusal is not None or self.decisive.done()
 
     def take(self, _subject: bytes, payload: bytes, headers: bytes | None) -> None:
@@ -92,12 +92,12 @@ class Answers(Reply):
         kind = answer.get("type")
         acked, every = answer.get("seq"), answer.get("msgs")
         if kind == "ack" and type(acked) is int and type(every) is int and acked >= 0 and every >= 1:
-            self.acked, self.every = max(self.acked, acked), every
+            self.acked_count, self.ack_interval = max(self.acked_count, acked), every
         elif kind in ("err", "gap"):
             self.refusal = self.refusal or _reason(answer)
         else:
             self._decide((payload, headers))
-        self.news.set()
+        self.changed.set()
 
 
 class FastPublisher(SinglePublisher):
@@ -109,18 +109,18 @@ class FastPublisher(SinglePublisher):
     """
 
     name = "fast"
-    _alone = 0
+    _single_rows = 0
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
-        outcome = await self.publish_to(rows, base, stored, min(rows.count, stored + self._alone))
+        outcome = await self.publish_to(rows, base, stored, min(rows.count, stored + self._single_rows))
         if outcome.unclear is not None or outcome.stored == rows.count:
             return outcome
         start, batch_id = outcome.stored, self._new_batch_id()
-        answers = Answers(self._replies.subject(), batch_id)
+        answers = BatchReply(self._replies.subject(), batch_id)
         expected = Expected(self._stream, base + rows.count, batch_id, rows.count - start)
-        batch = FastBatch(rows, base, start, flow_of(rows, start, rows.count), answers, expected)
+        batch = FastBatch(rows, base, start, ack_interval_for(rows, start, rows.count), answers, expected)
         unclear = await self._publish(batch)
-        self._alone = 0 if unclear is None else min(MOST_ALONE, 2 * self._alone or 1)
+        self._single_rows = 0 if unclear is None else min(MAX_SINGLE_ROWS, 2 * self._single_rows or 1)
         return Outcome(batch.start, unclear, batch.start + batch.sent) if unclear else Outcome(rows.count)
 
     async def _publish(self, batch: FastBatch) -> UnknownOutcome | None:
@@ -142,16 +142,16 @@ class FastPublisher(SinglePublisher):
             frames = batch.compose(batch.sent, end)
             if unclear := await self._wait_for_room(batch, end - batch.sent):
                 return unclear
-            if answers.is_over:
+            if answers.has_ended:
                 return None
             self.client.send(frames)
             batch.sent = end
             await self.client.flush_writes()
             failpoint("ingress.mid_batch")
-            while end == 1 < batch.count and not (answers.every or answers.is_over):
-                if unclear := await self._news(answers):
+            while end == 1 < batch.count and not (answers.ack_interval or answers.has_ended):
+                if unclear := await self._wait_for_answer(answers):
                     return unclear
-            end = min(batch.count, batch.sent + max(1, min(answers.every, batch.flow)))
+            end = min(batch.count, batch.sent + max(1, min(answers.ack_interval, batch.flow)))
         return None
 
     async def _wait_for_room(self, batch: FastBatch, more: int) -> UnknownOutcome | None:
@@ -160,11 +160,11 @@ class FastPublisher(SinglePublisher):
         An answer is certain only if `every` messages are in flight.
         """
         answers = batch.answers
-        while not answers.is_over:
-            under_way = batch.sent - answers.acked
-            if under_way < max(1, answers.every) or under_way + more <= AHEAD * answers.every:
+        while not answers.has_ended:
+            in_flight = batch.sent - answers.acked_count
+            if in_flight < max(1, answers.ack_interval) or in_flight + more <= MAX_OPEN_ACKS * answers.ack_interval:
                 return None
-            if unclear := await self._news(answers):
+            if unclear := await self._wait_for_answer(answers):
                 return unclear
         return None
 
@@ -172,32 +172,32 @@ class FastPublisher(SinglePublisher):
         """Wait for the decisive answer and judge it; None if it acknowledges exactly the batch."""
         answers = batch.answers
         while not answers.decisive.done():
-            timeout = LAST_WORD if answers.refusal else self._ack_timeout
-            if unclear := await self._news(answers, timeout):
+            timeout = LAST_ANSWER_TIMEOUT_S if answers.refusal else self._ack_timeout
+            if unclear := await self._wait_for_answer(answers, timeout):
                 return answers.refusal or unclear
         if (answer := answers.decisive.result()) is None:
             return UnknownOutcome("the connection was lost before the acknowledgement")
         return answers.refusal or judge_ack(*answer, batch.expected)
 
-    async def _news(self, answers: Answers, timeout: float = 0.0) -> UnknownOutcome | None:
+    async def _wait_for_answer(self, answers: BatchReply, timeout: float = 0.0) -> UnknownOutcome | None:
         """Wait for any answer; return the problem if none comes in time. Every answer restarts the timeout."""
         timeout = timeout or self._ack_timeout
-        answers.news.clear()
-        if not await wait_for(answers.news, timeout):
+        answers.changed.clear()
+        if not await wait_for(answers.changed, timeout):
             return UnknownOutcome(f"no acknowledgement within {timeout:g} s")
         return None
 
 
-def flow_of(rows: Rows, start: int, stop: int) -> int:
+def ack_interval_for(rows: Rows, start: int, stop: int) -> int:
     """Return the messages from one acknowledgement to the next, so that the bytes in flight stay within WINDOW_BYTES.
 
     At least 1: a message that is larger than the window is sent all the same.
     """
-    flow, at = MOST_FLOW, start
+    flow, at = MAX_FLOW_MESSAGES, start
     while at < stop and flow > 1:
-        fits = rows.stop(at, AHEAD * flow, WINDOW_BYTES) - at
-        if fits < min(AHEAD * flow, stop - at):
-            flow = max(1, fits // AHEAD)
+        fits = rows.batch_end(at, MAX_OPEN_ACKS * flow, WINDOW_BYTES) - at
+        if fits < min(MAX_OPEN_ACKS * flow, stop - at):
+            flow = max(1, fits // MAX_OPEN_ACKS)
         at += flow
     return flow
 
@@ -213,5 +213,5 @@ def _parsed(payload: bytes) -> dict[str, Any]:
 def _reason(answer: dict[str, Any]) -> UnknownOutcome:
     error = answer.get("error")
     if isinstance(error, dict):
-        return refusal(error)
+        return refused(error)
     return UnknownOutcome(f"the server missed messages of the batch: {answer!r:.200}")

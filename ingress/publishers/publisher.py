@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from common.errors import Unavailable
 from common.failpoints import failpoint
 from common.jetstream.client import FloeClient, RawSubscription
-from common.tasks import guarded, within
+from common.tasks import report_errors, wait_result
 from ingress.rows.rows import Rows
 
-NO_RESPONDERS = b"NATS/1.0 503"
-BATCH_INCOMPLETE = 10176
+NO_RESPONDERS_STATUS = b"NATS/1.0 503"
+BATCH_INCOMPLETE_CODE = 10176
 
 Answer = tuple[bytes, bytes | None]  # payload, header block
 
@@ -29,7 +29,7 @@ Answer = tuple[bytes, bytes | None]  # payload, header block
 class UnknownOutcome:
     """Reason why the number of stored rows is not known. `err_code`: JetStream's number of a refusal, 0 for none."""
 
-    why: str
+    reason: str
     err_code: int = 0
 
 
@@ -45,7 +45,7 @@ class Expected:
 
 def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> UnknownOutcome | None:
     """Judge an acknowledgement; None if it acknowledges exactly `expected`."""
-    if headers is not None and headers.startswith(NO_RESPONDERS):
+    if headers is not None and headers.startswith(NO_RESPONDERS_STATUS):
         return UnknownOutcome("no stream takes the subject, or the stream has no leader")
     try:
         ack = json.loads(payload)
@@ -54,14 +54,14 @@ def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> Unkn
     if not isinstance(ack, dict):
         return UnknownOutcome(f"acknowledgement: expected JSON, found {payload[:60]!r}")
     if isinstance(ack.get("error"), dict):
-        return refusal(ack["error"])
+        return refused(ack["error"])
     found = Expected(ack.get("stream", ""), ack.get("seq", 0), ack.get("batch", ""), ack.get("count", 0))
     if found != expected or ack.get("duplicate"):
         return UnknownOutcome(f"acknowledgement: expected {expected}, found {ack!r:.200}")
     return None
 
 
-def refusal(error: dict[str, Any]) -> UnknownOutcome:
+def refused(error: dict[str, Any]) -> UnknownOutcome:
     code = error.get("err_code")
     return UnknownOutcome(str(error.get("description", "refused")), code if isinstance(code, int) else 0)
 
@@ -84,7 +84,7 @@ class Reply:
         elif payload or headers:  # an empty answer: the message is staged
             self.refusal = self.refusal or judge_ack(payload, headers, Expected("", 0))
 
-    def lost(self) -> None:
+    def mark_lost(self) -> None:
         self._decide(None)
 
     def fail(self, error: Exception) -> None:
@@ -106,7 +106,7 @@ class Replies:
         self._waiting: Reply | None = None
         self._count = 0
         self._subscription: RawSubscription | None = None
-        self._remove_listener = client.add_listener(guarded(self._on_connection, self._fail))
+        self._remove_listener = client.add_listener(report_errors(self._on_connection, self._fail))
         self._failure: Exception | None = None
 
     @classmethod
@@ -131,16 +131,16 @@ class Replies:
         if self._failure is not None:
             reply.fail(self._failure)
 
-    async def judged(self, reply: Reply, expected: Expected, timeout: float) -> UnknownOutcome | None:
+    async def wait_for_ack(self, reply: Reply, expected: Expected, timeout: float) -> UnknownOutcome | None:
         """Wait for an answer; None once `expected` is acknowledged, else the reason after `timeout` seconds at most."""
         try:
-            answer = await within(reply.decisive, timeout)
+            answer = await wait_result(reply.decisive, timeout)
         except TimeoutError:
             return reply.refusal or UnknownOutcome(f"no acknowledgement within {timeout:g} s")
         if answer is None:
             return UnknownOutcome("the connection was lost before the acknowledgement")
         unclear = judge_ack(*answer, expected)
-        incomplete = unclear is not None and unclear.err_code == BATCH_INCOMPLETE
+        incomplete = unclear is not None and unclear.err_code == BATCH_INCOMPLETE_CODE
         return reply.refusal or unclear if incomplete else unclear
 
     def _sink(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
@@ -155,22 +155,22 @@ class Replies:
 
     def _on_connection(self, up: bool) -> None:
         if not up and self._waiting is not None:
-            self._waiting.lost()
+            self._waiting.mark_lost()
 
 
-ACK_TIMEOUT = 5.0  # seconds
+PUBLISH_ACK_TIMEOUT_S = 5.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Number of rows of the intent that are certainly stored, and the reason why more of them may be.
 
-    `handed`: this call gave no row from this index on to the connection. It may be too high, never too low.
+    `handed_upto`: this call gave no row from this index on to the connection. It may be too high, never too low.
     """
 
     stored: int
     unclear: UnknownOutcome | None = None
-    handed: int = field(default=0, compare=False)
+    handed_upto: int = field(default=0, compare=False)
 
 
 class Publisher(Protocol):
@@ -189,7 +189,7 @@ class Publisher(Protocol):
         """Release the inbox."""
 
 
-class RepliedPublisher:
+class BasePublisher:
     """Base of the publishers: a connection, a stream, an inbox. `exclusive`: no other publisher writes to the stream.
     `ack_timeout`: seconds.
     """
@@ -201,7 +201,7 @@ class RepliedPublisher:
         replies: Replies,
         *,
         exclusive: bool = True,
-        ack_timeout: float = ACK_TIMEOUT,
+        ack_timeout: float = PUBLISH_ACK_TIMEOUT_S,
     ) -> None:
         self.client, self._stream, self._replies, self._exclusive = client, stream, replies, exclusive
         self._ack_timeout, self._writer, self._count = ack_timeout, secrets.token_hex(8), 0
@@ -214,7 +214,7 @@ class RepliedPublisher:
         await self._replies.aclose()
 
 
-class SinglePublisher(RepliedPublisher):
+class SinglePublisher(BasePublisher):
     """Publisher with one message in flight. Never pipelined: with expected sequences, one foreign write in between
     would lose one message and let the next be accepted.
     """
@@ -243,4 +243,4 @@ class SinglePublisher(RepliedPublisher):
         except Unavailable as error:
             return UnknownOutcome(error.message)
         failpoint("ingress.mid_batch")
-        return await self._replies.judged(reply, Expected(self._stream, after + 1), self._ack_timeout)
+        return await self._replies.wait_for_ack(reply, Expected(self._stream, after + 1), self._ack_timeout)

@@ -11,8 +11,8 @@ import click
 
 from common.chain import FEED_PATTERN
 from common.cli import (
+    ChainSelector,
     Command,
-    Named,
     SequenceType,
     TimeType,
     chain_options,
@@ -24,9 +24,9 @@ from common.cli import (
     yes_option,
 )
 from common.errors import UsageError
-from common.exits import LATER
-from common.logs import escaped
-from common.open import load_settings, open_patiently
+from common.exits import EXIT_RETRY_LATER
+from common.logs import escape
+from common.open import load_settings, open_for_work
 
 
 def range_options(function: Command) -> Command:
@@ -40,7 +40,7 @@ def range_options(function: Command) -> Command:
         ]
     ):
         function = option(function)
-    return chain_options(function, is_one=False)
+    return chain_options(function, is_single=False)
 
 
 @click.command()
@@ -60,7 +60,9 @@ def range_options(function: Command) -> Command:
 @json_option
 @config_option
 @run_command
-async def replay(config: str, named: Named, as_json: bool, dry_run: bool, yes: bool, rate: str, **asked: Any) -> int:
+async def replay(
+    config: str, selector: ChainSelector, as_json: bool, dry_run: bool, yes: bool, rate: str, **args: Any
+) -> int:
     """Replay the archived messages of a feed into a stream, in order and once.
 
     Without bounds, all of them. The same command continues a replay that was stopped or killed. Exit 75 if it was
@@ -71,47 +73,47 @@ async def replay(config: str, named: Named, as_json: bool, dry_run: bool, yes: b
     """
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
-    from common.service.progress import Teller
+    from common.service.progress import Progress
     from ingress.replay.output import plan_json, plan_lines, result_line
     from ingress.replay.pace import pace_of
     from ingress.replay.replay import Replay
-    from ingress.replay.request import FLAGS, ReplayOptions, Request
+    from ingress.replay.request import FLAG_OPTIONS, ReplayOptions, ReplayRequest
 
-    flags = {name: asked.pop(name) for name in FLAGS}
-    if not FEED_PATTERN.fullmatch(name := asked["target"]):
+    flags = {name: args.pop(name) for name in FLAG_OPTIONS}
+    if not FEED_PATTERN.fullmatch(name := args["target"]):
         form = "1 to 255 characters without space . * > / \\"
         raise UsageError(f"--target: expected a stream name, {form}, found {name!r:.80}")
-    request = Request(**asdict(named), **with_times(asked))
-    options = ReplayOptions(**flags, pace=pace_of(rate), paced=(f"--rate={rate}",) if rate else ())
+    request = ReplayRequest(**asdict(selector), **resolve_times(args))
+    options = ReplayOptions(**flags, pace=pace_of(rate), pace_arguments=(f"--rate={rate}",) if rate else ())
     settings, clock = load_settings(config, quiet=True), SystemClock()
     if options.again and not dry_run:
         confirm(f"begin anew in {request.target}, whatever was replayed into it before?", yes, is_needed=False)
-    store, chains = open_patiently(settings)
+    store, chains = open_for_work(settings)
     with closing(store):
-        work = Replay(settings, request, options, store, chains, clock, teller := Teller())
-        async with work.connected() as client, stop_on_signals() as stop:
+        work = Replay(settings, request, options, store, chains, clock, progress := Progress())
+        async with work.open_connection() as client, stop_on_signals() as stop:
             if dry_run:
-                view = await work.outlook(client)
-                refused = await work.refusal(client, view)
-                document = plan_json(view, request, refused)
-                print_json(document) if as_json else echo_lines(plan_lines(view, request))
+                preview = await work.preview(client)
+                refused = await work.check(client, preview)
+                document = plan_json(preview, request, refused)
+                print_json(document) if as_json else echo_lines(plan_lines(preview, request))
                 if refused is not None:
                     raise refused
                 return 0
             result = await work.run(client, stop)
-    teller.end_line()
+    progress.end_line()
     print_json(result.as_json()) if as_json else click.echo(result_line(result, request))
-    return 0 if result.finished else LATER
+    return 0 if result.finished else EXIT_RETRY_LATER
 
 
-def with_times(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return `asked` with its times in the form of a `Request`."""
+def resolve_times(args: dict[str, Any]) -> dict[str, Any]:
+    """Return `args` with its times in the form of a `ReplayRequest`."""
     for name, relative in (("from_time", "since"), ("to_time", "until")):
-        if (at := asked.pop(name)) is not None:
-            asked |= {name: at.text} if at.text else {relative: at.ago}
-    return asked
+        if (at := args.pop(name)) is not None:
+            args |= {name: at.text} if at.text else {relative: at.seconds_ago}
+    return args
 
 
 def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
     for line in lines:
-        click.echo(escaped(line), err=err)
+        click.echo(escape(line), err=err)

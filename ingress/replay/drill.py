@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, Stopped, Unavailable
-from common.exits import DIFFERENCES, command, ways
-from common.jetstream.api import GUARD, ask, create_stream, delete_stream, stream_info
+from common.exits import EXIT_DIFFERENCES, choices, floe_command
+from common.jetstream.api import RESTORE_PREFIX, create_stream, delete_stream, query, stream_info
 from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient
-from common.jetstream.headers import restore
-from common.jetstream.kv import BucketGone, KeyValue, state_key
+from common.jetstream.headers import split_provenance
+from common.jetstream.kv import BucketDeleted, KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
-from common.jetstream.pull import read_through
+from common.jetstream.pull import for_each_message
 from common.logs import get_logger
 from common.segments.archive import read_cover
 from common.segments.columns import messages
@@ -31,17 +31,17 @@ from common.segments.documents import ChainStore
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
-from common.service.process import Threads
-from common.service.progress import Teller
+from common.service.process import ThreadPool
+from common.service.progress import Progress
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings
-from common.settings.types import counted, duration_words, size_words
-from common.tasks import Stop, beside
-from ingress.errors import leading
+from common.settings.types import duration_words, format_count, size_words
+from common.tasks import Stop, run_with
+from ingress.errors import most_important_error
 from ingress.replay.plan import ChainRange, ReplayPlan
-from ingress.replay.receipt import Remembered, receipt_key
+from ingress.replay.receipt import StoredReplay, receipt_key
 from ingress.replay.replay import Replay
-from ingress.replay.request import ReplayOptions, ReplayResult, Request
+from ingress.replay.request import ReplayOptions, ReplayRequest, ReplayResult
 from ingress.replay.survey import known_chains
 
 log = get_logger(__name__)
@@ -53,18 +53,18 @@ MAX_EXAMPLES = 5
 
 
 @dataclass(slots=True)
-class Trail:
+class MessageTrail:
     """The messages of one chain in the order in which they were read: 16 bytes each."""
 
     sequences: array[int] = field(default_factory=lambda: array("Q"))
-    prints: array[int] = field(default_factory=lambda: array("Q"))
+    fingerprints: array[int] = field(default_factory=lambda: array("Q"))
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def add(self, message: Message) -> None:
         self.sequences.append(message.sequence)
-        self.prints.append(fingerprint(message))
+        self.fingerprints.append(fingerprint(message))
 
 
 def fingerprint(message: Message) -> int:
@@ -90,7 +90,7 @@ class Differences:
     examples: tuple[str, ...] = ()
 
     @property
-    def none(self) -> bool:
+    def is_empty(self) -> bool:
         return not (self.lost or self.repeated or self.out_of_order or self.altered or self.unexpected)
 
     def plus(self, other: Differences) -> Differences:
@@ -105,11 +105,11 @@ class Differences:
         )
 
 
-def compare(expected: Trail, found: Trail, name: str = "") -> Differences:
+def compare_trails(expected: MessageTrail, found: MessageTrail, name: str = "") -> Differences:
     """Compare the messages `expected` (ascending, each once) with those that were `found`."""
     seen, newest, examples = bytearray(len(expected)), 0, []
     counts = dict.fromkeys(("repeated", "out_of_order", "altered", "unexpected"), 0)
-    for sequence, print_ in zip(found.sequences, found.prints, strict=True):
+    for sequence, print_ in zip(found.sequences, found.fingerprints, strict=True):
         place = bisect_left(expected.sequences, sequence)
         wrong = ""
         if place == len(expected) or expected.sequences[place] != sequence:
@@ -120,20 +120,20 @@ def compare(expected: Trail, found: Trail, name: str = "") -> Differences:
             seen[place] = 1
             if sequence < newest:
                 wrong = "out_of_order"
-            elif expected.prints[place] != print_:
+            elif expected.fingerprints[place] != print_:
                 wrong = "altered"
         newest = max(newest, sequence)
         if wrong:
             counts[wrong] += 1
             examples.append(f"{name} {sequence}: {wrong.replace('_', ' ')}")
             del examples[MAX_EXAMPLES:]
-    lost = [sequence for sequence, there in zip(expected.sequences, seen, strict=True) if not there]
+    lost = [sequence for sequence, is_found in zip(expected.sequences, seen, strict=True) if not is_found]
     examples += [f"{name} {sequence}: lost" for sequence in lost[:MAX_EXAMPLES]]
     return Differences(len(expected), len(found), len(lost), **counts, examples=tuple(examples[:MAX_EXAMPLES]))
 
 
-NAME = "FLOE_DRILL_"
-ROOT = "_floe_drill"
+SCRATCH_PREFIX = "FLOE_DRILL_"
+SCRATCH_SUBJECT_ROOT = "_floe_drill"
 
 
 def scratch_config(stream: str, prefix: str, storage: str, most_bytes: int) -> dict[str, object]:
@@ -152,7 +152,7 @@ def scratch_config(stream: str, prefix: str, storage: str, most_bytes: int) -> d
     }
 
 
-async def while_held(lease: Lease, work: Coroutine[Any, Any, T]) -> T:
+async def run_with_renewal(lease: Lease, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; renew the lease meanwhile. Raises the most important error of both. A lost lease
     does not end `work`.
     """
@@ -162,13 +162,13 @@ async def while_held(lease: Lease, work: Coroutine[Any, Any, T]) -> T:
         results.append(await work)
 
     try:
-        await beside(main(), lease.keep())
+        await run_with(main(), lease.run_renewals())
     except BaseExceptionGroup as errors:
-        raise leading(errors) from None
+        raise most_important_error(errors) from None
     return results[0]
 
 
-class Scratch:
+class ScratchStreams:
     """The scratch streams of one server. `settings`: of the service that the buckets belong to."""
 
     def __init__(self, client: FloeClient, settings: ServiceSettings, instance: str, clock: Clock) -> None:
@@ -176,7 +176,7 @@ class Scratch:
         self._owner = new_owner(instance)
 
     @asynccontextmanager
-    async def claimed(self, stream: str) -> AsyncIterator[Lease]:
+    async def hold(self, stream: str) -> AsyncIterator[Lease]:
         """Hold the lease that marks the stream as in use. Remove the stream and its state at the end."""
         if (lease := await (await self._leases()).acquire(state_key("drill", stream))) is None:
             raise Unavailable(f"drill {stream}: another one has this name")
@@ -190,19 +190,19 @@ class Scratch:
         try:
             await delete_stream(self._client, stream)
             state = KeyValue(self._client, self._settings.state_bucket)
-            with suppress(BucketGone):
+            with suppress(BucketDeleted):
                 if await state.get(receipt_key(stream)) is not None:
                     await state.delete(receipt_key(stream))
         except FloeError as error:
-            log.warning("scratch left behind", action="drill_left", stream=stream, error=str(error))
+            log.warning("scratch stream kept", action="scratch_stream_kept", stream=stream, error=str(error))
 
-    async def sweep(self) -> list[str]:
+    async def remove_leftovers(self) -> list[str]:
         """Remove the streams that former drills left, also exact ones. Return their names."""
         leases, names = await self._leases(), list[str]()
-        for subject in (f"{ROOT}.>", f"{GUARD}>"):
-            answer = await ask(self._client, "STREAM.NAMES", {"subject": subject})
-            names += [str(name) for name in answer.get("streams") or [] if str(name).startswith(NAME)]
-        left = [name for name in names if await leases.holder(state_key("drill", name)) is None]
+        for subject in (f"{SCRATCH_SUBJECT_ROOT}.>", f"{RESTORE_PREFIX}>"):
+            answer = await query(self._client, "STREAM.NAMES", {"subject": subject})
+            names += [str(name) for name in answer.get("streams") or [] if str(name).startswith(SCRATCH_PREFIX)]
+        left = [name for name in names if await leases.get_owner(state_key("drill", name)) is None]
         for name in left:
             await self.remove(name)
         return left
@@ -211,27 +211,27 @@ class Scratch:
         return await open_leases(self._client, self._settings, self._owner, self._clock)
 
 
-LAST_SEQUENCES = 10_000  # the range of a drill without bounds
-SLACK = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
+DEFAULT_SEQUENCES = 10_000  # the range of a drill without bounds
+SCRATCH_SLACK_BYTES = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
 
 
 @dataclass(frozen=True, slots=True)
 class DrillReport:
-    """The result of a drill. `full_seconds`: the time of a replay of the whole feed at this rate, None if nothing was
-    replayed. `problems`: errors while the archive was read. `notes`: remarks on the plan, for an operator.
+    """The result of a drill. `full_replay_seconds`: the time of a replay of the whole feed at this rate, None if
+    nothing was replayed. `problems`: errors while the archive was read. `notes`: remarks on the plan, for an operator.
     """
 
-    request: Request
+    request: ReplayRequest
     result: ReplayResult
     plan: ReplayPlan
     differences: Differences
-    full_seconds: float | None
+    full_replay_seconds: float | None
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        return 0 if self.differences.none and not self.plan.holes and not self.problems else DIFFERENCES
+        return 0 if self.differences.is_empty and not self.plan.holes and not self.problems else EXIT_DIFFERENCES
 
     def as_json(self) -> dict[str, Any]:
         found = self.differences
@@ -242,7 +242,7 @@ class DrillReport:
             "bytes": self.result.bytes,
             "seconds": round(self.result.seconds, 3),
             "rows_per_second": round(self.result.rate),
-            "full_restore_seconds": self.full_seconds and round(self.full_seconds, 3),
+            "full_restore_seconds": self.full_replay_seconds and round(self.full_replay_seconds, 3),
             **{name: value for name, value in asdict(found).items() if name != "found"},
             "holes": self.plan.as_json()["holes"],
             "problems": list(self.problems),
@@ -252,14 +252,14 @@ class DrillReport:
     def lines(self) -> Iterator[str]:
         result, feed = self.result, f"{self.request.site}/{self.request.feed}"
         took = f"{duration_words(result.seconds)}, {result.rate:,.0f} msg/s"
-        yield f"{feed}: {counted(self.differences.found, 'message')}, {size_words(result.bytes)} in {took}"
+        yield f"{feed}: {format_count(self.differences.found, 'message')}, {size_words(result.bytes)} in {took}"
         yield f"{'as in the archive' if self.exit_code == 0 else 'NOT WELL'}: {self.differences.line()}"
         yield from self.differences.examples
         yield from self.problems
         yield from (f"hole: {hole.chain} {hole.rows}" for hole in self.plan.holes[:10])
         yield from (f"note: {note}" for note in self.notes)
-        if self.full_seconds is not None:
-            yield f"the whole feed would take about {duration_words(self.full_seconds)}"
+        if self.full_replay_seconds is not None:
+            yield f"the whole feed would take about {duration_words(self.full_replay_seconds)}"
 
 
 _FOREIGN = Chain("unknown", "unknown")  # messages of the scratch stream that Floe did not write
@@ -274,90 +274,90 @@ class Drill:
         store: SegmentStore,
         documents: ChainStore,
         clock: Clock,
-        teller: Teller,
+        progress: Progress,
         storage: str = "file",
     ) -> None:
         self._settings, self._store, self._documents = settings, store, documents
-        self._clock, self._teller, self._storage = clock, teller, storage
+        self._clock, self._progress, self._storage = clock, progress, storage
         number = secrets.token_hex(6)
-        self.stream, self.prefix = f"{NAME}{number}", f"{ROOT}.{number}"
-        self._threads = Threads("drill", 2)
+        self.stream, self.prefix = f"{SCRATCH_PREFIX}{number}", f"{SCRATCH_SUBJECT_ROOT}.{number}"
+        self._threads = ThreadPool("drill", 2)
 
-    async def run(self, request: Request, stop: Stop) -> DrillReport:
+    async def run(self, request: ReplayRequest, stop: Stop) -> DrillReport:
         """Drill `request`; its target and prefix are `stream` and `prefix`.
 
         Raises Unavailable if `stop` is set before the end. The scratch stream is removed in every case.
         """
-        request = await self._threads.run(self._bounded, request)
+        request = await self._threads.run(self._with_bounds, request)
         options = ReplayOptions(allow_lossy=True, skip_holes=True)
-        work = Replay(self._settings, request, options, self._store, self._documents, self._clock, self._teller)
+        work = Replay(self._settings, request, options, self._store, self._documents, self._clock, self._progress)
         try:
-            async with work.connected() as client:
-                return await self._drilled(work, client, stop)
+            async with work.open_connection() as client:
+                return await self._run_scratch(work, client, stop)
         except Stopped as error:
             # Its commands name the scratch stream, which is gone by now.
-            again = command("drill", replace(request, target="", prefix="").words())
-            error.hint = ways(("mend what the message names, and drill again", again))
+            again = floe_command("drill", replace(request, target="", prefix="").arguments())
+            error.hint = choices(("mend what the message names, and drill again", again))
             raise
         finally:
             self._threads.close()
 
-    async def _drilled(self, work: Replay, client: FloeClient, stop: Stop) -> DrillReport:
-        scratch = Scratch(client, work.service, self._settings.instance, self._clock)
-        for name in await scratch.sweep():
-            self._teller.say(f"removed {name}, which a former drill left")
-        looked = await work.outlook(client)
-        plan, notes = looked.plan, looked.notes
+    async def _run_scratch(self, work: Replay, client: FloeClient, stop: Stop) -> DrillReport:
+        scratch = ScratchStreams(client, work.service, self._settings.instance, self._clock)
+        for name in await scratch.remove_leftovers():
+            self._progress.print(f"removed {name}, which a former drill left")
+        preview = await work.preview(client)
+        plan, notes = preview.plan, preview.notes
 
         async def main() -> DrillReport:
-            most = 2 * plan.raw_bytes + 1024 * plan.rows + SLACK
+            most = 2 * plan.raw_bytes + 1024 * plan.rows + SCRATCH_SLACK_BYTES
             await create_stream(client, scratch_config(self.stream, self.prefix, self._storage, most))
-            return replace(await self._compared(work, client, plan, stop), notes=notes)
+            return replace(await self._replay_and_compare(work, client, plan, stop), notes=notes)
 
-        async with scratch.claimed(self.stream) as lease:
-            return await while_held(lease, main())
+        async with scratch.hold(self.stream) as lease:
+            return await run_with_renewal(lease, main())
 
-    async def _compared(self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: Stop) -> DrillReport:
+    async def _replay_and_compare(self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: Stop) -> DrillReport:
         result = await work.run(client, stop)
-        former = await work.former(client)
-        if not result.finished or not isinstance(former, Remembered) or stop.is_set:
+        former = await work.load_former(client)
+        if not result.finished or not isinstance(former, StoredReplay) or stop.is_set:
             raise Unavailable("the drill was stopped before its end", hint="give the same command again")
-        found = await self._found(client)
+        found = await self._read_scratch(client)
         ranges, problems = former.receipt.ranges, list[str]()
-        expected = await self._threads.run(self._expected, ranges, problems)
-        compared = (compare(expected[chain], found[chain], str(chain)) for chain in sorted({*expected, *found}))
+        expected = await self._threads.run(self._read_archive, ranges, problems)
+        compared = (compare_trails(expected[chain], found[chain], str(chain)) for chain in sorted({*expected, *found}))
         total = reduce(Differences.plus, compared, Differences())
         # The plan reports holes; accepted ones do not count.
-        told = tuple(line for line in problems if not line.startswith("no segment covers"))
-        full = await self._threads.run(self._full_seconds, work.request, plan, result)
-        return DrillReport(work.request, result, plan, total, full, told)
+        reported = tuple(line for line in problems if not line.startswith("no segment covers"))
+        full = await self._threads.run(self._full_replay_seconds, work.request, plan, result)
+        return DrillReport(work.request, result, plan, total, full, reported)
 
-    def _bounded(self, request: Request) -> Request:
-        """Return `request`, for the last `LAST_SEQUENCES` sequences if it has no bounds. Blocking."""
-        if any((request.by_sequence, request.from_time, request.to_time, request.since, request.until)):
+    def _with_bounds(self, request: ReplayRequest) -> ReplayRequest:
+        """Return `request`, for the last `DEFAULT_SEQUENCES` sequences if it has no bounds. Blocking."""
+        if any((request.has_sequence_bounds, request.from_time, request.to_time, request.since, request.until)):
             return request
         chains = request.chains(known_chains(self._documents, request))
         newest = [chain for chain in chains if chain.incarnation == chains[-1].incarnation]
         ends = [ref.coverage.last for chain in newest for ref in self._store.list(chain)]
         if not ends:
             return request
-        first = max(1, max(ends) - LAST_SEQUENCES + 1)
+        first = max(1, max(ends) - DEFAULT_SEQUENCES + 1)
         return replace(request, incarnation=newest[0].incarnation, from_sequence=first)
 
     # Messages found, and messages expected
 
-    async def _found(self, client: FloeClient) -> defaultdict[Chain, Trail]:
+    async def _read_scratch(self, client: FloeClient) -> defaultdict[Chain, MessageTrail]:
         if (info := await stream_info(client, self.stream)) is None:
             raise Unavailable(f"scratch stream {self.stream} is gone")
-        trails, strip = defaultdict[Chain, Trail](Trail), len(self.prefix) + 1
+        trails, strip = defaultdict[Chain, MessageTrail](MessageTrail), len(self.prefix) + 1
 
         read = 0
 
         def take(stored: Message) -> None:
             nonlocal read
             read += 1
-            self._tell(f"read back {counted(read, 'message')} of {info.messages:,}", read)
-            origin, headers = restore(stored.headers)
+            self._print_progress(f"read back {format_count(read, 'message')} of {info.messages:,}", read)
+            origin, headers = split_provenance(stored.headers)
             if origin is None:
                 trails[_FOREIGN].add(stored)
                 return
@@ -365,30 +365,30 @@ class Drill:
             trails[origin.chain].add(Message(origin.sequence, origin.timestamp_ns, subject, headers, stored.payload))
 
         if info.messages:
-            await read_through(client, info.name, info.last_sequence, take)
+            await for_each_message(client, info.name, info.last_sequence, take)
         return trails
 
-    def _expected(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> defaultdict[Chain, Trail]:
+    def _read_archive(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> defaultdict[Chain, MessageTrail]:
         """Read the messages of the archive, by another code path than the replay. Blocking."""
-        trails, read = defaultdict[Chain, Trail](Trail), 0
+        trails, read = defaultdict[Chain, MessageTrail](MessageTrail), 0
         for each in ranges:
             document = self._documents.read_chain(each.chain)
             relay = document is not None and document.relay
             refs = self._store.list(each.chain, position=each.rows.first)
             for batch in read_cover(self._store, refs, each.rows, problems.append):
                 read += batch.num_rows
-                self._tell(f"read {counted(read, 'message')} of the archive to compare", 0)
+                self._print_progress(f"read {format_count(read, 'message')} of the archive to compare", 0)
                 for message in messages(batch):
                     # Earlier hops of a relay are mixed with those that the replay adds.
-                    kept = replace(message, headers=restore(message.headers)[1]) if relay else message
+                    kept = replace(message, headers=split_provenance(message.headers)[1]) if relay else message
                     trails[each.chain].add(kept)
         return trails
 
-    def _tell(self, text: str, count: int) -> None:
+    def _print_progress(self, text: str, count: int) -> None:
         if count % 1000 == 0:
-            self._teller.progress(text, self._clock.monotonic())
+            self._progress.update(text, self._clock.monotonic())
 
-    def _full_seconds(self, request: Request, plan: ReplayPlan, result: ReplayResult) -> float | None:
+    def _full_replay_seconds(self, request: ReplayRequest, plan: ReplayPlan, result: ReplayResult) -> float | None:
         drilled = sum(p.stretch.segment.size * p.rows / max(1, p.footer.rows) for p in plan.parts)
         if not drilled:
             return None

@@ -11,10 +11,10 @@ from common.errors import UsageError
 from common.settings.types import parse_size
 from common.tasks import Stop, wait_for
 from ingress.publishers.publisher import Outcome, Publisher
-from ingress.rows.rows import Ready, Rows
+from ingress.rows.rows import Rows, WireMessage
 
-BURST = 0.25  # seconds of the rate that may be sent at once after a pause
-LONGEST_WAIT = 0.5  # seconds until the next check of the pace
+BURST_S = 0.25  # seconds of the rate that may be sent at once after a pause
+MAX_WAIT_S = 0.5  # seconds until the next check of the pace
 
 
 @dataclass
@@ -23,19 +23,19 @@ class Pace:
 
     rate: float
     tokens: float = 0.0
-    at: float | None = None
+    refilled_at: float | None = None
 
-    def allowed(self, now: float, sizes: Sequence[int]) -> tuple[int, float]:
+    def admit(self, now: float, sizes: Sequence[int]) -> tuple[int, float]:
         """Return how many of the next messages may be sent at `now` (monotonic seconds); if none, also the seconds to
         wait. These messages count as sent. `sizes`: the bytes of each message, not empty.
         """
-        return self.take(now, sizes)
+        return self.take_tokens(now, sizes)
 
-    def take(self, now: float, costs: Sequence[int]) -> tuple[int, float]:
-        first, before = self.at is None, now if self.at is None else self.at
-        self.tokens, self.at = min(self.rate * BURST, self.tokens + self.rate * (now - before)), now
+    def take_tokens(self, now: float, costs: Sequence[int]) -> tuple[int, float]:
+        first, before = self.refilled_at is None, now if self.refilled_at is None else self.refilled_at
+        self.tokens, self.refilled_at = min(self.rate * BURST_S, self.tokens + self.rate * (now - before)), now
         if self.tokens <= 0 and not first:
-            return 0, min(LONGEST_WAIT, max(0.001, (min(1, self.rate * BURST) - self.tokens) / self.rate))
+            return 0, min(MAX_WAIT_S, max(0.001, (min(1, self.rate * BURST_S) - self.tokens) / self.rate))
         count = max(1, bisect_right(list(accumulate(costs)), self.tokens))
         self.tokens -= sum(costs[:count])
         return count, 0.0
@@ -44,8 +44,8 @@ class Pace:
 class MessageRate(Pace):
     """A pace of at most `rate` messages a second."""
 
-    def allowed(self, now: float, sizes: Sequence[int]) -> tuple[int, float]:
-        return self.take(now, [1] * min(len(sizes), int(self.rate * BURST) + 1))
+    def admit(self, now: float, sizes: Sequence[int]) -> tuple[int, float]:
+        return self.take_tokens(now, [1] * min(len(sizes), int(self.rate * BURST_S) + 1))
 
 
 class ByteRate(Pace):
@@ -64,7 +64,7 @@ def pace_of(rate: str) -> Pace | None:
     return MessageRate(value) if number.isdigit() else ByteRate(value)
 
 
-LOOK_AHEAD = 5_000  # the most messages in one call of `Pace.allowed`
+ADMIT_MESSAGES = 5_000  # the most messages in one call of `Pace.admit`
 
 
 class Interrupted(Exception):
@@ -82,43 +82,43 @@ class PacedPublisher:
         self._inner, self._pace, self._clock, self._stop = inner, pace, clock, stop
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
-        sizes = upcoming(rows, stored)
+        sizes = next_sizes(rows, stored)
         while True:
             if self._stop.is_set:
                 raise Interrupted
-            count, wait = self._pace.allowed(self._clock.monotonic(), sizes)
+            count, wait = self._pace.admit(self._clock.monotonic(), sizes)
             if count:
-                return await self._inner.publish(Head(rows, stored + count), base, stored)
+                return await self._inner.publish(RowsPrefix(rows, stored + count), base, stored)
             await wait_for(self._stop, wait)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
 
 
-class Head(Rows):
+class RowsPrefix(Rows):
     """The messages of `rows` up to index `count` (exclusive)."""
 
     def __init__(self, rows: Rows, count: int) -> None:
         super().__init__(rows.blocks)
         self.count = min(count, rows.count)
 
-    def messages(self, start: int, stop: int) -> Iterator[Ready]:
+    def messages(self, start: int, stop: int) -> Iterator[WireMessage]:
         return super().messages(start, min(stop, self.count))
 
-    def stop(self, start: int, most: int, most_bytes: int) -> int:
-        return min(self.count, super().stop(start, most, most_bytes))
+    def batch_end(self, start: int, max_messages: int, max_bytes: int) -> int:
+        return min(self.count, super().batch_end(start, max_messages, max_bytes))
 
 
-def upcoming(rows: Rows, start: int) -> list[int]:
-    """Return the bytes of each of the next messages, at most `LOOK_AHEAD` of them."""
+def next_sizes(rows: Rows, start: int) -> list[int]:
+    """Return the bytes of each of the next messages, at most `ADMIT_MESSAGES` of them."""
     sizes: list[int] = []
     before = 0
     for block in rows.blocks:
         skip, before = max(0, start - before), before + block.piece.count
         if (batch := block.batch) is None or skip >= len(batch.sequences):
             continue
-        ends = [0, *batch.ends]
+        ends = [0, *batch.byte_ends]
         sizes += [end - begin for begin, end in zip(ends[skip:], ends[skip + 1 :], strict=False)]
-        if len(sizes) >= LOOK_AHEAD:
+        if len(sizes) >= ADMIT_MESSAGES:
             break
-    return sizes[:LOOK_AHEAD]
+    return sizes[:ADMIT_MESSAGES]

@@ -8,12 +8,12 @@ from typing import Any
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import UsageError
-from common.segments.segment import UNREAD, Footer, Ledger, Reason, SegmentRef
+from common.segments.segment import UNREAD_REASONS, Footer, Ledger, Reason, SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
-from ingress.replay.request import Request
+from ingress.replay.request import ReplayRequest
 
 # Reasons for the absence of a message that nobody chose to delete.
-LOSSY = (Reason.SAMPLED_OUT, Reason.TOO_OLD, *UNREAD, Reason.LOST)
+LOSSY_REASONS = (Reason.SAMPLED_OUT, Reason.TOO_OLD, *UNREAD_REASONS, Reason.LOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,33 +28,33 @@ class ChainRange:
 class ReplayPart:
     """A stretch that will be read, and the footer of its segment.
 
-    `gone`: an upper bound for the unread sequences of this segment that no other segment has either; None if no other
-    segment covers any of them.
+    `missing_sequences`: an upper bound for the unread sequences of this segment that no other segment has either; None
+    if no other segment covers any of them.
     """
 
     stretch: Stretch[SegmentRef]
     footer: Footer
-    gone: int | None = None
+    missing_sequences: int | None = None
 
     @property
     def is_exact(self) -> bool:
-        return self.gone is None and self.stretch.rows.encloses(self.stretch.segment.coverage)
+        return self.missing_sequences is None and self.stretch.rows.encloses(self.stretch.segment.coverage)
 
     @property
     def rows(self) -> int:
         """Its messages; an upper bound if only a part is wanted, or if other segments may hold some of them."""
-        return min(self.kept, len(self.stretch.rows))
+        return min(self.row_count, len(self.stretch.rows))
 
     @property
-    def kept(self) -> int:
+    def row_count(self) -> int:
         return self.footer.rows + self.footer.ledger.unread() - self.ledger.unread()
 
     @property
     def ledger(self) -> Ledger:
-        if self.gone is None:
+        if self.missing_sequences is None:
             return self.footer.ledger
-        counts, left = dict(self.footer.ledger.counts), self.gone
-        for reason in UNREAD:
+        counts, left = dict(self.footer.ledger.counts), self.missing_sequences
+        for reason in UNREAD_REASONS:
             counts[reason] = min(counts.get(reason, 0), left)
             left -= counts[reason]
         return Ledger({reason: count for reason, count in counts.items() if count})
@@ -127,16 +127,16 @@ class ReplayPlan:
         return total
 
     @property
-    def missing(self) -> int:
+    def missing_messages(self) -> int:
         """Messages that the archive does not hold and that were not deleted, in the segments that are read."""
-        return sum(self.ledger.counts.get(reason, 0) for reason in LOSSY)
+        return sum(self.ledger.counts.get(reason, 0) for reason in LOSSY_REASONS)
 
     @property
     def is_lossy(self) -> bool:
-        return bool(self.missing) or any(part.footer.sampling is not None for part in self.parts)
+        return bool(self.missing_messages) or any(part.footer.sampling is not None for part in self.parts)
 
     @property
-    def times(self) -> tuple[int, int] | None:
+    def time_range_ns(self) -> tuple[int, int] | None:
         """The times (ns) of the first and the last message of the segments; None without messages."""
         found = [part.footer for part in self.parts if part.footer.rows]
         first = [f.first_timestamp_ns for f in found if f.first_timestamp_ns is not None]
@@ -144,18 +144,18 @@ class ReplayPlan:
         return (min(first), max(last)) if first and last else None
 
     def as_json(self) -> dict[str, Any]:
-        kept = sum(part.kept for part in self.parts)
+        row_count = sum(part.row_count for part in self.parts)
         return {
             "rows": self.rows,
             "exact": self.is_exact,
             "raw_bytes": self.raw_bytes,
             "bytes_to_read": self.bytes_to_read,
             "segments": len(self.parts),
-            "first_timestamp_ns": self.times and self.times[0],
-            "last_timestamp_ns": self.times and self.times[1],
+            "first_timestamp_ns": self.time_range_ns and self.time_range_ns[0],
+            "last_timestamp_ns": self.time_range_ns and self.time_range_ns[1],
             "lossy": self.is_lossy,
-            "kept": kept,
-            "of": kept + self.missing,
+            "kept": row_count,
+            "of": row_count + self.missing_messages,
             "ledger": self.ledger.to_json(),
             "holes": [range_json(hole) for hole in self.holes],
             "accepted_gaps": [range_json(hole) for hole in self.accepted],
@@ -167,7 +167,7 @@ def range_json(each: ChainRange) -> dict[str, Any]:
     return {**each.chain.log_context(), "first": each.rows.first, "last": each.rows.last}
 
 
-def stretches_of(
+def split_range(
     refs: Iterable[SegmentRef], rows: SequenceRange, accepted: Sequence[SequenceRange]
 ) -> tuple[list[Stretch[SegmentRef]], list[SequenceRange], list[SequenceRange]]:
     """Return the cover of `rows`, its holes, and the holes that lie within accepted gaps.
@@ -181,21 +181,19 @@ def stretches_of(
     return found, sorted([*left, *given_up]), given_up
 
 
-def asked_range(
-    begins: int, covered: int, ends: int | None, first: int | None, last: int | None
-) -> SequenceRange | None:
-    """Return the sequences to replay of a chain that begins at `begins` and is covered up to `covered` (0: not at all);
+def clip_range(begin: int, covered: int, end: int | None, first: int | None, last: int | None) -> SequenceRange | None:
+    """Return the sequences to replay of a chain that begins at `begin` and is covered up to `covered` (0: not at all);
     None if there are none.
 
-    `ends`: the end of its incarnation, None if it has not ended; no later sequence is ever replayed. `first`, `last`:
+    `end`: the end of its incarnation, None if it has not ended; no later sequence is ever replayed. `first`, `last`:
     the requested bounds.
     """
-    low = max(begins, first or 1)
-    high = min(covered if last is None else last, covered, MAX_SEQUENCE if ends is None else ends)
+    low = max(begin, first or 1)
+    high = min(covered if last is None else last, covered, MAX_SEQUENCE if end is None else end)
     return SequenceRange(low, high) if low <= high else None
 
 
-Moments = tuple[int | None, int | None]
+TimeBounds = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,21 +208,23 @@ class ArchivedSpan:
     last_ns: int | None = None
 
 
-def check_meets(request: Request, moments: Moments, archive: Sequence[ArchivedSpan], gone: Sequence[str] = ()) -> None:
-    """Raise UsageError if the bounds of `request` are before or after the whole archive. `gone`: lines about requested
-    sequences that retention deleted.
+def check_overlap(
+    request: ReplayRequest, moments: TimeBounds, archive: Sequence[ArchivedSpan], deleted_notes: Sequence[str] = ()
+) -> None:
+    """Raise UsageError if the bounds of `request` are before or after the whole archive. `deleted_notes`: lines about
+    requested sequences that retention deleted.
 
     A range without messages inside the archive is permitted, and so is an archive that is still empty.
     """
     held = [each for each in archive if each.rows is not None]
-    if held and not any(_meets(request, moments, each) for each in held):
+    if held and not any(_overlaps(request, moments, each) for each in held):
         raise UsageError(
-            f"{_asked(request)}: expected a range that meets the archive of {_extent(held)}",
-            hint="; ".join([*gone, "look at the dates and the zone; without bounds all of it is replayed"]),
+            f"{_bounds_text(request)}: expected a range that meets the archive of {_archive_text(held)}",
+            hint="; ".join([*deleted_notes, "look at the dates and the zone; without bounds all of it is replayed"]),
         )
 
 
-def _meets(request: Request, moments: Moments, held: ArchivedSpan) -> bool:
+def _overlaps(request: ReplayRequest, moments: TimeBounds, held: ArchivedSpan) -> bool:
     assert held.rows is not None, "only chains that hold something are asked"
     begin, end = moments
     too_late = (request.from_sequence or 1) > held.rows.last
@@ -234,19 +234,19 @@ def _meets(request: Request, moments: Moments, held: ArchivedSpan) -> bool:
     return not (too_late or too_early or too_new or too_old)
 
 
-def _asked(request: Request) -> str:
+def _bounds_text(request: ReplayRequest) -> str:
     return request.bounds("from_sequence", "from_time", "since", "to_sequence", "to_time", "until")
 
 
-def _extent(held: Sequence[ArchivedSpan]) -> str:
+def _archive_text(held: Sequence[ArchivedSpan]) -> str:
     chain, rows = held[0].chain, [each.rows for each in held if each.rows is not None]
     numbers = [each.chain.incarnation for each in held]
     incarnations = " to ".join(f"{number:04d}" for number in sorted({min(numbers), max(numbers)}))
     first = [each.first_ns for each in held if each.first_ns is not None]
     last = [each.last_ns for each in held if each.last_ns is not None]
     times = f", from {time_text(min(first))} to {time_text(max(last))}" if first and last else ""
-    which = f"{chain.site}/{chain.feed} (incarnation {incarnations})"
-    return f"{which}: sequences {min(r.first for r in rows)} to {max(r.last for r in rows)}{times}"
+    chain_text = f"{chain.site}/{chain.feed} (incarnation {incarnations})"
+    return f"{chain_text}: sequences {min(r.first for r in rows)} to {max(r.last for r in rows)}{times}"
 
 
 def time_text(timestamp_ns: int) -> str:

@@ -12,20 +12,20 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import FloeError, Stopped
-from common.exits import ways
+from common.exits import choices
 from common.jetstream.kv import KeyValue, KvEntry, state_key
 from common.sequences import SequenceRange
 from ingress.checkpoint import TargetState
 from ingress.checkpoint_store import from_json
 from ingress.replay.plan import ChainRange
-from ingress.replay.request import Advice, Request
+from ingress.replay.request import ReplayHints, ReplayRequest
 
-ROLE = "replay"
-VERSION = 1
+REPLAY_ROLE = "replay"
+RECEIPT_VERSION = 1
 
 
 def receipt_key(target: str) -> str:
-    return state_key(ROLE, target)
+    return state_key(REPLAY_ROLE, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Receipt:
     finished. `skips_holes`: the operator allowed it.
     """
 
-    request: Request
+    request: ReplayRequest
     ranges: tuple[ChainRange, ...]
     base: int
     rows: int
@@ -60,7 +60,7 @@ class Receipt:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Receipt:
         """Parse a receipt. Raises ValueError, KeyError, TypeError, FloeError."""
-        request = Request.from_json(document["request"])
+        request = ReplayRequest.from_json(document["request"])
         ranges = [
             ChainRange(Chain.parse(chain), SequenceRange(int(first), int(last)))
             for chain, first, last in document["ranges"]
@@ -71,7 +71,7 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class StoredReplay:
     """A stored replay: the receipt, the target's state, and the revision of the key."""
 
     receipt: Receipt
@@ -80,38 +80,38 @@ class Remembered:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnreadableReplay:
     """A stored value that this version of Floe did not write: the reason, and the revision of the key."""
 
-    why: str
+    reason: str
     revision: int
 
 
-async def remembered(bucket: KeyValue, target: str) -> Remembered | Unreadable | None:
+async def load_replay(bucket: KeyValue, target: str) -> StoredReplay | UnreadableReplay | None:
     """Return the last replay into `target`; None if there was none. Raises Unavailable."""
     if (entry := await bucket.get(receipt_key(target))) is None:
         return None
     try:
-        receipt, inner = _parsed(entry.value)
-        return Remembered(receipt, from_json(target, inner), entry.revision)
+        receipt, inner = _parse(entry.value)
+        return StoredReplay(receipt, from_json(target, inner), entry.revision)
     except (ValueError, Stopped) as error:
-        return Unreadable(str(error), entry.revision)
+        return UnreadableReplay(str(error), entry.revision)
 
 
-def unreadable(advice: Advice, why: str) -> Stopped:
+def unreadable_replay_error(hints: ReplayHints, reason: str) -> Stopped:
     return Stopped(
-        f"stored state of the replay into {advice.request.target} cannot be read: {why}",
-        hint=advice.anew(),
+        f"stored state of the replay into {hints.request.target} cannot be read: {reason}",
+        hint=hints.restart_hint(),
         code="E-STATE-KV",
     )
 
 
-def other(advice: Advice, receipt: Receipt) -> Stopped:
-    request, found = advice.request, receipt.request
+def other_replay_error(hints: ReplayHints, receipt: Receipt) -> Stopped:
+    request, found = hints.request, receipt.request
     return Stopped(
-        f"target {request.target}: another replay into it is not finished: expected {request.words()}, "
-        f"found {found.words()}",
-        hint=ways(("finish that one", Advice(found).same()), advice.anew("or ")),
+        f"target {request.target}: another replay into it is not finished: expected {request.arguments()}, "
+        f"found {found.arguments()}",
+        hint=choices(("finish that one", ReplayHints(found).command()), hints.restart_hint("or ")),
         code="E-REPLAY-OTHER",
     )
 
@@ -126,32 +126,32 @@ class ReceiptBucket:
         """Return the state alone. Raises Stopped if the receipt around it is unreadable, or of another replay."""
         if (entry := await self._bucket.get(key)) is None:
             return None
-        advice = Advice(self.receipt.request)
+        hints = ReplayHints(self.receipt.request)
         try:
-            receipt, inner = _parsed(entry.value)
+            receipt, inner = _parse(entry.value)
         except ValueError as error:
-            raise unreadable(advice, str(error)) from error
-        if receipt.request.digest != advice.request.digest:
-            raise other(advice, receipt)
+            raise unreadable_replay_error(hints, str(error)) from error
+        if receipt.request.digest != hints.request.digest:
+            raise other_replay_error(hints, receipt)
         return KvEntry(inner, entry.revision)
 
     async def create(self, key: str, value: bytes) -> int | None:
-        return await self._bucket.create(key, self._wrapped(value))
+        return await self._bucket.create(key, self._wrap(value))
 
     async def update(self, key: str, value: bytes, revision: int) -> int | None:
-        return await self._bucket.update(key, self._wrapped(value), revision)
+        return await self._bucket.update(key, self._wrap(value), revision)
 
-    def _wrapped(self, state: bytes) -> bytes:
+    def _wrap(self, state: bytes) -> bytes:
         head = json.dumps(self.receipt.to_json(), separators=(",", ":")).encode()
-        return b'{"version":%d,"replay":%b,"state":%b}' % (VERSION, head, state)
+        return b'{"version":%d,"replay":%b,"state":%b}' % (RECEIPT_VERSION, head, state)
 
 
-def _parsed(raw: bytes) -> tuple[Receipt, bytes]:
+def _parse(raw: bytes) -> tuple[Receipt, bytes]:
     """Return the receipt, and the state within. Raises ValueError."""
     try:
         document = json.loads(raw)
-        if document["version"] != VERSION:
-            raise ValueError(f"version: expected {VERSION}, found {document['version']!r:.40}")
+        if document["version"] != RECEIPT_VERSION:
+            raise ValueError(f"version: expected {RECEIPT_VERSION}, found {document['version']!r:.40}")
         receipt = Receipt.from_json(document["replay"])
         return receipt, json.dumps(document["state"], separators=(",", ":")).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, FloeError) as error:

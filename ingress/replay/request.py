@@ -12,17 +12,17 @@ from typing import Any
 from common.chain import Chain
 from common.clock import NS_PER_S, parse_time
 from common.errors import UsageError
-from common.exits import command, ways
-from common.segments.documents import BEFORE_GIVING_UP, accept_command
-from common.segments.keys import unknown
+from common.exits import choices, floe_command
+from common.segments.documents import HOLE_HINT, accept_command
+from common.segments.keys import unknown_name_error
 from common.sequences import SequenceRange
 from common.settings.types import format_duration, is_filter
 from ingress.replay.pace import Pace
-from ingress.verdict.settle import LOOK_SPACING
+from ingress.verdict.settle import CONFIRM_INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReplayRequest:
     """The messages to replay, and their target.
 
     `incarnation`, `partition`: None for all that the range touches. `from_time`, `to_time`: as they were typed, with a
@@ -63,10 +63,10 @@ class Request:
             raise UsageError(f"--from-time: expected before --to-time {self.to_time}, found {self.from_time}")
 
     @property
-    def by_sequence(self) -> bool:
+    def has_sequence_bounds(self) -> bool:
         return bool(self.from_sequence or self.to_sequence)
 
-    def is_behind(self, end: int) -> bool:
+    def begins_after(self, end: int) -> bool:
         return self.incarnation is not None and (self.from_sequence or 0) > end
 
     def moments(self, now: float) -> tuple[int | None, int | None]:
@@ -87,12 +87,12 @@ class Request:
 
     def bounds(self, *names: str) -> str:
         """Return the given options among these keys, as they were typed."""
-        said = {
+        typed = {
             name: format_duration(value) if isinstance(value, float) else value
             for name in names
             if (value := getattr(self, name))
         }
-        return " ".join(f"{_option(name)} {value}" for name, value in said.items())
+        return " ".join(f"{_option(name)} {value}" for name, value in typed.items())
 
     def chains(self, known: Sequence[Chain]) -> list[Chain]:
         """Return the requested chains of `known`, by incarnation and partition. `known`: every chain if none is of the
@@ -103,16 +103,16 @@ class Request:
         """
         feed = [c for c in known if (c.site, c.feed) == (self.site, self.feed)]
         if not feed:
-            raise unknown({(c.site, c.feed) for c in known}, self.site, self.feed)
+            raise unknown_name_error({(c.site, c.feed) for c in known}, self.site, self.feed)
         newest = max(c.incarnation for c in feed)
-        wanted = newest if self.incarnation is None and self.by_sequence else self.incarnation
+        wanted = newest if self.incarnation is None and self.has_sequence_bounds else self.incarnation
         found = [c for c in feed if wanted in (None, c.incarnation) and self.partition in (None, c.partition)]
         if not found:
-            there = sorted(f"{c.incarnation:04d}/{c.partition}" for c in feed)
-            asked = [] if wanted is None else [f"incarnation {wanted}"]
-            asked += [] if self.partition is None else [f"partition {self.partition}"]
-            where = f"{self.site}/{self.feed}"
-            raise UsageError(f"{where}: expected one of {', '.join(there[:20])}, found {', '.join(asked)}")
+            known_keys = sorted(f"{c.incarnation:04d}/{c.partition}" for c in feed)
+            wanted_keys = [] if wanted is None else [f"incarnation {wanted}"]
+            wanted_keys += [] if self.partition is None else [f"partition {self.partition}"]
+            name = f"{self.site}/{self.feed}"
+            raise UsageError(f"{name}: expected one of {', '.join(known_keys[:20])}, found {', '.join(wanted_keys)}")
         return sorted(found, key=lambda c: (c.incarnation, c.partition))
 
     # Forms of the request
@@ -126,7 +126,7 @@ class Request:
         }
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Request:
+    def from_json(cls, document: dict[str, Any]) -> ReplayRequest:
         """Parse a request. Raises TypeError, UsageError."""
         return cls(**{**document, "subjects": tuple(document.get("subjects", ()))})
 
@@ -137,7 +137,7 @@ class Request:
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
-    def words(self) -> str:
+    def arguments(self) -> str:
         words: list[str] = []
         for name, value in self.to_json().items():
             if name in ("since", "until"):
@@ -164,7 +164,7 @@ def _time(option: str, text: str) -> int:
 
 
 # Options without a value.
-FLAGS = ("create", "append", "allow_lossy", "skip_holes", "again")
+FLAG_OPTIONS = ("create", "append", "allow_lossy", "skip_holes", "again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ class ReplayOptions:
     """The options of one replay. `again`: begin from the start, regardless of the record of a former replay. `pace`:
     None for as fast as possible.
 
-    `paced`: the options of the pace, to repeat them. `look_spacing`: seconds between the three reads of the target that
-    confirm a verdict.
+    `pace_arguments`: the options of the pace, to repeat them. `reading_spacing_s`: seconds between the three reads of
+    the target that confirm a verdict.
     """
 
     create: bool = False
@@ -182,14 +182,14 @@ class ReplayOptions:
     skip_holes: bool = False
     again: bool = False
     pace: Pace | None = None
-    paced: tuple[str, ...] = ()
-    look_spacing: float = LOOK_SPACING
+    pace_arguments: tuple[str, ...] = ()
+    reading_spacing_s: float = CONFIRM_INTERVAL_S
 
-    def words(self) -> Iterator[str]:
-        for name in FLAGS:
+    def arguments(self) -> Iterator[str]:
+        for name in FLAG_OPTIONS:
             if getattr(self, name):
                 yield f"--{name.replace('_', '-')}"
-        yield from self.paced
+        yield from self.pace_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,59 +214,59 @@ class ReplayResult:
         return {**asdict(self), "seconds": round(self.seconds, 3), "rows_per_second": round(self.rate)}
 
 
-SHOWN = 10  # holes
+MAX_SHOWN_HOLES = 10  # holes
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class ReplayHints:
     """The commands of one replay, for hints. `options`: those of its command line; each command repeats them."""
 
-    request: Request
+    request: ReplayRequest
     options: ReplayOptions = field(default_factory=ReplayOptions)
 
-    def _of(self, **changes: Any) -> Advice:
+    def _with(self, **changes: Any) -> ReplayHints:
         return replace(self, request=replace(self.request, **changes))
 
-    def same(self, *more: str) -> str:
-        return command("replay", self.request.words(), *dict.fromkeys([*self.options.words(), *more]))
+    def command(self, *more: str) -> str:
+        return floe_command("replay", self.request.arguments(), *dict.fromkeys([*self.options.arguments(), *more]))
 
-    def anew(self, before: str = "") -> str:
-        return ways((f"{before}empty the target, and begin anew", self.empty, self.same("--again")))
+    def restart_hint(self, before: str = "") -> str:
+        return choices((f"{before}empty the target, and begin anew", self.purge_command, self.command("--again")))
 
-    def not_created(self, *, is_taken: bool) -> str:
+    def not_created_hint(self, *, is_taken: bool) -> str:
         if not is_taken:
-            return ways(("mend what the server names, and give the same command again", self.same()))
+            return choices(("mend what the server names, and give the same command again", self.command()))
         apart = f"{self.request.target}_ALL"
         apart += "_2" if self.request.prefix == apart else ""
-        below = self._of(prefix=apart, into_source=False)
+        below = self._with(prefix=apart, into_source=False)
         taken = "another stream takes these subjects, and no second one can; replay below a prefix of its own"
-        return ways((taken, below.same()))
+        return choices((taken, below.command()))
 
     @property
-    def empty(self) -> str:
+    def purge_command(self) -> str:
         return f"nats stream purge {shlex.quote(self.request.target)} --force"
 
-    def source(self, name: str) -> str:
+    def source_hint(self, name: str) -> str:
         """Return the hint for a target that is not the source. `name`: the source of the feed; empty: not known."""
-        words, other = f"replay into {self.request.target}, which is another stream", self._of(into_source=False)
+        words, other = f"replay into {self.request.target}, which is another stream", self._with(into_source=False)
         if not name:
-            return ways((words, other.same()))
-        return ways(("replay into the source", self._of(target=name).same()), (f"or {words}", other.same()))
+            return choices((words, other.command()))
+        return choices(("replay into the source", self._with(target=name).command()), (f"or {words}", other.command()))
 
-    def holes(self, chain: Chain, holes: tuple[SequenceRange, ...]) -> str:
-        given_up = [accept_command(chain, hole) for hole in holes[:SHOWN]]
+    def hole_hint(self, chain: Chain, holes: tuple[SequenceRange, ...]) -> str:
+        given_up = [accept_command(chain, hole) for hole in holes[:MAX_SHOWN_HOLES]]
         last = "only when nobody has them any more, give them up for all targets"
-        skip = (f"{BEFORE_GIVING_UP}; or go on without them", self.same("--skip-holes"))
-        return ways(skip, (last, *given_up))
+        skip = (f"{HOLE_HINT}; or go on without them", self.command("--skip-holes"))
+        return choices(skip, (last, *given_up))
 
-    def refused(self, code: str) -> str:
-        name, again = shlex.quote(self.request.target), self.same()
+    def refused_hint(self, code: str) -> str:
+        name, again = shlex.quote(self.request.target), self.command()
         if code == "E-SUBJECT":
             edit = f"nats stream edit {name} --subjects SUBJECTS"
             other = f"{self.request.target}_ALL"
-            wide = self._of(target=other, prefix=other, into_source=False).same("--create")
+            wide = self._with(target=other, prefix=other, into_source=False).command("--create")
             everything = "or replay into a stream that takes everything below a prefix"
-            return ways(("let the target take it, and go on", edit, again), (everything, wide))
+            return choices(("let the target take it, and go on", edit, again), (everything, wide))
         edit = f"nats stream edit {name} --max-msg-size=-1 --force"
         raised = "raise the target's limit, or max_payload of its server, and go on"
-        return ways((raised, edit, again))
+        return choices((raised, edit, again))

@@ -14,26 +14,26 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Stopped
-from common.exits import ways
-from common.jetstream.headers import REPLAY
+from common.exits import choices
+from common.jetstream.headers import REPLAY_HEADER
 from common.logs import get_logger
 from common.segments.documents import ChainStore, Floor
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, cover
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.subjects import matches
-from common.tasks import Stop, unless
-from ingress.chains.chain_state import AskLimits, ChainRegistry
+from common.tasks import Stop, run_until_stopped
+from ingress.chains.chain_state import ChainRegistry, ReadLimits
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, Intent, IntentPiece
 from ingress.replay.plan import ChainRange
-from ingress.replay.request import Advice, Request
-from ingress.rows.decoder import Decoder, HowRead, Relays
+from ingress.replay.request import ReplayHints, ReplayRequest
+from ingress.rows.decoder import DecodeOptions, Decoder, RelayFlags
 from ingress.rows.prepare import Prepared, Preparer, SubjectRule, TargetLimits
-from ingress.rows.rows import Block, DecodedAhead, Rows
+from ingress.rows.rows import Block, ReadyBlocks, Rows
 
 log = get_logger(__name__)
 
@@ -41,65 +41,65 @@ log = get_logger(__name__)
 class ReplayPreparer(Preparer):
     """A preparer of the rows that match the filters of `request` (no filters: all rows)."""
 
-    def __init__(self, chain: Chain, request: Request, limits: TargetLimits) -> None:
-        mark = b"%b: %b" % (REPLAY, request.digest.encode()) if request.into_source else b""
+    def __init__(self, chain: Chain, request: ReplayRequest, limits: TargetLimits) -> None:
+        mark = b"%b: %b" % (REPLAY_HEADER, request.digest.encode()) if request.into_source else b""
         super().__init__(chain, SubjectRule(request.prefix.encode()), limits, mark)
         self._subjects_wanted = request.subjects
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
-        wanted = matching(batch, self._subjects_wanted)
+        wanted = filter_subjects(batch, self._subjects_wanted)
         return super().prepare(wanted) if wanted.num_rows else Prepared(None)
 
 
 class ReplayRegistry(ChainRegistry):
-    """A registry of chains with preparers for the request of `advice`."""
+    """A registry of chains with preparers for the request of `hints`."""
 
-    def __init__(self, limits: TargetLimits, advice: Advice, ask_limits: AskLimits) -> None:
-        super().__init__(target_settings(advice.request), limits, ask_limits)
-        self.advice = advice
+    def __init__(self, limits: TargetLimits, hints: ReplayHints, read_limits: ReadLimits) -> None:
+        super().__init__(target_settings(hints.request), limits, read_limits)
+        self.hints = hints
 
     def preparer(self, chain: Chain) -> ReplayPreparer:
         """Return a new preparer; used by one thread at a time."""
-        return ReplayPreparer(chain, self.advice.request, self.limits)
+        return ReplayPreparer(chain, self.hints.request, self.limits)
 
 
-def target_settings(request: Request) -> TargetSettings:
+def target_settings(request: ReplayRequest) -> TargetSettings:
     source = SourceSettings(site=(request.site,), feed=(request.feed,), subject_prefix=request.prefix)
     return TargetSettings(stream=request.target, sources=(source,))
 
 
-def matching(batch: pa.RecordBatch, subjects: tuple[str, ...]) -> pa.RecordBatch:
+def filter_subjects(batch: pa.RecordBatch, subjects: tuple[str, ...]) -> pa.RecordBatch:
     if not subjects:
         return batch
     text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
     found: Any = text if raw.null_count == len(raw) else pc.coalesce(raw, text)
-    kept = [s for s in set(found.to_pylist()) if any(matches(each, s) for each in subjects)]
-    mask: Any = pc.is_in(found, value_set=pa.array(kept, pa.binary()))
+    held = [s for s in set(found.to_pylist()) if any(matches(each, s) for each in subjects)]
+    mask: Any = pc.is_in(found, value_set=pa.array(held, pa.binary()))
     return batch.filter(mask)
 
 
-VANISHED = 5  # times that a segment may be gone before an error
-MOST_ROWS = 50_000  # rows of one intent; progress is reported after each intent
+MAX_VANISHED_SEGMENTS = 5  # times that a segment may be gone before an error
+MAX_REPLAY_ROWS = 50_000  # rows of one intent; progress is reported after each intent
 
 
-class _StaleError(Exception):
+class _ResetError(Exception):
     """The replay has begun again at other positions: the decoded rows are not used."""
 
 
 @dataclass(slots=True)
-class _Turn:
+class _ChainCursor:
     """One chain: the next sequence to decode, the last one wanted, the rest of its cover.
 
-    `looked_again`: the segments were listed again because no stretch begins at the position.
+    `is_relisted`: the segments were listed again because no stretch begins at the position.
     """
 
     chain: Chain
     position: int
     last: int
     generation: int
-    looked_again: bool = False
+    is_relisted: bool = False
     stretches: deque[Stretch[SegmentRef]] = field(default_factory=deque)
-    vanished: int = 0
+    vanished_count: int = 0
 
 
 class ReplaySource:
@@ -115,22 +115,23 @@ class ReplaySource:
         ranges: Sequence[ChainRange],
         store: SegmentStore,
         documents: ChainStore,
-        threads: Threads,
+        threads: ThreadPool,
         chains: ReplayRegistry,
         may_skip: Callable[[Chain, SequenceRange], bool],
         memory_limit: int,
     ) -> None:
         self._ranges, self._may_skip, self._chains, self._documents = ranges, may_skip, chains, documents
-        self._store, self._threads, self._relays = store.in_parts(), threads, Relays(documents, threads)
-        self._ahead = DecodedAhead(memory_limit, MOST_ROWS)
+        self._store, self._threads, self._relays = store.with_partial_reads(), threads, RelayFlags(documents, threads)
+        self._ahead = ReadyBlocks(memory_limit, MAX_REPLAY_ROWS)
         self._decoder = Decoder(self._store, threads, self._ahead.budget)
         self.recall = ReplayRecall(self._store, threads, self._ahead.budget, chains, self._relays)
         self._positions: Mapping[Chain, int] = {}
         self._generation, self._is_decoded = 0, False
-        self._again, self.finished = asyncio.Event(), asyncio.Event()
+        self._reset_event, self.finished = asyncio.Event(), asyncio.Event()
         self._damaged: set[str] = set()
         self._stored: Mapping[Chain, int] = {}
-        self._sent: dict[tuple[Chain, SequenceRange], int] = {}  # bytes of the last rows, unless their intent is closed
+        # Bytes of the last rows, unless their intent is closed.
+        self._unclosed_bytes: dict[tuple[Chain, SequenceRange], int] = {}
         self.bytes_done = 0
 
     # For the publisher
@@ -138,111 +139,111 @@ class ReplaySource:
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
         if self._is_decoded and not [*self._ahead] and not stop.is_set:
             self.finished.set()
-        self._sent = {}
+        self._unclosed_bytes = {}
         return await self._ahead.take(stop, seconds)
 
     def release(self, rows: Rows) -> None:
         self._ahead.release(rows)
-        self._sent = {(each.piece.chain, each.piece.rows): each.batch.ends[-1] for each in rows.blocks if each.batch}
-        self._count()
+        self._unclosed_bytes = {(b.piece.chain, b.piece.rows): b.batch.byte_ends[-1] for b in rows.blocks if b.batch}
+        self._count_stored()
 
-    def closed(self, positions: Mapping[Chain, int]) -> None:
+    def record_stored(self, positions: Mapping[Chain, int]) -> None:
         """Receive the `positions` of a closed intent: all rows below them are stored."""
         self._stored = positions
-        self._count()
+        self._count_stored()
 
-    def _count(self) -> None:
+    def _count_stored(self) -> None:
         """Count the rows of closed intents. Rows are released before or after their intent is closed, or it is never
         closed.
         """
-        done = [sent for sent in self._sent if sent[1].last < self._stored.get(sent[0], 0)]
-        self.bytes_done += sum(map(self._sent.pop, done))
+        done = [sent for sent in self._unclosed_bytes if sent[1].last < self._stored.get(sent[0], 0)]
+        self.bytes_done += sum(map(self._unclosed_bytes.pop, done))
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
         self._ahead.drop()
         self._positions, self._is_decoded = dict(positions), False
         self._generation += 1
-        self._again.set()
+        self._reset_event.set()
 
     # Decoding
 
     async def run(self) -> None:
         while True:
-            await self._again.wait()
-            self._again.clear()
-            await unless(self._again, self._decode_all())
+            await self._reset_event.wait()
+            self._reset_event.clear()
+            await run_until_stopped(self._reset_event, self._decode_all())
 
     async def _decode_all(self) -> None:
         generation, positions = self._generation, self._positions
-        with suppress(_StaleError):
+        with suppress(_ResetError):
             for _, group in groupby(self._ranges, key=lambda each: each.chain.incarnation):
-                turns = deque(
-                    _Turn(each.chain, positions.get(each.chain, each.rows.first), each.rows.last, generation)
+                cursors = deque(
+                    _ChainCursor(each.chain, positions.get(each.chain, each.rows.first), each.rows.last, generation)
                     for each in group
                 )
-                while turns:
-                    turn = turns.popleft()
-                    if turn.position <= turn.last:
-                        await self._advance(turn)
-                        turns.append(turn)
+                while cursors:
+                    cursor = cursors.popleft()
+                    if cursor.position <= cursor.last:
+                        await self._advance(cursor)
+                        cursors.append(cursor)
             self._is_decoded = generation == self._generation
             self._ahead.wake()
 
-    async def _advance(self, turn: _Turn) -> None:
-        if (stretch := await self._next(turn)) is None or stretch.rows.first > turn.position:
-            last = turn.last if stretch is None else stretch.rows.first - 1
-            await self._pass(turn, SequenceRange(turn.position, last))
+    async def _advance(self, cursor: _ChainCursor) -> None:
+        if (stretch := await self._next(cursor)) is None or stretch.rows.first > cursor.position:
+            last = cursor.last if stretch is None else stretch.rows.first - 1
+            await self._skip_hole(cursor, SequenceRange(cursor.position, last))
             return
-        turn.stretches.popleft()
+        cursor.stretches.popleft()
         try:
-            await self._decode(turn, stretch)
+            await self._decode(cursor, stretch)
         except SegmentGone:
-            turn.vanished += 1
-            turn.stretches.clear()
-            if turn.vanished > VANISHED:
+            cursor.vanished_count += 1
+            cursor.stretches.clear()
+            if cursor.vanished_count > MAX_VANISHED_SEGMENTS:
                 raise
         except SegmentCorrupt as error:
             context = stretch.segment.log_context()
-            log.error("segment damaged, left out", action="segment_damaged", error=str(error), **context)
+            log.error("segment damaged", action="segment_damaged", error=str(error), **context)
             self._damaged.add(stretch.segment.key)
-            turn.stretches.clear()
+            cursor.stretches.clear()
 
-    async def _next(self, turn: _Turn) -> Stretch[SegmentRef] | None:
+    async def _next(self, cursor: _ChainCursor) -> Stretch[SegmentRef] | None:
         """Return the next stretch at or after the position; None if there is none."""
-        if not turn.stretches:
-            refs = await self._threads.run(self._store.list, turn.chain, position=turn.position)
+        if not cursor.stretches:
+            refs = await self._threads.run(self._store.list, cursor.chain, position=cursor.position)
             usable = [ref for ref in refs if ref.key not in self._damaged]
-            turn.stretches = deque(cover(usable, turn.position, turn.last))
-        return turn.stretches[0] if turn.stretches else None
+            cursor.stretches = deque(cover(usable, cursor.position, cursor.last))
+        return cursor.stretches[0] if cursor.stretches else None
 
-    async def _decode(self, turn: _Turn, stretch: Stretch[SegmentRef]) -> None:
-        preparer = self._chains.preparer(turn.chain)
-        preparer.relay = await self._relays.of(turn.chain)
-        rows = self._decoder.begin(stretch.segment, stretch.rows, HowRead(avoided=frozenset(self._damaged)))
-        problem = await self._decoder.read(rows, preparer, partial(self._append, turn))
+    async def _decode(self, cursor: _ChainCursor, stretch: Stretch[SegmentRef]) -> None:
+        preparer = self._chains.preparer(cursor.chain)
+        preparer.is_relay = await self._relays.is_relay(cursor.chain)
+        rows = self._decoder.open(stretch.segment, stretch.rows, DecodeOptions(damaged_keys=frozenset(self._damaged)))
+        problem = await self._decoder.read(rows, preparer, partial(self._append, cursor))
         if problem is not None:
-            raise Stopped(problem.message, hint=self._chains.advice.refused(problem.code), code=problem.code)
+            raise Stopped(problem.message, hint=self._chains.hints.refused_hint(problem.code), code=problem.code)
 
-    async def _pass(self, turn: _Turn, hole: SequenceRange) -> None:
-        if not turn.looked_again:
+    async def _skip_hole(self, cursor: _ChainCursor, hole: SequenceRange) -> None:
+        if not cursor.is_relisted:
             # A listing may be hours old, and damage may have been repaired: list once more before the hole counts.
-            turn.looked_again = True
-            turn.stretches.clear()
+            cursor.is_relisted = True
+            cursor.stretches.clear()
             self._damaged.clear()
-        elif self._may_skip(turn.chain, hole):
-            block = Block(IntentPiece(Gap(turn.chain), hole, 0))
-            self._append(turn, block)
-            self._ahead.budget.force(block.size)
-        elif (floor := await self._threads.run(self._documents.floor, turn.chain)) and floor.first > hole.first:
-            raise gone_error(turn.chain, floor, self._chains.advice)
+        elif self._may_skip(cursor.chain, hole):
+            block = Block(IntentPiece(Gap(cursor.chain), hole, 0))
+            self._append(cursor, block)
+            self._ahead.budget.acquire_unchecked(block.size)
+        elif (floor := await self._threads.run(self._documents.floor, cursor.chain)) and floor.first > hole.first:
+            raise retention_error(cursor.chain, floor, self._chains.hints)
         else:
-            raise hole_error(self._chains.advice, turn.chain, hole)
+            raise hole_error(self._chains.hints, cursor.chain, hole)
 
-    def _append(self, turn: _Turn, block: Block) -> None:
-        """Append a decoded block. Raises _StaleError if the replay has meanwhile begun again at other positions."""
-        if turn.generation != self._generation:
-            raise _StaleError
-        turn.position, turn.looked_again = block.piece.rows.last + 1, False
+    def _append(self, cursor: _ChainCursor, block: Block) -> None:
+        """Append a decoded block. Raises _ResetError if the replay has meanwhile begun again at other positions."""
+        if cursor.generation != self._generation:
+            raise _ResetError
+        cursor.position, cursor.is_relisted = block.piece.rows.last + 1, False
         self._ahead.append(block)
 
 
@@ -255,20 +256,22 @@ class ReplayRecall(Recall):
         try:
             return await super().rows(intent, stored)
         except Stopped as error:
-            advice = self._chains.advice
-            hint = ways(("put the segment back, and go on", advice.same()), advice.anew("or "))
+            hints = self._chains.hints
+            hint = choices(("put the segment back, and go on", hints.command()), hints.restart_hint("or "))
             if error.code != "E-INTENT":
-                hint = advice.refused(error.code)
+                hint = hints.refused_hint(error.code)
             raise Stopped(error.message, hint=hint, code=error.code) from error
 
 
-def gone_error(chain: Chain, floor: Floor, advice: Advice | None = None) -> Stopped:
-    """Return the error for rows that retention deleted meanwhile. `advice`: None before the replay begins."""
-    left = "put the segments back from a copy of the bucket; or replay what is left"
-    hint = ways((left, advice.same("--skip-holes"))) if advice else "give the same command again: it takes what is left"
+def retention_error(chain: Chain, floor: Floor, hints: ReplayHints | None = None) -> Stopped:
+    """Return the error for rows that retention deleted meanwhile. `hints`: None before the replay begins."""
+    hint = "give the same command again: it takes what is left"
+    if hints:
+        left = "put the segments back from a copy of the bucket; or replay what is left"
+        hint = choices((left, hints.command("--skip-holes")))
     return Stopped(f"chain {chain}: {floor}", hint=hint, code="E-FLOOR")
 
 
-def hole_error(advice: Advice, chain: Chain, *holes: SequenceRange) -> Stopped:
-    shown = ", ".join(map(str, holes[:10])) + (f" and {len(holes) - 10} more" if len(holes) > 10 else "")
-    return Stopped(f"chain {chain}: no segment covers {shown}", hint=advice.holes(chain, holes), code="E-REPLAY-HOLE")
+def hole_error(hints: ReplayHints, chain: Chain, *holes: SequenceRange) -> Stopped:
+    text = ", ".join(map(str, holes[:10])) + (f" and {len(holes) - 10} more" if len(holes) > 10 else "")
+    return Stopped(f"chain {chain}: no segment covers {text}", hint=hints.hole_hint(chain, holes), code="E-REPLAY-HOLE")

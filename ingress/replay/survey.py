@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
-from common.exits import command, ways
+from common.exits import choices, floe_command
 from common.jetstream.api import StreamInfo
 from common.segments.archive import Timeline
 from common.segments.documents import ChainStore, Floor, StreamDocument
@@ -22,25 +22,25 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch
 from common.sequences import Stretch, cover
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from ingress.replay import target
 from ingress.replay.plan import (
     ArchivedSpan,
     ChainRange,
-    Moments,
     ReplayChain,
     ReplayPart,
     ReplayPlan,
-    asked_range,
-    check_meets,
-    stretches_of,
+    TimeBounds,
+    check_overlap,
+    clip_range,
+    split_range,
 )
-from ingress.replay.receipt import Remembered, Unreadable, other, unreadable
-from ingress.replay.request import Advice, Request
-from ingress.replay.source import gone_error, hole_error
+from ingress.replay.receipt import StoredReplay, UnreadableReplay, other_replay_error, unreadable_replay_error
+from ingress.replay.request import ReplayHints, ReplayRequest
+from ingress.replay.source import hole_error, retention_error
 
 
-class Timing:
+class SegmentTimes:
     """The times of the segments `refs` of a chain that begins at `begins`. Blocking; raises SegmentGone."""
 
     def __init__(self, store: SegmentStore, refs: Sequence[SegmentRef], begins: int) -> None:
@@ -48,7 +48,7 @@ class Timing:
         self._timeline = Timeline(store, refs, begins)
         self._covered = max((ref.coverage.last for ref in refs), default=0)
 
-    def between(self, moments: Moments) -> tuple[int, int] | None:
+    def between(self, moments: TimeBounds) -> tuple[int, int] | None:
         """Return the first and last sequence from the first moment (inclusive) to the second (exclusive); None if there
         is none.
         """
@@ -56,14 +56,14 @@ class Timing:
         first, last = self._begins, self._covered
         if begin_ns is not None:
             first = self._from(begin_ns)
-        if end_ns is not None and (found := self._timeline.first_at(end_ns)) is not None:
+        if end_ns is not None and (found := self._timeline.first_sequence_at(end_ns)) is not None:
             last = found - 1
         return (first, last) if first <= last else None
 
-    def extent(self) -> Moments:
+    def extent(self) -> TimeBounds:
         """Return the least and the greatest time (ns) in the archive; None: not known."""
         begin = next((stretch.rows.first for stretch in cover(self._refs, self._begins)), 0)
-        first, last = self._timeline.telling(begin), self._timeline.telling(self._covered)
+        first, last = self._timeline.last_timed_stretch(begin), self._timeline.last_timed_stretch(self._covered)
         first_ns = first and first[1][0]
         if last is None or last[0].rows.last < self._covered:
             return first_ns, None
@@ -75,17 +75,17 @@ class Timing:
 
     def _from(self, moment_ns: int) -> int:
         """Return the first sequence that may be at or after the moment; one after the end if there is none."""
-        found = self._timeline.begin_at(moment_ns)
-        last = None if found else self._timeline.telling(self._covered)
+        found = self._timeline.start_sequence_at(moment_ns)
+        last = None if found else self._timeline.last_timed_stretch(self._covered)
         return found or (last[0].rows.last + 1 if last else self._begins)
 
 
-GROUP = 64  # segments that are examined between two reports of progress
-LISTINGS = 3  # attempts, each on a new listing
-Progress = Callable[[Chain, int, int], None]  # chain, segments of it that were examined, segments to examine
+REPORT_SEGMENTS = 64  # segments that are examined between two reports of progress
+LISTING_ATTEMPTS = 3  # attempts, each on a new listing
+OnSurveyProgress = Callable[[Chain, int, int], None]  # chain, segments of it that were examined, segments to examine
 
 
-def known_chains(documents: ChainStore, request: Request) -> list[Chain]:
+def known_chains(documents: ChainStore, request: ReplayRequest) -> list[Chain]:
     """Return the chains of the feed; if it has none, all chains. Blocking."""
     return documents.chains(request.site, request.feed) or documents.chains()
 
@@ -94,16 +94,16 @@ class ReplaySurvey:
     """A survey of one archive for `request`, at this time. `notes`: remarks for an operator, before the replay."""
 
     def __init__(
-        self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock, request: Request
+        self, store: SegmentStore, documents: ChainStore, threads: ThreadPool, clock: Clock, request: ReplayRequest
     ) -> None:
         self._store, self._documents, self._threads, self._clock = store, documents, threads, clock
         self._request = request
-        self.progress: Progress = lambda *_: None
-        self._moments: Moments = (None, None)
-        self._gone: list[str] = []  # lines about requested sequences that retention deleted
+        self.progress: OnSurveyProgress = lambda *_: None
+        self._moments: TimeBounds = (None, None)
+        self._deleted_notes: list[str] = []  # lines about requested sequences that retention deleted
         self.notes: list[str] = []
 
-    async def look(self) -> tuple[ReplayPlan, StreamDocument | None]:
+    async def run(self) -> tuple[ReplayPlan, StreamDocument | None]:
         """Return the plan, and the document of the source stream. Raises UsageError, errors of the store, DataError if
         segments that replace damaged ones are damaged too, Unavailable if segments vanish again and again.
         """
@@ -111,19 +111,19 @@ class ReplaySurvey:
         chains = request.chains(await self._threads.run(known_chains, self._documents, request))
         stream = await self._threads.run(self._documents.read_stream, chains[-1])
         self._moments = request.moments(self._clock.now())
-        if request.by_sequence and request.incarnation is None and chains[-1].incarnation:
+        if request.has_sequence_bounds and request.incarnation is None and chains[-1].incarnation:
             newest = f"{chains[-1].incarnation:04d}"
             self.notes.append(f"sequences are those of incarnation {newest}, the newest")
-        looked = [await self._relisted(chain) for chain in chains]
-        self.notes += dict.fromkeys(self._gone)  # a chain is listed again if segments vanish
-        check_meets(request, self._moments, [held for held, _ in looked], self._gone)
-        plans = [await self._planned(each) for _, each in looked if each is not None]
+        ranges = [await self._range_with_retries(chain) for chain in chains]
+        self.notes += dict.fromkeys(self._deleted_notes)  # a chain is listed again if segments vanish
+        check_overlap(request, self._moments, [held for held, _ in ranges], self._deleted_notes)
+        plans = [await self._plan_chain(each) for _, each in ranges if each is not None]
         return ReplayPlan(tuple(plans), bool(request.subjects)), stream
 
     # Sequences
 
-    async def _relisted(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
-        for _ in range(LISTINGS - 1):
+    async def _range_with_retries(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
+        for _ in range(LISTING_ATTEMPTS - 1):
             with suppress(SegmentGone):
                 return await self._range(chain)
         try:
@@ -136,14 +136,14 @@ class ReplaySurvey:
         request, moments = self._request, self._moments
         refs = await self._threads.run(self._store.list, chain)
         begins, ends, floor = await self._bounds(chain)
-        if ends is not None and request.is_behind(ends):
+        if ends is not None and request.begins_after(ends):
             self.notes.append(f"{chain} ended at {ends}: what is asked for was put into it behind that")
             ends = None
         covered = max((ref.coverage.last for ref in refs), default=0)
-        held = ArchivedSpan(chain, asked_range(begins, covered, ends, None, None))
+        held = ArchivedSpan(chain, clip_range(begins, covered, ends, None, None))
         first, last = request.from_sequence, request.to_sequence
-        if request.by_sequence or moments != (None, None):
-            timing = await self._threads.run(Timing, self._store, refs, begins)
+        if request.has_sequence_bounds or moments != (None, None):
+            timing = await self._threads.run(SegmentTimes, self._store, refs, begins)
             first_ns, last_ns = await self._threads.run(timing.extent)
             timed = await self._threads.run(timing.between, moments)
             held = replace(held, first_ns=first_ns, last_ns=last_ns)
@@ -151,18 +151,18 @@ class ReplaySurvey:
             if floor and begin_ns is not None and first_ns is not None and begin_ns >= first_ns:
                 floor = None  # no deleted sequence is requested
             if floor and (request.from_sequence or 1) < floor.first:
-                self._gone.append(f"{chain}: {floor}")
+                self._deleted_notes.append(f"{chain}: {floor}")
             if timed is None:
                 return held, None
             first = max(first or 1, timed[0])
             last = timed[1] if last is None else min(last, timed[1])
         elif floor is not None:
-            self._gone.append(f"{chain}: {floor}")
+            self._deleted_notes.append(f"{chain}: {floor}")
         if request.from_sequence is not None and request.from_sequence < begins:
             self.notes.append(f"the archive of {chain} begins at {begins}")
         if request.to_sequence is not None and request.to_sequence > (archived := min(covered, ends or covered)):
             self.notes.append(f"the archive of {chain} ends at {archived}")
-        rows = asked_range(begins, covered, ends, first, last)
+        rows = clip_range(begins, covered, ends, first, last)
         return held, None if rows is None else ChainRange(chain, rows)
 
     async def _bounds(self, chain: Chain) -> tuple[int, int | None, Floor | None]:
@@ -182,24 +182,24 @@ class ReplaySurvey:
 
     # Segments
 
-    async def _planned(self, each: ChainRange) -> ReplayChain:
+    async def _plan_chain(self, each: ChainRange) -> ReplayChain:
         """Plan one chain. Raises DataError if segments are damaged again and again, Unavailable if they vanish."""
         lost, damaged = set[str](), set[str]()
         found = await self._threads.run(self._documents.gaps, each.chain)
         gaps = [gap.range for gap in found]
-        for _ in range(LISTINGS):
+        for _ in range(LISTING_ATTEMPTS):
             refs = await self._threads.run(self._store.list, each.chain, position=each.rows.first)
             usable = [ref for ref in refs if ref.key not in lost]
-            stretches, holes, accepted = stretches_of(usable, each.rows, gaps)
+            stretches, holes, accepted = split_range(usable, each.rows, gaps)
             parts = list[ReplayPart | DataError]()
-            for begin in range(0, len(stretches), GROUP):
-                some = stretches[begin : begin + GROUP]
+            for begin in range(0, len(stretches), REPORT_SEGMENTS):
+                some = stretches[begin : begin + REPORT_SEGMENTS]
                 self.progress(each.chain, begin, len(stretches))
-                parts += await asyncio.gather(*(self._threads.run(_part, self._store, s, usable) for s in some))
+                parts += await asyncio.gather(*(self._threads.run(_read_part, self._store, s, usable) for s in some))
             wrong = {s.segment.key: p for s, p in zip(stretches, parts, strict=True) if isinstance(p, DataError)}
             floor = await self._threads.run(self._documents.floor, each.chain) if holes and not wrong else None
             if floor is not None and holes[0].first < floor.first:  # raised after the survey began
-                raise gone_error(each.chain, floor)
+                raise retention_error(each.chain, floor)
             if not wrong:
                 sound = tuple(part for part in parts if isinstance(part, ReplayPart))
                 return ReplayChain(each, sound, tuple(holes), tuple(accepted))
@@ -210,7 +210,7 @@ class ReplaySurvey:
         raise vanishing_error(each.chain) if is_gone else damaged_error(each.chain, damaged)
 
 
-def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart | DataError:
+def _read_part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart | DataError:
     """Return the part with its footer; the error if the segment is gone or damaged. Blocking; reads rows only if others
     of `refs` may hold the unread sequences of the segment.
     """
@@ -221,7 +221,7 @@ def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[Segm
         if unread is None or not any(ref.coverage.overlaps(unread) for ref in others):
             return ReplayPart(stretch, footer)
         with open_stretch(store, stretch, refs=refs) as reader:
-            return ReplayPart(stretch, footer, reader.still_missing(stretch.rows))
+            return ReplayPart(stretch, footer, reader.max_missing(stretch.rows))
     except (SegmentGone, SegmentCorrupt) as error:
         return error
 
@@ -229,8 +229,8 @@ def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[Segm
 def vanishing_error(chain: Chain) -> Unavailable:
     then = "give the same command again when compaction is done; if it stays so, look at the store"
     return Unavailable(
-        f"chain {chain}: segments vanish while they are read, in {LISTINGS} listings",
-        hint=ways((then, _verify(chain))),
+        f"chain {chain}: segments vanish while they are read, in {LISTING_ATTEMPTS} listings",
+        hint=choices((then, _verify(chain))),
         code="E-SEG-GONE",
     )
 
@@ -239,61 +239,61 @@ def damaged_error(chain: Chain, keys: Collection[str]) -> DataError:
     shown = ", ".join(sorted(keys)[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
     return DataError(
         f"chain {chain}: expected sound segments, found damaged ones behind damaged ones: {shown}",
-        hint=ways(("restore the objects; all that is damaged", _verify(chain))),
+        hint=choices(("restore the objects; all that is damaged", _verify(chain))),
         code="E-SEG-CORRUPT",
     )
 
 
 def _verify(chain: Chain) -> str:
-    return command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}"))
+    return floe_command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}"))
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """A preview of a replay. `stream`: the document of the source. `info`: the target, None if it is missing; `recipe`:
-    its configuration if it is made. `former`: the last replay into it.
+class ReplayPreview:
+    """A preview of a replay. `stream`: the document of the source. `info`: the target, None if it is missing;
+    `template`: its configuration if it is made. `former`: the last replay into it.
     """
 
     plan: ReplayPlan
     stream: StreamDocument | None
     info: StreamInfo | None
-    recipe: target.Recipe | None
-    former: Remembered | Unreadable | None
+    template: target.StreamTemplate | None
+    former: StoredReplay | UnreadableReplay | None
     notes: tuple[str, ...]
 
 
-def continued(advice: Advice, former: Remembered | Unreadable | None) -> Remembered | None:
+def resumable_replay(hints: ReplayHints, former: StoredReplay | UnreadableReplay | None) -> StoredReplay | None:
     """Return the former replay of the same request, finished or to be continued; None to begin.
 
     Raises Stopped if another replay is not finished, or if its record cannot be read.
     """
-    if former is None or advice.options.again:
+    if former is None or hints.options.again:
         return None
-    if isinstance(former, Unreadable):
-        raise unreadable(advice, former.why)
+    if isinstance(former, UnreadableReplay):
+        raise unreadable_replay_error(hints, former.reason)
     receipt = former.receipt
-    if receipt.request.digest == advice.request.digest:
+    if receipt.request.digest == hints.request.digest:
         return former
     if receipt.finished:
         return None
-    raise other(advice, receipt)
+    raise other_replay_error(hints, receipt)
 
 
-def check_plan(plan: ReplayPlan, advice: Advice) -> None:
+def check_plan(plan: ReplayPlan, hints: ReplayHints) -> None:
     """Raise Stopped if the archive holds less than the request, and no option allows that."""
-    if plan.is_lossy and not advice.options.allow_lossy:
+    if plan.is_lossy and not hints.options.allow_lossy:
         raise Stopped(
             f"the archive of this range is a copy, not a backup: {lossy_text(plan)}",
-            hint=ways(("replay a feed that is whole; or what there is", advice.same("--allow-lossy"))),
+            hint=choices(("replay a feed that is whole; or what there is", hints.command("--allow-lossy"))),
             code="E-REPLAY-LOSSY",
         )
-    if plan.holes and not advice.options.skip_holes:
+    if plan.holes and not hints.options.skip_holes:
         chain = plan.holes[0].chain
-        raise hole_error(advice, chain, *(hole.rows for hole in plan.holes if hole.chain == chain))
+        raise hole_error(hints, chain, *(hole.rows for hole in plan.holes if hole.chain == chain))
 
 
 def lossy_text(plan: ReplayPlan) -> str:
     """Describe the archived share of the published messages: `kept 1,204 of 9,800 messages (sampled_out 8,596)`."""
-    kept = sum(part.kept for part in plan.parts)
+    kept = sum(part.row_count for part in plan.parts)
     counts = [f"{name} {count:,}" for name, count in plan.ledger.to_json().items()]
-    return f"kept {kept:,} of {kept + plan.missing:,} messages ({', '.join(counts) or 'sampled'})"
+    return f"kept {kept:,} of {kept + plan.missing_messages:,} messages ({', '.join(counts) or 'sampled'})"

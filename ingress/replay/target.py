@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError, FloeError, Stopped
-from common.exits import ways
+from common.exits import choices
 from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
@@ -13,110 +13,110 @@ from common.jetstream.requests import ApiError
 from common.logs import get_logger
 from common.segments.documents import StreamDocument
 from common.settings.types import format_size
-from ingress.checkpoint_store import ROLE as INGRESS
-from ingress.errors import set_command
-from ingress.preflight import add_command, problems
+from ingress.checkpoint_store import STATE_ROLE as INGRESS
+from ingress.errors import checkpoint_command
+from ingress.preflight import add_command, config_problems
 from ingress.replay.plan import ReplayPlan
-from ingress.replay.request import Advice, Request
+from ingress.replay.request import ReplayHints, ReplayRequest
 from ingress.replay.source import target_settings
 
 log = get_logger(__name__)
 
 # Keys of a stream that is made again. Other keys would write to or read from other streams, change subjects, or refuse
 # messages that were stored once: mirror, sources, subject_transform, republish, sealed, no_ack, …
-KEPT = (
+RECREATED_KEYS = (
     "description", "subjects", "retention", "storage", "num_replicas", "max_age", "max_bytes", "max_msgs",
     "max_msgs_per_subject", "max_msg_size", "max_consumers", "discard", "duplicate_window", "compression",
     "placement", "consumer_limits", "allow_rollup_hdrs", "allow_msg_ttl", "deny_delete", "deny_purge",
 )  # fmt: skip
 SUBJECTS_OVERLAP = 10065  # error: another stream has some of the subjects
 # Keys that are not settings of a user.
-_OWN = ("name", "metadata", "first_seq", "allow_direct", "allow_atomic", "allow_batched", "mirror_direct")
+_SERVER_KEYS = ("name", "metadata", "first_seq", "allow_direct", "allow_atomic", "allow_batched", "mirror_direct")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class StreamTemplate:
     """The configuration of a missing target. `left_out`: settings of the lost stream that it does not get."""
 
     config: dict[str, Any]
     left_out: tuple[str, ...] = ()
 
 
-def recipe(request: Request, document: StreamDocument | None) -> Recipe:
+def template(request: ReplayRequest, document: StreamDocument | None) -> StreamTemplate:
     """Return the configuration of the frozen stream, under the target's name. Raises ConfigError without a document."""
     if document is None:
         raise ConfigError(
             f"target {request.target}: expected stream.json of {request.site}/{request.feed}, found none",
-            hint=ways(("make it by hand", add_command(target_settings(request)))),
+            hint=choices(("make it by hand", add_command(target_settings(request)))),
             code="E-TARGET-MISSING",
         )
     source = document.config
-    config = {name: source[name] for name in KEPT if name in source}
+    config = {name: source[name] for name in RECREATED_KEYS if name in source}
     if request.prefix:
         config["subjects"] = [f"{request.prefix}.>"]
     elif not config.get("subjects"):
         config["subjects"] = [str(source.get("name", request.feed))]
     config |= {"name": request.target, "allow_direct": True, "allow_atomic": True, "allow_batched": True}
     unset: tuple[object, ...] = (None, "", False, 0, -1, [], {})
-    left_out = [n for n, value in source.items() if n not in (*KEPT, *_OWN) and value not in unset]
-    return Recipe(config, tuple(sorted(left_out)))
+    left_out = [n for n, value in source.items() if n not in (*RECREATED_KEYS, *_SERVER_KEYS) and value not in unset]
+    return StreamTemplate(config, tuple(sorted(left_out)))
 
 
-async def create(client: FloeClient, recipe: Recipe, advice: Advice) -> StreamInfo:
+async def create_target(client: FloeClient, template: StreamTemplate, hints: ReplayHints) -> StreamInfo:
     """Create the target. Raises ConfigError if the server refuses."""
-    name = recipe.config["name"]
+    name = template.config["name"]
     try:
-        info = await create_stream(client, recipe.config)
+        info = await create_stream(client, template.config)
     except ApiError as error:
         raise ConfigError(
             f"target {name}: cannot be created: {error.description}",
-            hint=advice.not_created(is_taken=error.err_code == SUBJECTS_OVERLAP),
+            hint=hints.not_created_hint(is_taken=error.err_code == SUBJECTS_OVERLAP),
             code="E-TARGET",
         ) from error
     log.info("target created", action="target_created", target=name)
     return info
 
 
-async def look(client: FloeClient, request: Request) -> StreamInfo | None:
+async def read_target(client: FloeClient, request: ReplayRequest) -> StreamInfo | None:
     """Return the target, None if it is missing. Raises ConfigError if its configuration is unsuitable."""
     info = await stream_info(client, request.target)
-    if info is not None and (found := list(problems(info.config, target_settings(request)))):
+    if info is not None and (found := list(config_problems(info.config, target_settings(request)))):
         raise ConfigError(*(f"target {request.target}: {problem}" for problem in found), code="E-TARGET")
     return info
 
 
-def missing(advice: Advice) -> FloeError:
-    request = advice.request
+def missing_error(hints: ReplayHints) -> FloeError:
+    request = hints.request
     return ConfigError(
         f"target {request.target}: expected a stream, found none",
-        hint=ways(
+        hint=choices(
             ("make it by hand", add_command(target_settings(request))),
-            ("or as stream.json has it", advice.same("--create")),
+            ("or as stream.json has it", hints.command("--create")),
         ),
         code="E-TARGET-MISSING",
     )
 
 
-def not_empty(advice: Advice, info: StreamInfo) -> FloeError:
+def not_empty_error(hints: ReplayHints, info: StreamInfo) -> FloeError:
     return Stopped(
-        f"target {advice.request.target}: expected an empty stream, found {info.messages} messages up to "
+        f"target {hints.request.target}: expected an empty stream, found {info.messages} messages up to "
         f"sequence {info.last_sequence}",
-        hint=ways(
-            ("empty it, and give the same command again", advice.empty),
-            ("or put the messages behind those", advice.same("--append")),
+        hint=choices(
+            ("empty it, and give the same command again", hints.purge_command),
+            ("or put the messages behind those", hints.command("--append")),
         ),
         code="E-TARGET-NOT-EMPTY",
     )
 
 
-def check_source(advice: Advice, document: StreamDocument | None) -> None:
+def check_source(hints: ReplayHints, document: StreamDocument | None) -> None:
     """Raise ConfigError if the target should be the source of the feed and is not."""
     name = None if document is None else document.config.get("name")
-    request = advice.request
+    request = hints.request
     if request.into_source and name != request.target:
         raise ConfigError(
             f"--into-source: expected the target {name} as in stream.json, found {request.target}",
-            hint=advice.source(str(name or "")),
+            hint=hints.source_hint(str(name or "")),
             code="E-REPLAY-SOURCE",
         )
 
@@ -127,13 +127,13 @@ async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> N
         elsewhere = "replay into another stream; or empty it and have ingress fill it again"
         raise Stopped(
             f"target {target}: ingress carries into it, and what a replay adds would be foreign to it",
-            hint=ways((elsewhere, set_command(target, "--forget"))),
+            hint=choices((elsewhere, checkpoint_command(target, "--forget"))),
             code="E-REPLAY-INGRESS",
         )
 
 
-def notes(
-    config: Mapping[str, Any], plan: ReplayPlan, request: Request, document: StreamDocument | None
+def target_notes(
+    config: Mapping[str, Any], plan: ReplayPlan, request: ReplayRequest, document: StreamDocument | None
 ) -> Iterator[str]:
     name = request.target
     keeps = {"interest": "drops what no consumer wants", "workqueue": "keeps until it is consumed"}

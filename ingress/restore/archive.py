@@ -20,18 +20,19 @@ import pyarrow.compute as pc
 
 from common.clock import format_time
 from common.errors import ConfigError
-from common.jetstream.api import GUARD
+from common.jetstream.api import RESTORE_PREFIX
 from common.jetstream.durables import INTEREST
 from common.segments.captures import CapturedConsumers
 from common.segments.columns import row_sizes
-from common.settings.types import counted
+from common.settings.types import format_count
 
-Numbers = npt.NDArray[np.uint64]
-OLDEST, LOGICAL_SINCE, NEWEST = (2, 10), (2, 15), (2, 15)  # minors of nats-server that the tests restore into
+UInt64Array = npt.NDArray[np.uint64]
+# Minors of nats-server that the tests restore into.
+MIN_MINOR, LOGICAL_MINOR, MAX_MINOR = (2, 10), (2, 15), (2, 15)
 
-START = b"\xff\x06\x00\x00S2sTwO"
-KEEP_ALIVE = b"\x99\x04\x00\x00idle"  # a frame that readers skip
-CHUNK = 1 << 20  # bytes of a frame; the server takes up to 4 MiB
+S2_HEADER = b"\xff\x06\x00\x00S2sTwO"
+KEEP_ALIVE_FRAME = b"\x99\x04\x00\x00idle"  # a frame that readers skip
+MAX_FRAME_BYTES = 1 << 20  # bytes of a frame; the server takes up to 4 MiB
 _FRAME = struct.Struct("<I I")
 
 
@@ -82,22 +83,23 @@ class ArchiveState:
 
 
 class ArchiveWriter(Protocol):
-    """A writer of one archive. Call `head` once, `rows` for each batch in ascending order, `tail` once.
+    """A writer of one archive. Call `encode_head` once, `encode_rows` for each batch in ascending order, `encode_tail`
+    once.
 
-    Each piece that they yield consists of whole frames and is at most a little larger than `CHUNK` bytes. So
-    `KEEP_ALIVE` may be sent between any two pieces. A server ends the restore after 5 s without a byte.
+    Each piece that they yield consists of whole frames and is at most a little larger than `MAX_FRAME_BYTES` bytes. So
+    `KEEP_ALIVE_FRAME` may be sent between any two pieces. A server ends the restore after 5 s without a byte.
     """
 
     @property
     def format(self) -> str: ...
 
-    def head(
+    def encode_head(
         self, config: Mapping[str, Any], created: str, state: ArchiveState, consumers: Sequence[ArchiveConsumer]
     ) -> Iterator[bytes]: ...
 
-    def rows(self, batch: pa.RecordBatch) -> Iterator[bytes]: ...
+    def encode_rows(self, batch: pa.RecordBatch) -> Iterator[bytes]: ...
 
-    def tail(self) -> Iterator[bytes]: ...
+    def encode_tail(self) -> Iterator[bytes]: ...
 
 
 def archive_writer(stream: str, version: str, form: str = "auto", *, force: bool = False) -> ArchiveWriter:
@@ -113,40 +115,40 @@ def archive_writer(stream: str, version: str, form: str = "auto", *, force: bool
 
     match = re.match(r"(\d+)\.(\d+)\.", version)
     minor = (int(match[1]), int(match[2])) if match else (0, 0)
-    if minor < OLDEST:
+    if minor < MIN_MINOR:
         raise ConfigError(
-            f"nats-server {version}: expected {_text(OLDEST)} or newer, which takes a stream back from an archive",
+            f"nats-server {version}: expected {_dotted(MIN_MINOR)} or newer, which takes a stream back from an archive",
             hint="restore into a newer nats-server",
             code="E-RESTORE-VERSION",
         )
-    if minor > NEWEST and not force:
+    if minor > MAX_MINOR and not force:
         raise ConfigError(
-            f"nats-server {version}: restores are tried with {_text(OLDEST)} to {_text(NEWEST)}, and this one may take "
-            "them in another form",
+            f"nats-server {version}: restores are tried with {_dotted(MIN_MINOR)} to {_dotted(MAX_MINOR)}, and this "
+            "one may take them in another form",
             hint="update Floe, restore into an older nats-server, or add --force: it is verified before it counts",
             code="E-RESTORE-VERSION",
         )
-    if form == "logical" and minor < LOGICAL_SINCE:
+    if form == "logical" and minor < LOGICAL_MINOR:
         raise ConfigError(
-            f"nats-server {version}: expected {_text(LOGICAL_SINCE)} or newer, which takes the logical form",
+            f"nats-server {version}: expected {_dotted(LOGICAL_MINOR)} or newer, which takes the logical form",
             hint="--format files, or none",
             code="E-RESTORE-VERSION",
         )
-    return LogicalWriter() if minor >= LOGICAL_SINCE and form != "files" else FilesWriter(stream)
+    return LogicalWriter() if minor >= LOGICAL_MINOR and form != "files" else FilesWriter(stream)
 
 
-def _text(minor: tuple[int, int]) -> str:
+def _dotted(minor: tuple[int, int]) -> str:
     return ".".join(map(str, minor))
 
 
 # Captured consumers
 
 
-def bounded(captured: CapturedConsumers, end: int) -> tuple[list[ArchiveConsumer], list[str]]:
+def restorable_consumers(captured: CapturedConsumers, end: int) -> tuple[list[ArchiveConsumer], list[str]]:
     """Return the consumers to restore, with no position after `end`, and a line of text for each deviation."""
     found, notes = list[ArchiveConsumer](), list[str]()
     if passing := sum(not each.config.get("durable_name") for each in captured.consumers):
-        notes.append(f"{counted(passing, 'ephemeral consumer')} left out: applications make them again")
+        notes.append(f"{format_count(passing, 'ephemeral consumer')} left out: applications make them again")
     for each in captured.consumers:
         config = {**each.config}
         if not config.get("durable_name"):
@@ -158,13 +160,14 @@ def bounded(captured: CapturedConsumers, end: int) -> tuple[list[ArchiveConsumer
             if not key.startswith("_nats.") or key == "_nats.req.level"
         }
         if subject := config.get("deliver_subject"):
-            config["deliver_subject"] = unmuted(subject)  # captured after a promotion, before `GuardedStream.deliver`
+            # Captured after a promotion, before `GuardedStream.restore_delivery`.
+            config["deliver_subject"] = without_guard_subject(subject)
         delivered = (each.delivered_consumer, each.delivered_stream)
         floor = (each.ack_floor_consumer, each.ack_floor_stream)
         if each.ack_pending:
             notes.append(
-                f"consumer {each.name}: {counted(each.ack_pending, 'message')} delivered and not acknowledged: which "
-                f"is not known, so all behind {floor[1]} are delivered again"
+                f"consumer {each.name}: {format_count(each.ack_pending, 'message')} delivered and not acknowledged: "
+                f"which is not known, so all behind {floor[1]} are delivered again"
             )
             delivered = floor
         if delivered[1] > end or floor[1] > end:
@@ -190,17 +193,17 @@ def with_replicas(
     changed count. A consumer has at most as many replicas as the stream; with interest retention exactly as many.
     """
     found, notes, most = list[ArchiveConsumer](), list[str](), int(config.get("num_replicas") or 1)
-    for consumer in consumers:
-        had = int(consumer.config.get("num_replicas") or 0)  # 0: as the stream
+    for each in consumers:
+        had = int(each.config.get("num_replicas") or 0)  # 0: as the stream
         if had > most or (had and had != most and config.get("retention") == INTEREST):
-            notes.append(f"consumer {consumer.name}: had {counted(had, 'replica')}, and gets {most} like its stream")
-            consumer = replace(consumer, config={**consumer.config, "num_replicas": most})
-        found.append(consumer)
+            notes.append(f"consumer {each.name}: had {format_count(had, 'replica')}, and gets {most} like its stream")
+            each = replace(each, config={**each.config, "num_replicas": most})
+        found.append(each)
     return found, notes
 
 
 # Keys that make a consumer push messages, or expire.
-_UNASKED = (
+_PUSH_KEYS = (
     "deliver_subject",
     "deliver_group",
     "flow_control",
@@ -210,30 +213,30 @@ _UNASKED = (
 )
 
 
-def quiet(consumer: ArchiveConsumer) -> ArchiveConsumer:
+def as_pull_consumer(consumer: ArchiveConsumer) -> ArchiveConsumer:
     """Return it as a pull consumer that never expires: subscribers of the real one must receive no message twice."""
-    return replace(consumer, config={key: value for key, value in consumer.config.items() if key not in _UNASKED})
+    return replace(consumer, config={key: value for key, value in consumer.config.items() if key not in _PUSH_KEYS})
 
 
-def muted(consumer: ArchiveConsumer, stream: str) -> ArchiveConsumer:
+def with_guard_subject(consumer: ArchiveConsumer, stream: str) -> ArchiveConsumer:
     """Return the consumer with a delivery subject that has no subscribers, for the time until promotion."""
     if not (subject := consumer.config.get("deliver_subject")):
         return consumer
-    return replace(consumer, config={**consumer.config, "deliver_subject": f"{GUARD}{stream}.{subject}"})
+    return replace(consumer, config={**consumer.config, "deliver_subject": f"{RESTORE_PREFIX}{stream}.{subject}"})
 
 
-def unmuted(subject: str) -> str:
-    """Return the `deliver_subject` from before `muted`; any other subject is unchanged."""
-    return subject.removeprefix(GUARD).partition(".")[2] if subject.startswith(GUARD) else subject
+def without_guard_subject(subject: str) -> str:
+    """Return the `deliver_subject` from before `with_guard_subject`; any other subject is unchanged."""
+    return subject.removeprefix(RESTORE_PREFIX).partition(".")[2] if subject.startswith(RESTORE_PREFIX) else subject
 
 
 # The S2 stream
 
 
 def frames(data: bytes | memoryview) -> Iterator[bytes]:
-    """Yield `data` in uncompressed frames of at most `CHUNK` bytes."""
-    for start in range(0, len(data), CHUNK):
-        part = bytes(data[start : start + CHUNK])
+    """Yield `data` in uncompressed frames of at most `MAX_FRAME_BYTES` bytes."""
+    for start in range(0, len(data), MAX_FRAME_BYTES):
+        part = bytes(data[start : start + MAX_FRAME_BYTES])
         crc = google_crc32c.value(part)
         masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
         yield _FRAME.pack(1 | len(part) + 4 << 8, masked) + part
@@ -245,13 +248,13 @@ def frames(data: bytes | memoryview) -> Iterator[bytes]:
 class RawColumns(NamedTuple):
     """Rows in the layout that both forms of an archive need; `headers` and `payload` are empty if a row has none."""
 
-    sequence: Numbers
+    sequence: UInt64Array
     timestamp_ns: npt.NDArray[np.int64]
     subject: pa.Array[Any]
     headers: pa.Array[Any]
     payload: pa.Array[Any]
 
-    def part(self, start: int, stop: int) -> RawColumns:
+    def slice(self, start: int, stop: int) -> RawColumns:
         return RawColumns(
             self.sequence[start:stop],
             self.timestamp_ns[start:stop],
@@ -278,30 +281,30 @@ def raw_columns(batch: pa.RecordBatch) -> RawColumns:
     )
 
 
-def parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch]:
-    """Split the rows, in order, into few batches of at most `most` bytes; a larger row is a batch of its own."""
+def split_batch(batch: pa.RecordBatch, max_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Split the rows, in order, into few batches of at most `max_bytes` bytes; a larger row is a batch of its own."""
     ends = np.cumsum(row_sizes(batch).to_numpy())
     start = before = 0
     while start < len(ends):
-        stop = max(start + 1, int(np.searchsorted(ends, before + most, "right")))
+        stop = max(start + 1, int(np.searchsorted(ends, before + max_bytes, "right")))
         yield batch.slice(start, stop - start)
         start, before = stop, int(ends[stop - 1])
 
 
-def sizes(values: pa.Array[Any]) -> Numbers:
+def sizes(values: pa.Array[Any]) -> UInt64Array:
     """Return the size of each value in bytes; there must be no null."""
-    found: Numbers = pc.binary_length(values).to_numpy().astype(np.uint64)  # type: ignore[call-overload]
+    found: UInt64Array = pc.binary_length(values).to_numpy().astype(np.uint64)  # type: ignore[call-overload]
     return found
 
 
-def fixed(numbers: npt.NDArray[Any]) -> pa.Array[Any]:
+def fixed_width(numbers: npt.NDArray[Any]) -> pa.Array[Any]:
     """Return the bytes of each row of an array, as one binary value."""
     width = numbers.nbytes // max(1, len(numbers))
     offsets = np.arange(0, (len(numbers) + 1) * width, max(1, width), dtype=np.int32)[: len(numbers) + 1]
     return _binary(offsets, np.ascontiguousarray(numbers))
 
 
-def varints(*columns: Numbers) -> pa.Array[Any]:
+def varint_columns(*columns: UInt64Array) -> pa.Array[Any]:
     """Encode the numbers of each row one after another, each in the fewest 7-bit digits, lowest first (`uvarint`)."""
     blocks = [_varint(column) for column in columns]
     digits = np.concatenate([block for block, _ in blocks], axis=1)
@@ -311,7 +314,7 @@ def varints(*columns: Numbers) -> pa.Array[Any]:
     return _binary(offsets, digits[used])
 
 
-def _varint(numbers: Numbers) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+def _varint(numbers: UInt64Array) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
     """Return the digits of each number, as many as the greatest has, and a mask of the digits to write."""
     width = max(1, -(-int(numbers.max(initial=0)).bit_length() // 7))
     digits, used = np.empty((len(numbers), width), np.uint8), np.ones((len(numbers), width), np.bool_)
@@ -332,7 +335,7 @@ def _binary(offsets: npt.NDArray[np.int32], data: npt.NDArray[Any]) -> pa.Array[
     )
 
 
-def joined(*columns: pa.Array[Any]) -> tuple[memoryview, npt.NDArray[np.int32]]:
+def concat_rows(*columns: pa.Array[Any]) -> tuple[memoryview, npt.NDArray[np.int32]]:
     """Concatenate the values of each row, and all rows. Return the bytes, and the start of each row and the end."""
     rows = pc.binary_join_element_wise(*columns, pa.scalar(b"", pa.binary()))  # type: ignore[call-overload]
     _, ends, data = rows.buffers()

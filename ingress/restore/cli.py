@@ -12,22 +12,22 @@ import click
 
 from common.chain import FEED_PATTERN
 from common.cli import (
-    Moment,
-    Named,
+    ChainSelector,
+    RequestedTime,
     SequenceType,
     TimeType,
     chain_options,
     config_option,
     confirm,
     json_option,
-    moment,
     print_json,
+    resolve_time,
     run_command,
     yes_option,
 )
 from common.errors import UsageError
-from common.open import load_settings, open_patiently
-from ingress.replay.cli import echo_lines, range_options, with_times
+from common.open import load_settings, open_for_work
+from ingress.replay.cli import echo_lines, range_options, resolve_times
 
 if TYPE_CHECKING:
     from ingress.replay.drill import DrillReport
@@ -75,11 +75,11 @@ if TYPE_CHECKING:
 @run_command
 async def restore(
     config: str,
-    named: Named,
+    selector: ChainSelector,
     name: str | None,
     subjects: str | None,
     to_sequence: int | None,
-    to_time: Moment | None,
+    to_time: RequestedTime | None,
     skip_to_sequence: int | None,
     replicas: int | None,
     no_consumers: bool,
@@ -102,35 +102,33 @@ async def restore(
     Example: floe restore -c site.yaml us-east/NODES --dry-run
     """
     from common.clock import SystemClock
-    from common.jetstream.api import GUARD
+    from common.jetstream.api import RESTORE_PREFIX
     from common.service.process import stop_on_signals
-    from common.service.progress import Teller
+    from common.service.progress import Progress
     from common.settings.types import is_filter
     from common.subjects import first_overlap, overlaps
     from ingress.restore.plan import RestoreRequest
     from ingress.restore.restore import Restore
 
-    if named.partition is not None:
-        raise UsageError(
-            f"expected SITE/FEED[/INCARNATION], found partition {named.partition}: a stream has all of them"
-        )
+    if selector.partition is not None:
+        raise UsageError(f"expected SITE/FEED[/INCARNATION], found partition {selector.partition}: a stream has all")
     if name is not None and not FEED_PATTERN.fullmatch(name):
         raise UsageError(f"--as: expected a stream name, 1 to 255 characters without space . * > / \\, found {name!r}")
-    kept = tuple(each.strip() for each in subjects.split(",")) if subjects is not None else ()
-    if wrong := [each for each in kept if not is_filter(each)]:
+    own_subjects = tuple(each.strip() for each in subjects.split(",")) if subjects is not None else ()
+    if wrong := [each for each in own_subjects if not is_filter(each)]:
         raise UsageError(f"--subjects: expected subjects with commas in between, found {wrong[0]!r:.80}")
-    for each in kept:
+    for each in own_subjects:
         if (
-            taken := next((own for own in ("$JS.>", "$SYS.>", f"{GUARD}>") if overlaps(each, own)), None)
+            taken := next((own for own in ("$JS.>", "$SYS.>", f"{RESTORE_PREFIX}>") if overlaps(each, own)), None)
         ) and each != ">":
             raise UsageError(
                 f"--subjects: expected none that the server or a restore keeps ({taken}), found {each!r:.80}"
             )
-    if (pair := first_overlap(kept)) is not None:
+    if (pair := first_overlap(own_subjects)) is not None:
         raise UsageError(
             f"--subjects: expected subjects that do not overlap, found {pair[0]!r:.80} and {pair[1]!r:.80}"
         )
-    if kept and name is None:
+    if own_subjects and name is None:
         raise UsageError("--subjects: expected only with --as: under its own name it has those that it had")
     if to_sequence is not None and to_time is not None:
         raise UsageError("expected one of --to-sequence and --to-time, found both")
@@ -138,48 +136,48 @@ async def restore(
         raise UsageError("--skip-to-sequence: expected only without --to-sequence and --to-time")
     settings, clock = load_settings(config, quiet=True), SystemClock()
     request = RestoreRequest(
-        named.site,
-        named.feed,
-        named.incarnation,
+        selector.site,
+        selector.feed,
+        selector.incarnation,
         name or "",
         to_sequence,
-        moment(clock.now(), to_time),
+        resolve_time(clock.now(), to_time),
         replicas,
         not no_consumers,
         verify,
         allow_lossy,
         force,
         format=form,
-        subjects=kept,
+        subjects=own_subjects,
         allow_elsewhere=allow_elsewhere,
         skip_to=skip_to_sequence,
     )
-    store, chains = open_patiently(settings)
+    store, chains = open_for_work(settings)
     with closing(store):
-        work = Restore(settings, request, store, chains, clock, teller := Teller())
+        work = Restore(settings, request, store, chains, clock, progress := Progress())
         if dry_run:
             plan = await work.plan()
             if not as_json:
                 echo_lines(plan.lines())
-            notes, refused = await work.look(plan)
+            notes, refused = await work.check(plan)
             if not as_json:
                 echo_lines(f"note: {note}" for note in notes)
             if as_json:
-                why = refused and {"code": refused.code, "message": refused.message, "hint": refused.hint}
-                print_json({**plan.as_json(), "notes": [*plan.notes, *notes], "refused": why})
+                reason = refused and {"code": refused.code, "message": refused.message, "hint": refused.hint}
+                print_json({**plan.as_json(), "notes": [*plan.notes, *notes], "refused": reason})
             if refused is not None:
                 raise refused
             return 0
-        what = f"{named.site}/{named.feed}" + (f" as {name}" if name else "")
-        shown = None
+        what = f"{selector.site}/{selector.feed}" + (f" as {name}" if name else "")
+        confirmed = None
         if not yes and sys.stdin.isatty():
-            shown = await work.plan()
-            echo_lines(shown.lines(), err=True)
-        effects = shown.elsewhere if shown else ()
+            confirmed = await work.plan()
+            echo_lines(confirmed.lines(), err=True)
+        effects = confirmed.elsewhere if confirmed else ()
         confirm("\n".join([*effects, f"bring back the stream of {what}?"]), yes, is_needed=False)
-        async with work.connected() as client, stop_on_signals() as stop:
-            report = await work.run(client, stop, shown)
-    teller.end_line()
+        async with work.open_connection() as client, stop_on_signals() as stop:
+            report = await work.run(client, stop, confirmed)
+    progress.end_line()
     print_json(report.as_json()) if as_json else echo_lines(report.lines())
     return report.exit_code
 
@@ -201,7 +199,7 @@ async def restore(
 @click.pass_obj
 @run_command
 async def drill(
-    parts: Mapping[str, Callable[[], Any]], /, config: str, named: Named, as_json: bool, **asked: Any
+    parts: Mapping[str, Callable[[], Any]], /, config: str, selector: ChainSelector, as_json: bool, **args: Any
 ) -> int:
     """Replay a part of a feed into a scratch stream, compare it with the archive, and remove it.
 
@@ -217,50 +215,50 @@ async def drill(
     """
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
-    from common.service.progress import Teller
-    from ingress.replay.drill import NAME, Drill
-    from ingress.replay.request import Request
+    from common.service.progress import Progress
+    from ingress.replay.drill import SCRATCH_PREFIX, Drill
+    from ingress.replay.request import ReplayRequest
     from ingress.restore.drill import ExactDrill
 
-    exactly = {key: asked.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
-    is_exact, storage = exactly.pop("exact"), asked.pop("storage")
-    _check_drill(is_exact, {**exactly} if not is_exact else {**asked, "storage": storage, "partition": named.partition})
+    exact = {key: args.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
+    is_exact, storage = exact.pop("exact"), args.pop("storage")
+    _check_drill(is_exact, {**exact} if not is_exact else {**args, "storage": storage, "partition": selector.partition})
     clock = SystemClock()
-    request: RestoreRequest | Request
+    request: RestoreRequest | ReplayRequest
     if is_exact:
-        request = _exact_request(named, asked, exactly, clock.now())
+        request = _exact_request(selector, args, exact, clock.now())
     else:
-        request = Request(**asdict(named), target=NAME, **with_times(asked))
+        request = ReplayRequest(**asdict(selector), target=SCRATCH_PREFIX, **resolve_times(args))
     settings = load_settings(config, quiet=True)
-    store, chains = open_patiently(settings)
+    store, chains = open_for_work(settings)
     with closing(store):
-        common = store, chains, clock, (teller := Teller())
+        common = store, chains, clock, (progress := Progress())
         async with stop_on_signals() as stop:
-            if not isinstance(request, Request):
-                server = parts["server"]() if exactly["server"] == "local" else None
+            if not isinstance(request, ReplayRequest):
+                server = parts["server"]() if exact["server"] == "local" else None
                 report: ExactReport | DrillReport = await ExactDrill(settings, request, *common, server).run(stop)
             else:
                 work = Drill(settings, *common, storage or "file")
                 report = await work.run(replace(request, target=work.stream, prefix=work.prefix), stop)
-    teller.end_line()
+    progress.end_line()
     print_json(report.as_json()) if as_json else echo_lines(report.lines())
     return report.exit_code
 
 
-def _check_drill(is_exact: bool, asked: Mapping[str, Any]) -> None:
-    """Check that no option of the other kind of drill is given. `asked`: those options. Raises UsageError."""
-    wrong = [f"--{key.replace('_', '-')}" for key, value in asked.items() if value not in (None, False)]
+def _check_drill(is_exact: bool, args: Mapping[str, Any]) -> None:
+    """Check that no option of the other kind of drill is given. `args`: those options. Raises UsageError."""
+    wrong = [f"--{key.replace('_', '-')}" for key, value in args.items() if value not in (None, False)]
     if is_exact and (wrong := [each for each in wrong if each not in ("--to-sequence", "--to-time")]):
         raise UsageError(f"{', '.join(wrong)}: expected none with --exact, which takes the stream from its beginning")
     if wrong and not is_exact:
         raise UsageError(f"{', '.join(wrong)}: expected only with --exact")
 
 
-def _exact_request(named: Named, asked: dict[str, Any], exactly: Mapping[str, Any], now: float) -> RestoreRequest:
+def _exact_request(selector: ChainSelector, args: dict[str, Any], exact: dict[str, Any], now: float) -> RestoreRequest:
     from ingress.restore.plan import RestoreRequest
 
-    if asked["to_sequence"] is not None and asked["to_time"]:
+    if args["to_sequence"] is not None and args["to_time"]:
         raise UsageError("expected one of --to-sequence and --to-time, found both")
-    end: dict[str, Any] = {"to_sequence": asked["to_sequence"], "to_time_ns": moment(now, asked["to_time"])}
-    flags = {name: exactly[name] for name in ("replicas", "allow_lossy", "force")}
-    return RestoreRequest(named.site, named.feed, named.incarnation, **end, **flags)
+    end = (args["to_sequence"], resolve_time(now, args["to_time"]))
+    flags = {name: exact[name] for name in ("replicas", "allow_lossy", "force")}
+    return RestoreRequest(selector.site, selector.feed, selector.incarnation, "", *end, **flags)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -18,21 +18,21 @@ import pyarrow as pa
 
 from common.clock import Clock
 from common.errors import Stopped, Unavailable
-from common.jetstream.api import MARKER, ask, list_consumers, token
+from common.jetstream.api import RESTORE_KEY, check_token, list_consumers, query
 from common.jetstream.client import FloeClient
-from common.jetstream.headers import header
-from common.jetstream.pull import From, scan
+from common.jetstream.headers import header_value
+from common.jetstream.pull import StartAt, scan
 from common.segments.columns import batch_of, messages
 from common.segments.segment import Message
 from common.sequences import SequenceRange
-from common.settings.types import counted
+from common.settings.types import format_count
 from ingress.replay.drill import MAX_EXAMPLES, Differences, fingerprint
-from ingress.restore.archive import ArchiveConsumer, muted, raw_columns
+from ingress.restore.archive import ArchiveConsumer, raw_columns, with_guard_subject
 from ingress.restore.plan import RestorePlan, guarded_config
 
-ROWS = 10_000  # the most rows of one digest
-SIZE = 8 * 1024 * 1024  # bytes of one digest; approximate, because rows are added in batches
-SAMPLES = 20  # blocks that `--verify sample` reads back
+DIGEST_ROWS = 10_000  # the most rows of one digest
+DIGEST_BYTES = 8 * 1024 * 1024  # bytes of one digest; approximate, because rows are added in batches
+SAMPLED_BLOCKS = 20  # blocks that `--verify sample` reads back
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +59,21 @@ class Digests:
     def add(self, batch: pa.RecordBatch) -> None:
         self.rows += batch.num_rows
         while batch.num_rows:
-            part = batch.slice(0, ROWS - self._count)
+            part = batch.slice(0, DIGEST_ROWS - self._count)
             batch = batch.slice(part.num_rows)
             self._held.append(part)
             self._count += part.num_rows
             self._size += part.nbytes
-            if self._count == ROWS or self._size >= SIZE:
+            if self._count == DIGEST_ROWS or self._size >= DIGEST_BYTES:
                 self.close()
 
     def close(self) -> None:
         if self._held:
-            self.blocks.append(block_of(self._held))
+            self.blocks.append(digest_block(self._held))
         self._held, self._count, self._size = [], 0, 0
 
 
-def block_of(batches: Sequence[pa.RecordBatch]) -> DigestBlock:
+def digest_block(batches: Sequence[pa.RecordBatch]) -> DigestBlock:
     """Return the block of at least one row. The digest does not depend on the division into batches."""
     digest, parts = blake2b(digest_size=16), [raw_columns(batch) for batch in batches]
     for part in parts:
@@ -101,25 +101,25 @@ def _offsets(column: Any) -> Any:
 # Waiting until the stream is at rest
 
 
-async def raw_info(client: FloeClient, stream: str) -> dict[str, Any]:
-    return await ask(client, f"STREAM.INFO.{token(stream)}")
+async def stream_info_json(client: FloeClient, stream: str) -> dict[str, Any]:
+    return await query(client, f"STREAM.INFO.{check_token(stream)}")
 
 
 @dataclass(frozen=True, slots=True)
-class Settling:
-    """Conditions for a stream at rest. `answers`: consecutive answers, over at least `span` seconds, that report all
-    replicas as current; `patience`: seconds without progress before an error; `consumers`: seconds for consumers to
-    appear.
+class AtRest:
+    """Conditions for a stream at rest. `answers`: consecutive answers, over at least `span_s` seconds, that report all
+    replicas as current; `stall_timeout_s`: seconds without progress before an error; `consumers_timeout_s`: seconds
+    for consumers to appear.
     """
 
     answers: int = 5
-    span: float = 10.0
-    patience: float = 600.0
-    consumers: float = 30.0
+    span_s: float = 10.0
+    stall_timeout_s: float = 600.0
+    consumers_timeout_s: float = 30.0
 
 
-async def settle(
-    client: FloeClient, stream: str, consumers: Sequence[str], clock: Clock, settling: Settling | None = None
+async def wait_replicated(
+    client: FloeClient, stream: str, consumers: Sequence[str], clock: Clock, conditions: AtRest | None = None
 ) -> list[str]:
     """Wait until all replicas hold the stream and all `consumers` exist. Return the servers that hold the stream, none
     if it has no replicas.
@@ -127,63 +127,63 @@ async def settle(
     The first answers of a cluster may wrongly report all replicas as current. Raises Unavailable if the stream does not
     come to rest, Stopped if consumers do not appear.
     """
-    settling = settling or Settling()
+    conditions = conditions or AtRest()
     good, lags, moved = 0, -1, clock.monotonic()
     while True:
-        info = await raw_info(client, stream)
+        info = await stream_info_json(client, stream)
         cluster, wanted = info.get("cluster") or {}, int(info["config"].get("num_replicas") or 1) - 1
         replicas = cluster.get("replicas") or []  # also empty if the server has not started its group yet
         behind = [each for each in replicas if not each.get("current") or each.get("lag") or each.get("offline")]
         good = 0 if behind or len(replicas) < wanted or (replicas and not cluster.get("leader")) else good + 1
-        if not (replicas or wanted) or good >= settling.answers:
+        if not (replicas or wanted) or good >= conditions.answers:
             break
         if (lag := sum(int(each.get("lag") or 0) for each in behind)) != lags:
             lags, moved = lag, clock.monotonic()
-        if clock.monotonic() > moved + settling.patience:
+        if clock.monotonic() > moved + conditions.stall_timeout_s:
             names = ", ".join(str(each.get("name")) for each in behind) or f"{wanted - len(replicas)} not there or"
             raise Unavailable(f"stream {stream}: expected replicas that catch up, found {names} behind")
-        await clock.sleep(settling.span / (settling.answers - 1))
-    await _all_consumers(client, stream, consumers, clock, settling)
+        await clock.sleep(conditions.span_s / (conditions.answers - 1))
+    await _wait_for_consumers(client, stream, consumers, clock, conditions)
     return [str(cluster["leader"]), *(str(each["name"]) for each in replicas)] if replicas else []
 
 
-async def _all_consumers(
-    client: FloeClient, stream: str, consumers: Sequence[str], clock: Clock, settling: Settling
+async def _wait_for_consumers(
+    client: FloeClient, stream: str, consumers: Sequence[str], clock: Clock, conditions: AtRest
 ) -> None:
-    deadline = clock.monotonic() + settling.consumers
-    while missing := sorted({*consumers} - {str(each.get("name")) for each in await list_consumers(client, stream)}):
+    deadline = clock.monotonic() + conditions.consumers_timeout_s
+    while absent := sorted({*consumers} - {str(each.get("name")) for each in await list_consumers(client, stream)}):
         if clock.monotonic() > deadline:
             raise Stopped(
-                f"stream {stream}: expected {counted(len(consumers), 'consumer')}, not there: {', '.join(missing)}",
+                f"stream {stream}: expected {format_count(len(consumers), 'consumer')}, not there: {', '.join(absent)}",
                 hint="give the same command again; or --no-consumers, and make them by hand",
                 code="E-RESTORE-CONSUMERS",
             )
-        await clock.sleep(min(1.0, settling.consumers / 10))
+        await clock.sleep(min(1.0, conditions.consumers_timeout_s / 10))
 
 
 # Comparing
 
-Reread = Callable[[SequenceRange], Iterator[pa.RecordBatch]]
+ReadRows = Callable[[SequenceRange], Iterator[pa.RecordBatch]]
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBack:
-    """The result of a comparison. `read`: rows read back from each copy; `copies`: the servers of the copies that were
-    read, none if there is only one copy.
+class Comparison:
+    """The result of a comparison. `rows_read`: rows read back from each copy; `copies`: the servers of the copies that
+    were read, none if there is only one copy.
 
     `dropped`: rows that the server does not hold because of its configuration: limits, TTL, acknowledged by all.
-    `wrong`: differences in the state of the stream, as text.
+    `state_differences`: those in the state of the stream, as text.
     """
 
-    read: int = 0
+    rows_read: int = 0
     copies: tuple[str, ...] = ()
     dropped: int = 0
     differences: Differences = field(default_factory=Differences)
-    wrong: tuple[str, ...] = ()
+    state_differences: tuple[str, ...] = ()
 
     @property
     def is_same(self) -> bool:
-        return self.differences.none and not self.wrong
+        return self.differences.is_empty and not self.state_differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +199,11 @@ class SentRows:
     def first(self) -> int:
         return self.blocks[0].first if self.blocks else self.end + 1
 
-    def is_limited(self) -> bool:
+    def may_drop_oldest(self) -> bool:
         """True if the server may drop the oldest messages."""
         return any(int(self.config.get(key) or 0) > 0 for key in ("max_msgs", "max_bytes"))
 
-    def is_consumed(self) -> bool:
+    def may_drop_acknowledged(self) -> bool:
         """True if the server may drop acknowledged messages."""
         return bool(self.config.get("retention", "limits") != "limits")
 
@@ -213,9 +213,9 @@ def state_differences(expected: SentRows, state: Mapping[str, Any]) -> Iterator[
     if (last := int(state.get("last_seq", 0))) != expected.end:
         yield f"expected the last sequence {expected.end}, found {last}"
     count, first = int(state.get("messages", 0)), int(state.get("first_seq", 0))
-    may_lack = expected.is_limited() or expected.is_consumed()
+    may_lack = expected.may_drop_oldest() or expected.may_drop_acknowledged()
     if count > expected.rows:
-        yield f"expected {counted(expected.rows, 'message')}, found {count:,}"
+        yield f"expected {format_count(expected.rows, 'message')}, found {count:,}"
     if count and (first < expected.first or (count == expected.rows and first != expected.first)):
         yield f"expected the first sequence {expected.first}, found {first}"
     deleted = int(state.get("num_deleted") or 0)
@@ -224,43 +224,43 @@ def state_differences(expected: SentRows, state: Mapping[str, Any]) -> Iterator[
 
 
 class Comparer:
-    """A comparer that reads a stream back. `reread`: returns the archived rows of a range, also those that the fold
-    removed; `tell`: receives the number of rows read back so far.
+    """A comparer that reads a stream back. `read_rows`: returns the archived rows of a range, also those that the
+    retention filter removed; `on_read`: receives the number of rows read back so far.
     """
 
     def __init__(
-        self, client: FloeClient, stream: str, expected: SentRows, reread: Reread, tell: Callable[[int], None]
+        self, client: FloeClient, stream: str, expected: SentRows, read_rows: ReadRows, on_read: Callable[[int], None]
     ) -> None:
         self._client, self._stream, self._expected = client, stream, expected
-        self._reread, self._tell = reread, tell
+        self._read_rows, self._on_read = read_rows, on_read
 
-    async def run(self, verify: str, servers: Sequence[str]) -> ReadBack:
+    async def run(self, verify: str, servers: Sequence[str]) -> Comparison:
         """Compare the stream. `verify`: `full`, which reads the copies of all `servers`, `sample` or `state`."""
-        state = (await raw_info(self._client, self._stream))["state"]
+        state = (await stream_info_json(self._client, self._stream))["state"]
         wrong = tuple(state_differences(self._expected, state))
         if verify == "state" or wrong:
-            lacking = self._expected.rows - int(state.get("messages", 0))
-            if lacking and not (self._expected.is_limited() or self._expected.is_consumed()):
-                wrong += (f"expected {counted(self._expected.rows, 'message')}, found {state.get('messages', 0):,}",)
-            return ReadBack(dropped=max(0, lacking), wrong=wrong)
+            lacking = self._expected.rows - (held := int(state.get("messages", 0)))
+            if lacking and not (self._expected.may_drop_oldest() or self._expected.may_drop_acknowledged()):
+                wrong += (f"expected {format_count(self._expected.rows, 'message')}, found {held:,}",)
+            return Comparison(dropped=max(0, lacking), state_differences=wrong)
         if verify == "sample":
-            step = max(1, len(self._expected.blocks) // SAMPLES)
+            step = max(1, len(self._expected.blocks) // SAMPLED_BLOCKS)
             chosen = sorted({*range(0, len(self._expected.blocks), step), max(0, len(self._expected.blocks) - 1)})
-            found = ReadBack()
+            found = Comparison()
             for at in chosen[: len(self._expected.blocks)]:
-                found = _plus(found, await self._copy("", [self._expected.blocks[at]]))
+                found = _add(found, await self._compare_copy("", [self._expected.blocks[at]]))
             return found
-        results = [await self._copy(server, self._expected.blocks) for server in servers or [""]]
-        return _all(results, tuple(servers))
+        results = [await self._compare_copy(server, self._expected.blocks) for server in servers or [""]]
+        return _first_difference(results, tuple(servers))
 
-    async def _copy(self, server: str, blocks: Sequence[DigestBlock]) -> ReadBack:
+    async def _compare_copy(self, server: str, blocks: Sequence[DigestBlock]) -> Comparison:
         if not blocks:
-            return ReadBack()
-        result, position = ReadBack(), 0
+            return Comparison()
+        result, position = Comparison(), 0
         async for block, rows in self._read(server, blocks):
             position += len(rows)
-            self._tell(position)
-            result = _plus(result, await self._judged(block, rows))
+            self._on_read(position)
+            result = _add(result, await self._compare_block(block, rows))
         return result
 
     async def _read(
@@ -268,7 +268,7 @@ class Comparer:
     ) -> AsyncIterator[tuple[DigestBlock, list[Message]]]:
         """Yield each block with the messages of the stream up to its end and after the end of the previous block."""
         waiting, held = list(reversed(blocks)), list[Message]()
-        start = From(blocks[0].first if len(blocks) == 1 else 1)
+        start = StartAt(blocks[0].first if len(blocks) == 1 else 1)
         async with aclosing(scan(self._client, self._stream, start, until=blocks[-1].last, server=server)) as pieces:
             async for piece in pieces:
                 held += piece
@@ -281,32 +281,32 @@ class Comparer:
             yield waiting.pop(), held[:count]
             del held[:count]
 
-    async def _judged(self, block: DigestBlock, rows: list[Message]) -> ReadBack:
-        if rows and block_of([batch_of(*rows)]) == block:
-            return ReadBack(read=len(rows), differences=Differences(expected=block.rows, found=len(rows)))
-        return await asyncio.to_thread(self._row_by_row, block, rows)
+    async def _compare_block(self, block: DigestBlock, rows: list[Message]) -> Comparison:
+        if rows and digest_block([batch_of(*rows)]) == block:
+            return Comparison(rows_read=len(rows), differences=Differences(expected=block.rows, found=len(rows)))
+        return await asyncio.to_thread(self._compare_rows, block, rows)
 
-    def _row_by_row(self, block: DigestBlock, rows: list[Message]) -> ReadBack:
+    def _compare_rows(self, block: DigestBlock, rows: list[Message]) -> Comparison:
         found = {message.sequence: message for message in rows}
         same, altered, expiring, examples = 0, 0, 0, list[str]()
         first = min(block.first, rows[0].sequence) if rows else block.first
-        for batch in self._reread(SequenceRange(first, block.last)):
+        for batch in self._read_rows(SequenceRange(first, block.last)):
             for sent in messages(batch):
-                if (there := found.pop(sent.sequence, None)) is None:
-                    expiring += header(sent.headers, b"Nats-TTL") is not None
-                elif fingerprint(_plain(sent)) == fingerprint(_plain(there)):
+                if (held := found.pop(sent.sequence, None)) is None:
+                    expiring += header_value(sent.headers, b"Nats-TTL") is not None
+                elif fingerprint(_normalize(sent)) == fingerprint(_normalize(held)):
                     same += 1
                 else:
                     altered += 1
                     examples.append(f"{sent.sequence}: altered")
         examples += [f"{sequence}: unexpected" for sequence in list(found)[:MAX_EXAMPLES]]
         lost = max(0, block.rows - same - altered)
-        may_lack = lost if self._expected.is_consumed() else min(lost, expiring)
-        if self._expected.is_limited() and (not rows or rows[0].sequence > block.first):
+        may_lack = lost if self._expected.may_drop_acknowledged() else min(lost, expiring)
+        if self._expected.may_drop_oldest() and (not rows or rows[0].sequence > block.first):
             may_lack = lost  # limits drop the oldest messages
         if lost > may_lack:
             examples.append(f"{block.first}..{block.last}: {lost - may_lack} lost")
-        repeated = max(0, same + altered - block.rows)  # the fold removed them, but the stream holds them
+        repeated = max(0, same + altered - block.rows)  # the filter removed them, but the stream holds them
         if repeated:
             examples.append(f"{block.first}..{block.last}: {repeated} that were deleted")
         differences = Differences(
@@ -317,74 +317,74 @@ class Comparer:
             unexpected=len(found) + repeated,
             examples=tuple(examples[:MAX_EXAMPLES]),
         )
-        return ReadBack(read=len(rows), dropped=may_lack, differences=differences)
+        return Comparison(rows_read=len(rows), dropped=may_lack, differences=differences)
 
 
-def _plain(message: Message) -> Message:
+def _normalize(message: Message) -> Message:
     """Return the message with None for an empty header block: the server does not distinguish the two."""
     return Message(message.sequence, message.timestamp_ns, message.subject, message.headers or None, message.payload)
 
 
-def _plus(one: ReadBack, other: ReadBack) -> ReadBack:
+def _add(one: Comparison, other: Comparison) -> Comparison:
     differences = one.differences.plus(other.differences)
-    return ReadBack(one.read + other.read, one.copies, one.dropped + other.dropped, differences)
+    return Comparison(one.rows_read + other.rows_read, one.copies, one.dropped + other.dropped, differences)
 
 
-def _all(results: Sequence[ReadBack], servers: tuple[str, ...]) -> ReadBack:
+def _first_difference(results: Sequence[Comparison], servers: tuple[str, ...]) -> Comparison:
     """Return the result of the first copy that differs, else of the last; `dropped` is the maximum of all copies."""
     found = next((each for each in results if not each.is_same), results[-1])
-    return ReadBack(found.read, servers, max(each.dropped for each in results), found.differences, found.wrong)
+    return replace(found, copies=servers, dropped=max(each.dropped for each in results))
 
 
 # Configuration and consumers
 
 
-async def differences(client: FloeClient, plan: RestorePlan, *, positions: bool = True) -> list[str]:
+async def read_differences(client: FloeClient, plan: RestorePlan, *, positions: bool = True) -> list[str]:
     """Return the differences of the guarded stream's configuration and consumers from the plan, as text. `positions`:
     compare the positions of consumers too, and report consumers that are not in the plan.
     """
-    info = await raw_info(client, plan.name)
+    info = await stream_info_json(client, plan.name)
     config, first = info["config"], int(info["state"].get("first_seq") or 0)
     expected = guarded_config(plan.config, "")
-    found = [f"configuration: {text}" for text in unlike(expected, config)]
-    there = {str(each["name"]): each for each in await list_consumers(client, plan.name)}
+    found = [f"configuration: {text}" for text in config_differences(expected, config)]
+    found_consumers = {str(each["name"]): each for each in await list_consumers(client, plan.name)}
     for consumer in plan.consumers:
-        if (state := there.pop(consumer.name, None)) is None:
+        if (state := found_consumers.pop(consumer.name, None)) is None:
             found.append(f"consumer {consumer.name}: expected, and not there")
             continue
-        texts = [*unlike(muted(consumer, plan.name).config, state.get("config") or {})]
+        texts = [*config_differences(with_guard_subject(consumer, plan.name).config, state.get("config") or {})]
         texts += _position_differences(consumer, state, first) if positions else ()
         found += [f"consumer {consumer.name}: {text}" for text in texts]
-    return [*found, *(f"consumer {name}: not expected" for name in there if positions)]
+    return [*found, *(f"consumer {name}: not expected" for name in found_consumers if positions)]
 
 
-def unlike(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+def config_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
     """Yield, as text, the keys of `expected` that have another value in `found`, for example because the server does
     not know them. An empty value may be absent. Metadata keys of the server and of a restore are not compared.
     """
     for key, value in expected.items():
-        ours, theirs = (_own(value), _own(found.get(key))) if key == "metadata" else (value, found.get(key))
-        if not _is_kept(ours, theirs):
+        ours, theirs = (_metadata(value), _metadata(found.get(key))) if key == "metadata" else (value, found.get(key))
+        if not _is_equal_or_extended(ours, theirs):
             yield f"expected {key} {ours!r:.100}, found {theirs!r:.100}"
 
 
-def _is_kept(ours: Any, theirs: Any) -> bool:
+def _is_equal_or_extended(ours: Any, theirs: Any) -> bool:
     """True if the values are equal, apart from keys that a newer server adds within `theirs`."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping | None):
-        return all(_is_kept(value, (theirs or {}).get(key)) for key, value in ours.items())
+        return all(_is_equal_or_extended(value, (theirs or {}).get(key)) for key, value in ours.items())
     if isinstance(ours, list) and isinstance(theirs, list):
-        return len(ours) == len(theirs) and all(map(_is_kept, ours, theirs))
+        return len(ours) == len(theirs) and all(map(_is_equal_or_extended, ours, theirs))
     return bool(ours == theirs or not (ours or theirs))
 
 
-def _own(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    return {k: v for k, v in (metadata or {}).items() if not k.startswith("_nats.") and k != MARKER}
+def _metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    return {k: v for k, v in (metadata or {}).items() if not k.startswith("_nats.") and k != RESTORE_KEY}
 
 
 def _position_differences(consumer: ArchiveConsumer, state: Mapping[str, Any], first: int) -> Iterator[str]:
     for key, (count, sequence) in (("delivered", consumer.delivered), ("ack_floor", consumer.ack_floor)):
-        where = state.get(key) or {}
-        found = int(where.get("consumer_seq", 0)), int(where.get("stream_seq", 0))
+        position = state.get(key) or {}
+        found = int(position.get("consumer_seq", 0)), int(position.get("stream_seq", 0))
         # The server moves a position before the first message up to that message, and may restart its count there.
         moved = max(sequence, first - 1)
         if found not in ((count, sequence), (count, moved), (0 if sequence < moved else count, moved)):

@@ -17,29 +17,29 @@ from pydantic import SecretStr
 
 from common.clock import Clock
 from common.errors import ConfigError, Unavailable
-from common.exits import DIFFERENCES, INSTALL_ALL
+from common.exits import EXIT_DIFFERENCES, INSTALL_ALL
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.segments.writer import Spool
-from common.service.process import Threads
-from common.service.progress import Teller
+from common.service.process import ThreadPool
+from common.service.progress import Progress
 from common.settings.root import Settings
 from common.settings.service import NatsSettings
-from common.settings.types import counted, duration_words, size_words
+from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop
-from ingress.replay.drill import NAME, Scratch, while_held
-from ingress.restore.compare import differences
+from ingress.replay.drill import SCRATCH_PREFIX, ScratchStreams, run_with_renewal
+from ingress.restore.compare import read_differences
 from ingress.restore.plan import RestoreRequest
 from ingress.restore.preflight import room_error
 from ingress.restore.restore import Restore, RestoreReport, RestoreTuning
 
-MOST_PAYLOAD = 64 * 1024 * 1024  # bytes of a message, for a server that Floe starts: the maximum of nats-server
-LOOKS = 10  # checks of the consumers, a second apart: in a cluster their positions arrive late
+MAX_PAYLOAD_BYTES = 64 * 1024 * 1024  # bytes of a message, for a server that Floe starts: the maximum of nats-server
+CONSUMER_CHECKS = 10  # checks of the consumers, a second apart: in a cluster their positions arrive late
 
 
-class OwnServer(Protocol):
+class LocalServer(Protocol):
     """A nats-server that Floe starts."""
 
     @property
@@ -54,20 +54,20 @@ class OwnServer(Protocol):
 
 #: Makes a server that stores everything in one folder. Its arguments are the folder, `users` (passwords by name) and
 #: `max_payload`. Raises FileNotFoundError if the program is not installed.
-ServerMaker = Callable[..., OwnServer]
+LocalServerMaker = Callable[..., LocalServer]
 
 
 @dataclass(frozen=True, slots=True)
 class ExactReport:
-    """The result of an exact drill. `wrong`: differences in the configuration and the consumers, as text."""
+    """The result of an exact drill. `differences`: those in the configuration and the consumers, as text."""
 
     restored: RestoreReport
     server: str
-    wrong: tuple[str, ...]
+    differences: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
-        return DIFFERENCES if self.wrong or not self.restored.comparison.is_same else 0
+        return EXIT_DIFFERENCES if self.differences or not self.restored.comparison.is_same else 0
 
     def as_json(self) -> dict[str, Any]:
         found = self.restored.as_json()
@@ -75,24 +75,24 @@ class ExactReport:
             **found,
             "ok": self.exit_code == 0,
             "server": self.server,
-            "differences": [*found["differences"], *self.wrong],
+            "differences": [*found["differences"], *self.differences],
         }
 
     def lines(self) -> Iterator[str]:
         done, found = self.restored, self.restored.comparison
-        request, consumers = done.plan.request, counted(len(done.plan.consumers), "consumer")
+        request, consumers = done.plan.request, format_count(len(done.plan.consumers), "consumer")
         rate = f"{done.rows / max(done.seconds, 0.001):,.0f} msg/s"
         took = f"{size_words(done.bytes)} sent in {duration_words(done.seconds)}, {rate}"
-        yield f"{request.site}/{request.feed}: {counted(done.rows, 'message')}, {took}, on {self.server}"
+        yield f"{request.site}/{request.feed}: {format_count(done.rows, 'message')}, {took}, on {self.server}"
         if self.exit_code == 0:
-            yield f"as in the archive: {found.read:,} read back, state, configuration, {consumers}"
+            yield f"as in the archive: {found.rows_read:,} read back, state, configuration, {consumers}"
         else:
             yield f"NOT WELL: {found.differences.line()}"
-        yield from found.wrong
+        yield from found.state_differences
         yield from found.differences.examples
-        yield from self.wrong
+        yield from self.differences
         if found.dropped:
-            yield f"{counted(found.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
+            yield f"{format_count(found.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
 
 
 class ExactDrill:
@@ -105,16 +105,16 @@ class ExactDrill:
         store: SegmentStore,
         documents: ChainStore,
         clock: Clock,
-        teller: Teller,
-        make_server: ServerMaker | None = None,
+        progress: Progress,
+        make_server: LocalServerMaker | None = None,
     ) -> None:
         if make_server is not None:
             request = replace(request, replicas=1, server="local")
-        self._request = replace(request, name=NAME + secrets.token_hex(6), promote=False)
-        self._settings, self._clock, self._teller, self._make_server = settings, clock, teller, make_server
+        self._request = replace(request, name=SCRATCH_PREFIX + secrets.token_hex(6), promote=False)
+        self._settings, self._clock, self._progress, self._make_server = settings, clock, progress, make_server
         # The scratch name is random, so one check that it is free is enough.
-        tuning = RestoreTuning(looks=1)
-        self._restore = Restore(settings, self._request, store, documents, clock, teller, tuning)
+        tuning = RestoreTuning(name_checks=1)
+        self._restore = Restore(settings, self._request, store, documents, clock, progress, tuning)
 
     async def run(self, stop: Stop) -> ExactReport:
         """Run the drill. In every case, remove the stream, and the server that was started.
@@ -122,47 +122,47 @@ class ExactDrill:
         Raises the errors of `Restore.run`, and Unavailable if `stop` is set before the end.
         """
         if self._make_server is None:
-            async with self._restore.connected() as client:
-                return await self._beside_others(client, stop)
-        async with self._own_server(self._make_server) as nats, self._restore.connected(nats) as client:
-            return await self._compared(client, stop, "a server of its own")
+            async with self._restore.open_connection() as client:
+                return await self._run_on_shared_server(client, stop)
+        async with self._start_local_server(self._make_server) as nats, self._restore.open_connection(nats) as client:
+            return await self._run_and_compare(client, stop, "a server of its own")
 
-    async def _beside_others(self, client: FloeClient, stop: Stop) -> ExactReport:
+    async def _run_on_shared_server(self, client: FloeClient, stop: Stop) -> ExactReport:
         """Drill on a server that others use, under a lease: a stream without one is a leftover for the next drill."""
-        scratch, name = Scratch(client, self._restore.service, self._settings.instance, self._clock), self._request.name
+        scratch = ScratchStreams(client, self._restore.service, self._settings.instance, self._clock)
         try:
-            for left in await scratch.sweep():
-                self._teller.say(f"removed {left}, which a former drill left")
-            async with scratch.claimed(name) as lease:
-                return await while_held(lease, self._compared(client, stop, "the server"))
+            for left in await scratch.remove_leftovers():
+                self._progress.print(f"removed {left}, which a former drill left")
+            async with scratch.hold(self._request.name) as lease:
+                return await run_with_renewal(lease, self._run_and_compare(client, stop, "the server"))
         except ApiError as error:  # for example of the lease bucket
-            if (full := await room_error(client, error, self._request, name)) is None:
+            if (full := await room_error(client, error, self._request, self._request.name)) is None:
                 raise
             raise full from error
 
-    async def _compared(self, client: FloeClient, stop: Stop, where: str) -> ExactReport:
+    async def _run_and_compare(self, client: FloeClient, stop: Stop, server: str) -> ExactReport:
         restored = await self._restore.run(client, stop)
-        wrong = list[str]()
-        for look in range(LOOKS):
-            if look:
+        differences = list[str]()
+        for check in range(CONSUMER_CHECKS):
+            if check:
                 await self._clock.sleep(1.0)
-            if not (wrong := await differences(client, restored.plan)) or stop.is_set:
+            if not (differences := await read_differences(client, restored.plan)) or stop.is_set:
                 break
         version = ".".join(map(str, client.server_version))
-        return ExactReport(restored, f"{where}, nats-server {version}", tuple(wrong))
+        return ExactReport(restored, f"{server}, nats-server {version}", tuple(differences))
 
     @asynccontextmanager
-    async def _own_server(self, make: ServerMaker) -> AsyncIterator[NatsSettings]:
+    async def _start_local_server(self, make: LocalServerMaker) -> AsyncIterator[NatsSettings]:
         """Start a server on loopback that only this process may use, and that ends with it."""
         folder, password = self._settings.spool_dir, secrets.token_urlsafe(24)
         with closing(Spool(Path(folder) if folder else None)) as spool:
             home = spool.new_folder()
             try:
-                server = make(home, users={"floe": password}, max_payload=MOST_PAYLOAD)
+                server = make(home, users={"floe": password}, max_payload=MAX_PAYLOAD_BYTES)
             except FileNotFoundError as error:
                 raise ConfigError(str(error), hint=INSTALL_ALL, code="E-DRILL-SERVER") from error
-            with closing(Threads("drill", 1)) as threads, closing(server):
-                self._teller.say(f"starting a nats-server in {home}")
+            with closing(ThreadPool("drill", 1)) as threads, closing(server):
+                self._progress.print(f"starting a nats-server in {home}")
                 try:
                     await threads.run(server.start)
                 except RuntimeError as error:

@@ -31,30 +31,30 @@ import pyarrow.compute as pc
 
 from common.clock import NS_PER_S
 from ingress.restore.archive import (
-    START,
+    S2_HEADER,
     ArchiveConsumer,
     ArchiveState,
     RawColumns,
-    fixed,
+    concat_rows,
+    fixed_width,
     frames,
-    joined,
-    parts,
     raw_columns,
     sizes,
+    split_batch,
     uvarint,
     varint,
 )
 from ingress.restore.highwayhash import hash_of, highwayhash64
 
-BLOCK = 8 << 20  # bytes; the server's own limit
-PART = 2 << 20  # bytes of rows that are encoded at once
-WIDEST_GAP = 10_000  # sequences that a block holds as deleted between two of its messages
-_ERASED = 1 << 63
-_HEADERS = 1 << 31
-_FIXED = 4 + 8 + 8 + 2 + 8  # bytes of a record beside subject, headers and payload
+MAX_BLOCK_BYTES = 8 << 20  # bytes; the server's own limit
+ENCODED_BYTES = 2 << 20  # bytes of rows that are encoded at once
+MAX_DELETED_RUN = 10_000  # sequences that a block holds as deleted between two of its messages
+_ERASED_BIT = 1 << 63
+_HEADERS_BIT = 1 << 31
+_FIXED_BYTES = 4 + 8 + 8 + 2 + 8  # bytes of a record beside subject, headers and payload
 _CONSUMER_STATE = bytes([22, 2])  # the server's file mark, and the version of the format
 _JSON = msgspec.json.Encoder()
-_END = b"\0" * 1024
+_TAR_END = b"\0" * 1024
 
 
 class FilesWriter:
@@ -69,98 +69,98 @@ class FilesWriter:
         self._last = 0  # sequence of the last row
         self._state: ArchiveState | None = None
 
-    def head(
+    def encode_head(
         self, config: Mapping[str, Any], created: str, state: ArchiveState, consumers: Sequence[ArchiveConsumer]
     ) -> Iterator[bytes]:
         self._state = state
         meta = _JSON.encode({**config, "name": self._stream, "created": created})
-        yield START
-        yield from self._hashed("", self._stream, meta)
+        yield S2_HEADER
+        yield from self._hashed_file("", self._stream, meta)
         for each in consumers:
             # The configuration has the keys of the API; `Created` and `Name` belong to the file.
             config = {**each.config, "name": each.name, "Created": each.created, "Name": each.name}
-            yield from self._hashed(f"obs/{each.name}/", f"{self._stream}/{each.name}", _JSON.encode(config))
+            yield from self._hashed_file(f"obs/{each.name}/", f"{self._stream}/{each.name}", _JSON.encode(config))
             yield from self._file(f"obs/{each.name}/o.dat", consumer_state(each))
 
-    def rows(self, batch: pa.RecordBatch) -> Iterator[bytes]:
-        for part in parts(batch, PART):
-            yield from self._records(raw_columns(part))
+    def encode_rows(self, batch: pa.RecordBatch) -> Iterator[bytes]:
+        for part in split_batch(batch, ENCODED_BYTES):
+            yield from self._add_records(raw_columns(part))
 
-    def tail(self) -> Iterator[bytes]:
-        assert self._state is not None, "head comes first"
-        yield from self._ended()
+    def encode_tail(self) -> Iterator[bytes]:
+        assert self._state is not None, "encode_head comes first"
+        yield from self._flush_block()
         if self._last < self._state.last_sequence:
-            erased = struct.pack("<Qq", self._state.last_sequence | _ERASED, self._state.last_timestamp_ns)
-            self._block += struct.pack("<I16sH8s", _FIXED, erased, 0, hash_of(self._key, erased))
-            yield from self._ended()
-        yield from frames(_END)
+            erased = struct.pack("<Qq", self._state.last_sequence | _ERASED_BIT, self._state.last_timestamp_ns)
+            self._block += struct.pack("<I16sH8s", _FIXED_BYTES, erased, 0, hash_of(self._key, erased))
+            yield from self._flush_block()
+        yield from frames(_TAR_END)
 
     @property
     def _key(self) -> bytes:
         """The key of the hashes of the records in the open block."""
         return sha256(f"{self._stream}-{self._index}".encode()).digest()
 
-    def _records(self, rows: RawColumns) -> Iterator[bytes]:
+    def _add_records(self, rows: RawColumns) -> Iterator[bytes]:
         """Add the rows to the open block, and yield each block that is full."""
-        ends = np.cumsum(_lengths(rows).astype(np.int64))
+        ends = np.cumsum(_record_lengths(rows).astype(np.int64))
         before = np.concatenate([[np.uint64(self._last or rows.sequence[0])], rows.sequence[:-1]])
-        wide = np.flatnonzero(rows.sequence - before > WIDEST_GAP)
+        wide = np.flatnonzero(rows.sequence - before > MAX_DELETED_RUN)
         start = done = 0
         while start < len(ends):
             if len(self._block) and start in wide:
-                yield from self._ended()
-            full = int(np.searchsorted(ends, done + BLOCK - len(self._block), "right"))
+                yield from self._flush_block()
+            full = int(np.searchsorted(ends, done + MAX_BLOCK_BYTES - len(self._block), "right"))
             after = wide[np.searchsorted(wide, start, "right") :]
             stop = min(full, int(after[0])) if len(after) else full
             if stop > start or not self._block:
                 stop = max(stop, start + 1)
-                self._block += _encoded(self._key, rows.part(start, stop))
+                self._block += _encode_records(self._key, rows.slice(start, stop))
                 start, done = stop, int(ends[stop - 1])
             else:
-                yield from self._ended()
+                yield from self._flush_block()
         self._last = int(rows.sequence[-1])
 
-    def _ended(self) -> Iterator[bytes]:
+    def _flush_block(self) -> Iterator[bytes]:
         if self._block:
             yield from self._file(f"msgs/{self._index}.blk", self._block)
             self._index += 1
             self._block = bytearray()
 
-    def _hashed(self, folder: str, name: str, meta: bytes) -> Iterator[bytes]:
+    def _hashed_file(self, folder: str, name: str, meta: bytes) -> Iterator[bytes]:
         """Yield the file of a configuration and that of its hash. `name`: the key of the hash."""
         yield from self._file(f"{folder}meta.inf", meta)
         yield from self._file(f"{folder}meta.sum", hash_of(sha256(name.encode()).digest(), meta).hex().encode())
 
     def _file(self, name: str, content: bytes | bytearray) -> Iterator[bytes]:
-        assert self._state is not None, "head comes first"
+        assert self._state is not None, "encode_head comes first"
         entry = tarfile.TarInfo(name)
         entry.size, entry.mode = len(content), 0o600
         entry.mtime = max(0, self._state.last_timestamp_ns) // NS_PER_S
         yield from frames(b"".join([entry.tobuf(tarfile.GNU_FORMAT), content, b"\0" * (-len(content) % 512)]))
 
 
-def _lengths(rows: RawColumns) -> Any:
+def _record_lengths(rows: RawColumns) -> Any:
     """Return the length of each record in bytes."""
     headers = sizes(rows.headers)
-    return np.uint64(_FIXED) + sizes(rows.subject) + headers + np.uint64(4) * (headers > 0) + sizes(rows.payload)
+    return np.uint64(_FIXED_BYTES) + sizes(rows.subject) + headers + np.uint64(4) * (headers > 0) + sizes(rows.payload)
 
 
-def _encoded(key: bytes, rows: RawColumns) -> memoryview:
+def _encode_records(key: bytes, rows: RawColumns) -> memoryview:
     """Encode the records of one block, or of a part of it."""
     words = np.stack([rows.sequence, rows.timestamp_ns.view(np.uint64)], axis=1)
-    numbers = fixed(words.astype("<u8"))
-    hashes = highwayhash64(key, *joined(numbers, rows.subject, rows.headers, rows.payload))
+    numbers = fixed_width(words.astype("<u8"))
+    hashes = highwayhash64(key, *concat_rows(numbers, rows.subject, rows.headers, rows.payload))
     headers = sizes(rows.headers)
     has_headers = headers > 0
-    return joined(
-        fixed((_lengths(rows) | has_headers * np.uint64(_HEADERS)).astype("<u4")),
+    return concat_rows(
+        fixed_width((_record_lengths(rows) | has_headers * np.uint64(_HEADERS_BIT)).astype("<u4")),
         numbers,
-        fixed(sizes(rows.subject).astype("<u2")),
+        fixed_width(sizes(rows.subject).astype("<u2")),
         rows.subject,
-        pc.if_else(pa.array(has_headers), fixed(headers.astype("<u4")), pa.scalar(b"", pa.binary())),
+        pc.if_else(pa.array(has_headers), fixed_width(headers.astype("<u4")), pa.scalar(b"", pa.binary())),
         rows.headers,
         rows.payload,
-        fixed(hashes.astype("<u8")),
+        fixed_width(hashes.astype("<u8")),
     )[0]
 
 

@@ -1,8 +1,8 @@
 """Remove the archived rows that the stream no longer held at its end: the archive holds more than the stream did.
 
-`Fold` removes, row by row, the rows that a later row rolled up, the deleted rows, the rows that `max_msgs_per_subject`
-dropped, and each schedule that the server removed when it fired for the last time, as a later row shows. A limit that
-was raised later counts for as long as it was in force, as far as captured configurations show.
+`RetentionFilter` removes, row by row, the rows that a later row rolled up, the deleted rows, the rows that
+`max_msgs_per_subject` dropped, and each schedule that the server removed when it fired for the last time, as a later
+row shows. A limit that was raised later counts for as long as it was in force, as far as captured configurations show.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from common.jetstream.headers import parse_block
 from common.segments.captures import CapturedConfig, CapturedDeletions
 from common.segments.segment import decode_subject
 from common.sequences import MAX_SEQUENCE, SequenceRange
-from common.settings.types import MAX_DURATION, parse_duration
+from common.settings.types import MAX_DURATION_S, parse_duration
 
 Mask = npt.NDArray[np.bool_]
-Whole = npt.NDArray[np.int64]
+Int64Array = npt.NDArray[np.int64]
 
 
-PER_SUBJECT = "max_msgs_per_subject"
-SWITCHES = ("allow_rollup_hdrs", "allow_msg_schedules", "allow_msg_ttl")
+PER_SUBJECT_KEY = "max_msgs_per_subject"
+SWITCH_KEYS = ("allow_rollup_hdrs", "allow_msg_schedules", "allow_msg_ttl")
 
 
 def limit_of(config: Mapping[str, Any], key: str) -> int:
@@ -44,7 +44,7 @@ def is_raised(old: CapturedConfig, new: CapturedConfig, key: str) -> bool:
     return before > 0 and not 0 < since <= before
 
 
-def changes(
+def config_changes(
     configs: Sequence[CapturedConfig], deletions: CapturedDeletions | None
 ) -> Iterator[tuple[CapturedConfig, CapturedConfig, int]]:
     """Yield each configuration with the next one, and a sequence up to which the first was in force. `configs`: the
@@ -60,12 +60,12 @@ def hashes(batch: pa.RecordBatch) -> npt.NDArray[np.uint64]:
     """Return 64 bits for each row, equal for equal subjects within this process."""
     text = batch.column("subject")
     encoded: Any = text if isinstance(text, pa.DictionaryArray) else text.dictionary_encode()
-    each = np.array([*map(_hash, encoded.dictionary.to_pylist())], np.uint64)
+    each = np.array([*map(_subject_hash, encoded.dictionary.to_pylist())], np.uint64)
     found: npt.NDArray[np.uint64] = each[np.asarray(encoded.indices)]
     return found
 
 
-def _hash(subject: str) -> int:
+def _subject_hash(subject: str) -> int:
     return hash(subject) & 0xFFFFFFFFFFFFFFFF
 
 
@@ -76,11 +76,11 @@ class _Subjects:
     """
 
     hash: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    rows: Whole = field(default_factory=lambda: np.zeros(0, np.int64))
-    rollup: Whole = field(default_factory=lambda: np.zeros(0, np.int64))
-    dropped: Whole = field(default_factory=lambda: np.zeros(0, np.int64))
+    rows: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    rollup: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    dropped: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def then(self, *later: _Subjects) -> _Subjects:
+    def merge(self, *later: _Subjects) -> _Subjects:
         """Return the sum of all counts; a rollup in a later one discards the rows that were counted before it."""
         every = (self, *later)
         hash_ = np.concatenate([each.hash for each in every])
@@ -101,15 +101,15 @@ class _Subjects:
         return _Subjects(hash_[starts], left, newest, np.where(newest > rollup[starts], 0, dropped[starts]))
 
 
-class Fold:
+class RetentionFilter:
     """A filter that removes the rows that the stream no longer held at its end.
 
     `config`: of the stream at its end. `deletions`, `configs`: as captured by egress, `configs` the oldest first. The
     stream state of a `configs` entry after `end` is ignored: a message may have gone because of one after `end`. If any
     configuration has `allow_msg_ttl`, a message that had expired before a later one of its subject pushed none out.
-    While `passes` is not 0, call `see` with every batch, then `end_pass`. Then call `left` with every batch again. No
-    row is left below `floor`, the first sequence that the stream held when its configuration was captured last.
-    Memory: 32 bytes for each subject, twice that with `allow_msg_ttl`.
+    While `passes_left` is not 0, call `observe` with every batch, then `end_pass`. Then call `filter` with every batch
+    again. No row is left below `floor`, the first sequence that the stream held when its configuration was captured
+    last. Memory: 32 bytes for each subject, twice that with `allow_msg_ttl`.
     """
 
     def __init__(
@@ -120,33 +120,33 @@ class Fold:
         end: int = MAX_SEQUENCE,
     ) -> None:
         every = [config, *(each.config for each in configs)]
-        self._rolls, self._schedules, expires = (any(each.get(key) for each in every) for key in SWITCHES)
-        self._per_subject = limit_of(config, PER_SUBJECT)
+        self._has_rollups, self._has_schedules, expires = (any(each.get(key) for each in every) for key in SWITCH_KEYS)
+        self._per_subject = limit_of(config, PER_SUBJECT_KEY)
         known = [each for each in configs if each.last is not None and each.last <= end]
         self.floor = min(known[-1].first or 0, (known[-1].last or 0) + 1) if known else 0
-        raised = (each for each in changes(configs, deletions) if is_raised(*each[:2], PER_SUBJECT))
-        self._limits = sorted((before, limit_of(old.config, PER_SUBJECT)) for old, _, before in raised)
+        raised = (each for each in config_changes(configs, deletions) if is_raised(*each[:2], PER_SUBJECT_KEY))
+        self._limits = sorted((before, limit_of(old.config, PER_SUBJECT_KEY)) for old, _, before in raised)
         most = max(self._per_subject, *(limit for _, limit in self._limits), 0)
-        self._drops = most > 0
+        self._has_limit = most > 0
         self._first, self._last = (deletions.first, deletions.last) if deletions else (0, 0)
         ranges = np.array(deletions.deleted if deletions else [], np.int64).reshape(-1, 2)
         self._deleted_first, self._deleted_last = ranges[:, 0], ranges[:, 1]
         self._subjects, self._pending, self._size = _Subjects(), list[_Subjects](), 0
-        self._rolled = 0  # sequence of the last rollup of the whole stream
-        self._seen: Whole = np.zeros(0, np.int64)
+        self._last_rollup = 0  # sequence of the last rollup of the whole stream
+        self._rows_seen: Int64Array = np.zeros(0, np.int64)
         # Its `rollup` is the time (ns) of the last message of each subject; known after the first of two passes.
         self._latest = _Subjects()
-        self.passes = (2 if expires and most > 1 else 1) if self.needs_pass else 0
+        self.passes_left = (2 if expires and most > 1 else 1) if self.needs_pass else 0
 
     @property
     def needs_pass(self) -> bool:
-        return self._rolls or self._schedules or self._drops
+        return self._has_rollups or self._has_schedules or self._has_limit
 
     @property
-    def is_none(self) -> bool:
+    def removes_nothing(self) -> bool:
         return not self.needs_pass and not self._last and not self.floor
 
-    def deleted(self, rows: SequenceRange) -> int:
+    def count_deleted(self, rows: SequenceRange) -> int:
         """Return the number of these sequences that were captured as deleted, or are below `floor`."""
         below = max(min(self._first - 1, self._last, rows.last), min(self.floor - 1, rows.last)) - rows.first + 1
         some = slice(
@@ -157,84 +157,84 @@ class Fold:
         return max(0, below) + int(np.maximum(behind, 0).sum())
 
     @property
-    def rows(self) -> int:
+    def rows_left(self) -> int:
         """The number of rows that are left; known after the last pass."""
         return int((self._subjects.rows - self._subjects.dropped).sum())
 
-    def see(self, batch: pa.RecordBatch) -> None:
-        batch = batch.filter(pa.array(self._held(batch)))
-        while self.passes == 1 and self._limits and batch.num_rows:
+    def observe(self, batch: pa.RecordBatch) -> None:
+        batch = batch.filter(pa.array(self._held_mask(batch)))
+        while self.passes_left == 1 and self._limits and batch.num_rows:
             count = int(np.searchsorted(np.asarray(batch.column("sequence")), self._limits[0][0], side="right"))
-            self._see(batch.slice(0, count))
+            self._observe(batch.slice(0, count))
             if not (batch := batch.slice(count)).num_rows:
                 return
-            self._drop(self._limits.pop(0)[1])
-        self._see(batch)
+            self._apply_limit(self._limits.pop(0)[1])
+        self._observe(batch)
 
-    def _see(self, batch: pa.RecordBatch) -> None:
+    def _observe(self, batch: pa.RecordBatch) -> None:
         if not batch.num_rows:
             return
-        if self.passes > 1:
+        if self.passes_left > 1:
             self._add(hashes(batch), np.zeros(batch.num_rows, np.int64), np.asarray(batch.column("timestamp_ns")))
             return
         sequences, rollups = np.asarray(batch.column("sequence")), self._rollups(batch)
         whole = [row for row, is_all in rollups.items() if is_all]
         begin = 0
         if whole:  # this rollup removes all earlier rows
-            begin, self._rolled = whole[-1], int(sequences[whole[-1]])
+            begin, self._last_rollup = whole[-1], int(sequences[whole[-1]])
             self._subjects, self._pending, self._size = _Subjects(), [], 0
         hash_ = hashes(batch)[begin:]
         marks = np.zeros(len(hash_), np.int64)
         for row in (row - begin for row in rollups if row >= begin):
             marks[row] = sequences[begin + row]
         counts = np.ones(len(hash_), np.int64)
-        if fired := {row - begin: of for row, of in self._fired(batch).items() if row >= begin}:
+        if fired := {row - begin: of for row, of in self._finished_schedules(batch).items() if row >= begin}:
             at = [*fired]
             hash_ = np.insert(hash_, at, np.array([*fired.values()], np.uint64))
             counts, marks = np.insert(counts, at, 0), np.insert(marks, at, sequences[begin:][at])
         self._add(hash_, counts, marks)
 
-    def _add(self, hash_: npt.NDArray[np.uint64], counts: Whole, marks: Whole) -> None:
-        self._pending.append(_Subjects().then(_Subjects(hash_, counts, marks, np.zeros(len(hash_), np.int64))))
+    def _add(self, hash_: npt.NDArray[np.uint64], counts: Int64Array, marks: Int64Array) -> None:
+        self._pending.append(_Subjects().merge(_Subjects(hash_, counts, marks, np.zeros(len(hash_), np.int64))))
         self._size += len(self._pending[-1].hash)
         if self._size > max(1_000_000, len(self._subjects.hash)):
-            self._settle()
+            self._merge_pending()
 
     def end_pass(self) -> None:
-        if self.passes > 1:
-            self._settle()
+        if self.passes_left > 1:
+            self._merge_pending()
             self._latest, self._subjects = self._subjects, _Subjects()
         else:
             for limit in (*(limit for _, limit in self._limits), self._per_subject):
-                self._drop(limit)
-        self.passes -= 1
-        self._seen = np.zeros(len(self._subjects.hash), np.int64)
+                self._apply_limit(limit)
+        self.passes_left -= 1
+        self._rows_seen = np.zeros(len(self._subjects.hash), np.int64)
 
-    def _drop(self, limit: int) -> None:
+    def _apply_limit(self, limit: int) -> None:
         """Keep at most the last `limit` rows of each subject; 0: all."""
-        self._settle()
+        self._merge_pending()
         if limit:
             # Rows that were dropped before are also the first ones of their subject.
             self._subjects.dropped = np.maximum(self._subjects.dropped, self._subjects.rows - limit)
 
-    def _settle(self) -> None:
-        self._subjects = self._subjects.then(*self._pending)
+    def _merge_pending(self) -> None:
+        self._subjects = self._subjects.merge(*self._pending)
         self._pending, self._size = [], 0
 
-    def left(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        if self.is_none or not batch.num_rows:
+    def filter(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        if self.removes_nothing or not batch.num_rows:
             return batch
-        keep = self._held(batch)
+        keep = self._held_mask(batch)
         if not self.needs_pass:
             return batch.filter(pa.array(keep))
         sequences = np.asarray(batch.column("sequence"))
-        keep &= sequences >= self._rolled
+        keep &= sequences >= self._last_rollup
         batch = batch.filter(pa.array(keep))
         if not batch.num_rows:
             return batch
         sequences, places = np.asarray(batch.column("sequence")), np.searchsorted(self._subjects.hash, hashes(batch))
         keep = sequences >= self._subjects.rollup[places]
-        if self._drops:
+        if self._has_limit:
             live = np.flatnonzero(keep)
             keep[live] &= self._is_recent(places[live])
         return batch.filter(pa.array(keep))
@@ -247,12 +247,12 @@ class Fold:
         lengths = np.diff(np.r_[starts, len(sorted_)])
         nth = np.empty(len(sorted_), np.int64)
         nth[order] = np.arange(len(sorted_)) - np.repeat(starts, lengths)
-        nth += self._seen[places]
-        np.add.at(self._seen, places, 1)
+        nth += self._rows_seen[places]
+        np.add.at(self._rows_seen, places, 1)
         recent: Mask = nth >= self._subjects.dropped[places]
         return recent
 
-    def _held(self, batch: pa.RecordBatch) -> Mask:
+    def _held_mask(self, batch: pa.RecordBatch) -> Mask:
         """Return a mask of the rows that were neither captured as deleted, nor are below `floor`, nor had expired."""
         sequences = np.asarray(batch.column("sequence"))
         keep: Mask = ((sequences >= self._first) | (sequences > self._last)) & (sequences >= self.floor)
@@ -260,7 +260,7 @@ class Fold:
             place = np.searchsorted(self._deleted_first, sequences, side="right") - 1
             keep &= (place < 0) | (sequences > self._deleted_last[np.maximum(place, 0)])
         if len(self._latest.hash):
-            lives = {row: _ttl_ns(found[b"Nats-TTL"]) for row, found in _with(batch, b"Nats-TTL") if keep[row]}
+            lives = {row: _ttl_ns(found[b"Nats-TTL"]) for row, found in _with_header(batch, b"Nats-TTL") if keep[row]}
             rows, places = np.array([*lives], np.int64), np.searchsorted(self._latest.hash, hashes(batch))
             ends = np.asarray(batch.column("timestamp_ns"))[rows] + np.array([*lives.values()], np.int64)
             keep[rows] = self._latest.rollup[places[rows]] < ends
@@ -269,17 +269,17 @@ class Fold:
     def _rollups(self, batch: pa.RecordBatch) -> dict[int, bool]:
         """Return the rows that roll up, with True for a rollup of the whole stream."""
         found = {}
-        for row, headers in _with(batch, b"Nats-Rollup") if self._rolls else ():
+        for row, headers in _with_header(batch, b"Nats-Rollup") if self._has_rollups else ():
             if (value := headers[b"Nats-Rollup"].lower()) in (b"sub", b"all"):
                 found[row] = value == b"all"
         return found
 
-    def _fired(self, batch: pa.RecordBatch) -> dict[int, int]:
+    def _finished_schedules(self, batch: pa.RecordBatch) -> dict[int, int]:
         """Return the rows made by a schedule that was then removed, with the hash of the subject of the schedule."""
         found = {}
-        for row, headers in _with(batch, b"Nats-Schedule-Next") if self._schedules else ():
+        for row, headers in _with_header(batch, b"Nats-Schedule-Next") if self._has_schedules else ():
             if headers[b"Nats-Schedule-Next"] == b"purge" and (subject := headers.get(b"Nats-Scheduler")):
-                found[row] = _hash(decode_subject(subject))
+                found[row] = _subject_hash(decode_subject(subject))
         return found
 
 
@@ -288,27 +288,27 @@ def _ttl_ns(value: bytes) -> int:
     text = value.decode(errors="replace")
     with suppress(ValueError):
         return int(parse_duration(f"{text}s" if text.isdecimal() else text) * NS_PER_S)
-    return int(MAX_DURATION) * NS_PER_S
+    return int(MAX_DURATION_S) * NS_PER_S
 
 
 class SourcedRow(NamedTuple):
-    """An archived message that came from a source of the stream; `origin`: its sequence in the source."""
+    """An archived message that came from a source of the stream; `source_sequence`: its sequence in the source."""
 
     sequence: int
     timestamp_ns: int
-    origin: int
+    source_sequence: int
 
 
 def sourced_rows(batch: pa.RecordBatch) -> Iterator[tuple[str, SourcedRow]]:
     """Yield the rows that came from a source with its `source_key`; before nats-server 2.10 with its name only."""
-    for row, headers in _with(batch, b"Nats-Stream-Source"):
+    for row, headers in _with_header(batch, b"Nats-Stream-Source"):
         fields = headers[b"Nats-Stream-Source"].decode(errors="replace").split(" ")
         if len(fields) > 1 and fields[1].isdecimal():
             sequence, at = batch.column("sequence")[row].as_py(), batch.column("timestamp_ns")[row].as_py()
             yield " ".join([fields[0], *fields[2:4]]), SourcedRow(sequence, at, int(fields[1]))
 
 
-def _with(batch: pa.RecordBatch, name: bytes) -> Iterator[tuple[int, dict[bytes, bytes]]]:
+def _with_header(batch: pa.RecordBatch, name: bytes) -> Iterator[tuple[int, dict[bytes, bytes]]]:
     """Yield the rows with a header of exactly this name: the row number, and the first value of each of its headers."""
     blocks: Any = batch.column("headers")
     marked: Any = pc.fill_null(pc.match_substring(blocks, name.decode()), False)

@@ -14,98 +14,98 @@ from typing import Any
 
 from common.clock import Clock, parse_time
 from common.errors import ConfigError, LeaseLost, OutcomeUnknown, Stopped
-from common.exits import ways
+from common.exits import choices
 from common.failpoints import failpoint
-from common.jetstream.api import GUARD, StreamInfo, create_consumer, delete_stream, stream_info, token
+from common.jetstream.api import RESTORE_PREFIX, StreamInfo, check_token, create_consumer, delete_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import state_key
-from common.jetstream.lease import Lease, Leases, owner_text
+from common.jetstream.lease import Lease, Leases, format_owner
 from common.jetstream.requests import ApiError
 from common.logs import get_logger
-from common.service.progress import Teller
+from common.service.progress import Progress
 from common.tasks import Stop, wait_for
-from ingress.restore.archive import unmuted
-from ingress.restore.compare import raw_info, unlike
-from ingress.restore.history import same_command
-from ingress.restore.plan import AT_PROMOTION, RestorePlan
-from ingress.restore.preflight import foreign, muted_consumers, runs, stopped
+from ingress.restore.archive import without_guard_subject
+from ingress.restore.compare import config_differences, stream_info_json
+from ingress.restore.history import repeat_command
+from ingress.restore.plan import PROMOTION_KEYS, RestorePlan
+from ingress.restore.preflight import foreign_stream_error, guarded_consumers, running_error, stopped_error
 
 log = get_logger(__name__)
 
-SUBSCRIBED = 10013  # error of an update of `deliver_subject`: a client subscribes to the current one
+SUBSCRIPTION_EXISTS = 10013  # error of an update of `deliver_subject`: a client subscribes to the current one
 
 
 class GuardedStream:
     """The stream of one attempt, from the removal of a leftover to its promotion. `marker`: of this attempt only."""
 
-    def __init__(self, client: FloeClient, plan: RestorePlan, clock: Clock, teller: Teller, stop: Stop) -> None:
+    def __init__(self, client: FloeClient, plan: RestorePlan, clock: Clock, progress: Progress, stop: Stop) -> None:
         self._client, self._plan, self._name = client, plan, plan.name
-        self._clock, self._teller, self._stop = clock, teller, stop
+        self._clock, self._progress, self._stop = clock, progress, stop
         self._lease: Lease | None = None
         self.marker = secrets.token_hex(8)
 
     # The lease of its name
 
     @asynccontextmanager
-    async def claimed(self, leases: Leases) -> AsyncIterator[Lease]:
+    async def hold_lease(self, leases: Leases) -> AsyncIterator[Lease]:
         """Hold the lease of the name during the block. Wait until the lease of a killed restore expires."""
-        lease = self._lease = await self._acquired(leases)
+        lease = self._lease = await self._acquire_lease(leases)
         try:
             yield lease
         finally:
             self._lease = None
             await lease.release()
 
-    async def _acquired(self, leases: Leases) -> Lease:
+    async def _acquire_lease(self, leases: Leases) -> Lease:
         """Acquire the lease. Raises Unavailable if its holder renews it, and so is alive, or if the restore stops."""
         key, seen = state_key("restore", self._name), dict[bytes, int]()
         while (lease := await leases.acquire(key)) is None:
-            if (entry := await leases.entry(key)) is None:
+            if (entry := await leases.get_entry(key)) is None:
                 continue
-            holder = owner_text(entry.value.decode("utf-8", "backslashreplace"))
+            holder = format_owner(entry.value.decode("utf-8", "backslashreplace"))
             if seen and seen != {entry.value: entry.revision}:
-                raise runs(self._name, holder)
+                raise running_error(self._name, holder)
             if not seen:
                 seen[entry.value] = entry.revision
-                self._teller.say(f"stream {self._name}: waiting whether the restore of {holder} still lives")
+                self._progress.print(f"stream {self._name}: waiting whether the restore of {holder} still lives")
             if await wait_for(self._stop, min(0.5, leases.ttl / 10)):
-                raise stopped(self._plan.request)
+                raise stopped_error(self._plan.request)
         return lease
 
     def check_lease(self) -> None:
         """Raise LeaseLost if the lease is known to be lost. The check is cheap."""
         if self._lease is not None and self._lease.lost.is_set:
-            self._require()
+            self._require_lease()
 
-    def _require(self) -> None:
+    def _require_lease(self) -> None:
         """Raise LeaseLost if another restore may have begun."""
         if self._lease is not None and not self._lease.is_usable():
             raise LeaseLost(
                 f"stream {self._name}: the lease of this restore was lost",
-                hint=ways(("the same command begins again", same_command(self._plan.request))),
+                hint=choices(("the same command begins again", repeat_command(self._plan.request))),
                 code="E-RESTORE-LEASE",
             )
 
     # The stream of that name
 
-    async def clear(self, looks: int, span: float) -> None:
-        """Check the name `looks` times over `span` seconds, and remove the leftover of an earlier restore.
+    async def remove_leftover(self, checks: int, span_s: float) -> None:
+        """Check the name `checks` times over `span_s` seconds, and remove the leftover of an earlier restore.
 
         Raises ConfigError if another stream has the name, Unavailable if another restore fills it now.
         """
         states = set[tuple[int, int]]()
-        for look in range(looks):
-            if look:
-                await self._clock.sleep(span / (looks - 1))
+        for check in range(checks):
+            if check:
+                await self._clock.sleep(span_s / (checks - 1))
             if (info := await stream_info(self._client, self._name)) is None:
                 continue
-            if not info.marker:
-                raise foreign(self._plan.request, info)
+            if not info.restore_marker:
+                raise foreign_stream_error(self._plan.request, info)
             states.add((info.messages, info.last_sequence))
         if len(states) > 1:
-            raise runs(self._name)
+            raise running_error(self._name)
         if states:
-            self._teller.say(f"removing what a restore before left of {self._name}")
+            self._progress.print(f"removing what a restore before left of {self._name}")
             await self._remove("")
 
     async def remove(self) -> None:
@@ -118,13 +118,13 @@ class GuardedStream:
         """Remove the stream with this marker; with an empty one, the stream of any restore."""
         if (info := await stream_info(self._client, self._name)) is None:
             return
-        if not info.marker:
-            raise foreign(self._plan.request, info)
-        if info.marker.startswith(marker):
-            self._require()
+        if not info.restore_marker:
+            raise foreign_stream_error(self._plan.request, info)
+        if info.restore_marker.startswith(marker):
+            self._require_lease()
             await delete_stream(self._client, self._name, timeout=30.0)
 
-    async def filled(self) -> StreamInfo:
+    async def read_filled(self) -> StreamInfo:
         """Return the stream that this attempt filled. Its `created` may change with its leader: in a cluster, only the
         server that received the archive reports the time at which it made the stream, or the time that it kept from the
         archive. The other servers report the time of the request.
@@ -135,13 +135,13 @@ class GuardedStream:
         if (info := await stream_info(self._client, self._name)) is None:
             raise Stopped(
                 f"stream {self._name}: expected what was just restored, found none: somebody deleted it",
-                hint=ways(("begin again", same_command(self._plan.request))),
+                hint=choices(("begin again", repeat_command(self._plan.request))),
                 code="E-RESTORE-EXISTS",
             )
-        if not info.marker:
-            raise foreign(self._plan.request, info)
-        if not info.marker.startswith(self.marker):
-            raise runs(self._name)
+        if not info.restore_marker:
+            raise foreign_stream_error(self._plan.request, info)
+        if not info.restore_marker.startswith(self.marker):
+            raise running_error(self._name)
         return info
 
     # Promotion
@@ -152,55 +152,56 @@ class GuardedStream:
         Returns, as text, the keys that only a promotion sets and that the server did not keep. Raises ConfigError if
         the server refuses the configuration, Stopped if another stream got it.
         """
-        self._require()
+        self._require_lease()
         name, plan = self._name, self._plan
         try:
-            await self._client.api(f"STREAM.UPDATE.{token(name)}", dict(config), timeout=30.0)
+            await self._client.api(f"STREAM.UPDATE.{check_token(name)}", dict(config), timeout=30.0)
         except OutcomeUnknown:
-            if (info := await stream_info(self._client, name)) is None or info.marker:
+            if (info := await stream_info(self._client, name)) is None or info.restore_marker:
                 raise
         except ApiError as error:
             raise ConfigError(
                 f"stream {name}: the server refuses its configuration: {error.description}",
-                hint=ways(
+                hint=choices(
                     f"stream {name} is restored and compared, and stays under its guard: no publisher reaches it",
-                    ("mend that; the same command removes it and begins again", same_command(plan.request)),
+                    ("mend that; the same command removes it and begins again", repeat_command(plan.request)),
                     ("or remove it", f"nats stream rm {shlex.quote(name)}"),
                 ),
                 code="E-RESTORE-PROMOTE",
             ) from error
         await self._check_promoted(filled)
-        log.info("stream restored", action="restored", stream=name, last=plan.last)
-        later = {key: value for key, value in config.items() if key in AT_PROMOTION}
-        return [f"configuration: {text}" for text in unlike(later, (await raw_info(self._client, name))["config"])]
+        log.info("stream restored", action="stream_restored", stream=name, last=plan.last_sequence)
+        later = {key: value for key, value in config.items() if key in PROMOTION_KEYS}
+        found = (await stream_info_json(self._client, name))["config"]
+        return [f"configuration: {text}" for text in config_differences(later, found)]
 
-    async def deliver(self) -> list[str]:
+    async def restore_delivery(self) -> list[str]:
         """Give the push consumers of the promoted stream their own delivery subjects. Return the consumer names.
 
         Raises ConfigError if the server refuses one because a client subscribes to its subject under the guard, for
         example with `>`.
         """
         done, refused = list[str](), list[str]()
-        for name, config in (await muted_consumers(self._client, self._name)).items():
-            self._require()
+        for name, config in (await guarded_consumers(self._client, self._name)).items():
+            self._require_lease()
             try:
-                found = {**config, "deliver_subject": unmuted(config["deliver_subject"])}
+                found = {**config, "deliver_subject": without_guard_subject(config["deliver_subject"])}
                 await create_consumer(self._client, self._name, found, "update")
                 done.append(name)
             except OutcomeUnknown:
-                if name in await muted_consumers(self._client, self._name):
+                if name in await guarded_consumers(self._client, self._name):
                     raise
                 done.append(name)
             except ApiError as error:
-                if error.err_code != SUBSCRIBED:
+                if error.err_code != SUBSCRIPTION_EXISTS:
                     raise
                 refused.append(name)
             failpoint("restore.delivering")
         if refused:
             raise ConfigError(
                 f"stream {self._name}: is back and in use, and {', '.join(refused)} cannot deliver yet: expected "
-                f"nobody to subscribe to {GUARD}{self._name}.>, found a subscription, such as to `>`",
-                hint=ways(("end that for a moment; the same command goes on", same_command(self._plan.request))),
+                f"nobody to subscribe to {RESTORE_PREFIX}{self._name}.>, found a subscription, such as to `>`",
+                hint=choices(("end that for a moment; the same command goes on", repeat_command(self._plan.request))),
                 code="E-RESTORE-DELIVER",
             )
         return done
@@ -209,7 +210,7 @@ class GuardedStream:
         """Raise Stopped if another stream than the compared one got the configuration: in a cluster, one that was
         created after `filled` was read.
         """
-        info, end, created = await stream_info(self._client, self._name), self._plan.last, filled.created
+        info, end, created = await stream_info(self._client, self._name), self._plan.last_sequence, filled.created
         is_it = info is not None and (
             info.created == created or (info.leader and parse_time(info.created) < parse_time(filled.time))
         )
@@ -218,9 +219,9 @@ class GuardedStream:
             raise Stopped(
                 f"stream {self._name}: expected what was restored, of {created} up to {end}, found {found}: "
                 "it was replaced while it was promoted",
-                hint=ways(
+                hint=choices(
                     "look at what it holds, and who made it; then",
-                    ("delete it, and begin again", same_command(self._plan.request)),
+                    ("delete it, and begin again", repeat_command(self._plan.request)),
                 ),
                 code="E-RESTORE-REPLACED",
             )

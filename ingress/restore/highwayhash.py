@@ -19,21 +19,21 @@ _State = tuple[Words, Words, Words, Words]  # v0, v1, mul0, mul1: each four lane
 _MUL0 = np.array([0xDBE6D5D5FE4CCE2F, 0xA4093822299F31D0, 0x13198A2E03707344, 0x243F6A8885A308D3], np.uint64)
 _MUL1 = np.array([0x3BD39E10CB0EF593, 0xC0ACF169B5F18A8C, 0xBE5466CF34E90C6C, 0x452821E638D01377], np.uint64)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_PACKET = 32
-_GROUP = 4096  # values; their state stays in the cache
-_LANES = np.array([[0], [8], [16], [24]], np.int64)
-_AFTER = b"\0" * _PACKET
+_PACKET_BYTES = 32
+_GROUP_VALUES = 4096  # values; their state stays in the cache
+_LANE_OFFSETS = np.array([[0], [8], [16], [24]], np.int64)
+_PADDING = b"\0" * _PACKET_BYTES
 
 
 def highwayhash64(key: bytes, data: bytes | bytearray | memoryview, offsets: npt.NDArray[Any]) -> Words:
     """Return the hash of each value `data[offsets[i] : offsets[i + 1]]`. `key`: 32 bytes."""
     starts = offsets[:-1].astype(np.int64)
     sizes = np.diff(offsets).astype(np.int64)
-    padded = np.frombuffer(b"".join([data, _AFTER]), np.uint8)
+    padded = np.frombuffer(b"".join([data, _PADDING]), np.uint8)
     order = np.argsort(-sizes, kind="stable")  # longest first, so values with a further packet are a prefix
     found = np.empty(len(starts), np.uint64)
-    for begin in range(0, len(order), _GROUP):
-        chosen = order[begin : begin + _GROUP]
+    for begin in range(0, len(order), _GROUP_VALUES):
+        chosen = order[begin : begin + _GROUP_VALUES]
         found[chosen] = _group(key, padded, starts[chosen], sizes[chosen])
     return found
 
@@ -45,24 +45,24 @@ def hash_of(key: bytes, value: bytes) -> bytes:
 
 def _group(key: bytes, data: Bytes, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Words:
     words: Words = np.ndarray((len(data) - 7,), "<u8", buffer=data.data, strides=(1,))  # a word from any byte on
-    state = _begin(key, len(starts))
-    packets = sizes // _PACKET
-    at = starts + _LANES
+    state = _reset(key, len(starts))
+    packets = sizes // _PACKET_BYTES
+    at = starts + _LANE_OFFSETS
     for packet in range(int(packets[0])):
         count = int(np.searchsorted(-packets, -packet, "left"))
-        _update(tuple(each[:, :count] for each in state), words[at[:, :count] + packet * _PACKET])  # type: ignore[arg-type]
-    if len(short := np.flatnonzero(sizes % _PACKET)):
-        _end(state, data, short, starts + packets * _PACKET, sizes % _PACKET)
+        _update(tuple(each[:, :count] for each in state), words[at[:, :count] + packet * _PACKET_BYTES])  # type: ignore[arg-type]
+    if len(short := np.flatnonzero(sizes % _PACKET_BYTES)):
+        _update_remainder(state, data, short, starts + packets * _PACKET_BYTES, sizes % _PACKET_BYTES)
     v0, v1, mul0, mul1 = state
     for _ in range(4):
-        _update(state, _turned(v0[[2, 3, 0, 1]]))
+        _update(state, _swap_halves(v0[[2, 3, 0, 1]]))
     found: Words = v0[0] + v1[0] + mul0[0] + mul1[0]
     return found
 
 
-def _begin(key: bytes, count: int) -> _State:
+def _reset(key: bytes, count: int) -> _State:
     words = np.frombuffer(key, "<u8").astype(np.uint64)
-    first = (_MUL0 ^ words, _MUL1 ^ _turned(words), _MUL0, _MUL1)
+    first = (_MUL0 ^ words, _MUL1 ^ _swap_halves(words), _MUL0, _MUL1)
     v0, v1, mul0, mul1 = (np.repeat(each[:, None], count, axis=1) for each in first)
     return v0, v1, mul0, mul1
 
@@ -74,39 +74,39 @@ def _update(state: _State, packet: Words) -> None:
     mul0 ^= (v1 & _LOW) * (v0 >> _HALF)
     v0 += mul1
     mul1 ^= (v0 & _LOW) * (v1 >> _HALF)
-    _zip(v1, v0)
-    _zip(v0, v1)
+    _zipper_merge(v1, v0)
+    _zipper_merge(v0, v1)
 
 
-def _zip(source: Words, target: Words) -> None:
+def _zipper_merge(source: Words, target: Words) -> None:
     """Add the bytes of each two lanes to those of the target, in an order that spreads them."""
     low, high = source[0::2], source[1::2]
     target[0::2] += (
-        (_masked(low, 0xFF000000) | _masked(high, 0xFF00000000)) >> np.uint64(24)
-        | (_masked(low, 0xFF0000000000) | _masked(high, 0xFF000000000000)) >> np.uint64(16)
-        | _masked(low, 0xFF0000)
-        | _masked(low, 0xFF00) << _HALF
-        | _masked(high, 0xFF00000000000000) >> np.uint64(8)
+        (_mask(low, 0xFF000000) | _mask(high, 0xFF00000000)) >> np.uint64(24)
+        | (_mask(low, 0xFF0000000000) | _mask(high, 0xFF000000000000)) >> np.uint64(16)
+        | _mask(low, 0xFF0000)
+        | _mask(low, 0xFF00) << _HALF
+        | _mask(high, 0xFF00000000000000) >> np.uint64(8)
         | low << np.uint64(56)
     )
     target[1::2] += (
-        (_masked(high, 0xFF000000) | _masked(low, 0xFF00000000)) >> np.uint64(24)
-        | _masked(high, 0xFF0000)
-        | _masked(high, 0xFF0000000000) >> np.uint64(16)
-        | _masked(high, 0xFF00) << np.uint64(24)
-        | _masked(low, 0xFF000000000000) >> np.uint64(8)
-        | _masked(high, 0xFF) << np.uint64(48)
-        | _masked(low, 0xFF00000000000000)
+        (_mask(high, 0xFF000000) | _mask(low, 0xFF00000000)) >> np.uint64(24)
+        | _mask(high, 0xFF0000)
+        | _mask(high, 0xFF0000000000) >> np.uint64(16)
+        | _mask(high, 0xFF00) << np.uint64(24)
+        | _mask(low, 0xFF000000000000) >> np.uint64(8)
+        | _mask(high, 0xFF) << np.uint64(48)
+        | _mask(low, 0xFF00000000000000)
     )
 
 
-def _end(
+def _update_remainder(
     state: _State, data: Bytes, rows: npt.NDArray[np.intp], starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
 ) -> None:
     """Process the last 1 to 31 bytes of the values at `rows`, in a packet that depends on their number."""
     starts, sizes = starts[rows], sizes[rows]
     whole, rest = sizes & ~3, sizes & 3
-    columns = np.arange(_PACKET)
+    columns = np.arange(_PACKET_BYTES)
     packet = np.where(columns < whole[:, None], data[starts[:, None] + columns], 0).astype(np.uint8)
     large = sizes >= 16
     packet[large, 28:] = data[(starts + sizes - 4)[large, None] + np.arange(4)]
@@ -128,10 +128,10 @@ def _end(
         each[:, rows] = new
 
 
-def _turned(words: Words) -> Words:
+def _swap_halves(words: Words) -> Words:
     """Return the words with their halves exchanged."""
     return words >> _HALF | words << _HALF
 
 
-def _masked(words: Words, bits: int) -> Words:
+def _mask(words: Words, bits: int) -> Words:
     return words & np.uint64(bits)

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 
 from common.chain import Chain
-from common.clock import NS_PER_S, Backoff, Clock, doubling, format_time, parse_time
+from common.clock import NS_PER_S, Backoff, Clock, doubling_delays, format_time, parse_time
 from common.errors import DataError, Stopped, Unavailable, UsageError
-from common.exits import command, ways
+from common.exits import choices, floe_command
 from common.jetstream.durables import WORK_QUEUE
 from common.segments.archive import ReadAhead, read_cover, search
-from common.segments.archive import history as chains_of
+from common.segments.archive import chain_ends as chains_of
 from common.segments.captures import (
     CONFIG,
     CONSUMERS,
@@ -28,56 +28,56 @@ from common.segments.captures import (
     CapturedDeletions,
     CaptureStore,
     check_config,
-    elsewhere,
+    outside_effects,
     source_key,
 )
 from common.segments.documents import ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
-from common.service.process import Threads
-from common.service.progress import Teller, share_text
-from common.settings.types import counted
+from common.service.process import ThreadPool
+from common.service.progress import Progress, format_share
+from common.settings.types import format_count
 from common.tasks import Stop
 from ingress.replay.plan import ChainRange, ReplayChain
-from ingress.replay.request import Request
-from ingress.replay.survey import ReplaySurvey, Timing, known_chains
-from ingress.restore.archive import bounded, quiet, with_replicas
+from ingress.replay.request import ReplayRequest
+from ingress.replay.survey import ReplaySurvey, SegmentTimes, known_chains
+from ingress.restore.archive import as_pull_consumer, restorable_consumers, with_replicas
 from ingress.restore.fold import SourcedRow, sourced_rows
 from ingress.restore.plan import (
-    BEFORE,
-    SELECTED,
-    FurtherFeed,
+    AT_OR_BEFORE_TEXT,
+    SELECTION_REASONS,
     LateBegin,
+    LongerFeed,
     RestorePlan,
     RestoreRequest,
-    before_begin,
-    begin_of,
     capture_age,
-    forecast,
-    gone_below,
-    left_out,
-    losses,
-    lost_ends,
-    never_archived,
-    other_histories,
+    deviations,
+    dropped_below,
+    late_begins,
+    loss_lines,
+    lost_end_lines,
+    other_history_lines,
     promoted_config,
-    unfolded,
+    resurrected_lines,
+    retained_from,
+    unarchived_line,
+    unrestored_keys,
 )
 
-PAUSES = doubling(1.0, 15.0)  # seconds between attempts to read from an unavailable store
-TIMES = ("sequence", "timestamp_ns")
-LISTINGS = 3  # listings of a chain if its segments vanish while they are read
-READERS = 8  # threads that fetch segments before they are read
-AHEAD = 64 * 1024 * 1024  # bytes of segments that are in the spool before they are read
-EXPIRED = "E-RESTORE-EXPIRED"
-SOURCED = 50_000  # sequences at the end of the archive that are searched first for messages of sources
+STORE_BACKOFF = doubling_delays(1.0, 15.0)  # seconds between attempts to read from an unavailable store
+TIME_COLUMNS = ("sequence", "timestamp_ns")
+LISTING_ATTEMPTS = 3  # listings of a chain if its segments vanish while they are read
+READER_THREADS = 8  # threads that fetch segments before they are read
+PREFETCH_BYTES = 64 * 1024 * 1024  # bytes of segments that are in the spool before they are read
+EXPIRED_CODE = "E-RESTORE-EXPIRED"
+SOURCE_SEARCH_ROWS = 50_000  # sequences at the end of the archive that are searched first for messages of sources
 
 
-def same_command(request: RestoreRequest, *more: str) -> str:
+def repeat_command(request: RestoreRequest, *more: str) -> str:
     feed = "/".join(map(str, filter(lambda part: part is not None, (request.site, request.feed, request.incarnation))))
-    words = [*dict.fromkeys((*request.options(), *more))]
-    return command("restore", feed, *words) if request.promote else command("drill", feed, "--exact", *words)
+    words = [*dict.fromkeys((*request.command_options(), *more))]
+    return floe_command("restore", feed, *words) if request.promote else floe_command("drill", feed, "--exact", *words)
 
 
 class ArchivedHistory:
@@ -88,15 +88,15 @@ class ArchivedHistory:
         request: RestoreRequest,
         store: SegmentStore,
         documents: ChainStore,
-        threads: Threads,
+        threads: ThreadPool,
         clock: Clock,
-        teller: Teller,
+        progress: Progress,
     ) -> None:
         self._request, self._store, self._documents, self._threads = request, store, documents, threads
-        self._clock, self._teller = clock, teller
+        self._clock, self._progress = clock, progress
         self._captures = CaptureStore(documents.layout, documents.objects)
-        self._readers = ThreadPoolExecutor(READERS, "restore-read")
-        self.progress, self._began = "listing the segments", 0.0  # of the chain that `plan` reads; its start
+        self._readers = ThreadPoolExecutor(READER_THREADS, "restore-read")
+        self.progress_text, self._began = "listing the segments", 0.0  # of the chain that `plan` reads; its start
 
     def close(self) -> None:
         """Stop prefetching segments."""
@@ -105,8 +105,8 @@ class ArchivedHistory:
     def _survey_progress(self, chain: Chain, done: int, total: int) -> None:
         now = self._clock.monotonic()
         self._began = self._began if done else now
-        share = share_text(done, total, now - self._began)
-        self.progress = f"{share}  {done:,} of {counted(total, 'segment')} of {chain} examined"
+        share = format_share(done, total, now - self._began)
+        self.progress_text = f"{share}  {done:,} of {format_count(total, 'segment')} of {chain} examined"
 
     async def plan(self) -> RestorePlan:
         """Make the plan of the restore. Nothing is written, and no NATS server is contacted.
@@ -120,56 +120,57 @@ class ArchivedHistory:
             to_sequence = await call(self._last_before, history, request.to_time_ns)
         chains, notes, reached = list[ReplayChain](), list[str](), set[int]()
         for number in sorted({chain.incarnation for chain in history}):
-            if to_sequence is None or await call(self._first_of, history, number) <= to_sequence:
+            if to_sequence is None or await call(self._first_sequence, history, number) <= to_sequence:
                 reached.add(number)
-                for asked in await call(self._asked, history, number, to_sequence):
-                    looked, found = await self._surveyed(asked)
-                    chains += looked
+                for wanted in await call(self._requests, history, number, to_sequence):
+                    surveyed, found = await self._survey(wanted)
+                    chains += surveyed
                     notes += found
         if not reached:
             raise UsageError(
                 f"{request.site}/{request.feed}: expected a point in time at or behind its first sequence, "
-                f"{min([await call(self._first_of, history, chain.incarnation) for chain in history])}, found "
+                f"{min([await call(self._first_sequence, history, chain.incarnation) for chain in history])}, found "
                 f"{to_sequence}"
             )
         upto = MAX_SEQUENCE if to_sequence is None else to_sequence
         known = {chain: min(end, upto) for chain, end in known.items() if chain.incarnation in reached}
-        return await call(self._planned, history, chains, notes, known)
+        return await call(self._make_plan, history, chains, notes, known)
 
-    def _asked(self, history: Mapping[Chain, int], number: int, to_sequence: int | None) -> list[Request]:
+    def _requests(self, history: Mapping[Chain, int], number: int, to_sequence: int | None) -> list[ReplayRequest]:
         """Return the requests for an incarnation: one, unless its partitions count up to different sequences."""
         upto = {c: min(end, to_sequence or end) for c, end in history.items() if c.incarnation == number}
         site, feed, is_one = self._request.site, self._request.feed, len({*upto.values()}) == 1
-        asked = Request(site, feed, "", incarnation=number)
-        parts = [c for c, end in upto.items() if self._begin_of(c) <= history[c] and self._first_of([c], number) <= end]
+        wanted = ReplayRequest(site, feed, "", incarnation=number)
+        parts = [c for c in upto if self._archive_begin(c) <= history[c]]
+        parts = [c for c in parts if self._first_sequence([c], number) <= upto[c]]
         return [
-            replace(asked, partition=None if is_one else c.partition, to_sequence=upto[c] % MAX_SEQUENCE or None)
+            replace(wanted, partition=None if is_one else c.partition, to_sequence=upto[c] % MAX_SEQUENCE or None)
             for c in (parts[:1] if is_one else parts)
         ]
 
-    def _begin_of(self, chain: Chain) -> int:
+    def _archive_begin(self, chain: Chain) -> int:
         """Return the first archived sequence of a chain: retention may have deleted earlier ones."""
-        return max(self._documents.read_floor(chain) or 1, self._first_of([chain], chain.incarnation))
+        return max(self._documents.read_floor(chain) or 1, self._first_sequence([chain], chain.incarnation))
 
-    async def _surveyed(self, asked: Request) -> tuple[Sequence[ReplayChain], list[str]]:
+    async def _survey(self, wanted: ReplayRequest) -> tuple[Sequence[ReplayChain], list[str]]:
         """Return the chains of a request and notes for an operator. Try again if retention deletes meanwhile."""
-        for left in reversed(range(LISTINGS)):
-            survey = ReplaySurvey(self._store, self._documents, self._threads, self._clock, asked)
+        for left in reversed(range(LISTING_ATTEMPTS)):
+            survey = ReplaySurvey(self._store, self._documents, self._threads, self._clock, wanted)
             survey.progress = self._survey_progress
             try:
-                return (await survey.look())[0].chains, survey.notes
+                return (await survey.run())[0].chains, survey.notes
             except Stopped as error:
                 if error.code != "E-FLOOR" or not left:
                     raise
-        raise AssertionError("the last look raises")
+        raise AssertionError("the last attempt raises")
 
-    def grown(self, plan: RestorePlan) -> str:
+    def growth(self, plan: RestorePlan) -> str:
         """Return, as text, a chain that is archived further than in the plan; empty if there is none. No segment is
         read. Blocking. Raises the errors of `plan`.
         """
         ends = {each.chain: each.range.rows.last for each in plan.chains}
         for chain, end in self._listed_ends(self._history()).items():
-            if end > (before := ends[chain] if chain in ends else self._begin_of(chain) - 1):
+            if end > (before := ends[chain] if chain in ends else self._archive_begin(chain) - 1):
                 return f"{chain} was archived up to {before}, and now is to {end}"
         return ""
 
@@ -185,8 +186,8 @@ class ArchivedHistory:
     def _history(self) -> dict[Chain, int]:
         """Return the chains of the stream, each with the last sequence that counts. Blocking."""
         request = self._request
-        asked = Request(request.site, request.feed, "", incarnation=request.incarnation)
-        known = asked.chains(known_chains(self._documents, asked))
+        wanted = ReplayRequest(request.site, request.feed, "", incarnation=request.incarnation)
+        known = wanted.chains(known_chains(self._documents, wanted))
         return chains_of(self._documents, known[-1])
 
     def _known_ends(self, history: Mapping[Chain, int]) -> dict[Chain, int]:
@@ -196,8 +197,8 @@ class ArchivedHistory:
             if (end := self._documents.read_end(chain)) is None:
                 end = self._documents.read_tail(chain) or 0
                 if not chain.partition:  # captures are named by the coverage of partition 0
-                    refs = [ref for kind in (CONFIG, CONSUMERS, DELETIONS) for ref in self._captures.ls(chain, kind)]
-                    end = max([end, *(ref.end for ref in refs)])
+                    for kind in (CONFIG, CONSUMERS, DELETIONS):
+                        end = max([end, *(ref.end for ref in self._captures.list_captures(chain, kind))])
             found[chain] = min(end, most)
         return found
 
@@ -205,8 +206,8 @@ class ArchivedHistory:
         """Return the last sequence before a time; None if all rows are earlier. Raises UsageError if no row is."""
         rows = ((search(self._store, chain, moment_ns)[0], end) for chain, end in history.items())
         found = [first for first, end in rows if first is not None and first <= end]
-        begins = {chain: self._first_of(history, chain.incarnation) for chain in history}
-        times = [Timing(self._store, self._store.list(chain), begin).extent()[0] for chain, begin in begins.items()]
+        begins = {chain: self._first_sequence(history, chain.incarnation) for chain in history}
+        times = [SegmentTimes(self._store, self._store.list(c), begin).extent()[0] for c, begin in begins.items()]
         first_ns = min((each for each in times if each is not None), default=moment_ns - 1)
         if moment_ns <= first_ns:
             raise UsageError(
@@ -215,20 +216,20 @@ class ArchivedHistory:
             )
         return min(found) - 1 if found else None
 
-    def _first_of(self, history: Iterable[Chain], number: int) -> int:
+    def _first_sequence(self, history: Iterable[Chain], number: int) -> int:
         documents = (self._documents.read_chain(chain) for chain in history if chain.incarnation == number)
         return min((document.first for document in documents if document is not None), default=1)
 
-    def _planned(
+    def _make_plan(
         self, history: Mapping[Chain, int], chains: list[ReplayChain], notes: list[str], known: dict[Chain, int]
     ) -> RestorePlan:
         """Make the plan. `known`: the requested chains, each with the end of its coverage within the request."""
         request, newest = self._request, max(known)
-        ends = {chain: min(self._begin_of(chain) - 1, history[chain]) for chain in known}
+        ends = {chain: min(self._archive_begin(chain) - 1, history[chain]) for chain in known}
         ends |= {chain.chain: chain.range.rows.last for chain in chains}
         end = max(*ends.values(), *known.values())  # lost messages keep their sequences: targets may have them
         archived = max([end, *self._listed_ends(history).values()])
-        upto, moment_ns = (end, self._moment(chains, archived)) if request.is_in_the_past else (None, None)
+        upto, moment_ns = (end, self._point_in_time(chains, archived)) if request.is_in_the_past else (None, None)
         config, created = self._config(newest, upto, moment_ns, notes)
         was = str(config.get("name") or request.feed)
         end = end if chains else max(end, int(config.get("first_seq") or 1) - 1)
@@ -243,23 +244,23 @@ class ArchivedHistory:
                 break  # captures from before a rollback of the stream do not describe it
         with suppress(ValueError):  # an invalid configuration is refused only if it is used
             if document is not None:
-                at, first = document.created, self._first_of(known, number)
+                at, first = document.created, self._first_sequence(known, number)
                 configs.insert(0, CapturedConfig(at, first - 1, at, dict(document.config)))
-        stood, skip_to, near = (0, ""), 0, list[str]()
+        last_seen, skip_to, near = (0, ""), 0, list[str]()
         if not request.is_in_the_past:
-            stood, near = self._stood(newest), [*self._neighbours(newest)]
+            last_seen, near = self._last_seen(newest), [*self._downstream_positions(newest)]
             before = self._captures.restored(newest)
             skip_to = max(end, before.skipped_to if before else 0)
-            stood = stood if stood[0] > skip_to else (0, "")  # else no further sequence is lost
+            last_seen = last_seen if last_seen[0] > skip_to else (0, "")  # else no further sequence is lost
         if 0 < (request.skip_to or end) < end:
             raise UsageError(
                 f"--skip-to-sequence: expected {end}, where the archive ends, or more, found {request.skip_to}"
             )
         if request.skip_to is not None:
-            skip_to = max(skip_to, request.skip_to or stood[0])
-        consumers, inexact = bounded(captured, max(end, skip_to)) if captured else ([], [])
+            skip_to = max(skip_to, request.skip_to or last_seen[0])
+        consumers, inexact = restorable_consumers(captured, max(end, skip_to)) if captured else ([], [])
         if not request.promote:
-            consumers = [quiet(consumer) for consumer in consumers]
+            consumers = [as_pull_consumer(consumer) for consumer in consumers]
         promoted = promoted_config(config, request.name or was, request.replicas)
         consumers, uneven_replicas = with_replicas(consumers, promoted)
         rows = sum(part.rows for chain in chains for part in chain.parts)
@@ -269,13 +270,14 @@ class ArchivedHistory:
         filters = {c.chain: d.filters for c in chains if (d := self._documents.read_chain(c.chain)) is not None}
         subjects = [str(subject) for subject in config.get("subjects") or []]
         now_ns = self._now_ns
+        lost = (*lost_end_lines(known, ends), *unarchived_line(rows, end, last_seen))
         plan = RestorePlan(
             request,
             tuple(chains),
             newest=newest,
             begin=min((chain.range.rows.first for chain in chains), default=end + 1),
             end=end,
-            archived=archived,
+            archived_end=archived,
             created=created,
             config=promoted,
             consumers=tuple(consumers),
@@ -284,45 +286,45 @@ class ArchivedHistory:
             moment_ns=moment_ns,
             skip_to=skip_to,
             is_renamed=request.name not in ("", was),
-            lossy=(*losses(chains, subjects, filters), *lost_ends(known, ends), *never_archived(rows, end, stood)),
+            lossy=(*loss_lines(chains, subjects, filters), *lost),
         )
         if request.promote and not plan.is_renamed:
-            further = tuple(self._further(newest, was, created, end))
-            uneven = () if request.is_in_the_past else tuple(each.line(end, plan.last) for each in further)
-            plan = replace(plan, further=further, lossy=(*plan.lossy, *uneven))
-        fold = plan.fold()
-        begin, skipped = begin_of(plan.parts, plan.config, now_ns, counts=not fold.needs_pass and deletions is None)
-        if fold.floor > max(begin, plan.begin):
-            begin, skipped = min(fold.floor, end + 1), ["the stream did not hold them when it was captured last"]
+            further = tuple(self._longer_feeds(newest, was, created, end))
+            uneven = () if request.is_in_the_past else tuple(each.line(end, plan.last_sequence) for each in further)
+            plan = replace(plan, longer_feeds=further, lossy=(*plan.lossy, *uneven))
+        row_filter = plan.retention_filter()
+        counts = not row_filter.needs_pass and deletions is None
+        begin, skipped = retained_from(plan.parts, plan.config, now_ns, counts=counts)
+        if row_filter.floor > max(begin, plan.begin):
+            begin, skipped = min(row_filter.floor, end + 1), ["the stream did not hold them when it was captured last"]
         is_later = begin > plan.begin
-        gone = gone_below(plan.parts, plan.config, now_ns, begin)
-        late = [
-            each for each in self._late_begins(sorted(known), min(history).incarnation, plan) if each.lost.last >= gone
-        ]
+        floor = dropped_below(plan.parts, plan.config, now_ns, begin)
+        late = [b for b in self._late_begins(sorted(known), min(history).incarnation, plan) if b.lost.last >= floor]
         missing = dict.fromkeys(each.line for each in late if each.is_known)
         notes += [each.line for each in late if not each.is_known]
-        others = tuple(other_histories(history, {chain: self._ended(chain) for chain in known}))
+        others = tuple(other_history_lines(history, {chain: self._recorded_end(chain) for chain in known}))
         if request.to_time_ns is None or newest.incarnation == max(history).incarnation:
             notes, others = [*notes, *others], ()
         plan = replace(plan, begin=max(begin, plan.begin), lossy=(*missing, *others, *plan.lossy))
         if request.promote:
-            plan = self._reaching(plan)
-        found = forecast(plan, now_ns, captured=captured, skipped=skipped if is_later else (), stood=stood)
-        found += [*unfolded(plan), *near, *left_out(config, plan.name), *inexact, *uneven_replicas]
+            plan = self._with_effects(plan)
+        found = deviations(plan, now_ns, captured=captured, skipped=skipped if is_later else (), last_seen=last_seen)
+        found += [*resurrected_lines(plan), *near, *unrestored_keys(config, plan.name), *inexact, *uneven_replicas]
         return replace(plan, notes=tuple(dict.fromkeys([*notes, *found])))
 
-    def _reaching(self, plan: RestorePlan) -> RestorePlan:
+    def _with_effects(self, plan: RestorePlan) -> RestorePlan:
         """Return the plan with its effects on other subjects and the newest message of each source. Blocking."""
         keys = {source_key(source) for source in plan.config.get("sources") or []}
-        sourced, name = self._sourced(plan, keys) if keys else {}, self._request.name or self._request.feed
+        sourced, name = self._newest_sourced(plan, keys) if keys else {}, self._request.name or self._request.feed
         pushed = {each.name: str(to) for each in plan.consumers if (to := each.config.get("deliver_subject"))}
-        effects = tuple(elsewhere(name, plan.config, pushed, keys - {*sourced}))
-        self._request = replace(self._request, reaches=bool(effects))
-        return replace(plan, request=replace(plan.request, reaches=bool(effects)), elsewhere=effects, sourced=sourced)
+        effects = tuple(outside_effects(name, plan.config, pushed, keys - {*sourced}))
+        self._request = replace(self._request, has_effects_elsewhere=bool(effects))
+        request = replace(plan.request, has_effects_elsewhere=bool(effects))
+        return replace(plan, request=request, elsewhere=effects, sourced=sourced)
 
-    def _sourced(self, plan: RestorePlan, keys: Collection[str]) -> dict[str, SourcedRow]:
+    def _newest_sourced(self, plan: RestorePlan, keys: Collection[str]) -> dict[str, SourcedRow]:
         """Return the newest archived message of each source, searched backwards from the end in growing steps."""
-        begin, low, step = min((c.range.rows.first for c in plan.chains), default=0), plan.end + 1, SOURCED
+        begin, low, step = min((c.range.rows.first for c in plan.chains), default=0), plan.end + 1, SOURCE_SEARCH_ROWS
         found, stop = dict[str, SourcedRow](), Stop()
         stop.set()  # an unavailable store ends the plan
         while plan.chains and begin < low and len(found) < len(keys):
@@ -335,14 +337,14 @@ class ArchivedHistory:
                         found[each] = max(row, found.get(each, row))
         return found
 
-    def _neighbours(self, newest: Chain) -> Iterator[str]:
+    def _downstream_positions(self, newest: Chain) -> Iterator[str]:
         """Yield, as text, the captured positions of mirrors and of streams that source from this one."""
         if (found := self._captures.consumers(newest)) is not None:
             for each in (each for each in found.consumers if each.name.startswith(("JS_MIRROR_", "JS_SRC_"))):
                 of = (each.config.get("metadata") or {}).get("_nats.src.stream", "a stream elsewhere")
                 yield f"{of} had read up to {each.delivered_stream} by {each.name} ({found.at})"
 
-    def _moment(self, chains: Sequence[ReplayChain], archived: int) -> int | None:
+    def _point_in_time(self, chains: Sequence[ReplayChain], archived: int) -> int | None:
         """Return the point in time (ns): the requested one, or the time of the last message up to the requested
         sequence; None if the archive ends before that sequence, or has no message up to it.
         """
@@ -354,14 +356,14 @@ class ArchivedHistory:
                 last, rows = part.footer.last_timestamp_ns if part.is_exact else None, part.stretch.rows
                 if last is None:
                     refs = self._store.list(chain.chain, position=rows.first)
-                    for batch in read_cover(self._store, refs, rows, lambda _: None, TIMES):
+                    for batch in read_cover(self._store, refs, rows, lambda _: None, TIME_COLUMNS):
                         last = batch.column("timestamp_ns")[-1].as_py()
                 if last is not None:
                     found.append(last)
                     break
         return max(found, default=None)
 
-    def _ended(self, chain: Chain) -> int:
+    def _recorded_end(self, chain: Chain) -> int:
         """Return the recorded end of a chain, or its last sequence before the requested time; 0: not known."""
         end, moment_ns = self._documents.read_end(chain) or 0, self._request.to_time_ns
         first = search(self._store, chain, moment_ns)[0] if moment_ns is not None else None
@@ -374,12 +376,12 @@ class ArchivedHistory:
         least = max(1, plan.deletions.first) if plan.deletions is not None else firsts[-1] if firsts else None
         is_seen = plan.deletions is not None or plan.config.get("retention", "limits") == "limits"
         for chain, stream in zip(chains, streams, strict=True):
-            first, floor = self._first_of([chain], chain.incarnation), self._documents.read_floor(chain) or 1
-            joins = {} if stream is None or chain.incarnation == oldest else stream.joins
+            first, floor = self._first_sequence([chain], chain.incarnation), self._documents.read_floor(chain) or 1
+            joins = {} if stream is None or chain.incarnation == oldest else stream.join_sequences
             known, join = least if is_seen or floor <= first else None, joins.get(chain.partition)
-            yield from before_begin(chain, first, floor, known, join, plan.fold().deleted)
+            yield from late_begins(chain, first, floor, known, join, plan.retention_filter().count_deleted)
 
-    def _stood(self, newest: Chain) -> tuple[int, str]:
+    def _last_seen(self, newest: Chain) -> tuple[int, str]:
         """Return the last sequence of the stream in captures and heartbeats since its last restore, and its time; 0 and
         an empty text if there is none.
         """
@@ -390,21 +392,21 @@ class ArchivedHistory:
         if (captured := self._captures.consumers(newest)) is not None:
             seen.append((max((each.delivered_stream for each in captured.consumers), default=0), captured.at))
         documents = self._documents
-        processes = (documents.read_alive(info.key) for info in documents.listed_alive(newest.site))
-        for sign in (each for alive in processes if alive is not None for each in alive.chains):
-            last, asked, chain = sign.source_last or 0, sign.source_asked, sign.chain
+        processes = (documents.read_heartbeat(info.key) for info in documents.list_heartbeats(newest.site))
+        for heartbeat in (each for alive in processes if alive is not None for each in alive.chains):
+            last, read_at, chain = heartbeat.source_last or 0, heartbeat.source_asked, heartbeat.chain
             is_of_it = (chain.feed, chain.incarnation) == (newest.feed, newest.incarnation)
-            if is_of_it and asked is not None and last >= (sign.first or 1):
-                seen.append((last, format_time(int(asked * NS_PER_S))))
+            if is_of_it and read_at is not None and last >= (heartbeat.first or 1):
+                seen.append((last, format_time(int(read_at * NS_PER_S))))
         return max(each for each in seen if not each[1] or parse_time(each[1]) > since)
 
-    def _further(self, newest: Chain, name: str, created: str, end: int) -> Iterator[FurtherFeed]:
+    def _longer_feeds(self, newest: Chain, name: str, created: str, end: int) -> Iterator[LongerFeed]:
         """Yield the other feeds of the stream that are archived further than `end`."""
-        times = {created, *self._times(newest)}
+        times = {created, *self._creation_times(newest)}
         others = {chain.feed: chain for chain in self._documents.chains(newest.site) if chain.feed != newest.feed}
         for last in others.values():  # the newest incarnation of each
             document = self._documents.read_stream(last)
-            if document is None or document.config.get("name") != name or not times & {*self._times(last)}:
+            if document is None or document.config.get("name") != name or not times & {*self._creation_times(last)}:
                 continue
             chains = [replace(last, partition=number) for number in range(last.partition + 1)]
             refs = [ref for chain in chains for ref in self._store.list(chain, position=end + 1)]
@@ -412,16 +414,16 @@ class ArchivedHistory:
             if (reached := max([*known, *(ref.coverage.last for ref in refs)])) > end:
                 filters = [each for chain in chains if (d := self._documents.read_chain(chain)) for each in d.filters]
                 is_partial = (bool(filters) and len(chains) == 1) or not refs or self._is_selected(refs[-1])
-                yield FurtherFeed(last.feed, reached, is_partial)
+                yield LongerFeed(last.feed, reached, is_partial)
 
     def _is_selected(self, ref: SegmentRef) -> bool:
         """True if the feed of the segment omits messages, as a sampled one does, or if the segment is unreadable."""
         with suppress(DataError):
             footer = self._store.footer(ref)
-            return footer.sampling is not None or any(reason in footer.ledger.counts for reason in SELECTED)
+            return footer.sampling is not None or any(reason in footer.ledger.counts for reason in SELECTION_REASONS)
         return True
 
-    def _times(self, chain: Chain) -> Iterator[str]:
+    def _creation_times(self, chain: Chain) -> Iterator[str]:
         """Yield the creation times of the stream that are recorded for its incarnation."""
         if (document := self._documents.read_stream(chain)) is not None:
             yield document.created
@@ -445,7 +447,7 @@ class ArchivedHistory:
             check_config(document.config)
         except ValueError as error:
             raise DataError(f"{newest}: stream.json: {error}", code="E-STATE-JSON") from error
-        until = "since" if upto is None else BEFORE
+        until = "since" if upto is None else AT_OR_BEFORE_TEXT
         notes.append(f"the configuration is that of when the feed began: none was captured {until}")
         return dict(document.config), document.created
 
@@ -466,20 +468,20 @@ class ArchivedHistory:
         ]
         cut = [replace(r, rows=SequenceRange(max(r.rows.first, begin), r.rows.last)) for r in ranges]
         partitions = len({each.chain.partition for each in cut})  # read concurrently
-        ahead = ReadAhead(self._readers, AHEAD // max(1, partitions))
-        return merged([(each.rows.first, partial(self._chain_rows, each, columns, stop, ahead)) for each in cut])
+        ahead = ReadAhead(self._readers, PREFETCH_BYTES // max(1, partitions))
+        return merge_rows([(each.rows.first, partial(self._chain_rows, each, columns, stop, ahead)) for each in cut])
 
     def _chain_rows(
         self, each: ChainRange, columns: tuple[str, ...], stop: Stop, ahead: ReadAhead
     ) -> Iterator[pa.RecordBatch]:
-        position, listings, backoff = each.rows.first, 0, Backoff(None, PAUSES)
+        position, listings, backoff = each.rows.first, 0, Backoff(None, STORE_BACKOFF)
         while position <= each.rows.last:
             problems = list[str]()
             try:
                 refs = self._store.list(each.chain, position=position)
                 within = SequenceRange(position, each.rows.last)
                 for batch in read_cover(self._store, refs, within, problems.append, columns, ahead):
-                    if any(_is_hole(problem) for problem in problems):
+                    if any(_names_hole(problem) for problem in problems):
                         break
                     yield batch
                     position, listings = batch.column("sequence")[-1].as_py() + 1, 0
@@ -487,36 +489,36 @@ class ArchivedHistory:
             except Unavailable as error:
                 if stop.is_set:
                     raise
-                self._teller.say(f"waiting for the store: {error.message}")
-                self._clock.pause(backoff.next())
+                self._progress.print(f"waiting for the store: {error.message}")
+                self._clock.block(backoff.next_delay())
                 continue
-            if not any(_is_hole(problem) for problem in problems):
+            if not any(_names_hole(problem) for problem in problems):
                 return
-            if (listings := listings + 1) >= LISTINGS:
+            if (listings := listings + 1) >= LISTING_ATTEMPTS:
                 if (floor := self._documents.floor(each.chain)) is not None and floor.first > position:
                     raise Unavailable(
                         f"chain {each.chain}: {floor}, while it was read",
-                        hint=ways(("it begins again by itself, five times; then", same_command(self._request))),
-                        code=EXPIRED,
+                        hint=choices(("it begins again by itself, five times; then", repeat_command(self._request))),
+                        code=EXPIRED_CODE,
                     )
                 raise DataError(
                     f"chain {each.chain}: rows cannot be read: {'; '.join(problems[:5])}",
-                    hint=ways(
-                        ("restore the objects; all that is damaged", command("segments verify", str(each.chain))),
-                        ("put it away, and bring back the rest", same_command(self._request, "--allow-lossy")),
+                    hint=choices(
+                        ("restore the objects; all that is damaged", floe_command("segments verify", str(each.chain))),
+                        ("put it away, and bring back the rest", repeat_command(self._request, "--allow-lossy")),
                     ),
                     code="E-SEG-CORRUPT",
                 )
 
 
-def _is_hole(problem: str) -> bool:
+def _names_hole(problem: str) -> bool:
     return problem.startswith("no segment covers")
 
 
-Source = tuple[int, Callable[[], Iterator[pa.RecordBatch]]]  # the least sequence it may have, and its rows
+RowStream = tuple[int, Callable[[], Iterator[pa.RecordBatch]]]  # the least sequence it may have, and its rows
 
 
-def merged(sources: Sequence[Source]) -> Iterator[pa.RecordBatch]:
+def merge_rows(sources: Sequence[RowStream]) -> Iterator[pa.RecordBatch]:
     """Merge the rows of all sources by sequence, each sequence once. A source is opened when its rows are due."""
     waiting = sorted(sources, key=lambda source: source[0])
     open_: list[list[Any]] = []  # iterator, and the rest of its current batch
@@ -537,10 +539,10 @@ def merged(sources: Sequence[Source]) -> Iterator[pa.RecordBatch]:
                 open_.remove(held)
             elif not held[1].num_rows:
                 held[1] = following
-        yield _joined([part for part in parts if part.num_rows])
+        yield _concat([part for part in parts if part.num_rows])
 
 
-def _joined(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+def _concat(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     if len(parts) == 1:
         return parts[0]
     every = pa.Table.from_batches(parts).unify_dictionaries().combine_chunks()

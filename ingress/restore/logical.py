@@ -20,18 +20,18 @@ import numpy as np
 import pyarrow as pa
 
 from ingress.restore.archive import (
-    CHUNK,
-    START,
+    MAX_FRAME_BYTES,
+    S2_HEADER,
     ArchiveConsumer,
     ArchiveState,
+    concat_rows,
     frames,
-    joined,
-    parts,
     raw_columns,
     sizes,
+    split_batch,
     uvarint,
     varint,
-    varints,
+    varint_columns,
 )
 
 _MAGIC = b"NATSARC1"
@@ -43,7 +43,7 @@ class LogicalWriter:
 
     format = "logical"
 
-    def head(
+    def encode_head(
         self,
         config: Mapping[str, Any],  # noqa: ARG002 - the request carries it
         created: str,  # noqa: ARG002 - this form has no place for it
@@ -54,14 +54,14 @@ class LogicalWriter:
         entries = [_MAGIC, _document("state.json", at, state.to_json(len(consumers)))]
         entries += [_document(f"consumers/{each.name}", at, _consumer(each)) for each in consumers]
         first, *rest = frames(b"".join(entries))
-        yield START + first
+        yield S2_HEADER + first
         yield from rest
 
-    def rows(self, batch: pa.RecordBatch) -> Iterator[bytes]:
-        for part in parts(batch, CHUNK):
+    def encode_rows(self, batch: pa.RecordBatch) -> Iterator[bytes]:
+        for part in split_batch(batch, MAX_FRAME_BYTES):
             yield from frames(_entries(part))
 
-    def tail(self) -> Iterator[bytes]:
+    def encode_tail(self) -> Iterator[bytes]:
         yield from frames(_entry(b"", 0, b""))
 
 
@@ -69,8 +69,8 @@ def _entries(batch: pa.RecordBatch) -> memoryview:
     rows = raw_columns(batch)
     # The sign becomes the last bit.
     times = (rows.timestamp_ns << 1 ^ rows.timestamp_ns >> 63).view(np.uint64)
-    numbers = varints(sizes(rows.subject), times, rows.sequence, sizes(rows.headers), sizes(rows.payload))
-    return joined(numbers, rows.subject, rows.headers, rows.payload)[0]
+    numbers = varint_columns(sizes(rows.subject), times, rows.sequence, sizes(rows.headers), sizes(rows.payload))
+    return concat_rows(numbers, rows.subject, rows.headers, rows.payload)[0]
 
 
 def _entry(name: bytes, time_ns: int, content: bytes) -> bytes:

@@ -15,15 +15,15 @@ import pyarrow as pa
 
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
-from common.jetstream.api import GUARD, MARKER
+from common.jetstream.api import RESTORE_KEY, RESTORE_PREFIX
 from common.segments.captures import Captured, CapturedConfig, CapturedConsumers, CapturedDeletions, source_key
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
-from common.settings.types import counted, duration_words, size_words
+from common.settings.types import duration_words, format_count, size_words
 from common.subjects import covers
 from ingress.replay.plan import ReplayChain, ReplayPart, time_text
 from ingress.restore.archive import ArchiveConsumer, ArchiveState
-from ingress.restore.fold import PER_SUBJECT, Fold, SourcedRow, changes, is_raised, limit_of
+from ingress.restore.fold import PER_SUBJECT_KEY, RetentionFilter, SourcedRow, config_changes, is_raised, limit_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class RestoreRequest:
     former number. `verify`: `full`, `sample` or `state`. `promote`: False for a drill: the stream keeps its guard, and
     its consumers deliver to nobody. `subjects`: of the restored stream, empty for its former ones. `format`: of the
     archive that is sent: `auto`, `logical` or `files`. `server`: `local` for a drill on a server that is started for
-    it, else empty. `allow_elsewhere`: effects outside of its own subjects are permitted; `reaches`: the plan has found
-    such effects, so commands repeat the permission. `skip_to`: the last sequence that no new message gets, 0 for the
-    furthest one seen of the lost stream, None for the end of the archive.
+    it, else empty. `allow_elsewhere`: effects outside of its own subjects are permitted; `has_effects_elsewhere`: the
+    plan has found such effects, so commands repeat the permission. `skip_to`: the last sequence that no new message
+    gets, 0 for the furthest one seen of the lost stream, None for the end of the archive.
     """
 
     site: str
@@ -55,10 +55,10 @@ class RestoreRequest:
     subjects: tuple[str, ...] = ()
     server: str = ""
     allow_elsewhere: bool = False
-    reaches: bool = False
+    has_effects_elsewhere: bool = False
     skip_to: int | None = None
 
-    def options(self) -> Iterator[str]:
+    def command_options(self) -> Iterator[str]:
         """Yield the command-line options of this request, without the feed."""
         if self.promote and self.name:
             yield f"--as {shlex.quote(self.name)}"
@@ -80,7 +80,7 @@ class RestoreRequest:
             yield "--allow-lossy"
         if self.skip_to is not None:
             yield f"--skip-to-sequence {self.skip_to}"
-        if self.promote and (self.allow_elsewhere or self.reaches):
+        if self.promote and (self.allow_elsewhere or self.has_effects_elsewhere):
             yield "--allow-elsewhere"
         if self.force:
             yield "--force"
@@ -96,23 +96,23 @@ class RestoreRequest:
 
 # Keys that are set only at promotion. Under the guard, they would read from or write to other subjects, refuse the
 # promotion, or drop and add messages before the comparison. `max_msg_size` may be below the size of older messages.
-AT_PROMOTION = (
+PROMOTION_KEYS = (
     *("sources", "republish", "subject_transform", "sealed", "max_age", "subject_delete_marker_ttl"),
     "max_msg_size",
 )
 # Keys that are never restored: a stream with messages cannot become a mirror, `placement` may not fit the new server.
-_NEVER = ("mirror", "mirror_direct", "placement")
+_UNRESTORED_KEYS = ("mirror", "mirror_direct", "placement")
 # Bytes that nats-server counts for a message, by its storage, in addition to subject, headers and payload.
-FILE_RECORD, MEMORY_RECORD = 30, 16  # on disk four more if there are headers
+FILE_RECORD_BYTES, MEMORY_RECORD_BYTES = 30, 16  # on disk four more if there are headers
 
 
 def promoted_config(config: Mapping[str, Any], name: str, replicas: int | None = None) -> dict[str, Any]:
     """Return the final configuration of the stream, under `name`."""
-    kept = {key: value for key, value in config.items() if key not in _NEVER}
+    kept = {key: value for key, value in config.items() if key not in _UNRESTORED_KEYS}
     metadata = {
         key: value
         for key, value in (config.get("metadata") or {}).items()
-        if not key.startswith("_nats.") and key != MARKER
+        if not key.startswith("_nats.") and key != RESTORE_KEY
     }
     kept |= {"name": name, "metadata": metadata}
     if replicas is not None:
@@ -122,13 +122,13 @@ def promoted_config(config: Mapping[str, Any], name: str, replicas: int | None =
 
 def guarded_config(config: Mapping[str, Any], marker: str) -> dict[str, Any]:
     """Return `config`, a result of `promoted_config`, for the time until promotion: no producer reaches the stream."""
-    kept = {key: value for key, value in config.items() if key not in AT_PROMOTION}
-    kept["subjects"] = [f"{GUARD}{config['name']}"]
-    kept["metadata"] = {**config["metadata"], MARKER: marker}
+    kept = {key: value for key, value in config.items() if key not in PROMOTION_KEYS}
+    kept["subjects"] = [f"{RESTORE_PREFIX}{config['name']}"]
+    kept["metadata"] = {**config["metadata"], RESTORE_KEY: marker}
     return kept
 
 
-def begun_behind(
+def with_source_starts(
     config: Mapping[str, Any], sourced: Mapping[str, SourcedRow], is_held: Callable[[SourcedRow], bool]
 ) -> dict[str, Any]:
     """Return `config` with a start for each source if its newest archived message is not held: the sequence after that
@@ -137,20 +137,20 @@ def begun_behind(
     sources = [dict(source) for source in config.get("sources") or []]
     for source in sources:
         if (row := sourced.get(source_key(source))) is not None and not is_held(row):
-            source["opt_start_seq"] = row.origin + 1
+            source["opt_start_seq"] = row.source_sequence + 1
     return {**config, "sources": sources} if sources else dict(config)
 
 
-def left_out(config: Mapping[str, Any], name: str) -> Iterator[str]:
+def unrestored_keys(config: Mapping[str, Any], name: str) -> Iterator[str]:
     """Yield, as text, the keys of a captured configuration that are not restored under `name`."""
-    for key in _NEVER:
+    for key in _UNRESTORED_KEYS:
         if config.get(key):
-            yield f"{key} is left out: {_WHY[key]}"
+            yield f"{key} is left out: {_UNRESTORED_REASONS[key]}"
     if config.get("mirror") and not config.get("subjects"):
         yield f"a mirror has no subjects: the server gives the stream {name} as its only one"
 
 
-_WHY = {
+_UNRESTORED_REASONS = {
     "mirror": "the stream comes back as one of its own, without an upstream",
     "mirror_direct": "it is no mirror any more",
     "placement": "set it with `nats stream edit` where it fits",
@@ -160,13 +160,13 @@ _WHY = {
 # The rows, and the plan
 
 
-def begin_of(
+def retained_from(
     parts: Sequence[ReplayPart], config: Mapping[str, Any], now_ns: int, *, counts: bool
 ) -> tuple[int, list[str]]:
     """Return the sequence below which the limits of the stream leave nothing, by whole segments (0: none), and the
     reasons as text. `counts`: every archived row counts for `max_msgs` and `max_bytes`.
     """
-    begin, why = 0, list[str]()
+    begin, reasons = 0, list[str]()
     expired = [
         part.stretch.rows.last + 1
         for part in parts
@@ -178,7 +178,7 @@ def begin_of(
             (p.stretch.rows.first for p in parts if p.stretch.rows.last + 1 not in expired), default=max(expired)
         )
         begin = max(begin, least)
-        why.append(limit_words("max_age", limit_of(config, "max_age")))
+        reasons.append(limit_words("max_age", limit_of(config, "max_age")))
     is_old = config.get("discard", "old") == "old"
     for key in ("max_msgs", "max_bytes"):
         if not (limit := limit_of(config, key)) or not counts or not is_old:
@@ -189,15 +189,15 @@ def begin_of(
             total += (part.rows if key == "max_msgs" else part.raw_bytes) if part.is_exact else 0
             if total >= limit and part.stretch.rows.first > begin:
                 begin = part.stretch.rows.first
-                why.append(f"{key} {limit:,}")
+                reasons.append(f"{key} {limit:,}")
                 break
             if total >= limit:
                 break
-    return begin, why
+    return begin, reasons
 
 
-def gone_below(parts: Iterable[ReplayPart], config: Mapping[str, Any], now_ns: int, begin: int) -> int:
-    """Return the sequence below which limits leave nothing, archived or not. `begin`: the result of `begin_of`."""
+def dropped_below(parts: Iterable[ReplayPart], config: Mapping[str, Any], now_ns: int, begin: int) -> int:
+    """Return the sequence below which limits leave nothing, archived or not. `begin`: the result of `retained_from`."""
     if not (age := limit_of(config, "max_age")) or _may_outlive(config):
         return begin
     times = ((part.stretch.segment.coverage.first, part.footer.first_timestamp_ns) for part in parts)
@@ -215,11 +215,12 @@ def limit_words(key: str, limit: int) -> str:
     return f"{key} {size_words(limit)}" if key == "max_bytes" else f"{key} {limit:,}"
 
 
-SELECTED = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED)  # reasons for a feed to omit messages of the stream
+# Reasons for a feed to omit messages of the stream.
+SELECTION_REASONS = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.LOOPED)
 
 
 @dataclass(frozen=True, slots=True)
-class FurtherFeed:
+class LongerFeed:
     """Another feed of the same stream, archived up to `end`, further than the restored range. `is_partial`: its archive
     does not hold the whole stream.
     """
@@ -241,14 +242,14 @@ class FurtherFeed:
 class RestorePlan:
     """The plan of a restore. `chains`: the whole history of the stream, all partitions; empty if nothing of it is
     archived. `newest`: a chain of the last incarnation. `begin`: the first sequence that is sent; `end`: the last one
-    that is restored. `config`: the final configuration. `archived`: the end of the archive.
+    that is restored. `config`: the final configuration. `archived_end`: the end of the archive.
 
     `moment_ns`: the point in time, None for the whole archive; later captures do not count. `is_renamed`: the lost
-    stream had another name. `further`: other feeds of it that are archived further.
+    stream had another name. `longer_feeds`: other feeds of it that are archived further.
 
     `notes`: known deviations, as text; `lossy`: losses that are refused without `--allow-lossy`; `elsewhere`: the
-    result of `common.segments.captures.elsewhere`, empty for a drill. `skip_to`: new messages begin after it, if it is
-    after `end`. `sourced`: the newest archived message of each source, by its `source_key`.
+    result of `common.segments.captures.outside_effects`, empty for a drill. `skip_to`: new messages begin after it, if
+    it is after `end`. `sourced`: the newest archived message of each source, by its `source_key`.
     """
 
     request: RestoreRequest
@@ -256,7 +257,7 @@ class RestorePlan:
     newest: Chain
     begin: int
     end: int
-    archived: int
+    archived_end: int
     created: str
     config: Mapping[str, Any]
     consumers: tuple[ArchiveConsumer, ...] = ()
@@ -264,7 +265,7 @@ class RestorePlan:
     configs: tuple[CapturedConfig, ...] = ()
     moment_ns: int | None = None
     is_renamed: bool = False
-    further: tuple[FurtherFeed, ...] = ()
+    longer_feeds: tuple[LongerFeed, ...] = ()
     notes: tuple[str, ...] = ()
     lossy: tuple[str, ...] = ()
     elsewhere: tuple[str, ...] = ()
@@ -276,7 +277,7 @@ class RestorePlan:
         return str(self.config["name"])
 
     @property
-    def last(self) -> int:
+    def last_sequence(self) -> int:
         """The last sequence of the stream; new messages begin after it."""
         return max(self.end, self.skip_to)
 
@@ -290,7 +291,7 @@ class RestorePlan:
 
     @property
     def rows(self) -> int:
-        """The number of archived messages; more than the stream will hold if the fold removes some."""
+        """The number of archived messages; more than the stream will hold if the filter removes some."""
         return sum(part.rows for part in self.parts)
 
     @property
@@ -298,17 +299,17 @@ class RestorePlan:
         return sum(part.raw_bytes for part in self.parts)
 
     @property
-    def stored(self) -> int:
+    def stored_bytes(self) -> int:
         """The bytes that a server counts for the restored stream, approximately: deleted rows reduce them by their
         share. 0 if only reading shows the remaining rows: rollups, schedules, `max_msgs_per_subject`.
         """
-        if (fold := self.fold()).needs_pass:
+        if (row_filter := self.retention_filter()).needs_pass:
             return 0
         rows, size = 0, 0
         for part in self.parts:
-            if (left := part.rows - fold.deleted(part.stretch.rows)) > 0:
+            if (left := part.rows - row_filter.count_deleted(part.stretch.rows)) > 0:
                 rows, size = rows + left, size + part.raw_bytes * left // part.rows
-        size += rows * (MEMORY_RECORD if self.config.get("storage") == "memory" else FILE_RECORD)
+        size += rows * (MEMORY_RECORD_BYTES if self.config.get("storage") == "memory" else FILE_RECORD_BYTES)
         if self.config.get("discard", "old") != "old":
             return size
         if 0 < (most := limit_of(self.config, "max_msgs")) < rows:
@@ -316,25 +317,26 @@ class RestorePlan:
         return min(size, limit_of(self.config, "max_bytes") or size)
 
     @property
-    def times(self) -> tuple[int, int]:
+    def time_range_ns(self) -> tuple[int, int]:
         """The times (ns) of the first and the last message; 0 if there is none."""
         first = [p.footer.first_timestamp_ns for p in self.parts if p.footer.first_timestamp_ns is not None]
         last = [p.footer.last_timestamp_ns for p in self.parts if p.footer.last_timestamp_ns is not None]
         return min(first, default=0), max(last, default=0)
 
-    def state(self, first: pa.RecordBatch | None, folded: int | None) -> ArchiveState:
+    def archive_state(self, first: pa.RecordBatch | None, rows_left: int | None) -> ArchiveState:
         """Return the state of the stream for the archive that is sent. `first`: its first rows, None if there are none;
-        `folded`: the number of rows that the fold leaves, None if they were not counted.
+        `rows_left`: the number of rows that the retention filter leaves, None if they were not counted.
         """
-        last_ns = self.times[1]
+        last_ns = self.time_range_ns[1]
         if first is None:
-            return ArchiveState(0, 0, self.last + 1, last_ns, self.last, last_ns)
+            return ArchiveState(0, 0, self.last_sequence + 1, last_ns, self.last_sequence, last_ns)
         begin, at = first.column("sequence")[0].as_py(), first.column("timestamp_ns")[0].as_py()
-        messages = min(self.rows if folded is None else folded, self.end - begin + 1)  # the server accepts no more
-        return ArchiveState(messages, self.bytes, begin, at, self.last, max(last_ns, at))
+        # The server accepts no more messages than sequences.
+        messages = min(self.rows if rows_left is None else rows_left, self.end - begin + 1)
+        return ArchiveState(messages, self.bytes, begin, at, self.last_sequence, max(last_ns, at))
 
-    def fold(self) -> Fold:
-        return Fold(self.config, self.deletions, self.configs, self.end)
+    def retention_filter(self) -> RetentionFilter:
+        return RetentionFilter(self.config, self.deletions, self.configs, self.end)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -344,8 +346,8 @@ class RestorePlan:
             "incarnations": self.incarnations,
             "first": self.begin,
             "end": self.end,
-            "archived": self.archived,
-            "last": self.last,
+            "archived": self.archived_end,
+            "last": self.last_sequence,
             "rows": self.rows,  # in a `RestoreReport`: the rows that were sent
             "archived_rows": self.rows,
             "bytes": self.bytes,
@@ -358,26 +360,26 @@ class RestorePlan:
         }
 
     def lines(self) -> Iterator[str]:
-        request, which = self.request, ", ".join(f"{number:04d}" for number in self.incarnations)
-        yield f"{request.site}/{request.feed} (incarnation {which}) into stream {self.name}"
-        holds = f"{counted(self.rows, 'archived message')}, {size_words(self.bytes)}"
+        request, numbers = self.request, ", ".join(f"{number:04d}" for number in self.incarnations)
+        yield f"{request.site}/{request.feed} (incarnation {numbers}) into stream {self.name}"
+        holds = f"{format_count(self.rows, 'archived message')}, {size_words(self.bytes)}"
         if self.begin > self.end:
-            yield f"no message comes back: an empty stream, which goes on at {self.last + 1}"
+            yield f"no message comes back: an empty stream, which goes on at {self.last_sequence + 1}"
         else:
             yield f"sequences {self.begin} to {self.end}: {holds}"
-        if self.last > self.end:
-            yield f"new messages begin at {self.last + 1}: {SequenceRange(self.end + 1, self.last)} is left out"
+        if (last := self.last_sequence) > self.end:
+            yield f"new messages begin at {last + 1}: {SequenceRange(self.end + 1, last)} is left out"
         if self.rows:
-            yield f"from {time_text(self.times[0])} to {time_text(self.times[1])}"
+            yield f"from {time_text(self.time_range_ns[0])} to {time_text(self.time_range_ns[1])}"
         subjects = ", ".join(self.config.get("subjects") or []) or "none"
         yield f"subjects {subjects}; replicas {self.config.get('num_replicas', 1)}"
         yield f"consumers: {', '.join(each.name for each in self.consumers) or 'none'}"
         yield from (f"note: {note}" for note in self.notes)
         yield from (f"ELSEWHERE: {effect}" for effect in self.elsewhere)
-        yield from (f"LOSSY: {why}" for why in self.lossy)
+        yield from (f"LOSSY: {loss}" for loss in self.lossy)
 
 
-def losses(
+def loss_lines(
     chains: Iterable[ReplayChain], subjects: Sequence[str], filters: Mapping[Chain, Sequence[str]]
 ) -> Iterator[str]:
     """Yield, as text, the losses of the chains: messages of the stream that they do not hold. `subjects`: of the
@@ -392,7 +394,7 @@ def losses(
         count = max(each.last for each in rows) - min(each.first for each in rows) + 1 - sum(map(_least_rows, own))
         if left and count:
             froze = f"{', '.join(taken[:10])}{' …' if len(taken) > 10 else ''}"
-            most = f"up to {counted(count, 'message')} not archived"
+            most = f"up to {format_count(count, 'message')} not archived"
             yield f"the feed is filtered: of {', '.join(left)} it froze {froze}: {most}"
     if any(part.footer.sampling is not None for chain in chains for part in chain.parts):
         yield "the feed is sampled"
@@ -401,12 +403,12 @@ def losses(
         for part in chain.parts:
             for reason, count in part.ledger.counts.items():
                 counts[str(reason)] = counts.get(str(reason), 0) + count
-        for reason in SELECTED:
+        for reason in SELECTION_REASONS:
             if counts.get(reason):
-                yield f"{chain.chain}: {counted(counts[reason], 'message')} left out ({reason})"
+                yield f"{chain.chain}: {format_count(counts[reason], 'message')} left out ({reason})"
         if chain.holes:
             shown = ", ".join(map(str, chain.holes[:10])) + (" …" if len(chain.holes) > 10 else "")
-            less = f"up to {counted(sum(map(len, chain.holes)), 'message')}"
+            less = f"up to {format_count(sum(map(len, chain.holes)), 'message')}"
             yield f"{chain.chain}: no segment covers {shown}: {less}"
 
 
@@ -416,14 +418,14 @@ def _least_rows(chain: ReplayChain) -> int:
     return sum(max(0, rows - other) for rows, other in parts)
 
 
-def lost_ends(known: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator[str]:
+def lost_end_lines(known: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator[str]:
     """Yield, as text, the chains with segments that end (`ends`) before the `known` end of their coverage."""
     for chain in sorted(known):
         if ends[chain] < known[chain]:
             yield (
                 f"{chain}: the archive covered up to {known[chain]}, and its segments end at {ends[chain]}: "
                 f"{SequenceRange(ends[chain] + 1, known[chain])} is missing, up to "
-                f"{counted(known[chain] - ends[chain], 'message')}"
+                f"{format_count(known[chain] - ends[chain], 'message')}"
             )
 
 
@@ -441,7 +443,7 @@ class LateBegin:
     is_known: bool = True
 
 
-def before_begin(
+def late_begins(
     chain: Chain, first: int, floor: int, least: int | None, join: int | None, deleted: Deleted
 ) -> Iterator[LateBegin]:
     """Yield the sequences missing before a chain that begins at `first`, or before the `floor` that retention left.
@@ -459,31 +461,31 @@ def before_begin(
         known = f"and what it continues is the same stream up to {join - 1} only"
     elif chain.incarnation:
         known = f"and nothing tells that {chain.incarnation - 1:04d} is the same stream before that"
-    where = f"{chain.site}/{chain.feed}/{chain.incarnation:04d} begins at {begin}, {known}"
+    begin_text = f"{chain.site}/{chain.feed}/{chain.incarnation:04d} begins at {begin}, {known}"
     is_known = bool(least or (floor <= first and (join or chain.incarnation)))
-    yield LateBegin(lost, f"{where}: up to {counted(count, 'sequence')} of {lost} not archived", is_known)
+    yield LateBegin(lost, f"{begin_text}: up to {format_count(count, 'sequence')} of {lost} not archived", is_known)
 
 
-def other_histories(history: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator[str]:
+def other_history_lines(history: Mapping[Chain, int], ends: Mapping[Chain, int]) -> Iterator[str]:
     """Yield, as text, the ranges of chains after the last sequence that counts in `history`. `ends`: the last sequence
     of each chain.
     """
     for number, later in pairwise(sorted({chain.incarnation for chain in history})):
-        for chain in (c for c, most in history.items() if c.incarnation == number and ends.get(c, 0) > most):
+        for chain in (c for c, last in history.items() if c.incarnation == number and ends.get(c, 0) > last):
             lost = SequenceRange(history[chain] + 1, ends[chain])
             goes_on = f"{chain} goes on to {lost.last}, and {later:04d} continues it up to {lost.first - 1} only"
-            less = f"{counted(len(lost), 'sequence')} of {lost} of another history"
+            less = f"{format_count(len(lost), 'sequence')} of {lost} of another history"
             yield f"{goes_on}: {less} (restore {chain.site}/{chain.feed}/{number:04d})"
 
 
-def never_archived(rows: int, end: int, stood: tuple[int, str]) -> Iterator[str]:
-    """Yield a line about a stream that has no archived message, and that was captured further than `end`. `stood`: its
-    last captured sequence, and the time of the capture.
+def unarchived_line(rows: int, end: int, last_seen: tuple[int, str]) -> Iterator[str]:
+    """Yield a line about a stream that has no archived message, and that was captured further than `end`. `last_seen`:
+    its last captured sequence, and the time of the capture.
     """
-    if not rows and stood[0] > end:
-        lost = SequenceRange(end + 1, stood[0])
-        found = f"no message of it is archived, and it stood at {stood[0]} ({stood[1]}): {lost} is missing"
-        yield f"{found}, and is given to new messages without --skip-to-sequence {stood[0]}"
+    if not rows and last_seen[0] > end:
+        lost = SequenceRange(end + 1, last_seen[0])
+        found = f"no message of it is archived, and it stood at {last_seen[0]} ({last_seen[1]}): {lost} is missing"
+        yield f"{found}, and is given to new messages without --skip-to-sequence {last_seen[0]}"
 
 
 def _limits(plan: RestorePlan) -> Iterator[str]:
@@ -491,18 +493,18 @@ def _limits(plan: RestorePlan) -> Iterator[str]:
     is_new, pushed = plan.config.get("discard", "old") == "new", list[str]()
     parts = [part for chain in plan.chains for part in chain.parts]
     for key, of, sent, words in (
-        ("max_msgs", sum(part.rows for part in parts), plan.rows, lambda count: counted(count, "message")),
+        ("max_msgs", sum(part.rows for part in parts), plan.rows, lambda count: format_count(count, "message")),
         ("max_bytes", sum(part.raw_bytes for part in parts), plan.bytes, size_words),
     ):
         if not (limit := limit_of(plan.config, key)) or of <= limit:
             continue
-        which = limit_words(key, limit)
+        text = limit_words(key, limit)
         if is_new:
-            yield f"{which} with discard new: nothing is dropped, and while there is more, new messages are refused"
+            yield f"{text} with discard new: nothing is dropped, and while there is more, new messages are refused"
             continue
         if sent > limit:
-            yield f"{which}: the server drops the oldest, up to {words(sent - limit)}"
-        pushed.append(f"up to {words(of - limit)} ({which})")
+            yield f"{text}: the server drops the oldest, up to {words(sent - limit)}"
+        pushed.append(f"up to {words(of - limit)} ({text})")
     if limit := limit_of(plan.config, "max_msgs_per_subject"):
         pushed.append(f"some of their subjects (max_msgs_per_subject {limit:,})")
     is_known = plan.deletions is not None and plan.deletions.last >= plan.end
@@ -513,7 +515,7 @@ def _limits(plan: RestorePlan) -> Iterator[str]:
         yield f"what was deleted and comes back may push out others that lived: {', '.join(pushed)}"
 
 
-BEFORE = "at or before the point in time"
+AT_OR_BEFORE_TEXT = "at or before the point in time"
 
 
 def capture_age(captured: Captured, now_ns: int, of_ns: int | None) -> str:
@@ -523,7 +525,7 @@ def capture_age(captured: Captured, now_ns: int, of_ns: int | None) -> str:
     return f"{age} before {'now' if of_ns is None else 'the point in time'} ({captured.moment}{clock})"
 
 
-def unfolded(plan: RestorePlan) -> Iterator[str]:
+def resurrected_lines(plan: RestorePlan) -> Iterator[str]:
     """Yield, as text, the messages that are restored although a limit had dropped them before it was raised: no capture
     shows which of them were left.
     """
@@ -534,60 +536,61 @@ def unfolded(plan: RestorePlan) -> Iterator[str]:
         shares = (min(p.rows, min(last, p.stretch.rows.last) - max(first, p.stretch.rows.first) + 1) for p in some)
         return sum(max(0, share) for share in shares)
 
-    for old, new, before in changes(plan.configs, plan.deletions):
+    for old, new, before in config_changes(plan.configs, plan.deletions):
         last, has_state = min(plan.end, new.last or plan.end), new.last is not None and new.last <= plan.end
-        for key in (key for key in ("max_msgs", "max_bytes", "max_age", PER_SUBJECT) if is_raised(old, new, key)):
-            most = rows(before + 1 if key == PER_SUBJECT else 0, last, new.moment_ns)
+        for key in (key for key in ("max_msgs", "max_bytes", "max_age", PER_SUBJECT_KEY) if is_raised(old, new, key)):
+            max_count = rows(before + 1 if key == PER_SUBJECT_KEY else 0, last, new.moment_ns)
             if has_state:  # the first sequence shows the whole effect of other limits
                 left = rows(new.first or 0, last, new.moment_ns) - (new.messages or 0)
-                most = min(most, left) if key == PER_SUBJECT else 0
-            if most > 0:
+                max_count = min(max_count, left) if key == PER_SUBJECT_KEY else 0
+            if max_count > 0:
                 applied = f"{limit_words(key, limit_of(old.config, key))} applied at least until sequence {before}"
-                dropped = f"up to {counted(most, 'message')} that it had dropped in between come back"
+                dropped = f"up to {format_count(max_count, 'message')} that it had dropped in between come back"
                 yield f"{applied}, and was raised or lifted before {new.moment}: {dropped}"
 
 
-def forecast(
+def deviations(
     plan: RestorePlan,
     now_ns: int,
     *,
     captured: CapturedConsumers | None,
     skipped: Sequence[str],
-    stood: tuple[int, str] = (0, ""),
+    last_seen: tuple[int, str] = (0, ""),
 ) -> list[str]:
-    """Return, as text, the deviations of the restored stream and the rows that are not sent. `stood`: as for
-    `never_archived`.
+    """Return, as text, the deviations of the restored stream and the rows that are not sent. `last_seen`: as for
+    `unarchived_line`.
     """
     found = list[str]()
-    if plan.rows and stood[0] > plan.end:
-        lost = SequenceRange(plan.end + 1, stood[0])
-        text = f"the stream stood at {stood[0]} ({stood[1]}): of {lost} nothing is archived"
-        if stood[0] > plan.last:
+    if plan.rows and last_seen[0] > plan.end:
+        lost = SequenceRange(plan.end + 1, last_seen[0])
+        text = f"the stream stood at {last_seen[0]} ({last_seen[1]}): of {lost} nothing is archived"
+        if last_seen[0] > plan.last_sequence:
             text += (
-                f", and {SequenceRange(plan.last + 1, stood[0])} is given to new messages, which no mirror and no "
-                f"stream gets that has read up to there; --skip-to-sequence {stood[0]} leaves it out"
+                f", and {SequenceRange(plan.last_sequence + 1, last_seen[0])} is given to new messages, which no "
+                f"mirror and no stream gets that has read up to there; --skip-to-sequence {last_seen[0]} leaves it out"
             )
         found.append(text)
     for key, row in plan.sourced.items():
-        found.append(f"source {key.partition(' ')[0]}: goes on behind {row.origin}, the newest of it that is archived")
+        name, last = key.partition(" ")[0], row.source_sequence
+        found.append(f"source {name}: goes on behind {last}, the newest of it that is archived")
     if skipped:
         gone = sum(p.rows for chain in plan.chains for p in chain.parts if p.stretch.rows.last < plan.begin)
-        found.append(f"{counted(gone, 'message')} below {plan.begin} are not sent: {', '.join(skipped)}")
+        found.append(f"{format_count(gone, 'message')} below {plan.begin} are not sent: {', '.join(skipped)}")
     found += _limits(plan)
-    until = f" {BEFORE}" if plan.request.is_in_the_past else ""
+    until = f" {AT_OR_BEFORE_TEXT}" if plan.request.is_in_the_past else ""
     if plan.request.consumers and captured is None:
         found.append(f"no consumers were captured{until}: none comes back")
     elif captured is not None:
         found.append(f"positions of consumers are those of {capture_age(captured, now_ns, plan.moment_ns)}")
     most, retention = min(plan.rows, plan.end - plan.begin + 1), plan.config.get("retention", "limits")
-    bound = f"up to {counted(most, 'message')}"
+    bound = f"up to {format_count(most, 'message')}"
     if plan.deletions is None and plan.rows:
         word = "acknowledged" if retention != "limits" else "deleted"
         found.append(f"no deletions were captured{until}: what was {word} at the site comes back, {bound}")
     elif plan.deletions is not None:
         known = plan.deletions
         behind = f"since, or behind {known.last}," if known.last < plan.end else "since"
-        deleted = counted(sum(last - first + 1 for first, last in known.deleted), "sequence")
+        deleted = format_count(sum(last - first + 1 for first, last in known.deleted), "sequence")
         age = capture_age(known, now_ns, plan.moment_ns)
         found.append(
             f"deletions are those of {age}, all below {known.first} and {deleted} behind it: what was deleted {behind} "
@@ -601,19 +604,19 @@ def forecast(
     unread = [p for p in plan.parts if p.ledger.unread()]
     if unread:
         count = sum(part.ledger.unread() for part in unread)
-        found.append(f"{counted(count, 'message')} had left the stream before they were read")
+        found.append(f"{format_count(count, 'message')} had left the stream before they were read")
     if len({chain.chain.partition for chain in plan.chains}) > 1 and plan.rows < (of := plan.end - plan.begin + 1):
-        none = counted(of - plan.rows, "sequence")
+        none = format_count(of - plan.rows, "sequence")
         found.append(f"{none} without a message: deleted at the site, or on a subject that no partition takes")
     for chain in plan.chains:
         if chain.chain.incarnation == plan.newest.incarnation and chain.range.rows.last < plan.end:
             lost = SequenceRange(chain.range.rows.last + 1, plan.end)
             # Only sequences without any row can be lost: the others have theirs.
             if (most := min(len(lost), plan.end - plan.begin + 1 - plan.rows)) > 0:
-                what = f"what it had of {lost} is lost, {counted(most, 'message')} at most"
+                what = f"what it had of {lost} is lost, {format_count(most, 'message')} at most"
                 found.append(f"{chain.chain} was archived up to {lost.first - 1} only: {what}")
-    if plan.end < plan.archived and plan.request.promote:
-        found.append(f"the archive goes on to {plan.archived}: egress will ask what to do (E-ROLLED-BACK)")
+    if plan.end < plan.archived_end and plan.request.promote:
+        found.append(f"the archive goes on to {plan.archived_end}: egress will ask what to do (E-ROLLED-BACK)")
     if plan.request.is_in_the_past:
-        found += [each.line(plan.end, plan.last) for each in plan.further]
+        found += [each.line(plan.end, plan.last_sequence) for each in plan.longer_feeds]
     return found

@@ -15,24 +15,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.errors import ConfigError, FloeError, Refused, Stopped, Unavailable
-from common.exits import ways
-from common.jetstream.api import GUARD, StreamInfo, ask, list_consumers, stream_info, token
+from common.exits import choices
+from common.jetstream.api import RESTORE_PREFIX, StreamInfo, check_token, list_consumers, query, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import state_key
-from common.jetstream.lease import Leases, owner_text
+from common.jetstream.lease import Leases, format_owner
 from common.jetstream.requests import ApiError
 from common.segments.columns import lengths
-from common.settings.types import counted, size_words
+from common.settings.types import format_count, size_words
 from ingress.restore.archive import ArchiveWriter, archive_writer
-from ingress.restore.history import same_command
+from ingress.restore.history import repeat_command
 from ingress.restore.plan import RestorePlan, RestoreRequest
 
-RUNS, ROOM = "E-RESTORE-RUNS", "E-RESTORE-ROOM"
+RUNS_CODE, ROOM_CODE = "E-RESTORE-RUNS", "E-RESTORE-ROOM"
 RESTORE_FAILED = 10062  # error of JetStream if it ends a restore
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreflightResult:
     """The result of the checks. `plan`: adapted to the archive form of `writer`; `notes`: facts that only the server
     knows, as text. `is_promoted`: an earlier restore has promoted the stream, and ended before its push consumers
     delivered again.
@@ -44,7 +44,7 @@ class Ready:
     is_promoted: bool = False
 
 
-async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) -> Ready:
+async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) -> PreflightResult:
     """Check the server. Raises ConfigError if the server, the account or another stream does not permit the restore.
     `lease_bucket`: the bucket of leases, empty if none is needed.
     """
@@ -55,24 +55,24 @@ async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) ->
         fitted = replace(plan, config={**plan.config, "storage": "file"})
     _check_replicas(client, plan)
     account = await _account(client)
-    if (info := await stream_info(client, plan.name)) is not None and not info.marker:
-        if not plan.request.promote or not (left := await muted_consumers(client, plan.name)):
-            raise foreign(plan.request, info)
+    if (info := await stream_info(client, plan.name)) is not None and not info.restore_marker:
+        if not plan.request.promote or not (left := await guarded_consumers(client, plan.name)):
+            raise foreign_stream_error(plan.request, info)
         text = f"a restore before has brought it back; to do: let {', '.join(left)} deliver again"
-        return Ready(plan, writer, (text,), is_promoted=True)
+        return PreflightResult(plan, writer, (text,), is_promoted=True)
     await _check_room(client, fitted, account, info is not None, lease_bucket)
     if plan.request.promote:
         await _check_promotion(client, plan)
         await _check_subjects(client, plan)
     else:
         await _check_removal(client, plan)
-    return Ready(fitted, writer, tuple(_notes(client, plan, writer)))
+    return PreflightResult(fitted, writer, tuple(_server_notes(client, plan, writer)))
 
 
-async def muted_consumers(client: FloeClient, stream: str) -> dict[str, dict[str, Any]]:
+async def guarded_consumers(client: FloeClient, stream: str) -> dict[str, dict[str, Any]]:
     """Return the configurations, by name, of the push consumers of a stream that a restore has left muted."""
     found = {str(each["name"]): dict(each["config"]) for each in await list_consumers(client, stream)}
-    begin = f"{GUARD}{stream}."
+    begin = f"{RESTORE_PREFIX}{stream}."
     return {name: config for name, config in found.items() if config.get("deliver_subject", "").startswith(begin)}
 
 
@@ -82,40 +82,40 @@ async def dry_run(client: FloeClient, plan: RestorePlan, leases: Leases, lease_b
     Raises the errors of `preflight`, and Unavailable if another restore holds the lease of the name.
     """
     notes = list((await preflight(client, plan, lease_bucket)).notes)
-    if (holder := await leases.holder(state_key("restore", plan.name))) is not None:
-        raise runs(plan.name, owner_text(holder))
+    if (holder := await leases.get_owner(state_key("restore", plan.name))) is not None:
+        raise running_error(plan.name, format_owner(holder))
     if any(part.footer.raw_bytes > client.max_payload for part in plan.parts):
         most = size_words(client.max_payload)
         notes.append(f"whether a message is larger than max_payload ({most}) is seen only while the stream is filled")
     return notes
 
 
-def check_elsewhere(plan: RestorePlan, agreed: Collection[str]) -> None:
+def check_effects(plan: RestorePlan, agreed: Collection[str]) -> None:
     """Raise Stopped if the plan has effects on other subjects without permission. `agreed`: the confirmed effects."""
     if (effects := [each for each in plan.elsewhere if each not in agreed]) and not plan.request.allow_elsewhere:
         raise Stopped(
             f"stream {plan.name}: expected no effects outside of its subjects, found {'; '.join(effects)}",
-            hint=ways(("where that is meant", same_command(replace(plan.request, allow_elsewhere=True)))),
+            hint=choices(("where that is meant", repeat_command(replace(plan.request, allow_elsewhere=True)))),
             code="E-RESTORE-ELSEWHERE",
         )
 
 
-def check_whole(plan: RestorePlan) -> None:
+def check_lossless(plan: RestorePlan) -> None:
     """Raise Stopped if the archive holds less than the stream, and the request does not allow that."""
     request = plan.request
     if plan.lossy and not request.allow_lossy:
         raise Stopped(
             f"the archive of {request.site}/{request.feed} is not the whole stream: {'; '.join(plan.lossy[:5])}",
-            hint=ways(
+            hint=choices(
                 *(
                     (
                         f"{each.feed} goes further: restore it",
-                        same_command(replace(request, feed=each.feed, incarnation=None)),
+                        repeat_command(replace(request, feed=each.feed, incarnation=None)),
                     )
-                    for each in plan.further
+                    for each in plan.longer_feeds
                     if not each.is_partial
                 ),
-                ("bring back what there is", same_command(replace(request, allow_lossy=True))),
+                ("bring back what there is", repeat_command(replace(request, allow_lossy=True))),
             ),
             code="E-RESTORE-LOSSY",
         )
@@ -126,7 +126,7 @@ def _check_replicas(client: FloeClient, plan: RestorePlan) -> None:
     if replicas > 1 and not client.is_clustered:
         raise ConfigError(
             f"stream {plan.name}: had {replicas} replicas, and this server is in no cluster",
-            hint=ways(("restore it with one", same_command(replace(plan.request, replicas=1)))),
+            hint=choices(("restore it with one", repeat_command(replace(plan.request, replicas=1)))),
             code="E-RESTORE-REPLICAS",
         )
 
@@ -142,18 +142,18 @@ async def _check_room(
     found = dict(tier or account)
     limits, streams = found.get("limits") or {}, int(not leftover)
     if leftover:
-        info = await ask(client, f"STREAM.INFO.{token(plan.name)}")
+        info = await query(client, f"STREAM.INFO.{check_token(plan.name)}")
         storage = "memory" if info["config"].get("storage") == "memory" else "storage"
         freed = (storage, info["state"].get("bytes")), (f"reserved_{storage}", info["config"].get("max_bytes"))
         for key, size in freed:
             found[key] = int(found.get(key) or 0) - max(0, int(size or 0)) * (1 if tier else replicas)
     if lease_bucket and int(limits.get("max_streams") or 0) > 0:
         streams += await stream_info(client, f"KV_{lease_bucket}") is None
-    if (error := no_room(plan, found, copies=1 if tier else replicas, streams=streams)) is not None:
+    if (error := room_shortage(plan, found, copies=1 if tier else replicas, streams=streams)) is not None:
         raise error
 
 
-def no_room(plan: RestorePlan, account: Mapping[str, Any], *, copies: int, streams: int) -> ConfigError | None:
+def room_shortage(plan: RestorePlan, account: Mapping[str, Any], *, copies: int, streams: int) -> ConfigError | None:
     """Return the error for a limit of the account that `plan` exceeds, None if there is none; pure.
 
     `account`: as the server describes it, or a tier of it; `copies`: how often it counts the stream; `streams`: how
@@ -164,10 +164,10 @@ def no_room(plan: RestorePlan, account: Mapping[str, Any], *, copies: int, strea
     if config.get("storage") == "memory":
         storage, key, of_stream = ("memory", "max_mem", "mem_max_stream_bytes")
     limit, most = int(limits.get(f"max_{storage}", -1)), max(0, int(config.get("max_bytes") or 0))
-    for wanted, count in ((plan.stored, storage), (most, f"reserved_{storage}")):
+    for wanted, count in ((plan.stored_bytes, storage), (most, f"reserved_{storage}")):
         used, word = int(account.get(count) or 0), "used" if count == storage else "reserved"
         if 0 <= limit < wanted * copies + used:
-            return _no_room(
+            return _room_error(
                 plan.request,
                 f"account: expected room for {size_words(wanted * copies)}, found a limit of {size_words(limit)} "
                 f"({key}), of which {size_words(used)} are {word}",
@@ -175,72 +175,72 @@ def no_room(plan: RestorePlan, account: Mapping[str, Any], *, copies: int, strea
             )
     if 0 < (limit := int(limits.get(f"{storage}_max_stream_bytes") or 0)) < most:
         text = f"account: expected streams of {size_words(most)} (max_bytes), found at most {size_words(limit)}"
-        return _no_room(plan.request, f"{text} ({of_stream})", f"raise {of_stream} of the account; then")
+        return _room_error(plan.request, f"{text} ({of_stream})", f"raise {of_stream} of the account; then")
     if limits.get("max_bytes_required") and not most:  # the lease bucket has max_bytes if required
         text = "account: expected streams without max_bytes, found that it takes none (max_bytes_required)"
-        return _no_room(plan.request, text, "set it to false; then")
+        return _room_error(plan.request, text, "set it to false; then")
     limit, used = int(limits.get("max_streams") or 0), int(account.get("streams") or 0)
     if 0 < limit < used + streams:
-        there = f"found max_streams {limit}, of which {used} are used"
-        text = f"account: expected room for {counted(streams, 'stream')}, {there}"
+        found = f"found max_streams {limit}, of which {used} are used"
+        text = f"account: expected room for {format_count(streams, 'stream')}, {found}"
         do = "remove streams that nobody needs, or raise max_streams of the account; then"
-        return _no_room(plan.request, text, do)
-    return _no_consumers(plan, max(0, int(limits.get("max_consumers") or 0)))
+        return _room_error(plan.request, text, do)
+    return _consumer_shortage(plan, max(0, int(limits.get("max_consumers") or 0)))
 
 
-def _no_consumers(plan: RestorePlan, limit: int) -> ConfigError | None:
+def _consumer_shortage(plan: RestorePlan, limit: int) -> ConfigError | None:
     """Return the error for too many consumers. `limit`: `max_consumers` of the account, per stream; 0 for none."""
     request, count = plan.request, len(plan.consumers)
     own = max(0, int(plan.config.get("max_consumers") or 0))
-    whose, limit = ("stream", own) if own > 0 and (own <= limit or not limit) else ("account", limit)
+    owner, limit = ("stream", own) if own > 0 and (own <= limit or not limit) else ("account", limit)
     reader = int(request.verify != "state" and plan.rows > 0)
     if not limit or count + reader <= limit:
         return None
     less = replace(request, consumers=False) if count > limit else replace(request, verify="state")
     word = "without its consumers" if count > limit else "without reading it back"
     beside = " and one that reads it back" if reader else ""
-    return _no_room(
+    return _room_error(
         request,
-        f"{whose}: expected {counted(count, 'consumer')}{beside}, found max_consumers {limit}",
-        *(("raise max_consumers of the account; then",) if whose == "account" else ()),
-        less=(f"or {word}" if whose == "account" else word, same_command(less)) if request.promote else None,
+        f"{owner}: expected {format_count(count, 'consumer')}{beside}, found max_consumers {limit}",
+        *(("raise max_consumers of the account; then",) if owner == "account" else ()),
+        less=(f"or {word}" if owner == "account" else word, repeat_command(less)) if request.promote else None,
     )
 
 
-def _no_room(request: RestoreRequest, found: str, *what: str, less: tuple[str, str] | None = None) -> ConfigError:
+def _room_error(request: RestoreRequest, found: str, *what: str, less: tuple[str, str] | None = None) -> ConfigError:
     """Return the error. `what`: actions before the same command; `less`: text and command of a smaller restore."""
     others = [less] if less is not None else []
-    return ConfigError(found, hint=ways(*((do, same_command(request)) for do in what), *others), code=ROOM)
+    return ConfigError(found, hint=choices(*((do, repeat_command(request)) for do in what), *others), code=ROOM_CODE)
 
 
-_UNSET = "(not set, max_file_store is three quarters of the free disk)"
+_UNSET_NOTE = "(not set, max_file_store is three quarters of the free disk)"
 # The errors of the server about a lack of room, by their number: the cause, and the remedy.
-_FULL = {
+_ROOM_ERRORS = {
     10002: ("max_file or max_mem of the account is reached", "make room, or raise it"),
-    10023: ("max_file_store or max_memory_store of the server is reached", f"make room, or raise it {_UNSET}"),
+    10023: ("max_file_store or max_memory_store of the server is reached", f"make room, or raise it {_UNSET_NOTE}"),
     10026: ("max_consumers of the account is reached", "raise it"),
     10027: ("max_streams of the account is reached", "remove streams that nobody needs, or raise it"),
     10028: ("max_memory_store of the server{} is reached", "make room, or raise it"),
-    10047: ("max_file_store of the server{} is reached", f"make room, or raise it {_UNSET}"),
+    10047: ("max_file_store of the server{} is reached", f"make room, or raise it {_UNSET_NOTE}"),
     10113: ("the account takes no stream without max_bytes (max_bytes_required)", "set that to false"),
     10122: ("disk_max_stream_bytes or mem_max_stream_bytes of the account is below its max_bytes", "raise it"),
 }
-_OF_ACCOUNT = {10028: ("max_memory", "max_mem"), 10047: ("max_storage", "max_file")}
-_DISK = re.compile("no space left|disk quota exceeded|not enough space", re.IGNORECASE)
+_ACCOUNT_LIMITS = {10028: ("max_memory", "max_mem"), 10047: ("max_storage", "max_file")}
+_DISK_FULL = re.compile("no space left|disk quota exceeded|not enough space", re.IGNORECASE)
 
 
 async def room_error(client: FloeClient, error: FloeError, request: RestoreRequest, name: str) -> ConfigError | None:
-    """Read the limits of the account, and return the result of `out_of_room` with them."""
-    if out_of_room(error, request, name, is_clustered=client.is_clustered) is None:
+    """Read the limits of the account, and return the result of `as_room_error` with them."""
+    if as_room_error(error, request, name, is_clustered=client.is_clustered) is None:
         return None
     account = dict[str, Any]()
     with suppress(FloeError):
-        account = await ask(client, "INFO")
+        account = await query(client, "INFO")
     limits = [each.get("limits") or {} for each in (account, *(account.get("tiers") or {}).values())]
-    return out_of_room(error, request, name, is_clustered=client.is_clustered, limits=limits if account else None)
+    return as_room_error(error, request, name, is_clustered=client.is_clustered, limits=limits if account else None)
 
 
-def out_of_room(
+def as_room_error(
     error: FloeError,
     request: RestoreRequest,
     name: str,
@@ -258,27 +258,27 @@ def out_of_room(
         return None
     number = error.err_code
     if number == RESTORE_FAILED:
-        if _DISK.search(error.description):
+        if _DISK_FULL.search(error.description):
             text = f"stream {name}: the disk of the server is full: {error.message}"
-            return _no_room(request, text, "make room on it; then")
+            return _room_error(request, text, "make room on it; then")
         number = next((int(each) for each in re.findall(r"\((10\d{3})\)", error.description)), 0)
-    if number not in _FULL or (number == 10023 and is_clustered):
+    if number not in _ROOM_ERRORS or (number == 10023 and is_clustered):
         return None
-    found, do = _FULL[number]
-    if number in _OF_ACCOUNT:
-        key, word = _OF_ACCOUNT[number]
+    found, do = _ROOM_ERRORS[number]
+    if number in _ACCOUNT_LIMITS:
+        key, word = _ACCOUNT_LIMITS[number]
         is_limited = limits is None or any(int(each.get(key, -1)) >= 0 for each in limits)
         found = found.format(f", or {word} of the account," if is_limited else "")
     less = None
     if number == 10026 and request.promote and request.consumers:
-        less = ("or without its consumers, which you make yourself", same_command(replace(request, consumers=False)))
-    return _no_room(request, f"stream {name}: {found}: {error.message}", f"{do}; then", less=less)
+        less = ("or without its consumers, which you make yourself", repeat_command(replace(request, consumers=False)))
+    return _room_error(request, f"stream {name}: {found}: {error.message}", f"{do}; then", less=less)
 
 
 async def _account(client: FloeClient) -> dict[str, Any]:
     """Return the limits and the usage of the account. Raises ConfigError if it has no JetStream."""
     try:
-        return await ask(client, "INFO")
+        return await query(client, "INFO")
     except FloeError as error:
         from common.doctor import NO_JETSTREAM, jetstream_account
 
@@ -292,38 +292,38 @@ async def _check_promotion(client: FloeClient, plan: RestorePlan) -> None:
     empty configuration, so the server never applies it.
     """
     with suppress(ApiError):
-        await ask(client, f"STREAM.UPDATE.{token(plan.name)}", {})
+        await query(client, f"STREAM.UPDATE.{check_token(plan.name)}", {})
 
 
 async def _check_removal(client: FloeClient, plan: RestorePlan) -> None:
     """Raise Refused without the rights to delete the stream of a drill and the consumer that reads it. The requests use
     names that do not exist.
     """
-    name = f"{token(plan.name)}-none"
+    name = f"{check_token(plan.name)}-none"
     for request in (f"CONSUMER.DELETE.{name}.none", f"STREAM.DELETE.{name}"):
         with suppress(ApiError):
-            await ask(client, request)
+            await query(client, request)
 
 
 async def _check_subjects(client: FloeClient, plan: RestorePlan) -> None:
     """Raise ConfigError if another stream has one of the subjects. Without the right to ask, promotion checks it."""
     for subject in plan.config.get("subjects") or []:
         try:
-            answer = await ask(client, "STREAM.NAMES", {"subject": subject})
+            answer = await query(client, "STREAM.NAMES", {"subject": subject})
         except Refused:
             return
         if others := sorted({*map(str, answer.get("streams") or [])} - {plan.name}):
             raise ConfigError(
                 f"stream {plan.name}: expected subject {subject} to be free, found it at stream {others[0]}",
-                hint=ways(
+                hint=choices(
                     ("restore it with other subjects", beside(plan.request)),
-                    (f"or take the subject from {others[0]}, and", same_command(plan.request)),
+                    (f"or take the subject from {others[0]}, and", repeat_command(plan.request)),
                 ),
                 code="E-RESTORE-SUBJECTS",
             )
 
 
-def _notes(client: FloeClient, plan: RestorePlan, writer: ArchiveWriter) -> Iterator[str]:
+def _server_notes(client: FloeClient, plan: RestorePlan, writer: ArchiveWriter) -> Iterator[str]:
     """Yield, as text, the deviations that this server causes."""
     if writer.format == "logical" and plan.request.promote and plan.rows and not plan.is_renamed:
         way = "" if client.is_clustered else "; --format files keeps them from it"
@@ -359,28 +359,28 @@ def check_sizes(batch: pa.RecordBatch, max_payload: int) -> None:
 def beside(request: RestoreRequest) -> str:
     """Return the command for a stream with another name and subjects of its own."""
     name = f"{request.name or request.feed}_RESTORED"
-    return same_command(replace(request, name=name, subjects=(f"{name}.>",)))
+    return repeat_command(replace(request, name=name, subjects=(f"{name}.>",)))
 
 
-def foreign(request: RestoreRequest, info: StreamInfo) -> ConfigError:
+def foreign_stream_error(request: RestoreRequest, info: StreamInfo) -> ConfigError:
     """Return the error for a stream of that name that no restore made."""
     return ConfigError(
-        f"stream {info.name}: expected none, found one with {counted(info.messages, 'message')}, created "
+        f"stream {info.name}: expected none, found one with {format_count(info.messages, 'message')}, created "
         f"{info.created}: it is not touched",
-        hint=ways(("restore beside it", beside(request)), "or delete it yourself, if nobody needs it"),
+        hint=choices(("restore beside it", beside(request)), "or delete it yourself, if nobody needs it"),
         code="E-RESTORE-EXISTS",
     )
 
 
-def stopped(request: RestoreRequest) -> Unavailable:
+def stopped_error(request: RestoreRequest) -> Unavailable:
     return Unavailable(
         "the restore was stopped before its end",
-        hint=ways(("it cannot go on, but begin again", same_command(request))),
+        hint=choices(("it cannot go on, but begin again", repeat_command(request))),
         code="E-RESTORE-STOPPED",
     )
 
 
-def runs(name: str, holder: str = "") -> Unavailable:
+def running_error(name: str, holder: str = "") -> Unavailable:
     """Return the error for a name that another restore holds. `holder`: its owner, empty if not known."""
     by = f", by {holder}" if holder else ""
-    return Unavailable(f"stream {name}: another restore fills it now{by}", hint="wait until it is done", code=RUNS)
+    return Unavailable(f"stream {name}: another restore fills it now{by}", hint="wait until it is done", code=RUNS_CODE)

@@ -20,72 +20,72 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from common.clock import NS_PER_S, Backoff, Clock, doubling, format_time
+from common.clock import NS_PER_S, Backoff, Clock, doubling_delays, format_time
 from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.exits import DIFFERENCES, ways
+from common.exits import EXIT_DIFFERENCES, choices
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo, create_consumer
 from common.jetstream.buckets import open_leases, optional_leases
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.durables import INTEREST, durable_config, durable_name
+from common.jetstream.durables import INTEREST, durable_config, durable_name_prefix
 from common.jetstream.lease import new_owner
 from common.jetstream.requests import ApiError
 from common.segments.captures import CapturedRestore, CaptureStore
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.service.process import Threads
-from common.service.progress import Teller, share_text
+from common.service.process import ThreadPool
+from common.service.progress import Progress, format_share
 from common.settings.root import Settings
 from common.settings.service import NatsSettings, ServiceSettings
-from common.settings.types import counted, duration_words, size_words
-from common.tasks import Stop, done_in, wait_for
-from ingress.errors import passes_by_itself
-from ingress.replay.drill import while_held
-from ingress.restore.archive import ArchiveWriter, muted, parts
-from ingress.restore.compare import Comparer, Digests, ReadBack, SentRows, Settling, differences, settle
-from ingress.restore.fold import Fold, SourcedRow
+from common.settings.types import duration_words, format_count, size_words
+from common.tasks import Stop, wait_done, wait_for
+from ingress.errors import is_transient
+from ingress.replay.drill import run_with_renewal
+from ingress.restore.archive import ArchiveWriter, split_batch, with_guard_subject
+from ingress.restore.compare import AtRest, Comparer, Comparison, Digests, SentRows, read_differences, wait_replicated
+from ingress.restore.fold import RetentionFilter, SourcedRow
 from ingress.restore.guard import GuardedStream
-from ingress.restore.history import EXPIRED, ArchivedHistory, same_command
-from ingress.restore.plan import RestorePlan, RestoreRequest, begun_behind, guarded_config
+from ingress.restore.history import EXPIRED_CODE, ArchivedHistory, repeat_command
+from ingress.restore.plan import RestorePlan, RestoreRequest, guarded_config, with_source_starts
 from ingress.restore.preflight import (
     RESTORE_FAILED,
-    ROOM,
-    RUNS,
-    Ready,
-    check_elsewhere,
+    ROOM_CODE,
+    RUNS_CODE,
+    PreflightResult,
+    check_effects,
+    check_lossless,
     check_sizes,
-    check_whole,
     dry_run,
     preflight,
     room_error,
-    stopped,
+    stopped_error,
 )
 from ingress.restore.upload import ArchiveUpload
 
 NAME_IN_USE = 10130  # error of a restore; also while the server still ends an earlier one, which it does not report
-REFUSES_CONSUMER = "error restoring consumer"  # in RESTORE_FAILED: permanent; any other text may be temporary
-THREADS = 4
-GREW = "E-RESTORE-GREW"
+CONSUMER_REFUSED_TEXT = "error restoring consumer"  # in RESTORE_FAILED: permanent; any other text may be temporary
+RESTORE_THREADS = 4
+GREW_CODE = "E-RESTORE-GREW"
 ATTEMPTS = 5  # attempts from the beginning, if a server disappears or ends a restore
-PAUSES = doubling(1.0, 15.0)  # seconds between attempts
-AHEAD = 2 * 1024 * 1024  # bytes that are encoded while others are sent
-EXPIRES_SOON = 60.0  # seconds; a message that `max_age` drops within them does not count as held
-PROGRESS = 1.0  # seconds until long work reports its progress, and between two reports
-COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
-FOLDED = ("sequence", "timestamp_ns", "subject", "headers")  # columns that the fold needs
+ATTEMPT_BACKOFF = doubling_delays(1.0, 15.0)  # seconds between attempts
+ENCODE_AHEAD_BYTES = 2 * 1024 * 1024  # bytes that are encoded while others are sent
+EXPIRY_MARGIN_S = 60.0  # seconds; a message that `max_age` drops within them does not count as held
+REPORT_INTERVAL_S = 1.0  # seconds until long work reports its progress, and between two reports
+ROW_COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
+FILTER_COLUMNS = ("sequence", "timestamp_ns", "subject", "headers")  # columns that the retention filter needs
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreTuning:
-    """The timing of a restore. `looks`, `look_span`: how often, and over how many seconds, the name is checked.
-    `settling`: None for the defaults of `Settling`.
+    """The timing of a restore. `name_checks`, `name_check_span_s`: how often, and over how many seconds, the name is
+    checked. `at_rest`: None for the defaults of `AtRest`.
     """
 
-    looks: int = 3
-    look_span: float = 3.0
-    settling: Settling | None = None
+    name_checks: int = 3
+    name_check_span_s: float = 3.0
+    at_rest: AtRest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class RestoreReport:
     `format`: of the archive that was sent.
 
     `not_kept`: keys of the configuration of the stream and its consumers that this server does not keep, as text;
-    `is_promoted`: the stream has its subjects; `finished`: the consumers that deliver again, of a stream that an
-    earlier restore promoted.
+    `is_promoted`: the stream has its subjects; `finished_consumers`: the consumers that deliver again, of a stream that
+    an earlier restore promoted.
     """
 
     plan: RestorePlan
@@ -103,16 +103,16 @@ class RestoreReport:
     bytes: int
     seconds: float
     format: str
-    comparison: ReadBack
+    comparison: Comparison
     created: str
     not_kept: tuple[str, ...] = ()
     is_promoted: bool = False
-    finished: tuple[str, ...] = ()
+    finished_consumers: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
         is_kept = not self.not_kept or self.plan.request.allow_lossy
-        return 0 if self.comparison.is_same and is_kept else DIFFERENCES
+        return 0 if self.comparison.is_same and is_kept else EXIT_DIFFERENCES
 
     def as_json(self) -> dict[str, Any]:
         found = self.comparison
@@ -126,32 +126,32 @@ class RestoreReport:
             "format": self.format,
             "created": self.created,
             "verify": self.plan.request.verify,
-            "read_back": found.read,
+            "read_back": found.rows_read,
             "copies": list(found.copies),
             "dropped_by_server": found.dropped,
-            "differences": [*found.wrong, *found.differences.examples],
+            "differences": [*found.state_differences, *found.differences.examples],
             "not_kept": list(self.not_kept),
-            "finished": list(self.finished),
+            "finished": list(self.finished_consumers),
         }
 
     def lines(self) -> Iterator[str]:
-        if self.finished:
-            yield f"stream {self.plan.name}: was brought back before; deliver again: {', '.join(self.finished)}"
+        if names := ", ".join(self.finished_consumers):
+            yield f"stream {self.plan.name}: was brought back before; deliver again: {names}"
             return
         rate = f"{self.rows / max(self.seconds, 0.001):,.0f} msg/s"
         took = f"{size_words(self.bytes)} sent in {duration_words(self.seconds)}, {rate}"
-        yield f"stream {self.plan.name}: {counted(self.rows, 'message')}, {took}"
+        yield f"stream {self.plan.name}: {format_count(self.rows, 'message')}, {took}"
         found = self.comparison
         if found.dropped:
-            yield f"{counted(found.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
+            yield f"{format_count(found.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
         copies = f" from each of {', '.join(found.copies)}" if found.copies else ""
         if found.is_same and self.plan.request.verify == "state":
             yield "state as planned; nothing was read back"
         elif found.is_same:
-            yield f"as in the archive: {found.read:,} read back{copies}"
+            yield f"as in the archive: {found.rows_read:,} read back{copies}"
         else:
             yield f"NOT WELL, and not promoted: {found.differences.line()}"
-            yield from found.wrong
+            yield from found.state_differences
             yield from found.differences.examples
         if self.not_kept:
             how = "NOT WELL" if self.is_promoted else "NOT WELL, and not promoted without --allow-lossy"
@@ -169,18 +169,18 @@ class Restore:
         store: SegmentStore,
         documents: ChainStore,
         clock: Clock,
-        teller: Teller,
+        progress: Progress,
         tuning: RestoreTuning | None = None,
     ) -> None:
         self._settings, self._request = settings, request
-        self._clock, self._teller, self._tuning = clock, teller, tuning or RestoreTuning()
+        self._clock, self._progress, self._tuning = clock, progress, tuning or RestoreTuning()
         self._captures = CaptureStore(documents.layout, documents.objects)
-        self._threads, self._stop = Threads("restore", THREADS), Stop()
-        self._history = ArchivedHistory(request, store, documents, self._threads, clock, teller)
-        self._started, self._noted = clock.monotonic(), set[str]()
+        self._threads, self._stop = ThreadPool("restore", RESTORE_THREADS), Stop()
+        self._history = ArchivedHistory(request, store, documents, self._threads, clock, progress)
+        self._started, self._printed_notes = clock.monotonic(), set[str]()
         self._owner = new_owner(settings.instance)
         self._guarded: GuardedStream | None = None  # of the current attempt
-        self._came = set[int]()  # sequences of the newest messages of sources, as far as sent
+        self._sent_sourced = set[int]()  # sequences of the newest messages of sources, as far as sent
 
     @property
     def _role(self) -> Literal["egress", "ingress"]:
@@ -191,7 +191,7 @@ class Restore:
         return self._settings.egress if self._role == "egress" else self._settings.ingress
 
     @asynccontextmanager
-    async def connected(self, nats: NatsSettings | None = None) -> AsyncIterator[FloeClient]:
+    async def open_connection(self, nats: NatsSettings | None = None) -> AsyncIterator[FloeClient]:
         """Connect to the server of egress if the configuration is that of the site, else to that of ingress. Close the
         threads with the connection. `nats`: another server.
         """
@@ -204,19 +204,19 @@ class Restore:
     async def plan(self) -> RestorePlan:
         """Return `ArchivedHistory.plan` with the requested subjects; print the progress if it takes long."""
         begun = f"planning: reading the archive of {self._request.site}/{self._request.feed}"
-        plan = await self._with_progress(self._history.plan(), lambda: self._history.progress, begun)
+        plan = await self._with_progress(self._history.plan(), lambda: self._history.progress_text, begun)
         self._request = plan.request
         if self._request.subjects:
             plan = replace(plan, config={**plan.config, "subjects": [*self._request.subjects]})
         return plan
 
-    async def look(self, plan: RestorePlan) -> tuple[list[str], FloeError | None]:
+    async def check(self, plan: RestorePlan) -> tuple[list[str], FloeError | None]:
         """Return, as text, the facts that only the server knows, and the error with which `run` would now end before it
         fills anything, None if it would fill. Nothing is written.
         """
         try:
-            check_whole(plan)
-            async with self.connected() as client:
+            check_lossless(plan)
+            async with self.open_connection() as client:
                 leases = optional_leases(client, self.service, self._owner, self._clock)
                 return await dry_run(client, plan, leases, self.service.lease_bucket), None
         except FloeError as error:
@@ -224,61 +224,61 @@ class Restore:
 
     # Run
 
-    async def run(self, client: FloeClient, stop: Stop, shown: RestorePlan | None = None) -> RestoreReport:
-        """Restore the stream, and promote it unless it differs. `shown`: a plan that an operator has confirmed.
+    async def run(self, client: FloeClient, stop: Stop, confirmed: RestorePlan | None = None) -> RestoreReport:
+        """Restore the stream, and promote it unless it differs. `confirmed`: a plan that an operator has confirmed.
 
         Raises ConfigError, Refused, Stopped, UsageError, DataError; Unavailable if it was stopped, or after several
         attempts.
         """
         self._stop = stop
-        plan, agreed = shown or await self.plan(), shown.elsewhere if shown else ()
-        self._note(() if shown else plan.notes)
-        check_whole(plan)
-        check_elsewhere(plan, agreed)
-        backoff = Backoff(None, PAUSES)
+        plan, agreed = confirmed or await self.plan(), confirmed.elsewhere if confirmed else ()
+        self._note(() if confirmed else plan.notes)
+        check_lossless(plan)
+        check_effects(plan, agreed)
+        backoff = Backoff(None, ATTEMPT_BACKOFF)
         for attempt in range(ATTEMPTS):
             try:
                 return await self._attempt(client, plan)
             except FloeError as error:
-                if error.code == RUNS:
+                if error.code == RUNS_CODE:
                     raise
                 full = await room_error(client, error, self._request, plan.name)
                 # A cluster counts the leftover of an earlier attempt until all its servers have removed it.
-                waits = (full is not None or error.code == ROOM) and attempt in range(1, 3) and client.is_clustered
+                waits = (full is not None or error.code == ROOM_CODE) and attempt in range(1, 3) and client.is_clustered
                 if full is not None and not waits:
                     raise full from error
                 refused = error.err_code if isinstance(error, ApiError) else 0
                 is_last = attempt == ATTEMPTS - 1
-                if refused == RESTORE_FAILED and (is_last or REFUSES_CONSUMER in error.message):
+                if refused == RESTORE_FAILED and (is_last or CONSUMER_REFUSED_TEXT in error.message):
                     raise self._refused(error.message, plan) from error
-                passes = waits or passes_by_itself(error) or refused in (RESTORE_FAILED, NAME_IN_USE)
+                passes = waits or is_transient(error) or refused in (RESTORE_FAILED, NAME_IN_USE)
                 if not passes or is_last or stop.is_set:
                     raise
-                self._teller.say(f"from the beginning again in a moment: {error.message}")
-                if await wait_for(stop, backoff.next()):
+                self._progress.print(f"from the beginning again in a moment: {error.message}")
+                if await wait_for(stop, backoff.next_delay()):
                     raise
                 await client.wait_up(60.0)
-                if error.code in (GREW, EXPIRED):
-                    check_whole(plan := await self.plan())
-                    check_elsewhere(plan, agreed)
+                if error.code in (GREW_CODE, EXPIRED_CODE):
+                    check_lossless(plan := await self.plan())
+                    check_effects(plan, agreed)
         raise AssertionError("the last attempt raises")
 
     def _note(self, notes: Iterable[str]) -> None:
         for note in notes:
-            if note not in self._noted:
-                self._noted.add(note)
-                self._teller.say(f"note: {note}")
+            if note not in self._printed_notes:
+                self._printed_notes.add(note)
+                self._progress.print(f"note: {note}")
 
-    def _refused(self, why: str, plan: RestorePlan) -> ConfigError:
+    def _refused(self, reason: str, plan: RestorePlan) -> ConfigError:
         """Return the error for an archive that the server does not accept."""
         request, ends = self._request, list[tuple[str, str]]()
-        if plan.consumers and request.promote and "consumer" in why:
-            without = same_command(replace(request, consumers=False))
+        if plan.consumers and request.promote and "consumer" in reason:
+            without = repeat_command(replace(request, consumers=False))
             ends = [("or without its consumers, which you make yourself", without)]
         return ConfigError(
-            f"stream {plan.name}: the server does not take it: {why}",
-            hint=ways(
-                ("on the version of nats-server that it came from, or a newer one", same_command(request)), *ends
+            f"stream {plan.name}: the server does not take it: {reason}",
+            hint=choices(
+                ("on the version of nats-server that it came from, or a newer one", repeat_command(request)), *ends
             ),
             code="E-RESTORE-REFUSED",
         )
@@ -286,31 +286,31 @@ class Restore:
     async def _attempt(self, client: FloeClient, plan: RestorePlan) -> RestoreReport:
         ready = await preflight(client, plan, self.service.lease_bucket if self._request.promote else "")
         self._note(ready.notes)
-        guarded = self._guarded = GuardedStream(client, ready.plan, self._clock, self._teller, self._stop)
+        guarded = self._guarded = GuardedStream(client, ready.plan, self._clock, self._progress, self._stop)
         if not self._request.promote:  # a drill has a lease of its own, for a name that no one else uses
-            return await self._restored(client, ready, guarded)
+            return await self._restore(client, ready, guarded)
         replicas = self.service.kv_replicas or int(plan.config.get("num_replicas") or 1)
         leases = await open_leases(client, self.service, self._owner, self._clock, replicas=replicas)
-        async with guarded.claimed(leases) as lease:
-            work = self._finished(ready, guarded) if ready.is_promoted else self._restored(client, ready, guarded)
-            return await while_held(lease, work)
+        async with guarded.hold_lease(leases) as lease:
+            work = self._finish_delivery(ready, guarded) if ready.is_promoted else self._restore(client, ready, guarded)
+            return await run_with_renewal(lease, work)
 
-    async def _finished(self, ready: Ready, guarded: GuardedStream) -> RestoreReport:
-        names = tuple(await guarded.deliver())
+    async def _finish_delivery(self, ready: PreflightResult, guarded: GuardedStream) -> RestoreReport:
+        names = tuple(await guarded.restore_delivery())
         took = self._clock.monotonic() - self._started
-        report = RestoreReport(ready.plan, 0, 0, took, ready.writer.format, ReadBack(), ready.plan.created)
-        return replace(report, is_promoted=True, finished=names)
+        report = RestoreReport(ready.plan, 0, 0, took, ready.writer.format, Comparison(), ready.plan.created)
+        return replace(report, is_promoted=True, finished_consumers=names)
 
-    async def _restored(self, client: FloeClient, ready: Ready, guarded: GuardedStream) -> RestoreReport:
+    async def _restore(self, client: FloeClient, ready: PreflightResult, guarded: GuardedStream) -> RestoreReport:
         plan, consumers = ready.plan, [consumer.name for consumer in ready.plan.consumers]
-        await guarded.clear(self._tuning.looks, self._tuning.look_span)
+        await guarded.remove_leftover(self._tuning.name_checks, self._tuning.name_check_span_s)
         try:
             expected, sent = await self._fill(client, ready, guarded.marker)
             failpoint("restore.filled")
-            servers = await settle(client, plan.name, consumers, self._clock, self._tuning.settling)
+            servers = await wait_replicated(client, plan.name, consumers, self._clock, self._tuning.at_rest)
             failpoint("restore.settled")
-            await guarded.filled()
-            comparison = await self._compared(client, plan, expected, servers)
+            await guarded.read_filled()
+            comparison = await self._compare(client, plan, expected, servers)
             failpoint("restore.compared")
             await self._check_end(plan)
         except FloeError as error:
@@ -321,66 +321,66 @@ class Restore:
             except FloeError:
                 pass  # the next restore removes it
             raise
-        filled = await guarded.filled()
+        filled = await guarded.read_filled()
         took = self._clock.monotonic() - self._started
         report = RestoreReport(plan, expected.rows, sent, took, ready.writer.format, comparison, filled.created)
         if self._request.promote:  # a drill compares these itself, with the positions
-            report = replace(report, not_kept=tuple(await differences(client, plan, positions=False)))
+            report = replace(report, not_kept=tuple(await read_differences(client, plan, positions=False)))
         if not report.exit_code and self._request.promote:
             await self._threads.run(self._record, plan, filled)
             failpoint("restore.recorded")
-            await self._keep_for_egress(client, plan)
-            filled = await guarded.filled()
-            not_kept = await guarded.promote(filled, self._begun_behind(plan, filled))
+            await self._create_egress_durables(client, plan)
+            filled = await guarded.read_filled()
+            not_kept = await guarded.promote(filled, self._final_config(plan, filled))
             failpoint("restore.promoted")
             if any("deliver_subject" in each.config for each in plan.consumers):
-                await guarded.deliver()
+                await guarded.restore_delivery()
             report = replace(report, not_kept=(*report.not_kept, *not_kept), is_promoted=True)
         return replace(report, seconds=self._clock.monotonic() - self._started)
 
-    def _begun_behind(self, plan: RestorePlan, filled: StreamInfo) -> dict[str, Any]:
+    def _final_config(self, plan: RestorePlan, filled: StreamInfo) -> dict[str, Any]:
         """Return the final configuration: each source continues after a message that is certainly held, or begins after
         its newest archived one. A message that the server drops soon, or may drop as acknowledged, does not count.
         """
         age = int(plan.config.get("max_age") or 0)
-        since = int((self._clock.now() + EXPIRES_SOON) * NS_PER_S) - age if age else 0
+        since = int((self._clock.now() + EXPIRY_MARGIN_S) * NS_PER_S) - age if age else 0
         is_kept = plan.config.get("retention", "limits") == "limits" and filled.messages > 0
 
         def is_held(row: SourcedRow) -> bool:
-            is_there = row.sequence in self._came and row.sequence >= filled.first_sequence
+            is_there = row.sequence in self._sent_sourced and row.sequence >= filled.first_sequence
             return is_kept and is_there and row.timestamp_ns > since
 
-        return begun_behind(plan.config, plan.sourced, is_held)
+        return with_source_starts(plan.config, plan.sourced, is_held)
 
     # Filling
 
-    async def _fill(self, client: FloeClient, ready: Ready, marker: str) -> tuple[SentRows, int]:
+    async def _fill(self, client: FloeClient, ready: PreflightResult, marker: str) -> tuple[SentRows, int]:
         """Send the whole archive. Return the rows that were sent, and the number of bytes."""
         plan, writer = ready.plan, ready.writer
-        fold, digests, self._came = plan.fold(), Digests(), set()
-        while fold.passes:
-            await self._seen(plan, fold)
-        rows = self._sent(plan, fold, digests, client.max_payload)
-        first = await self._waited(partial(next, rows, None), "reading of the archive")
-        state = plan.state(first, fold.rows if fold.needs_pass else None)
-        marker = f"{marker} first={state.first_sequence} end={plan.last} rows={state.messages}"
+        row_filter, digests, self._sent_sourced = plan.retention_filter(), Digests(), set()
+        while row_filter.passes_left:
+            await self._run_filter_pass(plan, row_filter)
+        rows = self._rows_to_send(plan, row_filter, digests, client.max_payload)
+        first = await self._run_in_thread(partial(next, rows, None), "reading of the archive")
+        state = plan.archive_state(first, row_filter.rows_left if row_filter.needs_pass else None)
+        marker = f"{marker} first={state.first_sequence} end={plan.last_sequence} rows={state.messages}"
         config = guarded_config(plan.config, f"{marker} format={writer.format}")
-        consumers = [muted(consumer, plan.name) for consumer in plan.consumers]
-        head = b"".join(writer.head(config, plan.created, state, consumers))
+        consumers = [with_guard_subject(consumer, plan.name) for consumer in plan.consumers]
+        head = b"".join(writer.encode_head(config, plan.created, state, consumers))
         request = {"config": config, "state": state.to_json(len(plan.consumers))}
         upload = await ArchiveUpload.begin(client, plan.name, request, self._clock)
         async with aclosing(upload):
             await upload.send(head)
-            async with aclosing(self._encoded(rows, writer, first, upload)) as pieces:
+            async with aclosing(self._encode(rows, writer, first, upload)) as pieces:
                 async for piece in pieces:
                     await upload.send(piece)
-                    self._tell(plan, fold, digests.rows, upload.sent)
+                    self._print_progress(plan, row_filter, digests.rows, upload.sent)
             failpoint("restore.sent")
             await upload.finish()
         digests.close()
-        return SentRows(digests.blocks, digests.rows, plan.last, config), upload.sent
+        return SentRows(digests.blocks, digests.rows, plan.last_sequence, config), upload.sent
 
-    async def _encoded(
+    async def _encode(
         self, rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None, upload: ArchiveUpload
     ) -> AsyncGenerator[bytes]:
         """Yield the archive's bytes of `batch`, of the other `rows` and of its end. A batch is read and encoded while
@@ -404,79 +404,81 @@ class Restore:
         finally:
             ahead.cancel()
 
-    async def _waited(self, call: Any, what: str) -> Any:
+    async def _run_in_thread(self, call: Any, what: str) -> Any:
         return await self._with_progress(self._threads.run(call), lambda: what)
 
     async def _with_progress(self, call: Awaitable[T], text: Callable[[], str], begun: str = "") -> T:
         """Return the result of `call`. `text`: its progress; `begun`: a line that stays, printed if it takes long."""
         work = asyncio.ensure_future(call)
         try:
-            while not await done_in(work, PROGRESS, self._clock):
+            while not await wait_done(work, REPORT_INTERVAL_S, self._clock):
                 self._check_stop()
                 if begun:
-                    self._teller.say(begun)
+                    self._progress.print(begun)
                 begun = ""
-                self._teller.progress(text(), self._clock.monotonic())
+                self._progress.update(text(), self._clock.monotonic())
             return work.result()
         finally:
             work.cancel()
 
     def _check_stop(self) -> None:
         if self._stop.is_set:
-            raise stopped(self._request)
+            raise stopped_error(self._request)
         if self._guarded is not None:
             self._guarded.check_lease()
 
-    async def _seen(self, plan: RestorePlan, fold: Fold) -> None:
-        """Make one pass of the fold over all rows: collect the effects of later rows on earlier ones."""
-        rows, seen = self._history.rows(plan, plan.begin, FOLDED, self._stop), 0
+    async def _run_filter_pass(self, plan: RestorePlan, row_filter: RetentionFilter) -> None:
+        """Make one pass of the retention filter over all rows: collect the effects of later rows on earlier ones."""
+        rows, seen = self._history.rows(plan, plan.begin, FILTER_COLUMNS, self._stop), 0
 
-        def see() -> int | None:
+        def observe() -> int | None:
             for batch in rows:
-                fold.see(batch)
+                row_filter.observe(batch)
                 return batch.num_rows
-            fold.end_pass()
+            row_filter.end_pass()
             return None
 
-        while (count := await self._waited(see, "reading of the archive")) is not None:
+        while (count := await self._run_in_thread(observe, "reading of the archive")) is not None:
             self._check_stop()
             seen += count
-            share = share_text(seen, plan.rows, self._clock.monotonic() - self._started)
-            self._teller.progress(f"{share}  {counted(seen, 'message')} looked at", self._clock.monotonic())
+            share = format_share(seen, plan.rows, self._clock.monotonic() - self._started)
+            self._progress.update(f"{share}  {format_count(seen, 'message')} looked at", self._clock.monotonic())
 
-    def _sent(self, plan: RestorePlan, fold: Fold, digests: Digests, max_payload: int) -> Iterator[pa.RecordBatch]:
+    def _rows_to_send(
+        self, plan: RestorePlan, row_filter: RetentionFilter, digests: Digests, max_payload: int
+    ) -> Iterator[pa.RecordBatch]:
         """Yield the rows to send, and add them to `digests`. Blocking."""
         newest = [row.sequence for row in plan.sourced.values()]
-        for batch in self._history.rows(plan, plan.begin, COLUMNS, self._stop):
-            if (left := fold.left(batch)).num_rows:
+        for batch in self._history.rows(plan, plan.begin, ROW_COLUMNS, self._stop):
+            if (left := row_filter.filter(batch)).num_rows:
                 check_sizes(left, max_payload)
                 digests.add(left)
-                self._came |= {*np.intersect1d(left.column("sequence"), newest).tolist()}
-                yield from parts(left, AHEAD)
+                self._sent_sourced |= {*np.intersect1d(left.column("sequence"), newest).tolist()}
+                yield from split_batch(left, ENCODE_AHEAD_BYTES)
 
-    def _tell(self, plan: RestorePlan, fold: Fold, rows: int, size: int) -> None:
-        at, of = self._clock.monotonic(), fold.rows if fold.needs_pass else plan.rows
-        share = share_text(min(rows, of), of, at - self._started)
-        self._teller.progress(f"{share}  {counted(rows, 'message')}, {size_words(size)}", at)
+    def _print_progress(self, plan: RestorePlan, row_filter: RetentionFilter, rows: int, size: int) -> None:
+        at, of = self._clock.monotonic(), row_filter.rows_left if row_filter.needs_pass else plan.rows
+        share = format_share(min(rows, of), of, at - self._started)
+        self._progress.update(f"{share}  {format_count(rows, 'message')}, {size_words(size)}", at)
 
     # Afterwards
 
-    async def _compared(
+    async def _compare(
         self, client: FloeClient, plan: RestorePlan, expected: SentRows, servers: list[str]
-    ) -> ReadBack:
-        def tell(count: int) -> None:
+    ) -> Comparison:
+        def on_read(count: int) -> None:
             self._check_stop()
-            text = f"read back {counted(count, 'message')} of {expected.rows:,}"
-            self._teller.progress(text, self._clock.monotonic())
+            text = f"read back {format_count(count, 'message')} of {expected.rows:,}"
+            self._progress.update(text, self._clock.monotonic())
 
-        def reread(rows: SequenceRange) -> Iterator[pa.RecordBatch]:
-            for batch in self._history.rows(plan, rows.first, COLUMNS, self._stop):
+        def read_rows(rows: SequenceRange) -> Iterator[pa.RecordBatch]:
+            for batch in self._history.rows(plan, rows.first, ROW_COLUMNS, self._stop):
                 count = int(np.searchsorted(np.asarray(batch.column("sequence")), rows.last, side="right"))
                 if not count:
                     return
                 yield batch.slice(0, count)
 
-        comparer = Comparer(client, plan.name, expected, reread, tell)
+        comparer = Comparer(client, plan.name, expected, read_rows, on_read)
         found = await comparer.run(self._request.verify, servers)
         return found if found.is_same else await comparer.run(self._request.verify, servers)
 
@@ -484,11 +486,11 @@ class Restore:
         """Raise Unavailable if egress has meanwhile archived more of the lost stream: messages that it still held."""
         if not self._request.promote or self._request.is_in_the_past or plan.is_renamed:
             return
-        if grown := await self._threads.run(self._history.grown, plan):
-            hint = ways(("it begins again by itself, five times; then", same_command(self._request)))
-            raise Unavailable(f"{grown}: egress has put what it held", hint=hint, code=GREW)
+        if growth := await self._threads.run(self._history.growth, plan):
+            hint = choices(("it begins again by itself, five times; then", repeat_command(self._request)))
+            raise Unavailable(f"{growth}: egress has put what it held", hint=hint, code=GREW_CODE)
 
-    async def _keep_for_egress(self, client: FloeClient, plan: RestorePlan) -> None:
+    async def _create_egress_durables(self, client: FloeClient, plan: RestorePlan) -> None:
         """Create the durables of the egress of this configuration, so that an interest stream keeps every new message
         from promotion on: egress may read the stream only later.
         """
@@ -497,12 +499,12 @@ class Restore:
         site, feeds = self._settings.site, self._settings.egress.feeds
         for feed in (each for each in feeds if each.stream == plan.name):
             for number, subject in enumerate(feed.filters()):
-                name = durable_name(site, feed.name, number)
+                name = durable_name_prefix(site, feed.name, number)
                 config = durable_config(name, INTEREST, plan.end + 1, subject, client.server_version)
                 try:
                     await create_consumer(client, plan.name, config)
                 except (ApiError, Refused) as error:
-                    self._teller.say(
+                    self._progress.print(
                         f"note: no consumer was made for egress ({error.message}): what is published before egress "
                         "reads the stream again is not kept for it"
                     )
@@ -515,7 +517,7 @@ class Restore:
         ends = {c.chain.partition: c.range.rows.last for c in plan.chains if c.chain.incarnation == newest.incarnation}
         at = format_time(int(self._clock.now() * NS_PER_S))
         seen = filled.time if filled.leader else ""
-        skipped = plan.last if plan.last > plan.end else 0
+        skipped = plan.last_sequence if plan.last_sequence > plan.end else 0
         self._captures.put(newest, CapturedRestore(at, plan.end, filled.created, plan.created, ends, seen, skipped))
 
 
@@ -524,7 +526,7 @@ def _next(
 ) -> tuple[list[bytes], pa.RecordBatch | None]:
     """Return the archive's bytes of `batch`, and the next batch; without a batch, the end of the archive."""
     if batch is None:
-        return list(writer.tail()), None
-    encoded = list(writer.rows(batch)), next(rows, None)
+        return list(writer.encode_tail()), None
+    encoded = list(writer.encode_rows(batch)), next(rows, None)
     pa.default_memory_pool().release_unused()  # otherwise the allocator keeps freed memory
     return encoded

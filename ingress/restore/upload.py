@@ -1,7 +1,7 @@
 """Send an archive to the server that restores a stream, a bounded number of bytes ahead of its answers.
 
-The server ends a restore after `GIVES_UP` seconds without a byte. So, while the upload waits for more of the archive,
-it sends the bytes that it holds back, or a frame that readers skip.
+The server ends a restore after `SERVER_IDLE_LIMIT_S` seconds without a byte. So, while the upload waits for more of the
+archive, it sends the bytes that it holds back, or a frame that readers skip.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 
 from common.clock import Clock
 from common.errors import Unavailable
-from common.jetstream.api import token
+from common.jetstream.api import check_token
 from common.jetstream.client import FloeClient, RawSubscription, frame
-from common.jetstream.headers import status
-from common.jetstream.requests import NOBODY, api_answer
-from common.tasks import Trouble, done_in, wait_for
-from ingress.restore.archive import KEEP_ALIVE
+from common.jetstream.headers import parse_status_line
+from common.jetstream.requests import NO_RESPONDERS_CODE, api_answer
+from common.tasks import PendingError, wait_done, wait_for
+from ingress.restore.archive import KEEP_ALIVE_FRAME
 
-WINDOW = 8 * 1024 * 1024  # bytes that are sent and not answered; more would block the routes of a cluster
-PIECE = 512 * 1024  # bytes of a message, at most
-ROOM = 1024  # bytes of a message that are not payload
-ASKING = 30.0  # seconds for the server to begin
-REACHING = 4.0  # seconds for the first bytes to reach the server
-GIVES_UP = 5.0  # seconds without a byte after which the server ends a restore
-QUIET = 2.0  # seconds after the last byte until the next is sent, at most
-SILENT = 60.0  # seconds without an answer before an error
-ENDING = 1800.0  # seconds for the server to make the stream from the archive
+WINDOW_BYTES = 8 * 1024 * 1024  # bytes that are sent and not answered; more would block the routes of a cluster
+MESSAGE_BYTES = 512 * 1024  # bytes of a message, at most
+PROTOCOL_BYTES = 1024  # bytes of a message that are not payload
+BEGIN_TIMEOUT_S = 30.0  # seconds for the server to begin
+FIRST_PIECE_TIMEOUT_S = 4.0  # seconds for the first bytes to reach the server
+SERVER_IDLE_LIMIT_S = 5.0  # seconds without a byte after which the server ends a restore
+KEEP_ALIVE_INTERVAL_S = 2.0  # seconds after the last byte until the next is sent, at most
+ANSWER_TIMEOUT_S = 60.0  # seconds without an answer before an error
+FINISH_TIMEOUT_S = 1800.0  # seconds for the server to make the stream from the archive
 
 
 class ArchiveUpload:
@@ -37,10 +37,10 @@ class ArchiveUpload:
     def __init__(self, client: FloeClient, stream: str, subject: str, clock: Clock) -> None:
         self._client, self._stream, self._subject, self._clock = client, stream, subject.encode(), clock
         self._last_sent, self._longest_pause = clock.monotonic(), 0.0
-        self._size = min(PIECE, client.max_payload - ROOM)
-        self._buffer, self._open, self._ahead, self.sent = bytearray(), deque[int](), 0, 0
+        self._size = min(MESSAGE_BYTES, client.max_payload - PROTOCOL_BYTES)
+        self._buffer, self._unanswered_sizes, self._unanswered_bytes, self.sent = bytearray(), deque[int](), 0, 0
         self._answered = asyncio.Event()
-        self._trouble, self._generation = Trouble(self._answered), client.generation
+        self._pending_error, self._generation = PendingError(self._answered), client.generation
         self._inbox, self._subscription = client.new_inbox(), RawSubscription(client)
 
     @classmethod
@@ -48,9 +48,9 @@ class ArchiveUpload:
         """Ask the server to restore the stream: `request` has its `config` and `state`. Raises ApiError if the server
         refuses, also because the stream exists.
         """
-        answer = await client.api(f"STREAM.RESTORE.{token(stream)}", {**request}, timeout=ASKING)
+        answer = await client.api(f"STREAM.RESTORE.{check_token(stream)}", {**request}, timeout=BEGIN_TIMEOUT_S)
         upload = cls(client, stream, str(answer["deliver_subject"]), clock)
-        upload._subscription = await client.subscribe_raw(upload._inbox, upload._sink, upload._trouble.tell)
+        upload._subscription = await client.subscribe_raw(upload._inbox, upload._on_answer, upload._pending_error.set)
         return upload
 
     async def send(self, piece: bytes) -> None:
@@ -60,26 +60,26 @@ class ArchiveUpload:
         """
         self._buffer += piece
         while len(self._buffer) >= self._size:
-            await self._put(bytes(self._buffer[: self._size]))
+            await self._send_message(bytes(self._buffer[: self._size]))
             del self._buffer[: self._size]
         await self._keep_alive()
 
     async def wait_for(self, work: asyncio.Future[Any]) -> bool:
-        """Wait for the work that makes the next piece, at most until `QUIET` seconds after the last byte, and keep the
-        restore alive. Return True if the work is done. Raises the errors of `send`.
+        """Wait for the work that makes the next piece, at most until `KEEP_ALIVE_INTERVAL_S` seconds after the last
+        byte, and keep the restore alive. Return True if the work is done. Raises the errors of `send`.
         """
-        until_due = self._last_sent + QUIET - self._clock.monotonic()
-        await done_in(work, until_due if until_due > 0 else QUIET, self._clock)
+        until_due = self._last_sent + KEEP_ALIVE_INTERVAL_S - self._clock.monotonic()
+        await wait_done(work, until_due if until_due > 0 else KEEP_ALIVE_INTERVAL_S, self._clock)
         await self._keep_alive()
         return work.done()
 
     async def _keep_alive(self) -> None:
-        """Send something if nothing was sent for `QUIET` seconds, unless the window of unanswered bytes is full: then
-        the server has enough bytes.
+        """Send something if nothing was sent for `KEEP_ALIVE_INTERVAL_S` seconds, unless the window of unanswered bytes
+        is full: then the server has enough bytes.
         """
-        held_back = self._buffer or KEEP_ALIVE
-        is_due = self._clock.monotonic() >= self._last_sent + QUIET
-        if is_due and self._ahead + len(held_back) <= WINDOW:
+        held_back = self._buffer or KEEP_ALIVE_FRAME
+        is_due = self._clock.monotonic() >= self._last_sent + KEEP_ALIVE_INTERVAL_S
+        if is_due and self._unanswered_bytes + len(held_back) <= WINDOW_BYTES:
             self._buffer = bytearray(held_back)
             await self._flush()
         self._check()
@@ -87,8 +87,8 @@ class ArchiveUpload:
     async def finish(self) -> None:
         """Mark the end of the archive, and wait until the server has made the stream. Raises the errors of `send`."""
         await self._flush()
-        await self._until(0)
-        answer, _ = await self._client.request_raw(self._subject, b"", timeout=ENDING)
+        await self._wait_for_window(0)
+        answer, _ = await self._client.request_raw(self._subject, b"", timeout=FINISH_TIMEOUT_S)
         api_answer(f"the restore of {self._stream}", answer)
 
     async def aclose(self) -> None:
@@ -96,82 +96,84 @@ class ArchiveUpload:
 
     async def _flush(self) -> None:
         if self._buffer:
-            await self._put(bytes(self._buffer))
+            await self._send_message(bytes(self._buffer))
             self._buffer.clear()
 
-    async def _put(self, piece: bytes) -> None:
+    async def _send_message(self, piece: bytes) -> None:
         if not self.sent:
-            await self._reach(piece)
+            await self._send_first(piece)
             return
-        await self._until(WINDOW - len(piece))
+        await self._wait_for_window(WINDOW_BYTES - len(piece))
         self._client.send(frame(self._subject, piece, None, self._inbox.encode()))
-        self._count(piece)
-        self._open.append(len(piece))
-        self._ahead += len(piece)
+        self._count_sent(piece)
+        self._unanswered_sizes.append(len(piece))
+        self._unanswered_bytes += len(piece)
 
-    def _count(self, piece: bytes) -> None:
+    def _count_sent(self, piece: bytes) -> None:
         now = self._clock.monotonic()
-        if not self._open:  # else the server still had bytes
+        if not self._unanswered_sizes:  # else the server still had bytes
             self._longest_pause = max(self._longest_pause, now - self._last_sent)
         self._last_sent = now
         self.sent += len(piece)
 
-    async def _reach(self, piece: bytes) -> None:
+    async def _send_first(self, piece: bytes) -> None:
         """Send the first piece, and retry until a server receives it: in a cluster, the answer with its subject may
         arrive before the subscription that routes this subject.
         """
-        deadline = self._clock.monotonic() + REACHING
+        deadline = self._clock.monotonic() + FIRST_PIECE_TIMEOUT_S
         while True:
             self._check()
             try:
-                answer, _ = await self._client.request_raw(self._subject, piece, timeout=SILENT)
+                answer, _ = await self._client.request_raw(self._subject, piece, timeout=ANSWER_TIMEOUT_S)
                 break
             except Unavailable as error:
-                if error.code != NOBODY:
+                if error.code != NO_RESPONDERS_CODE:
                     raise
                 if self._clock.monotonic() > deadline:
-                    raise self._gone() from None
+                    raise self._gone_error() from None
             await self._clock.sleep(0.05)
         if answer:
             api_answer(f"the restore of {self._stream}", answer)
-        self._count(piece)
+        self._count_sent(piece)
 
-    async def _until(self, most: int) -> None:
-        """Wait until at most `most` bytes are not answered. Raises Unavailable if no answer arrives for `SILENT` s."""
+    async def _wait_for_window(self, most: int) -> None:
+        """Wait until at most `most` bytes are not answered. Raises Unavailable if no answer arrives for
+        `ANSWER_TIMEOUT_S` s.
+        """
         self._check()
-        deadline = self._clock.monotonic() + SILENT
-        while self._ahead > most:
+        deadline = self._clock.monotonic() + ANSWER_TIMEOUT_S
+        while self._unanswered_bytes > most:
             self._answered.clear()
-            before = self._ahead
+            before = self._unanswered_bytes
             await wait_for(self._answered, 1.0)
             self._check()
-            if self._ahead < before:
-                deadline = self._clock.monotonic() + SILENT
+            if self._unanswered_bytes < before:
+                deadline = self._clock.monotonic() + ANSWER_TIMEOUT_S
             elif self._clock.monotonic() > deadline:
-                raise Unavailable(f"restore of {self._stream}: no answer of the server for {SILENT:g} s")
+                raise Unavailable(f"restore of {self._stream}: no answer of the server for {ANSWER_TIMEOUT_S:g} s")
 
     def _check(self) -> None:
-        self._trouble.check()
-        if (refused := self._client.refusal(self._subject)) is not None:
+        self._pending_error.raise_if_set()
+        if (refused := self._client.permission_error(self._subject)) is not None:
             raise refused
         if self._client.generation != self._generation or not self._client.is_up:
             raise Unavailable(f"restore of {self._stream}: the connection was lost")
 
-    def _sink(self, _subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+    def _on_answer(self, _subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
         self._answered.set()
-        if status(headers) is not None:
-            raise self._gone()
+        if parse_status_line(headers) is not None:
+            raise self._gone_error()
         if payload:
             api_answer(f"the restore of {self._stream}", payload)
-        if self._open:
-            self._ahead -= self._open.popleft()
+        if self._unanswered_sizes:
+            self._unanswered_bytes -= self._unanswered_sizes.popleft()
 
-    def _gone(self) -> Unavailable:
+    def _gone_error(self) -> Unavailable:
         pause = self._longest_pause if self.sent else self._clock.monotonic() - self._last_sent
-        if pause < GIVES_UP:
+        if pause < SERVER_IDLE_LIMIT_S:
             return Unavailable(f"restore of {self._stream}: the server that restored it is gone")
         return Unavailable(
             f"restore of {self._stream}: the server ended it: no byte reached it for {pause:.1f} s, and it waits "
-            f"{GIVES_UP:g} s",
+            f"{SERVER_IDLE_LIMIT_S:g} s",
             hint="look at the load of this host, and at its connection to the server",
         )

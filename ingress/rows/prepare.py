@@ -17,21 +17,21 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import Stopped
-from common.exits import ways
-from common.jetstream.headers import Provenance, escaped_lines, parse_block
+from common.exits import choices
+from common.jetstream.headers import Provenance, escape_lines, parse_block
 from common.segments.columns import messages
 from common.segments.parquet_guard import MAX_MESSAGE_BYTES, MIB
 from common.segments.segment import Message, decode_subject
 from common.settings.ingress import SourceSettings
 from common.subjects import covers, matches, overlaps
 from common.transforms import Transform, compile_transform
-from ingress.errors import resume, set_command, set_position
+from ingress.errors import checkpoint_command, position_command, resume_command
 from ingress.rows.rows import PreparedBatch
 
 # Bytes that would end or split the control line of the protocol. A server accepts everything else, even wildcards:
 # a source may hold `a.*` as the subject of a message.
 _UNSAFE = re.compile(rb"[\x00\t\n\r ]")
-MAX_SUBJECT = 3900  # bytes: with reply and sizes it must fit the control line, 4096 by default
+MAX_SUBJECT_BYTES = 3900  # bytes: with reply and sizes it must fit the control line, 4096 by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +85,17 @@ def patterns_of(source: SourceSettings) -> list[str] | None:
     has_digit = re.search(r"\d", source.subject_remove) is not None
     if has_digit and any("*" in prefix.split(".") for prefix in source.prefix_patterns()):
         return None
-    if any(rule_of(source, Chain(*pair)).pattern is None for pair in source.pairs()):
+    if any(rule_of(source, Chain(*pair)).pattern is None for pair in source.site_feed_pairs()):
         return None
     return [f"{prefix}.>".replace("..", ".") for prefix in source.prefix_patterns()]
 
 
-def problem(subject: bytes) -> str:
+def subject_problem(subject: bytes) -> str:
     """Return the reason why `subject` cannot be published to; empty if it can."""
     if not subject:
         return "it is empty"
-    if len(subject) > MAX_SUBJECT:
-        return f"it has {len(subject)} bytes, expected at most {MAX_SUBJECT}"
+    if len(subject) > MAX_SUBJECT_BYTES:
+        return f"it has {len(subject)} bytes, expected at most {MAX_SUBJECT_BYTES}"
     if _UNSAFE.search(subject):
         return "it holds a space, tab, CR, LF or NUL"
     if b"" in subject.split(b"."):
@@ -104,7 +104,7 @@ def problem(subject: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepting:
+class SubjectFilters:
     """The subjects of a stream, wildcards included."""
 
     patterns: Sequence[str]
@@ -115,7 +115,7 @@ class Accepting:
     def covers(self, pattern: str) -> bool:
         return any(covers(mine, pattern) for mine in self.patterns)
 
-    def meets(self, pattern: str) -> bool:
+    def overlaps(self, pattern: str) -> bool:
         return any(overlaps(mine, pattern) for mine in self.patterns)
 
     def __str__(self) -> str:
@@ -127,58 +127,58 @@ class Oversize:
     """A message that is too large for the target, and the reason."""
 
     message: Message
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RowProblem:
     """The first row that the target would refuse: its index, a code, and the reason."""
 
     row: int
     code: str
-    why: str
+    reason: str
 
 
 class RowRefused(Stopped):
-    """A row that the target would refuse permanently; `why` does not name the row."""
+    """A row that the target would refuse permanently; `reason` does not name the row."""
 
-    def __init__(self, chain: Chain, sequence: int, refusal: Refusal, hint: str) -> None:
-        message = f"chain {chain} stops at sequence {sequence}: {refusal.why}"
+    def __init__(self, chain: Chain, sequence: int, refusal: RowProblem, hint: str) -> None:
+        message = f"chain {chain} stops at sequence {sequence}: {refusal.reason}"
         super().__init__(message, hint=hint, code=refusal.code)
-        self.why = refusal.why
+        self.reason = refusal.reason
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """Bytes of each row that count against a limit, and the limit."""
 
-    what: str
+    subject: str
     sizes: list[int]
-    most: int
+    max_bytes: int
 
     def rows(self) -> list[int]:
-        if max(self.sizes) <= self.most:
+        if max(self.sizes) <= self.max_bytes:
             return []
-        return [row for row, size in enumerate(self.sizes) if size > self.most]
+        return [row for row, size in enumerate(self.sizes) if size > self.max_bytes]
 
-    def why(self, row: int) -> str:
-        return f"the {self.what} needs {self.sizes[row]} bytes, the target takes {self.most}"
+    def reason(self, row: int) -> str:
+        return f"the {self.subject} needs {self.sizes[row]} bytes, the target takes {self.max_bytes}"
 
 
-def first_refusal(refusal: Refusal | None, limits: tuple[Limit, ...]) -> Refusal | None:
+def first_problem(refusal: RowProblem | None, limits: tuple[Limit, ...]) -> RowProblem | None:
     for limit in limits:
         for row in limit.rows()[:1]:
             if refusal is None or row < refusal.row:
-                refusal = Refusal(row, "E-MSG-TOO-LARGE", limit.why(row))
+                refusal = RowProblem(row, "E-MSG-TOO-LARGE", limit.reason(row))
     return refusal
 
 
-def oversize(batch: pa.RecordBatch, limits: tuple[Limit, ...], stop: int) -> tuple[Oversize, ...]:
+def find_oversize(batch: pa.RecordBatch, limits: tuple[Limit, ...], stop: int) -> tuple[Oversize, ...]:
     over = {row: limit for limit in reversed(limits) for row in limit.rows() if row < stop}
-    return tuple(Oversize(next(messages(batch.slice(row, 1))), over[row].why(row)) for row in sorted(over))
+    return tuple(Oversize(next(messages(batch.slice(row, 1))), over[row].reason(row)) for row in sorted(over))
 
 
-def without(batch: pa.RecordBatch, sequences: tuple[int, ...]) -> pa.RecordBatch:
+def without_sequences(batch: pa.RecordBatch, sequences: tuple[int, ...]) -> pa.RecordBatch:
     if not sequences:
         return batch
     column: Any = batch.column("sequence")
@@ -186,40 +186,40 @@ def without(batch: pa.RecordBatch, sequences: tuple[int, ...]) -> pa.RecordBatch
     return batch.filter(mask)
 
 
-def way_out(chain: Chain, target: str, code: str, sequence: int) -> str:
-    again, skip = resume(target, chain), set_position(target, chain, sequence + 1)
+def row_remedies(chain: Chain, target: str, code: str, sequence: int) -> str:
+    resume, skip = resume_command(target, chain), position_command(target, chain, sequence + 1)
     if code == "E-SUBJECT":
-        mend, other = "let the target take the subject", "change the subject rules of this source"
+        repair, change = "let the target take the subject", "change the subject rules of this source"
     else:
-        mend, other = "raise max_payload or the target's max_msg_size", "set `on_oversize: park`"
-    looked = f"{mend}, then have it looked at at once"
-    return ways((looked, again), (f"or {other}, and start ingress again; or skip it", skip))
+        repair, change = "raise max_payload or the target's max_msg_size", "set `on_oversize: park`"
+    recheck = f"{repair}, then have it looked at at once"
+    return choices((recheck, resume), (f"or {change}, and start ingress again; or skip it", skip))
 
 
-def oversize_hint(target: str) -> str:
+def oversize_remedies(target: str) -> str:
     """Return the hint for a row of the open intent that is too large: the intent is finished unchanged."""
-    return ways(
+    return choices(
         "connect to a server with the former max_payload, or raise it and the target's max_msg_size again: "
         "it goes on by itself",
         (
             "or drop the rest of the intent, so that the chain stops or parks instead",
-            set_command(target, "--accept --yes"),
+            checkpoint_command(target, "--accept --yes"),
         ),
     )
 
 
 # Bytes of the lines that a publisher puts before the provenance: version, expected sequence, batch id (of 32 bytes),
 # batch sequence, commit.
-PUBLISHER_LINES = 192
+PUBLISHER_LINES_BYTES = 192
 # nats-server keeps the length of a header block in 16 bits.
-MAX_HEADER_BLOCK = 65_535
+MAX_HEADER_BLOCK_BYTES = 65_535
 # The largest message, with the lines that Floe adds to it.
-MOST_CARRIED = MAX_MESSAGE_BYTES + MIB
+MAX_PUBLISHED_BYTES = MAX_MESSAGE_BYTES + MIB
 # Sequence, timestamp, the space between them and the line's end, at their longest.
-_NUMBERS = 44
+_NUMBERS_BYTES = 44
 _MESSAGE = "message with its headers"
 # Subjects that never repeat must not fill the memory.
-_MAX_REMEMBERED = 100_000
+_MAX_CACHED_SUBJECTS = 100_000
 
 # Values that the server accepts; a header with another value is escaped, as if it were not allowed to act.
 # Hours and minutes are bounded: the server refuses values that overflow its nanoseconds.
@@ -240,7 +240,7 @@ class TargetLimits:
     which `max_message` was computed. `is_shared`: several feeds flow into it.
     """
 
-    accepting: Accepting
+    subjects: SubjectFilters
     max_message: int
     parks: bool = False
     target: str = "TARGET"
@@ -252,18 +252,18 @@ class TargetLimits:
 class Prepared:
     """The leading rows that may be published (None if there are none), and the problem of the next one.
 
-    `left_out`: sequences before that row which are in no batch, ascending. `oversize`: messages among them that are to
-    be parked before a piece leaves them out.
+    `excluded`: sequences before that row which are in no batch, ascending. `oversize`: messages among them that
+    are to be parked before a piece leaves them out.
     """
 
     batch: PreparedBatch | None
     problem: RowRefused | None = None
-    left_out: tuple[int, ...] = ()
+    excluded: tuple[int, ...] = ()
     oversize: tuple[Oversize, ...] = ()
 
     @property
     def has_rows(self) -> bool:
-        return self.batch is not None or bool(self.left_out)
+        return self.batch is not None or bool(self.excluded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,55 +281,55 @@ class _Columns:
 class Preparer:
     """Preparation of the rows of one chain; used by one thread at a time.
 
-    `extra`: one more header line for each message, without its CR LF, after the provenance. `relay`: the chain's
+    `extra`: one more header line for each message, without its CR LF, after the provenance. `is_relay`: the chain's
     stream was itself written by Floe, so its `Floe-Source` lines remain hops. It is to be set before the first row; in
-    other chains such lines are escaped, and a forged one hides nothing. `acting`: lower-case names of the source's
-    headers that take effect at the target. `leaves_out`: exactly these sequences are left out, independent of the
+    other chains such lines are escaped, and a forged one hides nothing. `active`: lower-case names of the source's
+    headers that take effect at the target. `excluded`: exactly these sequences are left out, independent of the
     limits (None: messages that are too large, if the limits park them).
     """
 
     def __init__(
-        self, chain: Chain, rule: Rule, limits: TargetLimits, extra: bytes = b"", acting: frozenset[bytes] = frozenset()
+        self, chain: Chain, rule: Rule, limits: TargetLimits, extra: bytes = b"", active: frozenset[bytes] = frozenset()
     ) -> None:
-        self._acting, self._values = acting, _SHARED_VALUES if limits.is_shared else _ACTING_VALUES
+        self._active_headers, self._values = active, _SHARED_VALUES if limits.is_shared else _ACTING_VALUES
         self._chain, self._rule, self._target, self._origin = chain, rule, limits, _origin(chain)
         self._extra = extra + b"\r\n" if extra else b""
-        self.relay = False
-        self.leaves_out: frozenset[int] | None = None
+        self.is_relay = False
+        self.excluded: frozenset[int] | None = None
         self._mapped: dict[bytes, bytes] = {}
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """Prepare the rows of `batch`, of the segment schema, up to the first that the target would refuse."""
-        if self.leaves_out is None:
+        if self.excluded is None:
             return self._prepared(batch, parks=self._target.parks)
         found = batch.column("sequence").to_pylist()
-        return self._without(batch, tuple(sequence for sequence in found if sequence in self.leaves_out))
+        return self._without(batch, tuple(sequence for sequence in found if sequence in self.excluded))
 
     def _without(
-        self, batch: pa.RecordBatch, left_out: tuple[int, ...], oversize: tuple[Oversize, ...] = ()
+        self, batch: pa.RecordBatch, excluded: tuple[int, ...], oversize: tuple[Oversize, ...] = ()
     ) -> Prepared:
-        kept = without(batch, left_out)
+        kept = without_sequences(batch, excluded)
         rest = self._prepared(kept, parks=False) if kept.num_rows else Prepared(None)
-        return Prepared(rest.batch, rest.problem, left_out, oversize)
+        return Prepared(rest.batch, rest.problem, excluded, oversize)
 
     def _prepared(self, batch: pa.RecordBatch, *, parks: bool) -> Prepared:
         rows = _columns(batch)
         subjects, refusal = self._subjects(rows.subjects)
-        tails = self._tails(rows)
+        tails = self._header_tails(rows)
         sizes, limits = self._limits(rows.lengths, tails)
-        huge = next((row for row, size in enumerate(sizes) if size > MOST_CARRIED), len(sizes))
+        huge = next((row for row, size in enumerate(sizes) if size > MAX_PUBLISHED_BYTES), len(sizes))
         stop = min(huge, len(sizes) if refusal is None else refusal.row)
-        if parks and (too_large := oversize(batch, limits, stop)):
+        if parks and (too_large := find_oversize(batch, limits, stop)):
             # Prepare again without them: this is rare, and costs nothing in the usual case.
             return self._without(batch, tuple(each.message.sequence for each in too_large), too_large)
-        refusal = first_refusal(refusal, limits)
+        refusal = first_problem(refusal, limits)
         if refusal is None:
             return Prepared(self._batch(rows, subjects, tails, sizes, len(sizes)))
         ready = self._batch(rows, subjects, tails, sizes, refusal.row) if refusal.row else None
         sequence = rows.sequences[refusal.row]
         if refusal.row == huge:
             return Prepared(ready, self.too_large(sequence, sizes[huge]))
-        hint = way_out(self._chain, self._target.target, refusal.code, sequence)
+        hint = row_remedies(self._chain, self._target.target, refusal.code, sequence)
         return Prepared(ready, RowRefused(self._chain, sequence, refusal, hint))
 
     def _batch(
@@ -349,34 +349,34 @@ class Preparer:
 
     def too_large(self, sequence: int, size: int) -> RowRefused:
         """Return the problem of a message that is too large for any target. `size`: its bytes."""
-        skip = set_position(self._target.target, self._chain, sequence + 1)
-        refusal = Refusal(0, "E-MSG-TOO-LARGE", f"it needs {size} bytes, expected at most {MAX_MESSAGE_BYTES}")
-        return RowRefused(self._chain, sequence, refusal, ways(("keep a copy of it elsewhere, and skip it", skip)))
+        skip = position_command(self._target.target, self._chain, sequence + 1)
+        refusal = RowProblem(0, "E-MSG-TOO-LARGE", f"it needs {size} bytes, expected at most {MAX_MESSAGE_BYTES}")
+        return RowRefused(self._chain, sequence, refusal, choices(("keep a copy of it elsewhere, and skip it", skip)))
 
     # Subjects
 
-    def _subjects(self, subjects: list[bytes]) -> tuple[list[bytes], Refusal | None]:
+    def _subjects(self, subjects: list[bytes]) -> tuple[list[bytes], RowProblem | None]:
         known = self._mapped
         refused = {}
         for subject in set(subjects).difference(known):
             target = self._rule.apply(subject)
-            if not (why := problem(target)) and target not in self._target.accepting:
-                why = f"the target takes {self._target.accepting}"
-            if why:
-                refused[subject] = f"subject {decode_subject(subject)!r} becomes {decode_subject(target)!r}: {why}"
+            if not (reason := subject_problem(target)) and target not in self._target.subjects:
+                reason = f"the target takes {self._target.subjects}"
+            if reason:
+                refused[subject] = f"subject {decode_subject(subject)!r} becomes {decode_subject(target)!r}: {reason}"
             known[subject] = target
         targets = [known[subject] for subject in subjects]
         refusal = None
         if refused:
             row = next(row for row, subject in enumerate(subjects) if subject in refused)
-            refusal = Refusal(row, "E-SUBJECT", refused[subjects[row]])
-        if refused or len(known) > _MAX_REMEMBERED:
+            refusal = RowProblem(row, "E-SUBJECT", refused[subjects[row]])
+        if refused or len(known) > _MAX_CACHED_SUBJECTS:
             known.clear()
         return targets, refusal
 
     # Header blocks
 
-    def _tails(self, rows: _Columns) -> list[bytes | None] | None:
+    def _header_tails(self, rows: _Columns) -> list[bytes | None] | None:
         """Return everything after the publisher's lines, for rows with headers; None if no row has any."""
         if not any(rows.headers):
             return None
@@ -389,12 +389,12 @@ class Preparer:
         ]
 
     def _lines(self, block: bytes) -> bytes:
-        if (acting := self._acting) and not self._may_act(block):
-            acting = frozenset()
-        return b"%b%b\r\n" % (self._extra, escaped_lines(block, acting, relay=self.relay))
+        if (active := self._active_headers) and not self._has_valid_values(block):
+            active = frozenset()
+        return b"%b%b\r\n" % (self._extra, escape_lines(block, active, relay=self.is_relay))
 
-    def _may_act(self, block: bytes) -> bool:
-        forms = {name: form for name, form in self._values.items() if name in self._acting}
+    def _has_valid_values(self, block: bytes) -> bool:
+        forms = {name: form for name, form in self._values.items() if name in self._active_headers}
         lines = ((name.lower(), value) for name, value in parse_block(block))
         return all(name not in forms or forms[name].fullmatch(value) for name, value in lines)
 
@@ -405,14 +405,14 @@ class Preparer:
         target on them.
         """
         # An open intent is finished unchanged: only the target's own limit applies to its rows.
-        most = min(self._target.max_message, MOST_CARRIED) if self.leaves_out is None else self._target.max_message
-        bare = len(self._origin) + _NUMBERS + PUBLISHER_LINES + len(self._extra)
+        cap = min(self._target.max_message, MAX_PUBLISHED_BYTES) if self.excluded is None else self._target.max_message
+        bare = len(self._origin) + _NUMBERS_BYTES + PUBLISHER_LINES_BYTES + len(self._extra)
         if tails is None:
             sizes = [length + bare for length in lengths]
-            return sizes, (Limit(_MESSAGE, sizes, most),)
-        blocks = [bare if tail is None else len(tail) + PUBLISHER_LINES for tail in tails]
+            return sizes, (Limit(_MESSAGE, sizes, cap),)
+        blocks = [bare if tail is None else len(tail) + PUBLISHER_LINES_BYTES for tail in tails]
         sizes = [length + block for length, block in zip(lengths, blocks, strict=True)]
-        return sizes, (Limit("header block", blocks, MAX_HEADER_BLOCK), Limit(_MESSAGE, sizes, most))
+        return sizes, (Limit("header block", blocks, MAX_HEADER_BLOCK_BYTES), Limit(_MESSAGE, sizes, cap))
 
 
 def _columns(batch: pa.RecordBatch) -> _Columns:

@@ -12,53 +12,55 @@ from typing import Any
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.tasks import Stop, first_of
-from ingress.checkpoint import MAX_BYTES, MAX_LEFT_OUT, MAX_PIECES, MAX_ROWS, IntentPiece, merged
+from ingress import checkpoint
+from ingress.checkpoint import IntentPiece, merge_pieces
 
 # One message in the form that the publisher needs: subject, its header block after the publisher's own lines, and a
 # view of its payload, because a copy would cost as much as everything else.
-Ready = tuple[bytes, bytes, memoryview]
+WireMessage = tuple[bytes, bytes, memoryview]
 
 # Memory of a message besides its bytes, and of a block besides its messages.
-ROW_OVERHEAD = 96
-BLOCK_OVERHEAD = 1024
+ROW_OVERHEAD_BYTES = 96
+BLOCK_OVERHEAD_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
     """The messages of one block, column by column, in sequence order.
 
-    `subjects`: those of the target, checked. `origin`: the `Floe-Source` line up to the sequence. `tails`: for rows
-    with a header block of their own, everything after the publisher's lines; None if no row has one. `payloads`: a
-    binary array. `ends`: for each row, the bytes of payloads and header blocks up to and including it. `end`: the end
-    of the header block of rows without one of their own. `most`: bytes of the largest row.
+    `subjects`: those of the target, checked. `origin`: the `Floe-Source` line up to the sequence. `header_tails`: for
+    rows with a header block of their own, everything after the publisher's lines; None if no row has one. `payloads`: a
+    binary array. `byte_ends`: for each row, the bytes of payloads and header blocks up to and including it.
+    `header_end`: the end of the header block of rows without one of their own. `largest_message_bytes`: bytes of the
+    largest row.
     """
 
     sequences: list[int]
     timestamps_ns: list[int]
     subjects: list[bytes]
     origin: bytes
-    tails: list[bytes | None] | None
+    header_tails: list[bytes | None] | None
     payloads: Any
-    ends: list[int]
-    end: bytes = b"\r\n\r\n"
-    most: int = 0
+    byte_ends: list[int]
+    header_end: bytes = b"\r\n\r\n"
+    largest_message_bytes: int = 0
 
     @property
     def size(self) -> int:
         """Bytes in memory, approximately."""
-        return self.ends[-1] + ROW_OVERHEAD * len(self.ends) + BLOCK_OVERHEAD
+        return self.byte_ends[-1] + ROW_OVERHEAD_BYTES * len(self.byte_ends) + BLOCK_OVERHEAD_BYTES
 
-    def messages(self, start: int, stop: int) -> Iterator[Ready]:
+    def messages(self, start: int, stop: int) -> Iterator[WireMessage]:
         """Yield rows `start` to `stop` (exclusive)."""
         rows = zip(
             self.subjects[start:stop],
             self.sequences[start:stop],
             self.timestamps_ns[start:stop],
-            repeat(None) if self.tails is None else self.tails[start:stop],
+            repeat(None) if self.header_tails is None else self.header_tails[start:stop],
             views(self.payloads[start:stop]),
             strict=False,
         )
-        origin, end = self.origin, self.end
+        origin, end = self.origin, self.header_end
         for subject, sequence, timestamp_ns, tail, payload in rows:
             yield subject, tail or b"%b%d %d%b" % (origin, sequence, timestamp_ns, end), payload
 
@@ -76,7 +78,7 @@ class Block:
 
     piece: IntentPiece
     batch: PreparedBatch | None = None
-    size: int = BLOCK_OVERHEAD
+    size: int = BLOCK_OVERHEAD_BYTES
 
 
 @dataclass(slots=True)
@@ -98,11 +100,11 @@ class Rows:
         return sum(block.size for block in self.blocks)
 
     @property
-    def most(self) -> int:
+    def largest_message_bytes(self) -> int:
         """Bytes of the largest message in memory."""
-        return max((block.batch.most for block in self.blocks if block.batch), default=0)
+        return max((block.batch.largest_message_bytes for block in self.blocks if block.batch), default=0)
 
-    def times(self) -> dict[Chain, float]:
+    def first_times(self) -> dict[Chain, float]:
         """Return the time at which the source's first message of each chain was published, in seconds since 1970."""
         found: dict[Chain, float] = {}
         for block in self.blocks:
@@ -110,56 +112,56 @@ class Rows:
                 found.setdefault(block.piece.chain, block.batch.timestamps_ns[0] / NS_PER_S)
         return found
 
-    def sizes(self) -> Iterator[tuple[Chain, int]]:
+    def block_bytes(self) -> Iterator[tuple[Chain, int]]:
         """Yield the chain and the bytes of each block with messages in memory."""
-        return ((each.piece.chain, each.batch.ends[-1]) for each in self.blocks if each.batch)
+        return ((each.piece.chain, each.batch.byte_ends[-1]) for each in self.blocks if each.batch)
 
-    def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
+    def first_above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
         """Return chain, sequence and bytes of the first message above `limit` from index `start` on, or None."""
         for block, begin in zip(self.blocks, self._starts, strict=True):
-            if block.batch is None or block.batch.most <= limit:
+            if block.batch is None or block.batch.largest_message_bytes <= limit:
                 continue
-            for row, (before, end) in enumerate(pairwise([0, *block.batch.ends])):
+            for row, (before, end) in enumerate(pairwise([0, *block.batch.byte_ends])):
                 if end - before > limit and begin + row >= start:
                     return block.piece.chain, block.batch.sequences[row], end - before
         return None
 
     def pieces(self) -> list[IntentPiece]:
-        return merged([block.piece for block in self.blocks])
+        return merge_pieces([block.piece for block in self.blocks])
 
     def sequence(self, index: int) -> int | None:
         """Return the sequence, in its chain, of message `index`; None if it is not in memory. Raises IndexError."""
-        batch, row = self._place(index)
+        batch, row = self._block_at(index)
         return None if batch is None else batch.sequences[row]
 
-    def messages(self, start: int, stop: int) -> Iterator[Ready]:
-        """Yield messages `start` to `stop` (exclusive, at most `count`)."""
+    def messages(self, start: int, stop: int) -> Iterator[WireMessage]:
+        """Yield messages `start` to `batch_end` (exclusive, at most `count`)."""
         while start < stop:
-            block, row = self._at(start)
+            block, row = self._batch_at(start)
             taken = min(stop - start, len(block.sequences) - row)
             yield from block.messages(row, row + taken)
             start += taken
 
-    def stop(self, start: int, most: int, most_bytes: int) -> int:
-        """Return the end of a batch that begins at `start`: at most `most` messages and `most_bytes`, at least one."""
-        stop, left = start, most_bytes
-        while stop < min(self.count, start + most):
-            block, row = self._at(stop)
-            before = block.ends[row - 1] if row else 0
-            fits = bisect.bisect_right(block.ends, before + left, row) - row
-            taken = min(fits, start + most - stop)
+    def batch_end(self, start: int, max_messages: int, max_bytes: int) -> int:
+        """Return the end of a batch that begins at `start`: at most `max_messages` and `max_bytes`, at least one."""
+        stop, left = start, max_bytes
+        while stop < min(self.count, start + max_messages):
+            block, row = self._batch_at(stop)
+            before = block.byte_ends[row - 1] if row else 0
+            fits = bisect.bisect_right(block.byte_ends, before + left, row) - row
+            taken = min(fits, start + max_messages - stop)
             stop += taken
-            if row + taken < len(block.ends):
+            if row + taken < len(block.byte_ends):
                 break
-            left -= block.ends[-1] - before
+            left -= block.byte_ends[-1] - before
         return max(stop, start + 1)
 
-    def _at(self, index: int) -> tuple[PreparedBatch, int]:
-        batch, row = self._place(index)
+    def _batch_at(self, index: int) -> tuple[PreparedBatch, int]:
+        batch, row = self._block_at(index)
         assert batch is not None, "only messages that are not stored yet are asked for"
         return batch, row
 
-    def _place(self, index: int) -> tuple[PreparedBatch | None, int]:
+    def _block_at(self, index: int) -> tuple[PreparedBatch | None, int]:
         if not 0 <= index < self.count:
             raise IndexError(f"message {index} of {self.count}")
         place = bisect.bisect_right(self._starts, index) - 1
@@ -169,31 +171,32 @@ class Rows:
 class ByteBudget:
     """Budget of `limit` bytes at a time, granted in the order of the requests.
 
-    A request larger than the limit is granted alone, so that a single huge message cannot block forever. `alone`: the
-    lock that is held while more than the limit is decoded; shared by the budgets of a process (None: its own).
+    A request larger than the limit is granted alone, so that a single huge message cannot block forever.
+    `oversize_lock`: the lock that is held while more than the limit is decoded; shared by the budgets of a process
+    (None: its own).
     """
 
-    def __init__(self, limit: int, alone: asyncio.Lock | None = None) -> None:
-        self.limit, self.used, self._alone = limit, 0, alone or asyncio.Lock()
+    def __init__(self, limit: int, oversize_lock: asyncio.Lock | None = None) -> None:
+        self.limit, self.used, self._oversize_lock = limit, 0, oversize_lock or asyncio.Lock()
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
-    async def decoding(self, size: int, *, wait: bool) -> AsyncIterator[None]:
+    async def reserve_for_decoding(self, size: int, *, wait: bool) -> AsyncIterator[None]:
         """Hold `size` bytes within the block: taken before it with `wait`, forced without.
 
         Only one decoding above the limit runs in the process at a time. Nothing in the block may wait for others.
         """
         if wait and size:
-            await self.take(size)
+            await self.acquire(size)
         else:
-            self.force(size)
+            self.acquire_unchecked(size)
         try:
-            async with self._alone if size > self.limit else nullcontext():
+            async with self._oversize_lock if size > self.limit else nullcontext():
                 yield
         finally:
-            self.give(size)
+            self.release(size)
 
-    async def take(self, size: int) -> None:
+    async def acquire(self, size: int) -> None:
         if not self._waiting and self._fits(size):
             self.used += size
             return
@@ -206,14 +209,14 @@ class ByteBudget:
                 self._waiting.remove(waiting)
                 self._serve()
             else:
-                self.give(size)
+                self.release(size)
             raise
 
-    def force(self, size: int) -> None:
+    def acquire_unchecked(self, size: int) -> None:
         """Take `size` bytes, even if they are not free."""
         self.used += size
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         self.used -= size
         self._serve()
 
@@ -228,17 +231,19 @@ class ByteBudget:
         return self.used <= 0 or self.used + size <= self.limit
 
 
-class DecodedAhead:
+class ReadyBlocks:
     """Blocks in the order in which they are published; `budget` holds their bytes until they are released.
 
     `memory_limit`: bytes; half of it is for rows and the memory that decodes them, a quarter for segments that stay
     open between turns, the rest for bytes in flight and the allocator's reserve. `max_rows`: of one intent.
-    `alone`: as in `ByteBudget`.
+    `oversize_lock`: as in `ByteBudget`.
     """
 
-    def __init__(self, memory_limit: int, max_rows: int = MAX_ROWS, alone: asyncio.Lock | None = None) -> None:
-        self.budget, self.kept_bytes = ByteBudget(memory_limit // 2, alone), memory_limit // 4
-        self._max_rows, self._max_bytes = max_rows, min(MAX_BYTES, memory_limit // 8)
+    def __init__(
+        self, memory_limit: int, max_rows: int = checkpoint.MAX_INTENT_ROWS, oversize_lock: asyncio.Lock | None = None
+    ) -> None:
+        self.budget, self.open_segments_bytes = ByteBudget(memory_limit // 2, oversize_lock), memory_limit // 4
+        self._max_rows, self._max_bytes = max_rows, min(checkpoint.MAX_INTENT_BYTES, memory_limit // 8)
         self._blocks: deque[Block] = deque()
         self._changed = asyncio.Event()
 
@@ -258,23 +263,23 @@ class DecodedAhead:
         if not self._blocks and not stop.is_set:
             self._changed.clear()
             await first_of(self._changed.wait(), stop.wait(), seconds=seconds)
-        return None if stop.is_set or not self._blocks else Rows(list(self._taken()))
+        return None if stop.is_set or not self._blocks else Rows(list(self._next_blocks()))
 
-    def _taken(self) -> Iterator[Block]:
+    def _next_blocks(self) -> Iterator[Block]:
         rows = size = pieces = left_out = 0
-        while self._blocks and pieces < MAX_PIECES:
+        while self._blocks and pieces < checkpoint.MAX_INTENT_PIECES:
             block = self._blocks[0]
             rows, size, pieces = rows + block.piece.count, size + block.size, pieces + 1
-            left_out += len(block.piece.left_out)
-            full = rows > self._max_rows or size > self._max_bytes or left_out > MAX_LEFT_OUT
+            left_out += len(block.piece.parked)
+            full = rows > self._max_rows or size > self._max_bytes or left_out > checkpoint.MAX_INTENT_PARKED
             if pieces > 1 and full:
                 return
             yield self._blocks.popleft()
 
     def release(self, rows: Rows) -> None:
-        self.budget.give(rows.size)
+        self.budget.release(rows.size)
 
     def drop(self, is_dropped: Callable[[Block], bool] = lambda _: True) -> None:
         dropped = [block for block in self._blocks if is_dropped(block)]
         self._blocks = deque(block for block in self._blocks if not is_dropped(block))
-        self.budget.give(sum(block.size for block in dropped))
+        self.budget.release(sum(block.size for block in dropped))

@@ -15,15 +15,15 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
-from common.errors import AnotherWriter, FloeError, Stopped
-from common.exits import ways
-from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, stored_message, unguarded_info
+from common.errors import FloeError, OtherWriter, Stopped
+from common.exits import choices
+from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, query, ready_stream_info, stored_message
 from common.jetstream.client import FloeClient
-from common.jetstream.headers import restore
+from common.jetstream.headers import split_provenance
 from common.jetstream.requests import ApiError
 from common.segments.segment import Message, decode_subject
-from ingress.checkpoint import Checkpoint, Ending, Intent, IntentPiece, TargetState
-from ingress.errors import set_command
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, LastMessage, TargetState
+from ingress.errors import checkpoint_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Origin:
     chain: Chain
     sequence: int
 
-    def is_of(self, part: IntentPiece | Ending) -> bool:
+    def is_of(self, part: IntentPiece | LastMessage) -> bool:
         return self.chain == part.chain and self.sequence in part.rows
 
 
-class Unread(Enum):
+class NoOrigin(Enum):
     """Reason why the last message of the target proves nothing, or contradicts the state."""
 
     GONE = "not held any more, or there is none"
@@ -48,23 +48,23 @@ class Unread(Enum):
 class TargetReading:
     """One reading of the target: its last sequence, its creation time, and the origin of its last message.
 
-    `forgets`: the stream may remove its last message by itself. Then a missing last message proves nothing.
+    `may_drop_last`: the stream may remove its last message by itself. Then a missing last message proves nothing.
     """
 
     last_sequence: int
     created: str
-    tail: Origin | Unread
-    forgets: bool = False
+    last_origin: Origin | NoOrigin
+    may_drop_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
     """Knowledge of this process about the rows of an open intent: the first `acknowledged` are certainly stored; those
-    after the first `handed` were never given to the connection (None: any of them may have been sent).
+    after the first `handed_upto` were never given to the connection (None: any of them may have been sent).
     """
 
     acknowledged: int
-    handed: int | None = None
+    handed_upto: int | None = None
 
 
 @dataclass(slots=True)
@@ -76,23 +76,23 @@ class Sending:
     revision: int = 0
     _sent: Sent = Sent(0)
 
-    def opens(self, revision: int) -> None:
+    def open(self, revision: int) -> None:
         self.revision, self._sent = revision, Sent(0, 0)
 
-    def settled(self, revision: int, stored: int) -> None:
-        before = self.of(revision) or Sent(0)
+    def record_settled(self, revision: int, stored: int) -> None:
+        before = self.sent_of(revision) or Sent(0)
         self.revision, self._sent = revision, replace(before, acknowledged=max(before.acknowledged, stored))
 
-    def begins(self) -> Sent:
-        """Record that rows are about to be sent: until `ends`, any may be in flight. Return the record before that."""
-        before, self._sent = self._sent, replace(self._sent, handed=None)
+    def begin(self) -> Sent:
+        """Record that rows are about to be sent: until `end`, any may be in flight. Return the record before that."""
+        before, self._sent = self._sent, replace(self._sent, handed_upto=None)
         return before
 
-    def ends(self, before: Sent, stored: int, handed: int) -> None:
-        most = None if before.handed is None else max(before.handed, stored, handed)
+    def end(self, before: Sent, stored: int, handed_upto: int) -> None:
+        most = None if before.handed_upto is None else max(before.handed_upto, stored, handed_upto)
         self._sent = Sent(max(before.acknowledged, stored), most)
 
-    def of(self, revision: int) -> Sent | None:
+    def sent_of(self, revision: int) -> Sent | None:
         """Return the record; None if nothing is known of the intent stored at that revision."""
         return self._sent if revision == self.revision else None
 
@@ -110,7 +110,7 @@ class Finding(Enum):
     GONE = "there is no such stream"
 
 
-NOT_COUNTED = "expected one that was opened with `exclusive: true`, found one of `exclusive: false`"
+SHARED_INTENT_DETAIL = "expected one that was opened with `exclusive: true`, found one of `exclusive: false`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,21 +161,21 @@ def judge(
     if reading is None:
         return _GONE
     checkpoint, last = state.checkpoint, reading.last_sequence
-    is_explained = checkpoint.target_sequence <= last <= state.expected_sequence and counts(state)
-    against = _against(state, reading, expected) if is_explained else ""
+    is_explained = checkpoint.target_sequence <= last <= state.expected_sequence and can_count(state)
+    against = _tail_contradiction(state, reading, expected) if is_explained else ""
     # Some servers report another creation time after a restart; a message of ours in its place proves the same stream.
-    vouches = is_explained and not against and isinstance(reading.tail, Origin) and last > checkpoint.begins
-    is_same = reading.created == checkpoint.target_created or vouches
-    if (replaced := _replaced(checkpoint, reading, is_same)) is not None:
+    proves = is_explained and not against and isinstance(reading.last_origin, Origin) and last > checkpoint.foreign_upto
+    is_same = reading.created == checkpoint.target_created or proves
+    if (replaced := _replaced_verdict(checkpoint, reading, is_same)) is not None:
         return replaced
-    if not counts(state):
-        return IntentVerdict(Finding.MIXED, detail=NOT_COUNTED)
+    if not can_count(state):
+        return IntentVerdict(Finding.MIXED, detail=SHARED_INTENT_DETAIL)
     if last > state.expected_sequence:
         return _ahead(state, reading, state.expected_sequence, sent)
     if against:
         return IntentVerdict(Finding.FOREIGN, detail=against, at=last)
     stored = last - checkpoint.target_sequence
-    return _unread(state, reading, stored, sent or Sent(0)) or IntentVerdict(Finding.STORED, stored)
+    return _uncountable(state, reading, stored, sent or Sent(0)) or IntentVerdict(Finding.STORED, stored)
 
 
 def judge_shared(state: TargetState, reading: TargetReading | None, drifted: AbstractSet[str]) -> IntentVerdict:
@@ -186,10 +186,10 @@ def judge_shared(state: TargetState, reading: TargetReading | None, drifted: Abs
     if reading is None:
         return _GONE
     is_same = reading.created in (state.checkpoint.target_created, *drifted)
-    return _replaced(state.checkpoint, reading, is_same) or IntentVerdict(Finding.STORED)
+    return _replaced_verdict(state.checkpoint, reading, is_same) or IntentVerdict(Finding.STORED)
 
 
-def _replaced(checkpoint: Checkpoint, reading: TargetReading, is_same: bool) -> IntentVerdict | None:
+def _replaced_verdict(checkpoint: Checkpoint, reading: TargetReading, is_same: bool) -> IntentVerdict | None:
     """Return a contradiction in the stream as a whole; None without one."""
     last, least = reading.last_sequence, checkpoint.target_sequence
     if not is_same:
@@ -203,14 +203,14 @@ def _replaced(checkpoint: Checkpoint, reading: TargetReading, is_same: bool) -> 
 def _ahead(state: TargetState, reading: TargetReading, most: int, sent: Sent | None) -> IntentVerdict:
     """Return the verdict that the target ends after `most`, the last sequence that Floe's own writes explain."""
     last, intent, doubt = reading.last_sequence, state.intent, None
-    if intent is not None and reading.tail is Unread.GONE:
+    if intent is not None and reading.last_origin is NoOrigin.GONE:
         certain = sent.acknowledged if sent else 0
         doubt = Doubt(certain, min(intent.count, last - intent.base), intent.count)
     detail = f"last sequence: expected at most {most}, found {last}"
     return IntentVerdict(Finding.AHEAD, detail=detail, at=most + 1, doubt=doubt)
 
 
-def _unread(state: TargetState, reading: TargetReading, stored: int, sent: Sent) -> IntentVerdict | None:
+def _uncountable(state: TargetState, reading: TargetReading, stored: int, sent: Sent) -> IntentVerdict | None:
     """Return the verdict against counting a last row that cannot be read; None if it counts.
 
     A purge up to a sequence beyond the end moves the last sequence although nothing was stored. Rows that this process
@@ -218,18 +218,18 @@ def _unread(state: TargetState, reading: TargetReading, stored: int, sent: Sent)
     itself. A row that can be read proves itself, from any process.
     """
     intent, last = state.intent, reading.last_sequence
-    if intent is None or reading.tail is not Unread.GONE or last <= state.checkpoint.begins:
+    if intent is None or reading.last_origin is not NoOrigin.GONE or last <= state.checkpoint.foreign_upto:
         return None
-    if sent.handed is not None and stored > sent.handed:
-        return _ahead(state, reading, intent.base + sent.handed, sent)
-    if stored <= sent.acknowledged or reading.forgets:
+    if sent.handed_upto is not None and stored > sent.handed_upto:
+        return _ahead(state, reading, intent.base + sent.handed_upto, sent)
+    if stored <= sent.acknowledged or reading.may_drop_last:
         return None
     found = f"message {last}, row {stored} of the {intent.count} of the open intent, is gone"
     doubt = Doubt(sent.acknowledged, stored, intent.count)
     return IntentVerdict(Finding.UNREAD, detail=f"{found}; known to be stored: {sent.acknowledged}", doubt=doubt)
 
 
-def newest(intent: Intent, read: Mapping[int, Origin | Unread]) -> int:
+def least_stored(intent: Intent, read: Mapping[int, Origin | NoOrigin]) -> int:
     """Return how many rows of the intent are stored at least, from messages that were `read`, by target sequence."""
     for at in sorted(read, reverse=True):
         origin, row = read[at], at - intent.base
@@ -238,7 +238,7 @@ def newest(intent: Intent, read: Mapping[int, Origin | Unread]) -> int:
     return 0
 
 
-def counts(state: TargetState) -> bool:
+def can_count(state: TargetState) -> bool:
     """True if the arithmetic holds for the open intent, if there is one: no foreign messages may be before or between
     its rows.
     """
@@ -246,25 +246,25 @@ def counts(state: TargetState) -> bool:
     return intent is None or (not intent.is_shared and intent.base == state.checkpoint.target_sequence)
 
 
-def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> IntentVerdict | None:
-    """Return the contradiction at the ends of the intent's pieces that were `read`, by target sequence; None without
-    one. Messages that are gone prove nothing.
+def piece_contradiction(intent: Intent, read: Mapping[int, Origin | NoOrigin]) -> IntentVerdict | None:
+    """Return the contradiction at the ends of the intent's pieces that were `read`, by target sequence; None
+    without one. Messages that are gone prove nothing.
 
     The last message alone could agree by chance if another writer stored other rows before it.
     """
-    for at, piece in intent.ends(intent.count).items():
-        origin = read.get(at, Unread.GONE)
-        if origin is Unread.GONE or (isinstance(origin, Origin) and origin.is_of(piece)):
+    for at, piece in intent.pieces_by_end(intent.count).items():
+        origin = read.get(at, NoOrigin.GONE)
+        if origin is NoOrigin.GONE or (isinstance(origin, Origin) and origin.is_of(piece)):
             continue
-        found = origin.value if isinstance(origin, Unread) else f"is {origin.chain} {origin.sequence}"
+        found = origin.value if isinstance(origin, NoOrigin) else f"is {origin.chain} {origin.sequence}"
         detail = f"message {at} {found}, expected {piece.chain} {piece.rows}"
         return IntentVerdict(Finding.FOREIGN, detail=detail, at=at)
     return None
 
 
-def _against(state: TargetState, reading: TargetReading, expected: int | None) -> str:
-    checkpoint, last, tail = state.checkpoint, reading.last_sequence, reading.tail
-    if tail is Unread.GONE or last <= checkpoint.begins:
+def _tail_contradiction(state: TargetState, reading: TargetReading, expected: int | None) -> str:
+    checkpoint, last, tail = state.checkpoint, reading.last_sequence, reading.last_origin
+    if tail is NoOrigin.GONE or last <= checkpoint.foreign_upto:
         return ""
     if not isinstance(tail, Origin):
         return f"message {last} {tail.value}"
@@ -273,9 +273,9 @@ def _against(state: TargetState, reading: TargetReading, expected: int | None) -
         piece = state.intent.piece_at(stored - 1)[1]
         is_ours = tail.is_of(piece) and expected in (None, tail.sequence)
         wanted = f"{piece.chain} {piece.rows if expected is None else expected}"
-    elif checkpoint.ending is not None:
-        is_ours = tail.is_of(checkpoint.ending)
-        wanted = f"{checkpoint.ending.chain} {checkpoint.ending.rows}"
+    elif checkpoint.last_message is not None:
+        is_ours = tail.is_of(checkpoint.last_message)
+        wanted = f"{checkpoint.last_message.chain} {checkpoint.last_message.rows}"
     else:
         is_ours = tail.sequence < checkpoint.positions.get(tail.chain, 0)
         wanted = "one below the positions"
@@ -286,9 +286,9 @@ class TargetErrors:
     """Errors about one target."""
 
     def __init__(self, target: str) -> None:
-        self.target, self._accept = target, set_command(target, "--accept")
-        self._from_target = set_command(target, "--from-target")
-        self._forget = set_command(target, "--forget")
+        self.target, self._accept = target, checkpoint_command(target, "--accept")
+        self._from_target = checkpoint_command(target, "--from-target")
+        self._forget = checkpoint_command(target, "--forget")
 
     def no_checkpoint(self, reading: TargetReading | None) -> FloeError:
         if reading is None:
@@ -296,7 +296,7 @@ class TargetErrors:
         return Stopped(
             f"target {self.target}: expected a checkpoint or an empty stream, found last sequence "
             f"{reading.last_sequence} and no checkpoint",
-            hint=ways(("restore the state bucket; or go on behind what the target holds", self._from_target)),
+            hint=choices(("restore the state bucket; or go on behind what the target holds", self._from_target)),
             code="E-TARGET-NOT-EMPTY",
         )
 
@@ -307,46 +307,46 @@ class TargetErrors:
         message = f"target {self.target}: {verdict.finding.value}: {verdict.detail}"
         message = f"{message}; {described}" if described else message
         if verdict.finding in (Finding.GONE, Finding.RECREATED):
-            return Stopped(message, hint=self._replaced(seen), code=f"E-TARGET-{verdict.finding.name}")
+            return Stopped(message, hint=self._replaced_remedies(seen), code=f"E-TARGET-{verdict.finding.name}")
         if verdict.finding is Finding.BEHIND:
             again = "restore a newer copy; or carry again what it lost (whoever has read it gets it twice)"
-            hint = ways((again, self._from_target), ("or go on without it", self._accept))
+            hint = choices((again, self._from_target), ("or go on without it", self._accept))
             return Stopped(message, hint=hint, code="E-TARGET-BEHIND")
         if verdict.finding is Finding.MIXED:
             drop = "or drop the rest of it and leave what else stands there where it is"
-            hint = ways(("set `exclusive: false` again until the intent is closed; " + drop, self._accept))
+            hint = choices(("set `exclusive: false` again until the intent is closed; " + drop, self._accept))
             return Stopped(message, hint=hint, code="E-TARGET-SHARED")
         if verdict.finding is Finding.UNREAD and verdict.doubt is not None:
-            return Stopped(message, hint=self._counted(verdict.doubt), code="E-TARGET-UNREAD")
-        return self._shared(message, verdict.doubt, seen)
+            return Stopped(message, hint=self._count_remedies(verdict.doubt), code="E-TARGET-UNREAD")
+        return self._foreign_error(message, verdict.doubt, seen)
 
-    def _replaced(self, seen: Sequence[TargetReading]) -> str:
+    def _replaced_remedies(self, seen: Sequence[TargetReading]) -> str:
         if not seen or seen[-1].last_sequence == 0:
-            return ways(("restore the stream; or fill an empty one from the archive", self._forget))
+            return choices(("restore the stream; or fill an empty one from the archive", self._forget))
         same = "or, where it is the same with another creation time, or what was carried shall not come again"
         behind = "restore the stream; or go on behind what this one holds"
-        return ways((behind, self._from_target), (same, self._accept))
+        return choices((behind, self._from_target), (same, self._accept))
 
-    def _shared(self, message: str, doubt: Doubt | None, seen: Sequence[TargetReading]) -> FloeError:
-        hint = ways(("stop what else publishes to it; then leave its messages where they are", self._accept))
+    def _foreign_error(self, message: str, doubt: Doubt | None, seen: Sequence[TargetReading]) -> FloeError:
+        hint = choices(("stop what else publishes to it; then leave its messages where they are", self._accept))
         if doubt is not None:
-            hint = ways("stop what else publishes to it, or purges it; then choose", self._counted(doubt))
+            hint = choices("stop what else publishes to it, or purges it; then choose", self._count_remedies(doubt))
         # A writer that stored messages only before the last two readings has ended.
         if len(seen) > 1 and seen[-1].last_sequence > seen[-2].last_sequence:
-            return AnotherWriter(f"{message}; it still moves", hint=hint, code="E-TARGET-SHARED")
-        if seen and isinstance(seen[-1].tail, Origin):
-            hint = ways(hint, ("or, where the state bucket is an old copy", self._from_target))
+            return OtherWriter(f"{message}; it still moves", hint=hint, code="E-TARGET-SHARED")
+        if seen and isinstance(seen[-1].last_origin, Origin):
+            hint = choices(hint, ("or, where the state bucket is an old copy", self._from_target))
         return Stopped(message, hint=hint, code="E-TARGET-SHARED")
 
-    def _counted(self, doubt: Doubt) -> str:
+    def _count_remedies(self, doubt: Doubt) -> str:
         rest = f"of the {doubt.count} rows of the open intent"
         again = f"send {rest} those from row {doubt.certain + 1} on (what of them is stored comes twice)"
         count = f"or count {doubt.counted} {rest} as stored (what of them is not stored is lost)"
-        stored = [set_command(self.target, f"--stored {rows}") for rows in (doubt.certain, doubt.counted)]
-        return ways((again, stored[0]), (count, stored[1]))
+        stored = [checkpoint_command(self.target, f"--stored {rows}") for rows in (doubt.certain, doubt.counted)]
+        return choices((again, stored[0]), (count, stored[1]))
 
 
-PARALLEL = 32  # messages that are requested at the same time
+PARALLEL_MESSAGE_READS = 32  # messages that are requested at the same time
 
 
 class TargetStream:
@@ -364,49 +364,49 @@ class TargetStream:
 
     async def read(self) -> TargetReading | None:
         """Read the target; None if there is no such stream. Raises Unavailable, OutcomeUnknown."""
-        return await read(self._client, self._stream, self._control_headers)
+        return await read_target(self._client, self._stream, self._control_headers)
 
     async def read_fresh(self) -> TargetReading | None:
         """Read it over a new connection, which cannot be one to a deposed leader. Otherwise as `read`."""
         client = await self._connect()
         try:
-            return await read(client, self._stream, self._control_headers)
+            return await read_target(client, self._stream, self._control_headers)
         finally:
             await client.aclose()
 
-    async def origins(self, places: Collection[int]) -> dict[int, Origin | Unread]:
+    async def read_origins(self, places: Collection[int]) -> dict[int, Origin | NoOrigin]:
         """Read the origins of the messages at these target sequences. Raises as `read`."""
-        gate = asyncio.Semaphore(PARALLEL)
+        gate = asyncio.Semaphore(PARALLEL_MESSAGE_READS)
 
-        async def one(place: int) -> Origin | Unread:
+        async def one(place: int) -> Origin | NoOrigin:
             async with gate:
-                return await _tail(self._client, self._stream, place)
+                return await _read_origin(self._client, self._stream, place)
 
         found = await asyncio.gather(*map(one, places))
         return dict(zip(places, found, strict=True))
 
-    async def described(self, place: int) -> str:
+    async def describe(self, place: int) -> str:
         """Describe the message at this target sequence, for people; empty if it is gone. Raises as `read`."""
         if (message := await _message(self._client, self._stream, place)) is None:
             return ""
-        provenance, _ = restore(message.headers)
+        provenance, _ = split_provenance(message.headers)
         at = format_time(message.timestamp_ns // NS_PER_S * NS_PER_S)
         header = "without" if provenance is None else "with"
         subject = decode_subject(message.subject)
         return f"message {place} has subject {subject!r}, was stored at {at}, {header} a Floe-Source"
 
 
-async def read(
+async def read_target(
     client: FloeClient, stream: str, control_headers: frozenset[bytes] = frozenset()
 ) -> TargetReading | None:
-    if (info := await unguarded_info(client, stream)) is None:
+    if (info := await ready_stream_info(client, stream)) is None:
         return None
-    tail = await _tail(client, stream, info.last_sequence)
-    lets_go = forgets(info.config, control_headers, client.max_payload)
-    return TargetReading(info.last_sequence, info.created, tail, lets_go)
+    tail = await _read_origin(client, stream, info.last_sequence)
+    may_drop = may_drop_last(info.config, control_headers, client.max_payload)
+    return TargetReading(info.last_sequence, info.created, tail, may_drop)
 
 
-def forgets(config: Mapping[str, Any], control_headers: frozenset[bytes], largest: int) -> bool:
+def may_drop_last(config: Mapping[str, Any], control_headers: frozenset[bytes], largest: int) -> bool:
     """True if the stream may remove its last message by itself: it is consumed, it expires, or it is larger than all
     that the stream may hold. Every other limit removes older messages first.
 
@@ -417,24 +417,24 @@ def forgets(config: Mapping[str, Any], control_headers: frozenset[bytes], larges
     return is_consumed or expires or 0 < int(config.get("max_bytes") or -1) < largest
 
 
-async def _tail(client: FloeClient, stream: str, sequence: int) -> Origin | Unread:
+async def _read_origin(client: FloeClient, stream: str, sequence: int) -> Origin | NoOrigin:
     message = await _message(client, stream, sequence) if sequence else None
-    return Unread.GONE if message is None else origin_of(message.headers)
+    return NoOrigin.GONE if message is None else origin_of(message.headers)
 
 
 async def _message(client: FloeClient, stream: str, sequence: int) -> Message | None:
     """Read a message; None if it is gone. Its subject is for people only: the JSON cannot represent every subject."""
     try:
-        return stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
+        return stored_message(await query(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
     except ApiError as error:
         if error.err_code not in (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND):
             raise
         return None
 
 
-def origin_of(headers: bytes | None) -> Origin | Unread:
-    provenance, _ = restore(headers)
+def origin_of(headers: bytes | None) -> Origin | NoOrigin:
+    provenance, _ = split_provenance(headers)
     try:
-        return Unread.FOREIGN if provenance is None else Origin(provenance.chain, provenance.sequence)
+        return NoOrigin.FOREIGN if provenance is None else Origin(provenance.chain, provenance.sequence)
     except ValueError:
-        return Unread.FOREIGN
+        return NoOrigin.FOREIGN

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.process import spawn
-from tests.support.basics import PATIENCE, at_length, eventually
+from tests.support.basics import PATIENCE, eventually, soak_only
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.servers
@@ -32,17 +32,17 @@ def start_demo(*options: str, env: dict[str, str] | None = None) -> subprocess.P
 
 
 def _take_interrupts() -> None:
-    """A shell that runs the tests in the background has its children ignore SIGINT; a terminal does not."""
+    """Restore SIGINT: a shell that runs the tests in the background has its children ignore it; a terminal does not."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def processes_below(folder: Path) -> list[str]:
-    """The command lines of all running processes that were given something in `folder`."""
+    """The command lines of all running processes that were given a path in `folder`."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
-        except OSError:  # it ended in between
+        except OSError:  # the process has ended meanwhile
             continue
         if any(str(folder).encode() in word for word in words):
             lines.append(b" ".join(words).decode(errors="replace"))
@@ -69,7 +69,7 @@ def test_nothing_is_lost_repeated_reordered_or_altered_and_nothing_is_left_behin
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), at_length(signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), soak_only(signal.SIGINT, 130)])
 def test_an_interrupted_demo_leaves_no_process_and_no_folder(tmp_path: Path, number: signal.Signals, code: int) -> None:
     demo = start_demo(env={"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"})
     assert demo.stdout is not None

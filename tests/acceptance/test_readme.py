@@ -1,4 +1,4 @@
-"""What README and quick start tell a reader to paste works: each command, in order, in an empty home."""
+"""The commands of README and quick start, pasted in order into an empty home: each of them works."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FENCE = re.compile(r"^( *)```(sh|yaml)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 CLONE = re.compile(r"^git clone <this repository> (\S+)$", re.MULTILINE)
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MADE_ELSEWHERE = ("make demo", "make test")
-# An installation takes minutes where packages come from afar.
+# An installation takes minutes if packages come from a distant registry.
 STEP_SECONDS = 5 * PATIENCE
 
 
 def steps(page: Path) -> Iterator[tuple[str, str]]:
-    """Each fenced block that is pasted: `sh` or `yaml`, and its text without the indentation of its list."""
+    """Each fenced block to paste: `sh` or `yaml`, and its text without the indentation of its list."""
     for indent, kind, text in FENCE.findall(page.read_text()):
         lines = [line.removeprefix(indent) for line in text.splitlines()]
         if not lines[0].startswith(MADE_ELSEWHERE):
@@ -38,7 +38,7 @@ def steps(page: Path) -> Iterator[tuple[str, str]]:
 
 
 class Reader:
-    """One shell in an empty home, into which a page is pasted. `addresses`: what stands for those of the page."""
+    """One shell in an empty home, into which a page is pasted. `addresses`: the replacements of those of the page."""
 
     def __init__(self, home: Path, addresses: Mapping[str, str]) -> None:
         self.home, self._addresses, self._number = home, addresses, 0
@@ -56,35 +56,35 @@ class Reader:
         )
 
     def close(self) -> None:
-        """What the page started ends with its shell."""
+        """Kill the shell with everything that the page started."""
         if self._shell.poll() is None:
             os.killpg(self._shell.pid, signal.SIGKILL)
         self._shell.communicate()
         self._log.close()
 
     def paste(self, text: str) -> str:
-        """Run one block, as pasted; what it printed. Fails at the first command that ends with another code than 0."""
+        """Run one block as pasted, and return its output. Fail at the first command that does not exit with 0."""
         self._number += 1
-        script, said, code = (self.home.parent / f"{self._number}.{kind}" for kind in ("sh", "out", "rc"))
+        script, output, code = (self.home.parent / f"{self._number}.{kind}" for kind in ("sh", "out", "rc"))
         script.write_text(self._local(text))
         # In the reader's own shell, for its variables and jobs.
-        run = f"failed=0; trap 'failed=$?' ERR; . {script} > {said} 2>&1; trap - ERR"
+        run = f"failed=0; trap 'failed=$?' ERR; . {script} > {output} 2>&1; trap - ERR"
         assert self._shell.stdin is not None
         self._shell.stdin.write(f"{run}; echo $failed > {code}.new; mv {code}.new {code}\n".encode())
         self._shell.stdin.flush()
         _wait_for(code, self._shell)
-        shown = said.read_text()
+        shown = output.read_text()
         assert code.read_text() == "0\n", f"{script.read_text()}\n{shown}\n{self.logs()}"
         return shown
 
     def save(self, text: str) -> None:
-        """A file of the page, beside where the shell is; its first line names it."""
+        """Save a file of the page in the working directory of the shell; its first line names it."""
         name = re.match(r"# (\S+\.yaml)\n", text)
         assert name, f"a file without a name:\n{text}"
         self.paste(f"cat > {name[1]} <<'END_OF_FILE'\n{text}END_OF_FILE\n")
 
     def logs(self) -> str:
-        """What the services wrote."""
+        """The end of the log of each service."""
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in self.home.rglob("*gress.log"))
 
     def _local(self, text: str) -> str:
@@ -109,7 +109,7 @@ def _wait_for(path: Path, shell: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """This tree as a clone has it: what git tracks, and what is new and not ignored."""
+    """A copy of this tree as a clone has it: files that git tracks, and new ones that are not ignored."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
     for name in filter(None, listed):
@@ -120,8 +120,8 @@ def tree(tmp_path: Path) -> Path:
 
 
 def read(page: Path, reader: Reader, looks: Mapping[str, str]) -> None:
-    """Paste the whole page. `looks`: what the last command of a block must show, by the command, as a pattern. On a
-    busy machine the page waits too short: a look is pasted again until it shows that.
+    """Paste the whole page. `looks`: by command, the pattern that the last command of a block must show. The page waits
+    too briefly for a busy machine: such a command is pasted again until it shows the pattern.
     """
     left = dict(looks)
     try:

@@ -1,8 +1,8 @@
-"""What an operator looks at agrees with the store and the streams, and says it when something is wrong.
+"""The views of an operator agree with the store and the streams, and report each fault.
 
 Two sites' egress and the centre's ingress run as processes, over servers of their own. The page, /status, /metrics,
-`floe status` and `floe check` are compared with each other and with the truth: the bucket as an S3 client lists it,
-the streams as their servers tell them.
+`floe status` and `floe check` are compared with each other and with the truth: the bucket as an S3 client lists it, the
+streams as their servers report them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.servers
 
 SITES = ("alpha", "beta")
 MINUTE = 60.0
-LONGEST = 4000  # bytes of a message that the target takes
+LONGEST = 4000  # bytes of the largest message that the target accepts
 SEGMENT = re.compile(r"data/site=(\w+)/feed=NODES/incarnation=0000/partition=0/level=0/0*(\d+)-0*(\d+)-\w{16}\.parquet")
 
 Look = Callable[[], Awaitable[bool]]
@@ -48,7 +48,7 @@ Look = Callable[[], Awaitable[bool]]
 
 @dataclass(frozen=True)
 class Truth:
-    """Of one site: what the stream's server tells, and what the bucket lists."""
+    """The true figures of one site, from the server of the stream and from the listing of the bucket."""
 
     source: int
     archived: int
@@ -75,7 +75,7 @@ class Fleet:
                 await client.request_raw(b"nodes.a", b"x" * size, timeout=PATIENCE)
 
     async def truth(self) -> tuple[dict[str, Truth], int]:
-        """By site; and the last sequence of the target, which is also how many messages it holds."""
+        """The truth by site, and the last sequence of the target, which is also the number of its messages."""
         stored = await asyncio.to_thread(self._listed)
         found = {}
         for site in SITES:
@@ -105,7 +105,7 @@ class Fleet:
     # The views
 
     async def page(self, name: str, path: str = "/") -> str:
-        """What the monitor of a service answers; empty where it does not run."""
+        """The answer of the monitor of a service; empty if it does not run."""
         return await asyncio.to_thread(get, self.ports[name], path)
 
     async def parts(self, name: str) -> dict[str, Any]:
@@ -122,14 +122,14 @@ class Fleet:
         return None
 
     async def chain_of_alpha(self) -> dict[str, Any]:
-        """What /status of the centre shows of it."""
+        """The chain of alpha, as /status of the centre shows it."""
         return dict((await self.parts("centre"))[f"target {TARGET}"]["chains"]["alpha/NODES/0000/0"])
 
     async def status(self, name: str, *more: str) -> Done:
         return await floe("status", "-c", self.configs[name], "--json", *more)
 
     async def check(self, part: str, name: str) -> tuple[int, Any]:
-        """The code of `floe check`, and what it says."""
+        """The exit code of `floe check`, and its JSON document."""
         done = await floe("check", part, "-c", self.configs[name], "--json")
         return done.code, done.json()
 
@@ -147,7 +147,7 @@ def get(port: int, path: str) -> str:
 
 @asynccontextmanager
 async def running(s3: SharedS3, **times: Mapping[str, str]) -> AsyncIterator[Fleet]:
-    """The fleet. `times`: keys of `egress` and `ingress` in place of the world's, which are short."""
+    """The running fleet. `times`: keys of `egress` and `ingress` in place of the world's, which are short."""
     names = (*SITES, "centre")
     async with TcpProxy(urlsplit(s3.endpoint_url).port or 0) as line:
         store = s3.store() | {"endpoint_url": f"http://127.0.0.1:{line.port}"}
@@ -172,11 +172,11 @@ async def running(s3: SharedS3, **times: Mapping[str, str]) -> AsyncIterator[Fle
             yield fleet
 
 
-# What agrees
+# Agreement
 
 
 async def well(fleet: Fleet) -> None:
-    """Wait until all is archived and carried, and every process says that it is ready."""
+    """Wait until all is archived and carried, and every process reports that it is ready."""
 
     async def is_well() -> bool:
         found, carried = await fleet.truth()
@@ -188,7 +188,7 @@ async def well(fleet: Fleet) -> None:
 
 
 async def agree(fleet: Fleet) -> None:
-    """Wait until all is well again; then each view shows just what the store and the streams hold."""
+    """Wait until all is well again; then each view must show exactly the contents of store and streams."""
     await well(fleet)
     truth, carried = await fleet.truth()
     differences: dict[str, Any] = {}
@@ -209,15 +209,15 @@ Pairs = dict[str, tuple[Any, Any]]
 
 
 async def shown_by_sites(fleet: Fleet, truth: Mapping[str, Truth]) -> Pairs:
-    """By view: what it shows of each site, and what it ought to."""
+    """By view: the figures that it shows of each site, and the expected ones."""
     found: Pairs = {}
     for site, each in truth.items():
         last, labels, chain = each.archived, {"site": site, "feed": "NODES"}, f"{site}/NODES/0000/0"
         [row] = [row for row in table_rows(await fleet.page(site)) if row[0] == "NODES"] or [[]]
         found[f"page of {site}"] = row[1:6], ["reading", chain, str(last), str(each.source), "0"]
         part = (await fleet.parts(site)).get("egress NODES", {})
-        told = tuple(part.get(key) for key in ("state", "end", "source_last", "position"))
-        found[f"/status of {site}"] = told, ("reading", last, each.source, last + 1)
+        reported = tuple(part.get(key) for key in ("state", "end", "source_last", "position"))
+        found[f"/status of {site}"] = reported, ("reading", last, each.source, last + 1)
         names = "end_sequence", "source_sequence", "stopped", "store_reachable", "nats_reachable"
         labelled = [await fleet.metric(site, f"egress_{name}", **labels) for name in names[:3]]
         plain = [await fleet.metric(site, f"egress_{name}") for name in names[3:]]
@@ -225,8 +225,8 @@ async def shown_by_sites(fleet: Fleet, truth: Mapping[str, Truth]) -> Pairs:
         done = await fleet.status(site)
         [row] = done.json()
         keys = "state", "known_from", "archived", "source_sequence", "lag_sequences"
-        said = done.code, done.err, *(row[key] for key in keys)
-        found[f"floe status of {site}"] = said, (0, "", "reading", "monitor", last, each.source, 0)
+        seen = done.code, done.err, *(row[key] for key in keys)
+        found[f"floe status of {site}"] = seen, (0, "", "reading", "monitor", last, each.source, 0)
         code, checked = await fleet.check("egress", site)
         counted = {key: checked["figures"].get(key) for key in ("chains", "stopped", "not_archived")}
         expected = {"chains": 1, "stopped": 0, "not_archived": each.source - last}
@@ -241,12 +241,12 @@ async def shown_by_centre(fleet: Fleet, truth: Mapping[str, Truth], carried: int
     expected = {chain: ["idle", str(t.archived), str(t.archived + 1), "0"] for chain, t in chains.items()}
     found["page of the centre"] = rows, expected
     part = (await fleet.parts("centre")).get(f"target {TARGET}", {})
-    told = {
+    seen = {
         chain: tuple(each.get(key) for key in ("phase", "archived", "position"))
         for chain, each in part.get("chains", {}).items()
     }
     ends = {chain: ("idle", each.archived, each.archived + 1) for chain, each in chains.items()}
-    found["/status of the centre"] = (part.get("state"), part.get("target_sequence"), told), ("carrying", carried, ends)
+    found["/status of the centre"] = (part.get("state"), part.get("target_sequence"), seen), ("carrying", carried, ends)
     for site, each in truth.items():
         labels = {"target": TARGET, "site": site, "feed": "NODES"}
         values = [await fleet.metric("centre", f"ingress_{name}", **labels) for name in ("position", "lag_sequences")]
@@ -260,12 +260,12 @@ async def shown_by_centre(fleet: Fleet, truth: Mapping[str, Truth], carried: int
     found["metrics of the centre"] = figures, [carried, 0, 1, 1]
     keys = "phase", "archived", "position", "lag_sequences", "source_sequence", "source_lag_sequences"
     done = await fleet.status("centre")
-    told = {row["site"]: tuple(row[key] for key in keys) for row in done.json()}
+    reported = {row["site"]: tuple(row[key] for key in keys) for row in done.json()}
     ends = {site: ("idle", t.archived, t.archived + 1, 0, t.source, 0) for site, t in truth.items()}
-    found["floe status of the centre"] = (done.code, done.err, told), (0, "", ends)
+    found["floe status of the centre"] = (done.code, done.err, reported), (0, "", ends)
     done = await fleet.status("centre", "--archive")
-    told = {row["site"]: tuple(row[key] for key in ("archived", "segments", "bytes")) for row in done.json()}
-    found["floe status --archive"] = told, {site: (t.archived, t.segments, t.bytes) for site, t in truth.items()}
+    reported = {row["site"]: tuple(row[key] for key in ("archived", "segments", "bytes")) for row in done.json()}
+    found["floe status --archive"] = reported, {site: (t.archived, t.segments, t.bytes) for site, t in truth.items()}
     none = dict.fromkeys(("stopped", "waiting", "lag", "holes", "damaged", "not_archived"), 0)
     for part, expected in (("ingress", {"targets": 1, "chains": 2}), ("archive", {"chains": 2})):
         code, checked = await fleet.check(part, "centre")
@@ -275,11 +275,11 @@ async def shown_by_centre(fleet: Fleet, truth: Mapping[str, Truth], carried: int
     return found
 
 
-# What goes wrong
+# Faults
 
 
-async def said(*views: Look) -> float:
-    """Wait until each view says it; the seconds from now until the last did."""
+async def all_seen(*views: Look) -> float:
+    """Wait until each view reports the fault, and return the seconds until the last one does."""
     began = time.monotonic()
     for look in views:
         try:
@@ -290,11 +290,11 @@ async def said(*views: Look) -> float:
 
 
 async def not_ready(fleet: Fleet, name: str, part: str) -> bool:
-    """Whether the page, /readyz and `floe check` of a service all say that `part` is not ready."""
+    """True if the page, /readyz and `floe check` of a service all report that `part` is not ready."""
     code, checked = await fleet.check("ingress" if name == "centre" else "egress", name)
     page, ready = unescape(await fleet.page(name)), await fleet.page(name, "/readyz")
-    is_told = f"not ready: {part}: " in checked["text"]
-    return code >= 1 and is_told and "not ready" in page and f"<li>{part}: " in page and f"{part}: " in ready
+    is_listed = f"not ready: {part}: " in checked["text"]
+    return code >= 1 and is_listed and "not ready" in page and f"<li>{part}: " in page and f"{part}: " in ready
 
 
 async def dead_site(fleet: Fleet, *, is_long: bool) -> float:
@@ -318,12 +318,12 @@ async def dead_site(fleet: Fleet, *, is_long: bool) -> float:
         chain = await fleet.chain_of_alpha()
         alive = await fleet.metric("centre", "ingress_site_alive_timestamp_seconds", site="alpha")
         is_old = alive is not None and time.time() - alive > 30
-        states = row["egress"], chain.get("source", {}).get("state")  # none before its first sign of life was read
+        states = row["egress"], chain.get("source", {}).get("state")  # none before its first heartbeat was read
         is_shown = "state overdue" in await fleet.page("centre")
         return states == ("overdue", "overdue") and not row["alarm"] and is_shown and is_old
 
     assert await fleet.page("alpha") == ""
-    seconds = await said(checked, shown, *((archive_checked, overdue) if is_long else ()))
+    seconds = await all_seen(checked, shown, *((archive_checked, overdue) if is_long else ()))
     fleet.services["alpha"].start()
     return seconds
 
@@ -343,8 +343,8 @@ async def dead_store(fleet: Fleet, *, is_silent: bool = False) -> float:
 
     async def site_shown() -> bool:
         done = await fleet.status("alpha")
-        is_said = "the store does not answer: " in done.err and fleet.world.store["endpoint_url"] in done.err
-        return (done.code, done.json()[0]["known_from"]) == (75, "monitor") and is_said
+        is_named = "the store does not answer: " in done.err and fleet.world.store["endpoint_url"] in done.err
+        return (done.code, done.json()[0]["known_from"]) == (75, "monitor") and is_named
 
     async def centre_shown() -> bool:
         done = await fleet.status("centre")
@@ -358,20 +358,20 @@ async def dead_store(fleet: Fleet, *, is_silent: bool = False) -> float:
         code, found = await fleet.check("archive", "centre")
         return code == 3 and fleet.world.store["endpoint_url"] in found["text"]
 
-    seconds = await said(at_the_site, at_the_centre)
-    await said(site_shown, centre_shown, archive_checked)  # each waits for a silent store for ten seconds
+    seconds = await all_seen(at_the_site, at_the_centre)
+    await all_seen(site_shown, centre_shown, archive_checked)  # each waits for a silent store for ten seconds
     fleet.line.heal()
     await fleet.line.listen()
     return seconds
 
 
 async def dead_nats(fleet: Fleet, name: str) -> float:
-    """Of the site, or of the target."""
+    """Kill the NATS server of the site, or of the target."""
     is_site = name == "alpha"
     server = fleet.world.sites[name] if is_site else fleet.world.central
     server.kill()
 
-    async def told() -> bool:
+    async def reported() -> bool:
         role, part = ("egress", "nats data") if is_site else ("ingress", f"target {TARGET}")
         return await not_ready(fleet, name, part) and await fleet.metric(name, f"{role}_nats_reachable") == 0
 
@@ -383,16 +383,16 @@ async def dead_nats(fleet: Fleet, name: str) -> float:
         views = {row["view"] for row in done.json()}
         return (done.code, views) == (75, {"archive"}) and "only what the archive holds is shown" in done.err
 
-    seconds = await said(told, shown)
+    seconds = await all_seen(reported, shown)
     server.start()
     return seconds
 
 
 async def stopped_chain(fleet: Fleet) -> float:
-    """A message that the target does not take, until it is changed."""
+    """Stop the chain by a message that the target rejects until its configuration is changed."""
     await fleet.publish("alpha", 1, size=LONGEST + 1000)
 
-    async def told() -> bool:
+    async def reported() -> bool:
         chain = await fleet.chain_of_alpha()
         if not (code := chain.get("code")):
             return False
@@ -401,7 +401,7 @@ async def stopped_chain(fleet: Fleet) -> float:
         is_checked = status == 2 and f"stopped: alpha/NODES/0000/0 into target {TARGET}: {code}" in found["text"]
         return is_checked and code in page and chain["hint"] in page and stopped == 1
 
-    seconds = await said(told)
+    seconds = await all_seen(reported)
     async with client_of(fleet.world.central.url) as client:
         config = {"name": TARGET, "subjects": ["fleet.>"], "allow_atomic": True, "max_msg_size": 4 * LONGEST}
         await client.api(f"STREAM.UPDATE.{TARGET}", config)
@@ -411,7 +411,7 @@ async def stopped_chain(fleet: Fleet) -> float:
     return seconds
 
 
-async def test_all_views_agree_with_store_and_streams_and_say_what_is_wrong(s3: SharedS3) -> None:
+async def test_all_views_agree_with_store_and_streams_and_report_faults(s3: SharedS3) -> None:
     async with running(s3) as fleet:
         await agree(fleet)
         await dead_site(fleet, is_long=False)
@@ -426,8 +426,8 @@ DEFAULTS = {"egress": {"lease_ttl": "15s"}, "ingress": {"lease_ttl": "15s", "pol
 
 
 @pytest.mark.timing
-async def test_each_trouble_is_said_within_a_minute_by_every_view_that_can_know(s3: SharedS3) -> None:
-    """With the times that nobody configures."""
+async def test_each_trouble_is_shown_within_a_minute_by_every_view_that_can(s3: SharedS3) -> None:
+    """The services run with the default times."""
     async with running(s3, **DEFAULTS) as fleet:
         await agree(fleet)
         troubles = {
@@ -458,7 +458,7 @@ VIEWS = {
 async def test_a_view_ends_where_the_store_never_answers_and_names_it(
     s3: SharedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT", 0.3)
+    monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT_S", 0.3)
     async with silent_store(s3, tmp_path, nats={"connect_timeout": "300ms"}) as (config, line):
         for command, code in VIEWS.items():
             done = await floe(*command.split(), config)

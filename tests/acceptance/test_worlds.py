@@ -1,8 +1,8 @@
-"""The ordinary worlds: no fault at all, and everything arrives as it was stored.
+"""Ordinary worlds: without a fault, everything arrives as it was stored.
 
-Numbers O1 to O12 are those of the project's list of worlds. Held elsewhere: O1 (a beginning that moves) by
-`tests/integration/test_egress_feeds.py`, O3 (one message per subject) by `test_egress_histories.py`, O4 (idle or
-dead) by `test_signs_of_life.py`, O6 by `test_many_feeds.py`, O12 (typing) by `test_gap_command.py`.
+Numbers O1 to O12 are those of the project's list of worlds. Tested elsewhere: O1 (a beginning that moves) by
+`tests/integration/test_egress_feeds.py`, O3 (one message per subject) by `test_egress_histories.py`, O4 (idle or dead)
+by `test_signs_of_life.py`, O6 by `test_many_feeds.py`, O12 (typing) by `test_gap_command.py`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SEGMENT = {"max_age": "1s", "max_messages": 200}
 
 
 async def put(client: FloeClient, *messages: tuple[str, bytes, bytes | None]) -> int:
-    """Publish the messages; how many the server stored."""
+    """Publish the messages, and return the number that the server stored."""
     async with AckedPublisher(client, window=256) as publisher:
         for subject, payload, headers in messages:
             await publisher.publish(subject.encode(), payload, headers)
-        return (await publisher.settle()).stored
+        return (await publisher.wait_for_acks()).stored
 
 
 def headers(*lines: str) -> bytes:
@@ -48,7 +48,7 @@ def headers(*lines: str) -> bytes:
 
 
 async def kv_bucket(client: FloeClient, name: str, history: int) -> str:
-    """A bucket as clients make them: many revisions of few keys, deletes and purges among them."""
+    """Make a bucket as clients do: many revisions of few keys, deletes and purges among them."""
     stream = f"KV_{name}"
     config = {"subjects": [f"$KV.{name}.>"], "max_msgs_per_subject": history, "discard": "new"}
     flags = {"allow_rollup_hdrs": True, "deny_delete": True, "allow_direct": True}
@@ -62,7 +62,7 @@ async def kv_bucket(client: FloeClient, name: str, history: int) -> str:
 
 
 async def object_store(client: FloeClient, name: str) -> str:
-    """An object-store bucket: chunks, a description that rolls up, one object written anew."""
+    """Make an object-store bucket: chunks, a description that rolls up, one object written twice."""
     stream = f"OBJ_{name}"
     subjects = [f"$O.{name}.C.>", f"$O.{name}.M.>"]
     flags = {"allow_rollup_hdrs": True, "allow_direct": True, "discard": "new"}
@@ -77,7 +77,7 @@ async def object_store(client: FloeClient, name: str) -> str:
 
 
 async def special_streams(client: FloeClient) -> list[str]:
-    """One stream for each setting that changes what is stored, each with messages that use it."""
+    """Make one stream for each setting that changes the stored messages, each with messages that use it."""
     kinds: dict[str, dict[str, Any]] = {
         "DISCARD_NEW": {"discard": "new", "max_msgs": 150},
         "REPUBLISH": {"republish": {"src": ">", "dest": "again.>"}},
@@ -92,7 +92,7 @@ async def special_streams(client: FloeClient) -> list[str]:
     for name, config in kinds.items():
         given = {"name": name, "subjects": [f"{name}.>"], "storage": "file", "duplicate_window": 10**9}
         await create_stream(client, {**given, **config})
-        await publish_awkward(client, name, name, rng, 120, largest=20_000)
+        await publish_awkward(client, name, name, rng, 120, max_message_bytes=20_000)
     await create_stream(
         client, {"name": "COUNTED", "subjects": ["COUNTED.>"], "storage": "file", "allow_msg_counter": True}
     )
@@ -108,7 +108,7 @@ async def special_streams(client: FloeClient) -> list[str]:
 
 
 async def named_streams(client: FloeClient) -> list[str]:
-    """Names that look alike, odd or long, and subjects that are both."""
+    """Make streams with names that look alike, are odd or are long, and with odd and long subjects."""
     names = ["orders", "ORDERS", "12345", "x" * 200, "ü%#?:=", "a-_b"]
     for number, name in enumerate(names):
         root = f"names{number}"
@@ -135,7 +135,7 @@ async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_a
         egress, ingress = world.egress(site), world.ingress(centre)
         await judged(world, SITE, site, feeds)
         assert (egress.drain(), ingress.drain()) == (0, 0)
-        async with client_of(url) as client:  # a restart, and what came meanwhile
+        async with client_of(url) as client:  # a restart, and the messages published meanwhile
             more = [(f"$KV.h5.k{n % 7}", b"again %d" % n, None) for n in range(40)]
             more += [(f"names{n}.plain", b"again", None) for n in range(5)]
             await put(client, *more)

@@ -1,4 +1,4 @@
-"""What the contract of the publishers is tested with; a file with servers of its own has its own client."""
+"""Fixtures for the contract of the publishers; a file with servers of its own has its own client."""
 
 from __future__ import annotations
 

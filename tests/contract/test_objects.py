@@ -1,4 +1,4 @@
-"""The object store port: what every implementation must do."""
+"""The contract of the object store port, which every implementation must fulfil."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from common.objects.local import LocalObjects
 from common.objects.open import open_objects, verifies_checksums
 from common.objects.port import (
     ChecksumMismatch,
-    ConditionsRefused,
+    ClockedStore,
+    ConditionalPutRefused,
     ObjectInfo,
     ObjectStore,
-    Timekeeping,
     request_seconds,
     requests,
 )
@@ -42,7 +42,7 @@ MIB = 1024 * 1024
 
 
 def forbid_links(monkeypatch: pytest.MonkeyPatch, number: int = errno.EPERM) -> None:
-    """Hard links are refused from now on, as on exFAT (EPERM), SMB and FUSE (ENOTSUP)."""
+    """Refuse hard links from now on, as exFAT (EPERM), SMB and FUSE (ENOTSUP) do."""
 
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -55,7 +55,7 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     kind: str = request.param
     if kind == "local without links":
         forbid_links(request.getfixturevalue("monkeypatch"))
-    if kind == "simulated":  # a store of a world in which nothing else happens: each call is done at once
+    if kind == "simulated":  # a store of a world without other events: each call completes at once
         return SimObjects(World(1, Carriers()))
     return s3_objects(request.getfixturevalue("s3")) if kind == "s3" else LocalObjects(tmp_path / "store")
 
@@ -107,10 +107,10 @@ def test_what_was_put_comes_back_with_what_is_known_of_it(objects: ObjectStore, 
     assert head_of(objects, "a/b=1/c").metadata == {}
 
 
-def test_its_time_is_told_without_a_write(objects: ObjectStore) -> None:
+def test_its_time_is_read_without_a_write(objects: ObjectStore) -> None:
     if isinstance(objects, SimObjects):
         pytest.skip("the simulated store answers no question of the time")
-    assert isinstance(objects, Timekeeping)
+    assert isinstance(objects, ClockedStore)
     objects.put("a/b", b"x")
     info, now = head_of(objects, "a/b"), objects.now("a/")
     assert now is not None
@@ -146,7 +146,7 @@ def test_ranges_are_those_of_slices(objects: ObjectStore) -> None:
 # Checksums
 
 
-def test_bytes_that_are_not_what_their_checksum_says_are_refused(objects: ObjectStore, tmp_path: Path) -> None:
+def test_bytes_that_do_not_match_their_checksum_are_refused(objects: ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(b"bad!")
     objects.put("k", b"good")
     for key, write in (("k", objects.put), ("new", objects.put_if_absent)):
@@ -179,7 +179,7 @@ def test_a_condition_holds_for_what_is_there(objects: ObjectStore, tmp_path: Pat
     assert objects.get("k") is None
 
 
-def test_of_racing_writers_one_creates_and_none_of_their_updates_is_lost(objects: ObjectStore) -> None:
+def test_one_of_racing_writers_creates_and_none_of_their_updates_is_lost(objects: ObjectStore) -> None:
     with ThreadPoolExecutor(8) as pool:
         for turn in range(3):
             won = list(pool.map(lambda n, t=turn: objects.put_if_absent(f"k{t}", b"writer %d" % n), range(8)))
@@ -203,8 +203,8 @@ def test_a_store_that_refuses_conditions_holds_nothing_of_it(s3: SharedS3, in_pa
     large = bytes(7 * MIB)
     with refusing_conditions(FaultProxy(s3.endpoint_url), status) as proxy:
         for wanted, kind, sent in (
-            ("no", ConditionsRefused, 0),
-            ("auto", ConditionsRefused, 1),
+            ("no", ConditionalPutRefused, 0),
+            ("auto", ConditionalPutRefused, 1),
             ("yes", ConfigError, 4),
         ):
             objects = s3_objects(s3, replace(in_parts, conditional_puts=wanted), proxy.url)  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def test_a_store_that_refuses_conditions_holds_nothing_of_it(s3: SharedS3, in_pa
             assert len(proxy.calls) == sent
             assert (objects.get("k"), objects.get("new")) == (b"one", None)
         objects = s3_objects(s3, in_parts, proxy.url)
-        with pytest.raises(ConditionsRefused):
+        with pytest.raises(ConditionalPutRefused):
             objects.put_if_absent("large", large)
         assert proxy.count("abort") == 1, "no upload is left behind"
         objects.put("large", large)
@@ -246,7 +246,7 @@ def test_a_listing_holds_exactly_the_prefix_in_key_order(objects: ObjectStore) -
 def test_a_listing_of_several_pages_is_whole_or_cut_as_asked(
     objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.objects.s3.PAGE_KEYS", 20)
+    monkeypatch.setattr("common.objects.s3.KEYS_PER_PAGE", 20)
     names = [f"m%2Ey/a=1/{n:05d}-%2B+ x" for n in range(0, 500, 10)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: objects.put(name, b""), names))
@@ -290,7 +290,7 @@ def test_keys_that_mean_something_else_elsewhere_are_refused(objects: ObjectStor
 
 
 def verbs(objects: ObjectStore, folder: Path) -> list[Callable[[str], object]]:
-    """Each verb that takes a key."""
+    """Return each verb that takes a key."""
     return [
         *(objects.get, objects.head, objects.delete),
         lambda key: objects.download(key, folder / "copy"),
@@ -322,9 +322,7 @@ def test_parts_are_checked_as_a_whole_and_take_conditions(s3: SharedS3, in_parts
 
 
 @pytest.mark.parametrize("checksum", ["crc32", "none"])
-def test_without_sha256_the_probe_says_so(
-    s3: SharedS3, checksum: Literal["crc32", "none"], in_parts: S3Options
-) -> None:
+def test_without_sha256_the_probe_fails(s3: SharedS3, checksum: Literal["crc32", "none"], in_parts: S3Options) -> None:
     objects = s3_objects(s3, replace(in_parts, checksum=checksum))
     for size in (10, 7 * MIB):
         objects.put("k", bytes(size))
@@ -335,7 +333,7 @@ def test_without_sha256_the_probe_says_so(
 
 
 def test_objects_encrypted_by_the_store_come_back_with_their_checksum(s3: SharedS3) -> None:
-    cheaper = "REDUCED_REDUNDANCY" if s3.server.name == "MinIO" else "STANDARD_IA"  # MinIO knows no other
+    cheaper = "REDUCED_REDUNDANCY" if s3.server.name == "MinIO" else "STANDARD_IA"  # MinIO has no other
     objects = s3_objects(s3, S3Options(encryption="sse-s3", storage_class=cheaper))
     objects.put("k", b"secret", sha256=sha256(b"secret"))
     assert (objects.get("k"), head_of(objects, "k").sha256) == (b"secret", sha256(b"secret"))
@@ -415,8 +413,8 @@ def test_without_links_one_of_many_writers_wins(tmp_path: Path, monkeypatch: pyt
         won = list(pool.map(lambda body: objects.put_if_absent("a/k", body), bodies))
     assert sum(won) == 1
     assert seen == [bodies[won.index(True)]] == [objects.get("a/k")]
-    # Who does not take the lock is not replaced either.
-    monkeypatch.setattr(objects._hidden, "keep_metadata", lambda *_: (tmp_path / "k").write_bytes(b"theirs"))
+    # An object of a writer without the lock is not replaced either.
+    monkeypatch.setattr(objects._hidden, "store_metadata", lambda *_: (tmp_path / "k").write_bytes(b"theirs"))
     assert not objects.put_if_absent("k", b"ours")
     assert objects.get("k") == b"theirs"
 
@@ -470,9 +468,9 @@ def test_each_call_is_counted_by_what_came_of_it(tmp_path: Path):
     objects, timed = LocalObjects(tmp_path), request_seconds.labels("put")
 
     def counts() -> list[float]:
-        said = "put ok, put unavailable, get ok, list ok, delete ok, get failed"
+        calls = "put ok, put unavailable, get ok, list ok, delete ok, get failed"
         puts = [s.value for f in timed.collect() for s in f.samples if s.name.endswith("_count")]
-        return puts + [reading(requests.labels(*each.split())) for each in said.split(", ")]
+        return puts + [reading(requests.labels(*each.split())) for each in calls.split(", ")]
 
     before = counts()
     objects.put("a/b", b"x")

@@ -1,4 +1,4 @@
-"""What every publisher does on a real server: rows after an expected sequence, and only sure answers."""
+"""The contract of every publisher on a real server: rows after an expected sequence, and only certain answers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from common.jetstream.client import FloeClient, frame
 from infra.local.nats import NatsServer, nats_server_binary
-from ingress.publishers.choose import PUBLISHERS, choose, offered
-from ingress.publishers.fast import AHEAD, MOST_FLOW, WINDOW_BYTES, FastPublisher, flow_of
+from ingress.publishers.choose import PUBLISHERS, choose_publisher, objections
+from ingress.publishers.fast import MAX_FLOW_MESSAGES, MAX_OPEN_ACKS, WINDOW_BYTES, FastPublisher, ack_interval_for
 from ingress.publishers.publisher import Expected, Outcome, UnknownOutcome, judge_ack
-from ingress.rows.prepare import PUBLISHER_LINES
+from ingress.rows.prepare import PUBLISHER_LINES_BYTES
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.ingress import arrived, client_of
 from tests.support.proxies import TcpProxy
@@ -27,7 +27,7 @@ async def test_rows_are_stored_in_order_with_their_provenance(kind: str, client:
     count, sender = COUNTS[kind], await publisher(kind, client, stream)
     for number in range(1, 6):
         assert await sender.publish(rows_for(stream, 1, first=number), number - 1, 0) == Outcome(1)
-    # It goes on where it is told.
+    # It continues after the given number of stored rows.
     assert await sender.publish(rows_for(stream, count), 0, 5) == Outcome(count)
     await check(client, stream, count)
 
@@ -36,8 +36,8 @@ async def test_rows_are_stored_in_order_with_their_provenance(kind: str, client:
     assert (refused.stored, refused.unclear.err_code, await last_of(client, stream)) == (0, 10071, count)
 
     nowhere = await sender.publish(rows_for(unique("nowhere"), 5), count, 0)
-    # What was never given to the connection was stored by nobody.
-    assert nowhere.handed == (5 if kind == "atomic" else 1)
+    # Rows never given to the connection are not stored.
+    assert nowhere.handed_upto == (5 if kind == "atomic" else 1)
     assert nowhere == Outcome(0, UnknownOutcome("no stream takes the subject, or the stream has no leader"))
     await sender.aclose()
 
@@ -54,7 +54,7 @@ async def test_messages_of_any_size_are_stored(
 
 async def test_a_foreign_message_stops_the_sending_with_all_before_it_stored(kind: str, client: FloeClient) -> None:
     async def is_stopped() -> bool:
-        """Whether the message came before the last row."""
+        """True if the message came before the last row."""
         stream = await new_stream(client)
         rows, sender = rows_for(stream, COUNTS[kind]), await publisher(kind, client, stream)
         sending = asyncio.create_task(sender.publish(rows, 0, 0))
@@ -76,7 +76,7 @@ async def test_a_foreign_message_stops_the_sending_with_all_before_it_stored(kin
     await soon(is_stopped)
 
 
-async def test_the_targets_own_reason_is_told_and_it_takes_the_rest_once_it_may(kind: str, client: FloeClient) -> None:
+async def test_the_targets_reason_is_returned_and_it_takes_the_rest_once_it_may(kind: str, client: FloeClient) -> None:
     stream = await new_stream(client, discard="new", max_msgs=20, max_msg_size=400)
     large, sender = rows_for(stream, 30, 500), await publisher(kind, client, stream)
     outcomes = [await sender.publish(large, 0, 0) for _ in range(2)]
@@ -97,7 +97,7 @@ def test_the_lines_that_publishers_add_fit_what_is_reserved_for_them() -> None:
         b"NATS/1.0", b"Nats-Expected-Last-Sequence: %d" % (2**63 - 1), b"Nats-Batch-Id: " + b"0" * 32,
         b"Nats-Batch-Sequence: 1000", b"Nats-Batch-Commit: 1",
     ]  # fmt: skip
-    assert sum(len(line) + 2 for line in longest) <= PUBLISHER_LINES
+    assert sum(len(line) + 2 for line in longest) <= PUBLISHER_LINES_BYTES
 
 
 def test_only_the_exact_acknowledgement_counts() -> None:
@@ -189,7 +189,7 @@ async def test_a_batch_that_the_server_gave_up_is_sent_again(tmp_path: Path, mon
         async with client_of(server.url) as client:
             stream = await new_stream(client)
             rows, sender = rows_for(stream, 2500), await publisher("fast", client, stream)
-            flush, pauses = client.flush_writes, [0.0, 0.0, 0.5]  # as a process that is stopped in the middle
+            flush, pauses = client.flush_writes, [0.0, 0.0, 0.5]  # like a process that is stopped between writes
 
             async def slow() -> None:
                 await asyncio.sleep(pauses.pop(0) if pauses else 0)
@@ -201,7 +201,7 @@ async def test_a_batch_that_the_server_gave_up_is_sent_again(tmp_path: Path, mon
 
 
 def limited(folder: Path, batches: str) -> NatsServer:
-    """A server with such limits of batches."""
+    """Return a server with these limits of batches."""
     limits = f'jetstream {{ store_dir: "{folder}/js", limits: {{ batch: {{ {batches} }} }} }}'
     return NatsServer(folder / "nats", extra=limits)
 
@@ -242,47 +242,47 @@ async def test_a_server_that_knows_no_batches_gets_single_messages() -> None:
         async with client_of(server.url) as client:
             stream = await new_stream(client)
             info = await client.api(f"STREAM.INFO.{stream}")
-            against = offered(client.server_version, info["config"], frozenset())
-            # Even where it was chosen wrongly: the server takes no row at a place that is not its own.
+            against = objections(client.server_version, info["config"], frozenset())
+            # Even if it was chosen wrongly, the server takes no row at another sequence than its own.
             wrong = await publisher("fast", client, stream)
             await carry(wrong, rows_for(stream, 60), client, stream)
             await check(client, stream, 60)
 
-    assert choose(stream, "auto", against) == "single"
+    assert choose_publisher(stream, "auto", against) == "single"
     assert against["fast"] == "nats-server 2.10.26 is older than 2.14"
     assert against["atomic"] == "nats-server 2.10.26 is older than 2.12"
 
 
 async def test_an_answer_that_is_not_known_ends_a_fast_batch(client: FloeClient, nats_url: str) -> None:
-    """A server that says something else than the protocol does, in place of a stream."""
+    """Answer in place of a stream with messages that the protocol does not define."""
     answers = [
         b"", b"+OK", b"[]", b'{"type":"ack","seq":0}', b'{"type":"ack","seq":0,"msgs":0}',
         b'{"type":"ack","seq":-1,"msgs":5}', b'{"type":"ack","seq":true,"msgs":5}',
         b'{"type":"ack","seq":"0","msgs":500}', b'{"type":"other"}', b'{"stream":"T","seq":1}',
     ]  # fmt: skip
-    subject, said = unique("T"), b""
+    subject, answer = unique("T"), b""
     async with client_of(nats_url) as impostor:
 
         def reply(_subject: bytes, to: bytes, _payload: bytes, _headers: bytes | None) -> None:
-            impostor.send(frame(to, said))
+            impostor.send(frame(to, answer))
 
         await impostor.subscribe_raw(f"{subject}.>", reply)
-        for said in answers:
+        for answer in answers:
             sender = await publisher("fast", client, subject, 1.0)
             outcome = await sender.publish(rows_for(subject, 50), 0, 0)
-            assert outcome.stored == 0, said
-            assert outcome.unclear is not None, said
+            assert outcome.stored == 0, answer
+            assert outcome.unclear is not None, answer
 
 
 @pytest.mark.parametrize(
     ("count", "sizes", "flow"),
-    [(1500, (100,), MOST_FLOW), (20, (1_000_000,), 4), (80, (1, 1, 1, 1_000_000), 16), (2, (9_000_000,), 1)],
+    [(1500, (100,), MAX_FLOW_MESSAGES), (20, (1_000_000,), 4), (80, (1, 1, 1, 1_000_000), 16), (2, (9_000_000,), 1)],
 )
 def test_what_is_on_the_way_fits_the_window(count: int, sizes: tuple[int, ...], flow: int) -> None:
     rows = rows_for("T", count, sizes)
-    found = flow_of(rows, 0, rows.count)
+    found = ack_interval_for(rows, 0, rows.count)
     lengths = [len(payload) for _, _, payload in rows.messages(0, rows.count)]
-    most = max(sum(lengths[n : n + AHEAD * found]) for n in range(0, rows.count, found))
+    most = max(sum(lengths[n : n + MAX_OPEN_ACKS * found]) for n in range(0, rows.count, found))
     assert found == 1 or most <= WINDOW_BYTES
     assert flow / 2 <= found <= flow * 2
 
@@ -305,7 +305,7 @@ async def test_batches_shrink_under_foreign_traffic_and_grow_again(client: FloeC
     shared, own = [await publisher("atomic", client, stream, exclusive=exclusive) for exclusive in (False, True)]
     rows, sizes = rows_for(stream, 5000), []
     for sender in (shared, shared, own):
-        assert (await sender.publish(rows, 7, 0)).unclear is not None  # refused: base is 0
+        assert (await sender.publish(rows, 7, 0)).unclear is not None  # refused: the base is 0
         sizes.append(sender.batch_size)  # type: ignore[attr-defined]
     assert await shared.publish(rows, 0, 0) == Outcome(5000)
 

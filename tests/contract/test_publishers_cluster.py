@@ -47,7 +47,7 @@ async def three_replicas(client: FloeClient) -> str:
 
 
 async def leader_of(cluster: NatsCluster, client: FloeClient, stream: str) -> NatsServer:
-    """The server that leads the stream."""
+    """Return the server that leads the stream."""
 
     async def look() -> str:
         with suppress(FloeError):
@@ -59,7 +59,7 @@ async def leader_of(cluster: NatsCluster, client: FloeClient, stream: str) -> Na
 
 
 async def led_by_one(cluster: NatsCluster, client: FloeClient) -> tuple[NatsServer, dict[str, str]]:
-    """A stream for each kind of publisher, all with the same leader, so that one fault meets all."""
+    """Create a stream for each kind of publisher, all with the same leader, so that one fault affects all."""
     streams = {kind: await soon(lambda: three_replicas(client)) for kind in PUBLISHERS}
     leader = await leader_of(cluster, client, streams["fast"])
     for stream in streams.values():
@@ -76,7 +76,7 @@ async def step_down(client: FloeClient, stream: str, successor: str = "") -> Non
 
 
 async def all_kinds(run: Callable[[str], Awaitable[None]]) -> None:
-    """Run it for each kind of publisher at the same time."""
+    """Run a test function for each kind of publisher at the same time."""
     async with asyncio.TaskGroup() as group:
         for kind in PUBLISHERS:
             group.create_task(_named(kind, run(kind)))
@@ -145,7 +145,7 @@ async def test_a_leader_that_dies_loses_and_repeats_nothing(cluster: NatsCluster
 
 
 async def test_a_leader_that_wakes_stores_nothing_of_its_queue(cluster: NatsCluster, client: FloeClient) -> None:
-    """The rows lie in a paused leader while a twin stores them through the next one; then it wakes."""
+    """Keep rows in a paused leader while a twin stores them through the next one; then resume it."""
     leader, streams = await led_by_one(cluster, client)
     others = [server.url for server in cluster.servers if server is not leader]
     outcomes = {}

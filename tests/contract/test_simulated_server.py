@@ -1,4 +1,4 @@
-"""The simulated nats-server answers as real ones do: one script of calls on both, every answer compared."""
+"""The simulated nats-server compared with real ones: one script of calls on both, and every answer compared."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def answers_of(version: str) -> dict[str, Steps]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, dict[str, Steps]]:
-    """The answers of every version, which mostly wait: at once."""
-    for name in CASES:  # not in threads
+    """Return the answers of all versions, which run concurrently because they mostly wait."""
+    for name in CASES:  # these cannot run in threads
         simulated_answers(name)
     with ThreadPoolExecutor(1 + len(OLDER)) as pool:
         return dict(zip(VERSIONS, pool.map(answers_of, VERSIONS), strict=True))

@@ -1,4 +1,4 @@
-"""Ingress as processes of one test."""
+"""Fixtures that run ingress as processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Start = Callable[..., Service]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts an ingress of a centre, ended with the test. It has a lease bucket of its own unless `ingress` says more:
-    nobody waits for the lease of a dead process.
+    """Start an ingress of a centre that ends with the test. Unless `ingress` has keys, it has a lease bucket of its own
+    and never waits for the lease of a dead process.
     """
     started: list[Service] = []
 

@@ -1,4 +1,4 @@
-"""Compaction killed, stopped or doubled at any step: readers see the same rows, and nothing is lost."""
+"""Compaction killed, stopped or doubled at any step: readers get the same rows, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fill(archive: Archive, first: int = 1, count: int = 4, *, age: float = 700) 
 
 
 def left_over(archive: Archive) -> list[str]:
-    """Files in the spool that the next run which needs one would not remove."""
+    """The files that are left in the spool after the next run that uses it."""
     with closing(Spool(archive.folder / "spool")) as spool:
         spool.new_file().unlink()
     return [f.name for f in (archive.folder / "spool").rglob("*") if f.is_file() and f.name != "lock"]
@@ -62,7 +62,7 @@ def test_a_job_killed_at_any_step_is_finished_by_the_next(archive: Archive, poin
     "step", ["compaction.put", "compaction.verify", "compaction.tombstone", "compaction.delete_some"]
 )
 def test_a_paused_job_wakes_up_into_the_work_of_another_and_does_no_harm(archive: Archive, step: str):
-    """The other has gone a level further meanwhile: the output of the paused one is superseded already."""
+    """The other job has merged to a higher level meanwhile: the output of the paused one is superseded already."""
     fill(archive)
     fill(archive, 41, 1, age=0)
     before = archive.read()
@@ -76,7 +76,7 @@ def test_a_paused_job_wakes_up_into_the_work_of_another_and_does_no_harm(archive
     for _ in range(3):
         run(archive.folder)
         assert archive.read().equals(before_more)
-    paused.go_on()
+    paused.resume()
     paused.wait()
     assert archive.read().equals(before_more)
     for _ in range(2):

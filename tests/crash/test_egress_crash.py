@@ -1,4 +1,4 @@
-"""Egress killed, paused and doubled as a process: the archive accounts for every message, once."""
+"""Egress killed, paused and doubled as a process: the archive accounts for every message, exactly once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.support.egress import Bench, Partitioned, feed_of, publish_over
 from tests.support.egress_process import Process, processes
 
 
-# Simulated worlds kill and pause at each failpoint in every run; here it is a process.
+# Simulated worlds kill and pause at each failpoint in every run; here egress is a real process.
 async def test_killed_behind_a_put_nothing_is_lost_or_repeated(bench: Bench) -> None:
-    """F01, F02: and the tail and the mark are right again after the next start."""
+    """F01, F02: the tail and the mark are right again after the next start."""
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, (b"%d" % i for i in range(350)))
     with processes() as started:
@@ -34,8 +34,8 @@ async def test_killed_behind_a_put_nothing_is_lost_or_repeated(bench: Bench) -> 
     assert await bench.mark(stream) == 370
 
 
-async def test_killed_while_it_begins_what_then_left_the_stream_was_gone_before_it_was_read(bench: Bench) -> None:
-    """Its beginning was stored before."""
+async def test_killed_while_it_begins_messages_that_left_then_are_gone_before_read(bench: Bench) -> None:
+    """The beginning of the chain was stored before."""
     stream = await bench.filled([b"x"] * 50)
     with processes() as started:
         started.append(Process(bench, stream, failpoints="egress.after_stream_document=kill"))
@@ -47,20 +47,20 @@ async def test_killed_while_it_begins_what_then_left_the_stream_was_gone_before_
     bench.check(stream)
 
 
-async def test_killed_between_captures_the_next_start_makes_up_for_what_is_not_there(bench: Bench) -> None:
-    """The configuration was put, the consumers were not."""
+async def test_killed_between_captures_the_next_start_makes_the_missing_ones(bench: Bench) -> None:
+    """The configuration was captured, the consumers were not."""
     stream = await bench.make_stream(unique("T"))
     captures, chain = CaptureStore(bench.chains.layout, bench.objects), bench.chain(stream)
     await bench.publish(stream, (b"%d" % i for i in range(150)))
     with processes() as started:
         started.append(Process(bench, stream, failpoints="egress.before_capture=kill@2"))
         assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
-        assert [len(captures.ls(chain, kind)) for kind in ("config", "consumers")] == [1, 0]
+        assert [len(captures.list_captures(chain, kind)) for kind in ("config", "consumers")] == [1, 0]
         started.append(Process(bench, stream))
         await bench.archived_to(stream, 150)
         await soon(lambda: captures.consumers(chain) is not None)
         await started[1].drained()
-    assert [len(captures.ls(chain, kind)) for kind in ("config", "consumers")] == [1, 1]
+    assert [len(captures.list_captures(chain, kind)) for kind in ("config", "consumers")] == [1, 1]
     await bench.same(stream, stream)
 
 
@@ -92,10 +92,10 @@ async def test_sigterm_stores_the_open_segment_releases_the_lease_and_ends_with_
     await bench.same(stream, stream)
 
 
-async def test_killed_before_its_acknowledgements_what_comes_again_makes_no_second_segment(far: Bench) -> None:
+async def test_killed_before_its_acknowledgements_repeats_make_no_second_segment(far: Bench) -> None:
     """F03."""
     stream = await far.make_stream(unique("T"), retention="workqueue")
-    feed = {"stream": stream, "segment": {"max_messages": 100, "max_age": "1m"}}  # full before they are old
+    feed = {"stream": stream, "segment": {"max_messages": 100, "max_age": "1m"}}  # full before it is old
     with processes() as started:
         started.append(Process(far, stream, failpoints="egress.before_ack=kill@2", feeds=[feed]))
 

@@ -30,7 +30,7 @@ def archive(tmp_path: Path) -> Archive:
 
 
 async def finished(centre: Centre, archive: Archive, client: FloeClient) -> None:
-    """Everything is there, exactly once; and stays so."""
+    """Check that everything is there exactly once, and stays so."""
     await centre.carried(client, 2 * ROWS)
     await asyncio.sleep(0.5)
     check_exact(await centre.carried(client, 2 * ROWS), archive, centre.prefix)
@@ -53,7 +53,7 @@ async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
 async def test_a_target_that_forgets_gets_each_message_once_through_kills(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, start: Start
 ) -> None:
-    """Nothing of the target can be read back: it keeps ten messages. A mirror remembers what it saw."""
+    """No message can be read back from the target: another stream sources them from it, and keeps them all."""
     centre = Centre(tmp_path, archive, nats_url, create=None)
     target = {"name": centre.target, "subjects": [f"{centre.target}.>"], "allow_atomic": True}
     await create_stream(client, {**target, "retention": "workqueue", "max_msgs": 2 * ROWS})
@@ -69,7 +69,7 @@ async def test_a_target_that_forgets_gets_each_message_once_through_kills(
         assert [m.message.sequence for m in found if m.chain == chain] == [row.sequence for row in rows]
 
 
-async def test_sigterm_finishes_what_is_open_and_leaves_the_lease_to_the_next(
+async def test_sigterm_finishes_the_intent_and_leaves_the_lease_to_the_next(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, start: Start
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url, publisher="single")

@@ -1,4 +1,4 @@
-"""Ingress killed at each step of putting messages aside and of delivering them again: each once."""
+"""Ingress killed at each step of parking messages and of delivering them again: each arrives once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.jetstream.client import FloeClient
-from ingress.parked import State
+from ingress.parked import ParkedState
 from tests.crash.conftest import Start
 from tests.integration.test_ingress_messages import kept, make_limited, raise_limit, states, with_large
 from tests.support.basics import seeded, soon
@@ -23,7 +23,7 @@ KILLS = 2  # of each list, at random: a start takes seconds on a busy machine
 
 
 class Round:
-    """A target that takes no large messages, what is put aside of it, and services, one after the other."""
+    """A target that takes no large messages, its parked messages, and services, one after the other."""
 
     def __init__(self, folder: Path, url: str, client: FloeClient, start: Start) -> None:
         self.archive = Archive(folder / "store")
@@ -31,17 +31,17 @@ class Round:
         self.client, self.start = client, start
 
     async def begin(self, *large: int) -> None:
-        """The target, and twenty rows."""
+        """Make the target, and archive twenty rows."""
         self.put(1, *large)
         await make_limited(self.client, self.centre)
         self.parked = await kept(self.client, self.centre)
 
     def put(self, first: int, *large: int) -> None:
-        """Twenty rows, of which some are too large."""
+        """Archive twenty rows, some of them too large."""
         self.archive.put(with_large(first, first + 19, dict.fromkeys(large, 1500)))
 
     async def killed(self, failpoint: str) -> None:
-        """A service that runs into the failpoint."""
+        """Run a service until the failpoint kills it."""
         service = self.start(self.centre, f"{failpoint}=kill")
         await soon(lambda: not service.runs())
 
@@ -49,14 +49,14 @@ class Round:
         await raise_limit(self.client, self.centre, 100_000)
 
     def ask_for_all(self) -> None:
-        for entry in self.parked.entries().values():
-            self.parked.ask(entry)
+        for entry in self.parked.list_entries().values():
+            self.parked.request_retry(entry)
 
-    async def carried(self, state: State, *large: int) -> None:
-        """A service that is left alone until these are in that state and all else is carried, and is then drained."""
+    async def carried(self, state: ParkedState, *large: int) -> None:
+        """Run a service until these messages have that state and all others are carried; then drain it."""
         service = self.start(self.centre)
         await soon(lambda: states(self.parked) == dict.fromkeys(large, state))
-        whole = len(self.archive.rows[CHAIN]) - (len(large) if state is State.PARKED else 0)
+        whole = len(self.archive.rows[CHAIN]) - (len(large) if state is ParkedState.PARKED else 0)
 
         async def is_whole() -> bool:
             return len(await arrived(self.client, self.centre.target)) == whole
@@ -85,33 +85,33 @@ async def test_killed_at_each_step_a_message_is_parked_once_and_delivered_once(r
         if number < KILLS:
             large += (those := [20 * number + 5, 20 * number + 14])
             rounds.put(20 * number + 1, *those)
-    await rounds.carried(State.PARKED, *large)
+    await rounds.carried(ParkedState.PARKED, *large)
     await rounds.check_each_once(without=large)
 
     await rounds.raise_limit()
-    entries = {name.sequence: entry for name, entry in rounds.parked.entries().items()}
+    entries = {name.sequence: entry for name, entry in rounds.parked.list_entries().items()}
     for sequence, failpoint in zip(large, rng.sample(DELIVERING, KILLS), strict=False):
-        rounds.parked.ask(entries[sequence])
+        rounds.parked.request_retry(entries[sequence])
         await rounds.killed(failpoint)
     for sequence in large[KILLS:]:
-        rounds.parked.ask(entries[sequence])
-    await rounds.carried(State.DELIVERED, *large)
+        rounds.parked.request_retry(entries[sequence])
+    await rounds.carried(ParkedState.DELIVERED, *large)
     await rounds.check_each_once(*large)
 
 
-async def test_what_an_open_intent_leaves_out_stays_out_when_the_limit_was_raised_meanwhile(rounds: Round) -> None:
+async def test_rows_left_out_of_an_open_intent_stay_out_after_the_limit_is_raised(rounds: Round) -> None:
     await rounds.begin(5, 14)
     await rounds.killed("ingress.after_intent")
     await rounds.raise_limit()
     rounds.put(21, 25)
-    await rounds.carried(State.PARKED, 5, 14)
+    await rounds.carried(ParkedState.PARKED, 5, 14)
     rounds.ask_for_all()
-    await rounds.carried(State.DELIVERED, 5, 14)
+    await rounds.carried(ParkedState.DELIVERED, 5, 14)
     await rounds.check_each_once(5, 14)
 
 
-async def test_what_was_parked_but_went_in_its_turn_is_not_delivered_again(rounds: Round) -> None:
-    """Killed between putting it aside and the intent, with the limit raised meanwhile."""
+async def test_parked_rows_that_arrived_in_turn_are_not_delivered_again(rounds: Round) -> None:
+    """Killed between the parking and the intent; the limit is raised meanwhile."""
     await rounds.begin(5)
     await rounds.killed("ingress.after_park")
     await rounds.raise_limit()
@@ -120,4 +120,4 @@ async def test_what_was_parked_but_went_in_its_turn_is_not_delivered_again(round
     await rounds.centre.carried(rounds.client, 20)
     assert service.drain(20) == 0
     await rounds.check_each_once()
-    assert states(rounds.parked) == {5: State.PENDING}
+    assert states(rounds.parked) == {5: ParkedState.PENDING}

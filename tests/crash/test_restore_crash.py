@@ -1,4 +1,4 @@
-"""`floe restore` killed anywhere leaves nothing, or what the same command removes; no producer reaches it before."""
+"""`floe restore` killed at any step leaves nothing, or leftovers that it removes; no producer gets in before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.servers
 
 
 class Producer:
-    """Publishes to the real subjects all the while; `acknowledged`: the sequences that it was told."""
+    """Publish to the real subjects all the while. `acknowledged`: the acknowledgements received."""
 
     def __init__(self, bench: Bench, stream: str) -> None:
         self._bench, self._stream = bench, stream
@@ -46,7 +46,7 @@ class Producer:
 
 
 async def lost(bench: Bench, count: int) -> tuple[str, list[object], str]:
-    """A stream that was archived and is gone, what it held, and a configuration."""
+    """An archived stream that is gone, its former messages, and a configuration."""
     stream = await bench.make_stream(unique("R"), storage="file")
     await bench.publish(stream, [b"%d" % n for n in range(count)])
     async with bench.egress({"stream": stream}):
@@ -58,11 +58,11 @@ async def lost(bench: Bench, count: int) -> tuple[str, list[object], str]:
 
 async def is_guarded_or_gone(bench: Bench, stream: str) -> bool:
     info = await stream_info(bench.client, stream)
-    return info is None or (bool(info.marker) and info.config["subjects"] == [f"_floe.restore.{stream}"])
+    return info is None or (bool(info.restore_marker) and info.config["subjects"] == [f"_floe.restore.{stream}"])
 
 
 async def completes(bench: Bench, stream: str, before: list[object], producer: Producer, file: str) -> None:
-    """The same command brings it back, and producers go on behind it."""
+    """Check that the same command brings the stream back, and that producers continue behind it."""
     assert producer.acknowledged == []
     done = await floe("restore", "-c", file, f"site/{stream}", "--yes")
     assert done.code == 0, done
@@ -75,7 +75,7 @@ async def completes(bench: Bench, stream: str, before: list[object], producer: P
 
 
 async def asleep_before_promotion(stream: str, file: str, **options: object) -> subprocess.Popen[str]:
-    """A restore that sleeps at a failpoint until it gets SIGCONT."""
+    """Start a restore that sleeps at a failpoint until it gets SIGCONT."""
     words = [sys.executable, "-m", "floe", "restore", "-c", file, f"site/{stream}", "--yes"]
     env = {**os.environ, "FLOE_FAILPOINTS": "restore.recorded=stop"}
     process = spawn(words, cwd=ROOT, env=env, **options)
@@ -83,7 +83,7 @@ async def asleep_before_promotion(stream: str, file: str, **options: object) -> 
     return process
 
 
-# Here it is a process, and producers try all the while.
+# Here it is a process, and producers publish all the while.
 async def test_killed_before_and_behind_the_comparison(bench: Bench) -> None:
     stream, before, file = await lost(bench, 500)
     producer = Producer(bench, stream)
@@ -105,7 +105,7 @@ async def test_one_that_was_asleep_touches_nothing_of_the_one_that_was_done_mean
     assert await asyncio.to_thread(asleep.wait, PATIENCE) == 78
     info = await stream_info(bench.client, stream)
     assert info is not None
-    assert (info.marker, info.config["subjects"]) == ("", [f"{stream}.>"])
+    assert (info.restore_marker, info.config["subjects"]) == ("", [f"{stream}.>"])
     found = await back.contents(bench, stream)
     assert [*found[: len(before)]] == before
     assert [message.payload for message in found[len(before) :]] == [b"acknowledged"] * 5
@@ -116,11 +116,11 @@ async def test_a_subject_that_was_taken_meanwhile_leaves_it_under_its_guard(benc
     asleep = await asleep_before_promotion(stream, file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     other = await bench.make_stream(unique("O"), subjects=[f"{stream}.a"])
     asleep.send_signal(signal.SIGCONT)
-    _, said = await asyncio.to_thread(asleep.communicate, timeout=PATIENCE)
-    assert asleep.returncode == 78, said
-    assert "error[E-RESTORE-PROMOTE]" in said
-    assert f"stream {stream}: the server refuses its configuration: subjects overlap" in said
-    assert "stays under its guard" in said
+    _, output = await asyncio.to_thread(asleep.communicate, timeout=PATIENCE)
+    assert asleep.returncode == 78, output
+    assert "error[E-RESTORE-PROMOTE]" in output
+    assert f"stream {stream}: the server refuses its configuration: subjects overlap" in output
+    assert "stays under its guard" in output
     await bench.client.request_raw(f"{stream}.a".encode(), b"for the other", timeout=PATIENCE)
     assert await is_guarded_or_gone(bench, stream)
     assert (await back.state(bench, stream))["last_seq"] == 200
@@ -149,7 +149,7 @@ async def test_killed_between_its_promotion_and_the_last_push_consumer(bench: Be
         assert done.code == -signal.SIGKILL, done
         info = await stream_info(bench.client, stream)
         assert info is not None
-        assert not info.marker
+        assert not info.restore_marker
         there = {each["name"]: each["config"]["deliver_subject"] for each in await list_consumers(bench.client, stream)}
         assert {name for name, subject in there.items() if subject != pushed[name]} == left
     done = await floe(*words)

@@ -1,4 +1,4 @@
-"""Retention killed, stopped or doubled at any step: what is above the floor stays whole, and the next run ends it."""
+"""Retention killed, stopped or doubled at any step: rows above the floor stay, and the next run completes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_AGE = 30 * DAY
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Archive:
-    """Level 0 from 1 to 60, of which up to 40 is old; of that 1..20 is merged too, into a young object."""
+    """Level 0 from 1 to 60, which is old up to 40; 1..20 of it is merged too, into a young object."""
     found = begun(tmp_path, CHAIN)
     for first in range(1, 60, 10):
         age = OLD if first < 40 else 0
@@ -33,7 +33,7 @@ def chains(archive: Archive) -> ChainStore:
 
 
 def check_whole(archive: Archive) -> None:
-    """Every row from the floor on is there, once, and `verify` finds nothing wrong."""
+    """Check that every row from the floor on is there once, and that `verify` finds nothing wrong."""
     floor = chains(archive).read_floor(CHAIN) or 1
     held = archive.read().column("sequence")
     assert held.filter(pc.greater_equal(held, floor)).to_pylist() == list(range(floor, 61))
@@ -53,7 +53,7 @@ def test_a_run_killed_at_any_step_is_finished_by_the_next(archive: Archive, step
     assert chains(archive).read_floor(CHAIN) == 41
     assert archive.ranges() == ["0:41..50", "0:51..60"]
     check_whole(archive)
-    assert len(run(archive.folder, max_age=MAX_AGE).retained.expired) == 0
+    assert len(run(archive.folder, max_age=MAX_AGE).retention.expired) == 0
 
 
 @pytest.mark.parametrize("step", ["compaction.floor", "compaction.after_floor", "compaction.expire"])
@@ -64,8 +64,8 @@ def test_a_paused_run_wakes_up_behind_another_and_does_no_harm(archive: Archive,
     for ref in archive.listed():
         archive.age(ref.key, OLD)
     archive.put(61, 70)
-    assert run(archive.folder, max_age=MAX_AGE).retained.floors == {CHAIN: 61}
-    paused.go_on()
+    assert run(archive.folder, max_age=MAX_AGE).retention.floors == {CHAIN: 61}
+    paused.resume()
     assert paused.wait() == 0
     assert chains(archive).read_floor(CHAIN) == 61
     assert archive.ranges() == ["0:61..70"]

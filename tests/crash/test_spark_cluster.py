@@ -1,6 +1,6 @@
 """Compaction on Spark's standalone cluster, its environment shipped as an archive: workers, tasks and jobs that die.
 
-Nobody sees a secret: not in command lines, in what the cluster logs, shows and keeps of events, or on the wire.
+No secret is visible: not in command lines, in logs, pages and stored events of the cluster, or on the wire.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ IN_TASKS = ("open", "merge", "spool_full", "put", "read_back")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkCluster]:
-    """One for all tests. What its first worker starts stops itself in the middle of a merge."""
+    """One cluster for all tests. The first task process that its first worker starts stops in the middle of a merge."""
     with SparkCluster(tmp_path_factory.mktemp("cluster"), failpoints="compaction.merge=stop") as found:
         yield found
 
 
 @pytest.fixture
 def sound(cluster: SparkCluster) -> SparkCluster:
-    """The cluster with two workers that do what they are told."""
+    """The cluster with two sound workers."""
     cluster.replace_worker(1)
     return cluster
 
 
 def fill(archive: Archive) -> Mapping[str, pa.Table]:
-    """Two chains with a merge each; what readers see of them."""
+    """Make two chains with a merge each, and return the rows that readers get of them."""
     for chain in (CHAIN, OTHER):
         for first in range(1, 40, 10):
             archive.put(first, first + 9, age=700, chain=chain)
@@ -103,7 +103,7 @@ def secretive(s3: SharedS3, tmp_path: Path) -> tuple[Archive, dict[str, str]]:
 
 
 def through_wires(rpc: int, blocks: int) -> dict[str, str]:
-    """Settings of a driver that executors reach through these two; what it hands out is not compressed."""
+    """Settings of a driver that executors reach through these two wires; its broadcasts are not compressed."""
     return {
         "spark.driver.host": Wire.HOST,
         "spark.driver.bindAddress": "127.0.0.1",
@@ -135,14 +135,14 @@ def test_a_worker_killed_in_mid_merge_costs_nothing_and_no_secret_is_seen(
     for each in commands.seen:
         canaries.check(each, "a command line")
     assert len(data.recorded) > 1000
-    spool = str(archive.folder / "spool")  # what a task holds beside the secret
+    spool = str(archive.folder / "spool")  # a task holds it beside the secret
     for each in (calls, data):
         assert spool.encode() not in each.recorded
         canaries.check(each.recorded.decode("latin-1"), "the wire")
-    told = cluster.kept()
-    assert any("SparkListenerTaskEnd" in text for path, text in told.items() if cluster.events in path.parents)
-    assert any("Finished task" in text for path, text in told.items() if cluster.work(2) in path.parents)
-    for path, text in told.items():
+    texts = cluster.kept()
+    assert any("SparkListenerTaskEnd" in text for path, text in texts.items() if cluster.events in path.parents)
+    assert any("Finished task" in text for path, text in texts.items() if cluster.work(2) in path.parents)
+    for path, text in texts.items():
         canaries.check(text, str(path))
     for each in shown:
         canaries.check(each, "the master's page")
@@ -173,7 +173,7 @@ def test_the_next_job_does_the_work_of_one_whose_tasks_or_driver_were_killed(
 
 
 def test_spark_submit_with_the_environment_that_is_made_to_be_shipped(archive: Archive, sound: SparkCluster):
-    """Both scripts of `infra/spark` in earnest: executors unpack what `environment.sh` makes of this checkout."""
+    """Both scripts of `infra/spark` for real: executors unpack the archive of `environment.sh` of this checkout."""
     before = fill(archive)
     env = {**os.environ, "SPARK_HOME": str(SPARK_HOME), "FLOE_PYTHON": sys.executable}
     made = scripted("environment.sh", str(archive.folder / "shipped.tar.gz"), env=env).strip()
@@ -184,7 +184,7 @@ def test_spark_submit_with_the_environment_that_is_made_to_be_shipped(archive: A
 
 
 def scripted(name: str, *words: str, env: Mapping[str, str]) -> str:
-    """What a script of `infra/spark` says; it ends with 0."""
+    """Run a script of `infra/spark`, which must exit with 0, and return its output."""
     command = ["bash", str(ROOT / "infra/spark" / name), *words]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=5 * PATIENCE, check=False)
     canaries.check(done.stdout + done.stderr, name)

@@ -1,4 +1,4 @@
-"""Advisories: none lost, none twice, in order for each value, whatever is cut; and `floe advisories`."""
+"""Advisories: none lost, none twice, in order for each value, at any cut of a connection; and `floe advisories`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from common.errors import FloeError, Unavailable
 from common.jetstream.api import create_consumer
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.headers import build_block
-from common.jetstream.pull import Asked
+from common.jetstream.pull import PullLimits
 from common.settings.service import NatsSettings
-from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
-from egress.advisories.cli import line_of
-from egress.advisories.outbox import ids_stored
+from egress.advisories.advisory import Advisory, AdvisoryDocument, AdvisoryEvent
+from egress.advisories.cli import format_advisory
+from egress.advisories.outbox import find_stored_ids
 from infra.local.nats import NatsCluster, NatsServer
 from infra.local.process import spawn
 from tests.support.advisories import SECOND, World, new, news, now_ns, running
@@ -40,36 +40,36 @@ HOUR = 3600 * SECOND
 
 @pytest.fixture
 async def world(client: FloeClient) -> World:
-    """Names that no other test uses, with a stream."""
+    """A world with names that no other test uses, and a stream."""
     world = World(client)
     await world.make_stream()
     return world
 
 
 async def send(world: World, sent: Sequence[Advisory], client: FloeClient | None = None) -> None:
-    """All that a start finds in its snapshot, until none waits."""
-    async with running(world.advisories(client, outbox=sent, ack_timeout=5)) as advisories:
-        advisories.settle()
+    """Send all advisories that a start finds in its snapshot, until none is pending."""
+    async with running(world.advisories(client, outbox=sent, ack_timeout_s=5)) as advisories:
+        advisories.finish_reread()
         await advisories.drain(40)
         assert advisories.pending() == ()
 
 
 def once_and_in_order(found: Sequence[AdvisoryDocument], sent: Sequence[Advisory]) -> None:
-    """Fails unless every advisory is there once, and those of a value as they were sent."""
+    """Check that every advisory is there once, and those of a value in the order of sending."""
     assert len({document.event_id for document in found}) == len(found), "one is stored twice"
     there, wanted = defaultdict(list), defaultdict(list)
     for document in found:
         there[document.value].append((document.event, document.timestamp))
     for advisory in sent:
-        wanted[advisory.value].append((advisory.event.value, advisory.moment_ns // SECOND))
+        wanted[advisory.value].append((advisory.event.value, advisory.event_time_ns // SECOND))
     assert there == wanted
 
 
 def life_of(value: str, start: int) -> list[Advisory]:
-    """All four events, hours ago to now."""
-    silent = Advisory(Event.TIMEOUT, value, start, start + HOUR // 5)
-    gone = Advisory(Event.EXPIRE, value, start, start + HOUR)
-    back = Advisory(Event.RECOVER, value, start + HOUR, start + HOUR + HOUR // 2)
+    """All four events of a value from `start` on."""
+    silent = Advisory(AdvisoryEvent.TIMEOUT, value, start, start + HOUR // 5)
+    gone = Advisory(AdvisoryEvent.EXPIRE, value, start, start + HOUR)
+    back = Advisory(AdvisoryEvent.RECOVER, value, start + HOUR, start + HOUR + HOUR // 2)
     return [new(value, start), silent, gone, new(value, start + HOUR), back]
 
 
@@ -78,11 +78,11 @@ async def test_lost_answers_are_settled_by_reading(world: World, nats_server: Na
     async with TcpProxy(nats_server.port) as proxy, aclosing(await connected(proxy.url)) as cut:
         sent = news(300, values=200)
         async with running(world.advisories(cut)) as advisories:
-            advisories.settle()
+            advisories.finish_reread()
             proxy.blackhole("down")
-            advisories.take(sent, again=False)
+            advisories.enqueue(sent, may_be_sent=False)
             await soon(lambda: world.counted()["unknown"] >= 200)
-            assert await world.count() == 200  # stored, but nobody was told
+            assert await world.count() == 200  # stored, but no acknowledgement arrived
             proxy.heal()
             await advisories.drain(20)
     once_and_in_order(await world.stored(), sent)
@@ -90,27 +90,28 @@ async def test_lost_answers_are_settled_by_reading(world: World, nats_server: Na
 
 
 async def test_without_a_stream_for_an_hour_none_is_lost(client: FloeClient, caplog: pytest.LogCaptureFixture) -> None:
-    world = World(client, inspect_duration="1000h")  # however far the clock runs, nothing comes too late
+    world = World(client, inspect_duration="1000h")  # however far the clock runs, no advisory is too late
     clock, start = ManualClock(now_ns() / SECOND), now_ns() - 2 * HOUR + 60 * SECOND
     sent = [each for value in ("a", "b", "größe x") for each in life_of(value, start)]
     began = clock.monotonic()
     async with running(world.advisories(clock=clock)) as advisories:
-        advisories.settle()
-        advisories.take(sent, again=False)
+        advisories.finish_reread()
+        advisories.enqueue(sent, may_be_sent=False)
         await soon(lambda: clock.monotonic() - began > 3600)
         assert world.gauge("failing") == 1
         assert world.gauge("waiting") == len(sent)
-        assert world.counted()["failed"] < 1000  # it waits longer and longer
+        hours = (clock.monotonic() - began) / 3600
+        assert world.counted()["failed"] < 1000 * hours  # the pauses between attempts grow
         assert advisories.pending() == tuple(sent)
-        await advisories.drain(5)  # does not wait for what cannot be
+        await advisories.drain(5)  # ends although nothing can be stored
 
         await world.make_stream()
         await soon(lambda: not advisories.pending())
         await soon(lambda: world.gauge("failing") == world.gauge("waiting") == 0)
     once_and_in_order(await world.stored(), sent)
-    [told] = [each for each in caplog.messages if "cannot be stored" in each]
-    assert "E-ADVISORIES" in told
-    assert f"{world.prefix}.*.>" in told
+    [warning] = [each for each in caplog.messages if "advisories not stored" in each]
+    assert "E-ADVISORIES" in warning
+    assert f"{world.prefix}.*.>" in warning
 
 
 async def reached(world: World, count: int) -> bool:
@@ -125,26 +126,26 @@ async def test_a_stream_that_cannot_be_read_is_read_later(world: World, monkeypa
         if failures:
             raise failures.pop()
         assert world.gauge("failing") == 1
-        return await ids_stored(*arguments)  # type: ignore[arg-type]
+        return await find_stored_ids(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("egress.advisories.senders.ids_stored", fails_first)
+    monkeypatch.setattr("egress.advisories.senders.find_stored_ids", fails_first)
     async with running(world.advisories(outbox=sent)) as second:
-        second.settle()
+        second.finish_reread()
         await soon(lambda: not second.pending())
         await soon(lambda: world.gauge("failing") == 0)
     once_and_in_order(await world.stored(), sent)
 
 
 async def test_too_much_read_again_is_settled_before_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise reading would wait for room, and room for the end of reading."""
+    """Otherwise reading would wait for room in the outbox, and room for the end of reading."""
     monkeypatch.setattr("egress.advisories.outbox.Outbox.has_room", property(lambda outbox: len(outbox) < 100))
     sent = news(150)
     async with running(world.advisories()) as advisories:
-        advisories.take(sent[:120], again=True)
+        advisories.enqueue(sent[:120], may_be_sent=True)
         assert not advisories.has_room
         await soon(lambda: advisories.has_room)
-        advisories.take(sent[120:], again=True)
-        advisories.settle()
+        advisories.enqueue(sent[120:], may_be_sent=True)
+        advisories.finish_reread()
         await advisories.drain(10)
     once_and_in_order(await world.stored(), sent)
 
@@ -152,7 +153,7 @@ async def test_too_much_read_again_is_settled_before_the_end(world: World, monke
 async def test_without_a_usable_lease_nothing_is_sent(world: World) -> None:
     held = [False]
     async with running(world.advisories(may_send=lambda: held[0])) as advisories:
-        advisories.take([new("a")], again=False)
+        advisories.enqueue([new("a")], may_be_sent=False)
         await asyncio.sleep(0.3)
         assert await world.count() == 0
         held[0] = True
@@ -164,12 +165,12 @@ async def test_a_host_whose_clock_is_ahead_loses_none(world: World) -> None:
     await world.client.api(f"STREAM.CREATE.{world.feed}", {"name": world.feed, "subjects": [world.feed]})
     clock, sent = ManualClock(now_ns() / SECOND + 7 * 86_400), life_of("a", now_ns() - HOUR)
     async with running(world.advisories(clock=clock)) as advisories:
-        advisories.take(sent, again=False)
+        advisories.enqueue(sent, may_be_sent=False)
         await advisories.drain(10)
     once_and_in_order(await world.stored(), sent)
 
 
-# Looking into the stream
+# Reading the stream back
 
 
 @pytest.mark.real
@@ -186,12 +187,12 @@ async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces
     info = await client.api(f"STREAM.INFO.{world.stream}")
     await client.api(f"STREAM.MSG.DELETE.{world.stream}", {"seq": info["state"]["last_seq"]})
     ids = {each.event_id for each in await world.stored(foreign=26 - 1)}
-    small = Asked(batch=7, window=1024, heartbeat=0.2)
+    small = PullLimits(batch=7, window_bytes=1024, heartbeat_s=0.2)
 
-    found = await ids_stored(client, f"{world.prefix}.*.>", {*ids, "absent"}, sent[0].moment_ns, small)
+    found = await find_stored_ids(client, f"{world.prefix}.*.>", {*ids, "absent"}, sent[0].event_time_ns, small)
     assert found == ids
-    assert await ids_stored(client, f"{world.prefix}.*.>", ids, now_ns() + HOUR, small) == set()
-    assert await ids_stored(client, f"nobody{world.prefix}.>", ids, 0, small) is None
+    assert await find_stored_ids(client, f"{world.prefix}.*.>", ids, now_ns() + HOUR, small) == set()
+    assert await find_stored_ids(client, f"nobody{world.prefix}.>", ids, 0, small) is None
     consumers = await client.api(f"CONSUMER.NAMES.{world.stream}")
     assert not consumers["consumers"]  # none is left behind
 
@@ -204,7 +205,7 @@ async def test_a_work_queue_relies_on_the_window(client: FloeClient, caplog: pyt
         await send(world, sent)
     assert await world.count() == len(sent)
     assert world.counted() == {"stored": 20, "duplicate": 20}
-    assert "not compared" in caplog.text
+    assert "advisory check skipped" in caplog.text
 
 
 RIGHTS = """
@@ -227,17 +228,17 @@ async def test_without_the_right_to_read_they_go_and_to_send_they_wait(caplog: p
         for _ in range(2):
             await send(world, sent, few)
         once_and_in_order(await world.stored(), sent)
-        assert caplog.text.count("not compared") == 2  # once for each of the two
+        assert caplog.text.count("advisory check skipped") == 2  # once for each of the two
         sent = news(1000)
         async with running(world.advisories(reader)) as advisories:
-            advisories.settle()
-            advisories.take(sent, again=False)
+            advisories.finish_reread()
+            advisories.enqueue(sent, may_be_sent=False)
             await soon(lambda: world.counted()["failed"] > 256 + 8)
             assert sorted(advisories.pending(), key=repr) == sorted(sent, key=repr)
         for each in (every, few, reader):
             await each.aclose()
     assert caplog.text.count("E-ADVISORIES") == 1
-    assert caplog.text.count("nats permission missing") < 300
+    assert caplog.text.count("nats permission refused") < 300
 
 
 async def test_leaders_that_move_and_restarts_lose_and_repeat_nothing(cluster: NatsCluster) -> None:
@@ -248,14 +249,14 @@ async def test_leaders_that_move_and_restarts_lose_and_repeat_nothing(cluster: N
     await answered(lambda: world.make_stream(**config), FloeError)
     for _ in range(3):
         async with running(world.advisories(outbox=sent)) as advisories:
-            advisories.settle()
+            advisories.finish_reread()
             for _ in range(2):
                 await asyncio.sleep(0.3)
                 with suppress(FloeError):
                     await client.api(f"STREAM.LEADER.STEPDOWN.{world.stream}")
     async with running(world.advisories(outbox=sent)) as last:
-        last.settle()
-        await last.drain(1)  # may fail for a moment, then it waits for nothing
+        last.finish_reread()
+        await last.drain(1)  # may fail for a moment, then ends early
         await soon(lambda: not last.pending())
     found = await world.stored()
     await client.aclose()
@@ -263,7 +264,7 @@ async def test_leaders_that_move_and_restarts_lose_and_repeat_nothing(cluster: N
     assert len({each.event_id for each in found}) == len(found) == len(sent)
 
 
-# Those that are not reliable
+# Advisories that are not reliable
 
 
 async def test_unreliable_ones_are_published_once_and_dropped_while_the_line_is_down(nats_server: NatsServer) -> None:
@@ -272,19 +273,19 @@ async def test_unreliable_ones_are_published_once_and_dropped_while_the_line_is_
         world, sent = World(await connected(nats_server.url), reliable=False), news(1000)
         await world.make_stream()
         async with running(world.advisories(cut, outbox=news(3))) as advisories:
-            advisories.take(news(5), again=True)
-            advisories.settle()
-            advisories.take(sent, again=False)
+            advisories.enqueue(news(5), may_be_sent=True)
+            advisories.finish_reread()
+            advisories.enqueue(sent, may_be_sent=False)
             assert (advisories.has_room, advisories.pending()) == (True, ())
             await soon(lambda: reached(world, len(sent)))
             once_and_in_order(await world.stored(), sent)
             await proxy.refuse()
             await soon(lambda: not cut.is_up)
-            advisories.take(news(100), again=False)
+            advisories.enqueue(news(100), may_be_sent=False)
             await soon(lambda: world.counted()["dropped"] == 100)
             await proxy.listen()
             assert await cut.wait_up(PATIENCE)
-            advisories.take(news(7), again=False)
+            advisories.enqueue(news(7), may_be_sent=False)
             await soon(lambda: reached(world, len(sent) + 7))
         await cut.aclose()
         await world.client.aclose()
@@ -312,7 +313,7 @@ async def floe(config: Path, *arguments: str) -> Done:
 async def store(world: World, sent: list[Advisory], foreign: int = 0) -> None:
     before = await world.count()
     async with running(world.advisories()) as advisories:
-        advisories.take(sent, again=False)
+        advisories.enqueue(sent, may_be_sent=False)
         await advisories.drain(10)
     for _ in range(foreign):
         world.client.send(frame(f"{world.prefix}.other".encode(), b'{"protocol": "x", "value": "node1"}'))
@@ -322,7 +323,7 @@ async def store(world: World, sent: list[Advisory], foreign: int = 0) -> None:
 async def test_each_is_one_line_in_order_or_json_and_foreign_ones_are_counted(world: World, config: Path) -> None:
     empty = await floe(config, world.stream)
     assert (empty.code, empty.out, empty.err) == (0, "", "")
-    silent = Advisory(Event.TIMEOUT, "node1", (now := now_ns()) - 722 * SECOND, now - 60 * SECOND)
+    silent = Advisory(AdvisoryEvent.TIMEOUT, "node1", (now := now_ns()) - 722 * SECOND, now - 60 * SECOND)
     await store(world, [silent, new("node2"), new("node1")], foreign=3)
     done = await floe(config, world.stream)
     first, second, _ = done.out.splitlines()
@@ -359,7 +360,7 @@ async def test_other_subjects_and_headers_do_not_matter(world: World, tmp_path: 
     assert (await floe(centre, world.stream, "--nats", "egress")).code == 75
 
 
-async def test_no_such_stream_ends_with_1_and_what_is_no_name_with_2(config: Path) -> None:
+async def test_no_such_stream_ends_with_1_and_an_invalid_name_with_2(config: Path) -> None:
     done = await floe(config, "NO_SUCH_STREAM")
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert done.err.startswith("error[E-STREAM]: stream NO_SUCH_STREAM: expected one on this server")
@@ -388,10 +389,10 @@ async def test_follow_shows_those_that_come_until_it_is_interrupted(world: World
     assert "Traceback" not in errors.read_text()
 
 
-def test_a_line_is_one_whatever_a_value_and_its_times_are() -> None:
+def test_a_line_stays_one_at_any_value_and_times() -> None:
     with pytest.raises(ValueError, match="expected seconds since 1970"):
-        line_of(AdvisoryDocument("p", "i", "f", 0, 0, "r", 2**62, "new", "v"))
+        format_advisory(AdvisoryDocument("p", "i", "f", 0, 0, "r", 2**62, "new", "v"))
     unseen = AdvisoryDocument("p", "i", "f", -1, -62_135_596_800, "r", 0, "new", "v")
-    assert line_of(unseen).startswith("[1970-01-01 00:00:00]     new v seen ")
+    assert format_advisory(unseen).startswith("[1970-01-01 00:00:00]     new v seen ")
     forged = AdvisoryDocument("p", "i", "f", 0, 0, "r", 0, "new", "a\n[2026-01-01 00:00:00] expire node1\x1b[2J\u202e")
-    assert line_of(forged).isprintable()
+    assert format_advisory(forged).isprintable()

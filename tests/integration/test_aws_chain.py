@@ -1,4 +1,4 @@
-"""The ways by which AWS tools find a credential, where the configuration names none."""
+"""The credential sources of AWS tools, used if the configuration names no credential."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ ROLE = "arn:aws:iam::123456789012:role/floe"
 
 
 class Signed(FaultProxy):
-    """Before the store: the access key and session token of the last request."""
+    """A proxy before the store. `shown`: the access key and session token of the last request."""
 
     shown = ("", "")
-    refuses = ""  # an access key that is not taken any more
+    refuses = ""  # an access key that is no longer accepted
 
     def answer(self, exchange: Exchange) -> Answer | None:
         headers = {name.lower(): value for name, value in exchange.headers}
@@ -52,7 +52,7 @@ def proxy(s3: SharedS3) -> Iterator[Signed]:
 
 @pytest.fixture
 def pairs(s3: SharedS3) -> list[Pair]:
-    """Two pairs of keys that the store takes: of one that may do everything, and of one that may read."""
+    """Two pairs of keys that the store accepts: one may do everything, the other may read."""
     if not isinstance(s3.server, SeaweedFS):
         pytest.skip(f"{s3.server.name}: the second pair of keys is made on SeaweedFS only")
     pairs = [(s3.access_key, s3.secret_key), (s3.server.reader_access_key, s3.server.reader_secret_key)]
@@ -82,7 +82,7 @@ def test_a_session_token_is_shown_and_without_any_credential_the_store_is_refuse
 
 @contextmanager
 def serving(answer: Callable[[str], str | dict[str, str]]) -> Iterator[str]:
-    """The address of a service on loopback, which answers to a path."""
+    """The address of a service on loopback that answers by path."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -106,8 +106,8 @@ def serving(answer: Callable[[str], str | dict[str, str]]) -> Iterator[str]:
     thread.join()
 
 
-def test_a_role_signs_what_the_store_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Of a profile, by web identity, and of a machine, by version 2 of its metadata service."""
+def test_a_role_signs_requests_to_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The role of a profile, by web identity, and of a machine, by version 2 of its metadata service."""
 
     def metadata(path: str) -> str | dict[str, str]:
         found = {"AccessKeyId": "AKIMDS", "SecretAccessKey": "s" * 20, "Token": "token-of-imds", "Code": "Success"}
@@ -135,10 +135,8 @@ def test_a_role_signs_what_the_store_is_asked(monkeypatch: pytest.MonkeyPatch, t
             assert re.fullmatch(token, proxy.shown[1]), "another session token"
 
 
-def test_what_expires_is_renewed_before(
-    s3: SharedS3, proxy: Signed, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
-):
-    """As a container's role does; all roles renew themselves by the same code of botocore."""
+def test_credentials_are_renewed_early(s3: SharedS3, proxy: Signed, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch):
+    """The role of a container; all roles renew themselves by the same code of botocore."""
     former, later = pairs
     handed, asked = (former, 60.0), list[str]()
 

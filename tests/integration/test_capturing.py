@@ -1,4 +1,4 @@
-"""Egress captures what a stream is beside its messages: configuration, consumers, what was deleted."""
+"""Captures that egress makes of a stream beside its messages: configuration, consumers, deleted sequences."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.support.commands import configuration, floe
 from tests.support.egress import QUICK, SITE, Bench
 from tests.support.stores import FaultyStore
 
-FAST = replace(QUICK, pace=replace(QUICK.pace, check=0.1, captured=0.3))
-SELDOM = replace(QUICK, pace=replace(QUICK.pace, check=600.0))  # a period of a feed that is shorter counts
-ONCE = replace(QUICK, pace=replace(QUICK.pace, check=0.1))
+FAST = replace(QUICK, intervals=replace(QUICK.intervals, check=0.1, consumers_capture=0.3))
+SELDOM = replace(QUICK, intervals=replace(QUICK.intervals, check=600.0))  # a shorter period of a feed counts
+ONCE = replace(QUICK, intervals=replace(QUICK.intervals, check=0.1))
 EXPLICIT = {"ack_policy": "explicit", "deliver_policy": "all"}
 
 
@@ -44,8 +44,8 @@ def by_name(bench: Bench, stream: str) -> dict[str, CapturedConsumer]:
     return {} if found is None else {each.name: each for each in found.consumers}
 
 
-async def test_what_a_stream_is_stands_beside_its_messages(bench: Bench) -> None:
-    """Consumers of several kinds; a position moves; a configuration changes; what was written stays."""
+async def test_a_stream_is_captured_beside_its_messages(bench: Bench) -> None:
+    """Consumers of several kinds; a position moves; a configuration changes; earlier captures stay."""
     stream = await bench.make_stream(unique("CAP"))
     await bench.publish(stream, [b"%d" % n for n in range(10)])
     await made(bench, stream, "some")
@@ -68,9 +68,9 @@ async def test_what_a_stream_is_stands_beside_its_messages(bench: Bench) -> None
         await soon(lambda: (found := store.config(chain)) is not None and found.config["max_msgs"] == 77)
         await made(bench, stream, "late")
         await soon(lambda: "late" in by_name(bench, stream))
-    configs = [store.read(ref) for ref in store.ls(chain, "config")]
+    configs = [store.read(ref) for ref in store.list_captures(chain, "config")]
     assert sorted(each.config["max_msgs"] for each in configs) == [-1, 77]  # type: ignore[union-attr]
-    for ref in (*store.ls(chain, "config"), *store.ls(chain, "consumers")):
+    for ref in (*store.list_captures(chain, "config"), *store.list_captures(chain, "consumers")):
         document = store.read(ref)
         assert document is not None
         assert (document.chain, bool(document.ts), ref.end <= 10) == (str(chain), True, True)
@@ -79,10 +79,10 @@ async def test_what_a_stream_is_stands_beside_its_messages(bench: Bench) -> None
     assert changed is not None
     assert gone is not None, "once, with the change"
     assert (gone.ts, gone.first, gone.last, gone.deleted) == (changed.ts, 1, 10, ())
-    assert len(store.ls(chain, "deletions")) == 1
+    assert len(store.list_captures(chain, "deletions")) == 1
 
 
-async def test_a_bucket_without_consumers_says_so_and_a_damaged_capture_is_told_and_followed_by_another(
+async def test_a_lack_of_consumers_is_captured_and_a_damaged_capture_is_logged_and_replaced(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream, store = await bench.make_stream(unique("CAP")), captures(bench)
@@ -91,15 +91,15 @@ async def test_a_bucket_without_consumers_says_so_and_a_damaged_capture_is_told_
         await soon(lambda: store.config(chain) is not None)
         await soon(lambda: store.consumers(chain) is not None)
     assert by_name(bench, stream) == {}
-    [ref] = store.ls(chain, "config")
+    [ref] = store.list_captures(chain, "config")
     bench.objects.put(ref.key, b"{}")
     caplog.set_level(logging.INFO, logger="egress.captures")
     async with bench.egress({"stream": stream}, tuning=FAST):
-        await soon(lambda: len(store.ls(chain, "config")) == 2)
-    assert len(told(caplog, "capture_ignored")) == 1
+        await soon(lambda: len(store.list_captures(chain, "config")) == 2)
+    assert len(logged(caplog, "capture_ignored")) == 1
 
 
-def told(caplog: pytest.LogCaptureFixture, action: str) -> list[dict[str, Any]]:
+def logged(caplog: pytest.LogCaptureFixture, action: str) -> list[dict[str, Any]]:
     return [r.msg for r in caplog.records if isinstance(r.msg, dict) and r.msg.get("action") == action]
 
 
@@ -115,13 +115,13 @@ async def test_a_store_that_refuses_captures_stops_nothing(bench: Bench, caplog:
     objects = FaultyStore(bench.objects).on("put_if_absent", refused)
     feed = {"stream": stream, "capture_consumers": "1s"}
     async with bench.egress(feed, tuning=SELDOM, objects=objects):  # type: ignore[arg-type]
-        await soon(lambda: told(caplog, "capture_failed"))
+        await soon(lambda: logged(caplog, "capture_failed"))
         await bench.publish(stream, [b"x"] * 20)
         await bench.archived_to(stream, 20)
         objects.heal()
         await soon(lambda: captures(bench).consumers(chain(stream)) is not None)
-        await soon(lambda: told(caplog, "over"))
-    assert len(told(caplog, "capture_failed")) == len(told(caplog, "over")) == 1
+        await soon(lambda: logged(caplog, "capture_recovered"))
+    assert len(logged(caplog, "capture_failed")) == len(logged(caplog, "capture_recovered")) == 1
 
 
 async def test_consumers_that_were_captured_are_listed(bench: Bench, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""A chain whose documents, store or state come late or not at all; the beginning of the copy of a feed, which is
-resolved once, and never again by a restart.
+"""Late or missing documents, store or state of a chain; the beginning of the copy of a feed, which is resolved once,
+and never again by a restart.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from common.sequences import SequenceRange
 from common.settings.service import StartSettings
 from ingress import metrics
 from ingress.chains import prefetch as supply_module
-from ingress.chains.search import look
-from ingress.chains.starts import Start, Starts
+from ingress.chains.search import plan_from_listings
+from ingress.chains.starts import FeedStart, StartResolver
 from tests.integration.test_chain_turns import Centre
 from tests.support.basics import PATIENCE, counted, soon
 from tests.support.clock import ManualClock
@@ -41,7 +41,7 @@ START = Layout(PREFIX).start_document("FLEET", "us-east", "NODES")
 
 
 def moment(sequence: int) -> str:
-    """When the message of that sequence was stored, up to a microsecond before."""
+    """The time at which the message of that sequence was stored, up to a microsecond before."""
     seconds = (START_NS + sequence * PACE_NS) // 1000 / 1_000_000
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
@@ -53,10 +53,10 @@ def archive(tmp_path: Path) -> Archive:
     return archive
 
 
-# What is stored comes late
+# Documents and segments that come late
 
 
-async def test_nothing_is_looked_at_before_it_is_known_what_is_stored(archive: Archive) -> None:
+async def test_nothing_is_read_before_the_stored_positions_are_known(archive: Archive) -> None:
     archive.put(rows_of(1, 30, PART), chain=PART)
     centre = Centre(archive, start_at_end=True)
     async with centre.running(is_known=False):
@@ -68,14 +68,14 @@ async def test_nothing_is_looked_at_before_it_is_known_what_is_stored(archive: A
 
         centre.stored = {CHAIN: 51}
         centre.prefetcher.reset(centre.stored)
-        # By itself: no poll has to come first.
+        # By itself: it needs no poll.
         await soon(lambda: centre.stored == {CHAIN: 101, PART: 31})
 
     assert (centre.messages_of(CHAIN), centre.messages_of(PART)) == (50, 30)
     assert archive.objects.get(START) is None
 
 
-async def test_a_start_is_resolved_by_what_is_stored_then(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_is_resolved_by_the_state_then(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, go_on = threading.Event(), threading.Event()
 
     def slow(chain: Chain) -> int | None:
@@ -102,9 +102,9 @@ async def test_a_start_is_resolved_by_what_is_stored_then(archive: Archive, monk
 @pytest.mark.parametrize("error", [Unavailable("503"), Refused("no right")])
 async def test_an_error_drops_no_start(archive: Archive, monkeypatch: pytest.MonkeyPatch, error: FloeError) -> None:
     centre = Centre(archive, start_sequence=90)
-    monkeypatch.setattr(centre.prefetcher, "look_at_stopped", 0.0)
+    monkeypatch.setattr(centre.prefetcher, "stopped_recheck_s", 0.0)
     gaps = centre.prefetcher.locator.gaps
-    real, asked = gaps.arrived, []
+    real, asked = gaps.late_segments, []
 
     def arrived(chain: Chain, position: int) -> Any:
         asked.append(position)
@@ -112,17 +112,17 @@ async def test_an_error_drops_no_start(archive: Archive, monkeypatch: pytest.Mon
             raise error
         return real(chain, position)
 
-    monkeypatch.setattr(gaps, "arrived", arrived)
+    monkeypatch.setattr(gaps, "late_segments", arrived)
     async with centre.running():
         await centre.look()
         await soon(lambda: asked)
-        await centre.prefetcher.attend()
+        await centre.prefetcher.apply_decisions()
         await centre.reaches({CHAIN: 101})
     assert len(asked) >= 2
     assert centre.messages_of(CHAIN) == 11
 
 
-async def test_a_stream_json_that_cannot_be_read_starves_nobody_and_is_told_once(
+async def test_an_unreadable_stream_json_starves_nobody_and_is_logged_once(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     archive.put(rows_of(1, 9, PART), chain=PART)
@@ -139,19 +139,19 @@ async def test_a_stream_json_that_cannot_be_read_starves_nobody_and_is_told_once
     async with centre.running():
         await centre.reaches({CHAIN: 101, PART: 10})
         await centre.look()
-        await soon(lambda: "archived" in centre.prefetcher.chains.get(LATER).waits_for)
-        assert caplog.text.count("stream.json unread") == 1
+        await soon(lambda: "archived" in centre.prefetcher.chains.get(LATER).begin_obstacle)
+        assert caplog.text.count("document read failed") == 1
         errors.pop(0)
         await centre.look()
-        await soon(lambda: "no right" in centre.prefetcher.chains.get(LATER).waits_for)
+        await soon(lambda: "no right" in centre.prefetcher.chains.get(LATER).begin_obstacle)
         await centre.look()
-        assert caplog.text.count("stream.json unread") == 2
+        assert caplog.text.count("document read failed") == 2
         errors.clear()
         archive.put(rows_of(1, 5, LATER), chain=LATER)
         await centre.reaches({LATER: 6})
 
 
-async def test_what_is_refused_of_a_chain_stops_it_alone(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refusal_for_a_chain_stops_it_alone(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     archive.put(rows_of(1, 9, PART), chain=PART)
     real = archive.store.list
 
@@ -169,10 +169,10 @@ async def test_what_is_refused_of_a_chain_stops_it_alone(archive: Archive, monke
         await centre.reaches({CHAIN: 111})
 
 
-# What is searched, and how often
+# Searches, and how often they run
 
 
-def test_a_moment_that_is_waited_for_is_searched_for_only_in_what_is_new(tmp_path: Path) -> None:
+def test_an_awaited_moment_is_searched_for_only_in_new_segments(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "store")
     for first in range(1, 101, 10):
         archive.put(rows_of(first, first + 9))
@@ -186,7 +186,7 @@ def test_a_moment_that_is_waited_for_is_searched_for_only_in_what_is_new(tmp_pat
     objects.on("list", noted)
     layout = Layout(PREFIX)
     store, documents = SegmentStore(objects, layout), ChainStore(objects, layout)  # type: ignore[arg-type]
-    starts = Starts("FLEET", store, documents, ManualClock())
+    starts = StartResolver("FLEET", store, documents, ManualClock())
     settings = StartSettings.model_validate({"start_time": moment(115)})
 
     def begins() -> int:
@@ -201,7 +201,7 @@ def test_a_moment_that_is_waited_for_is_searched_for_only_in_what_is_new(tmp_pat
     assert (begins(), len(listed)) == (115, 12)
 
 
-async def test_what_arrives_meanwhile_is_searched_too(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_messages_are_searched_too(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     centre = Centre(archive, start_time=moment(105))
     starts = centre.prefetcher.locator.starts
     real, asked = starts.resolve, []
@@ -211,7 +211,7 @@ async def test_what_arrives_meanwhile_is_searched_too(archive: Archive, monkeypa
         asked.append(found)
         if len(asked) == 1:
             archive.put(rows_of(101, 110))
-            centre.prefetcher.chains.archive(CHAIN, 110)
+            centre.prefetcher.chains.set_archived_end(CHAIN, 110)
         return found
 
     monkeypatch.setattr(starts, "resolve", resolve)
@@ -226,17 +226,19 @@ async def test_a_last_segment_without_a_tail_is_found_merged(archive: Archive, m
     async with centre.running():
         await centre.reaches({CHAIN: 101})
         archive.put(rows_of(101, 110), level=1, tail=False)
-        monkeypatch.setattr(supply_module, "LOOK_AGAIN", 0.0)
-        monkeypatch.setattr(supply_module, "LOOK_EVERYWHERE", 0.0)
+        monkeypatch.setattr(supply_module, "SEARCH_INTERVAL_S", 0.0)
+        monkeypatch.setattr(supply_module, "FULL_SEARCH_INTERVAL_S", 0.0)
         await centre.reaches({CHAIN: 111})
 
 
 @pytest.mark.parametrize("is_accepted", [False, True])
-async def test_what_is_only_far_down_a_listing_is_not_lost(
+async def test_keys_far_down_a_listing_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_accepted: bool
 ) -> None:
     archive = Archive(tmp_path / "other")
-    monkeypatch.setattr("ingress.chains.locate.look", lambda *args, search, **more: look(*args, **more))
+    monkeypatch.setattr(
+        "ingress.chains.locate.plan_from_listings", lambda *args, search, **more: plan_from_listings(*args, **more)
+    )
     archive.begin()
     for sequence in range(11, 131):
         archive.put(rows_of(sequence, sequence), tail=False)
@@ -248,13 +250,13 @@ async def test_what_is_only_far_down_a_listing_is_not_lost(
     async with centre.running():
         await centre.reaches({CHAIN: 131})
     assert (stops, centre.messages_of(CHAIN)) == ([], 130)
-    assert archive.documents.passed_gaps("FLEET", CHAIN) == []
+    assert archive.documents.skipped_gaps("FLEET", CHAIN) == []
 
 
-# Gaps that were passed
+# Skipped gaps
 
 
-async def test_a_gap_is_counted_and_told_once(archive: Archive, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_gap_is_counted_and_shown_once(archive: Archive, caplog: pytest.LogCaptureFixture) -> None:
     archive.put(rows_of(111, 120))
     archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(101, 110)))
     counter = metrics.lost_sequences.labels("FLEET", "us-east", "NODES", "0")
@@ -263,20 +265,20 @@ async def test_a_gap_is_counted_and_told_once(archive: Archive, caplog: pytest.L
     async with centre.running():
         await centre.reaches({CHAIN: 121})
         centre.stored = {CHAIN: 101}
-        centre.prefetcher.reset(centre.stored)  # the position was not stored, though the gap was written down
+        centre.prefetcher.reset(centre.stored)  # the position was not stored, though the gap was recorded
         await centre.reaches({CHAIN: 121})
     assert counted(counter) - before == 10
-    assert caplog.text.count("gap passed") == 1
+    assert caplog.text.count("gap skipped") == 1
 
 
-def test_a_spoiled_gap_is_told_once_until_it_is_put_right(archive: Archive, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_corrupt_gap_is_logged_once_until_it_is_fixed(archive: Archive, caplog: pytest.LogCaptureFixture) -> None:
     gap = AcceptedGap(SequenceRange(101, 110))
     key = archive.store.layout.gap(archive.store.layout.gaps_prefix(CHAIN), gap.range)
-    for told in (1, 2):
+    for times in (1, 2):
         archive.objects.put(key, b"{")
         for _ in range(3):
             assert archive.documents.gaps(CHAIN) == []
-        assert caplog.text.count("gap ignored") == told
+        assert caplog.text.count("document ignored") == times
         archive.objects.put(key, gap.to_json())
         assert archive.documents.gaps(CHAIN) == [gap]
 
@@ -293,8 +295,8 @@ def begun(tmp_path: Path) -> Archive:
 
 
 def start(begun: Archive, *, now: float = 2e9, **keys: Any) -> Any:
-    """Resolves for a chain as ingress does."""
-    starts = Starts("FLEET", begun.store, begun.documents, ManualClock(now))
+    """Resolve the beginning of a chain as ingress does."""
+    starts = StartResolver("FLEET", begun.store, begun.documents, ManualClock(now))
     settings = StartSettings.model_validate(keys)
 
     def resolve(chain: Chain = CHAIN, end: int | None = None, positions: Any = None, first: int = 1) -> int:
@@ -331,7 +333,7 @@ def test_a_sequence_is_of_the_first_incarnation_and_without_a_key_all_is_carried
     assert (resolve(), resolve(LATER), resolve(first=18), resolve(end=9)) == (15, 1, 18, 10)
 
 
-def test_a_start_that_is_written_down_stays_whatever_archive_clock_and_file_say_later(begun: Archive) -> None:
+def test_a_recorded_start_stays_though_archive_clock_and_file_change(begun: Archive) -> None:
     now = (START_NS + 16 * PACE_NS) / 1e9
     assert start(begun, now=now, start_delta="5ms")() in (11, 12)
     assert start(begun, now=2e9, start_delta="5ms")() in (11, 12)
@@ -349,7 +351,7 @@ def test_a_new_feed_that_begins_at_the_end_misses_nothing_that_comes_while_ingre
 
 def test_the_end_is_of_all_incarnations_there_are_and_later_ones_are_carried_whole(begun: Archive) -> None:
     begun.put(rows_of(1, 7, LATER), chain=LATER)
-    begun.documents.write_tail(LATER, 3)  # a hint that is old
+    begun.documents.write_tail(LATER, 3)  # an old hint
     resolve = start(begun, start_at_end=True)
 
     assert (resolve(end=20), resolve(LATER, positions={CHAIN: 21})) == (21, 8)
@@ -357,7 +359,7 @@ def test_the_end_is_of_all_incarnations_there_are_and_later_ones_are_carried_who
 
 
 @pytest.mark.parametrize("claimed", [21, 1 << 60])
-def test_a_copy_begins_behind_what_is_archived_whatever_a_tail_claims(begun: Archive, claimed: int) -> None:
+def test_a_copy_begins_behind_the_archive_at_any_claim_of_a_tail(begun: Archive, claimed: int) -> None:
     begun.documents.write_tail(CHAIN, claimed)
 
     assert start(begun, start_at_end=True)() == 21
@@ -378,7 +380,7 @@ def test_the_keys_are_ignored_where_the_copy_has_begun_already(begun: Archive) -
     assert resolve(positions={OTHER: 5}) == 21
 
 
-def test_a_spoiled_start_is_never_acted_on(begun: Archive) -> None:
+def test_a_corrupt_start_is_never_used(begun: Archive) -> None:
     key = begun.store.layout.start_document("FLEET", "us-east", "NODES")
     for spoiled in (b"{", b'{"format_version":1,"ends":{"x":-1}}', b'{"format_version":2}'):
         begun.objects.put(key, spoiled)
@@ -387,5 +389,5 @@ def test_a_spoiled_start_is_never_acted_on(begun: Archive) -> None:
 
 
 def test_a_start_reads_back_as_it_was_written() -> None:
-    for written in (Start(1), Start(1, -5), Start(1, sequence=7), Start(1, ends={"a/b/0000/0": 9})):
-        assert Start.from_json(written.to_json()) == written
+    for written in (FeedStart(1), FeedStart(1, -5), FeedStart(1, sequence=7), FeedStart(1, ends={"a/b/0000/0": 9})):
+        assert FeedStart.from_json(written.to_json()) == written

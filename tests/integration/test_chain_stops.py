@@ -1,5 +1,5 @@
-"""Every stop of a single chain ends in a command; run as it stands, the service goes on without a restart,
-and the other chains never waited.
+"""Stops of a single chain: run as printed, the command of the hint lets the service continue without a restart, and the
+other chains never wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.jetstream.api import ask, create_stream
+from common.jetstream.api import create_stream, query
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.segments.segment import Ledger, Reason
@@ -51,15 +51,15 @@ def chain_status(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[s
 
 
 async def stopped(health: Health, centre: Centre, code: str, chain: Chain = CHAIN) -> dict[str, Any]:
-    """What /status says of the chain once it has stopped with `code`; the target stays ready."""
+    """Wait until the chain has stopped with `code`, and return its /status; the target stays ready."""
     await soon(lambda: chain_status(health, centre, chain).get("code") == code)
     assert not health.problems()
     return chain_status(health, centre, chain)
 
 
 async def paste(centre: Centre, hint: str, wanted: str) -> None:
-    """Run the command of the hint that begins with `floe {wanted}`, with the file that the centre was started
-    from (which only commands remember).
+    """Run the command of the hint that begins with `floe {wanted}`, with a file of the centre's configuration (only
+    commands read it).
     """
     found = re.search(rf"floe ({wanted} -c) \S+ ([^;,()\n]*)", hint)
     assert found, hint
@@ -69,15 +69,15 @@ async def paste(centre: Centre, hint: str, wanted: str) -> None:
 
 
 async def change(client: FloeClient, centre: Centre, **config: Any) -> None:
-    """What `nats stream edit` does."""
-    info = await ask(client, f"STREAM.INFO.{centre.target}")
-    await ask(client, f"STREAM.UPDATE.{centre.target}", {**info["config"], **config})
+    """Change the configuration of the target, as `nats stream edit` does."""
+    info = await query(client, f"STREAM.INFO.{centre.target}")
+    await query(client, f"STREAM.UPDATE.{centre.target}", {**info["config"], **config})
 
 
-async def test_a_subject_that_the_target_does_not_take_goes_on_once_the_target_takes_it(
+async def test_a_subject_that_the_target_refuses_resumes_once_the_target_accepts_it(
     client: FloeClient, centre: Centre, archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingress_world, "QUICK", replace(ingress_world.QUICK, look_at_stopped=600.0))
+    monkeypatch.setattr(ingress_world, "QUICK", replace(ingress_world.QUICK, chain_recheck_s=600.0))
     archive.put([message(1), message(2, subject=b"elsewhere"), message(3)])
     centre.having(create=None)
     subjects = [f"{centre.target}.nodes.*"]
@@ -92,7 +92,7 @@ async def test_a_subject_that_the_target_does_not_take_goes_on_once_the_target_t
         await soon(lambda: "stopped" not in chain_status(health, centre))
 
 
-async def test_what_is_too_large_goes_on_by_itself(client: FloeClient, centre: Centre, archive: Archive) -> None:
+async def test_a_chain_resumes_at_a_raised_limit(client: FloeClient, centre: Centre, archive: Archive) -> None:
     archive.put([message(1), message(2, b"x" * 5000), message(3)])
     centre.having(create=None)
     config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
@@ -115,7 +115,7 @@ async def test_a_row_that_nobody_wants_is_stepped_over(client: FloeClient, centr
 
 
 async def check_shown(centre: Centre) -> None:
-    """What the commands say of chains that stand at 13..17, where a hole was filled in part."""
+    """Check the output of the commands on chains that are at 13..17, in a hole that was filled in part."""
     listed = await floe("gap", "ls", "-c", str(centre.write()), "--json")
 
     def stops() -> int:
@@ -132,8 +132,8 @@ async def check_shown(centre: Centre) -> None:
     assert all("2 of them were gone from the source by then" in row["why"] for row in rows), rows
 
 
-async def test_what_is_gone_from_a_filled_hole_stops_it(client: FloeClient, centre: Centre, archive: Archive) -> None:
-    """The segment 11..20 was lost and archived again, when the source held 13 and 17 no more."""
+async def test_rows_gone_from_a_filled_hole_stop_it(client: FloeClient, centre: Centre, archive: Archive) -> None:
+    """The segment 11..20 was lost and archived again, when the source no longer held 13 and 17."""
     lost = {chain: [m for m in rows_of(11, 20, chain) if m.sequence in (13, 17)] for chain in (CHAIN, OTHER)}
     for chain in (CHAIN, OTHER):
         archive.put(rows_of(1 if chain == CHAIN else 6, 10, chain), chain=chain)
@@ -151,7 +151,7 @@ async def test_what_is_gone_from_a_filled_hole_stops_it(client: FloeClient, cent
         await paste(centre, chain_status(health, centre)["hint"], "gap accept")
         await centre.carried(client, 12 + 28)
 
-        # The lost segment is put back: nobody has to give anything up.
+        # The lost segment is put back: no gap has to be accepted.
         archive.put(rows_of(11, 20, OTHER), chain=OTHER)
         archive.rows[OTHER] = rows_of(1, 30, OTHER)
         check_exact(await centre.carried(client, 30 + 28), archive, centre.prefix)
@@ -164,7 +164,7 @@ async def test_what_is_gone_from_a_filled_hole_stops_it(client: FloeClient, cent
 
 
 async def test_a_late_segment_is_not_masked(client: FloeClient, centre: Centre, archive: Archive) -> None:
-    """Twin A was paused with 1..100; the source let go of 1..50; B covers 1..120; then A's put lands."""
+    """Twin A was paused with 1..100; the source dropped 1..50; B covers 1..120; then A's put is stored."""
     early = {"ledger": Ledger({Reason.GONE_BEFORE_READ: 50}), "unread": SequenceRange(1, 50)}
     archive.put(rows_of(51, 120), SequenceRange(1, 120), **early)
     archive.put(rows_of(1, 100))
@@ -174,10 +174,10 @@ async def test_a_late_segment_is_not_masked(client: FloeClient, centre: Centre, 
 
 
 @pytest.mark.real
-async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told_and_not_carried(
+async def test_a_lost_range_is_accepted_and_its_late_rows_are_counted_and_not_carried(
     client: FloeClient, centre: Centre, archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.prefetch.LOOK_AGAIN", 1.0)
+    monkeypatch.setattr("ingress.chains.prefetch.SEARCH_INTERVAL_S", 1.0)
     archive.put(rows_of(1, 10))
     archive.put(rows_of(21, 30))
     source_having(centre, lost_segment_timeout="1s")
@@ -187,7 +187,7 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
         assert len(await centre.carried(client, 15)) == 15
         listed = (await floe("gap", "ls", "-c", str(centre.write()), "--json")).json()
         assert [(g["first"], g["last"], g["behind"], g["accepted"]) for g in listed] == [(11, 20, "21..30", "no")]
-        # Giving up comes last, on a line of its own, and asks.
+        # Accepting the gap comes last, on a line of its own, and asks.
         assert re.match(
             r"the source may still hold them: .* put the segment back; .*\nfloe gap accept [^\n]*$", found["hint"]
         )
@@ -200,7 +200,7 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
         await soon(lambda: counted(metrics.behind_gaps.labels("us-east", "NODES")) >= 1)
         check_exact(await centre.carried(client, 25), archive, centre.prefix)
         assert archive.store.is_intact(late)
-    [passed] = archive.documents.passed_gaps(centre.target, CHAIN)
+    [passed] = archive.documents.skipped_gaps(centre.target, CHAIN)
     assert passed.range == SequenceRange(11, 20)
 
 
@@ -216,10 +216,10 @@ async def test_skipping_binds_no_other_target(client: FloeClient, centre: Centre
         assert len(await waits.carried(client, 15)) == 15
         await paste(waits, chain_status(health, waits)["hint"], "gap accept")
         check_exact(await waits.carried(client, 25), archive, waits.prefix)
-    assert [g.range.first for g in archive.documents.passed_gaps(centre.target, CHAIN)] == [11]
+    assert [g.range.first for g in archive.documents.skipped_gaps(centre.target, CHAIN)] == [11]
 
 
-async def test_damage_that_nothing_covers_is_given_up(client: FloeClient, centre: Centre, archive: Archive) -> None:
+async def test_damage_that_nothing_covers_is_accepted(client: FloeClient, centre: Centre, archive: Archive) -> None:
     bad = archive.put(rows_of(1, 10))
     archive.put(rows_of(11, 20))
     path = archive.folder / bad.key
@@ -282,7 +282,7 @@ async def test_unreadable_pauses_stop_the_target(client: FloeClient, centre: Cen
         await soon(lambda: centre.status(health).get("code") == "E-PAUSES")
         assert centre.status(health)["hint"].endswith(f"--target {centre.target} --all")
         assert (await floe("chain", "pause", *named, "--site", "us-east", "--feed", "NODES")).code == 1
-        assert (await floe("chain", "resume", *named, "--all")).code == 2  # nobody can be asked
+        assert (await floe("chain", "resume", *named, "--all")).code == 2  # there is nobody to ask
         assert (await floe("chain", "resume", *named, "--all", "--yes")).code == 0
 
         check_exact(await centre.carried(client, 5), archive, centre.prefix)

@@ -1,4 +1,4 @@
-"""Fair turns, holes at the edges, and hints that lie: a prefetcher over a real archive, without a server."""
+"""Fair turns, holes at the edges, and wrong hints: a prefetcher over a real archive, without a server."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from common.segments.segment import Footer, Ledger, SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SpooledSegment, hash_file
 from common.sequences import SequenceRange
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.ingress import TargetSettings
 from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry, Turn
 from ingress.chains.prefetch import Prefetcher
-from ingress.checkpoint import Gap, advanced
-from ingress.rows.decoder import CHUNK_ROWS, KEPT, TURN_ROWS, KeptOpen
-from ingress.rows.prepare import Accepting, TargetLimits
-from ingress.rows.rows import DecodedAhead
+from ingress.checkpoint import Gap, advance_positions
+from ingress.rows.decoder import CHUNK_ROWS, MAX_OPEN_SEGMENTS, TURN_ROWS, OpenSegments
+from ingress.rows.prepare import SubjectFilters, TargetLimits
+from ingress.rows.rows import ReadyBlocks
 from tests.support.basics import PATIENCE, soon
 from tests.support.ingress import CHAIN, Archive, rows_of
 from tests.support.segments import forge
@@ -42,7 +42,7 @@ SMALL = [Chain(f"s{n}", "NODES") for n in range(9)]
 
 
 class Centre:
-    """Takes what a prefetcher has ready and remembers it as stored."""
+    """A target that takes all ready batches of a prefetcher, and remembers them as stored."""
 
     def __init__(
         self, archive: Archive, memory: int = 1 << 28, largest: int = 1 << 20, parks: bool = False, **source: Any
@@ -50,12 +50,12 @@ class Centre:
         sites = ["us-east", BIG.site, *(chain.site for chain in SMALL)]
         entry = {"site": sites, "feed": "NODES", **source}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [entry]})
-        registry = ChainRegistry(settings, TargetLimits(Accepting([">"]), largest, parks=parks))
-        self.threads = Threads("test", 4)
+        registry = ChainRegistry(settings, TargetLimits(SubjectFilters([">"]), largest, parks=parks))
+        self.threads = ThreadPool("test", 4)
         self.archive, self.stored = archive, dict[Chain, int]()
         self.order: list[tuple[Chain, int]] = []  # messages by chain, block by block
         self.prefetcher = Prefetcher(
-            registry, archive.store, archive.documents, self.threads, SystemClock(), DecodedAhead(memory)
+            registry, archive.store, archive.documents, self.threads, SystemClock(), ReadyBlocks(memory)
         )
 
     @asynccontextmanager
@@ -69,29 +69,29 @@ class Centre:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.threads.idle()
-            self.prefetcher.kept.drop()
+            await self.threads.wait_idle()
+            self.prefetcher.open_segments.drop()
             self.threads.close()
 
     def messages_of(self, chain: Chain, until: int | None = None) -> int:
-        """How many of the chain are among the first `until` blocks."""
+        """The number of the chain's messages among the first `until` blocks."""
         return sum(count for each, count in self.order[:until] if each == chain)
 
     async def _carry(self) -> None:
         while True:
             if (rows := await self.prefetcher.take(Stop(), 1.0)) is None:
                 continue
-            self.stored = advanced(self.stored, rows.pieces())
+            self.stored = advance_positions(self.stored, rows.pieces())
             pieces = [block.piece for block in rows.blocks]
             self.order += [(each.chain, each.count) for each in pieces if not isinstance(each.segment, Gap)]
             self.prefetcher.release(rows)
-            self.prefetcher.closed(self.stored)
+            self.prefetcher.record_stored(self.stored)
             await asyncio.sleep(0)
 
     async def look(self) -> None:
-        """What discovery does: the tails that are there, then a tick."""
+        """Add each chain with its tail, then tick, as discovery does."""
         for chain in self.archive.documents.chains():
-            self.prefetcher.found(chain, self.archive.documents.read_tail(chain))
+            self.prefetcher.add_chain(chain, self.archive.documents.read_tail(chain))
         await self.prefetcher.tick()
 
     async def reaches(self, positions: Mapping[Chain, int], seconds: float = PATIENCE) -> None:
@@ -103,7 +103,7 @@ class Centre:
 
 
 def empty_messages(count: int, size: int = 0) -> pa.Table:
-    """Messages 1 to `count`, each of `size` bytes: a few thousand bytes when it is written."""
+    """Messages 1 to `count`, each of `size` bytes: a few thousand bytes when written."""
     sequences = pa.array(range(1, count + 1), pa.int64())
     times = pc.multiply(sequences, 1000)
     given = {
@@ -117,7 +117,7 @@ def empty_messages(count: int, size: int = 0) -> pa.Table:
 
 
 def put_forged(archive: Archive, chain: Chain, table: pa.Table) -> SegmentRef:
-    """A segment as a site could make it that means harm: valid, and as few bytes as possible."""
+    """Put a segment as a hostile site could make it: valid, and in as few bytes as possible."""
     times, count = table["timestamp_ns"], table.num_rows
     raw, first, last = raw_size(table.combine_chunks().to_batches()[0]), times[0].as_py(), times[-1].as_py()
     footer = Footer(chain, 0, SequenceRange(1, count), count, Ledger({}), raw, first, last, None, "tests")
@@ -130,7 +130,7 @@ def put_forged(archive: Archive, chain: Chain, table: pa.Table) -> SegmentRef:
     return ref
 
 
-async def test_partitions_that_never_were_stop_the_incarnation_that_names_them_in_one_line(archive: Archive) -> None:
+async def test_partitions_that_never_existed_stop_the_incarnation_in_one_line(archive: Archive) -> None:
     archive.put(rows_of(1, 10))
     archive.put(rows_of(1, 20, SMALL[0]), chain=SMALL[0])
     archive.begin(LATER, previous={0: 10, 1: 0, **dict.fromkeys(range(2, 1024), 5)})
@@ -153,8 +153,8 @@ async def test_partitions_that_are_found_late_are_waited_for(archive: Archive) -
     archive.put(rows_of(1, 5, LATER), chain=LATER)
     archive.put(rows_of(1, 3, PARTS[1]), chain=PARTS[1])
     async with Centre(archive).running() as centre:
-        for chain in (CHAIN, LATER):  # a listing that was made before the partition was there
-            centre.prefetcher.found(chain)
+        for chain in (CHAIN, LATER):  # a listing from before the partition existed
+            centre.prefetcher.add_chain(chain)
         await centre.prefetcher.tick()
         await soon(lambda: PARTS[1] in {state.chain for state in centre.prefetcher.chains})
         assert centre.prefetcher.chains.get(LATER).stopped is None
@@ -178,7 +178,7 @@ async def test_partitions_above_the_count_stop_alone(archive: Archive, caplog: p
     assert not centre.stored.keys() & set(forged)
 
 
-async def test_documents_of_one_site_hold_up_no_other(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_documents_of_one_site_delay_no_other(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     hostile, go_on, waited = BIG.next_incarnation(), threading.Event(), threading.Event()
     archive.put(rows_of(1, 5, BIG), chain=BIG)
     archive.begin(hostile, previous={0: 5})
@@ -202,26 +202,26 @@ async def test_documents_of_one_site_hold_up_no_other(archive: Archive, monkeypa
 
 
 async def test_a_chain_that_waits_for_others_gets_no_turn_before_they_have_ended(archive: Archive) -> None:
-    """A thousand that wait would take a thousand turns for each intent that is closed."""
+    """Otherwise a thousand such chains would take a thousand turns for each intent that is closed."""
     prefetcher = Centre(archive).prefetcher
     prefetcher.reset({})
     for chain in (CHAIN, LATER):
-        prefetcher.found(chain)
-    prefetcher.chains.set_previous(LATER, {0: 10})
+        prefetcher.add_chain(chain)
+    prefetcher.chains.set_previous_ends(LATER, {0: 10})
     state = prefetcher.chains.get(LATER)
-    state.waits_for = prefetcher.chains.obstacle(LATER)
+    state.begin_obstacle = prefetcher.chains.obstacle(LATER)
 
-    prefetcher.closed({CHAIN: 5})
-    assert (state.turn, state.waits_for != "") == (Turn.NONE, True)
-    prefetcher.closed({CHAIN: 11})
+    prefetcher.record_stored({CHAIN: 5})
+    assert (state.turn, state.begin_obstacle != "") == (Turn.NONE, True)
+    prefetcher.record_stored({CHAIN: 11})
     assert state.turn is Turn.QUEUED
 
 
-# One site never holds up the others
+# One site never delays the others
 
 
 async def test_a_live_site_is_carried_beside_an_honest_backlog(archive: Archive) -> None:
-    """Merged segments, as they stand in the archive after an outage of the centre."""
+    """Merged segments, as the archive holds them after an outage of the centre."""
     backlog = [Chain(BIG.site, "NODES", 0, partition) for partition in range(4)]
     for chain in backlog:
         archive.put(rows_of(1, 50_000, chain), chain=chain, level=2)
@@ -230,37 +230,37 @@ async def test_a_live_site_is_carried_beside_an_honest_backlog(archive: Archive)
         for first in range(1, 101, 10):
             before = sum(map(centre.messages_of, backlog))
             archive.put(rows_of(first, first + 9, live), chain=live)
-            centre.prefetcher.found(live, first + 9)
+            centre.prefetcher.add_chain(live, first + 9)
             await centre.reaches({live: first + 10})
             place = [index for index, (chain, _) in enumerate(centre.order) if chain == live][-1]
             delays.append(sum(centre.messages_of(chain, place) for chain in backlog) - before)
         await centre.reaches(dict.fromkeys(backlog, 50_001))
-    # What was ready, and the turns that had begun: never all of the backlog.
+    # The ready batches, and the turns that had begun: never all of the backlog.
     assert max(delays) <= 100_000, delays
     assert sorted(delays)[len(delays) // 2] <= 4 * TURN_ROWS, delays
 
 
-async def test_a_turn_goes_on_in_the_same_open_segment(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_turn_resumes_in_the_same_open_segment(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
     chains = [Chain(BIG.site, "NODES", 0, partition) for partition in range(14)]
     for chain in chains:
         put_forged(archive, chain, empty_messages(4 * TURN_ROWS - 5))
     opened, kept = Counter[tuple[Chain, bool]](), list[int]()
-    real, keep = SegmentStore.open, KeptOpen.keep
+    real, keep = SegmentStore.open, OpenSegments.keep
 
     def open_counted(store: SegmentStore, ref: SegmentRef, **options: Any) -> Any:
-        opened[ref.chain, store._in_parts] += 1
+        opened[ref.chain, store._partial] += 1
         return real(store, ref, **options)
 
-    def keep_counted(each: KeptOpen[Any], *args: Any) -> None:
+    def keep_counted(each: OpenSegments[Any], *args: Any) -> None:
         keep(each, *args)
-        kept.append(len(each.kept))
+        kept.append(len(each.segments))
 
     monkeypatch.setattr(SegmentStore, "open", open_counted)
-    monkeypatch.setattr(KeptOpen, "keep", keep_counted)
+    monkeypatch.setattr(OpenSegments, "keep", keep_counted)
     async with Centre(archive).running() as centre:
         await centre.reaches(dict.fromkeys(chains, 4 * TURN_ROWS - 4))
-    # Eight stay open; the others are opened anew, and only the parts that are read are fetched then.
-    assert max(kept) == KEPT
+    # Eight stay open; the others are opened again, and only the parts that are read are fetched then.
+    assert max(kept) == MAX_OPEN_SEGMENTS
     assert {chain: opened[chain, False] for chain in chains} == dict.fromkeys(chains, 1)
     assert sum(opened[chain, True] for chain in chains) < 3 * len(chains) * 3 / 4
     assert {count for chain, count in centre.order} <= set(range(CHUNK_ROWS + 1))
@@ -269,12 +269,12 @@ async def test_a_turn_goes_on_in_the_same_open_segment(archive: Archive, monkeyp
 # Memory
 
 
-POOLS: list[pa.MemoryPool] = []  # what is left of a test is freed into the pool that it is from
+POOLS: list[pa.MemoryPool] = []  # leftovers of a test are freed into the pool that they came from
 
 
 @contextmanager
 def counted_pool() -> Iterator[pa.MemoryPool]:
-    """What pyarrow allocates within the block."""
+    """A pool that counts the allocations of pyarrow within the block."""
     before = pa.default_memory_pool()
     POOLS.append(pool := pa.proxy_memory_pool(before))
     pa.set_memory_pool(pool)

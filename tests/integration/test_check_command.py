@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from common.jetstream.client import FloeClient
-from common.segments.alive import Alive, ChainSign
+from common.segments.alive import ChainHeartbeat, HeartbeatObject
 from common.segments.documents import ChainDocument, ChainStore, CompactionRun
 from common.service.monitor import Health, Monitor
 from infra.local.process import free_ports, spawn
@@ -35,7 +35,7 @@ STATES = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
 
 
 async def checked(*words: str, code: int) -> str:
-    """The line of a check, which ended with `code` and says so."""
+    """Run a check, which must exit with `code` and state it, and return its line."""
     done = await floe("check", *words)
     assert done.code == code, done
     assert LINE.fullmatch(done.out), done.out
@@ -50,17 +50,17 @@ async def test_egress_is_asked_at_its_monitor(bench: Bench, nats_url: str, tmp_p
     [port] = free_ports(1)
     role = {"feeds": [{"stream": stream}], "monitor": {"listen": f"0.0.0.0:{port}"}}
     config = configured(tmp_path, site=SITE, nats={"url": nats_url}, store=bench.store_config, egress=role)
-    said = await checked("egress", "-c", config, code=3)
-    assert f"monitor at 0.0.0.0:{port}" in said
+    line = await checked("egress", "-c", config, code=3)
+    assert f"monitor at 0.0.0.0:{port}" in line
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.status(stream).get("end") == 50)
         await soon(lambda: not running.health.problems())
         monitor = Monitor(f"127.0.0.1:{port}", running.health)
         monitor.start()
         try:
-            said = await checked("egress", "-c", config, code=0)
-            assert said.startswith("OK - 1 chain, 0 sequences not archived | chains=1 stopped=0")
-            running.health.set_ready("somebody", False, "is away")  # of "objects", egress says again that it is ready
+            line = await checked("egress", "-c", config, code=0)
+            assert line.startswith("OK - 1 chain, 0 sequences not archived | chains=1 stopped=0")
+            running.health.set_ready("somebody", False, "is away")  # egress itself sets "objects" ready again
             assert "not ready: somebody: is away" in await checked("egress", "-c", config, code=1)
             running.health.set_ready("somebody", True)
             await bench.delete_stream(stream)
@@ -85,8 +85,8 @@ async def test_ingress_is_asked_at_its_monitor(
         try:
             await centre.carried(client, 20)
             await soon(lambda: str(CHAIN) in health.chains() and not health.problems())
-            said = await checked("ingress", "-c", str(config), code=0)
-            assert said.startswith("OK - 1 target, 1 chain, 0 s behind | targets=1 chains=1")
+            line = await checked("ingress", "-c", str(config), code=0)
+            assert line.startswith("OK - 1 target, 1 chain, 0 s behind | targets=1 chains=1")
             archive.put(rows_of(31, 40))
             await soon(lambda: lag(health) >= 2)
             assert "s behind" in await checked("ingress", "-c", str(config), "--warning", "1s", code=1)
@@ -96,14 +96,14 @@ async def test_ingress_is_asked_at_its_monitor(
 
 
 def lag(health: Health) -> float:
-    """Seconds that the one chain of the one target is behind."""
+    """The lag in seconds of the one chain of the one target."""
     [target] = [part for name, part in health.status()["parts"].items() if name.startswith("target ")]
     return float(target["chains"][str(CHAIN)]["lag_seconds"])
 
 
 async def test_a_wrong_command_line_or_configuration_is_unknown_and_not_critical(tmp_path: Path) -> None:
     config = configured(tmp_path, store={"url": f"file://{tmp_path}"}, ingress={"monitor": {"listen": ""}})
-    for wrong, told in (
+    for wrong, part in (
         ("", "E-USAGE: floe check: expected one of egress, ingress, archive, compaction, found nothing"),
         ("egres", "E-USAGE: No such command 'egres'"),
         ("egress --warning soon", "expected a duration such as"),
@@ -115,7 +115,7 @@ async def test_a_wrong_command_line_or_configuration_is_unknown_and_not_critical
         (f"ingress -c {tmp_path}/none.yaml", "E-CONFIG"),
         ("ingress -c FILE", "ingress.monitor.listen: expected an address"),
     ):
-        assert told in await checked(*wrong.replace("FILE", config).split(), code=3)
+        assert part in await checked(*wrong.replace("FILE", config).split(), code=3)
 
 
 def configured(folder: Path, **document: object) -> str:
@@ -125,28 +125,28 @@ def configured(folder: Path, **document: object) -> str:
     return str(path)
 
 
-async def test_the_archive_is_looked_at_in_the_bucket(tmp_path: Path) -> None:
+async def test_the_archive_is_checked_in_the_bucket(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "store")
     config = configured(tmp_path, store={"url": f"file://{archive.folder}", "prefix": "data"})
     assert "nothing is archived" in await checked("archive", "-c", config, code=3)
     never = replace(CHAIN, feed="NEVER")
-    stop = ChainSign("stopped", 0.0, "E-SOURCE-GONE", chain=never)
-    archive.documents.write_alive("host", Alive(CHAIN.site, "host", 0.0, (stop,)))
+    stop = ChainHeartbeat("stopped", 0.0, "E-SOURCE-GONE", chain=never)
+    archive.documents.write_heartbeat("host", HeartbeatObject(CHAIN.site, "host", 0.0, (stop,)))
     for words in ([], [f"{CHAIN.site}/NEVER"], [CHAIN.site]):
         assert f"{never}: stopped at its site: E-SOURCE-GONE" in await checked("archive", "-c", config, *words, code=2)
     assert "elsewhere" in await checked("archive", "-c", config, "elsewhere", code=3)
     archive.put(rows_of(1, 20))
     newest = archive.put(rows_of(21, 40))
-    sign = ChainSign("reading", 0.0, "", "", 40, 47, 0.0, chain=CHAIN)
-    archive.documents.write_alive("host", Alive(CHAIN.site, "host", 0.0, (sign,)))
-    said = await checked("archive", "-c", config, CHAIN.site, code=0)
-    assert said.startswith("OK - 1 chain, 7 sequences not archived | chains=1 holes=0 damaged=0 not_archived=7")
+    heartbeat = ChainHeartbeat("reading", 0.0, "", "", 40, 47, 0.0, chain=CHAIN)
+    archive.documents.write_heartbeat("host", HeartbeatObject(CHAIN.site, "host", 0.0, (heartbeat,)))
+    line = await checked("archive", "-c", config, CHAIN.site, code=0)
+    assert line.startswith("OK - 1 chain, 7 sequences not archived | chains=1 holes=0 damaged=0 not_archived=7")
 
-    forked = ChainSign("stopped", 0.0, "E-FORKED", "", 40, 47, 0.0, chain=CHAIN)
-    archive.documents.write_alive("a", Alive(CHAIN.site, "a", 0.0, (forked,)))
-    archive.documents.write_alive("host", Alive(CHAIN.site, "host", 0.0, (sign,)))
+    forked = ChainHeartbeat("stopped", 0.0, "E-FORKED", "", 40, 47, 0.0, chain=CHAIN)
+    archive.documents.write_heartbeat("a", HeartbeatObject(CHAIN.site, "a", 0.0, (forked,)))
+    archive.documents.write_heartbeat("host", HeartbeatObject(CHAIN.site, "host", 0.0, (heartbeat,)))
     assert "stopped at its site: E-FORKED" in await checked("archive", "-c", config, code=2), "though another reads"
-    [gone, alive] = archive.documents.listed_alive()
+    [gone, alive] = archive.documents.list_heartbeats()
     (archive.folder / gone.key).unlink()
 
     before = alive.modified - 1000
@@ -167,9 +167,9 @@ async def test_the_archive_is_looked_at_in_the_bucket(tmp_path: Path) -> None:
     other = replace(CHAIN, site="spoiled")
     archive.put(rows_of(1, 5), chain=other)
     archive.objects.put(archive.store.layout.stream_document(other.next_incarnation()), b'{"previous": {"x": 1}}')
-    told = await checked("archive", "-c", config, code=2)
-    assert "41..50 missing" in told
-    assert "damaged: data/_floe/site=spoiled/" in told, "one site's document hides nothing of the others"
+    part = await checked("archive", "-c", config, code=2)
+    assert "41..50 missing" in part
+    assert "damaged: data/_floe/site=spoiled/" in part, "one site's document hides nothing of the others"
 
 
 async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     compaction = {"levels": [level], "engine": "local", "allow_short_times": True}
     store = {"url": f"file://{tmp_path}/store", "prefix": "data"}
     config = configured(tmp_path, store=store, compaction=compaction)
-    said = await checked("compaction", "-c", config, code=0)
-    assert said.startswith("OK - 0 segments wait for a merge; none was made yet | chains=0 waiting=0")
+    line = await checked("compaction", "-c", config, code=0)
+    assert line.startswith("OK - 0 segments wait for a merge; none was made yet | chains=0 waiting=0")
     for first in range(1, 40, 10):
         archive.put(first, first + 9, age=7200)
     documents = ChainStore(archive.objects, archive.layout)
@@ -190,8 +190,8 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     # Whatever `max_wait` is: a run that has nothing to do succeeds too.
     levels = [{**level, "max_wait": "30d", "min_count": 9}]
     patient = configured(tmp_path, store=store, compaction={**compaction, "levels": levels})
-    said = await checked("compaction", "-c", patient, *limits, code=1)
-    assert "no run is noted, and the oldest segment is 72" in said
+    line = await checked("compaction", "-c", patient, *limits, code=1)
+    assert "no run is noted, and the oldest segment is 72" in line
     documents.write_run(None, None, CompactionRun(time.time(), 1.0, 0, time.time() - 4 * 86_400))
     assert "no run has succeeded for 345" in await checked("compaction", "-c", patient, code=2)
     archive.objects.delete(archive.layout.run(None, None))
@@ -201,23 +201,23 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     textfile = tmp_path / "floe.prom"
     done = await floe("compact", "-c", config, "--metrics-textfile", str(textfile))
     assert done.code == 0, done
-    said = await checked("compaction", "-c", config, *limits, code=0)
-    assert "last_success=" in said
+    line = await checked("compaction", "-c", config, *limits, code=0)
+    assert "last_success=" in line
     documents.write_run(None, None, CompactionRun(time.time(), 1.0, 75, time.time() - 7200))
-    said = await checked("compaction", "-c", config, *limits, code=1)
-    assert "no run has succeeded for 72" in said
+    line = await checked("compaction", "-c", config, *limits, code=1)
+    assert "no run has succeeded for 72" in line
     documents.write_run(None, None, CompactionRun(time.time(), 1.0, 75))
     assert "no run has succeeded yet" in await checked("compaction", "-c", config, *limits, code=2)
-    said = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=0)
-    assert "the last was made" in said
-    assert "last_success=" in said
+    line = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=0)
+    assert "the last was made" in line
+    assert "last_success=" in line
     textfile.write_text("floe_compaction_last_success_timestamp_seconds 0.0\n")
-    said = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=2)
-    assert "no run has succeeded yet" in said
+    line = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=2)
+    assert "no run has succeeded yet" in line
     textfile.unlink()
     for nothing in (textfile, Path("/dev/zero")):
-        said = await checked("compaction", "-c", config, *limits, "--textfile", str(nothing), code=3)
-        assert f"{nothing}: expected the metrics of a run, found none" in said
+        line = await checked("compaction", "-c", config, *limits, "--textfile", str(nothing), code=3)
+        assert f"{nothing}: expected the metrics of a run, found none" in line
 
 
 def test_ctrl_c_decides_nothing(tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_ctrl_c_decides_nothing(tmp_path: Path) -> None:
         try:
             with silent.accept()[0]:
                 process.send_signal(signal.SIGINT)
-                shown, told = process.communicate(timeout=PATIENCE)
+                shown, part = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
             process.communicate()
-    assert (process.returncode, shown, told) == (3, "UNKNOWN - interrupted before it was known\n", "")
+    assert (process.returncode, shown, part) == (3, "UNKNOWN - interrupted before it was known\n", "")

@@ -66,11 +66,11 @@ def site(tmp_path: Path) -> Site:
 def test_a_run_prints_a_table_of_what_it_did_and_then_has_nothing_to_do(site: Site):
     done = run_here("-v", "compact", "-c", str(site.config))
     lines = done.out.splitlines()
-    said = [json.loads(line) for line in done.err.splitlines() if line.startswith("{")]
-    assert [said[0]["action"], said[-1]["action"]] == ["started", "ended"]
-    assert (said[0]["engine"], said[0]["store"]) == ("local", f"file://{site.folder}/store/data")
-    assert (said[-1]["merged"], said[-1]["rows"], said[-1]["deleted"], said[-1]["failures"]) == (1, 40, 3, 0)
-    [merged] = (line for line in said if line["action"] == "segment_merged")
+    output = [json.loads(line) for line in done.err.splitlines() if line.startswith("{")]
+    assert [output[0]["action"], output[-1]["action"]] == ["process_started", "process_ended"]
+    assert (output[0]["engine"], output[0]["store"]) == ("local", f"file://{site.folder}/store/data")
+    assert (output[-1]["merged"], output[-1]["rows"], output[-1]["deleted"], output[-1]["failures"]) == (1, 40, 3, 0)
+    [merged] = (line for line in output if line["action"] == "segment_merged")
     assert (merged["first"], merged["last"], merged["rows"]) == (1, 40, 40)
     assert merged["stored_bytes"] > 0
     assert lines[0].split() == ["action", "chain", "level", "sequences", "segments", "bytes", "into"]
@@ -80,10 +80,10 @@ def test_a_run_prints_a_table_of_what_it_did_and_then_has_nothing_to_do(site: Si
     assert site.ranges() == ["0:31..40", "1:1..40"]
 
 
-def test_a_run_that_does_nothing_says_why_and_when_it_will(site: Site):
+def test_a_run_that_does_nothing_shows_why_and_when_it_will(site: Site):
     site.configure(levels=[{**LEVEL, "min_age": "1h", "max_wait": "2h"}])
-    said, first = site.compact().out.splitlines()
-    assert said == "nothing to do yet: 4 segments of 1 chain left as they are"
+    output, first = site.compact().out.splitlines()
+    assert output == "nothing to do yet: 4 segments of 1 chain left as they are"
     assert first.startswith("us-east/NODES/0000/0 level 0: 4 segments: 4 younger than ")
     assert "next merge in " in first
     assert [each["segments"] for each in site.compact("--json")["waiting"]] == [4]
@@ -93,7 +93,7 @@ def test_a_run_that_does_nothing_says_why_and_when_it_will(site: Site):
 
 
 def test_only_v_shows_the_log_of_a_run_and_without_it_progress_is_shown(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "PRINT_INTERVAL_S", 0.0)
     done = site.compact()
     assert not any(line.startswith("{") for line in done.err.splitlines())
     assert "100%  merge 1 of 1" in done.err
@@ -104,7 +104,7 @@ def test_only_v_shows_the_log_of_a_run_and_without_it_progress_is_shown(site: Si
 
 
 def test_verification_shows_how_much_is_left(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "PRINT_INTERVAL_S", 0.0)
     other = Chain("us-west", "NODES")
     site.chains.create_chain(other, ChainDocument((), 1, 1))
     site.put(1, 9, age=700, chain=other)
@@ -114,7 +114,7 @@ def test_verification_shows_how_much_is_left(site: Site, monkeypatch: pytest.Mon
     assert shown[-1].split()[0] == "100%"
 
 
-def test_a_selection_of_others_does_nothing_or_is_an_error_that_says_what_is_there(site: Site):
+def test_a_selection_of_others_does_nothing_or_is_an_error_with_the_known_ones(site: Site):
     assert "there are us-east" in site.compact("nosuch", code=2).err
     assert "did you mean us-east/NODES?" in site.compact("us-east/NODE", code=2).err
     assert "there are us-east/NODES/0000/0" in site.compact("us-east/NODES/7", "--dry-run", code=2).err
@@ -173,7 +173,7 @@ def test_a_sound_chain_verifies_shallow_and_deep(site: Site):
     assert (found["first"], found["last"], found["segments"], found["problems"]) == (1, 40, {"0": 1, "1": 1}, [])
 
 
-def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_until_it_is_given_up(site: Site):
+def test_late_rows_are_reported_until_they_are_united_and_lost_ones_until_accepted(site: Site):
     chain = begun(site)
     expired = {"ledger": {Reason.GONE_BEFORE_READ: 50}, "unread": SequenceRange(1, 50)}
     site.put(1, 120, rows(range(51, 121)), age=700, chain=chain, **expired)
@@ -199,7 +199,7 @@ def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_unt
     assert site.footer(filled).ledger.to_json() == {"gone_from_hole": 1}
 
 
-def test_late_rows_in_a_segment_of_level_9_stay_and_verify_says_so(site: Site):
+def test_late_rows_in_a_segment_of_level_9_stay_and_verify_shows_it(site: Site):
     chain = begun(site)
     gone = {"ledger": {Reason.GONE_BEFORE_READ: 4}, "unread": SequenceRange(35, 38)}
     site.put(1, 40, rows(n for n in range(1, 41) if not 35 <= n <= 38), level=9, age=700, chain=chain, **gone)
@@ -211,13 +211,13 @@ def test_late_rows_in_a_segment_of_level_9_stay_and_verify_says_so(site: Site):
 
 
 def begun(site: Site, first: int = 1) -> Chain:
-    """Another chain, without segments."""
+    """Make another chain, without segments."""
     chain = Chain("eu-west", "NODES")
     site.chains.create_chain(chain, ChainDocument((), 1, first))
     return chain
 
 
-def test_a_chain_must_begin_where_its_document_says_and_a_spoiled_one_is_a_problem_of_its_chain(site: Site):
+def test_a_chain_must_begin_as_documented_and_a_corrupt_document_is_a_problem_of_its_chain(site: Site):
     late = begun(site, 5)
     site.put(11, 20, chain=late)
     site.objects.put(site.layout.chain_document(CHAIN), b"{")
@@ -228,10 +228,10 @@ def test_a_chain_must_begin_where_its_document_says_and_a_spoiled_one_is_a_probl
     assert site.verify("--json", "eu-west")[0]["problems"] == []
 
 
-# What is told once, and put away
+# Problems that are reported once, and quarantine
 
 
-def test_a_fork_ends_with_3_while_it_is_new_and_always_with_strict_until_its_command_puts_one_side_away(site: Site):
+def test_a_fork_ends_with_3_while_it_is_new_and_always_with_strict_until_one_side_is_quarantined(site: Site):
     false = site.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
     before = site.path(false.key).read_bytes()
     lines = site.compact("--strict", code=3).err.splitlines()
@@ -265,7 +265,7 @@ def test_junk_among_the_tombstones_is_offered_for_quarantine(site: Site):
     assert site.compact("--strict").code == 0
 
 
-def test_quarantine_is_refused_for_what_nothing_else_covers_and_for_documents(site: Site):
+def test_quarantine_is_refused_for_uncovered_segments_and_for_documents(site: Site):
     segment = site.listed()[0]
     twin = site.put(1, 10, rows(range(1, 11), salt="other"))
     site.path(twin.key).write_bytes(b"?")  # it covers by name only
@@ -293,7 +293,7 @@ def test_quarantine_is_refused_for_what_nothing_else_covers_and_for_documents(si
 
 
 def samples(path: Path) -> dict[str, float]:
-    """What a textfile says, without the prefix of its names."""
+    """The samples of a textfile, without the prefix of their names."""
     lines = [line.split(" ") for line in path.read_text().splitlines() if not line.startswith("#")]
     return {name.removeprefix("floe_compaction_"): float(value) for name, value in lines}
 
@@ -321,9 +321,7 @@ def test_a_run_leaves_its_metrics_for_a_textfile_collector(site: Site, tmp_path:
     assert second["last_run_timestamp_seconds"] > first["last_run_timestamp_seconds"]
 
 
-def test_a_textfile_that_cannot_be_made_is_told_before_anything_is_done_and_a_dry_run_has_none(
-    site: Site, tmp_path: Path
-):
+def test_an_unwritable_textfile_is_an_error_before_any_work_and_a_dry_run_has_none(site: Site, tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     before = site.listed()
     for name in ("missing/floe.prom", "pipe", ".", "store"):

@@ -1,4 +1,4 @@
-"""Merging real segments in a folder, and comparing what came of it with what went in."""
+"""Merges of real segments in a folder; the output is compared with the inputs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 from common.errors import DataError, Unavailable
 from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import Inputs, Ledger, Reason, SegmentRef, Tip
+from common.segments.segment import Ledger, MergeInputs, Reason, SegmentRef, Tip
 from common.sequences import SequenceRange, Stretch
 from compaction.compare import prove_by_reading
 from compaction.failures import UnreadableInput
-from compaction.merge import Merged, merge
+from compaction.merge import MergedSegment, merge
 from compaction.plan import Output
-from compaction.supersede import Supersession, made_by
+from compaction.supersede import Supersession, supersession_of_merge
 from tests.support.compaction import Archive, rows
 
-# Kept for ever: whatever was allocated from it refers to it.
+# Kept for ever: everything that was allocated from it refers to it.
 COUNTING = pa.proxy_memory_pool(pa.default_memory_pool())
 INPUTS: dict[str, tuple[SegmentRef, ...]] = {}  # of outputs, by key
 
@@ -29,14 +29,14 @@ def archive(tmp_path: Path) -> Archive:
     return Archive(tmp_path)
 
 
-def merged(archive: Archive, *inputs: SegmentRef, level: int = 1) -> Merged:
+def merged(archive: Archive, *inputs: SegmentRef, level: int = 1) -> MergedSegment:
     result = merge(archive.store, Output(level, tuple(sorted(inputs, key=lambda s: (s.coverage, s.name)))))
     INPUTS[result.ref.key] = inputs
     return result
 
 
-def proved(archive: Archive, result: Merged) -> None:
-    prove_by_reading(archive.store, made_by(result.ref, INPUTS[result.ref.key]))
+def proved(archive: Archive, result: MergedSegment) -> None:
+    prove_by_reading(archive.store, supersession_of_merge(result.ref, INPUTS[result.ref.key]))
 
 
 def replaced(batch: pa.RecordBatch, name: str, value: Callable[[int], bytes | None]) -> pa.RecordBatch:
@@ -46,7 +46,7 @@ def replaced(batch: pa.RecordBatch, name: str, value: Callable[[int], bytes | No
     return pa.RecordBatch.from_arrays(list(arrays.values()), schema=batch.schema)
 
 
-def test_the_footer_says_what_the_inputs_say_together(archive: Archive):
+def test_the_footer_unites_those_of_the_inputs(archive: Archive):
     inputs = [
         archive.put(1, 50, rows(range(1, 41)), ledger={Reason.SAMPLED_OUT: 7, Reason.DELETED: 3}),
         archive.put(51, 60, rows([]), ledger={Reason.NOT_MATCHED: 10}, tip=None),
@@ -55,7 +55,7 @@ def test_the_footer_says_what_the_inputs_say_together(archive: Archive):
     assert footer.is_balanced()
     assert footer.ledger == Ledger({Reason.DELETED: 3, Reason.NOT_MATCHED: 10, Reason.SAMPLED_OUT: 7})
     assert footer.tip == Tip(50, 50, "0" * 32)
-    assert footer.inputs == Inputs.of([s.name for s in inputs])
+    assert footer.inputs == MergeInputs.of([s.name for s in inputs])
     assert (footer.first_timestamp_ns, footer.last_timestamp_ns) == tuple(
         1_700_000_000_000_000_000 + n * 1_001 for n in (1, 40)
     )
@@ -69,24 +69,24 @@ def test_the_same_inputs_give_the_same_bytes(archive: Archive):
 
 
 def gone(archive: Archive, first: int, last: int, *missing: int, reason: Reason, **ledger: int) -> SegmentRef:
-    """A segment that lacks `missing`, and says that it did not read them."""
+    """Put a segment that lacks `missing` and records them as unread."""
     held = rows(s for s in range(first, last + 1) if s not in missing)
     counts = {reason: len(missing) - sum(ledger.values()), **{Reason(r): n for r, n in ledger.items()}}
     return archive.put(first, last, held, ledger=counts, unread=SequenceRange(min(missing), max(missing)))
 
 
-def test_the_ledger_of_a_merge_is_balanced_and_says_what_is_unread(archive: Archive):
-    def said(*inputs: SegmentRef) -> tuple[Ledger, SequenceRange | None]:
+def test_the_ledger_of_a_merge_is_balanced_and_names_unread_rows(archive: Archive):
+    def united(*inputs: SegmentRef) -> tuple[Ledger, SequenceRange | None]:
         footer = archive.footer(merged(archive, *inputs).ref)
         assert footer.is_balanced()
         return footer.ledger, footer.unread
 
     one = archive.put(1, 60, rows(range(1, 31)), ledger={Reason.DELETED: 20, Reason.TOO_OLD: 10})
     other = archive.put(51, 100, rows(range(91, 101)), ledger={Reason.DELETED: 20, Reason.NOT_MATCHED: 20})
-    assert said(one, other) == (Ledger({Reason.DELETED: 20, Reason.TOO_OLD: 10, Reason.UNATTRIBUTED: 30}), None)
-    # An overlap of which one reason is left keeps it.
+    assert united(one, other) == (Ledger({Reason.DELETED: 20, Reason.TOO_OLD: 10, Reason.UNATTRIBUTED: 30}), None)
+    # An overlap with one remaining reason keeps that reason.
     part = archive.put(251, 300, rows(range(251, 261)), ledger={Reason.SAMPLED_OUT: 40})
-    assert said(archive.put(201, 260), part) == (Ledger({Reason.SAMPLED_OUT: 40}), None)
+    assert united(archive.put(201, 260), part) == (Ledger({Reason.SAMPLED_OUT: 40}), None)
 
     unread, hole = Reason.GONE_BEFORE_READ, Reason.GONE_FROM_HOLE
     inputs = [
@@ -95,14 +95,14 @@ def test_the_ledger_of_a_merge_is_balanced_and_says_what_is_unread(archive: Arch
         gone(archive, 1101, 1150, 1120, 1123, reason=hole),
         archive.put(1151, 1200),
     ]
-    assert said(*inputs) == (Ledger({unread: 14, hole: 2}), SequenceRange(1011, 1123))
+    assert united(*inputs) == (Ledger({unread: 14, hole: 2}), SequenceRange(1011, 1123))
     # Rows that the longer segment has read are no longer counted as unread of the shorter one.
     part = gone(archive, 2001, 2060, *range(2041, 2061), reason=hole)
-    assert said(part, archive.put(2051, 2100)) == (Ledger({hole: 10}), SequenceRange(2041, 2050))
-    # Which of 5..14 are gone the ledger does not say: none of the five is forgotten.
+    assert united(part, archive.put(2051, 2100)) == (Ledger({hole: 10}), SequenceRange(2041, 2050))
+    # The ledger does not state which of 5..14 are gone: none of the five is forgotten.
     mixed = gone(archive, 3001, 3020, *range(3005, 3015), reason=unread, sampled_out=3, too_old=2)
     ledger = Ledger({unread: 5, Reason.UNATTRIBUTED: 2})
-    assert said(mixed, archive.put(3005, 3007)) == (ledger, SequenceRange(3008, 3014))
+    assert united(mixed, archive.put(3005, 3007)) == (ledger, SequenceRange(3008, 3014))
 
 
 def test_the_tip_is_that_of_the_input_that_reaches_furthest(archive: Archive):
@@ -146,7 +146,7 @@ def test_the_sample_key_is_no_content_and_the_preferred_segment_s_stays(archive:
     proved(archive, result)
 
 
-def test_a_damaged_input_is_named_and_a_deleted_one_said_to_be_gone_and_nothing_is_left_behind(archive: Archive):
+def test_a_damaged_or_deleted_input_is_named_as_such_and_nothing_is_left_behind(archive: Archive):
     sound, damaged, deleted = archive.put(1, 40), archive.put(41, 90), archive.put(91, 99)
     archive.path(damaged.key).write_bytes(b"PAR1" + bytes(damaged.size - 8) + b"PAR1")
     archive.store.delete(deleted)
@@ -162,7 +162,7 @@ def test_a_damaged_input_is_named_and_a_deleted_one_said_to_be_gone_and_nothing_
     assert refused.value.code == "E-SPOOL"
 
 
-# The proof: what `prove_by_reading` refuses
+# The proof: outputs that `prove_by_reading` refuses
 
 
 ALL = range(1, 101)
@@ -185,7 +185,7 @@ def test_a_row_that_is_missing_added_or_changed_is_found(
     inputs = [archive.put(a, z, rows(n for n in lower if a <= n <= z)) for a, z in ((1, 50), (second, 100))]
     upper = archive.put(1, 100, rows(sorted(held), salt=salt), level=1)
     with pytest.raises(DataError, match=f"sequence {number} of") as caught:
-        prove_by_reading(archive.store, made_by(upper, inputs))
+        prove_by_reading(archive.store, supersession_of_merge(upper, inputs))
     assert caught.value.code == code
 
 

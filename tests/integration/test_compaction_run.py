@@ -16,11 +16,11 @@ from common.segments import writer
 from common.segments.documents import list_snapshots
 from common.segments.keys import StateName
 from common.segments.segment import SegmentRef
-from compaction.compare import Keeper
+from compaction.compare import DeletionProof
 from compaction.failures import exit_code
-from compaction.run import Compaction, Deletion, LocalRunner, Report, Selection
-from compaction.supersede import made_by
-from compaction.tombstones import Tombstones
+from compaction.run import Compaction, Deletion, LocalRunner, RunReport, Selection
+from compaction.supersede import supersession_of_merge
+from compaction.tombstones import TombstoneStore
 from tests.integration.test_compaction_cli import Site
 from tests.support.basics import seeded
 from tests.support.compaction import CHAIN, DUE, OTHER, Archive, TestPolicy, begun, rows
@@ -32,7 +32,7 @@ def archive(tmp_path: Path) -> Archive:
     return begun(tmp_path, CHAIN, OTHER)
 
 
-#: Nothing is merged by it.
+#: A policy that merges nothing.
 NEVER = TestPolicy(min_age=10**9, max_wait=10**9, min_count=1000, min_size=10**9, max_size=10**9)
 
 
@@ -40,14 +40,14 @@ def compaction(archive: Archive, *policies: TestPolicy, grace: float | None = 0)
     return Compaction(archive.store, policies or (DUE,), grace, LocalRunner(archive.store))
 
 
-def run(archive: Archive, *policies: TestPolicy, grace: float | None = 0, **selection: object) -> Report:
+def run(archive: Archive, *policies: TestPolicy, grace: float | None = 0, **selection: object) -> RunReport:
     return compaction(archive, *policies, grace=grace).run(Selection(**selection))
 
 
 def fill(
     archive: Archive, count: int = 4, *, age: float = 700, chain: Chain = CHAIN, first: int = 1
 ) -> list[SegmentRef]:
-    """Adjacent segments of ten sequences each."""
+    """Put adjacent segments of ten sequences each."""
     return [archive.put(n, n + 9, age=age, chain=chain) for n in range(first, first + count * 10, 10)]
 
 
@@ -55,7 +55,7 @@ def tombstones(archive: Archive) -> list[str]:
     return [info.key for info in archive.objects.list(archive.layout.tombstones_prefix(CHAIN))]
 
 
-def after_the_grace(archive: Archive) -> Report:
+def after_the_grace(archive: Archive) -> RunReport:
     for stone in tombstones(archive):
         archive.age(stone, 4000)
     return run(archive, grace=3600)
@@ -75,7 +75,7 @@ def test_a_due_run_is_merged_and_its_inputs_go_the_last_one_and_the_tombstone_wh
     assert (len(report.merged), len(report.tombstones), len(report.deleted), report.failures) == (1, 1, 3, [])
     assert archive.ranges() == ["0:31..40", "1:1..40"]
     assert archive.read().equals(before)
-    assert run(archive) == Report()
+    assert run(archive) == RunReport()
     fill(archive, 1, age=0, first=41)
     assert run(archive).deleted[0].coverage.first == 31
     assert tombstones(archive) != []
@@ -99,7 +99,7 @@ def test_a_selection_leaves_other_chains_and_levels_alone(archive: Archive):
     fill(archive)
     fill(archive, chain=OTHER)
     for elsewhere in ({"site": "nobody"}, {"partition": 7}, {"level": 1}):
-        assert run(archive, **elsewhere) == Report()
+        assert run(archive, **elsewhere) == RunReport()
     report = run(archive, site="eu-west", feed="NODES", partition=0, level=0)
     assert {m.ref.chain for m in report.merged} == {OTHER}
 
@@ -119,33 +119,33 @@ def test_a_damaged_output_is_made_again_while_its_inputs_are_there(archive: Arch
     assert archive.read().equals(before)
 
 
-def test_what_only_level_9_contains_stays_and_is_told_once(archive: Archive):
+def test_segments_only_in_level_9_stay_and_are_logged_once(archive: Archive):
     archive.put(1, 20, rows([1]), level=9)
     late = archive.put(2, 5)
     first, second = run(archive), run(archive)
     assert [f.code for f in first.failures] == ["E-ROWS-MISSING"] == [f.code for f in second.failures]
-    assert (first.told, second.told) == ([], second.failures)
+    assert (first.known_failures, second.known_failures) == ([], second.failures)
     assert late.key in {s.key for s in archive.listed()}
 
 
-def test_a_fork_is_told_again_only_when_it_was_over_and_neither_side_is_touched(archive: Archive):
+def test_a_fork_is_logged_again_only_after_its_end_and_neither_side_is_touched(archive: Archive):
     fill(archive)
     for _ in range(2):
         false = archive.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
         before, report = archive.ranges(), run(archive)
         assert (report.merged, report.deleted, archive.ranges()) == ([], [], before)
         assert [(f.code, f.suspects.count(false.key)) for f in report.failures] == [("E-FORK", 1)]
-        run(archive, level=1)  # a run that does not meet it forgets nothing
-        assert [f.code for f in run(archive).told] == ["E-FORK"]
+        run(archive, level=1)  # a run that does not read this level forgets nothing
+        assert [f.code for f in run(archive).known_failures] == ["E-FORK"]
         archive.store.delete(false)
-        assert run(archive, grace=None).told == []
+        assert run(archive, grace=None).known_failures == []
         assert archive.objects.list(archive.layout.reported_prefix()) == []
         for segment in archive.listed():
             if segment.level:
                 archive.store.delete(segment)
 
 
-def test_a_spoiled_tombstone_is_reported_and_never_acted_on(archive: Archive):
+def test_a_corrupt_tombstone_is_reported_and_never_used(archive: Archive):
     fill(archive)
     run(archive, grace=3600)
     [stone] = tombstones(archive)
@@ -157,11 +157,11 @@ def test_a_spoiled_tombstone_is_reported_and_never_acted_on(archive: Archive):
     assert exit_code(report.failures) == 3
 
 
-def test_a_tombstone_is_a_proposal_and_what_stays_must_hold_every_row(archive: Archive):
-    """Whoever may write to the bucket can write one, beside a segment that covers the rows and has not all of them."""
+def test_a_tombstone_is_a_proposal_and_the_rest_must_hold_every_row(archive: Archive):
+    """Everyone who may write to the bucket can write one, beside a segment that covers the rows but lacks some."""
     inputs = fill(archive)
     poor = archive.put(1, 40, rows([n for n in range(1, 41) if n != 15]), level=1)
-    Tombstones(archive.objects, archive.layout).put(made_by(poor, inputs))
+    TombstoneStore(archive.objects, archive.layout).put(supersession_of_merge(poor, inputs))
     before = archive.objects.get(inputs[1].key)
 
     report = run(archive, NEVER)
@@ -172,20 +172,20 @@ def test_a_tombstone_is_a_proposal_and_what_stays_must_hold_every_row(archive: A
     assert "sequence 15 of " in failure.line
     assert archive.objects.get(inputs[1].key) == before
     assert exit_code(report.failures) == 3
-    assert run(archive, NEVER).told == report.failures, "and it is told once"
+    assert run(archive, NEVER).known_failures == report.failures, "and it is told once"
 
 
 @pytest.mark.parametrize(("inputs", "tasks"), [(4, [3]), (20, [4, 4, 4, 4, 3])], ids=["few", "many"])
 def test_many_deletions_are_proved_where_merges_are_made(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, inputs: int, tasks: list[int]
 ):
-    monkeypatch.setattr("compaction.run.DELETED_TOGETHER", 4)
+    monkeypatch.setattr("compaction.run.SEGMENTS_PER_DELETION", 4)
     fill(archive, inputs)
     begun: list[int] = []
 
     class Elsewhere(LocalRunner):
         def map(self, work: Any, items: Any) -> Any:
-            begun.extend(len(item.going) for item in items if isinstance(item, Deletion))
+            begun.extend(len(item.superseded) for item in items if isinstance(item, Deletion))
             return super().map(work, items)
 
     report = Compaction(archive.store, (DUE,), 0, Elsewhere(archive.store)).run(Selection())
@@ -210,13 +210,13 @@ def test_a_run_that_is_to_stop_does_not_prove_all_of_a_task_first(archive: Archi
 def test_deletions_are_not_proved_where_that_is_switched_off(archive: Archive):
     inputs = fill(archive)
     poor = archive.put(1, 40, rows([1]), level=1)
-    Tombstones(archive.objects, archive.layout).put(made_by(poor, inputs))
+    TombstoneStore(archive.objects, archive.layout).put(supersession_of_merge(poor, inputs))
     trusting = Compaction(archive.store, (NEVER,), 0, LocalRunner(archive.store), prove_deletions=False)
     assert [s.coverage.first for s in trusting.run(Selection()).deleted] == [1, 11, 21]
 
 
-def test_a_damaged_segment_is_not_deleted_before_somebody_looked_at_it(archive: Archive):
-    """Unless what stays holds every sequence of its coverage: then nothing of it can be missing."""
+def test_a_damaged_segment_is_not_deleted_before_it_is_checked(archive: Archive):
+    """Unless the remaining segments hold every sequence of its coverage: then none can be missing."""
     inputs = [archive.put(n, n + 9, rows(range(n, n + 9, 2)), age=700) for n in range(1, 41, 10)]
     run(archive, grace=3600)
     spoil(archive, inputs[0])
@@ -225,26 +225,26 @@ def test_a_damaged_segment_is_not_deleted_before_somebody_looked_at_it(archive: 
     assert any("E-SEG-CORRUPT" in failure.line for failure in report.failures)
 
 
-def test_what_another_run_has_deleted_is_passed_over(archive: Archive):
+def test_deletions_of_another_run_are_skipped(archive: Archive):
     gone = archive.put(1, 10)
     above = archive.put(1, 10, rows(range(2, 11)), level=1)
     archive.store.delete(gone)
-    with closing(Keeper(archive.store, [above])) as keeper:
-        keeper.check(gone)
+    with closing(DeletionProof(archive.store, [above])) as proof:
+        proof.check(gone)
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_every_absent_row_is_found_across_segments_row_groups_and_overlaps(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, number: int
 ):
-    """Against sets of sequences: what goes, and what stays, begin and end anywhere."""
+    """Comparison with sets of sequences: deleted and remaining segments begin and end anywhere."""
     random = seeded(number)
-    monkeypatch.setattr(writer, "row_group_bytes", lambda _level: 600)  # some ten rows
+    monkeypatch.setattr(writer, "row_group_bytes", lambda _level: 600)  # about ten rows
     held = {n for n in range(1, 101) if random.random() < 0.8}
     middle = random.randrange(30, 70)
     spans = [(1, middle + random.choice([0, 5])), (middle + 1, 100)]
     staying = [archive.put(a, z, rows(n for n in range(a, z + 1) if n in held), level=2) for a, z in spans]
-    with closing(Keeper(archive.store, staying)) as keeper:
+    with closing(DeletionProof(archive.store, staying)) as proof:
         first = 1
         while first <= 100:
             last = min(100, first + random.randrange(30))
@@ -253,9 +253,9 @@ def test_every_absent_row_is_found_across_segments_row_groups_and_overlaps(
             goes, absent = archive.put(first, last, rows(wanted)), set(wanted) - held
             if absent:
                 with pytest.raises(DataError, match=f"sequence {min(absent)} of "):
-                    keeper.check(goes)
+                    proof.check(goes)
             else:
-                keeper.check(goes)
+                proof.check(goes)
             first = last + 1 - (random.randrange(5) if last < 100 and last - first > 5 else 0)
 
 
@@ -275,7 +275,7 @@ def test_errors_of_single_deletions_are_read_and_reported(archive: Archive):
     assert [s.coverage.first for s in run(archive, grace=3600).deleted] == [11]
 
 
-def test_a_preview_tells_what_a_run_would_do_with_a_credential_that_may_only_read(archive: Archive):
+def test_a_preview_shows_the_effects_of_a_run_with_a_read_only_credential(archive: Archive):
     fill(archive)
     fill(archive, 1, age=0, first=41)
 
@@ -288,7 +288,10 @@ def test_a_preview_tells_what_a_run_would_do_with_a_credential_that_may_only_rea
     reader = Archive(archive.folder, ReadOnly(archive.folder / "store"))
     for outputs, going in ((["1..40"], []), ([], ["1..10", "11..20", "21..30", "31..40"])):
         [survey] = [s for s in compaction(reader, grace=3600).preview(Selection()) if s.chain == CHAIN]
-        assert ([str(o.coverage) for o in survey.outputs], [str(s.coverage) for s in survey.going]) == (outputs, going)
+        assert ([str(o.coverage) for o in survey.outputs], [str(s.coverage) for s in survey.deletable]) == (
+            outputs,
+            going,
+        )
         run(archive, grace=3600)
         archive.age(tombstones(archive)[0], 4000)
 
@@ -297,8 +300,8 @@ def test_a_preview_tells_what_a_run_would_do_with_a_credential_that_may_only_rea
 
 
 def snapshots(archive: Archive, *chains: Chain) -> list[str]:
-    """Objects that look like snapshots, which compaction never opens: seven of each chain, at 10 to 70, the lowest the
-    oldest.
+    """Put objects that look like snapshots, which compaction never opens: seven of each chain, at 10 to 70, the lowest
+    the oldest.
     """
     found = []
     for chain, position in itertools.product(chains or (CHAIN,), range(10, 80, 10)):
@@ -321,7 +324,7 @@ def test_of_selected_chains_all_snapshots_but_the_newest_three_go_and_nothing_el
     before = {info.key for info in archive.objects.list("data/_floe/site=")}
     keys = snapshots(archive, CHAIN, OTHER)
     assert run(archive, NEVER, grace=None).pruned == []
-    assert all(survey.outdated == () for survey in compaction(archive, NEVER, grace=None).preview(Selection()))
+    assert all(survey.snapshots == () for survey in compaction(archive, NEVER, grace=None).preview(Selection()))
     report = run(archive, NEVER, site=CHAIN.site)
     assert (positions(archive), len(positions(archive, OTHER))) == ([50, 60, 70], 7)
     assert ([ref.key for ref in report.pruned], report.failures) == (keys[:4], [])
@@ -336,14 +339,14 @@ def test_a_chain_whose_snapshots_cannot_be_listed_or_deleted_does_not_stop_the_o
             raise Unavailable("list: 503", code="E-LIST-INVALID")
         return real(prefix, **kwargs)
 
-    def under(faulty: FaultyStore) -> Report:
+    def under(faulty: FaultyStore) -> RunReport:
         return run(Archive(archive.folder, faulty), NEVER)  # type: ignore[arg-type]
 
     refused = under(FaultyStore(archive.objects).on("delete", raising(Refused("delete: 403", code="E-S3-DENIED"))))
     assert (refused.pruned, [failure.exit_code for failure in refused.failures]) == ([], [77, 77]), "once for a chain"
     [failure] = under(FaultyStore(archive.objects).on("list", fault)).failures
     assert (len(positions(archive, CHAIN)), len(positions(archive, OTHER))) == (7, 3)
-    assert "snapshots of us-east/NODES/0000/0" in failure.what
+    assert "snapshots of us-east/NODES/0000/0" in failure.work
 
 
 def test_the_command_prints_which_snapshots_go(tmp_path: Path) -> None:

@@ -16,9 +16,18 @@ from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from common.settings.root import Settings
 from compaction.failures import Failure
-from compaction.run import Compaction, Report, Selection, prove_one
-from compaction.spark import FIXED, Spark, check_conf, check_sealed, spark_conf, spark_error, task_of, with_retries
-from compaction.supersede import Supersession, made_by
+from compaction.run import Compaction, RunReport, Selection, prove_rows
+from compaction.spark import (
+    FIXED_CONF,
+    Spark,
+    check_conf,
+    check_encrypted,
+    make_task,
+    spark_conf,
+    spark_error,
+    with_retries,
+)
+from compaction.supersede import Supersession, supersession_of_merge
 from tests.integration.test_verify import Site
 from tests.support.basics import eventually
 from tests.support.compaction import CHAIN, DUE, OTHER, Archive, begun, rows
@@ -36,26 +45,26 @@ def settings(archive: Archive) -> Settings:
     )
 
 
-def run(archive: Archive) -> Report:
+def run(archive: Archive) -> RunReport:
     return Compaction(archive.store, [DUE], 0, SharedSpark(settings(archive))).run(Selection())
 
 
 def prove(archive: Archive, *supersessions: Supersession) -> list[Failure | None]:
-    return SharedSpark(settings(archive)).map(prove_one, supersessions)
+    return SharedSpark(settings(archive)).map(prove_rows, supersessions)
 
 
 pytestmark = pytest.mark.spark
 
 
-def test_each_item_is_told_as_it_is_done(archive: Archive, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_each_item_is_logged_when_done(archive: Archive, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     go = tmp_path / "go"
 
-    spark_session()  # its start is no part of what is waited for
+    spark_session()  # its start is not part of the wait
 
     def let_go() -> None:
         try:
-            eventually(lambda: "item_done" in caplog.text)
+            eventually(lambda: "item_finished" in caplog.text)
         finally:
             go.touch()
 
@@ -63,10 +72,10 @@ def test_each_item_is_told_as_it_is_done(archive: Archive, tmp_path: Path, caplo
         watching = pool.submit(let_go)
         assert SharedSpark(settings(archive)).map(wait_for_file, [str(go), ""]) == [str(go), ""]
         watching.result()
-    assert sum("item_done" in told for told in caplog.messages) == 2
+    assert sum("item_finished" in logged for logged in caplog.messages) == 2
 
 
-def test_several_chains_are_merged_and_proved_in_one_run_that_tells_how_much_is_left(
+def test_several_chains_are_merged_and_proved_in_one_run_that_logs_how_much_is_left(
     archive: Archive, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO")
@@ -80,13 +89,13 @@ def test_several_chains_are_merged_and_proved_in_one_run_that_tells_how_much_is_
     assert archive.ranges() == ["0:35..60", "1:1..60"]
     assert archive.ranges(OTHER) == ["0:31..40", "1:1..40"]
     assert {chain: archive.read(chain) for chain in (CHAIN, OTHER)} == before
-    told = [each for each in caplog.messages if "item_done" in each and "merge_one" in each]
-    assert len(told) == 2
-    assert all(each in "".join(told) for each in ("us-east", "NODES", "left"))
-    assert run(archive) == Report()
+    logged = [each for each in caplog.messages if "item_finished" in each and "merge_output" in each]
+    assert len(logged) == 2
+    assert all(each in "".join(logged) for each in ("us-east", "NODES", "left"))
+    assert run(archive) == RunReport()
 
 
-# The proof: what it refuses
+# The proof: outputs that it refuses
 
 
 def test_a_missing_row_a_changed_one_and_a_moved_null_are_found(archive: Archive):
@@ -95,8 +104,10 @@ def test_a_missing_row_a_changed_one_and_a_moved_null_are_found(archive: Archive
     lacking = archive.put(1, 100, rows([n for n in range(1, 101) if n != 50]), level=2)
     changed = archive.put(1, 100, rows(range(1, 101), salt="x"), level=3)
     other_key = archive.put(1, 100, rows(range(1, 101), sample_key="k"), level=4)
-    proofs = [made_by(upper, lower) for upper in (good, lacking, changed, other_key)]
-    verdicts = prove(archive, *proofs, made_by(good, overlapping), made_by(lacking, overlapping))
+    proofs = [supersession_of_merge(upper, lower) for upper in (good, lacking, changed, other_key)]
+    verdicts = prove(
+        archive, *proofs, supersession_of_merge(good, overlapping), supersession_of_merge(lacking, overlapping)
+    )
     assert [verdict and verdict.exit_code for verdict in verdicts] == [None, 3, 3, 3, None, 3]
     assert "E-ROWS-MISSING" in verdicts[1].line
     assert "sequence 50 " in verdicts[1].line
@@ -107,7 +118,7 @@ def test_a_segment_that_cannot_be_read_fails_its_own_proof_only(archive: Archive
     lower, upper = ([archive.put(*rows, level=level) for rows in ranges] for level in (0, 1))
     archive.store.delete(lower[0])
     archive.path(upper[2].key).write_bytes(bytes(upper[2].size))
-    verdicts = prove(archive, *(made_by(u, [s]) for u, s in zip(upper, lower, strict=True)))
+    verdicts = prove(archive, *(supersession_of_merge(u, [s]) for u, s in zip(upper, lower, strict=True)))
     assert [verdict is None for verdict in verdicts] == [False, True, False]
     gone, damaged = verdicts[0], verdicts[2]
     assert (gone.is_stale, gone.exit_code, damaged.damaged) == (True, 3, {upper[2].key})
@@ -121,7 +132,7 @@ def test_a_killed_executor_is_replaced(archive: Archive):
     assert runner.map(kill_once, [archive.folder / "marker"]) == ["done"]
 
 
-def test_what_nobody_foresaw_ends_the_run_as_a_thing_to_try_again(archive: Archive):
+def test_an_unforeseen_error_ends_the_run_as_retryable(archive: Archive):
     with pytest.raises(Unavailable, match="spark failing"):
         SharedSpark(settings(archive)).map(failing, [1])
 
@@ -129,23 +140,23 @@ def test_what_nobody_foresaw_ends_the_run_as_a_thing_to_try_again(archive: Archi
 @pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas")
 def test_an_executor_with_another_version_of_common_refuses_to_work(archive: Archive):
     session = spark_session()
-    frame = session.range(0, 1, 1, 1).mapInArrow(task_of(b"", "0.0.0"), "id long, result binary")
+    frame = session.range(0, 1, 1, 1).mapInArrow(make_task(b"", "0.0.0"), "id long, result binary")
     with pytest.raises(Exception, match="E-COMMON") as caught:
         frame.collect()
     error = spark_error("merge", caught.value)
     assert (type(error), error.exit_code) == (ConfigError, 78)
-    assert "expected that of floe-jetstream 0.0.0" in error.line()
+    assert "expected that of floe-jetstream 0.0.0" in error.as_text()
 
 
 # The session
 
 
-def test_speculation_is_refused_and_what_drops_files_is_overridden():
+def test_speculation_is_refused_and_missing_files_are_errors():
     with pytest.raises(ConfigError, match=r"spark.speculation: expected false, found true"):
         check_conf({"spark.speculation": "true"})
     check_conf({"spark.sql.files.ignoreCorruptFiles": "true"})
     found = spark_conf("spark://host:7077", {"spark.sql.files.ignoreMissingFiles": "true", "spark.ui.enabled": "true"})
-    assert FIXED.items() <= found.items()
+    assert FIXED_CONF.items() <= found.items()
     assert "spark.driver.host" not in found
     assert spark_conf("local[*]", {})["spark.driver.bindAddress"] == "127.0.0.1"
 
@@ -166,20 +177,20 @@ ON = {"spark.authenticate": "true"}
         ("local[*]", {}, None),
     ],
 )
-def test_where_tasks_would_travel_in_clear_a_secret_is_refused_and_else_a_warning_given(
+def test_a_secret_is_refused_if_tasks_are_sent_in_clear_else_a_warning_is_given(
     master: str, conf: dict[str, str], missing: str | None, caplog: pytest.LogCaptureFixture
 ):
     found = spark_conf(master, conf)
-    check_sealed(master, found, holds_secret=False)
+    check_encrypted(master, found, holds_secret=False)
     assert ("without authentication or encryption" in caplog.text) is (missing is not None)
     if missing is None:
-        check_sealed(master, found, holds_secret=True)
+        check_encrypted(master, found, holds_secret=True)
         return
     with pytest.raises(ConfigError, match=rf"conf\.{missing}: expected true with {master}, found false"):
-        check_sealed(master, found, holds_secret=True)
+        check_encrypted(master, found, holds_secret=True)
 
 
-def test_what_spark_hides_stays_hidden_whatever_else_is_to_be():
+def test_secrets_stay_hidden_with_more_redactions():
     text = spark_conf("yarn", {"spark.redaction.regex": "salary"})["spark.redaction.regex"]
     theirs, _, ours = text.partition("|(?i)")
     assert theirs == "salary"
@@ -205,13 +216,13 @@ def test_local_tasks_are_retried_as_a_cluster_s_are():
 
 
 def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pytest.CaptureFixture[str]):
-    from compaction.source import source_of
+    from compaction.source import make_source
 
     secret = "canary-4711"
     fields = {"access_key_id": "key", "secret_access_key": secret}
     secretive = settings(archive).model_dump() | {"store": {"url": f"file://{archive.folder}/store", **fields}}
     session = spark_session()
-    session.dataSource.register(source_of(Settings.model_validate(secretive), "floe_secretive"))
+    session.dataSource.register(make_source(Settings.model_validate(secretive), "floe_secretive"))
     archive.put(1, 10)
     frame = session.read.format("floe_secretive").load()
     frame.explain(extended=True)
@@ -222,7 +233,7 @@ def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pyte
 # verify
 
 
-async def test_verify_finds_on_spark_what_it_finds_here(
+async def test_verify_finds_the_same_on_spark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     site = Site(tmp_path, CHAIN, OTHER)
@@ -235,7 +246,7 @@ async def test_verify_finds_on_spark_what_it_finds_here(
     expired = {"ledger": {Reason.GONE_BEFORE_READ: 5}, "unread": SequenceRange(81, 85)}
     site.archive.put(81, 90, rows(range(86, 91)), **expired)
     site.archive.put(82, 90)
-    monkeypatch.setattr("compaction.verify.TASK_BYTES", 10_000)  # about two segments
+    monkeypatch.setattr("compaction.verify.TASK_MAX_BYTES", 10_000)  # about two segments
 
     async def found(*options: str) -> Any:
         return await site.command("--deep", "--json", *options, code=3)
@@ -245,9 +256,9 @@ async def test_verify_finds_on_spark_what_it_finds_here(
     monkeypatch.setenv("FLOE_DEBUG", "1")  # as with -v
     caplog.set_level("INFO")
     assert await found("--engine", "spark") == here
-    told = [each for each in caplog.messages if "'item_done'" in each]
-    assert len(told) > 4
-    assert all("look_apart" in line and "'bytes'" in line for line in told), "a line for each task"
+    logged = [each for each in caplog.messages if "'item_finished'" in each]
+    assert len(logged) > 4
+    assert all("check_task_apart" in line and "'bytes'" in line for line in logged), "a line for each task"
     kinds = Counter(p["kind"] for chain in here for p in chain["problems"])
     assert kinds == {"damaged": 2, "hole": 4, "fork": 2, "rows": 4, "late": 1}
     since = ("--engine", "spark", "--since-last")

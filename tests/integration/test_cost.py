@@ -1,6 +1,6 @@
-"""The formula of docs/cost.md against the requests that an S3 server gets in a day of hourly segments.
+"""The formula of docs/cost.md, compared with the requests that an S3 server gets in a day of hourly segments.
 
-Only messages and segments are counted out; how often something was asked by the clock is taken from what was asked,
+Only the requests of messages and segments are computed; the number of periodic requests is taken from the actual ones,
 because the day is over in seconds.
 """
 
@@ -35,7 +35,7 @@ SEGMENTS = 24
 
 
 class FarArchive(Archive):
-    """The archive of `bench`, through `proxy`. `asked`: what its store was asked."""
+    """The archive of `bench`, through `proxy`. `asked`: the requests to its store."""
 
     def __init__(self, bench: Bench, proxy: FaultProxy, folder: Path) -> None:
         super().__init__(folder)
@@ -47,7 +47,7 @@ class FarArchive(Archive):
 
 
 class HurriedCentre(Centre):
-    """It polls five times a second."""
+    """A centre that polls five times a second."""
 
     def settings(self, **more: Any) -> Settings:
         settings = super().settings(**more)
@@ -61,7 +61,7 @@ def opened(bench: Bench, proxy: FaultProxy) -> FaultyStore:
 
 
 def got(proxy: FaultProxy) -> Requests:
-    """What the server got through `proxy`."""
+    """The requests that the server received through `proxy`."""
     return Requests.of(Counter(operation for operation, _ in proxy.calls))
 
 
@@ -76,7 +76,7 @@ def proxies(s3: SharedS3) -> Iterator[tuple[FaultProxy, FaultProxy, FaultProxy]]
 
 
 @pytest.mark.timing  # a request that is sent twice on a busy machine is one too many
-async def test_a_day_takes_the_requests_that_the_formula_says(
+async def test_a_day_takes_the_requests_of_the_formula(
     proxies: tuple[FaultProxy, FaultProxy, FaultProxy], s3: SharedS3, nats_url: str, tmp_path: Path, client: FloeClient
 ):
     at_egress, at_ingress, at_compaction = proxies
@@ -86,14 +86,14 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
     sources = [{"site": SITE, "feed": stream}]
     centre = HurriedCentre(tmp_path, archive, nats_url, sources=sources, create={"subjects": [f"{stream}_FAR.>"]})
     sources[0]["subject_prefix"] = f"{stream}_FAR"
-    tuning = replace(QUICK, pace=replace(QUICK.pace, check=0.05, captured=0.1))
+    tuning = replace(QUICK, intervals=replace(QUICK.intervals, check=0.05, consumers_capture=0.1))
     pushed = {"durable_name": "app", "name": "app", "deliver_subject": unique("APP"), "ack_policy": "none"}
     await client.subscribe_raw(pushed["deliver_subject"], lambda *_message: None)
     await client.api(f"CONSUMER.DURABLE.CREATE.{stream}.app", {"stream_name": stream, "config": pushed})
     captures = CaptureStore(Layout("data"), bench.objects)
 
     async def hour(number: int) -> None:
-        """A segment is closed, put and carried, and a check of egress comes by."""
+        """Close, put and carry a segment, and wait for a check of egress."""
         await bench.publish(stream, [b"x"] * 10)
         tip = f"{number * 10 + 10:020d}-"
         await soon(lambda: about(at_egress, "head", tip) == 2)
@@ -103,11 +103,11 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
 
         await soon(is_there)
 
-    def egress_says() -> Requests:
+    def egress_sent() -> Requests:
         checks = about(at_egress, "head", "stream.json") - SEGMENTS
         return egress(SEGMENTS, checks, captures=about(at_egress, "put", "/consumers/"))
 
-    def ingress_says() -> Requests:
+    def ingress_sent() -> Requests:
         return ingress(
             SEGMENTS,
             archive.asked("list", "/tails/"),
@@ -133,8 +133,8 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
         for number in range(2, SEGMENTS + 2):
             await hour(number)
         # A request that is under way is counted in one place and not in the other.
-        await soon(lambda: got(at_egress) == egress_says())
-        await soon(lambda: got(at_ingress) == ingress_says())
+        await soon(lambda: got(at_egress) == egress_sent())
+        await soon(lambda: got(at_ingress) == ingress_sent())
         assert about(at_egress, "put", "/consumers/") > 0
         await soon(lambda: is_captured(SEGMENTS * 10 + 20))
         at_egress.clear()
@@ -151,16 +151,16 @@ async def test_a_day_takes_the_requests_that_the_formula_says(
 
     chain = bench.chain(stream)
     inputs = len(merging.listed(chain))
-    probe = Requests(put=1)  # once in each process: whether the server checks what it takes
+    probe = Requests(put=1)  # once in each process: tests if the server verifies checksums
     merged = run(3600)
-    whole = compaction(1, 1, inputs, 1, standing=0.5, buried=1)  # what it wrote, it reads once
-    # They go when the grace is over, and are not read then: what stays holds a message at each of their sequences.
+    whole = compaction(1, 1, inputs, 1, existing=0.5, buried=1)  # its output is read once
+    # Inputs go when the grace is over, and are not read then: the output has a message at each of their sequences.
     assert merged == whole + probe + Requests(get=-inputs - 2, delete=-inputs, head=-1)
-    assert run(3600) == compaction(1, 1, 0, 0, standing=1, buried=1)
-    assert run(0) == compaction(1, 1, 0, 0, standing=1, buried=1) + Requests(get=1, delete=inputs - 1, head=1)
+    assert run(3600) == compaction(1, 1, 0, 0, existing=1, buried=1)
+    assert run(0) == compaction(1, 1, 0, 0, existing=1, buried=1) + Requests(get=1, delete=inputs - 1, head=1)
     assert len(merging.listed(chain)) == 2, "the segment with the greatest end stays until there is a newer one"
 
 
-def test_the_tables_of_the_page_are_what_the_formula_gives():
+def test_the_tables_of_the_page_follow_the_formula():
     page = (Path(__file__).parents[2] / "docs" / "cost.md").read_text()
     assert with_tables(page) == page, "python -m tests.support.cost docs/cost.md"

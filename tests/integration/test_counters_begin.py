@@ -1,4 +1,4 @@
-"""After a start every counter has a sample: without one its first event is no increase that an alert sees."""
+"""Samples of counters after a start: without one, an alert does not see the first event as an increase."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import Counter, Histogram
 
-from common.metrics import COUNTED, REGISTRY
+from common.metrics import DECLARED_METRICS, REGISTRY
 from egress.workers.process import WorkerProcess
-from ingress.discovery.notifications import Notified
+from ingress.discovery.notifications import NotificationHandler
 from tests.support.basics import metric_value, soon, unique
 from tests.support.egress import SITE, Bench, connected
 from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.servers
 
 
 def missing(known: dict[str, str], feeds: dict[str, str]) -> list[str]:
-    """The samples that are not there. `known`: the values of labels; `feeds`: of a counter's kind."""
-    counted = {each.metric: each for each in COUNTED}
+    """The missing samples. `known`: the value of each label; `feeds`: the feed of each kind of counter."""
+    counted = {each.metric: each for each in DECLARED_METRICS}
     found = []
     for metric, names in list(REGISTRY._collector_to_names.items()):
         if not isinstance(metric, Counter | Histogram) or not metric._labelnames:
@@ -53,7 +53,7 @@ async def test_every_counter_has_a_sample_after_the_start(nats_url: str, tmp_pat
     async with bench.egress({"stream": whole}, {"stream": sampled, **rules}) as running, client_of(nats_url) as other:
         await soon(lambda: running.state(whole) == running.state(sampled) == "reading")
         async with centre.running() as health:
-            Notified("nats", "b", archive.documents.layout, None, health)  # type: ignore[arg-type]
+            NotificationHandler("nats", "b", archive.documents.layout, None, health)  # type: ignore[arg-type]
             await centre.carried(other, 5)
             known = {"egress_site": SITE, "egress_feed": whole, "ingress_site": CHAIN.site, "ingress_feed": CHAIN.feed}
             known |= {"partition": "0", "target": centre.target, "source": "nats", "worker": "0"}

@@ -1,4 +1,4 @@
-"""Units, image, chart and compose file say the same, and the very words that they say run as an unprivileged user."""
+"""Units, image, chart and compose file agree, and their exact commands run as an unprivileged user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from common.segments.documents import ChainDocument, ChainStore
 from common.settings.loader import load
 from common.settings.root import Settings, StoreSettings
 from common.settings.types import parse_duration, parse_listen
-from egress.workers.supervisor import KILL_MARGIN
+from egress.workers.supervisor import KILL_MARGIN_S
 from infra.demo.world import SPARK_CONF
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, SharedS3, eventually, problem_of, soon, unique
@@ -43,11 +43,11 @@ NAMELESS = 1_000_650_000  # as OpenShift numbers users
 SECRETS = ("/run/secrets/", "/etc/floe/credentials/")
 
 
-# What they say
+# Contents
 
 
 class Unit:
-    """A unit of systemd, for `instance` where it is a template: its keys, the last of each."""
+    """A unit of systemd, a template with `instance` filled in: its keys, the last value of each."""
 
     def __init__(self, name: str, instance: str = "site") -> None:
         self.name = name.replace("@.", f"@{instance.replace('/', '-')}.")
@@ -69,13 +69,13 @@ DOCKERFILE = (INFRA / "docker" / "Dockerfile").read_text()
 
 
 def image_words(target: str) -> list[str]:
-    """What a container of the image runs if nothing else is said."""
+    """The default command of a container of the image."""
     [stage] = re.findall(rf"^FROM base AS {target}\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
     return [word for key in ("ENTRYPOINT", "CMD") for word in json.loads(re.findall(rf"^{key} (.*)$", stage, re.M)[0])]
 
 
 def chart_words(template: str) -> list[str]:
-    """What a pod of a template runs; neither is made of values."""
+    """The command of a pod of a template; no part of it comes from values."""
     text = (CHART / "templates" / f"{template}.yaml").read_text()
     return [word for key in ("command", "args") for word in json.loads(re.findall(rf"^ +{key}: (.*)$", text, re.M)[0])]
 
@@ -85,13 +85,13 @@ def compose_words(service: str) -> list[str]:
 
 
 def shipped(name: str) -> str:
-    """A configuration of Floe that a deployment brings along."""
+    """A configuration of Floe that a deployment ships."""
     kind, _, part = name.partition("/")
     return VALUES[part]["config"] if kind == "helm" else (INFRA / f"{name}.yaml").read_text()
 
 
 def checked(name: str, folder: Path) -> Settings:
-    """The configuration as a command loads it, its secrets in `folder`."""
+    """The configuration as a command loads it, with its secrets in `folder`."""
     text = shipped(name)
     for place in SECRETS:
         text = text.replace(place, f"{folder}/")
@@ -130,7 +130,7 @@ def test_a_configuration_leaves_the_time_that_a_drain_may_take_and_listens_where
     assert (settings.store.secret_access_key.get_secret_value(), bool(settings.spool_dir)) == ("secret", True)
     section = getattr(settings, role)
     assert section.feeds if role == "egress" else section.targets
-    assert float(seconds) >= section.shutdown_timeout + 2 * KILL_MARGIN
+    assert float(seconds) >= section.shutdown_timeout + 2 * KILL_MARGIN_S
     if isinstance(port, str):  # a service of compose
         jobs = yaml.safe_load((INFRA / "compose" / "prometheus.yml").read_text())["scrape_configs"]
         targets = [target for job in jobs for config in job["static_configs"] for target in config["targets"]]
@@ -140,7 +140,7 @@ def test_a_configuration_leaves_the_time_that_a_drain_may_take_and_listens_where
     assert port is None or parse_listen(section.monitor.listen) == ("0.0.0.0", port)
 
 
-def test_containers_run_what_the_units_run():
+def test_containers_and_units_run_the_same():
     words = {
         "egress": [image_words("site"), chart_words("egress"), *map(compose_words, ("egress-east", "egress-west"))],
         "ingress": [chart_words("ingress"), compose_words("ingress")],
@@ -156,7 +156,7 @@ def test_containers_run_what_the_units_run():
 
 @pytest.mark.parametrize("asleep", [False, True])
 def test_the_container_of_compaction_passes_sigterm_on(tmp_path: Path, asleep: bool):
-    """In its shell, with a stand-in for the command, which takes its time to end."""
+    """Run in its shell, with a stand-in for the command that takes time to end."""
     [script] = COMPOSE["services"]["compaction"]["command"]
     works = "echo run" if asleep else "trap 'echo drained; exit 75' TERM; echo run; while :; do sleep 0.02; done"
     (tmp_path / "floe").write_text(f"#!/bin/sh\n{works}\n")
@@ -168,8 +168,8 @@ def test_the_container_of_compaction_passes_sigterm_on(tmp_path: Path, asleep: b
     eventually(lambda: "run" in log.read_text() and (not asleep or "sleep" in children(process.pid)))
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0
-    said = [word for word in log.read_text().split() if word != "Terminated"]  # which a shell may say of its sleep
-    assert said == (["run"] if asleep else ["run", "drained"])
+    printed = [word for word in log.read_text().split() if word != "Terminated"]  # which a shell may print itself
+    assert printed == (["run"] if asleep else ["run", "drained"])
     assert children(process.pid) == ""
 
 
@@ -181,7 +181,7 @@ def children(pid: int) -> str:
     return ""
 
 
-def test_an_image_is_made_of_what_the_locks_hold_and_runs_as_nobody_special():
+def test_an_image_is_made_of_the_locked_packages_and_runs_unprivileged():
     installs = re.findall(r"pip install ([^&\n]*)", DOCKERFILE)
     assert len(installs) == 4
     for each in installs:
@@ -216,30 +216,30 @@ def test_the_files_that_compose_mounts_are_there():
     named = [each["file"] for each in COMPOSE["configs"].values()]
     volumes = [volume for service in COMPOSE["services"].values() for volume in service.get("volumes", [])]
     named += [volume.split(":")[0] for volume in volumes if volume.startswith("./")]
-    # Dashboard and rules stand beside this folder, in folders of their own.
+    # Dashboard and rules are beside this folder, in folders of their own.
     for name in named:
         assert (INFRA / name).exists() or name in ("./grafana", "./prometheus"), name
 
 
-# And it runs
+# Runs
 
 
 @pytest.fixture(scope="module")
 def rooms() -> None:
-    """Skips, aloud, where none can be made."""
+    """Skip, with the reason, if no room can be made."""
     if why := why_no_rooms():
         pytest.skip(f"no room for an unprivileged user can be made here: {why}")
 
 
 class Deployment:
-    """The servers that a shipped configuration is pointed at, and the names that this test has for itself."""
+    """The servers that a shipped configuration is pointed at, and the names that only this test uses."""
 
     def __init__(self, nats_url: str, s3: SharedS3) -> None:
         self.nats_url, self.s3, self.bucket, self.port = nats_url, s3, s3.new_bucket(), free_port()
         self.stream, self.target, self.suffix = unique("NODES"), unique("FLEET"), unique("X")
 
     def configuration(self, text: str) -> str:
-        """The shipped text with other addresses and names; where secrets and the spool are stays as it is."""
+        """The shipped text with other addresses and names; the paths of secrets and spool stay."""
         document = yaml.safe_load(text)
         document["nats"] = {"url": self.nats_url}
         document["store"] |= {"url": f"s3://{self.bucket}", "access_key_id": self.s3.access_key}
@@ -257,7 +257,7 @@ class Deployment:
         return yaml.safe_dump(document)
 
     def answers(self, path: str) -> str:
-        """What the monitor says; empty where it does not answer 200."""
+        """The answer of the monitor; empty unless it is 200."""
         with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
             return str(answer.read().decode())
         return ""
@@ -280,7 +280,7 @@ def running(
 
 
 def is_unprivileged(pid: int) -> bool:
-    """Whether the process may do nothing that its user may not, and its user is not root."""
+    """True if the process has no more rights than its user, and its user is not root."""
     status = Path(f"/proc/{pid}/status").read_text()
     lines = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     uids, capabilities = lines["Uid"].split(), [int(lines[f"Cap{each}"], 16) for each in ("Eff", "Prm", "Bnd", "Amb")]
@@ -288,7 +288,7 @@ def is_unprivileged(pid: int) -> bool:
 
 
 def is_running(process: subprocess.Popen[bytes], room: Room) -> bool:
-    """Fails with what it has printed where it has ended."""
+    """True if the process runs; fail with its output if it has ended."""
     assert process.poll() is None, room.text()
     return True
 
@@ -313,8 +313,8 @@ async def test_the_words_of_the_units_run(nats_url: str, s3: SharedS3, tmp_path:
             return
         with ServiceManager(f"@{unique('notify')}") as manager:
             watchdog = str(int(float(unit.keys["WatchdogSec"]) * 1e6))
-            told = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": watchdog}
-            with running(place, unit.words, {**environment, **told}, deny=deny) as process:
+            added = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": watchdog}
+            with running(place, unit.words, {**environment, **added}, deny=deny) as process:
                 eventually(lambda: is_running(process, place) and "STATUS=ready" in manager.lines(), every=0.1)
                 assert manager.lines()[:2] == ["READY=1", f"MAINPID={process.pid}"]
                 manager.wait("WATCHDOG=1")
@@ -388,7 +388,7 @@ async def test_the_words_of_the_chart_run_its_configuration(
 @pytest.mark.servers
 @pytest.mark.usefixtures("rooms")
 def test_spark_starts_for_a_user_without_a_name_and_a_home(s3: SharedS3, tmp_path: Path):
-    """As OpenShift runs a pod: by a number that no /etc/passwd has, with HOME=/."""
+    """A user as OpenShift runs a pod: a number that no /etc/passwd has, with HOME=/."""
     if os.geteuid() != 0:
         pytest.skip("becoming a user that the host does not know needs root")
     with pytest.raises(KeyError):
@@ -408,7 +408,7 @@ def test_spark_starts_for_a_user_without_a_name_and_a_home(s3: SharedS3, tmp_pat
     assert '"rows": 30' in room.text()
 
 
-# What the service manager is told, beside what the words above told it
+# Notifications to the service manager beyond those of the commands above
 
 
 @pytest.mark.servers
@@ -428,7 +428,7 @@ async def test_the_parent_of_workers_speaks_for_all(bench: Bench):
             assert len(workers) == 2
 
             manager.forget()
-            os.kill(workers[0], signal.SIGSTOP)  # it hangs, and /healthz says so
+            os.kill(workers[0], signal.SIGSTOP)  # it hangs, and /healthz reports that
             eventually(lambda: any(line.startswith("STATUS=worker") for line in manager.lines()))
             manager.forget()
             await asyncio.sleep(0.5)

@@ -1,4 +1,4 @@
-"""How many calls a look at many chains costs, and what notifications do and do not."""
+"""The number of calls of a poll of many chains, and the effects of notifications."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import Layout
 from common.service.monitor import Health
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from ingress import metrics
 from ingress.discovery import discovery as module
-from ingress.discovery.discovery import MOST_NEW, Discovery
-from ingress.discovery.notifications import Notified
+from ingress.discovery.discovery import MAX_UNKNOWN_CHAINS, Discovery
+from ingress.discovery.notifications import NotificationHandler
 from tests.support.basics import counted, soon
 from tests.support.stores import FaultyStore, Throw, raising
 from tests.unit.test_notices import minio, segment_key
@@ -33,7 +33,7 @@ SITE, FEED = "us-east", "NODES"
 
 
 class Target:
-    """A listener that notes what it is told."""
+    """A listener that records its calls."""
 
     def __init__(self) -> None:
         self.found_: list[tuple[Chain, int | None]] = []
@@ -43,7 +43,7 @@ class Target:
     def pairs(self) -> list[tuple[str, str]]:
         return [(SITE, FEED)]
 
-    def found(self, chain: Chain, end: int | None = None) -> None:
+    def add_chain(self, chain: Chain, end: int | None = None) -> None:
         self.found_.append((chain, end))
 
     def wake(self, chain: Chain) -> None:
@@ -52,20 +52,20 @@ class Target:
     async def tick(self) -> None:
         self.ticks += 1
 
-    def fails(self, error: Exception) -> None:
+    def record_error(self, error: Exception) -> None:
         self.failed = error
 
 
 class Place:
-    """A store in a folder with some chains, what looks at it, and who takes notifications of it."""
+    """A store in a folder with some chains, the discovery that polls it, and the handler of its notifications."""
 
     def __init__(self, folder: Path, poll: float) -> None:
         self.objects = FaultyStore(LocalObjects(folder))
         self.documents = ChainStore(self.objects, LAYOUT)  # type: ignore[arg-type]
-        self.threads, self.health = Threads("look", 4), Health(SystemClock())
+        self.threads, self.health = ThreadPool("look", 4), Health(SystemClock())
         self.discovery = Discovery(self.documents, self.threads, SystemClock(), self.health, poll)
         self.target = Target()
-        self.notified = Notified("nats", "floe", LAYOUT, self.discovery, self.health)
+        self.notified = NotificationHandler("nats", "floe", LAYOUT, self.discovery, self.health)
 
     def chain(self, number: int) -> Chain:
         return Chain(SITE, FEED, 0, number)
@@ -76,11 +76,11 @@ class Place:
             self.documents.write_tail(self.chain(number), 10)
 
     def notify(self, chain: Chain, bucket: str = "floe") -> None:
-        self.notified.take(json.dumps(minio(segment_key(chain), bucket=bucket)).encode())
+        self.notified.handle(json.dumps(minio(segment_key(chain), bucket=bucket)).encode())
 
     @asynccontextmanager
-    async def looking(self) -> AsyncIterator[None]:
-        """Discovery runs, has looked at everything once, and its calls are counted from here."""
+    async def polling(self) -> AsyncIterator[None]:
+        """Run discovery; once it has polled everything, count its calls from there."""
         self.discovery.add(self.target)
         task = asyncio.create_task(self.discovery.run())
         try:
@@ -94,7 +94,7 @@ class Place:
                 await task
 
     def _has_polled(self) -> bool:
-        return self.discovery.has_worked and self.target.ticks >= 1
+        return self.discovery.has_polled and self.target.ticks >= 1
 
     def forget(self) -> None:
         self.objects.calls.clear()
@@ -111,21 +111,21 @@ def place(tmp_path: Path) -> Place:
 
 async def test_one_change_among_many_chains_costs_one_listing_and_one_read(place: Place) -> None:
     place.make(200)
-    async with place.looking():
+    async with place.polling():
         place.documents.write_tail(place.chain(7), 20)
         place.forget()
 
-        await place.discovery.look()
+        await place.discovery.poll()
 
         assert place.objects.calls == {"list": 1, "get": 1}
         assert place.target.found_ == [(place.chain(7), 20)]
         place.forget()
-        await place.discovery.look()
+        await place.discovery.poll()
         assert place.objects.calls == {"list": 1}
 
 
 async def test_a_site_with_many_tails_is_read_in_turn(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingress.discovery.discovery.MOST_TAILS", 10)
+    monkeypatch.setattr("ingress.discovery.discovery.MAX_TAILS_PER_POLL", 10)
     hostile = [Chain("a-site", FEED, 0, number) for number in range(25)]
     monkeypatch.setattr(place.target, "pairs", lambda: [(SITE, FEED), ("a-site", FEED)])
     for chain in (*hostile, place.chain(0), place.chain(1)):
@@ -135,38 +135,38 @@ async def test_a_site_with_many_tails_is_read_in_turn(place: Place, monkeypatch:
     read: list[Chain] = []
     for number in range(3):
         place.forget()
-        place.discovery.soon.clear()
-        await place.discovery.look()
+        place.discovery.poll_due.clear()
+        await place.discovery.poll()
         read += [chain for chain, end in place.target.found_ if end is not None]
         assert place.objects.calls["get"] == min(10, 27 - number * 10)
-        assert place.discovery.soon.is_set() is (number < 2)
+        assert place.discovery.poll_due.is_set() is (number < 2)
     assert {place.chain(0), place.chain(1)} <= set(read[:10])
     assert sorted(read) == sorted([*hostile, place.chain(0), place.chain(1)])
-    for chain in (*hostile, place.chain(0)):  # once all are known, more than one poll takes waits for the next
+    for chain in (*hostile, place.chain(0)):  # all are known: those beyond the limit of one poll wait for the next
         place.documents.write_tail(chain, 20)
     place.forget()
-    place.discovery.soon.clear()
-    await place.discovery.look()
-    assert (len(place.target.found_), place.discovery.soon.is_set()) == (10, False)
+    place.discovery.poll_due.clear()
+    await place.discovery.poll()
+    assert (len(place.target.found_), place.discovery.poll_due.is_set()) == (10, False)
     assert (place.chain(0), 20) in place.target.found_
     place.threads.close()
 
 
 async def test_a_notification_wakes_its_chain_alone_and_asks_the_store_nothing(place: Place) -> None:
     place.make(20)
-    async with place.looking():
+    async with place.polling():
         place.notify(Chain("elsewhere", FEED))
         place.notify(place.chain(1), bucket="another")
-        place.notified.take(b"garbage")
+        place.notified.handle(b"garbage")
         place.notify(place.chain(3))
         await soon(lambda: place.target.woken)
         await asyncio.sleep(0.1)
         assert (place.target.woken, place.target.found_, place.objects.calls) == ([place.chain(3)], [], {})
 
 
-async def test_a_thousand_notifications_in_a_second_cause_few_looks(place: Place) -> None:
+async def test_a_thousand_notifications_in_a_second_cause_few_polls(place: Place) -> None:
     place.make(2)
-    async with place.looking():
+    async with place.polling():
         began = time.monotonic()
         for _ in range(100):
             for _ in range(10):
@@ -174,14 +174,14 @@ async def test_a_thousand_notifications_in_a_second_cause_few_looks(place: Place
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
 
-        # A second or more, twenty looks in each.
+        # A second or more, with twenty polls each.
         assert 5 <= len(place.target.woken) <= 20 * (time.monotonic() - began) + 5
         assert place.objects.calls == {}
 
 
 async def test_a_new_chain_is_asked_for_by_one_call_and_known_from_then_on(place: Place) -> None:
     place.make(2)
-    async with place.looking():
+    async with place.polling():
         place.documents.create_chain(place.chain(9), ChainDocument((), 1, 1))
         place.forget()
         place.notify(place.chain(9))
@@ -196,17 +196,17 @@ async def test_a_new_chain_is_asked_for_by_one_call_and_known_from_then_on(place
 
 async def test_forged_chains_make_nothing_and_cost_little(place: Place) -> None:
     place.make(2)
-    async with place.looking():
+    async with place.polling():
         for number in range(5000):
             place.notify(Chain(SITE, FEED, number % 9999, number))
         await soon(lambda: place.objects.calls["head"])
         await asyncio.sleep(0.1)
 
-        assert place.objects.calls["head"] <= MOST_NEW
+        assert place.objects.calls["head"] <= MAX_UNKNOWN_CHAINS
         assert place.target.found_ == []
 
 
-async def test_a_target_added_during_a_look_is_looked_up_next(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_target_added_during_a_poll_is_polled_next(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.make(1)
     chains, later = place.documents.chains, Target()
     monkeypatch.setattr(later, "pairs", lambda: [(SITE, "LATER")])
@@ -219,20 +219,20 @@ async def test_a_target_added_during_a_look_is_looked_up_next(place: Place, monk
     place.discovery.add(place.target)
     with monkeypatch.context() as patch:
         patch.setattr(place.documents, "chains", meanwhile)
-        await place.discovery.look_up_all()
+        await place.discovery.list_chains()
     assert "sources" not in place.health.status()["parts"]
-    await place.discovery.look_up_all()
+    await place.discovery.list_chains()
     assert place.health.status()["parts"]["sources"] == {"missing": [f"{SITE}/LATER"]}
     place.documents.create_chain(Chain(SITE, "LATER"), ChainDocument((), 1, 1))
-    await place.discovery.look_up_all()
+    await place.discovery.list_chains()
     assert "sources" not in place.health.status()["parts"]
     place.threads.close()
 
 
-async def test_notifications_without_end_put_off_no_poll(tmp_path: Path) -> None:
+async def test_endless_notifications_defer_no_poll(tmp_path: Path) -> None:
     place = Place(tmp_path, poll=0.2)
     place.make(2)
-    async with place.looking():
+    async with place.polling():
         place.documents.write_tail(place.chain(0), 20)  # its notification is lost
         began, notified = time.monotonic(), 0
         while (place.chain(0), 20) not in place.target.found_ or notified < 100:
@@ -244,35 +244,35 @@ async def test_notifications_without_end_put_off_no_poll(tmp_path: Path) -> None
         assert 2 <= place.objects.calls["list"] <= 2 * polls + 2
 
 
-async def test_chains_that_wait_are_looked_at_between_polls(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TICK", 0.1)
+async def test_waiting_chains_are_checked_between_polls(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TICK_INTERVAL_S", 0.1)
     place.make(1)
-    async with place.looking():
+    async with place.polling():
         await soon(lambda: place.target.ticks >= 3)
         assert place.objects.calls == {}
 
 
-async def test_listening_anew_looks_at_everything(place: Place) -> None:
+async def test_listening_again_polls_everything(place: Place) -> None:
     place.make(2)
-    async with place.looking():
+    async with place.polling():
         place.documents.write_tail(place.chain(1), 30)  # while nobody listened
-        place.notified.listening()
+        place.notified.record_listening()
         await soon(lambda: (place.chain(1), 30) in place.target.found_)
 
 
-async def test_an_archive_that_is_gone_is_said_until_it_is_back(place: Place) -> None:
+async def test_a_missing_archive_is_shown_until_it_is_back(place: Place) -> None:
     place.make(2)
-    async with place.looking():
+    async with place.polling():
         place.documents.create_chain(place.chain(7), ChainDocument((), 1, 1))  # of which nothing is archived yet
-        await place.discovery.look_up_all()
-        await place.discovery.look()
-        assert not place.health.why("archive")
+        await place.discovery.list_chains()
+        await place.discovery.poll()
+        assert not place.health.not_ready_reason("archive")
         place.objects.delete(place.documents.layout.tail(place.chain(1)))
-        await place.discovery.look()
-        assert place.health.why("archive") == f"the archive of {place.chain(1)} is gone from the bucket"
+        await place.discovery.poll()
+        assert place.health.not_ready_reason("archive") == f"the archive of {place.chain(1)} is gone from the bucket"
         place.documents.write_tail(place.chain(1), 10)
-        await place.discovery.look()
-        assert not place.health.why("archive")
+        await place.discovery.poll()
+        assert not place.health.not_ready_reason("archive")
 
 
 @pytest.mark.parametrize("verb", ["list", "get"])
@@ -280,22 +280,22 @@ async def test_a_store_that_refuses_all_from_the_first_poll_on_ends_it(place: Pl
     place.make(2)
     place.objects.on(verb, raising(Refused("no right")))
     with pytest.raises(Refused, match="no right"):
-        async with place.looking():
+        async with place.polling():
             pass
 
 
 @pytest.mark.parametrize("error", [Refused("no right"), Unavailable("away")])
-async def test_a_store_that_has_worked_and_fails_is_asked_again_and_told_once(
+async def test_a_store_that_has_worked_and_fails_is_retried_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: FloeError
 ) -> None:
     place = Place(tmp_path, poll=0.05)
     place.make(2)
-    async with place.looking():
+    async with place.polling():
         place.objects.on("list", raising(error))
         await soon(lambda: place.health.problems())
         await soon(lambda: counted(metrics.store_reachable) == 0)
         await soon(lambda: place.objects.calls["list"] >= 5)
-        assert caplog.text.count("store not readable") == 1
+        assert caplog.text.count("store check failed") == 1
         place.documents.write_tail(place.chain(1), 30)
         place.objects.heal()
         await soon(lambda: (place.chain(1), 30) in place.target.found_)
@@ -313,7 +313,7 @@ async def test_one_tail_that_is_refused_from_the_first_poll_on_ends_nothing(tmp_
         return real(asked, **limits)
 
     place.objects.on("get", refused)
-    async with place.looking():
+    async with place.polling():
         place.documents.write_tail(place.chain(2), 40)
         await soon(lambda: (place.chain(2), 40) in place.target.found_)
         assert any("no right" in problem for problem in place.health.problems())
@@ -329,31 +329,31 @@ async def test_a_listener_that_fails_keeps_back_no_other(place: Place) -> None:
     place.discovery.add(Failing())
     place.discovery.add(place.target)
     with pytest.raises(Unavailable):
-        await place.discovery.look()
+        await place.discovery.poll()
     assert place.target.ticks == 1
 
 
-@pytest.mark.parametrize("name", ["found", "wake", "tick"])
+@pytest.mark.parametrize("name", ["add_chain", "wake", "tick"])
 async def test_a_failing_listener_fails_alone(place: Place, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A chain is found and a notification of it comes; the looks go on."""
+    """A chain is found and a notification of it comes; the polls continue."""
     place.make(1)
     failing = Target()
     Throw(monkeypatch, failing, name)
     place.discovery.add(failing)
-    async with place.looking():
+    async with place.polling():
         place.notify(place.chain(0))
         await soon(lambda: place.target.woken == [place.chain(0)])
-        await place.discovery.look()
+        await place.discovery.poll()
         assert isinstance(failing.failed, MemoryError)
         assert not hasattr(place.target, "failed")
 
 
-async def test_chains_are_looked_up_again_soon_where_that_failed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TICK", 0.2)
+async def test_failed_lookups_of_chains_are_retried_soon(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TICK_INTERVAL_S", 0.2)
     place.make(1)
-    async with place.looking():
+    async with place.polling():
         await asyncio.to_thread(place.documents.create_chain, place.chain(5), ChainDocument((), 1, 1))
         place.forget()
         place.objects.on("list", raising(Unavailable("away")), nth=1)
-        place.discovery.anew.set()
+        place.discovery.listing_due.set()
         await soon(lambda: (place.chain(5), None) in place.target.found_)

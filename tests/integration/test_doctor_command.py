@@ -1,4 +1,4 @@
-"""`floe doctor` and `floe config check --connect` beside real servers: what is well, what is not, and what is said."""
+"""`floe doctor` and `floe config check --connect` with real servers: passed checks, failed checks, and output."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ingress(stream: str, **target: Any) -> dict[str, Any]:
 
 
 async def examined(config: str, *words: str, code: int) -> dict[str, dict[str, Any]]:
-    """What `floe doctor` finds, by part and check; of several findings of a check the last."""
+    """The findings of `floe doctor`, by part and check; of several findings of a check the last."""
     done = await floe("doctor", "-c", config, "--json", *words)
     assert done.code == code, done
     document = done.json()
@@ -80,7 +80,7 @@ def by_check(found: Sequence[DoctorFinding]) -> dict[str, DoctorFinding]:
 
 @pytest.fixture
 def away() -> str:
-    """An address where nobody listens."""
+    """An address at which nothing listens."""
     return f"127.0.0.1:{free_port()}"
 
 
@@ -135,15 +135,15 @@ async def test_people_get_a_table_and_what_to_do(nats_url: str, tmp_path: Path) 
     config = write(tmp_path, folder_store(tmp_path), {"url": nats_url}, **ingress(unique("T")))
     done = await floe("doctor", "-c", config)
     assert (done.code, done.out.startswith("part   check ")) == (3, True)
-    told = done.out.partition("problem: nats, target: ")[2]
-    assert "  what it means: nothing is carried: there is no such stream" in told
-    assert "  what to do: nats stream add " in told
+    text = done.out.partition("problem: nats, target: ")[2]
+    assert "  what it means: nothing is carried: there is no such stream" in text
+    assert "  what to do: nats stream add " in text
 
 
-# What does not answer, and what is refused
+# Servers that do not answer, and refusals
 
 
-async def test_what_does_not_answer_holds_up_no_other(nats_url: str, s3: SharedS3, away: str, tmp_path: Path) -> None:
+async def test_a_silent_server_delays_no_other(nats_url: str, s3: SharedS3, away: str, tmp_path: Path) -> None:
     dead = s3.store("floe") | {"endpoint_url": f"http://{away}", "allow_plaintext": True}
     config = write(tmp_path, dead, {"url": nats_url}, **egress(filter_subject="a.>"))
     found = await examined(config, code=1)
@@ -169,10 +169,10 @@ def test_a_store_that_ceases_to_answer_is_waited_for_once(s3: SharedS3, tmp_path
     assert [(each.what, each.unreached) for each in found] == [("connection", False), ("list", False), ("write", True)]
 
 
-async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(
+async def test_each_kind_of_missing_answer_has_a_next_step(
     s3: SharedS3, nats_url: str, away: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ports that refuse, hosts that nobody knows, servers that say nothing, and a resolver that does not answer."""
+    """Ports that refuse, unknown hosts, silent servers, and a resolver that does not answer."""
     look_up, answers, asked = socket.getaddrinfo, threading.Event(), set[str]()
 
     def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,8 +185,8 @@ async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(
         return look_up(host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(doctor, "MOST_LOOKUP", 1.0)
-    monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT", 0.5)
+    monkeypatch.setattr(doctor, "LOOKUP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT_S", 0.5)
     why = "not resolved, the resolver gives no answer within 1 s"
     with socket.create_server(("127.0.0.1", 0)) as server:
         frozen = f"127.0.0.1:{server.getsockname()[1]}"
@@ -217,7 +217,7 @@ async def test_what_to_do_is_told_of_each_way_in_which_nobody_answers(
 
 
 async def test_tls_that_one_side_lacks_is_a_problem_with_a_way_out(tmp_path: Path) -> None:
-    """Of a store, `test_s3_faults.py` has it."""
+    """For stores see `test_s3_faults.py`."""
     authority(tmp_path)
     certificate(tmp_path, "server", "IP:127.0.0.1")
     with NatsServer() as plain, NatsServer(tls=server_tls(tmp_path)) as secret:
@@ -262,12 +262,12 @@ async def test_a_wrong_credential_is_a_problem(s3: SharedS3, tmp_path: Path) -> 
             assert (found[name]["state"], found[name]["found"].startswith(code)) == ("problem", True)
         nats["password"] = "right-password"
         right = write(tmp_path, s3.store(), nats, **egress())
-        told = [await floe("config", "check", "--connect", config) for config in (wrong, right)]
+        runs = [await floe("config", "check", "--connect", config) for config in (wrong, right)]
         done = await floe("config", "check", "--connect", "--json", right)
         assert [each["ok"] for each in done.json()["connections"]] == [True, True]
-    told.append(await floe("config", "check", "--connect", right))
-    assert [done.code for done in told] == [77, 0, 75]
-    assert ("E-NATS-AUTH" in told[0].err, told[1].out[-5:], "error[E-NATS]: " in told[2].err) == (True, ": ok\n", True)
+    runs.append(await floe("config", "check", "--connect", right))
+    assert [done.code for done in runs] == [77, 0, 75]
+    assert ("E-NATS-AUTH" in runs[0].err, runs[1].out[-5:], "error[E-NATS]: " in runs[2].err) == (True, ": ok\n", True)
 
 
 async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
         assert found["nats rights"]["state"] == "ok"
 
 
-# What the servers offer
+# Features of the servers
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
         ("", "nowhere", "E-NO-RESPONDERS", "jetstream_domain"),
     ],
 )
-async def test_a_server_without_jetstream_is_told(
+async def test_a_server_without_jetstream_is_named(
     tmp_path: Path, extra: str, domain: str, code: str, todo: str
 ) -> None:
     with NatsServer(extra=extra) as server:
@@ -331,7 +331,7 @@ async def test_a_server_without_jetstream_is_told(
     assert found["todo"] in done.err
 
 
-async def test_an_old_server_is_told_by_what_it_offers(tmp_path: Path) -> None:
+async def test_an_old_server_is_known_by_its_features(tmp_path: Path) -> None:
     with NatsServer(binary=nats_server_binary("2.10"), max_payload=65536) as server:
         client = await connected(server.url)
         await create_stream(client, {"name": "FLEET", "subjects": ["FLEET.>"], "storage": "memory"})
@@ -360,7 +360,7 @@ async def test_an_account_at_its_limit_is_warned_of(tmp_path: Path) -> None:
 
 
 def pretends(exchange: Exchange) -> Answer | None:
-    """A store that knows no conditions: it says yes to all of them."""
+    """Answer as a store without conditions: it accepts all of them."""
     if any(name.lower() in ("if-none-match", "if-match") for name, _ in exchange.headers):
         return Answer(200, [("ETag", '"0123"')], b"", 0)
     return exchange.forward()
@@ -380,7 +380,7 @@ async def test_a_store_that_ignores_conditions_is_warned_of(s3: SharedS3, nats_u
     assert found["store checksum"]["todo"] == "set store.checksum: sha256"
 
 
-def test_a_store_that_refuses_conditions_is_told_with_what_does_not_work(s3: SharedS3, tmp_path: Path) -> None:
+def test_a_store_that_refuses_conditions_is_named_with_the_effects(s3: SharedS3, tmp_path: Path) -> None:
     retained = {"compaction": {"retention": {"max_age": "30d"}}}
     with refusing_conditions(FaultProxy(s3.endpoint_url), 501) as proxy:
         store = s3.store() | {"endpoint_url": proxy.url}
@@ -475,7 +475,7 @@ def test_spark_is_examined_without_a_session(tmp_path: Path, monkeypatch: pytest
     assert workers("spark://host:7077").state == "skipped"
 
 
-async def test_spark_is_left_out_where_nobody_compacts(nats_url: str, tmp_path: Path) -> None:
+async def test_spark_is_left_out_without_compaction(nats_url: str, tmp_path: Path) -> None:
     store, nats = folder_store(tmp_path), {"url": nats_url}
     config = write(tmp_path, store, nats, **egress())
     assert not any(name.startswith("spark") for name in await examined(config, code=0))
@@ -483,5 +483,5 @@ async def test_spark_is_left_out_where_nobody_compacts(nats_url: str, tmp_path: 
     config = write(tmp_path, store, nats, compaction={"engine": "local"})
     found = await examined(config, code=0)
     assert not any(name.startswith(("spark", "nats")) for name in found)
-    assert found["store write"]["found"].startswith("no chain is known to write under")
+    assert found["store write"]["found"].startswith("no chain is archived or configured")
     assert found["store layout"]["found"] == "nothing is archived yet"

@@ -1,5 +1,5 @@
-"""`floe replay` and `floe drill` as commands: exit codes, output, what is left behind. With `--exact` the whole stream
-comes back under a scratch name, on the same server or one of its own.
+"""`floe replay` and `floe drill` as commands: exit codes, output, leftovers. With `--exact` the whole stream comes back
+under a scratch name, on the same server or one of its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import ConfigError, Refused, Stopped, Unavailable
-from common.jetstream.api import GUARD, create_consumer, create_stream, stream_info
+from common.jetstream.api import RESTORE_PREFIX, create_consumer, create_stream, stream_info
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
-from common.service.progress import Teller
+from common.service.progress import Progress
 from common.tasks import Stop
 from infra.local.nats import NatsServer
-from ingress.replay.drill import NAME
-from ingress.restore.compare import differences
-from ingress.restore.drill import ExactDrill, ServerMaker
+from ingress.replay.drill import SCRATCH_PREFIX
+from ingress.restore.compare import read_differences
+from ingress.restore.drill import ExactDrill, LocalServerMaker
 from ingress.restore.plan import RestoreRequest
 from tests.scenarios.processes import Service
 from tests.support import restoring as back
@@ -89,7 +89,7 @@ async def test_a_drill_finds_the_archive_well_and_leaves_nothing(world: World) -
     assert await scratch(world) == []
 
 
-async def test_a_drill_tells_holes_and_damage(world: World) -> None:
+async def test_a_drill_shows_holes_and_damage(world: World) -> None:
     world.fill((1, 100))
     bad = world.archive.put(rows_of(101, 200))
     world.archive.put(rows_of(221, 300))
@@ -102,7 +102,7 @@ async def test_a_drill_tells_holes_and_damage(world: World) -> None:
     assert await scratch(world) == []
 
 
-async def test_a_row_that_the_server_does_not_take_is_told_with_a_command_for_drills(world: World) -> None:
+async def test_a_row_that_the_server_refuses_is_named_with_a_command_for_drills(world: World) -> None:
     large = world.client.max_payload + 1
     world.archive.put([*rows_of(1, 100), message(101, b"x" * large)])
     found = await ran(*(words := words_of(world)), code=1)
@@ -111,7 +111,7 @@ async def test_a_row_that_the_server_does_not_take_is_told_with_a_command_for_dr
     assert await scratch(world) == []
 
 
-async def test_the_next_drill_removes_what_a_killed_one_left(world: World) -> None:
+async def test_the_next_drill_removes_leftovers_of_a_kill(world: World) -> None:
     world.fill((1, 100))
     env = {"FLOE_FAILPOINTS": "replay.begun=kill"}
     killed = Service(world.archive.folder.parent, "drill", *words_of(world), env=env).start()
@@ -126,21 +126,21 @@ async def test_the_next_drill_removes_what_a_killed_one_left(world: World) -> No
     assert await scratch(world) == []
 
 
-EVERY, ROWS = 80, 75  # the last sequence, and how many are there
+EVERY, ROWS = 80, 75  # the last sequence, and the number of rows
 
 
-async def used(bench: Bench, heard: list[bytes]) -> str:
-    """A stream in use, archived and captured in the middle: gaps, a purged begin, consumers of several kinds. What its
-    push consumer delivers to its subscriber is `heard`.
+async def used(bench: Bench, received: list[bytes]) -> str:
+    """A stream in use, archived and captured in the middle: gaps, a purged beginning, consumers of several kinds. Its
+    push consumer delivers to a subscriber that appends to `received`.
     """
     stream = await bench.make_stream(unique("D"), storage="file", max_age=3_600_000_000_000)
     push = f"push.{stream}"
 
-    def hear(_subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+    def on_message(_subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
         if headers is None:  # not a heartbeat
-            heard.append(payload)
+            received.append(payload)
 
-    await bench.client.subscribe_raw(push, hear)
+    await bench.client.subscribe_raw(push, on_message)
     for name, config in {
         "pull": {"ack_policy": "explicit", "filter_subject": f"{stream}.>"},
         "none": {"ack_policy": "none", "description": "é", "metadata": {"team": "billing"}},
@@ -148,28 +148,32 @@ async def used(bench: Bench, heard: list[bytes]) -> str:
     }.items():
         await create_consumer(bench.client, stream, {"durable_name": name, **config})
     await bench.publish(stream, [b"%d" % n * (n % 30) for n in range(EVERY // 2)])
-    await soon(lambda: len(heard) >= EVERY // 2)
+    await soon(lambda: len(received) >= EVERY // 2)
     await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 10})
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 5})
     async with bench.egress({"stream": stream, "capture_consumers": "never"}):
         await bench.archived_to(stream, EVERY // 2)
         await back.capture(bench, stream, EVERY // 2)
         await bench.publish(stream, [b"%d" % n * (n % 30) for n in range(EVERY // 2, EVERY)])
-        await soon(lambda: len(heard) >= EVERY)
+        await soon(lambda: len(received) >= EVERY)
         await bench.archived_to(stream, EVERY)
     return stream
 
 
 async def left_behind(bench: Bench) -> list[str]:
-    found = await bench.client.api("STREAM.NAMES", {"subject": f"{GUARD}>"})
-    return [each for each in found["streams"] or [] if each.startswith(NAME)]  # not those of other tests
+    found = await bench.client.api("STREAM.NAMES", {"subject": f"{RESTORE_PREFIX}>"})
+    return [each for each in found["streams"] or [] if each.startswith(SCRATCH_PREFIX)]  # not those of other tests
 
 
-async def test_beside_the_stream_itself_nobody_hears_anything_twice(bench: Bench) -> None:
-    heard = list[bytes]()
-    stream = await used(bench, heard)
-    before, positions, told = await back.state(bench, stream), await back.positions(bench, stream), [*heard]
-    guarded = {"name": f"{NAME}0123", "subjects": [f"{GUARD}{NAME}0123"], "metadata": {"floe.restore": "dead"}}
+async def test_beside_the_stream_itself_nothing_is_delivered_twice(bench: Bench) -> None:
+    received = list[bytes]()
+    stream = await used(bench, received)
+    before, positions, seen = await back.state(bench, stream), await back.positions(bench, stream), [*received]
+    guarded = {
+        "name": f"{SCRATCH_PREFIX}0123",
+        "subjects": [f"{RESTORE_PREFIX}{SCRATCH_PREFIX}0123"],
+        "metadata": {"floe.restore": "dead"},
+    }
     await create_stream(bench.client, guarded)
     file = str(configuration(bench, {"stream": stream}))
     done = await ran("drill", "-c", file, f"{SITE}/{stream}", "--exact", "--json")
@@ -178,10 +182,10 @@ async def test_beside_the_stream_itself_nobody_hears_anything_twice(bench: Bench
     assert report["consumers"] == ["none", "pull", "push"]
     assert report["read_back"] == report["rows"] == ROWS
     assert report["server"].startswith("the server, nats-server 2.")
-    assert f"removed {NAME}0123, which a former drill left" in done.err
+    assert f"removed {SCRATCH_PREFIX}0123, which a former drill left" in done.err
     assert await left_behind(bench) == []
-    # What was captured stood in the middle, so a push consumer as it was would have delivered the other half again.
-    assert (await back.state(bench, stream), await back.positions(bench, stream), heard) == (before, positions, told)
+    # The capture is from the middle, so an unchanged push consumer would have delivered the other half again.
+    assert (await back.state(bench, stream), await back.positions(bench, stream), received) == (before, positions, seen)
     middle = await ran("drill", "-c", file, f"{SITE}/{stream}", "--exact", "--to-sequence", "20")
     assert "as in the archive: 15 read back, state, configuration, 0 consumers" in middle.out
     assert await left_behind(bench) == []
@@ -205,19 +209,19 @@ async def test_on_a_server_of_its_own_which_is_gone_afterwards(bench: Bench) -> 
     service.send(signal.SIGKILL)
     assert service.wait(PATIENCE) == -signal.SIGKILL, service.tail()
     await soon(lambda: _servers(home) == 0)
-    await ran(*words)  # and what the killed one left is removed
+    await ran(*words)  # and the leftovers of the killed one are removed
     assert [*Path(bench.root / "spool").glob("floe-spool-*")] == []
 
 
 def _blocks(home: str) -> int:
-    """How many files of messages a server has below `home`, where it makes and removes folders meanwhile."""
+    """The number of message block files below `home`, a folder that the server changes meanwhile."""
     with suppress(FileNotFoundError):
         return len(list(Path(home, "store").rglob("*.blk")))
     return 0
 
 
 def _servers(home: str) -> int:
-    """How many processes have a configuration below `home`."""
+    """The number of processes with a configuration below `home`."""
     found = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -225,26 +229,26 @@ def _servers(home: str) -> int:
     return found
 
 
-def drill(bench: Bench, stream: str, make_server: ServerMaker | None = None, **asked: object) -> ExactDrill:
+def drill(bench: Bench, stream: str, make_server: LocalServerMaker | None = None, **asked: object) -> ExactDrill:
     request = replace(RestoreRequest(SITE, stream), **asked)  # type: ignore[arg-type]
     settings = bench.settings({"stream": stream})
-    return ExactDrill(settings, request, bench.store, bench.chains, SystemClock(), Teller(), make_server)
+    return ExactDrill(settings, request, bench.store, bench.chains, SystemClock(), Progress(), make_server)
 
 
-async def test_what_is_not_as_it_was_is_named(bench: Bench) -> None:
-    stream, scratch = await used(bench, []), unique(NAME)
+async def test_differences_are_named(bench: Bench) -> None:
+    stream, scratch = await used(bench, []), unique(SCRATCH_PREFIX)
     work = back.restore(bench, stream, name=scratch, promote=False)
-    async with work.connected() as client:
+    async with work.open_connection() as client:
         plan = (await work.run(client, Stop())).plan
-        assert await differences(client, plan) == []
+        assert await read_differences(client, plan) == []
         info = await stream_info(client, scratch)
         assert info is not None
-        assert info.marker
+        assert info.restore_marker
         await client.api(f"STREAM.UPDATE.{scratch}", {**info.config, "max_msgs_per_subject": 1000})
         await client.api(f"CONSUMER.DELETE.{scratch}.none")
         await create_consumer(client, scratch, {"durable_name": "new", "ack_policy": "explicit"})
         await back.consume(bench, scratch, "push", 1, acked=0)
-        found = await differences(client, plan)
+        found = await read_differences(client, plan)
     await bench.delete_stream(scratch)
     assert found == [
         "configuration: expected max_msgs_per_subject -1, found 1000",
@@ -255,7 +259,7 @@ async def test_what_is_not_as_it_was_is_named(bench: Bench) -> None:
     ]
 
 
-async def test_holes_and_a_missing_program_are_said_with_what_to_do(bench: Bench) -> None:
+async def test_holes_and_a_missing_program_have_a_next_step(bench: Bench) -> None:
     stream = await used(bench, [])
     (bench.root / "bucket" / bench.refs(stream)[0].key).unlink()
     with pytest.raises(Stopped) as hole:
@@ -280,7 +284,7 @@ async def test_a_stop_ends_it_and_leaves_nothing(bench: Bench) -> None:
     assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact$", getattr(caught.value, "hint", ""))
     await asyncio.sleep(0)
     assert await left_behind(bench) == []
-    with pytest.raises(Unavailable) as local:  # what it says to paste does not go to the real server
+    with pytest.raises(Unavailable) as local:  # its command does not go to the real server
         await drill(bench, stream, NatsServer, replicas=3).run(stop)
     assert re.search(rf"floe drill -c \S+ {SITE}/{stream} --exact --server local$", local.value.hint)
 
@@ -295,16 +299,16 @@ async def test_a_right_to_remove_what_it_makes_is_missed_before_it_begins(bench:
     with NatsServer(extra=f"authorization {{ users: [ {', '.join(users)} ] }}") as server:
         for user, right in rights.items():
             nats = {"url": server.url, "user": user, "password": "p"}
-            work = back.restore(bench, stream, nats, name=unique(NAME), promote=False)
-            async with work.connected() as client:
-                with pytest.raises(Refused, match=re.escape(f"{right}.{NAME}")) as caught:
+            work = back.restore(bench, stream, nats, name=unique(SCRATCH_PREFIX), promote=False)
+            async with work.open_connection() as client:
+                with pytest.raises(Refused, match=re.escape(f"{right}.{SCRATCH_PREFIX}")) as caught:
                     await work.run(client, Stop())
                 assert (await client.api("STREAM.NAMES"))["streams"] is None
             assert caught.value.exit_code == 77
 
 
-async def test_a_durable_that_stands_before_the_first_message_is_no_difference(bench: Bench) -> None:
-    """The server puts it where the messages begin, and counts anew from there."""
+async def test_a_durable_before_the_first_message_is_no_difference(bench: Bench) -> None:
+    """The server puts it at the first message, and counts again from there."""
     stream = await bench.make_stream(unique("D"), storage="file", max_msgs=10)
     for name in ("idle", "begun"):
         await create_consumer(bench.client, stream, {"durable_name": name, "ack_policy": "explicit"})

@@ -1,5 +1,5 @@
-"""A replicated stream whose leaders move and whose nodes die while it is frozen (F12, F18, F19); shares over replicated
-buckets whose quorum is lost for longer than a lease lives.
+"""A replicated stream with moving leaders and dying nodes under egress (F12, F18, F19). Leases are shared over
+replicated buckets that lose their quorum for longer than a lease lives.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def bench(clustered: Bench) -> Bench:
 
 
 async def publish(bench: Bench, stream: str, is_done: Callable[[int], bool]) -> None:
-    """Publish with acknowledgements, retried, until that many are enough."""
+    """Publish with acknowledgements and retries until `is_done` accepts the number."""
     async with AckedPublisher(bench.client, window=64) as publisher:
         count = 0
         while not is_done(count):
             await publisher.publish(f"{stream}.a".encode(), b"%d" % count, None)
             count += 1
-        await publisher.settle()
+        await publisher.wait_for_acks()
 
 
 async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster: NatsCluster) -> None:
-    """The node in whose memory the consumer lives."""
+    """The node that has the consumer in memory is killed."""
     stream, done = await bench.make_replicated(), asyncio.Event()
     load = asyncio.create_task(publish(bench, stream, lambda _: done.is_set()))
     async with bench.egress({"stream": stream}, lease_ttl="10s"):
@@ -62,7 +62,7 @@ async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster
 
 
 async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of_them(bench: Bench) -> None:
-    """Leaders of the stream and of its durable; what they forget of acknowledgements is sent again."""
+    """Leaders of the stream and of its durable; messages with a forgotten acknowledgement are sent again."""
     stream, done = await bench.make_replicated("workqueue"), asyncio.Event()
     feed = {"stream": stream, "segment": {"max_messages": 2_000}}
     async with bench.egress(feed, lease_ttl="10s") as running:
@@ -94,7 +94,7 @@ async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of
 
 
 def working(members: list[Running], names: list[str]) -> list[int]:
-    """How many feeds each member reads."""
+    """The number of feeds that each member reads."""
     return sorted([member.state(name) for name in names].count("reading") for member in members)
 
 
@@ -156,7 +156,7 @@ async def test_a_leader_that_dies_in_an_older_cluster_and_comes_back_as_the_newe
                 await bench.archived_to(stream, 100)
                 leader = older.server((await stream_info(client, stream)).leader)
                 await asyncio.to_thread(leader.kill)
-                leader.use(nats_server_binary())
+                leader.set_binary(nats_server_binary())
                 await asyncio.to_thread(leader.start)
                 await asyncio.to_thread(older.wait_ready)
                 await soon(lambda: reaches(200))

@@ -1,5 +1,5 @@
-"""What goes wrong while egress runs: consumers that are gone or stand still, connections, the object store, leases,
-memory, the drain; and what the source is about to expire meanwhile.
+"""Faults while egress runs: deleted or stalled consumers, connections, the object store, leases, memory, the drain. The
+source is about to expire messages meanwhile.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.support.stores import FaultyStore, raising
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
-def held_up(store: FaultyStore) -> None:
-    """Let no segment be put until `released`."""
+def fail_puts(store: FaultyStore) -> None:
+    """Let every put fail until `released`."""
     for verb in ("put", "put_if_absent"):
         store.on(verb, raising(Unavailable("the store is down")))
 
@@ -59,12 +59,12 @@ async def test_a_deleted_consumer_is_made_again_and_nothing_is_missing(bench: Be
 
 @pytest.mark.real
 async def test_an_unreachable_store_stops_the_pulling_within_the_memory_limit(bench: Bench) -> None:
-    """F31: what waits is bounded, and in order once the store is back."""
+    """F31: the waiting messages are bounded, and in order once the store is back."""
     stream = await bench.make_stream(unique("T"))
     objects = FaultyStore(bench.objects)
-    held_up(objects)
+    fail_puts(objects)
     feed = {"stream": stream, "segment": {"max_size": "1M"}}
-    # Documents are small objects put through the same verbs: they must exist before the store goes down.
+    # Documents are small objects put by the same verbs: they must exist before the store fails.
     async with bench.egress(feed) as running:
         await soon(lambda: running.state(stream) == "reading")
     body = os.urandom(20_000)
@@ -80,13 +80,13 @@ async def test_an_unreachable_store_stops_the_pulling_within_the_memory_limit(be
     await bench.same(stream, stream)
 
 
-async def test_a_drain_that_the_store_holds_up_ends_in_time_and_keeps_the_lease(bench: Bench) -> None:
-    """F06: what was not stored is read again; the lease is left to expire."""
+async def test_a_drain_that_the_store_delays_ends_in_time_and_keeps_the_lease(bench: Bench) -> None:
+    """F06: messages that were not stored are read again; the lease is left to expire."""
     stream = await bench.make_stream(unique("T"))
     objects = FaultyStore(bench.objects)
     async with bench.egress({"stream": stream}, lease_ttl="5s") as running:
         await soon(lambda: running.state(stream) == "reading")
-    held_up(objects)
+    fail_puts(objects)
     settings = bench.settings({"stream": stream}, shutdown_timeout="1s", lease_ttl="5s")
     running = bench.start(settings, objects=objects)
     await bench.publish(stream, [b"x"] * 10)
@@ -104,12 +104,12 @@ async def test_a_drain_that_the_store_holds_up_ends_in_time_and_keeps_the_lease(
 
 
 @pytest.mark.parametrize("size", [101_000, 200_000], ids=["received", "not sent by the server"])
-async def test_a_message_too_large_to_archive_stops_behind_what_came_before_it(
+async def test_a_message_too_large_to_archive_stops_behind_earlier_ones(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr("egress.reader.MAX_MESSAGE_BYTES", 100_000)
     stream = await bench.filled([b"x" * 99_000, b"y" * 10, b"z" * size, b"behind it"])
-    # No segment is due for an hour: what came before the message is archived because of the stop.
+    # No segment is due for an hour: the messages before this one are archived because of the stop.
     async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
         await soon(lambda: running.state(stream) == "stopped")
         assert running.status(stream)["code"] == "E-MSG-TOO-LARGE"
@@ -123,13 +123,13 @@ async def test_a_message_too_large_to_archive_stops_behind_what_came_before_it(
 
 @pytest.mark.real
 async def test_many_small_feeds_share_one_budget(bench: Bench) -> None:
-    """12 feeds of 10 MB each, and no segment is due: only the limit closes them."""
+    """12 feeds of 10 MB each, and no segment is due: only the memory limit closes them."""
     stream = await bench.make_stream(unique("T"))
     names = [unique(f"F{i}") for i in range(12)]
     feeds = [{"name": name, "stream": stream, "segment": {"max_age": "1h"}} for name in names]
     await bench.publish(stream, [os.urandom(20_000)] * 500)
     async with bench.egress(*feeds, memory_limit="16M"):
-        # What is left is in memory, and that is less than 16 MiB: 838 messages.
+        # The rest is in memory, which is less than 16 MiB: 838 messages.
         await soon(lambda: sum(bench.end(name) for name in names) >= 12 * 500 - 838)
     for name in names:
         bench.check(name)
@@ -137,7 +137,7 @@ async def test_many_small_feeds_share_one_budget(bench: Bench) -> None:
 
 # Stalls
 
-IMPATIENT = replace(QUICK, pace=replace(QUICK.pace, check=0.2, stalled=0.8))
+IMPATIENT = replace(QUICK, intervals=replace(QUICK.intervals, check=0.2, stalled=0.8))
 
 
 def metric(name: str, feed: str, **labels: str) -> float:
@@ -146,7 +146,7 @@ def metric(name: str, feed: str, **labels: str) -> float:
 
 
 async def pause(bench: Bench, stream: str) -> str:
-    """Pause the stream's one consumer for an hour; its name."""
+    """Pause the stream's one consumer for an hour, and return its name."""
     [name] = await soon(lambda: consumer_names(bench.client, stream))
     until = (datetime.now(UTC) + timedelta(hours=1)).isoformat().replace("+00:00", "Z")
     await bench.client.api(f"CONSUMER.PAUSE.{stream}.{name}", {"pause_until": until})
@@ -154,7 +154,7 @@ async def pause(bench: Bench, stream: str) -> str:
 
 
 @pytest.mark.real
-async def test_a_consumer_that_delivers_nothing_is_read_anew(bench: Bench) -> None:
+async def test_a_consumer_that_delivers_nothing_is_remade(bench: Bench) -> None:
     stream = await bench.filled([b"a"] * 10)
     async with bench.egress({"stream": stream}, tuning=IMPATIENT) as running:
         await bench.archived_to(stream, 10)
@@ -171,11 +171,11 @@ async def test_a_consumer_that_delivers_nothing_is_read_anew(bench: Bench) -> No
 
 @pytest.mark.real
 async def test_a_stream_in_which_nothing_happens_does_not_stall(bench: Bench) -> None:
-    """Neither an idle one, nor one that gets only what the feed does not take."""
+    """Neither an idle stream, nor one that gets only messages that the feed does not take."""
     stream = await bench.filled([b"a"] * 3)
     async with bench.egress({"stream": stream, "filter_subject": f"{stream}.a"}, tuning=IMPATIENT):
         await bench.archived_to(stream, 3)
-        await pause(bench, stream)  # so that no heartbeat says that the consumer has passed them
+        await pause(bench, stream)  # so that no heartbeat reports that the consumer has passed them
         await bench.publish(stream, [b"x"] * 5, subject="other")
         await asyncio.sleep(2.0)
 
@@ -201,15 +201,15 @@ async def test_a_line_that_is_dead_in_one_direction_is_noticed_and_heals(bench: 
     await bench.same(stream, stream)
 
 
-async def test_a_store_that_takes_nothing_is_told_as_is_how_long_the_source_keeps_what_waits(bench: Bench) -> None:
-    """The reader is kept."""
+async def test_a_store_that_takes_nothing_is_logged_with_the_time_until_messages_expire(bench: Bench) -> None:
+    """The reader stays the same."""
     stream = await bench.make_stream(unique("AGE"), max_age=3600 * 10**9)
     store = FaultyStore(bench.objects)
     async with bench.egress({"stream": stream}, tuning=IMPATIENT, objects=store):
         await bench.publish(stream, [b"a"] * 10)
         await bench.archived_to(stream, 10)
         await soon(lambda: metric("expiry_seconds", stream) == math.inf)
-        held_up(store)
+        fail_puts(store)
         await bench.publish(stream, [b"b"] * 10)
         await soon(lambda: metric("stalled", stream) == 1)
         await soon(lambda: 3500 < metric("expiry_seconds", stream) < 3600)

@@ -1,5 +1,5 @@
-"""What is archived of a stream and how it is accounted for; how a service begins, and an incarnation on a stream whose
-beginning moves, as most streams in production do.
+"""Archived messages of a stream and their ledger; starts of a service; incarnations on a stream with a moving
+beginning, as most in production have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from common.chain import Chain
 from common.errors import ConfigError, Refused
 from common.jetstream.api import stream_info
-from common.service.monitor import BEAT
+from common.service.monitor import BEAT_INTERVAL_S
 from egress import service
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
@@ -24,7 +24,7 @@ from tests.support.egress import SITE, Bench, connected
 
 
 @pytest.mark.simulated
-async def test_two_feeds_of_one_stream_stand_side_by_side(bench: Bench) -> None:
+async def test_two_feeds_of_one_stream_are_independent(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     other = unique("OTHER")
     none = {"name": unique("NONE"), "stream": stream, "filter_subject": f"{stream}.none"}
@@ -75,7 +75,7 @@ async def test_everything_purged_is_covered_by_a_heartbeat_and_unverified_until_
     ],
 )
 @pytest.mark.simulated
-async def test_a_feed_begins_where_its_start_key_says_and_the_key_counts_once(
+async def test_a_feed_begins_at_its_start_key_and_the_key_counts_once(
     bench: Bench, start: dict[str, object], first: int
 ) -> None:
     stream = await bench.filled([b"x"] * 10)
@@ -100,9 +100,7 @@ async def test_a_feed_begins_where_its_start_key_says_and_the_key_counts_once(
     ],
 )
 @pytest.mark.simulated
-async def test_what_a_chain_that_has_begun_cannot_be_changed_to_stops_it(
-    bench: Bench, now: dict[str, Any], shown: str
-) -> None:
+async def test_an_invalid_change_of_a_begun_chain_stops_it(bench: Bench, now: dict[str, Any], shown: str) -> None:
     stream = await bench.begun([b"x"])
     changed = yaml.safe_load(yaml.safe_dump(now).replace("STREAM", stream))
     async with bench.egress({"stream": stream, **changed}) as running:
@@ -115,7 +113,7 @@ async def test_what_a_chain_that_has_begun_cannot_be_changed_to_stops_it(
 
 
 @pytest.mark.simulated
-async def test_a_stopped_feed_leaves_the_others_alone_and_goes_on_when_it_can(bench: Bench) -> None:
+async def test_a_stopped_feed_leaves_the_others_alone_and_resumes_when_it_can(bench: Bench) -> None:
     stream, missing = await bench.make_stream(unique("T")), unique("MISSING")
     await bench.publish(stream, [b"x"] * 3)
     async with bench.egress({"stream": missing}, {"stream": stream}) as running:
@@ -140,7 +138,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 @asynccontextmanager
 async def load(bench: Bench, stream: str) -> AsyncIterator[None]:
-    """Publish on ten subjects for the length of the block, whatever becomes of the stream."""
+    """Publish on ten subjects for the length of the block, even while the stream is gone."""
     done = asyncio.Event()
 
     async def publish() -> None:
@@ -170,7 +168,7 @@ async def moving(bench: Bench, stream: str, limits: dict[str, Any]) -> None:
     await soon(has_moved)
 
 
-async def goes_on(bench: Bench, stream: str, incarnation: int = 0) -> None:
+async def advances(bench: Bench, stream: str, incarnation: int = 0) -> None:
     """Wait until three more segments are there."""
     count = len(bench.refs(stream, incarnation))
     await soon(lambda: len(bench.refs(stream, incarnation)) >= count + 3)
@@ -183,7 +181,7 @@ def check(bench: Bench, stream: str, incarnation: int) -> None:
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 async def test_a_stream_at_its_limit_is_archived_from_the_first_start_on(bench: Bench, limits: dict[str, Any]) -> None:
-    """Under load: ended in its first moments, started again, and made anew with such a beginning."""
+    """Under load: crashed in its first moments, started again, and recreated with such a beginning."""
     stream = unique("T")
     async with load(bench, stream):
         await moving(bench, stream, limits)
@@ -191,11 +189,11 @@ async def test_a_stream_at_its_limit_is_archived_from_the_first_start_on(bench: 
         await soon(lambda: bench.chains.read_chain(bench.chain(stream)) is not None)
         await running.crash()
         async with bench.egress({"stream": stream}):
-            await goes_on(bench, stream)
+            await advances(bench, stream)
         await bench.delete_stream(stream)
         await moving(bench, stream, limits)
         async with bench.egress({"stream": stream}):
-            await goes_on(bench, stream, 1)
+            await advances(bench, stream, 1)
     check(bench, stream, 0)
     check(bench, stream, 1)
 
@@ -205,11 +203,11 @@ async def test_a_feed_that_starts_at_the_end_begins_though_its_first_message_lef
     async with load(bench, stream):
         await moving(bench, stream, LIMITS["max_msgs"])
         async with bench.egress({"stream": stream, "start_at_end": True}):
-            await goes_on(bench, stream)
+            await advances(bench, stream)
     check(bench, stream, 0)
 
 
-# The service waits for what is down, and ends at once for what an operator must mend
+# The service waits for an unavailable server, and ends at once on an error that an operator must fix
 
 
 async def test_a_server_that_is_down_at_the_start_is_waited_for(tmp_path: Path) -> None:
@@ -217,9 +215,9 @@ async def test_a_server_that_is_down_at_the_start_is_waited_for(tmp_path: Path) 
     bench = Bench(server.url, tmp_path, None)  # type: ignore[arg-type]
     running = bench.start(bench.settings({"stream": "S"}))
     await soon(lambda: any(problem.startswith("nats: ") for problem in running.health.problems()))
-    for _ in range(2):  # whoever asks /healthz, or feeds a watchdog by it, does not start it again for that
-        await soon(lambda: running.health.beat_age() > BEAT / 2)
-        await soon(lambda: running.health.beat_age() < BEAT / 2)
+    for _ in range(2):  # /healthz stays good, so no watchdog restarts the process
+        await soon(lambda: running.health.beat_age() > BEAT_INTERVAL_S / 2)
+        await soon(lambda: running.health.beat_age() < BEAT_INTERVAL_S / 2)
     await running.drain()  # ends cleanly while it waits
     running = bench.start(bench.settings({"stream": "S"}))
     await soon(lambda: any(problem.startswith("nats: ") for problem in running.health.problems()))

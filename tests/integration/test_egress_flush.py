@@ -1,4 +1,4 @@
-"""The open segment: shown while it is open, and closed at once by `floe egress flush`."""
+"""The open segment: shown while open, and closed at once by `floe egress flush`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from common.jetstream.kv import KeyValue
 from egress import metrics
 from egress.flush import flush_requests
-from tests.integration.test_egress_faults import held_up
+from tests.integration.test_egress_faults import fail_puts
 from tests.support.basics import counted, soon, unique
 from tests.support.commands import configuration, floe
 from tests.support.egress import QUICK, SITE, Bench, Partitioned, feed_of, publish_over
@@ -18,7 +18,7 @@ from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.simulated
 
-PROMPT = replace(QUICK, pace=replace(QUICK.pace, flush=0.1))
+PROMPT = replace(QUICK, intervals=replace(QUICK.intervals, flush=0.1))
 LONG = {"max_age": "1h"}
 
 
@@ -81,7 +81,7 @@ async def test_a_flush_leaves_the_choices_of_a_sampler_as_they_are(bench: Bench)
         bench.check(feed)
 
 
-async def test_where_nobody_holds_the_lease_it_says_so_or_waits(bench: Bench) -> None:
+async def test_without_a_lease_holder_it_fails_or_waits(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     feed = {"stream": stream, "segment": LONG}
     config = str(configuration(bench, feed))
@@ -105,7 +105,7 @@ async def test_where_nobody_holds_the_lease_it_says_so_or_waits(bench: Bench) ->
         assert (done.code, done.out) == (2, ""), name
 
 
-async def test_what_its_holder_could_not_store_is_flushed_by_who_takes_over(bench: Bench) -> None:
+async def test_segments_its_holder_could_not_store_are_flushed_on_takeover(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     feed = {"stream": stream, "segment": LONG}
     config = str(configuration(bench, feed))
@@ -113,7 +113,7 @@ async def test_what_its_holder_could_not_store_is_flushed_by_who_takes_over(benc
     store = FaultyStore(bench.objects)
     first = bench.start(bench.settings(feed), PROMPT, objects=store)  # type: ignore[arg-type]
     await first.received(stream, 20)
-    held_up(store)
+    fail_puts(store)
     requests = flush_requests(await KeyValue(bench.client, bench.state_bucket).ensure(), SITE)
     waiting = asyncio.create_task(floe("egress", "flush", "-c", config, stream, "--json"))
 

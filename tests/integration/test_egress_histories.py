@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.exits import command
+from common.exits import floe_command
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.sequences import SequenceRange
@@ -26,10 +26,10 @@ from tests.support.servers import restore_disk, save_disk
 pytestmark = pytest.mark.simulated
 
 
-async def test_what_was_received_before_a_recreation_is_put_though_another_instance_covers_its_beginning(
+async def test_rows_received_before_a_recreation_are_put_though_another_covers_their_beginning(
     bench: Bench,
 ) -> None:
-    """There is no other copy of the rest."""
+    """The rest has no other copy."""
     stream = await bench.make_stream(unique("T"))
     feed = {"stream": stream, "segment": {"max_age": "1h"}}
     await bench.publish(stream, (b"first %d" % i for i in range(10)))
@@ -61,7 +61,7 @@ async def test_a_stream_whose_tips_were_all_deleted_is_known_by_an_archived_row(
 async def test_a_message_where_the_archive_found_none_shows_a_stream_set_back(
     alone: tuple[Bench, NatsServer], tmp_path: Path
 ) -> None:
-    """The archive's end was passed without a message; the old disk is written again up to there."""
+    """The archive ends behind its last message; the old disk is written again up to there."""
     bench, server = alone
     stream = await bench.begun([b"x"] * 3, storage="file")
     saved = await save_disk(server, tmp_path)
@@ -80,21 +80,21 @@ async def test_a_message_where_the_archive_found_none_shows_a_stream_set_back(
 async def test_right_before_a_put_the_consumer_must_still_be_the_same(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a reader that hears nothing of a recreation: only the check before the put can notice."""
+    """The reader notices no recreation: only the check before the put can."""
     stream = await bench.make_stream(unique("T"))
-    patient = replace(QUICK, pace=replace(QUICK.pace, check=3600.0))
+    patient = replace(QUICK, intervals=replace(QUICK.intervals, check=3600.0))
     feed = {"stream": stream, "segment": {"max_messages": 50, "max_age": "1h"}}
-    monkeypatch.setattr(Reader, "on_status", lambda *_: None)
+    monkeypatch.setattr(Reader, "receive_status", lambda *_: None)
     monkeypatch.setattr(Reader, "tick", lambda *_: None)
     putting, going_on = asyncio.Event(), asyncio.Event()
     real = Reader.check
 
-    async def held_up(self: Reader) -> None:
+    async def blocked(self: Reader) -> None:
         putting.set()
         await going_on.wait()
         await real(self)
 
-    monkeypatch.setattr(Reader, "check", held_up)
+    monkeypatch.setattr(Reader, "check", blocked)
     async with bench.egress(feed, tuning=patient):
         await soon(lambda: bench.chains.read_chain(bench.chain(stream)) is not None)
         await bench.publish(stream, (b"first %d" % i for i in range(60)))
@@ -111,7 +111,7 @@ async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_th
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = await bench.begun([b"first"] * 10)
-    real, done = consumers.create_ephemeral, []
+    real, done = consumers.create_ephemeral_consumer, []
 
     async def late(client: FloeClient, name: str, config: dict[str, Any]) -> Any:
         if not done:
@@ -119,7 +119,7 @@ async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_th
             await bench.recreate(stream, (b"second %d" % i for i in range(25)))
         return await real(client, name, config)
 
-    monkeypatch.setattr(consumers, "create_ephemeral", late)
+    monkeypatch.setattr(consumers, "create_ephemeral_consumer", late)
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 25, incarnation=1)
     assert done
@@ -131,10 +131,10 @@ async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_th
 
 
 @pytest.mark.parametrize("is_back", [True, False], ids=["stale", "lost"])
-async def test_a_listing_that_ends_before_the_mark_is_asked_again_until_an_operator_gives_up_what_is_lost(
+async def test_a_listing_that_ends_before_the_mark_is_repeated_until_an_operator_accepts_the_loss(
     bench: Bench, is_back: bool
 ) -> None:
-    """F39: never a first start."""
+    """F39: it never counts as a first start."""
     stream = await bench.filled([b"x"] * 10)
     feed = {"stream": stream, "segment": {"max_messages": 10, "max_age": "1h"}}
     await bench.freeze(feed)
@@ -187,10 +187,10 @@ async def archive_in_three(bench: Bench) -> str:
         (21, [], "1..10 21..30 31..35"),
     ],
 )
-async def test_a_hole_is_filled_as_far_as_the_source_goes_and_reading_goes_on_behind_it(
+async def test_a_hole_is_filled_as_far_as_the_source_goes_and_reading_resumes_behind_it(
     bench: Bench, first: int, deleted: list[int], found: str
 ) -> None:
-    """What left the source one by one, after it was archived, is gone from the hole, not deleted."""
+    """Messages that left the source one by one after they were archived are gone from the hole, not deleted."""
     stream = await archive_in_three(bench)
     bench.store.delete(bench.refs(stream)[1])
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": first})
@@ -213,7 +213,7 @@ async def test_a_hole_is_filled_as_far_as_the_source_goes_and_reading_goes_on_be
 async def test_a_name_that_its_footer_contradicts_is_not_believed(
     bench: Bench, last: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A copy of 21..30 that claims to reach further: what it claims is archived all the same."""
+    """A copy of 21..30 with a name that claims more: those sequences are archived all the same."""
     stream = await archive_in_three(bench)
     newest = bench.refs(stream)[-1]
     lie = bench.store.layout.segment(newest.segment._replace(coverage=SequenceRange(21, last)))
@@ -229,19 +229,19 @@ async def test_a_name_that_its_footer_contradicts_is_not_believed(
         assert "expected 21.." in running.status(stream)["damaged"][lie]
         labels = {"site": SITE, "feed": stream, "partition": "0"}
         assert metric_value("floe_egress_damaged_segments", labels) == 1
-    assert command("segments quarantine", lie) in caplog.text
+    assert floe_command("segments quarantine", lie) in caplog.text
     assert bench.chains.read_tail(bench.chain(stream)) == 50 == await bench.mark(stream)
     (bench.root / "bucket" / lie).unlink()
     await bench.same(stream, stream)
 
 
 async def test_damage_beyond_the_mark_is_read_again(bench: Bench) -> None:
-    """A segment that was put before a crash, and is no segment any more when egress begins again."""
+    """A segment that was put before a crash, and is corrupt when egress starts again."""
     stream = await archive_in_three(bench)
     newest = bench.refs(stream)[-1]
     (bench.root / "bucket" / newest.key).write_bytes(b"not a segment")
     state = await KeyValue(bench.client, bench.state_bucket).ensure()
-    await HighWaterMarks(state).set(bench.chain(stream), 20)
+    await HighWaterMarks(state).overwrite(bench.chain(stream), 20)
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: bench.refs(stream)[-1].size > 100 or len(bench.refs(stream)) == 4)
         assert [*running.status(stream)["damaged"]] == [newest.key]

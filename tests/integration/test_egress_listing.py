@@ -1,4 +1,4 @@
-"""How much egress lists of a chain, and what it finds so: the end, holes, segments for identity."""
+"""The listings that egress makes of a chain, and their results: the end, holes, segments for identity."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from common.objects.port import ObjectInfo
 from common.segments.documents import ChainStore
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from egress.archive import Archive, ArchiveWalks
-from egress.deps import EgressTuning
+from egress.deps import Intervals
 from tests.support.basics import soon
 from tests.support.compaction import CHAIN
 from tests.support.compaction import Archive as Segments
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.simulated
 
 
 class Counting(LocalObjects):
-    """Counts what is listed: `requests`, as a server with pages of 1000 keys would be asked, and `keys`."""
+    """A store that counts listed `keys`, and the `requests` of a server with pages of 1000 keys."""
 
     requests = keys = 0
 
@@ -40,7 +40,7 @@ class Counting(LocalObjects):
 
 
 class Mark:
-    """The high-water mark of the one chain; None: there is none."""
+    """The high-water mark of the one chain; None if there is none."""
 
     def __init__(self, end: int | None) -> None:
         self._end = end
@@ -50,15 +50,15 @@ class Mark:
 
 
 class World:
-    """A chain with whatever segments a test names."""
+    """A chain with any segments that a test names."""
 
     def __init__(self, folder: Path) -> None:
         self.objects = Counting(folder / "store")
         self.segments = Segments(folder, self.objects)
-        self.threads = Threads("listing", 2)
+        self.threads = ThreadPool("listing", 2)
 
     def name(self, ranges: Iterable[tuple[int, int]], level: int = 0) -> list[str]:
-        """Objects with the names of segments and nothing in them: below the mark none is opened."""
+        """Put empty objects with the names of segments: below the mark none is opened."""
         keys = []
         for number, (first, last) in enumerate(ranges):
             name = SegmentName(CHAIN, level, SequenceRange(first, last), f"{number:016x}")
@@ -77,7 +77,7 @@ class World:
         return archive
 
     def walk(self, archive: Archive, **pace: float) -> ArchiveWalks:
-        walk = ArchiveWalks(self.threads, SystemClock(), EgressTuning(**{"page": 0.0, "check": 0.05, **pace}))
+        walk = ArchiveWalks(self.threads, SystemClock(), Intervals(**{"page": 0.0, "check": 0.05, **pace}))
         walk.follow(archive)
         return walk
 
@@ -93,7 +93,7 @@ def tens(first: int, last: int) -> list[tuple[int, int]]:
     return [(begin, begin + 9) for begin in range(first, last, 10)]
 
 
-async def test_a_session_and_a_put_list_once_each_what_stands_at_the_end(world: World) -> None:
+async def test_a_session_and_a_put_list_the_end_once_each(world: World) -> None:
     world.name(tens(1, 15_000))
     archive = await world.loaded(15_000)
     assert (archive.end, archive.holes, len(archive.newest)) == (15_000, (), 1)
@@ -104,7 +104,7 @@ async def test_a_session_and_a_put_list_once_each_what_stands_at_the_end(world: 
 @pytest.mark.parametrize(
     ("mark", "segments", "holes"),
     [
-        # A crash before the mark: the one that contains it may be merged up already.
+        # A crash before the mark: the segment that contains it may be merged already.
         (90, [(1, 80, 1), (81, 90, 1), (91, 100, 0)], ()),
         (30, [(1, 40, 1), (41, 60, 1), (71, 80, 1), (81, 90, 0), (91, 100, 0)], (SequenceRange(61, 70),)),
         (None, [(1, 10, 0), (21, 100, 0)], (SequenceRange(11, 20),)),
@@ -122,30 +122,30 @@ async def test_the_true_end_and_the_holes_behind_the_mark_are_found_and_a_mark_o
         with pytest.raises(Unavailable, match="contains the high-water mark 90, found none") as caught:
             await archive.load()
         assert caught.value.code == "E-LISTING"
-        await archive.survey()
+        await archive.load_all()
     else:
         await archive.load()
-    assert (archive.end, archive.holes, archive.is_hollow(2)) == (100, holes, False)
+    assert (archive.end, archive.holes, archive.may_be_wiped(2)) == (100, holes, False)
     assert world.objects.requests <= 20
 
 
-async def test_a_chain_without_segments_is_hollow_where_no_mark_says_that_it_never_had_one(world: World) -> None:
+async def test_a_chain_without_segments_may_be_wiped_unless_its_mark_excludes_that(world: World) -> None:
     assert (await world.loaded(0)).end == 0
-    assert (await world.loaded(None)).is_hollow(2)
+    assert (await world.loaded(None)).may_be_wiped(2)
 
 
-async def test_looking_back_gives_the_newest_hundred_in_order_and_lists_few_more(world: World) -> None:
+async def test_load_older_gives_the_newest_hundred_in_order_and_lists_few_more(world: World) -> None:
     world.name(tens(5_001, 15_000))
     world.name([(1, 3_000), (3_001, 5_000)], level=2)
     archive = await world.loaded(15_000)
-    found = await archive.look_back(1)
+    found = await archive.load_older(1)
     assert [ref.coverage.last for ref in found] == [*range(15_000, 14_000, -10)]
     assert world.objects.keys < 1_000
     asked = world.objects.requests
-    assert await archive.look_back(1) == found
+    assert await archive.load_older(1) == found
     assert world.objects.requests == asked, "once a session is enough"
-    assert any(4_000 in ref.coverage for ref in await archive.at(4_000))
-    assert await archive.at(15_001) == ()
+    assert any(4_000 in ref.coverage for ref in await archive.segments_at(4_000))
+    assert await archive.segments_at(15_001) == ()
 
 
 # The walk
@@ -155,7 +155,7 @@ async def test_a_walk_finds_holes_below_the_mark_and_keeps_no_page(world: World)
     world.name([each for each in tens(1, 15_000) if each[0] not in (11, 9_001, 9_011)])
     walk = world.walk(await world.loaded(15_000))
     running = asyncio.create_task(walk.run())
-    await soon(walk.news.is_set)
+    await soon(walk.walk_ended.is_set)
     running.cancel()
     assert walk.holes == (SequenceRange(11, 20), SequenceRange(9_001, 9_020))
     archive = await world.loaded(15_000)
@@ -164,7 +164,7 @@ async def test_a_walk_finds_holes_below_the_mark_and_keeps_no_page(world: World)
     assert archive.holes == walk.holes
 
 
-async def test_what_a_merge_moves_up_during_a_walk_is_no_hole(world: World) -> None:
+async def test_a_merge_during_a_walk_leaves_no_hole(world: World) -> None:
     lower = world.name(tens(1, 15_000))
     walk = world.walk(await world.loaded(15_000), page=0.05)
     running = asyncio.create_task(walk.run())
@@ -173,16 +173,16 @@ async def test_what_a_merge_moves_up_during_a_walk_is_no_hole(world: World) -> N
     world.name([(10_001, 14_990)], level=1)
     for key in lower[1_000:1_499]:
         world.segments.path(key).unlink()
-    await soon(walk.news.is_set)
+    await soon(walk.walk_ended.is_set)
     running.cancel()
     assert walk.holes == ()
 
 
-async def test_a_walk_that_was_cut_goes_on_where_it_was_and_comes_again_when_it_is_due(world: World) -> None:
+async def test_an_interrupted_walk_resumes_at_its_position_and_comes_again_when_due(world: World) -> None:
     world.name(tens(1, 15_000))
     walk = world.walk(await world.loaded(15_000), page=0.05)
     before, cuts = world.objects.requests, 0
-    while not walk.news.is_set():
+    while not walk.walk_ended.is_set():
         running = asyncio.create_task(walk.run())
         await asyncio.sleep(0.02)
         running.cancel()
@@ -196,7 +196,7 @@ async def test_a_walk_that_was_cut_goes_on_where_it_was_and_comes_again_when_it_
 
 
 async def test_a_put_sees_that_the_newest_segment_is_gone_unless_it_was_merged_up(world: World) -> None:
-    """By the one listing that it makes."""
+    """By its only listing."""
     world.segments.put(1, 10)
     for last, level in ((20, 1), (30, 0)):
         newest = world.segments.put(last - 9, last, level=level).key
@@ -205,7 +205,7 @@ async def test_a_put_sees_that_the_newest_segment_is_gone_unless_it_was_merged_u
             world.segments.path(newest).unlink()
         asked = world.objects.requests
         assert not await archive.is_covered(last + 1)
-        assert (archive.missing, world.objects.requests) == ("" if level else newest, asked + 1)
+        assert (archive.missing_key, world.objects.requests) == ("" if level else newest, asked + 1)
 
 
 @pytest.mark.parametrize("is_put", [True, False], ids=["by a put", "by a look"])
@@ -215,16 +215,16 @@ async def test_an_archive_whose_newest_segment_is_gone_is_walked_at_once_and_onc
     archive = await world.loaded(20)
     walk = world.walk(archive, newest=0.02)
     running = asyncio.create_task(walk.run())
-    await soon(walk.news.is_set)
+    await soon(walk.walk_ended.is_set)
     assert walk.holes == ()
-    walk.news.clear()
+    walk.walk_ended.clear()
     world.segments.path(archive.newest[0].key).unlink()
     if is_put:
         assert not await archive.is_covered(21)
-    await soon(walk.news.is_set)
+    await soon(walk.walk_ended.is_set)
     running.cancel()
     assert walk.holes == (SequenceRange(11, 20),)
     due = walk._due
     for _ in range(3):
-        await walk._look_for_newest()
+        await walk._check_newest()
     assert walk._due == due, "one walk for one missing segment"

@@ -1,5 +1,5 @@
-"""Partitions of one feed, what each takes, and how they begin and end together; a feed cut anew: no message twice or
-missing, whoever crashes where.
+"""Partitions of one feed: their messages, common beginnings and common ends. A repartitioned feed has no message twice
+or missing, at a crash of any process at any step.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from common.chain import Chain
 from common.segments.segment import Message
 from egress.incarnations import Closing, End
 from infra.local.nats import NatsServer
-from infra.oracle import Trace, archived, compare, source_trace
-from tests.support.basics import at_length, soon, unique
+from infra.oracle import Trace, archived_messages, compare, read_source_trace
+from tests.support.basics import soak_only, soon, unique
 from tests.support.commands import Done, configuration, floe, paste
 from tests.support.egress import SITE, Bench, Partitioned, begun_parts, feed_of, publish_over
 from tests.support.servers import restore_disk, save_disk
 
 
 @pytest.mark.simulated
-async def test_a_list_of_filters_and_what_none_of_them_takes_is_reported(bench: Bench) -> None:
+async def test_filters_are_listed_and_unmatched_subjects_reported(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     parts = Partitioned(bench, stream, 2)
     await publish_over(bench, stream, ["a.x", "b.y", "c.z", "c.w"], 40, "x")
@@ -46,7 +46,7 @@ async def test_a_list_of_filters_and_what_none_of_them_takes_is_reported(bench: 
 
 @pytest.mark.simulated
 async def test_two_hosts_that_start_at_the_end_of_a_moving_stream_begin_at_one_sequence(bench: Bench) -> None:
-    """The first one to resolve it counts for every partition of both."""
+    """The first host that resolves it decides for every partition of all."""
     stream = await bench.make_stream(unique("T"))
     parts = Partitioned(bench, stream, 4)
     subjects = [f"{p}.s" for p in range(4)]
@@ -72,7 +72,7 @@ async def test_two_hosts_that_start_at_the_end_of_a_moving_stream_begin_at_one_s
 
 
 async def test_the_others_wait_for_a_partition_whose_worker_is_away(bench: Bench) -> None:
-    """Not an error; whoever takes its lease closes it, and all go on."""
+    """Not an error: the process that takes its lease closes it, and all continue."""
     subjects = [f"{p}.a" for p in range(3)]
     stream, parts = await begun_parts(bench, 3, 60, subjects)
     await publish_over(bench, stream, subjects, 30, "more")
@@ -89,14 +89,14 @@ async def test_the_others_wait_for_a_partition_whose_worker_is_away(bench: Bench
         await parts.archived_to(100, 1)
     finally:
         await running.drain()
-    # Partition 1 never saw the last 30 of the first history, and no incarnation claims it did.
+    # Partition 1 never read the last 30 of the first history, and no incarnation claims it did.
     assert parts.previous(1) == {0: 90, 1: 60, 2: 90}
     await parts.same(stream, 1)
 
 
 @pytest.mark.simulated
 async def test_an_end_that_was_noted_is_withdrawn_when_the_old_stream_is_back(bench: Bench) -> None:
-    """Partition 0 reads on, so the incarnation must not be closed with the end it noted before."""
+    """Partition 0 reads on, so the incarnation must not be closed with the end that it recorded before."""
     stream, parts = await begun_parts(bench, 2, 60)
     closings = await parts.closings()
     another = Closing({0: End(60, 1, "2001-01-01T00:00:00Z")})
@@ -111,7 +111,7 @@ async def test_an_end_that_was_noted_is_withdrawn_when_the_old_stream_is_back(be
 
 @pytest.mark.simulated
 async def test_created_that_drifts_does_not_stop_a_partition_without_messages(bench: Bench) -> None:
-    """It has nothing to compare; what the others archived is of the same stream."""
+    """It has nothing to compare; the rows that the others archived are of the same stream."""
     stream, parts = await begun_parts(bench, 3, 60)
     key = bench.chains.layout.stream_document(parts.chain(0))
     found = bench.chains.read_stream(parts.chain(0))
@@ -124,7 +124,7 @@ async def test_created_that_drifts_does_not_stop_a_partition_without_messages(be
     await parts.same(stream)
 
 
-# A feed cut anew
+# A repartitioned feed
 
 
 async def repartition(bench: Bench, feed: dict[str, Any], *arguments: str, failpoints: str = "") -> Done:
@@ -134,7 +134,7 @@ async def repartition(bench: Bench, feed: dict[str, Any], *arguments: str, failp
 
 
 async def until_cut(bench: Bench, feed: dict[str, Any], *arguments: str) -> Done:
-    """Again and again until the leases of what was killed have expired."""
+    """Repeat the command until the leases of the killed processes have expired."""
     for _ in range(6):
         done = await repartition(bench, feed, "--yes", *arguments)
         if done.code != 75:
@@ -145,18 +145,18 @@ async def until_cut(bench: Bench, feed: dict[str, Any], *arguments: str) -> Done
 
 
 def everything(bench: Bench, feed: str) -> list[Message]:
-    """Of all chains of the feed, in sequence order; a repeated one stands twice."""
+    """The messages of all chains of the feed, in sequence order; a repeated one appears twice."""
     chains = bench.chains.chains(SITE, feed)
-    return sorted((m for c in chains for m in archived(bench.store, c)), key=lambda m: m.sequence)
+    return sorted((m for c in chains for m in archived_messages(bench.store, c)), key=lambda m: m.sequence)
 
 
 async def check_all(bench: Bench, feed: str, stream: str) -> None:
-    found = compare(await source_trace(bench.client, stream), Trace.of(everything(bench, feed)), may_be_gone=False)
-    assert found.ok, found.report()
+    found = compare(await read_source_trace(bench.client, stream), Trace.of(everything(bench, feed)), may_be_gone=False)
+    assert found.is_ok, found.report()
 
 
 async def uneven(bench: Bench, count: int) -> tuple[str, Partitioned]:
-    """A feed of two partitions, of which partition 0 is further than partition 1; its stream, and those."""
+    """A feed of two partitions, of which partition 0 is ahead of partition 1; its stream, and the partitions."""
     stream, parts = await begun_parts(bench, 2, count, ["0.a", "1.a", "0.b", "1.b"])
     await publish_over(bench, stream, ["0.a", "1.a"], count, "more")
     async with parts.away(1):
@@ -212,13 +212,13 @@ async def test_people_read_words_and_what_the_new_filters_leave_out(bench: Bench
     "failpoint",
     [
         "egress.after_put",
-        at_length("repartition.before_stream"),
+        soak_only("repartition.before_stream"),
         "repartition.after_stream",
-        at_length("repartition.after_chain"),
+        soak_only("repartition.after_chain"),
     ],
 )
 async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, failpoint: str) -> None:
-    """Behind the commit the old cut stops."""
+    """Behind the commit the old partition layout stops."""
     stream, parts = await uneven(bench, 60)
     feed = feed_of(stream, 3)
     killed = await repartition(bench, feed, "--yes", failpoints=f"{failpoint}=kill")
@@ -258,7 +258,7 @@ async def test_nothing_is_done_where_there_is_nothing_to_do_and_a_running_egress
 async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_archived_since(
     alone: tuple[Bench, NatsServer], tmp_path: Path
 ) -> None:
-    """The tips of the incarnation before are evidence for the one that continues it."""
+    """The tips of the previous incarnation are evidence for the one that continues it."""
     bench, server = alone
     stream, parts = await begun_parts(bench, 2, 20, storage="file")
     saved = await save_disk(server, tmp_path)
@@ -279,7 +279,7 @@ async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_ar
 
 
 @pytest.mark.parametrize(("retention", "count"), [("interest", 3), ("workqueue", 2)])
-async def test_the_new_partitions_get_what_comes_meanwhile(bench: Bench, retention: str, count: int) -> None:
+async def test_the_new_partitions_get_later_messages(bench: Bench, retention: str, count: int) -> None:
     stream = await bench.make_stream(unique("T"), retention=retention)
     before, after = Partitioned(bench, stream, 2), Partitioned(bench, stream, count)
     async with bench.egress(feed_of(stream, 2)) as running:
@@ -295,8 +295,8 @@ async def test_the_new_partitions_get_what_comes_meanwhile(bench: Bench, retenti
     assert sorted(m.payload for m in everything(bench, stream)) == sorted(expected)
 
 
-async def test_a_sampled_feed_is_read_on_with_its_sampler_and_goes_on_with_what_it_knew(bench: Bench) -> None:
-    """One copy of each value in an hour: whoever was copied before the cut is not copied behind it."""
+async def test_a_sampled_feed_is_read_on_with_its_sampler_and_keeps_its_memory(bench: Bench) -> None:
+    """One copy of each value in an hour: a value copied before the repartition is not copied behind it."""
     stream = await bench.make_stream(unique("T"))
     keys = {"inspect_subject_token": 3, "inspect_duration": "1h"}
     subjects = [f"{partition}.{value}" for partition in (0, 1) for value in "abc"]

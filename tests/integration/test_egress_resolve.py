@@ -1,6 +1,4 @@
-"""Every stop has its command: the stop is brought about, the command is run as a process, the service goes on
-exactly.
-"""
+"""Every stop of egress has its command: it is run as a process, and the service continues exactly."""
 
 from __future__ import annotations
 
@@ -27,21 +25,21 @@ pytestmark = pytest.mark.simulated
 
 
 async def archive(bench: Bench, stream: str, payloads: list[bytes]) -> None:
-    """Publish and archive, in a segment of its own."""
+    """Publish and archive the payloads, in a segment of their own."""
     await bench.publish(stream, payloads)
     async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
         await running.received(stream, await bench.last(stream))
 
 
 async def exact(bench: Bench, stream: str, incarnation: int, first: int) -> None:
-    """Fails unless the incarnation holds exactly what the stream holds from `first` on."""
+    """Check that the incarnation holds exactly the messages of the stream from `first` on."""
     bench.check(stream, incarnation, first)
     found = await bench.compare(stream, stream, incarnation, first=first)
-    assert found.ok, found.report()
+    assert found.is_ok, found.report()
 
 
 async def resolve(bench: Bench, name: str, *words: str, of: str = "") -> Done:
-    """Run the command with this name, by default of the stream and of its feed."""
+    """Run the command for this name, by default of the stream and of its feed."""
     return await floe("egress", "resolve", "-c", str(configuration(bench, {"stream": of or name})), name, *words)
 
 
@@ -55,10 +53,10 @@ async def refused(bench: Bench, stream: str, *words: str) -> str:
 # E-ROLLED-BACK
 
 
-async def test_a_store_that_never_answers_is_given_up_while_somebody_waits(
+async def test_a_store_that_never_answers_fails_while_somebody_waits(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context, "VIEW_TIMEOUT", 0.2)
+    monkeypatch.setattr(context, "VIEW_TIMEOUT_S", 0.2)
     stream = await bench.make_stream(unique("R"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -69,7 +67,7 @@ async def test_a_store_that_never_answers_is_given_up_while_somebody_waits(
     assert "no answer within 0.2 s, asked 2 times" in done.err
 
 
-async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archive_and_not_where_that_would_lose(
+async def test_a_stream_set_back_resumes_at_its_fork_from_the_archive_unless_that_would_lose_messages(
     alone: tuple[Bench, NatsServer], tmp_path: Path
 ) -> None:
     bench, server = alone
@@ -83,13 +81,13 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
         assert f"{new} --from 13" in (await running.stopped(stream))["hint"]
         shown = await resolve(bench, stream)
         assert shown.code == 3
-        for said in (
+        for text in (
             "E-ROLLED-BACK: sequence 12 is as archived, but the stream ends at 12, the archive at 15",
             "up to 12 it is as archived, so nothing is repeated or lost",
             "sequence 12: equal",
             "a new incarnation may begin within 1..13",
         ):
-            assert said in shown.out
+            assert text in shown.out
         assert (await resolve(bench, f"{SITE}/{stream}/0000/0", of=stream)).code == 3
         for wrong in (f"elsewhere/{stream}", f"{SITE}/{stream}/0007", f"{SITE}/{stream}/0000/7"):
             assert (await resolve(bench, wrong, of=stream)).code == 2, wrong
@@ -111,7 +109,7 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
 async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(
     alone: tuple[Bench, NatsServer], tmp_path: Path
 ) -> None:
-    """One segment holds all, so no tip below its end tells; of what is archived many messages are gone."""
+    """One segment holds all, so no tip below its end decides; many of the archived messages are gone."""
     bench, server = alone
     stream = await bench.make_stream(unique("T"), storage="file")
     for subject, count in (("a", 60), ("b", 130), ("a", 10)):
@@ -141,7 +139,7 @@ async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(
 # E-FORKED
 
 
-async def test_an_old_incarnation_that_is_back_goes_on_behind_what_was_archived_of_it(
+async def test_an_old_incarnation_that_is_back_resumes_behind_its_archived_end(
     alone: tuple[Bench, NatsServer], tmp_path: Path
 ) -> None:
     bench, server = alone
@@ -167,7 +165,7 @@ async def test_an_old_incarnation_that_is_back_goes_on_behind_what_was_archived_
 
 
 async def test_a_stream_that_cannot_be_compared_is_the_same_by_an_operator_s_word(bench: Bench) -> None:
-    """All archived messages are gone from it, and `created` differs; that it is made anew later is not hidden."""
+    """All archived messages are gone from it, and `created` differs; a later recreation is still noticed."""
     stream = await bench.begun([b"x"] * 10)
     drifted = StreamDocument({}, "2001-01-01T00:00:00Z").to_json()
     bench.objects.put(bench.chains.layout.stream_document(bench.chain(stream)), drifted)
@@ -195,7 +193,7 @@ async def test_a_stream_that_cannot_be_compared_is_the_same_by_an_operator_s_wor
 # E-MINT-INTERVAL (E-RECREATED: test_egress_stops.py)
 
 
-async def test_a_stream_made_anew_twice_within_an_hour_need_not_wait(bench: Bench) -> None:
+async def test_a_stream_recreated_twice_within_an_hour_need_not_wait(bench: Bench) -> None:
     stream = await bench.begun([b"first"] * 10)
     async with bench.egress({"stream": stream}) as running:
         await bench.recreate(stream, [b"again"] * 5)
@@ -249,10 +247,10 @@ async def test_a_feed_that_nothing_stops_is_left_alone(bench: Bench) -> None:
 # E-EMPTY-ARCHIVE, of several incarnations
 
 
-async def test_a_lost_bucket_is_given_up_once_for_all_incarnations_and_nothing_decided_before_counts(
+async def test_a_lost_bucket_is_accepted_once_for_all_incarnations_and_no_earlier_decision_counts(
     bench: Bench,
 ) -> None:
-    """A decision to begin behind messages was made for an archive that had the others."""
+    """A decision to begin at a later sequence was made for an archive that had the earlier ones."""
     stream = await bench.begun([b"old"] * 10)
     await bench.recreate(stream, [b"new %d" % n for n in range(6)])
     feed = {"stream": stream, "on_recreated": "halt"}

@@ -1,4 +1,4 @@
-"""Interest and work-queue streams: what is archived leaves the stream, and nothing leaves it before."""
+"""Interest and work-queue streams: archived messages leave the stream, and no message leaves it before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from common.jetstream.api import consumer_info, consumer_names, create_consumer, stream_info
 from common.settings.egress import FeedSettings
-from egress.consumers import WantedMessages, take
+from egress.consumers import WantedMessages, open_consumer
 from egress.partition import partitions_of
 from infra.local.nats import NatsServer
 from tests.support.basics import metric_value, soon, unique
@@ -27,7 +27,7 @@ async def make(bench: Bench, retention: str, **config: Any) -> str:
 
 
 async def held(bench: Bench, stream: str) -> int:
-    """How many messages the stream holds."""
+    """The number of messages that the stream holds."""
     return (await stream_info(bench.client, stream)).messages
 
 
@@ -53,7 +53,7 @@ async def durables(bench: Bench, stream: str) -> list[str]:
 
 
 async def durable_with(bench: Bench, stream: str, **expected: int) -> str:
-    """The name of the one durable, as soon as it stands so."""
+    """The name of the one durable, once its info has the `expected` values."""
     (name,) = await durables(bench, stream)
 
     async def is_so() -> bool:
@@ -79,7 +79,7 @@ def numbered(count: int, first: int = 0) -> list[bytes]:
 
 @pytest.mark.real
 async def test_cut_connections_lose_nothing_and_archive_nothing_twice(nats_server: NatsServer, bench: Bench) -> None:
-    """Among what is cut off are acknowledgements."""
+    """The cuts lose acknowledgements too."""
     stream = await make(bench, "workqueue")
     async with TcpProxy(nats_server.port) as proxy:
         far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
@@ -95,10 +95,10 @@ async def test_cut_connections_lose_nothing_and_archive_nothing_twice(nats_serve
     bench.check(stream)
 
 
-# What is sampled out or too old
+# Messages that are sampled out or too old
 
 
-async def test_what_is_too_old_or_sampled_out_is_acknowledged_with_its_coverage(bench: Bench) -> None:
+async def test_rows_too_old_or_sampled_out_are_acknowledged_with_coverage(bench: Bench) -> None:
     old, sampled = await make(bench, "workqueue"), await make(bench, "workqueue")
     await bench.publish(old, numbered(20))
     await asyncio.sleep(1.2)
@@ -121,7 +121,7 @@ async def test_what_is_too_old_or_sampled_out_is_acknowledged_with_its_coverage(
 
 
 async def test_a_hole_in_the_archive_of_a_work_queue_is_never_covered_again(bench: Bench) -> None:
-    """It was archived and acknowledged once, whatever the stream still holds for others."""
+    """It was archived and acknowledged once, even if the stream still holds messages for others."""
     stream = await make(bench, "workqueue")
     feed = {"stream": stream, "segment": {"max_messages": 10}, "filter_subject": f"{stream}.a"}
     await bench.publish(stream, [b"of nobody"], subject="b")
@@ -142,7 +142,7 @@ async def test_a_hole_in_the_archive_of_a_work_queue_is_never_covered_again(benc
 async def test_a_durable_that_an_admin_removes_is_an_alarm_what_was_received_is_kept_and_what_was_not_is_gone(
     bench: Bench,
 ) -> None:
-    """F29: the stream drops what only Floe wanted, so what is in memory is the last copy. Then while egress is down."""
+    """F29: the stream drops messages that only Floe wanted, so memory has the last copy. Then while egress is down."""
     stream = await make(bench, "interest")
     feed = {"stream": stream, "segment": {"max_age": "1h"}}
     async with bench.egress(feed) as running:
@@ -196,7 +196,7 @@ async def test_limits_a_purge_and_deleted_messages_are_recorded_and_the_rest_is_
 
 
 async def test_a_recreated_interest_stream_drops_nothing_while_it_is_judged(bench: Bench) -> None:
-    """Nor while the chain waits for an operator."""
+    """The same holds while the chain waits for an operator."""
     stream = await make(bench, "interest")
     feed = {"stream": stream, "on_recreated": "halt"}
     async with bench.egress(feed) as running:
@@ -215,7 +215,7 @@ async def test_a_recreated_interest_stream_drops_nothing_while_it_is_judged(benc
     assert lapses(stream) == 1, "what was published before may be lost, and is told"
 
 
-# What is refused
+# Refusals
 
 
 async def test_a_consumer_in_the_way_and_a_beginning_in_the_middle_are_refused_and_lose_nothing(bench: Bench) -> None:
@@ -239,7 +239,7 @@ async def test_a_consumer_in_the_way_and_a_beginning_in_the_middle_are_refused_a
 async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_durable_yet(
     bench: Bench, counts: tuple[int, int]
 ) -> None:
-    """A former partition's durable goes only when each partition there is now has its own."""
+    """The durable of a former partition is removed only when each current partition has its own."""
     stream, feed = await make(bench, "interest"), unique("F")
     for count in counts:
         cut = {"count": count, "subject": f"{stream}.{{partition}}.>"} if count > 1 else {}
@@ -249,7 +249,7 @@ async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_dur
                 await bench.publish(stream, numbered(5), subject=f"{partition}.a")
         parts = partitions_of(SITE, settings)
         for part in parts:
-            await take(bench.client, WantedMessages(part, "interest"))
+            await open_consumer(bench.client, WantedMessages(part, "interest"))
     assert await held(bench, stream) == 5 * counts[1]
     assert sorted(parts[0].partition_of(name) or 0 for name in await durables(bench, stream)) == [*range(counts[1])]
 
@@ -257,14 +257,14 @@ async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_dur
 # `floe egress init`
 
 
-async def test_init_says_what_was_dropped_missing_stale_or_in_the_way_and_touches_nothing_that_is_there(
+async def test_init_shows_what_was_dropped_missing_stale_or_in_the_way_and_changes_none_of_it(
     bench: Bench,
 ) -> None:
     stream, queue, limits = [await make(bench, kind) for kind in ("interest", "workqueue", "limits")]
     missing = unique("MISSING")
     await bench.publish(stream, numbered(7))
     gone = partitions_of(SITE, FeedSettings.model_validate({"name": "GONE", "stream": stream}))[0]
-    await take(bench.client, WantedMessages(gone, "interest"))
+    await open_consumer(bench.client, WantedMessages(gone, "interest"))
     await create_consumer(bench.client, queue, {"durable_name": "worker", "ack_policy": "explicit"})
     feeds = ({"stream": each} for each in (stream, queue, limits, missing))
     command = ("egress", "init", "-c", str(configuration(bench, *feeds)))

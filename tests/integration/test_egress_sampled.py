@@ -1,4 +1,4 @@
-"""A sampled feed over a real server: what it keeps, tells and knows again after a stop."""
+"""A sampled feed over a real server: its rows, its advisories, and its memory after a stop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from common.errors import Unavailable
 from common.jetstream.api import create_stream
 from common.segments.segment import Message
 from egress import metrics
-from egress.advisories.advisory import parse
-from egress.init import initialise
+from egress.advisories.advisory import parse_advisory
+from egress.init import set_up
 from infra.oracle import read_stream
 from tests.support.basics import PATIENCE, counted, soon, unique
 from tests.support.egress import SITE, Bench
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.simulated
 
 
 async def make(bench: Bench, **more: Any) -> dict[str, Any]:
-    """A stream, a stream for reliable advisories whose duplicate window is no help, and a feed of both."""
+    """A stream, a stream for reliable advisories with a useless duplicate window, and a feed of both."""
     name = await bench.make_stream(unique("T"))
     config = {"name": f"{name}_ADV", "subjects": [f"{name}_ADV.>"], "storage": "memory"}
     await create_stream(bench.client, {**config, "duplicate_window": 100_000_000})
@@ -48,22 +48,22 @@ NODES = [f"n{number}" for number in range(10)]
 
 
 async def send(bench: Bench, feed: dict[str, Any], names: Iterable[str]) -> int:
-    """Publish a document of each; the last sequence."""
+    """Publish a document of each name, and return the last sequence."""
     await bench.publish(feed["stream"], documents(names))
     return await bench.last(feed["stream"])
 
 
 def kept(bench: Bench, feed: dict[str, Any]) -> list[int]:
-    """The sequences of the rows; fails unless the archive accounts for all sequences."""
+    """The sequences of the rows; fail unless the archive accounts for all sequences."""
     bench.check(feed["stream"])
     return [message.sequence for message in bench.messages(feed["stream"])]
 
 
-async def told(bench: Bench, feed: dict[str, Any]) -> Counter[tuple[str, str]]:
-    """How often each event of each value is stored."""
+async def stored_events(bench: Bench, feed: dict[str, Any]) -> Counter[tuple[str, str]]:
+    """The number of stored advisories of each event of each value."""
     stored: list[Message] = []
     await read_stream(bench.client, f"{feed['stream']}_ADV", stored.append)
-    found = [parse(message.payload) for message in stored]
+    found = [parse_advisory(message.payload) for message in stored]
     return Counter((document.event, document.value) for document in found if document is not None)
 
 
@@ -76,7 +76,7 @@ def states(bench: Bench) -> list[Path]:
     return sorted((bench.root / "bucket").rglob("state/*-*"))
 
 
-async def _has_told(bench: Bench, feed: dict[str, Any], count: int) -> bool:
+async def _has_stored(bench: Bench, feed: dict[str, Any], count: int) -> bool:
     return await bench.last(f"{feed['stream']}_ADV") >= count
 
 
@@ -85,16 +85,16 @@ async def _has_told(bench: Bench, feed: dict[str, Any], count: int) -> bool:
     [(False, {}, 0), (True, {}, 0), (False, {"inspect_duration": "50s"}, 1)],
     ids=["clean stop", "crash", "other settings"],
 )
-async def test_it_goes_on_with_what_it_knew_and_tells_nothing_twice(
+async def test_it_resumes_with_its_memory_and_sends_nothing_twice(
     bench: Bench, crashes: bool, changed: dict[str, Any], rebuilds: int
 ) -> None:
-    """After a clean stop nothing is read again, after a crash what is behind the last snapshot, by other settings the
-    archive.
+    """After a clean stop nothing is read again, after a crash the messages behind the last snapshot, with other
+    settings the archive.
     """
     feed = await make(bench)
     running = bench.start(bench.settings(feed))
     await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
-    await soon(lambda: _has_told(bench, feed, 10))
+    await soon(lambda: _has_stored(bench, feed, 10))
     await (running.crash() if crashes else running.drain())
     assert states(bench)[-1].name.startswith(f"{1 if crashes else 11:020d}-")
     if not crashes:
@@ -102,28 +102,28 @@ async def test_it_goes_on_with_what_it_knew_and_tells_nothing_twice(
     await send(bench, feed, [*NODES, "another"])
     await bench.freeze({**feed, **changed})
     assert kept(bench, feed) == [*range(1, 11), 21]
-    assert await told(bench, feed) == once("new", [*NODES, "another"])
+    assert await stored_events(bench, feed) == once("new", [*NODES, "another"])
     assert counted(metrics.sampler_rebuilt.labels(SITE, feed["stream"], 0, "settings")) == rebuilds
     assert len({footer.sampling_digest for footer in bench.footers(feed["stream"])}) == 1 + rebuilds
 
 
-async def test_silence_in_an_idle_stream_is_told_once_whatever_crashes(bench: Bench) -> None:
+async def test_silence_in_an_idle_stream_is_sent_once_at_any_crash(bench: Bench) -> None:
     feed = await make(bench, inspect_duration="6s", warn_duration="1s")
     await send(bench, feed, NODES)
     for _ in range(2):
         running = bench.start(bench.settings(feed))
         await soon(lambda running=running: running.state(feed["stream"]) == "reading")
-        await soon(lambda: _has_told(bench, feed, 20))
-        await asyncio.sleep(1.0)  # for the second one to tell anything again
+        await soon(lambda: _has_stored(bench, feed, 20))
+        await asyncio.sleep(1.0)  # time for the second one to repeat an advisory
         await running.crash()
     # On a busy machine some may have expired already.
-    assert await told(bench, feed) - once("expire", NODES) == once("new", NODES) + once("timeout", NODES)
+    assert await stored_events(bench, feed) - once("expire", NODES) == once("new", NODES) + once("timeout", NODES)
     async with bench.egress(feed):
-        await soon(lambda: _has_told(bench, feed, 30))
-    assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
+        await soon(lambda: _has_stored(bench, feed, 30))
+    assert await stored_events(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
 
 
-async def test_silence_is_told_in_a_filtered_feed_though_its_stream_is_busy(bench: Bench) -> None:
+async def test_silence_is_seen_in_a_filtered_feed_though_its_stream_is_busy(bench: Bench) -> None:
     feed = await make(bench, inspect_duration="3s", warn_duration="1s")
     feed["filter_subject"] = f"{feed['stream']}.a"
     await send(bench, feed, NODES)
@@ -135,15 +135,15 @@ async def test_silence_is_told_in_a_filtered_feed_though_its_stream_is_busy(benc
 
     load = asyncio.create_task(others())
     async with bench.egress(feed):
-        await soon(lambda: _has_told(bench, feed, 30))
+        await soon(lambda: _has_stored(bench, feed, 30))
     load.cancel()
     await asyncio.wait({load})
-    assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
+    assert await stored_events(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
 
 
-async def test_what_was_too_old_for_a_crashed_session_does_not_count_as_a_copy_later(bench: Bench) -> None:
-    """The first session leaves the oldest message out because of the newest one that the source held; a later
-    one must know that, or it takes the value for copied and the archive never holds it."""
+async def test_a_row_too_old_for_a_crashed_session_does_not_count_as_a_copy_later(bench: Bench) -> None:
+    """The first session leaves the oldest message out, because the source held a much newer one. A later session must
+    know that, or it takes the value for copied and the archive never holds it."""
     feed = await make(bench, max_age="1s")
     await send(bench, feed, ["a"])
     await asyncio.sleep(1.3)
@@ -186,7 +186,7 @@ async def test_advisories_that_would_feed_themselves_stop_the_feed_before_it_beg
     advisory = {"subject": f"{name}.adv.%s.%v", "reliable": False}
     feed = {"stream": name, "inspect_subject_token": -1, "inspect_duration": "60s", "advisory": advisory}
     await bench.publish(name, documents("ab"), subject="data")
-    done, problems = await initialise(bench.client, bench.settings(feed))
+    done, problems = await set_up(bench.client, bench.settings(feed))
     assert [problem.code for problem in problems] == ["E-ADVISORY-LOOP"]
     assert ("advisories", "refused") in [(each.what, each.result) for each in done]
     async with bench.egress(feed) as running:
@@ -197,7 +197,7 @@ async def test_advisories_that_would_feed_themselves_stop_the_feed_before_it_beg
     feed["filter_subject"] = f"{name}.data"  # nothing has begun, so it may still be filtered
     async with bench.egress(feed):
         await bench.archived_to(name, 2)
-    assert (await initialise(bench.client, bench.settings(feed)))[1] == []
+    assert (await set_up(bench.client, bench.settings(feed)))[1] == []
 
 
 async def test_a_feed_that_has_begun_stops_where_its_stream_takes_its_advisories_too(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""Members that share leases: one has all of them, several no more than their share, and none is left over."""
+"""Members that share leases: one alone has all of them, several no more than their share, and none is left over."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from common.jetstream.lease import Lease, Leases, new_owner
 from common.leasing import LeaseGroup, fair_share
 from common.service.monitor import Health
 from common.settings.service import NatsSettings
-from common.tasks import Stop, end, first_of
-from egress.deps import EgressTuning, Tuning
+from common.tasks import Stop, cancel, first_of
+from egress.deps import Intervals, Tuning
 from egress.service import share_site
 from infra.local.nats import NatsServer
 from tests.support.basics import cancelled, soon, unique
@@ -32,12 +32,12 @@ from tests.support.stores import FaultyStore
 pytestmark = pytest.mark.simulated
 
 TTL = 4.0  # seconds
-SHARED = Tuning(QUICK.pulling, EgressTuning(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
+SHARED = Tuning(QUICK.pulling, Intervals(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
 
 
 @dataclass
 class Member:
-    """A member whose work is to do nothing."""
+    """A member without any work."""
 
     sharing: LeaseGroup
     owner: str
@@ -47,8 +47,8 @@ class Member:
 
     def __post_init__(self) -> None:
         self.stop = Stop()
-        self.told = {key: Mock() for key in self.keys}
-        self._slots = [self.sharing.slot(key, self.told[key]) for key in self.keys]
+        self.observers = {key: Mock() for key in self.keys}
+        self._slots = [self.sharing.slot(key, self.observers[key]) for key in self.keys]
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -58,26 +58,26 @@ class Member:
                 tasks.create_task(self._work(slot))
 
     async def _work(self, slot: Any) -> None:
-        while (lease := await slot.occupy(self.stop)) is not None:
+        while (lease := await slot.wait_for_lease(self.stop)) is not None:
             self.held[slot.key] = lease
             self.most = max(self.most, len(self.held))
-            keeping = asyncio.create_task(lease.keep())
+            keeping = asyncio.create_task(lease.run_renewals())
             try:
-                await first_of(self.stop.wait(), lease.give_back.wait(), lease.lost.wait())
+                await first_of(self.stop.wait(), lease.return_requested.wait(), lease.lost.wait())
             finally:
-                await end(keeping)
+                await cancel(keeping)
             lost = lease.lost.is_set
             del self.held[slot.key]
             await lease.release()
-            slot.vacate(lost=lost)
+            slot.give_up(lost=lost)
 
     async def leave(self) -> None:
-        """As SIGTERM does."""
+        """Stop as on SIGTERM."""
         self.stop.set()
         await self.task
 
     async def die(self) -> None:
-        """As SIGKILL does, if not quite."""
+        """Stop as on SIGKILL, if not quite."""
         await cancelled(self.task)
 
 
@@ -113,7 +113,7 @@ class Group:
         return {key: e.value.decode() if e else None for key, e in zip(self.keys, entries, strict=True)}
 
     async def is_fair(self) -> bool:
-        """Every lease is held, each by a member that lives, and nobody holds more than a fair share."""
+        """True if every lease is held by a live member, and none has more than a fair share."""
         alive = [member for member in self.members if not member.task.done()]
         owners = await self.owners()
         held = {key: member.owner for member in alive for key in member.held}
@@ -153,7 +153,7 @@ async def test_a_member_that_comes_later_gets_its_share_and_no_lease_stays_free(
     assert await group.owners() == before, "who has no more than a share keeps what it has"
 
 
-async def test_who_stops_hands_over_at_once_and_who_is_killed_is_replaced_within_two_lease_times(group: Group) -> None:
+async def test_a_stop_hands_over_at_once_and_a_killed_member_is_replaced_within_two_lease_times(group: Group) -> None:
     """Polling alone would need a third of the lease's time."""
     first, second = await group.join(), await group.join()
     await soon(group.is_fair)
@@ -196,7 +196,7 @@ async def test_members_that_cannot_be_listed_change_nothing(group: Group, monkey
 
     monkeypatch.setattr(Leases, "keys", nobody_answers)
     second = await group.join()
-    await soon(lambda: all(told.waits.called for told in second.told.values()))
+    await soon(lambda: all(observer.set_waiting.called for observer in second.observers.values()))
     await asyncio.sleep(TTL)
     assert (len(first.held), len(second.held)) == (4, 0)
     monkeypatch.undo()
@@ -240,7 +240,7 @@ def states(running: Running, names: Sequence[str]) -> list[str]:
 
 
 async def sharing(bench: Bench, count: int, **feed: Any) -> tuple[str, list[str], list[dict[str, Any]]]:
-    """A stream, and the names and the settings of so many feeds of it."""
+    """A stream, and the names and the settings of `count` feeds of it."""
     stream, names = await bench.make_stream(unique("T")), [unique("F") for _ in range(count)]
     return stream, names, [{"name": name, "stream": stream, **feed} for name in names]
 
@@ -271,12 +271,12 @@ async def test_feeds_move_to_a_second_instance_and_back_when_it_stops(bench: Ben
         await bench.same(name, stream)
 
 
-# A lease that ends in the wrong moment
+# A lease that ends at the wrong moment
 
 
 @pytest.mark.real
 async def test_a_lease_that_ends_during_a_put_announces_nothing(bench: Bench) -> None:
-    """F05: the object may land; the tail and the mark are whoever's holds the lease."""
+    """F05: the object may be stored; tail and mark belong to the process that holds the lease."""
     stream, begun = await bench.make_stream(unique("T")), list[str]()
 
     def slowly(real: Any, key: str, *args: Any, **kwargs: Any) -> Any:

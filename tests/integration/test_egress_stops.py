@@ -1,4 +1,4 @@
-"""Stops that test_egress_resolve.py does not bring about, and what their hints say; two sources under one name."""
+"""Stops that `test_egress_resolve.py` does not cause, and their hints; two sources under one name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import structs
 
 from common.jetstream.api import stream_info
 from common.segments.documents import ChainDocument, StreamDocument
-from egress.deps import Confirming
+from egress.deps import ConfirmSettings
 from infra.local.process import free_port
 from tests.integration.test_egress_workers import parent
 from tests.support.basics import soon, unique
@@ -23,7 +23,7 @@ from tests.support.stores import FaultyStore
 
 
 async def resolved(bench: Bench, stream: str, **feed: Any) -> tuple[int, list[str]]:
-    """What `floe egress resolve` shows, and its exit code."""
+    """The exit code of `floe egress resolve`, and its lines."""
     config = configuration(bench, {"stream": stream, **feed})
     done = await floe("egress", "resolve", "-c", str(config), stream)
     assert done.err == ""
@@ -35,7 +35,7 @@ async def resolved(bench: Bench, stream: str, **feed: Any) -> tuple[int, list[st
 
 async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_does_not(bench: Bench) -> None:
     stream = await bench.begun([b"first"] * 10)
-    tuning = replace(QUICK, confirming=Confirming(times=3, span=0.6, attempts=4))
+    tuning = replace(QUICK, confirming=ConfirmSettings(times=3, span=0.6, attempts=4))
     is_calm = asyncio.Event()
 
     async def churn() -> None:
@@ -67,7 +67,7 @@ async def test_an_incarnation_that_another_site_made_is_left_behind_by_the_comma
     theirs = StreamDocument({}, "2001-01-01T00:00:00Z", {0: 10}, cut)
 
     def race(real: Any, written: str, *args: Any, **kwargs: Any) -> Any:
-        """Another site is faster."""
+        """Let another site be faster."""
         if written == key:
             bench.objects.put(key, theirs.to_json())
         return real(written, *args, **kwargs)
@@ -172,7 +172,7 @@ async def test_the_command_names_the_file_that_was_read(bench: Bench) -> None:
     assert (done.code, done.err) == (0, left)
 
 
-async def test_what_has_no_feed_names_its_file(bench: Bench) -> None:
+async def test_without_feeds_the_file_is_named(bench: Bench) -> None:
     config = str(configuration(bench))
     line = f"error[E-CONFIG]: {config}: egress.feeds: expected at least one feed, found none\n"
     for command in (["run"], ["run", "--workers", "2"], ["init"]):
@@ -180,15 +180,15 @@ async def test_what_has_no_feed_names_its_file(bench: Bench) -> None:
         assert (done.code, done.err) == (78, line)
 
 
-# Two sources under one name, both running: what one of them closes, the other puts nothing into any more
+# Two running sources under one name: once one of them closes a chain, the other puts nothing into it
 
 
 @pytest.mark.parametrize("check", [0.3, 3600.0], ids=["by the look", "before a put"])
-async def test_what_another_source_has_closed_gets_nothing_more(bench: Bench, check: float) -> None:
-    """The other one has leases and state of its own, as on another host; the first stops, and says why."""
+async def test_a_chain_another_source_closed_gets_no_more(bench: Bench, check: float) -> None:
+    """The other has its own leases and state, as on another host; the first stops, and reports the reason."""
     other, feed = Bench(bench.url, bench.root, bench.client), unique("F")
     mine, theirs = await bench.filled([b"mine"] * 10), await bench.filled([b"theirs"] * 4)
-    patient = replace(QUICK, pace=replace(QUICK.pace, check=check))
+    patient = replace(QUICK, intervals=replace(QUICK.intervals, check=check))
     async with bench.egress({"stream": mine, "name": feed}, tuning=patient) as running:
         await bench.archived_to(feed, 10)
         async with other.egress({"stream": theirs, "name": feed}) as beside:
@@ -207,10 +207,8 @@ async def test_what_another_source_has_closed_gets_nothing_more(bench: Bench, ch
 
 
 @pytest.mark.parametrize("count", [2, 30], ids=["shorter", "longer"])
-async def test_a_queue_that_another_source_has_closed_stops_though_nothing_in_it_tells(
-    bench: Bench, count: int
-) -> None:
-    """What was archived was acknowledged: the stream's `created` says which incarnation is its own."""
+async def test_a_queue_that_another_source_has_closed_stops_though_no_row_shows_it(bench: Bench, count: int) -> None:
+    """Its archived messages were acknowledged: the stream's `created` decides which incarnation is its own."""
     other, feed = Bench(bench.url, bench.root, bench.client), unique("F")
     mine = await bench.filled([b"mine"] * 10, retention="workqueue")
     theirs = await bench.filled([b"theirs"] * 4)
@@ -226,7 +224,7 @@ async def test_a_queue_that_another_source_has_closed_stops_though_nothing_in_it
     assert bench.chains.read_stream(bench.chain(feed, 2)) is None
 
 
-async def test_where_its_source_is_that_of_the_next_incarnation_it_goes_on_there(bench: Bench) -> None:
+async def test_with_the_source_of_the_next_incarnation_it_resumes_there(bench: Bench) -> None:
     stream = await bench.filled([b"x"] * 10)
     async with bench.egress({"stream": stream}) as running:
         await bench.archived_to(stream, 10)

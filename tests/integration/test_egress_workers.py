@@ -30,7 +30,7 @@ class Parent:
         self.service, self.port = service, port
 
     def page(self, path: str) -> tuple[int, str]:
-        """Status and body; 0 where nobody answers."""
+        """Status and body; 0 if there is no answer."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=10) as answer:
                 return answer.status, answer.read().decode()
@@ -47,11 +47,11 @@ class Parent:
         return [worker["pid"] for worker in self.workers().values()]
 
     def parts(self) -> list[dict[str, Any]]:
-        """Of each worker, what /status shows of its parts."""
+        """The parts that /status shows, of each worker."""
         return [worker.get("parts", {}) for worker in self.workers().values()]
 
-    async def says(self, path: str, status: int) -> str:
-        """The page of this path, once it is answered with this status."""
+    async def answer(self, path: str, status: int) -> str:
+        """The page of this path, once it has this status."""
 
         async def found() -> str:
             assert self.service.runs(), self.service.tail()
@@ -86,8 +86,8 @@ def parent(config: Path, port: int, *options: str) -> Iterator[Parent]:
 
 
 @contextmanager
-def held_up(config: Path) -> Iterator[Callable[[], None]]:
-    """A process that reads this configuration now waits for it, until the function that this gives is called."""
+def blocked(config: Path) -> Iterator[Callable[[], None]]:
+    """Let a process that reads this configuration wait until the function that this yields is called."""
     text = config.read_text()
     config.unlink()
     os.mkfifo(config, 0o600)
@@ -115,10 +115,10 @@ def is_gone(pid: int) -> bool:
 
 @asynccontextmanager
 async def two_workers(bench: Bench, **egress: Any) -> AsyncIterator[tuple[Parent, list[str], list[int]]]:
-    """A parent of two workers that is ready; its feeds, and the processes of its workers."""
+    """A ready parent of two workers, its feeds, and the processes of its workers."""
     (stream, names), port = await feeds_of(bench, 2), free_port()
     with parent(config_of(bench, names, stream, port, workers=2, **egress), port) as running:
-        await running.says("readyz", 200)
+        await running.answer("readyz", 200)
         yield running, names, await asyncio.to_thread(running.pids)
 
 
@@ -129,7 +129,7 @@ async def leases_left(bench: Bench, names: list[str]) -> list[str]:
 
 
 def archived(running: Parent) -> dict[str, float]:
-    """How many messages each worker has archived."""
+    """The number of messages that each worker has archived."""
     page, sums = running.page("metrics")[1], dict[str, float]()
     for worker, count in re.findall(r'^floe_egress_messages_total\{worker="(\d)".*\} (.*)$', page, re.MULTILINE):
         sums[worker] = sums.get(worker, 0) + float(count)
@@ -147,15 +147,15 @@ async def test_two_workers_share_the_feeds_look_like_one_from_outside_and_flush_
     with parent(config, port) as running:
 
         def has_opened(last: int) -> bool:
-            """Return true where each worker shows an open segment up to `last` of each of its two feeds."""
+            """Return True if each worker shows an open segment up to `last` of each of its two feeds."""
             opened = [
                 [part["open_segment"]["last"] for part in parts.values() if part.get("open_segment")]
                 for parts in running.parts()
             ]
             return opened == [[last] * 2] * 2
 
-        await running.says("readyz", 200)
-        # A worker that comes late gets its two feeds from the other one, which may have archived some of them.
+        await running.answer("readyz", 200)
+        # A late worker gets its two feeds from the other one, which may have archived some of them.
         await seen(
             lambda: [len(parts.get("egress sharing", {}).get("held", [])) for parts in running.parts()] == [2, 2]
         )
@@ -175,20 +175,20 @@ async def test_two_workers_share_the_feeds_look_like_one_from_outside_and_flush_
             return sum(sums.values()) == 360 and min(sums.get(worker, 0) for worker in "01") >= 120
 
         await seen(is_counted)
-        page = await running.says("metrics", 200)
+        page = await running.answer("metrics", 200)
         assert page.count("# TYPE floe_egress_messages_total counter") == 1
         assert 'floe_egress_worker_running{worker="1"} 1.0' in page
         assert not re.search(r"^floe_egress_share\{site", page, re.MULTILINE), "the parent has no feeds"
-        await running.says("healthz", 200)
+        await running.answer("healthz", 200)
         pids = await asyncio.to_thread(running.pids)
-        for pid in (*pids, running.service.pid):  # as a supervisor does: the parent passes its own on, too
+        for pid in (*pids, running.service.pid):  # as a supervisor does: the parent forwards its own signal, too
             os.kill(pid, signal.SIGTERM)
         assert await running.ended() == 0
     assert all(map(is_gone, pids))
     assert await leases_left(bench, names) == []
     lines = running.lines()
     assert {line["instance"] for line in lines} == {socket.gethostname()}
-    for action in ("started", "ended"):
+    for action in ("process_started", "process_ended"):
         assert {line.get("worker") for line in lines if line.get("action") == action} == {0, 1, None}
     assert sum(line["rows"] for line in lines if line.get("action") == "segment_put") == 360
     for name in names:
@@ -199,20 +199,20 @@ async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_aga
     (stream, names), port = await feeds_of(bench), free_port()
     config = config_of(bench, names, stream, port)
     with parent(config, port, "--workers", "2") as running:
-        await running.says("readyz", 200)
+        await running.answer("readyz", 200)
         before = await asyncio.to_thread(running.pids)
-        with held_up(config) as let_go:
+        with blocked(config) as let_go:
             os.kill(before[1], signal.SIGKILL)
             await seen(lambda: running.workers().get("1", {}).get("pid", 0) not in (0, before[1]))
-            await running.says("readyz", 503)
-            assert 'worker="1",' not in await running.says("metrics", 200)
-            await running.says("healthz", 200)  # as soon as the other one answers in time
+            await running.answer("readyz", 503)
+            assert 'worker="1",' not in await running.answer("metrics", 200)
+            await running.answer("healthz", 200)  # as soon as the other one answers in time
             await asyncio.to_thread(let_go)
-            await running.says("readyz", 200)
+            await running.answer("readyz", 200)
         await bench.publish(stream, [b"y"] * 30)
         for name in names:
             await bench.archived_to(name, 60)
-        assert 'floe_egress_worker_restarts_total{worker="1"} 1.0' in await running.says("metrics", 200)
+        assert 'floe_egress_worker_restarts_total{worker="1"} 1.0' in await running.answer("metrics", 200)
         running.service.send(signal.SIGINT)
         assert await running.ended() == 0
     for name in names:
@@ -231,7 +231,7 @@ async def test_a_worker_that_hangs_is_shown_as_such_waited_for_and_killed_by_a_s
         os.kill(pids[0], signal.SIGSTOP)
 
         async def shows_one_of_two() -> bool:
-            health, metrics = await running.says("healthz", 503), await running.says("metrics", 200)
+            health, metrics = await running.answer("healthz", 503), await running.answer("metrics", 200)
             return health == "worker 0: no answer\n" and 'worker="1",' in metrics
 
         await soon(shows_one_of_two)  # the other one may be slow, too
@@ -243,7 +243,7 @@ async def test_a_worker_that_hangs_is_shown_as_such_waited_for_and_killed_by_a_s
         await soon(lambda: all(map(is_gone, pids)))
 
 
-async def test_what_a_restart_would_only_repeat_ends_all(bench: Bench) -> None:
+async def test_an_error_that_repeats_ends_all_workers(bench: Bench) -> None:
     stream, port = await bench.make_stream(unique("T")), free_port()
     kv = await KeyValue(bench.client, bench.lease_bucket, ttl=77.0).ensure()
     assert kv.ttl == 77.0

@@ -1,4 +1,4 @@
-"""The sources of notifications, NATS and SQS: what is handed over, what is deleted, what is tried again."""
+"""The sources of notifications, NATS and SQS: deliveries, deletions and retries."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ from tests.unit.test_notices import TEST_EVENT, amazon, segment_key, sns
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
-class Heard:
-    """Takes notifications and notes them."""
+class Recorder:
+    """A handler that records notifications."""
 
     def __init__(self) -> None:
         self.taken: list[bytes] = []
         self.listened = 0
         self.failures: list[str] = []
-        self.is_wanted = True
+        self.is_active = True
 
-    def take(self, raw: bytes) -> None:
+    def handle(self, raw: bytes) -> None:
         self.taken.append(raw)
 
-    def listening(self) -> None:
+    def record_listening(self) -> None:
         self.listened += 1
 
-    def failed(self, why: str) -> None:
-        self.failures.append(why)
+    def record_failure(self, reason: str) -> None:
+        self.failures.append(reason)
 
 
 @asynccontextmanager
 async def beside(work: Any) -> AsyncIterator[None]:
-    """`work` runs as long as the block, and ends at once when it is cancelled."""
+    """Run `work` as long as the block; it must not end before."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -83,75 +83,75 @@ def queue_of(server: SqsServer, name: str) -> Callable[[], SqsQueue]:
 
 
 async def test_messages_are_handed_over_and_deleted_garbage_among_them(sqs: SqsServer) -> None:
-    name, heard = sqs.new_queue(), Heard()
+    name, recorder = sqs.new_queue(), Recorder()
     bodies = [json.dumps({"Records": [amazon(f"k{n}")]}) for n in range(22)]
     bodies += ["garbage", json.dumps(TEST_EVENT), json.dumps(sns({"Records": [amazon("k")]}))]
     await asyncio.to_thread(sqs.send, name, *bodies)
 
-    async with beside(follow_queue(queue_of(sqs, name), heard)):
-        await soon(lambda: len(heard.taken) >= len(bodies))
+    async with beside(follow_queue(queue_of(sqs, name), recorder)):
+        await soon(lambda: len(recorder.taken) >= len(bodies))
         await soon(lambda: sqs.left_in(name) == 0)
 
-    assert sorted(heard.taken) == sorted(body.encode() for body in bodies)
-    assert (heard.listened, heard.failures) == (1, [])
+    assert sorted(recorder.taken) == sorted(body.encode() for body in bodies)
+    assert (recorder.listened, recorder.failures) == (1, [])
 
 
 async def test_a_queue_that_is_missing_is_asked_for_again_and_so_is_one_that_goes_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notifications, "PAUSES", (0.1, 0.2))
-    name, heard = unique("late"), Heard()
+    monkeypatch.setattr(notifications, "RECEIVE_PAUSES_S", (0.1, 0.2))
+    name, recorder = unique("late"), Recorder()
     with SqsServer() as server:
-        async with beside(follow_queue(queue_of(server, name), heard)):
-            await soon(lambda: heard.failures)
-            assert "NonExistentQueue" in heard.failures[0] or "QueueDoesNotExist" in heard.failures[0]
+        async with beside(follow_queue(queue_of(server, name), recorder)):
+            await soon(lambda: recorder.failures)
+            assert "NonExistentQueue" in recorder.failures[0] or "QueueDoesNotExist" in recorder.failures[0]
             server.new_queue(name)
             await asyncio.to_thread(server.send, name, "a")
-            await soon(lambda: heard.taken == [b"a"])
+            await soon(lambda: recorder.taken == [b"a"])
 
-            before = len(heard.failures)
+            before = len(recorder.failures)
             server.stop()
-            await soon(lambda: len(heard.failures) > before)
+            await soon(lambda: len(recorder.failures) > before)
             await asyncio.to_thread(server.start)
             server.new_queue(name)
             await asyncio.to_thread(server.send, name, "b")
-            await soon(lambda: heard.taken == [b"a", b"b"])
+            await soon(lambda: recorder.taken == [b"a", b"b"])
 
 
-async def test_a_notification_that_cannot_be_taken_is_told_and_its_queue_asked_again(
+async def test_a_notification_that_fails_is_reported_and_its_queue_read_again(
     sqs: SqsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Called on the event loop for a thread: neither ends, and it is not deleted untaken."""
-    monkeypatch.setattr(notifications, "PAUSES", (0.1, 0.2))
-    name, heard, count = sqs.new_queue(), Heard(), counted(unexpected.labels("events"))
+    """Called on the event loop for a thread: neither ends, and no untaken notification is deleted."""
+    monkeypatch.setattr(notifications, "RECEIVE_PAUSES_S", (0.1, 0.2))
+    name, recorder, count = sqs.new_queue(), Recorder(), counted(unexpected.labels("events"))
     fails = ["once"]
 
     def take(raw: bytes) -> None:
         if fails:
             raise MemoryError(f"no room {fails.pop()}")
-        heard.taken.append(raw)
+        recorder.taken.append(raw)
 
-    monkeypatch.setattr(heard, "take", take)
+    monkeypatch.setattr(recorder, "handle", take)
     await asyncio.to_thread(sqs.send, name, "a")
-    async with beside(follow_queue(queue_of(sqs, name), heard)):
-        await soon(lambda: heard.failures == ["no room once"])
+    async with beside(follow_queue(queue_of(sqs, name), recorder)):
+        await soon(lambda: recorder.failures == ["no room once"])
         await asyncio.to_thread(sqs.send, name, "b")
-        await soon(lambda: b"b" in heard.taken)
+        await soon(lambda: b"b" in recorder.taken)
     assert counted(unexpected.labels("events")) == count + 1
 
 
-async def test_who_stands_by_leaves_the_queue_to_the_others(sqs: SqsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifications, "UNWANTED_PAUSE", 0.05)
-    # What the receive of one that ends takes along is seen again after a second.
-    name, standby, carrying = sqs.new_queue(VisibilityTimeout="1"), Heard(), Heard()
-    standby.is_wanted = False
+async def test_a_standby_leaves_the_queue_to_the_others(sqs: SqsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifications, "STANDBY_PAUSE_S", 0.05)
+    # A message received by a call that ends is visible again after a second.
+    name, standby, carrying = sqs.new_queue(VisibilityTimeout="1"), Recorder(), Recorder()
+    standby.is_active = False
     async with beside(follow_queue(queue_of(sqs, name), standby)):
         await asyncio.to_thread(sqs.send, name, *map(str, range(20)))
         async with beside(follow_queue(queue_of(sqs, name), carrying)):
             await soon(lambda: len(carrying.taken) == 20)
         assert standby.taken == []
 
-        standby.is_wanted = True
+        standby.is_active = True
         await asyncio.to_thread(sqs.send, name, "taken over")
         await soon(lambda: b"taken over" in standby.taken)
 
@@ -165,40 +165,38 @@ def test_a_whole_address_names_the_region_and_the_queue(sqs: SqsServer) -> None:
 # NATS
 
 
-async def test_each_instance_hears_each_message_and_listens_anew_after_a_reconnect(tmp_path: Path) -> None:
-    heard = [Heard(), Heard()]
+async def test_each_instance_gets_each_message_and_listens_again_after_a_reconnect(tmp_path: Path) -> None:
+    recorder = [Recorder(), Recorder()]
     with NatsServer(tmp_path / "nats") as server:
         async with client_of(server.url) as one, client_of(server.url) as other:
             clock = SystemClock()
 
             async def subscribed() -> None:
-                """Wait until the server knows of it."""
+                """Wait until the server has the subscription."""
                 for each in (one, other):
                     await soon(partial(each.round_trip, 5.0))
 
             async with (
-                beside(follow_subject(one, "minio.*", heard[0], clock)),
-                beside(follow_subject(other, "minio.*", heard[1], clock)),
+                beside(follow_subject(one, "minio.*", recorder[0], clock)),
+                beside(follow_subject(other, "minio.*", recorder[1], clock)),
             ):
-                await soon(lambda: all(each.listened for each in heard))
+                await soon(lambda: all(each.listened for each in recorder))
                 await subscribed()
                 one.send(frame(b"minio.events", b"a"))
-                await soon(lambda: all(each.taken == [b"a"] for each in heard))
+                await soon(lambda: all(each.taken == [b"a"] for each in recorder))
 
                 server.kill()
                 await soon(lambda: not one.is_up and not other.is_up)
                 server.start()
-                await soon(lambda: all(each.listened >= 2 for each in heard))
+                await soon(lambda: all(each.listened >= 2 for each in recorder))
                 await subscribed()
                 one.send(frame(b"minio.events", b"b"))
-                await soon(lambda: all(each.taken == [b"a", b"b"] for each in heard))
+                await soon(lambda: all(each.taken == [b"a", b"b"] for each in recorder))
 
 
-async def test_a_refused_subscription_is_tried_again_and_said(
-    client: FloeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notifications, "PAUSES", (0.05, 0.1))
-    heard = Heard()
+async def test_a_refused_subscription_is_retried_and_shown(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifications, "RECEIVE_PAUSES_S", (0.05, 0.1))
+    recorder = Recorder()
     subscribe, refusals = client.subscribe_raw, [Refused("no right"), FloeError("away")]
 
     async def refusing(*args: Any) -> Any:
@@ -207,12 +205,12 @@ async def test_a_refused_subscription_is_tried_again_and_said(
         return await subscribe(*args)
 
     monkeypatch.setattr(client, "subscribe_raw", refusing)
-    async with beside(follow_subject(client, unique("s"), heard, SystemClock())):
-        await soon(lambda: heard.listened)
-    assert heard.failures == ["no right", "away"]
+    async with beside(follow_subject(client, unique("s"), recorder, SystemClock())):
+        await soon(lambda: recorder.listened)
+    assert recorder.failures == ["no right", "away"]
 
 
-# The whole service: segments arrive by notifications alone, whatever becomes of some of them
+# The whole service: segments arrive by notifications alone, even if some are lost or forged
 
 
 class S3Archive(Archive):
@@ -229,20 +227,20 @@ class S3Archive(Archive):
         if self.quiet is not None:
             self.quiet.rows = self.rows
 
-    def looks(self) -> int:
-        """How often segments of the chain were listed."""
+    def listings(self) -> int:
+        """The number of listings of the chain's segments."""
         prefix = Layout(PREFIX).segments_prefix(CHAIN, 0)
         return sum(call == ("list", prefix) for call in list(self.counted.keys))
 
     async def is_left_alone(self) -> bool:
-        """Whether nobody looks at the chain for a second: twenty times what lies between two looks."""
-        before = self.looks()
+        """True if nobody lists the chain for a second: twenty times the pause between two polls."""
+        before = self.listings()
         await asyncio.sleep(1)
-        return self.looks() == before
+        return self.listings() == before
 
 
 class S3Centre(Centre):
-    """Reads a bucket, and polls once an hour."""
+    """A centre that reads a bucket and polls once an hour."""
 
     def __init__(self, folder: Path, archive: S3Archive, store: dict[str, Any], url: str, events: str) -> None:
         super().__init__(folder, archive, url)
@@ -257,7 +255,7 @@ def store_config(s3: SharedS3, bucket: str, endpoint_url: str) -> dict[str, Any]
     return {**s3.store(bucket), "endpoint_url": endpoint_url}
 
 
-def heard_of(result: str) -> float:
+def notified(result: str) -> float:
     return metric_value("floe_ingress_events_total", {"source": "nats", "result": result}) or 0
 
 
@@ -275,28 +273,28 @@ async def test_segments_arrive_by_notifications_alone_and_a_lost_one_by_the_next
             await centre.carried(client, 10)
             await soon(lambda: health.status()["parts"].get("events", {}).get("state") == "listening")
 
-            before = heard_of("woke")
+            before = notified("woke")
             await asyncio.to_thread(archive.put, rows_of(11, 20))
             await centre.carried(client, 20)
-            # Both notifications, of the segment and of the tail, and the looks that they cause are over.
-            await soon(lambda: heard_of("woke") >= before + 2)
+            # Both notifications, of the segment and of the tail, are handled, and so are the listings that they cause.
+            await soon(lambda: notified("woke") >= before + 2)
             await soon(archive.is_left_alone)
-            assert archive.looks() > 0
+            assert archive.listings() > 0
 
-            # Lost: nobody looks, nothing arrives. Then a forged one: it makes ingress look, and all arrives.
+            # A lost notification: no listing, no row. Then a forged one: it makes ingress list, and all arrives.
             await asyncio.to_thread(archive.quiet.put, rows_of(21, 30))
             assert await archive.is_left_alone()
             assert await count_in(client, centre.target) == 20
             forged = json.dumps(notification(bucket, segment_key())).encode()
-            before = heard_of("woke")
+            before = notified("woke")
             for _ in range(100):
                 client.send(frame(subject.encode(), forged))
                 client.send(frame(subject.encode(), b"[" * 5000))
             check_exact(await centre.carried(client, 30), archive, centre.prefix)
-            await soon(lambda: heard_of("woke") >= before + 100)
-            assert heard_of("spoiled") >= 100
+            await soon(lambda: notified("woke") >= before + 100)
+            assert notified("spoiled") >= 100
 
-            # A chain that nobody has heard of.
+            # A chain that is not known yet.
             other = Chain("eu-west", "NODES")
             await asyncio.to_thread(archive.put, rows_of(1, 5, other), chain=other)
             check_exact(await centre.carried(client, 35), archive, centre.prefix)

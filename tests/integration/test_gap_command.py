@@ -1,4 +1,4 @@
-"""`floe gap accept`: what may be given up, and what it says; names on the command line and in `sources`."""
+"""`floe gap accept`: gaps that it may accept, and its output; names on the command line and in `sources`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.segments.store import quarantine_command
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import StateStore
-from ingress.operator.holes import look_up, standing_at
+from ingress.operator.holes import find_blocking_hole, read_cover
 from tests.support.basics import soon
 from tests.support.commands import Done, floe, invoke, run_here
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
@@ -49,26 +49,26 @@ def accept(archive: Archive, first: int, last: int, *more: str, chain: Chain = C
         (20, 11, "is greater than --last"),
     ],
 )
-def test_only_what_nobody_covers_can_be_given_up(holed: Archive, first: int, last: int, why: str) -> None:
+def test_only_uncovered_rows_can_be_accepted(holed: Archive, first: int, last: int, why: str) -> None:
     done = accept(holed, first, last, "--yes")
 
     assert (done.code, why in done.err) == (2, True), done
     assert holed.documents.gaps(CHAIN) == []
 
 
-def test_nobody_is_asked_where_nobody_can_answer_and_what_was_decided_first_stays(holed: Archive) -> None:
+def test_nobody_is_asked_without_a_terminal_and_the_first_decision_stays(holed: Archive) -> None:
     refused = accept(holed, 11, 20)
     accepted = accept(holed, 11, 20, "--yes", "--note", "gone", "--json")
 
     assert (refused.code, accepted.code) == (2, 0), accepted
     [gap] = holed.documents.gaps(CHAIN)
     assert (gap.range, gap.note) == (SequenceRange(11, 20), "gone")
-    assert accepted.json()["by"] == gap.by
+    assert accepted.json()["by"] == gap.decided_by
     again = accept(holed, 11, 20, "--yes", "--note", "second", "--json")
     assert again.json()["note"] == "gone"
 
 
-def test_a_dry_run_asks_nobody_and_gives_nothing_up(holed: Archive) -> None:
+def test_a_dry_run_asks_nobody_and_accepts_nothing(holed: Archive) -> None:
     shown = accept(holed, 11, 20, "--dry-run")
     listed = accept(holed, 11, 20, "--dry-run", "--json")
     refused = accept(holed, 5, 12, "--dry-run")
@@ -79,27 +79,27 @@ def test_a_dry_run_asks_nobody_and_gives_nothing_up(holed: Archive) -> None:
     assert holed.documents.gaps(CHAIN) == []
 
 
-def test_damaged_segments_are_named_with_the_command_that_puts_them_away_and_given_up(holed: Archive) -> None:
+def test_damaged_segments_are_named_with_their_quarantine_command_and_accepted(holed: Archive) -> None:
     bad = holed.put(rows_of(11, 20))
     path = holed.folder / bad.key
     path.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
 
-    found = standing_at(holed.store, look_up(holed.store, holed.documents, CHAIN, 11))
+    found = find_blocking_hole(holed.store, read_cover(holed.store, holed.documents, CHAIN, 11))
     assert found is not None
     assert (found.rows, found.kind, found.damaged) == (SequenceRange(11, 20), "damaged", (bad.key,))
-    assert f"\n{quarantine_command(bad.key)}\n" in found.ways_out()[0]
-    assert standing_at(holed.store, look_up(holed.store, holed.documents, CHAIN, 5)) is None
+    assert f"\n{quarantine_command(bad.key)}\n" in found.remedies()[0]
+    assert find_blocking_hole(holed.store, read_cover(holed.store, holed.documents, CHAIN, 5)) is None
     done = accept(holed, 11, 20, "--yes")
     assert (done.code, bad.key in done.err) == (0, True), done
 
 
-def test_the_end_of_an_incarnation_can_be_given_up_and_what_only_a_tail_claims_not(holed: Archive) -> None:
-    """Whoever can write the tail could have the chain passed over what comes next."""
+def test_the_end_of_an_incarnation_can_be_accepted_but_no_claim_of_a_tail(holed: Archive) -> None:
+    """A writer of the tail could have the chain skip the messages that come next."""
     holed.documents.write_tail(CHAIN, MAX_SEQUENCE)
 
     refused = accept(holed, 31, 40, "--yes")
     assert (refused.code, "of which nothing reaches 31" in refused.err) == (2, True), refused
-    assert [hole.rows for hole in look_up(holed.store, holed.documents, CHAIN).holes()] == [SequenceRange(11, 20)]
+    assert [hole.rows for hole in read_cover(holed.store, holed.documents, CHAIN).holes()] == [SequenceRange(11, 20)]
     holed.begin(LATER, previous={0: 35})
     assert accept(holed, 36, 40, "--yes").code == 2
     assert accept(holed, 31, 35, "--yes").code == 0
@@ -117,7 +117,7 @@ def test_without_an_incarnation_the_newest_is_meant_unless_an_older_one_has_a_ho
     assert holed.documents.gaps(CHAIN) == []
 
 
-def test_a_feed_that_is_not_there_is_an_error_that_says_which_are(holed: Archive) -> None:
+def test_a_missing_feed_is_an_error_that_lists_the_known_ones(holed: Archive) -> None:
     refused = accept(holed, 11, 20, "--yes", chain=Chain("us-esat", "NODES"))
     assert (refused.code, "did you mean us-east/NODES?" in refused.err) == (2, True)
 
@@ -131,7 +131,7 @@ async def paste(line: str, *more: str) -> Done:
     return done
 
 
-async def test_what_lies_behind_the_end_of_an_incarnation_is_named_and_carried_or_given_up(
+async def test_rows_behind_the_end_of_an_incarnation_are_named_and_carried_or_accepted(
     nats_url: str, client: FloeClient, tmp_path: Path
 ) -> None:
     archive = Archive(tmp_path / "bucket")
@@ -213,7 +213,7 @@ async def test_decisions_are_about_the_newest_incarnation(client: FloeClient, ce
 
 
 @pytest.mark.servers
-async def test_a_feed_of_sources_of_which_there_is_nothing_is_told_once_and_shown(
+async def test_a_feed_of_sources_without_an_archive_is_logged_once_and_shown(
     client: FloeClient, centre: Centre, caplog: pytest.LogCaptureFixture
 ) -> None:
     centre.archive.put(rows_of(1, 5))
@@ -226,12 +226,12 @@ async def test_a_feed_of_sources_of_which_there_is_nothing_is_told_once_and_show
     [missing] = [row for row in rows if row["site"] == "us-esat"]
     assert (missing["phase"], missing["alarm"]) == ("missing", False)
     assert "did you mean us-east/NODES? there are us-east/NODES" in missing["why"]
-    [told] = [record.msg for record in caplog.records if "source_missing" in str(record.msg)]
-    assert "did you mean us-east/NODES?" in str(told)
+    [event] = [record.msg for record in caplog.records if "source_missing" in str(record.msg)]
+    assert "did you mean us-east/NODES?" in str(event)
 
 
 @pytest.mark.servers
-async def test_looking_makes_no_bucket_and_a_decision_makes_one(client: FloeClient, centre: Centre) -> None:
+async def test_a_view_makes_no_bucket_and_a_decision_makes_one(client: FloeClient, centre: Centre) -> None:
     centre.archive.put(rows_of(1, 5))
     config = ["-c", str(centre.write())]
 
@@ -243,5 +243,5 @@ async def test_looking_makes_no_bucket_and_a_decision_makes_one(client: FloeClie
     assert (await floe("chain", "pause", *config, *named)).code == 0
     assert await stream_info(client, f"KV_{centre.state_bucket}") is not None
     assert [row["site"] for row in (await floe("chain", "ls", *config, "--json")).json()] == ["us-east"]
-    for _ in range(2):  # also of a chain that is not paused, which is looked at again
+    for _ in range(2):  # also of a chain that is not paused, which is checked again
         assert f"{CHAIN}: resumed; " in (await floe("chain", "resume", *config, *named)).err

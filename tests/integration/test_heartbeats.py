@@ -1,4 +1,4 @@
-"""Heartbeats: one leader, each subject at its interval, and a failure is told once."""
+"""Heartbeats: one leader, each subject at its interval, and one report of a failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from common.errors import OutcomeUnknown
-from common.jetstream.headers import header, parse_block
+from common.jetstream.headers import header_value, parse_block
 from common.jetstream.kv import KeyValue
 from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
@@ -49,8 +49,8 @@ async def test_each_subject_gets_its_headers_and_the_time_at_its_interval(bench:
     messages = [message for message in found if message]
     for message in messages:
         assert abs(int(message.payload) - time.time()) < 15
-        assert header(message.headers, b"Floe-Subject") == message.subject
-        assert header(message.headers, b"Floe-Originator")
+        assert header_value(message.headers, b"Floe-Subject") == message.subject
+        assert header_value(message.headers, b"Floe-Originator")
         assert dict(parse_block(message.headers or b""))[b"note"] == "naïve".encode()
     times = [m.timestamp_ns / 1e9 for m in messages if m.subject.endswith(b"quick")]
     assert len(times) >= 4, "the slow one is published once"
@@ -77,18 +77,18 @@ async def test_one_of_three_members_leads_and_another_follows_at_once(bench: Ben
     assert await kv.get(heartbeat_key(SITE)) is None
 
 
-async def test_a_failure_is_told_once_and_its_end_too(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_is_logged_once_and_so_is_its_end(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     stream, missing = await bench.make_stream(unique("T")), unique("M")
     caplog.set_level(logging.INFO, logger="egress.heartbeats")
-    told = lambda action: sum(action in str(r.msg) for r in caplog.records)  # noqa: E731
+    logged = lambda action: sum(action in str(r.msg) for r in caplog.records)  # noqa: E731
     async with bench.egress({"stream": stream}, heartbeats=beating(missing, "a")) as running:
         await soon(lambda: failures(running) == {f"{missing}.a": "E-NO-RESPONDERS"})
         await asyncio.sleep(2.2)
-        assert told("heartbeat_failed") == 1
+        assert logged("heartbeat_failed") == 1
         assert not running.health.problems(), "a heartbeat that fails is no reason to restart egress"
         await bench.make_stream(missing)
         await soon(lambda: failures(running) == {})
-        assert told("heartbeat_stored") == 1
+        assert logged("heartbeat_recovered") == 1
 
 
 async def test_a_stream_that_refuses_and_a_server_whose_answer_never_comes_count_as_failures(
@@ -141,7 +141,7 @@ def test_the_next_turn_is_in_the_future_and_less_than_an_interval_away(
     assert following - now <= interval + 1e-6
 
 
-def test_what_is_no_acknowledgement_is_an_error() -> None:
+def test_other_answers_than_acks_are_errors() -> None:
     check_stored(b'{"stream":"S","seq":7}', "a")
     refused = b'{"error":{"code":503,"err_code":10077,"description":"full"}}'
     for answer, error in ((b'{"stream":"S"}', OutcomeUnknown), (refused, ApiError), (b'{"error":"x"}', ApiError)):

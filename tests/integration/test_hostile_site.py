@@ -1,6 +1,6 @@
 """One hostile site beside nine ordinary ones in one target, against the same with a tenth ordinary one.
 
-python -m tests.integration.test_hostile_site FOLDER ROWS      what it costs over an archive that is there
+python -m tests.integration.test_hostile_site FOLDER ROWS      the cost over an existing archive
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common.chain import Chain
 from common.segments.columns import SCHEMA
 from common.segments.parquet_guard import MAX_MESSAGE_BYTES
 from compaction.verify import verify_chains
-from infra.demo.world import PROJECT
+from infra.demo.world import PROJECT_FOLDER
 from tests.integration.test_chain_turns import BIG, SMALL, Centre, counted_pool, empty_messages, put_forged
 from tests.scenarios.delivery_meter import peak_memory
 from tests.support.basics import PATIENCE
@@ -30,17 +30,17 @@ from tests.support.ingress import Archive
 from tests.support.stores import FaultyStore
 
 ROWS = 20_000  # of each ordinary site: two turns
-MEMORY = 128 << 20  # `memory_limit`, as it is where nothing is said
-MOST_RESIDENT = 600 << 20  # bytes: what docs/limits.md says of ingress, with one segment that is decoded alone
+MEMORY = 128 << 20  # the default of `memory_limit`
+MOST_RESIDENT = 600 << 20  # bytes: the limit of docs/limits.md for ingress, with one segment that is decoded alone
 
 
 def long_subjects() -> pa.Table:
-    """Text that is stored once and expanded for every row."""
+    """Messages with a text that is stored once and expanded for every row."""
     table, place = empty_messages(16_000), SCHEMA.get_field_index("subject")
     return table.set_column(place, SCHEMA.field(place), pa.repeat("x" * 3_800, table.num_rows))
 
 
-# Of each: how many partitions hold it, and what.
+# By name: the number of partitions that hold it, and its messages.
 HOSTILE: dict[str, tuple[int, Callable[[], pa.Table]]] = {
     "very many messages": (6, lambda: empty_messages(200_000)),
     "pages of 60 MiB in some thousand bytes": (4, lambda: empty_messages(120, 512 << 10)),
@@ -50,7 +50,7 @@ HOSTILE: dict[str, tuple[int, Callable[[], pa.Table]]] = {
 
 
 def archive_with(folder: Path, partitions: int, tenth: Callable[[], pa.Table], rows: int = ROWS) -> Archive:
-    """Nine ordinary sites of `rows` messages each, and a tenth with so many partitions of one segment."""
+    """Nine ordinary sites of `rows` messages each, and a tenth with `partitions` partitions of one segment."""
     archive = Archive(folder)
     for chain in SMALL:
         put_forged(archive, chain, empty_messages(rows, 100))
@@ -60,7 +60,7 @@ def archive_with(folder: Path, partitions: int, tenth: Callable[[], pa.Table], r
 
 
 async def turns_until_carried(archive: Archive, rows: int = ROWS) -> int:
-    """How many turns all ten sites had until the nine ordinary ones were carried."""
+    """The number of turns of all ten sites until the nine ordinary ones are carried."""
     centre, turns = Centre(archive, MEMORY), list[Chain]()
     real = centre.prefetcher.decoder.turn
 
@@ -75,7 +75,7 @@ async def turns_until_carried(archive: Archive, rows: int = ROWS) -> int:
 
 
 def verify_calls(archive: Archive) -> dict[str, int]:
-    """Requests to the store that `verify` of one ordinary site makes."""
+    """The requests to the store that `verify` of one ordinary site makes."""
     archive.store.objects = counted = FaultyStore(archive.objects)  # type: ignore[assignment]
     (report,) = verify_chains(archive.store, archive.documents, [SMALL[0]], deep=True)
     assert report.problems == []
@@ -103,7 +103,7 @@ def test_nine_sites_cost_at_most_twice_as_much_beside_a_hostile_one(kind: str, t
 
     def cost(name: str) -> tuple[float, int]:
         words = [sys.executable, "-m", "tests.integration.test_hostile_site", str(tmp_path / name), str(rows)]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=PROJECT)
+        done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=PROJECT_FOLDER)
         seconds, resident = done.stdout.split()
         return float(seconds), int(resident)
 

@@ -1,4 +1,4 @@
-"""Every stop of a target ends in a command: pasted through the real CLI, the service goes on by itself."""
+"""Every stop of a target ends in a command: pasted into the real CLI, it lets the service continue by itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ingress import delivery
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from ingress.operator import correct
 from ingress.operator.target_scan import ScannedChain, TargetScan, run_scan
-from ingress.parked import ParkedStore, State
+from ingress.parked import ParkedState, ParkedStore
 from ingress.rows.prepare import Oversize
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import Done, invoke, paste_checkpoint, ran
@@ -33,12 +33,12 @@ from tests.support.ingress import (
     closed_at,
     count_in,
     foreign,
+    holds,
     left_open,
     make,
     put_back,
     rows_of,
     service,
-    stands,
     stop_of,
     store,
     update,
@@ -51,9 +51,9 @@ OTHER = Chain("eu-west", "NODES")
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correct, "STILL", 0.1)
-    monkeypatch.setattr(delivery, "IDLE_SPACING", 0.2)
-    monkeypatch.setattr(delivery, "ROUND_SPACING", 0.2)
+    monkeypatch.setattr(correct, "STILL_INTERVAL_S", 0.1)
+    monkeypatch.setattr(delivery, "STATE_CHECK_INTERVAL_S", 0.2)
+    monkeypatch.setattr(delivery, "PROGRESS_CHECK_INTERVAL_S", 0.2)
 
 
 def numbers(*ranges: tuple[int, int]) -> list[int]:
@@ -66,25 +66,25 @@ def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
 
 
 async def carried(client: FloeClient, centre: Centre) -> TargetState:
-    """1..30 are stored and closed."""
+    """Carry 1..30, and return the state once they are closed."""
     centre.archive.put(rows_of(1, 30))
     await make(client, centre)
     async with centre.running():
         return await closed_at(client, centre, 30)
 
 
-async def mended(centre: Centre, health: Health, code: str, wanted: str) -> tuple[dict[str, Any], Done]:
+async def corrected(centre: Centre, health: Health, code: str, wanted: str) -> tuple[dict[str, Any], Done]:
     """Wait for the stop, and paste the command of its hint."""
     stop = await stop_of(centre, health)
     assert stop["code"] == code, stop
     return stop, await paste_checkpoint(centre.write(), stop["hint"], wanted)
 
 
-async def goes_on(client: FloeClient, centre: Centre, code: str, wanted: str, rows: list[int]) -> tuple[Any, Done]:
+async def resumes(client: FloeClient, centre: Centre, code: str, wanted: str, rows: list[int]) -> tuple[Any, Done]:
     """Run until it stops, and on with the command of the hint, until the target holds these rows."""
     async with service(centre) as health:
-        found = await mended(centre, health, code, wanted)
-        await stands(client, centre, rows)
+        found = await corrected(centre, health, code, wanted)
+        await holds(client, centre, rows)
     return found
 
 
@@ -99,7 +99,7 @@ async def test_a_foreign_message_behind_the_checkpoint_is_accepted(client: FloeC
     await carried(client, centre)
     await foreign(client, centre)
     centre.archive.put(rows_of(31, 40))
-    stop, done = await goes_on(client, centre, "E-TARGET-SHARED", "--accept", numbers((1, 40)))
+    stop, done = await resumes(client, centre, "E-TARGET-SHARED", "--accept", numbers((1, 40)))
     assert "1 messages are not ours; they stay" in done.out
     at = f"{time.gmtime().tm_year}-"
     assert f"message 31 has subject '{centre.target}.foreign', was stored at {at}" in stop["why"]
@@ -111,14 +111,14 @@ async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(client: 
     await left_open(client, centre, ref, await make(client, centre))
     await store(client, centre, rows_of(1, 11))
     await foreign(client, centre)
-    _, done = await goes_on(client, centre, "E-TARGET-SHARED", "--accept", numbers((1, 30)))
+    _, done = await resumes(client, centre, "E-TARGET-SHARED", "--accept", numbers((1, 30)))
     assert len(await arrived(client, centre.target)) == 31
     assert f"{CHAIN}: 11 messages stand there, 1 to 11" in done.out
     assert "the open intent is dropped" in done.out
 
 
-async def test_a_foreign_message_in_a_work_queue_has_to_be_told_about(client: FloeClient, centre: Centre) -> None:
-    """What was consumed cannot be read: the operator knows it from the consumer, or takes repeats."""
+async def test_a_foreign_message_in_a_work_queue_has_to_be_declared(client: FloeClient, centre: Centre) -> None:
+    """Consumed messages cannot be read: the operator knows them from the consumer, or accepts repeats."""
     ref = centre.archive.put(rows_of(1, 30))
     await left_open(client, centre, ref, await make(client, centre, retention="workqueue"))
     await store(client, centre, rows_of(1, 11))
@@ -134,29 +134,29 @@ async def test_a_foreign_message_in_a_work_queue_has_to_be_told_about(client: Fl
         assert "E-CORRECTION" in str(refused.value)
         assert f"{CHAIN} at its beginning or later" in str(refused.value)
         await paste_checkpoint(centre.write(), hint, "--accept", "--position", f"{CHAIN}=12")
-        await stands(client, centre, numbers((12, 30)))
+        await holds(client, centre, numbers((12, 30)))
 
 
-# A last sequence that somebody moved
+# A last sequence that was moved
 
 
 @pytest.mark.parametrize(("rows", "found"), [(0, (1, 50)), (30, (31, 50))])
 async def test_a_purge_beyond_is_decided(client: FloeClient, centre: Centre, rows: int, found: tuple[int, int]) -> None:
-    """`nats stream purge --seq 31` with 10 of 50 rows stored, and a process that knows nothing of before."""
+    """`nats stream purge --seq 31` with 10 of 50 rows stored, and a process without any memory of it."""
     ref = centre.archive.put(rows_of(1, 50))
     await left_open(client, centre, ref, await make(client, centre, max_msgs=1000))
     await store(client, centre, rows_of(1, 10))
     await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 31})
     async with service(centre) as health:
-        stop, done = await mended(centre, health, "E-TARGET-UNREAD", f"--stored {rows}")
-        await stands(client, centre, numbers(found))
+        stop, done = await corrected(centre, health, "E-TARGET-UNREAD", f"--stored {rows}")
+        await holds(client, centre, numbers(found))
         await closed_at(client, centre, 80 - rows)
     assert "row 30 of the 50 of the open intent, is gone; known to be stored: 0" in stop["why"]
     assert f"the other {50 - rows} are sent behind target sequence 30" in done.out
 
 
 async def test_rows_that_were_never_sent_are_not_counted_by_their_sender(client: FloeClient, centre: Centre) -> None:
-    """Nor where the stream lets go of messages by itself, nor when it looks again."""
+    """The same if the stream drops messages by itself, and when the sender checks again."""
     centre.having(create=None, publisher="single")
     centre.archive.put(rows_of(1, 2000))
     await make(client, centre, max_age=3600 * 10**9)
@@ -164,11 +164,11 @@ async def test_rows_that_were_never_sent_are_not_counted_by_their_sender(client:
         await soon(lambda: count_in(client, centre.target))
         purged = (await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 1901}))["purged"]
         stop = await stop_of(centre, health)
-        await asyncio.sleep(1)  # looked at again meanwhile
+        await asyncio.sleep(1)  # checked again meanwhile
         assert await count_in(client, centre.target) == 0
-        await mended(centre, health, "E-TARGET-SHARED", f"--stored {purged}")
-        await stands(client, centre, numbers((purged + 1, 2000)))
-    # The purge may have come before the message that was on its way.
+        await corrected(centre, health, "E-TARGET-SHARED", f"--stored {purged}")
+        await holds(client, centre, numbers((purged + 1, 2000)))
+    # The purge may have come before the message that was under way.
     expected = [f"expected at most {handed}, found 1900" for handed in (purged, purged + 1)]
     assert any(each in stop["why"] for each in expected), stop["why"]
 
@@ -189,8 +189,8 @@ async def test_a_target_that_was_made_again(client: FloeClient, centre: Centre, 
             await client.api(f"STREAM.PURGE.{centre.target}")
             assert (await set_by_hand(centre, "--forget", "--yes")).code == 0
         else:
-            await mended(centre, health, "E-TARGET-RECREATED", "--forget" if how == "empty" else "--from-target")
-        await stands(client, centre, numbers((1, 30)))
+            await corrected(centre, health, "E-TARGET-RECREATED", "--forget" if how == "empty" else "--from-target")
+        await holds(client, centre, numbers((1, 30)))
     assert stop["code"] == "E-TARGET-RECREATED"
 
 
@@ -203,7 +203,7 @@ async def test_a_target_restored_from_an_old_copy(client: FloeClient, centre: Ce
     states = await centre.state(client)
     await states.save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
     centre.archive.put(rows_of(31, 40))
-    await goes_on(client, centre, "E-TARGET-BEHIND", wanted, numbers(*found))
+    await resumes(client, centre, "E-TARGET-BEHIND", wanted, numbers(*found))
 
 
 # The state
@@ -223,8 +223,8 @@ async def test_a_state_that_is_lost_is_found_in_the_target(client: FloeClient, c
             await client.request_raw(subject, b"", b"NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", timeout=PATIENCE)
         centre.archive.put(rows_of(31, 40))
         code = "E-STATE-KV" if fault == "unreadable" else "E-TARGET-NOT-EMPTY"
-        await mended(centre, health, code, "--from-target")
-        await stands(client, centre, numbers((1, 40)))
+        await corrected(centre, health, code, "--from-target")
+        await holds(client, centre, numbers((1, 40)))
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -238,7 +238,7 @@ async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, 
         await closed_at(client, centre, 30)
     await put_back(client, centre, old)
     centre.archive.put(rows_of(31, 40))
-    stop, done = await goes_on(client, centre, "E-TARGET-SHARED", "--from-target", numbers((1, 40)))
+    stop, done = await resumes(client, centre, "E-TARGET-SHARED", "--from-target", numbers((1, 40)))
     assert "where the state bucket is an old copy" in stop["hint"]
     assert f"{CHAIN}: 30 messages stand there, 1 to 30" in done.out
 
@@ -247,16 +247,16 @@ async def test_an_outgrown_state_is_cut(client: FloeClient, centre: Centre, monk
     state = await carried(client, centre)
     positions = {Chain(f"gone{number}", "NODES"): 7 for number in range(100)}
     await change(client, centre, positions={**state.checkpoint.positions, **positions})
-    monkeypatch.setattr(state_module, "MAX_STATE", 2000)
+    monkeypatch.setattr(state_module, "MAX_STATE_BYTES", 2000)
     centre.archive.put(rows_of(31, 40))
-    await goes_on(client, centre, "E-STATE-SIZE", "--forget-unlisted", numbers((1, 40)))
+    await resumes(client, centre, "E-STATE-SIZE", "--forget-unlisted", numbers((1, 40)))
 
 
 # The intent
 
 
 async def test_rows_of_an_open_intent_that_are_gone_for_good(client: FloeClient, centre: Centre) -> None:
-    """The rest of the intent is dropped; then the chain waits at the hole, and the others go on."""
+    """The rest of the intent is dropped; then the chain waits at the hole, and the others continue."""
     ref = centre.archive.put(rows_of(1, 30))
     await left_open(client, centre, ref, await make(client, centre))
     await store(client, centre, rows_of(1, 11))
@@ -264,17 +264,17 @@ async def test_rows_of_an_open_intent_that_are_gone_for_good(client: FloeClient,
     centre.archive.put(rows_of(31, 40))
     centre.archive.put(rows_of(1, 5, OTHER), chain=OTHER)
     async with service(centre) as health:
-        await mended(centre, health, "E-INTENT", "--accept")
+        await corrected(centre, health, "E-INTENT", "--accept")
         await centre.carried(client, 16)
         named = ["--site", CHAIN.site, "--feed", CHAIN.feed]
         done = await set_by_hand(centre, *named, "--sequence", "31", "--yes")
         assert done.code == 0, done
-        await stands(client, centre, numbers((1, 11), (31, 40)))
+        await holds(client, centre, numbers((1, 11), (31, 40)))
     assert f"{CHAIN}: 12 to 30 are not carried any more" in done.out
 
 
 async def test_an_intent_of_a_chain_that_is_listed_no_more(client: FloeClient, centre: Centre) -> None:
-    """Another configuration, another allow-list, the same target: what stands there the state knows."""
+    """Another configuration, another allow-list, the same target: the state knows the rows of the target."""
     ref = centre.archive.put(rows_of(1, 30))
     other = [{"site": "eu-west", "feed": "NODES", "subject_prefix": centre.target}]
     narrow = Centre(centre.folder, centre.archive, centre.url, create=None, stream=centre.target, sources=other)
@@ -288,43 +288,43 @@ async def test_an_intent_of_a_chain_that_is_listed_no_more(client: FloeClient, c
     async with service(narrow):
         await centre.carried(client, 16)
     async with service(centre):
-        await stands(client, centre, numbers((1, 30)))
+        await holds(client, centre, numbers((1, 30)))
 
 
 # The command
 
 
-async def holds(client: FloeClient, centre: Centre, wanted: int) -> bool:
+async def has_all(client: FloeClient, centre: Centre, wanted: int) -> bool:
     return await count_in(client, centre.target) == wanted
 
 
 async def test_a_large_target_is_counted_whole(client: FloeClient, centre: Centre) -> None:
-    """Several pulls, another chain, foreign messages, and places that are empty."""
+    """Several pulls, another chain, foreign messages, and deleted sequences."""
     line = [Provenance(CHAIN.site, CHAIN.feed, 0, 0, sequence, 1).line() for sequence in range(1, 12_001)]
     await make(client, centre)
     for block in [*map(build_block, ([each] for each in line)), None, None]:
         client.send(frame(f"{centre.target}.a".encode(), b"x" * 100, block))
-    await soon(lambda: holds(client, centre, 12_002))
+    await soon(lambda: has_all(client, centre, 12_002))
     await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 7_000})
     scan = await run_scan(client, centre.target, "limits", TargetScan(0, 12_002))
     part = await run_scan(client, centre.target, "limits", TargetScan(11_000, 11_990))
     slow = await run_scan(client, centre.target, "workqueue", TargetScan(11_990, 12_002))
 
-    assert (scan.held, scan.foreign, scan.gone, scan.gone_behind(CHAIN)) == (12_001, 2, 1, 0)
+    assert (scan.found, scan.foreign, scan.gone, scan.gone_after(CHAIN)) == (12_001, 2, 1, 0)
     assert scan.chains == {CHAIN: ScannedChain(1, 12_000, 11_999, 12_000, 11_999)}
     assert part.chains == {CHAIN: ScannedChain(11_001, 11_990, 990, 11_990, 990)}
     assert slow.chains == {CHAIN: ScannedChain(11_991, 12_000, 10, 12_000, 10)}
 
 
 @pytest.mark.real
-async def test_a_target_that_let_its_last_messages_go_is_counted_to_its_end(client: FloeClient, centre: Centre) -> None:
+async def test_a_target_without_its_last_messages_is_counted_to_its_end(client: FloeClient, centre: Centre) -> None:
     await make(client, centre)
     for _ in range(5):
         await foreign(client, centre)
     for verb, request, expected in (("MSG.DELETE", {"seq": 5}, (4, 1)), ("PURGE", {}, (0, 5))):
         await client.api(f"STREAM.{verb}.{centre.target}", request)
         scan = await run_scan(client, centre.target, "limits", TargetScan(0, 5))
-        assert (scan.held, scan.gone) == expected, verb
+        assert (scan.found, scan.gone) == expected, verb
 
 
 async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre: Centre) -> None:
@@ -335,7 +335,7 @@ async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre
         await closed_at(client, centre, 30)
         asked = await set_by_hand(centre, *words, "21")
         done = await set_by_hand(centre, *words, "21", "--yes", "--json")
-        await stands(client, centre, numbers((1, 30), (21, 30)))
+        await holds(client, centre, numbers((1, 30), (21, 30)))
         again = await set_by_hand(centre, *words, "31", "--yes")
 
     assert (asked.code, "expected --yes where nobody can be asked" in asked.err) == (2, True)
@@ -346,7 +346,7 @@ async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre
 
 
 async def test_nothing_moving_is_corrected(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correct, "STILL", 1.0)
+    monkeypatch.setattr(correct, "STILL_INTERVAL_S", 1.0)
     before = await carried(client, centre)
 
     async def write_on() -> None:
@@ -363,7 +363,7 @@ async def test_nothing_moving_is_corrected(client: FloeClient, centre: Centre, m
     assert done.code == 0
 
 
-async def test_what_the_command_refuses(client: FloeClient, centre: Centre) -> None:
+async def test_refusals_of_the_command(client: FloeClient, centre: Centre) -> None:
     await carried(client, centre)
     position = f"--position {CHAIN}=3 --forget"
     for words in ("", "--accept --forget", "--site us-east --sequence 3", position, "--accept-repeats --forget"):
@@ -387,8 +387,8 @@ def parked_words(centre: Centre, *more: str) -> list[str]:
 
 @pytest.mark.real
 @pytest.mark.parametrize("wanted", ["--accept", "--from-target"])
-async def test_what_a_dropped_intent_left_out_still_comes(client: FloeClient, centre: Centre, wanted: str) -> None:
-    """Message 5 is parked, the intent passes it and is dropped; 3 was tried again and stands there."""
+async def test_rows_a_dropped_intent_left_out_arrive(client: FloeClient, centre: Centre, wanted: str) -> None:
+    """Message 5 is parked, the intent passes it and is dropped; 3 was tried again and is in the target."""
     centre.having(create=None, on_oversize="park")
     ref, rows = centre.archive.put(rows_of(1, 10)), rows_of(1, 10)
     created = await make(client, centre)
@@ -396,24 +396,24 @@ async def test_what_a_dropped_intent_left_out_still_comes(client: FloeClient, ce
     for row in (rows[2], rows[4]):
         parked.park(CHAIN, Oversize(row, "the message needs 30 bytes, the target takes 10"))
     parked.mark_left_out(parked.name(CHAIN, 3))
-    parked.ask(parked.entries()[parked.name(CHAIN, 3)])
+    parked.request_retry(parked.list_entries()[parked.name(CHAIN, 3)])
     await store(client, centre, [rows[0], rows[1], rows[2], rows[3], rows[5], rows[6]])
-    again = IntentPiece(ref.segment, SequenceRange(3, 3), 1, out_of_turn=True)
-    rest = IntentPiece(ref.segment, SequenceRange(4, 10), 6, left_out=(5,))
+    again = IntentPiece(ref.segment, SequenceRange(3, 3), 1, is_retry=True)
+    rest = IntentPiece(ref.segment, SequenceRange(4, 10), 6, parked=(5,))
     opened = open_intent(TargetState(Checkpoint(2, created, {CHAIN: 4})), [again, rest])
     await (await centre.state(client)).save(opened, 0)
     centre.archive.objects.delete(ref.key)
     assert (await set_by_hand(centre, wanted, "--yes")).code == 0
-    states = {name.sequence: entry.state for name, entry in parked.entries().items()}
-    assert states == {3: State.DELIVERED, 5: State.PARKED}
+    states = {name.sequence: entry.state for name, entry in parked.list_entries().items()}
+    assert states == {3: ParkedState.DELIVERED, 5: ParkedState.PARKED}
 
     await ran(*parked_words(centre, "--all", "--yes"))
     async with service(centre):
-        await stands(client, centre, [1, 2, 3, 4, 6, 7, 5])
+        await holds(client, centre, [1, 2, 3, 4, 6, 7, 5])
 
 
-async def test_what_was_parked_before_a_purge_is_not_delivered_twice(client: FloeClient, centre: Centre) -> None:
-    """Also where the server reports another creation time than the stored one."""
+async def test_rows_parked_before_a_purge_are_not_delivered_twice(client: FloeClient, centre: Centre) -> None:
+    """Also if the server reports another creation time than the stored one."""
     centre.having(create=None, on_oversize="park")
     centre.archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
     await make(client, centre, max_msg_size=1000)
@@ -423,7 +423,7 @@ async def test_what_was_parked_before_a_purge_is_not_delivered_twice(client: Flo
     await update(client, centre, max_msg_size=100_000)
     assert (await set_by_hand(centre, "--forget", "--yes")).code == 0
     async with service(centre):
-        await stands(client, centre, numbers((1, 10)))
+        await holds(client, centre, numbers((1, 10)))
         await closed_at(client, centre, 19)
         retried = await invoke(*parked_words(centre, "--all", "--yes", "--json"))
         one = await invoke(*parked_words(centre, "--sequence", "5", "--yes"))

@@ -1,6 +1,6 @@
-"""Messages that are not as others: too large for the target or its server, or with headers that a server acts on.
+"""Special messages: too large for the target or its server, or with headers that a server acts on.
 
-Those are put aside, listed, and delivered once they are taken; these do nothing at the target unless listed.
+The large ones are parked, listed, and delivered once they are accepted. Such headers do nothing unless listed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.jetstream.client import FloeClient
 from common.jetstream.pull import get_message
 from common.segments.segment import Message
 from infra.local.nats import NatsServer
-from ingress.parked import ParkedStore, State
+from ingress.parked import ParkedState, ParkedStore
 from tests.support.basics import soon
 from tests.support.commands import floe, ran
 from tests.support.ingress import (
@@ -29,11 +29,11 @@ from tests.support.ingress import (
     check_exact,
     client_of,
     count_in,
+    holds,
     left_open,
     make,
     rows_of,
     service,
-    stands,
     stop_of,
     store,
     update,
@@ -57,7 +57,7 @@ def with_large(first: int, last: int, large: dict[int, int] = LARGE) -> list[Mes
 
 
 async def make_limited(client: FloeClient, centre: Centre) -> None:
-    """The target with a greatest message."""
+    """Make the target with a limit for messages."""
     await make(client, centre, max_msg_size=LIMIT, allow_batched=True, allow_direct=True)
 
 
@@ -66,18 +66,18 @@ async def raise_limit(client: FloeClient, centre: Centre, size: int) -> None:
 
 
 async def kept(client: FloeClient, centre: Centre) -> ParkedStore:
-    """What is parked for the target of now."""
+    """The parked messages of the current target."""
     info = await stream_info(client, centre.target)
     documents = centre.archive.documents
     return ParkedStore(documents.objects, documents.layout, centre.target, info.created)
 
 
-def states(parked: ParkedStore) -> dict[int, State]:
-    return {name.sequence: entry.state for name, entry in parked.entries().items()}
+def states(parked: ParkedStore) -> dict[int, ParkedState]:
+    return {name.sequence: entry.state for name, entry in parked.list_entries().items()}
 
 
 def check_all_once(messages: list[Any], archive: Archive, centre: Centre, late: set[int]) -> None:
-    """Each row once and byte for byte; in order but for `late`, which may stand anywhere behind."""
+    """Check each row once and byte for byte; in order but for `late`, which may be anywhere behind."""
     in_turn = [each for each in messages if each.message.sequence not in late]
     rows = {row.sequence: row for row in archive.rows[CHAIN]}
     assert sorted(each.message.sequence for each in messages) == sorted(rows)
@@ -116,7 +116,7 @@ async def test_the_command_lists_shows_asks_and_delivers_each_once(client: FloeC
         parts = [base64.b64decode(found[part]) for part in ("subject", "headers", "payload")]
         assert parts == [row.subject, row.headers, row.payload]
 
-        # The archive's copy goes: what is parked needs it no more.
+        # The archive's copy goes: parked messages need it no more.
         for ref in centre.archive.store.list(CHAIN):
             centre.archive.store.delete(ref)
         await raise_limit(client, centre, 1800)
@@ -139,7 +139,7 @@ async def test_the_command_lists_shows_asks_and_delivers_each_once(client: FloeC
 
 @pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_messages_at_the_limits_are_stored_or_parked(client: FloeClient, centre: Centre, publisher: str) -> None:
-    """The connection is never lost to one that is too large."""
+    """A message that is too large never costs the connection."""
     most, wide = 1024 * 1024, b"A: " + b"v" * 60_000
     sizes = [most, most - 1, most - 100, *range(most - 290, most - 230, 6), most - 400]
     rows = [message(n, b"x" * size, subject=b"nodes.a") for n, size in enumerate(sizes, 1)]
@@ -158,7 +158,7 @@ async def test_messages_at_the_limits_are_stored_or_parked(client: FloeClient, c
             if info is None:
                 return False
             kept_states = states(await kept(client, centre))
-            return info.messages + list(kept_states.values()).count(State.PARKED) == len(rows)
+            return info.messages + list(kept_states.values()).count(ParkedState.PARKED) == len(rows)
 
         await soon(is_accounted)
         parked = set(states(await kept(client, centre)))
@@ -168,7 +168,7 @@ async def test_messages_at_the_limits_are_stored_or_parked(client: FloeClient, c
         assert health.status()["parts"][f"target {centre.target}"]["state"] == "carrying"
 
 
-# Nodes of a cluster, and a server that is started again, may take smaller messages than before
+# Nodes of a cluster, and restarted servers, may accept smaller messages than before
 
 
 SMALLER = 8 * 1024
@@ -181,18 +181,18 @@ def server(tmp_path: Path) -> NatsServer:
 
 
 async def started_with(server: NatsServer, max_payload: int | None) -> None:
-    """The same server with another limit, as a node that is connected to next."""
+    """Restart the same server with another limit, like a node that is connected to next."""
     server.max_payload = max_payload
     await asyncio.to_thread(server.restart)
 
 
 def violations(server: NatsServer) -> int:
-    """How many connections the server has cut because of a message that was too large."""
+    """The number of connections that the server has cut because of a message that was too large."""
     return server.log.read_text().lower().count("maximum payload")
 
 
 async def test_a_server_that_takes_less_now_stops_nothing(tmp_path: Path, archive: Archive, server: NatsServer) -> None:
-    """The row is put aside; it was decoded, by the former limit, before the connection was another one."""
+    """The row is parked; it was decoded under the former limit, before the connection was another one."""
     archive.put(rows_of(1, 10))
     with server:
         centre = Centre(tmp_path, archive, server.url, on_oversize="park")
@@ -200,19 +200,19 @@ async def test_a_server_that_takes_less_now_stops_nothing(tmp_path: Path, archiv
             await centre.carried(client, 10)
             await started_with(server, SMALLER)
             archive.put([*rows_of(11, 14), TOO_LARGE, *rows_of(16, 30)])
-            await stands(client, centre, [*range(1, 15), *range(16, 31)])
+            await holds(client, centre, [*range(1, 15), *range(16, 31)])
             parked = await kept(client, centre)
-            await soon(lambda: states(parked) == {15: State.PARKED})
+            await soon(lambda: states(parked) == {15: ParkedState.PARKED})
             assert centre.status(health)["state"] == "carrying"
-            # And one that takes more again is made use of.
+            # A higher limit is used again, too.
             await started_with(server, None)
             large = message(31, TOO_LARGE.payload, subject=b"nodes.large")
             archive.put([large])
-            await stands(client, centre, [*range(1, 15), *range(16, 32)])
+            await holds(client, centre, [*range(1, 15), *range(16, 32)])
         assert violations(server) == 0
 
 
-async def test_a_row_taken_no_more_stops_its_own_target(tmp_path: Path, archive: Archive, server: NatsServer) -> None:
+async def test_a_newly_refused_row_stops_its_own_target(tmp_path: Path, archive: Archive, server: NatsServer) -> None:
     ref = archive.put([*rows_of(1, 14), TOO_LARGE, *rows_of(16, 30)])
     with server:
         centre = Centre(tmp_path, archive, server.url, create=None, on_oversize="park")
@@ -225,9 +225,9 @@ async def test_a_row_taken_no_more_stops_its_own_target(tmp_path: Path, archive:
                 assert stop["code"] == "E-OVERSIZE-INTENT"
                 assert f"the target takes {SMALLER}" in stop["why"]
                 assert violations(server) == 0
-                # Nothing has to be done once the server takes it again.
+                # Nothing has to be done once the server accepts it again.
                 await started_with(server, None)
-                await stands(client, centre, list(range(1, 31)))
+                await holds(client, centre, list(range(1, 31)))
 
 
 async def test_a_server_without_headers_is_named(tmp_path: Path, archive: Archive) -> None:
@@ -314,7 +314,7 @@ async def test_headers_act_only_where_listed(client: FloeClient, centre: Centre,
     await make(client, centre, **EVERYTHING)
     async with centre.running():
         messages = await centre.carried(client, len(rows))
-    centre.archive.rows[CHAIN] = rows[: -len(AWKWARD)]  # of the others the subject is no JSON: see below
+    centre.archive.rows[CHAIN] = rows[: -len(AWKWARD)]  # the subjects of the others are no JSON: see below
     check_exact(messages[: -len(AWKWARD)], centre.archive, centre.prefix)
     info = await stream_info(client, centre.target)
     assert (info.last_sequence, info.messages) == (len(rows), len(rows))
@@ -327,13 +327,13 @@ async def test_headers_act_only_where_listed(client: FloeClient, centre: Centre,
 
 
 def listing(centre: Centre, *headers: str) -> None:
-    """Give the centre one source, of which these headers act."""
+    """Give the centre one source with these `control_headers`."""
     centre.target_settings["sources"][0] |= {"site": "us-east", "control_headers": [*headers]}
 
 
 @pytest.mark.real
 async def test_a_listed_ttl_expires_and_every_other_value_is_text(client: FloeClient, centre: Centre) -> None:
-    """A value that the server would refuse, overflow included, is no header: it would be refused for ever."""
+    """A value that the server would refuse, overflow included, is sent as no header: it would be refused for ever."""
     text = [b"1s ", b"1d", b"0", b"-1", b"soon", b"", b"1.5s", b"999999999h", b"9999999999", b"\t1s", b"1s\t"]
     acting = [b"1s", b"1", b"  1s", b"never", b"999999h", b"99999999m", b"999999999s", b"999999999"]
     rows = [message(n, headers=block(b"Nats-TTL: " + value)) for n, value in enumerate(text + acting, 1)]
@@ -348,7 +348,7 @@ async def test_a_listed_ttl_expires_and_every_other_value_is_text(client: FloeCl
         left = {each.message.sequence for each in await arrived(client, centre.target)}
         first = len(text) + 1
         assert left == set(range(1, len(rows) + 1)) - {first, first + 1, first + 2, len(rows)}
-        # The arithmetic holds though messages are gone: what follows stands behind them.
+        # The arithmetic holds though messages are gone: the next rows are behind them.
         centre.archive.put(rows_of(len(rows) + 1, len(rows) + 10))
         await soon(lambda: _last(client, centre, len(rows) + 10))
     state = (await (await centre.state(client)).load()).state

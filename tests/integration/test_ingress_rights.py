@@ -20,7 +20,7 @@ from common.settings.service import NatsSettings
 from floe import cli
 from infra import rights
 from infra.local.nats import NatsServer
-from infra.rights import Names, main, page_with_rights, rights_files
+from infra.rights import RightsNames, main, rights_files, update_page
 from tests.integration.test_ingress_messages import make_limited, raise_limit, with_large
 from tests.support.basics import soon
 from tests.support.commands import configuration, ran
@@ -35,12 +35,12 @@ LOOKING = ("chain ls", "status", "checkpoint ls", "gap ls", "check archive", "do
 
 
 def guarded(server: NatsServer) -> NatsServer:
-    """The server with a user for each role, who has just the rights of its file; `deaf` hears of no lease."""
+    """The server with a user for each role, with exactly the rights of its file; `deaf` receives no leases."""
     for role in ROLES:
         shutil.copy(RIGHTS / f"nats-{role}.conf", server.folder)
-    hearing = (RIGHTS / "nats-ingress.conf").read_text()
-    assert LEASES in hearing
-    deaf = "\n".join(each for each in hearing.splitlines() if LEASES not in each)
+    allowed = (RIGHTS / "nats-ingress.conf").read_text()
+    assert LEASES in allowed
+    deaf = "\n".join(each for each in allowed.splitlines() if LEASES not in each)
     (server.folder / "nats-deaf.conf").write_text(deaf)
     users = [f"{{ user: {role}, password: secret\ninclude nats-{role}.conf\n}}" for role in (*ROLES, "deaf")]
     server.extra = "authorization { users: [ {user: all, password: secret}\n" + "\n".join(users) + "\n] }"
@@ -79,7 +79,7 @@ async def everything(server: NatsServer) -> FloeClient:
 
 @pytest.fixture
 async def client(server: NatsServer) -> AsyncIterator[FloeClient]:
-    """A connection of somebody who may do everything."""
+    """A connection of a user that may do everything."""
     found = await everything(server)
     yield found
     await found.aclose()
@@ -154,7 +154,7 @@ AS_EGRESS = {"user": "egress", "password": "secret"}
 
 
 async def run(bench: Bench, *words: str, feed: dict[str, Any], code: int = 0) -> None:
-    """A command of a site, with the rights of egress."""
+    """Run a command of a site with the rights of egress."""
     path = configuration(bench, feed)
     document = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump(document | {"nats": document["nats"] | AS_EGRESS}))
@@ -200,8 +200,8 @@ def as_egress(server: NatsServer, *names: str) -> str:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-async def test_egress_freezes_with_the_rights_that_are_made_for_a_domain(tmp_path: Path, inside: bool) -> None:
-    """Connected to the hub: a server inside the domain hub, or outside of the domain leaf."""
+async def test_egress_archives_with_the_rights_made_for_a_domain(tmp_path: Path, inside: bool) -> None:
+    """The hub is inside the domain `hub`, or outside of the domain `leaf`."""
     domain = "hub" if inside else "leaf"
     names = [f"domain={domain}", *([] if inside else ["outside=yes"])]
     with hub_and_leaf(lambda hub: as_egress(hub, *names)) as (hub, leaf):
@@ -223,7 +223,7 @@ async def test_egress_freezes_with_the_rights_that_are_made_for_a_domain(tmp_pat
 
 
 def leaves(group: click.Group, *path: str) -> Iterator[str]:
-    """Every command below a group, in full."""
+    """Every command below a group, with its full name."""
     context = click.Context(group)
     for name in group.list_commands(context):
         found = group.get_command(context, name)
@@ -235,17 +235,17 @@ def leaves(group: click.Group, *path: str) -> Iterator[str]:
 
 def test_every_command_has_a_role_or_needs_none() -> None:
     by_role = {each for role in rights.ROLES for each in role.commands}
-    others = {each for commands in rights.OTHERS.values() for each in commands}
+    others = {each for commands in rights.COMMANDS_WITHOUT_ROLE.values() for each in commands}
 
     assert by_role & others == set()
     assert by_role | others == set(leaves(cli))
 
 
 def test_the_files_and_the_page_are_those_of_the_table() -> None:
-    files = dict(rights_files(Names()))
+    files = dict(rights_files(RightsNames()))
     assert {path.name: path.read_text() for path in RIGHTS.iterdir()} == files, "python -m infra.rights infra/rights"
     page = (RIGHTS.parents[1] / "docs" / "operations.md").read_text()
-    assert page_with_rights(page) == page, "see infra.rights.page_with_rights"
+    assert update_page(page) == page, "see infra.rights.update_page"
 
 
 def test_the_files_can_be_made_for_other_names(tmp_path: Path) -> None:

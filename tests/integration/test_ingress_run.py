@@ -1,6 +1,6 @@
-"""Ingress as a service: what arrives, once, in order, as it was; where it goes on by itself; what is counted.
+"""Ingress as a service: each message arrives once, in order and unchanged; automatic recovery; metrics.
 
-What `last_seq`, the intent and the readable tail say, times what was closed: rows of docs/delivery.md.
+Rows of docs/delivery.md: states of `last_seq`, the intent and the readable tail, times the closed state.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
     return Centre(tmp_path, archive, nats_url, create=None)
 
 
-async def test_what_comes_later_follows_and_a_restart_goes_on(client: FloeClient, centre: Centre) -> None:
+async def test_later_rows_follow_and_a_restart_resumes(client: FloeClient, centre: Centre) -> None:
     centre.archive.put(rows_of(1, 50))
     await make(client, centre)
     async with centre.running():
@@ -64,16 +64,16 @@ async def test_what_comes_later_follows_and_a_restart_goes_on(client: FloeClient
     async with centre.running():
         messages = await centre.carried(client, 110)
         await asyncio.sleep(0.3)
-        # For those who delete: what a closed checkpoint says.
-        said = await soon(lambda: centre.archive.documents.read_positions(centre.target))
+        # For those who delete: the positions of a closed checkpoint.
+        written = await soon(lambda: centre.archive.documents.read_positions(centre.target))
     stored = (await (await centre.state(client)).load()).state
 
     check_exact(messages, centre.archive, centre.prefix)
     assert stored.intent is None
     assert stored.checkpoint.positions == {CHAIN: 131}
     assert stored.checkpoint.target_sequence == 110
-    assert said.sources == ("eu-west/NODES", "us-east/NODES")
-    assert said.positions in ({CHAIN: 51}, {CHAIN: 101}, {CHAIN: 131})
+    assert written.sources == ("eu-west/NODES", "us-east/NODES")
+    assert written.positions in ({CHAIN: 51}, {CHAIN: 101}, {CHAIN: 131})
 
 
 async def test_a_replaced_segment_is_found(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +156,8 @@ async def test_a_purge_takes_none_back(client: FloeClient, centre: Centre, store
 
 
 async def test_a_row_of_another_interleaving_stops(client: FloeClient, centre: Centre) -> None:
-    """Two ingresses, each with a state bucket of its own, began on one empty target: the last message agrees
-    with our intent by chance, those before it do not.
+    """Two ingresses, each with a state bucket of its own, began on one empty target: the last message agrees with our
+    intent by chance, those before it do not.
     """
     first, second = centre.archive.put(rows_of(1, 10)), centre.archive.put(rows_of(11, 30))
     created = await make(client, centre)
@@ -170,11 +170,11 @@ async def test_a_row_of_another_interleaving_stops(client: FloeClient, centre: C
     assert "message 10 is us-east/NODES/0000/0 1001, expected us-east/NODES/0000/0 1..10" in stop["why"]
 
 
-# What is counted: the figures that alerts stand on
+# Metrics on which alerts are based
 
 
 def reading(name: str, target: str, **labels: str) -> float:
-    """The sample of `floe_ingress_{name}` for the target; 0 where there is none."""
+    """The sample of `floe_ingress_{name}` for the target; 0 if there is none."""
     return metric_value(f"floe_ingress_{name}", {"target": target, **labels}) or 0.0
 
 
@@ -182,7 +182,7 @@ def of_chain(name: str, target: str, chain: Chain = CHAIN) -> float:
     return reading(name, target, site=chain.site, feed=chain.feed, partition=str(chain.partition))
 
 
-async def test_what_is_stored_parked_stopped_and_paused_is_counted(client: FloeClient, centre: Centre) -> None:
+async def test_stored_parked_stopped_and_paused_are_counted(client: FloeClient, centre: Centre) -> None:
     target = centre.target
     centre.archive.put([message(1), message(2, b"x" * 5000), message(3, subject=b"elsewhere")])
     centre.archive.put(rows_of(1, 5, OTHER), chain=OTHER)
@@ -230,12 +230,12 @@ async def test_foreign_ones_are_left_alone(client: FloeClient, centre: Centre, m
         monkeypatch.undo()
         assert sequences(await centre.carried(client, 29)) == list(range(1, 10))
         await soon(lambda: reading("foreign_messages_total", centre.target) == 3)
-    assert state.checkpoint.begins == 17
+    assert state.checkpoint.foreign_upto == 17
 
 
 @pytest.mark.real
 async def test_moving_leaders_lose_and_repeat_nothing(tmp_path: Path, archive: Archive, cluster: NatsCluster) -> None:
-    """They step down, die and pause, each under a third of the rows."""
+    """Leaders step down, die and pause, each under a third of the rows."""
     centre = Centre(tmp_path, archive, cluster.urls[0], create={"replicas": 3})
     centre.urls = cluster.urls
     async with client_of(*cluster.urls) as client, centre.running(lease_ttl="10s"):

@@ -1,4 +1,4 @@
-"""Where ingress stops: the verdict, the exit code, the choices; how it goes on, shares its targets, and ends."""
+"""Stops of ingress: verdict, exit code and choices; how it continues, shares its targets, and ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
-from common.jetstream.api import GUARD, MARKER
+from common.jetstream.api import RESTORE_KEY, RESTORE_PREFIX
 from common.jetstream.client import FloeClient
 from common.logs import configure, flush
 from common.service.monitor import Health
@@ -22,16 +22,7 @@ from infra.local.nats import NatsServer
 from ingress.target import examine_target
 from tests.support.basics import PATIENCE, metric_value, soon
 from tests.support.commands import floe
-from tests.support.ingress import (
-    Archive,
-    Centre,
-    check_exact,
-    closed_at,
-    foreign,
-    make,
-    rows_of,
-    update,
-)
+from tests.support.ingress import Archive, Centre, check_exact, closed_at, foreign, make, rows_of, update
 from tests.support.proxies import TcpProxy
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -59,14 +50,14 @@ async def test_a_missing_or_dangerous_target_ends_with_what_to_do(centre: Centre
 
     await make(client, centre, retention="workqueue", storage="memory")
     error = await centre.having(create={"subjects": [f"{centre.target}.>"]}).ending()
-    assert isinstance(error, ConfigError)  # and so has problems
+    assert isinstance(error, ConfigError)  # and so it has problems
     assert error.problems == (
         f"target {centre.target}: retention: expected limits (create), found workqueue",
         f"target {centre.target}: storage: expected file (create), found memory",
     )
 
 
-async def test_a_foreign_writer_that_goes_on_ends_with_exit_code_4(centre: Centre, client: FloeClient) -> None:
+async def test_a_lasting_foreign_writer_ends_with_exit_code_4(centre: Centre, client: FloeClient) -> None:
     async def write_on() -> None:
         while True:
             await foreign(client, centre)
@@ -92,12 +83,12 @@ async def test_one_stop_stops_no_other(client: FloeClient, tmp_path: Path, archi
         await asyncio.wait_for(running, PATIENCE)
 
 
-# How it goes on, and ends
+# Continuing, and ending
 
 
 @pytest.mark.real
 async def test_a_gone_target_is_refilled(centre: Centre, client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingress.delivery.IDLE_LOOK", 0.5)
+    monkeypatch.setattr("ingress.delivery.TARGET_CHECK_INTERVAL_S", 0.5)
     log = io.StringIO()
     configure("info", "json", stream=log)
     async with centre.running() as health:
@@ -120,12 +111,12 @@ async def test_a_gone_target_is_refilled(centre: Centre, client: FloeClient, mon
     flush()
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     actions = [line["action"] for line in lines if line.get("target", centre.target) == centre.target]
-    told = ["started", "goes_on", "target_stopped", "over", "ended"]
-    assert [action for n, action in enumerate(actions) if action in told and action not in actions[:n]] == told
-    first, last = (next(line for line in lines if line["action"] == action) for action in ("started", "ended"))
+    wanted = ["process_started", "delivery_resumed", "target_stopped", "target_recovered", "process_ended"]
+    assert [action for n, action in enumerate(actions) if action in wanted and action not in actions[:n]] == wanted
+    first, last = (next(line for line in lines if line["action"] == f"process_{end}") for end in ("started", "ended"))
     assert first["targets"] == [centre.target]
     assert last["messages"] == 70
-    begins = [line for line in lines if line["action"] == "goes_on"]
+    begins = [line for line in lines if line["action"] == "delivery_resumed"]
     assert (begins[0]["chains"], begins[0]["target_sequence"]) == ({}, 0)
 
 
@@ -208,17 +199,22 @@ async def test_checkpoint_and_status_show_how_far_everything_is(centre: Centre, 
 
 
 async def test_a_target_that_is_being_restored_is_waited_for(client: FloeClient, centre: Centre) -> None:
-    """Its subjects are those of the restore until it is done."""
+    """Its subjects are those of the restore until that is done."""
     centre.having(create=None)
     await make(client, centre)
     await carry_once(centre, client)
-    await update(client, centre, subjects=[f"{GUARD}{centre.target}"], metadata={MARKER: "0 first=1 end=30"})
+    await update(
+        client,
+        centre,
+        subjects=[f"{RESTORE_PREFIX}{centre.target}"],
+        metadata={RESTORE_KEY: "0 first=1 end=30"},
+    )
     async with centre.running() as health:
         await soon(lambda: "is being restored" in centre.status(health).get("why", ""))
         assert centre.status(health)["state"] == "waits"
         assert any("is being restored" in problem for problem in health.problems())
-        (told,) = await examine_target(client, centre.settings().ingress.targets[0], {})
-        assert "is being restored" in f"{told}"
+        (finding,) = await examine_target(client, centre.settings().ingress.targets[0], {})
+        assert "is being restored" in f"{finding}"
         await update(client, centre, subjects=[f"{centre.target}.>"], metadata={})
         centre.archive.put(rows_of(31, 40))
         await centre.carried(client, 40)

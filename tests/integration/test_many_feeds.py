@@ -1,4 +1,4 @@
-"""O6: many feeds at one site, most of them idle: they start, and idle ones ask for next to nothing."""
+"""O6: many feeds at one site, most of them idle: they start, and idle ones make almost no requests."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ async def test_feeds_without_a_message_start_beside_a_busy_one_and_ask_for_next_
         asked = objects.calls.total() - started
     print(f"{FEEDS} feeds: {started / FEEDS:.1f} requests each to start, {asked} while one was busy")
     assert started <= 45 * FEEDS
-    # Each looks at its documents now and then, perhaps just now, and hardly twice.
+    # Each checks its documents now and then, perhaps just now, and hardly twice.
     assert asked <= 2 * FEEDS, "idle feeds ask too"
     await bench.same(streams[0], streams[0])

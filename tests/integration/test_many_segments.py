@@ -1,7 +1,6 @@
-"""The memory of compaction and of verify, where a chain has very many segments.
+"""The memory of compaction and of verify for a chain with very many segments.
 
-The store is made up: it makes keys when they are asked for and keeps no object, so that what is measured is
-what Floe keeps.
+The store is synthetic: it makes keys on request and keeps no object, so that only the memory of Floe is measured.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from common.segments.segment import Footer, Ledger, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from compaction import verify
-from compaction.merge import Merged
+from compaction.merge import MergedSegment
 from compaction.plan import Output
-from compaction.run import Compaction, Report, Selection, prove_one
-from compaction.sign_off import SignOffs
+from compaction.run import Compaction, RunReport, Selection, prove_rows
+from compaction.sign_off import SignOffStore
 from tests.support.compaction import TestPolicy
 
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
@@ -37,8 +36,8 @@ POLICY = TestPolicy(min_age=0, max_wait=-1, max_count=500, min_size=10**12, max_
 
 
 class Endless:
-    """A store with `count` segments of level 0 and `above` of level 1 over the first of these; of what is put
-    only the last is kept, with the names of all.
+    """A store with `count` segments of level 0 and `above` of level 1 over the first of these. Of the objects put it
+    keeps only the last, and the names of all.
     """
 
     def __init__(self, count: int, above: int) -> None:
@@ -56,7 +55,7 @@ class Endless:
             return []
         count, width = (self.count, WIDTH) if prefix == LEVEL_0 else (self.above, 100 * WIDTH)
         position = int((start_after[len(prefix) :] or "0")[:20])
-        # `start_after` is a position or the key of a segment, which ends in more.
+        # `start_after` is a position or the key of a segment, which is longer.
         begin = position // width if start_after.endswith(".parquet") else max(0, position - 1) // width
         end = count if limit is None else min(count, begin + limit)
         return [self._info(0 if prefix == LEVEL_0 else 1, n, width) for n in range(begin, end)]
@@ -88,27 +87,27 @@ class Endless:
 
 
 class Place:
-    """Merges and proves nothing and says that it did. `most`: segments that it was given at once."""
+    """A runner that merges and proves nothing and reports success. `most`: segments that it was given at once."""
 
     def __init__(self) -> None:
         self.most = 0
         self.merges: list[int] = []  # outputs that it was given at once
 
-    def map(self, work: Callable[..., object], items: Sequence[Output]) -> list[Merged] | list[None]:
-        if work is prove_one:
+    def map(self, work: Callable[..., object], items: Sequence[Output]) -> list[MergedSegment] | list[None]:
+        if work is prove_rows:
             return [None] * len(items)
         self.most = max(self.most, sum(len(output.inputs) for output in items))
         self.merges.append(len(items))
         return [self._merged(output) for output in items]
 
     @staticmethod
-    def _merged(output: Output) -> Merged:
+    def _merged(output: Output) -> MergedSegment:
         digest = hashlib.sha256(output.inputs[0].key.encode()).hexdigest()[:16]
         name = SegmentName(CHAIN, output.level, output.coverage, digest)
-        return Merged(SegmentRef(name, LAYOUT.segment(name), 1, 1.0), len(output.inputs), output.size, 1, 1)
+        return MergedSegment(SegmentRef(name, LAYOUT.segment(name), 1, 1.0), len(output.inputs), output.size, 1, 1)
 
 
-def compact(count: int, **sizes: int) -> tuple[Report, Place]:
+def compact(count: int, **sizes: int) -> tuple[RunReport, Place]:
     place = Place()
     store = SegmentStore(Endless(count, count // 1000), LAYOUT)  # type: ignore[arg-type]
     parts = Compaction(store, [POLICY], None, place, **sizes)  # type: ignore[arg-type]
@@ -116,19 +115,19 @@ def compact(count: int, **sizes: int) -> tuple[Report, Place]:
 
 
 def sound(_store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer:
-    """A footer as that of any segment."""
+    """A footer like that of any segment."""
     width = len(segment.coverage)
     return Footer(segment.chain, segment.level, segment.coverage, width, Ledger(), 1, 1, 1, None, "test")
 
 
 def verified(objects: Any, reports: list[verify.ChainReport]) -> None:
-    """As a nightly run does: what is signed off is passed over."""
-    sign_offs, chains = SignOffs(objects, LAYOUT, deep=False), ChainStore(objects, LAYOUT)
+    """Verify as a nightly run does, which skips signed-off segments."""
+    sign_offs, chains = SignOffStore(objects, LAYOUT, deep=False), ChainStore(objects, LAYOUT)
     reports += verify.verify_chains(SegmentStore(objects, LAYOUT), chains, [CHAIN], sign_offs=sign_offs, window=200)
 
 
 def growth(work: Callable[[], object]) -> float:
-    """By how many bytes memory grew at most. What the process held before has no say in when garbage goes."""
+    """The peak growth of memory in bytes. Objects from before do not affect the garbage collection."""
     gc.collect()
     gc.freeze()
     tracemalloc.start()
@@ -142,15 +141,15 @@ def growth(work: Callable[[], object]) -> float:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.segments.store.TABLE_PAGE", 500)
+    monkeypatch.setattr("common.segments.store.TABLE_PAGE_SEGMENTS", 500)
     monkeypatch.setattr("compaction.verify.check_segment", sound)
 
 
 def test_a_run_over_many_segments_keeps_few_of_them_in_memory() -> None:
-    found: list[tuple[Report, Place]] = []
+    found: list[tuple[RunReport, Place]] = []
     few, many = (growth(lambda n=n: found.append(compact(n, window=200, batch=1000))) for n in (FEW, MANY))
     report, place = found[0]
-    assert [m.inputs for m in report.merged] == [*[500] * 7, 100]  # over the first 400 there is a level already
+    assert [m.inputs for m in report.merged] == [*[500] * 7, 100]  # level 1 covers the first 400 already
     assert (place.merges, place.most) == ([2, 2, 2, 2], 1000), "many outputs at a time, and not all"
     assert (many - few) / (MANY - FEW) < 100, "bytes for each segment more"
 
@@ -158,7 +157,7 @@ def test_a_run_over_many_segments_keeps_few_of_them_in_memory() -> None:
 def test_verify_keeps_few_of_many_segments_and_sign_offs_in_memory() -> None:
     stores = [Endless(count, count // 1000) for count in (FEW, MANY)]
     reports: list[verify.ChainReport] = []
-    for most in (60, 80):  # while nothing was signed off, and all
+    for most in (60, 80):  # with nothing signed off, and with all
         few, many = (growth(partial(verified, each, reports)) for each in stores)
         assert (many - few) / (MANY - FEW) < most, "bytes for each segment more"
     assert [report.skipped for report in reports] == [0, 0, FEW + FEW // 1000, MANY + MANY // 1000]

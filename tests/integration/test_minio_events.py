@@ -1,4 +1,4 @@
-"""MinIO itself tells ingress of each segment: its bucket notifications through NATS, core NATS without JetStream."""
+"""MinIO itself notifies ingress of each segment: its bucket notifications through core NATS, without JetStream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.errors import Unavailable
 from common.jetstream.client import FloeClient
 from common.objects.open import open_objects
 from common.settings.root import StoreSettings
-from infra.demo.world import PROJECT
+from infra.demo.world import PROJECT_FOLDER
 from infra.local.minio import IMAGE, MinIO, find_minio
 from tests.integration.test_events import S3Archive, S3Centre, store_config
 from tests.support import canaries
@@ -46,7 +46,7 @@ def subject() -> str:
 
 @pytest.fixture(scope="module")
 def notifying(nats_url: str, subject: str) -> Iterator[SharedS3]:
-    """MinIO that publishes to the server of ingress, as docs/events.md configures it."""
+    """A MinIO that publishes to the server of ingress, as docs/events.md configures it."""
     environment = {
         "MINIO_NOTIFY_NATS_ENABLE_FLOE": "on",
         "MINIO_NOTIFY_NATS_ADDRESS_FLOE": urlsplit(nats_url).netloc,
@@ -59,7 +59,7 @@ def notifying(nats_url: str, subject: str) -> Iterator[SharedS3]:
 
 
 def notify(s3: SharedS3, bucket: str) -> None:
-    """One notification for each segment in the bucket."""
+    """Configure one notification for each segment in the bucket."""
     client = s3.client()
     rules = [{"Name": "prefix", "Value": f"{PREFIX}/"}, {"Name": "suffix", "Value": ".parquet"}]
     queue = {"QueueArn": ARN, "Events": ["s3:ObjectCreated:*"], "Filter": {"Key": {"FilterRules": rules}}}
@@ -80,7 +80,7 @@ async def test_a_segment_in_minio_wakes_ingress_long_before_its_poll(
     store = store_config(notifying, bucket, notifying.endpoint_url)
     archive = S3Archive(store)
     archive.put(rows_of(1, 10))
-    # It polls once an hour: what arrives later was told of.
+    # It polls once an hour: later segments came by notification.
     centre = S3Centre(tmp_path, archive, store, nats_url, f"nats://{subject}")
     async with centre.running() as health:
         await centre.carried(client, 10)
@@ -95,7 +95,7 @@ async def test_a_segment_in_minio_wakes_ingress_long_before_its_poll(
         check_exact(await centre.carried(client, 40), archive, centre.prefix)
 
 
-# As much of podman as `make minio` asks for, with the MinIO of this machine for what the image holds.
+# As much of podman as `make minio` uses, with the MinIO of this machine for the content of the image.
 PODMAN = """\
 #!{python}
 import os, pathlib, signal, subprocess, sys
@@ -117,7 +117,7 @@ elif verb == "rm":
 
 @pytest.fixture(params=["found", "container"])
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a machine that has MinIO, and of one that has nothing but podman."""
+    """The environment of a machine that has MinIO, and of one that has only podman."""
     if request.param == "found":
         yield dict(os.environ)
         return
@@ -134,7 +134,7 @@ def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, st
 
 def test_make_minio_prints_settings_that_work_and_ends_with_a_signal(way: dict[str, str]) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "infra.local.minio"], stdout=subprocess.PIPE, text=True, cwd=PROJECT, env=way
+        [sys.executable, "-m", "infra.local.minio"], stdout=subprocess.PIPE, text=True, cwd=PROJECT_FOLDER, env=way
     )
     try:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""The connection, streams and consumers of a real server: what comes in is exact, and what Floe writes does no more."""
+"""The connection, streams and consumers of a real server: reads are exact, and writes have no other effect."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.api import create_consumer, create_stream, stream_info
 from common.jetstream.client import ApiError, FloeClient, frame
-from common.jetstream.headers import Provenance, restore
+from common.jetstream.headers import Provenance, split_provenance
 from common.jetstream.pull import get_message
 from common.segments.segment import Message
-from infra.awkward import KINDS, NEEDS, publish_awkward
+from infra.awkward import KINDS, REQUIRED_SETTINGS, publish_awkward
 from infra.local.nats import NatsServer
 from tests.integration.test_ingress_messages import ACTING, EVERYTHING, MARK
 from tests.support.basics import PATIENCE, AckReply, parse_ack, seeded, soon, unique
@@ -23,21 +23,21 @@ from tests.support.headers import escape
 from tests.support.ingress import client_of
 from tests.support.servers import place
 
-Heard = tuple[bytes, bytes, bytes, bytes | None]
+Received = tuple[bytes, bytes, bytes, bytes | None]
 
 
-async def collect(client: FloeClient, subject: str) -> list[Heard]:
-    received: list[Heard] = []
+async def collect(client: FloeClient, subject: str) -> list[Received]:
+    received: list[Received] = []
     await client.subscribe_raw(subject, lambda *message: received.append(message))
     return received
 
 
-# What comes in
+# Receiving
 
 
-async def test_a_sink_that_raises_ends_its_subscription_and_tells_its_owner_not_the_connection(client: FloeClient):
+async def test_a_failing_sink_ends_its_subscription_and_reaches_its_owner_not_the_connection(client: FloeClient):
     """Reconnecting would repeat the error for ever, and cost all others on the connection their answers."""
-    broken, told, orphans = unique("s"), [], []
+    broken, notified, orphans = unique("s"), [], []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _loop, context: orphans.append(context["exception"]))
 
@@ -45,21 +45,21 @@ async def test_a_sink_that_raises_ends_its_subscription_and_tells_its_owner_not_
         raise MemoryError("no room")
 
     received = await collect(client, f"{broken}.>")
-    await client.subscribe_raw(f"{broken}.a", fail, told.append)
+    await client.subscribe_raw(f"{broken}.a", fail, notified.append)
     await client.subscribe_raw(f"{broken}.b", fail)
     client.add_listener(fail)
     for subject in ("a", "a", "b", "c"):
         client.send(frame(f"{broken}.{subject}".encode(), b""))
     await soon(lambda: len(received) == 4)
-    assert (len(told), len(orphans)) == (1, 1)
+    assert (len(notified), len(orphans)) == (1, 1)
     assert client.generation == 1
-    await client.aclose()  # tells the listener, too
+    await client.aclose()  # notifies the listener, too
     assert len(orphans) == 2
     loop.set_exception_handler(None)
 
 
 async def test_payloads_of_the_greatest_size_pass_until_a_subscription_ends(client: FloeClient):
-    subject, received = unique("s"), list[Heard]()
+    subject, received = unique("s"), list[Received]()
     subscription = await client.subscribe_raw(subject, lambda *message: received.append(message))
     payload = os.urandom(client.max_payload)
     client.send(frame(subject.encode(), payload) + frame(subject.encode(), b""))
@@ -75,7 +75,7 @@ async def test_payloads_of_the_greatest_size_pass_until_a_subscription_ends(clie
 # Requests
 
 
-async def test_tells_apart_no_responder_refusal_and_silence(client: FloeClient):
+async def test_no_responder_refusal_and_silence_differ(client: FloeClient):
     with pytest.raises(Unavailable, match="nobody answers"):
         await client.request_raw(b"nobody.here", b"", timeout=2)
     with pytest.raises(ApiError, match="stream not found") as caught:
@@ -107,7 +107,7 @@ async def new_stream(client: FloeClient, **config: Any) -> str:
 async def publish(
     client: FloeClient, subject: str | bytes, payload: bytes = b"", headers: bytes | None = None
 ) -> dict[str, Any]:
-    """The acknowledgement, or the refusal, as the server words it."""
+    """Publish, and return the acknowledgement, or the refusal as the server words it."""
     raw = subject.encode() if isinstance(subject, str) else subject
     answer, _ = await client.request_raw(raw, payload, headers, timeout=PATIENCE)
     return dict(json.loads(answer))
@@ -142,7 +142,7 @@ async def test_reads_messages_exactly(client: FloeClient):
 
 
 async def deliver(client: FloeClient, stream: str) -> list[tuple[bytes, bytes, bytes, bytes | None]]:
-    """All messages through a consumer, each with the subject of its reply."""
+    """Deliver all messages through a consumer, each with its reply subject."""
     consumer = unique("c")
     info = await create_consumer(client, stream, {"name": consumer, "ack_policy": "none"})
     received, inbox = [], client.new_inbox()
@@ -153,7 +153,7 @@ async def deliver(client: FloeClient, stream: str) -> list[tuple[bytes, bytes, b
     return [message for message in received if message[1]]
 
 
-async def test_both_layouts_of_replies_are_what_a_server_writes():
+async def test_both_layouts_of_replies_are_those_of_a_server():
     for flag, dots in (("false", 8), ("true", 10)):
         with NatsServer(extra=f"feature_flags {{ js_ack_fc_v2: {flag} }}") as server:
             async with client_of(server.url) as client:
@@ -165,11 +165,11 @@ async def test_both_layouts_of_replies_are_what_a_server_writes():
                 assert ack == AckReply("S", ack.consumer, 7, 1, stored.timestamp_ns, 0)
 
 
-# What the target does with headers
+# Effects of headers at the target
 
 
-async def test_what_is_escaped_is_stored_and_does_nothing(client: FloeClient):
-    """Also where a lone line break could start a header at the target."""
+async def test_escaped_headers_are_stored_without_effect(client: FloeClient):
+    """Also if a lone line break could start a header at the target."""
     stream = await new_stream(client, **EVERYTHING)
     for subject in ("x", "y", "x"):
         await publish(client, f"{stream}.{subject}", b"1", block(b"Nats-Msg-Id: first") if subject == "y" else None)
@@ -179,16 +179,16 @@ async def test_what_is_escaped_is_stored_and_does_nothing(client: FloeClient):
         escaped = escape(original, HERE, first_lines=(b"Nats-Expected-Last-Sequence: %d" % last,))
         assert await publish(client, f"{stream}.x", b"4", escaped) == {"stream": stream, "seq": last + 1}
         stored = await get_message(client, stream, last + 1)
-        assert (stored.headers, restore(stored.headers)) == (escaped, (HERE, original))
+        assert (stored.headers, split_provenance(stored.headers)) == (escaped, (HERE, original))
     assert (await stream_info(client, stream)).messages == last + 1
 
 
-@pytest.mark.parametrize("features", [{}, dict.fromkeys(NEEDS.values(), True)], ids=["without", "with"])
+@pytest.mark.parametrize("features", [{}, dict.fromkeys(REQUIRED_SETTINGS.values(), True)], ids=["without", "with"])
 async def test_the_server_takes_every_kind_of_odd_message_that_its_stream_allows(
     client: FloeClient, features: dict[str, bool]
 ) -> None:
-    """Others publish them to see them carried: a kind that is refused would be tried nowhere."""
-    stream, kinds = unique("ODD"), {*KINDS} - (set() if features else {*NEEDS})
+    """Other tests publish them to see them carried: a kind that is refused would be tested by none."""
+    stream, kinds = unique("ODD"), {*KINDS} - (set() if features else {*REQUIRED_SETTINGS})
     config = {"name": stream, "subjects": [f"{stream}.>"], "duplicate_window": 200_000_000, **features}
     await create_stream(client, config)
     report = await publish_awkward(client, stream, stream, seeded(), 2 * len(kinds), deleted_share=0)

@@ -13,7 +13,7 @@ import yaml
 from common.errors import ConfigError
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.context import with_context
+from common.jetstream.context import apply_context
 from common.jetstream.kv import KeyValue
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
@@ -45,7 +45,7 @@ def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Contexts:
 
 def refused(context: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        with_context(NatsSettings(context=context))
+        apply_context(NatsSettings(context=context))
     assert caught.value.exit_code == 78
     assert "\n" not in caught.value.message
     return caught.value.message
@@ -66,30 +66,30 @@ def test_every_field_of_a_context_becomes_its_key(contexts: Contexts, monkeypatc
     tls = {"ca": "$WHERE/ca.pem", "cert": "file:///c.pem", "key": "/k.pem", "tls_first": True}
     more = {"jetstream_domain": "hub", "inbox_prefix": "_I", "color_scheme": "dark"}
     contexts.write("all", url="tls://one.example, tls://two.example:4223", creds="~/a.creds", **tls, **more)
-    found = with_context(NatsSettings(context="all", connect_timeout=1.0))
+    found = apply_context(NatsSettings(context="all", connect_timeout=1.0))
     assert found.url == ("tls://one.example", "tls://two.example:4223")
     assert (found.credentials_file, found.tls.ca) == ("/home/u/a.creds", "/where/ca.pem")
     assert (found.tls.cert, found.tls.key, found.tls.handshake_first) == ("/c.pem", "/k.pem", True)
     assert (found.jetstream_domain, found.inbox_prefix, found.connect_timeout) == ("hub", "_I", 1.0)
     contexts.write("more", nkey="/n.nk", url="demo.example", jetstream_api_prefix="JS.acc.API.")
-    found = with_context(NatsSettings(context="more"))
+    found = apply_context(NatsSettings(context="more"))
     assert (found.nkey_seed_file, found.url, found.api_prefix) == ("/n.nk", ("nats://demo.example",), "JS.acc.API")
     contexts.write("secret", token="t")
-    token = with_context(NatsSettings(context="secret")).token
+    token = apply_context(NatsSettings(context="secret")).token
     contexts.write("secret", token="later")
-    assert (token.get_secret_value(), token.read_again(), token.get_secret_value()) == ("t", True, "later")
+    assert (token.get_secret_value(), token.reread(), token.get_secret_value()) == ("t", True, "later")
 
 
 def test_a_way_to_authenticate_and_a_domain_of_the_configuration_replace_those_of_the_context(contexts: Contexts):
     contexts.write("site", creds="/a.creds", jetstream_domain="hub", ca="/ca.pem")
-    found = with_context(
+    found = apply_context(
         NatsSettings(context="site", token="t", jetstream_api_prefix="P", tls={"insecure": True, "scheme": "puppet"})
     )
     assert (found.credentials_file, found.jetstream_domain, found.api_prefix) == ("", "", "P")
     assert found.tls.files.ca == "/etc/puppetlabs/puppet/ssl/certs/ca.pem"
 
 
-def test_what_floe_cannot_is_refused_by_the_name_of_the_field(contexts: Contexts):
+def test_unsupported_fields_are_refused_by_name(contexts: Contexts):
     for field, value in (
         *(("nsc", "nsc://o/a/u"), ("socks_proxy", "socks5://h"), ("user_jwt", "CANARY"), ("user_seed", "CANARY")),
         *(("windows_cert_store", "machine"), ("windows_ca_certs_match", ["x"]), ("url", "wss://host")),
@@ -97,12 +97,12 @@ def test_what_floe_cannot_is_refused_by_the_name_of_the_field(contexts: Contexts
         *(("cert", "data:;base64,CANARY"), ("password", "env://CANARY"), ("jetstream_domain", "a.CANARY")),
     ):
         path = contexts.write("site", **{field: value})
-        told = refused("site")
-        assert told.startswith(f"nats.context {path}: {field}")
-        assert "CANARY" not in told
+        shown = refused("site")
+        assert shown.startswith(f"nats.context {path}: {field}")
+        assert "CANARY" not in shown
 
 
-def test_an_unknown_context_is_told_with_those_that_there_are(contexts: Contexts):
+def test_an_unknown_context_is_named_with_the_known_ones(contexts: Contexts):
     assert f"expected a context of the nats command in {contexts.folder}, found none of that name" in refused("x")
     contexts.write("b")
     contexts.write("a")
@@ -115,7 +115,7 @@ def test_an_unknown_context_is_told_with_those_that_there_are(contexts: Contexts
 async def test_the_option_replaces_the_connection(
     contexts: Contexts, guarded: NatsServer, tmp_path: Path, client: FloeClient, nats_url: str
 ):
-    """`--context` of the command line: nothing of `nats` in the file stands in its way."""
+    """`--context` of the command line: no key of `nats` in the file interferes with it."""
     bench = Bench(nats_url, tmp_path, client)
     path = configuration(bench, {"stream": "NODES"})
     document = yaml.safe_load(path.read_text())
@@ -126,8 +126,8 @@ async def test_the_option_replaces_the_connection(
     contexts.write("wrong", url=guarded.url, user="all", password="CANARY")
 
     for command in (["egress", "init"], ["egress", "run"], ["ingress", "run"], ["status"], ["replay"], ["drill"]):
-        told = await floe(*command, "--help")
-        assert "--context NAME" in told.out, command
+        shown = await floe(*command, "--help")
+        assert "--context NAME" in shown.out, command
 
     assert (await floe("egress", "init", "-c", str(path))).code == 75
     for name, code, why in (
@@ -154,12 +154,12 @@ def servers() -> Iterator[tuple[NatsServer, NatsServer]]:
 
 @pytest.fixture
 async def clients(servers: Servers) -> AsyncIterator[tuple[FloeClient, FloeClient]]:
-    """A connection to each, which asks in the domain of that server."""
+    """A connection to each server, in the domain of that server."""
     async with client_of(servers[0].url) as hub, client_of(servers[1].url) as leaf:
         yield hub, leaf
 
 
-async def test_ingress_melts_into_a_stream_of_another_domain(servers: Servers, clients: Clients, tmp_path: Path):
+async def test_ingress_fills_a_stream_of_another_domain(servers: Servers, clients: Clients, tmp_path: Path):
     hub, leaf = clients
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 300))
@@ -174,22 +174,22 @@ async def test_ingress_melts_into_a_stream_of_another_domain(servers: Servers, c
         assert await stream_info(hub, name) is not None
 
 
-async def test_a_release_is_heard_on_either_side_of_the_border(servers: Servers):
+async def test_a_release_arrives_on_either_side_of_the_border(servers: Servers):
     hub, leaf = servers
-    heard: list[tuple[str, bytes | None]] = []
+    received: list[tuple[str, bytes | None]] = []
     bucket = unique("B")
     for server in (hub, leaf):
         settings = NatsSettings(url=server.url, jetstream_domain="leaf")
         one, other = [await connect(settings, name="test") for _ in range(2)]
         kv = await KeyValue(one, bucket).ensure()
-        listening = await kv.listen("a.*", lambda key, value: heard.append((key, value)))
-        heard.clear()
+        listening = await kv.subscribe("a.*", lambda key, value: received.append((key, value)))
+        received.clear()
         await (await KeyValue(other, bucket).ensure()).put("a.b", b"x")
-        await soon(lambda: heard == [("a.b", b"x")])
+        await soon(lambda: received == [("a.b", b"x")])
         await listening.unsubscribe()
         await kv.put("a.c", b"y")
         assert await kv.keys() == ["a.b", "a.c"]
-        assert heard == [("a.b", b"x")]
+        assert received == [("a.b", b"x")]
         for client in (one, other):
             await client.aclose()
 
@@ -224,9 +224,9 @@ async def test_an_api_prefix_reaches_the_streams_and_buckets_of_another_account(
         assert (await (await KeyValue(owner, "B").ensure()).get("a")).value == b"y"
         await owner.aclose()
         await guest.aclose()
-    for wrong, told in (
+    for wrong, shown in (
         ({"jetstream_domain": "hub", "jetstream_api_prefix": "JS.API"}, "expected either jetstream_domain or "),
         ({"jetstream_domain": "a.b"}, "a domain"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=shown):
             NatsSettings(**wrong)

@@ -1,4 +1,4 @@
-"""State and leases in a bucket: compare-and-set, read from the leader; one holder at a time, who knows when it ends."""
+"""State and leases in a bucket: compare-and-set, reads from the leader; one holder at a time, which knows its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from common.clock import SystemClock
 from common.errors import ConfigError, OutcomeUnknown
 from common.jetstream.client import FloeClient, connect, frame
-from common.jetstream.kv import BucketGone, KeyValue, KvEntry, state_key
+from common.jetstream.kv import BucketDeleted, KeyValue, KvEntry, state_key
 from common.jetstream.lease import Leases, new_owner
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
@@ -84,7 +84,7 @@ async def test_a_bucket_is_taken_as_it_is_but_for_its_time_to_live_and_read_from
         await KeyValue(client, bucket, ttl=30.0).ensure()
     with pytest.raises(ConfigError, match="expected a time to live of 0 s, found 15 s"):
         await KeyValue(client, bucket).ensure()
-    # As the `nats` command makes it, opened by many at once.
+    # Made as by the `nats` command, and opened by many at once.
     config = {"name": f"KV_{ours}", "subjects": [f"$KV.{ours}.>"], "max_msgs_per_subject": 64, "discard": "new"}
     await client.api(f"STREAM.CREATE.KV_{ours}", {**config, "allow_direct": True})
     stores = await asyncio.gather(*(KeyValue(client, ours).ensure() for _ in range(10)))
@@ -110,7 +110,7 @@ async def test_a_deleted_bucket_is_not_an_empty_one(client: FloeClient, kv: KeyV
     await client.api(f"STREAM.DELETE.KV_{kv.bucket}")
     writes = kv.create("k", b"2"), kv.update("k", b"2", revision), kv.put("k", b"2"), kv.delete("k")
     for attempt in (kv.get("k"), kv.keys(), *writes):
-        with pytest.raises(BucketGone, match=f"bucket {kv.bucket} does not exist any more"):
+        with pytest.raises(BucketDeleted, match=f"bucket {kv.bucket} does not exist any more"):
             await attempt
     await kv.ensure()
     assert await kv.get("k") is None
@@ -186,22 +186,22 @@ def leases(timed: KeyValue, owner: str = "") -> Leases:
     return Leases(timed, owner or new_owner("test"), TTL, SystemClock())
 
 
-async def test_one_owner_holds_a_lease_until_it_gives_it_up(timed: KeyValue):
+async def test_one_owner_holds_a_lease_until_it_releases_it(timed: KeyValue):
     assert new_owner("a") != new_owner("a")
     mine, yours = leases(timed, "me"), leases(timed, "you")
     lease = await mine.acquire("k")
     assert lease.is_usable()
     assert await yours.acquire("k") is None
-    assert await yours.holder("k") == "me"
+    assert await yours.get_owner("k") == "me"
     await lease.release()
     assert not lease.is_usable()
-    assert await yours.holder("k") is None
+    assert await yours.get_owner("k") is None
     assert await yours.acquire("k") is not None
 
 
 async def test_a_lease_that_is_kept_outlives_its_time(timed: KeyValue):
     lease = await leases(timed).acquire("k")
-    keeping = asyncio.create_task(lease.keep())
+    keeping = asyncio.create_task(lease.run_renewals())
     began = time.monotonic()
     while time.monotonic() - began < 2.5 * TTL:
         assert lease.is_usable()
@@ -215,7 +215,7 @@ async def test_a_lease_that_is_kept_outlives_its_time(timed: KeyValue):
 async def test_a_cancellation_that_is_swallowed_still_ends_the_keeping(
     timed: KeyValue, monkeypatch: pytest.MonkeyPatch
 ):
-    """As `asyncio.wait_for` of Python 3.11 does where it comes together with the answer."""
+    """`asyncio.wait_for` of Python 3.11 does so if it coincides with the answer."""
     lease = await leases(timed).acquire("k")
     real, asked = timed.update, asyncio.Event()
 
@@ -226,15 +226,15 @@ async def test_a_cancellation_that_is_swallowed_still_ends_the_keeping(
         return await real(*args)
 
     monkeypatch.setattr(timed, "update", swallowing)
-    keeping = asyncio.create_task(lease.keep())
+    keeping = asyncio.create_task(lease.run_renewals())
     await asked.wait()
     keeping.cancel()
     await asyncio.wait({keeping}, timeout=PATIENCE)
     assert keeping.cancelled()
 
 
-async def test_a_lease_that_is_the_owners_already_is_written_anew(timed: KeyValue):
-    """Nobody knows how much of its time is left."""
+async def test_a_lease_that_its_owner_already_has_is_rewritten(timed: KeyValue):
+    """The rest of its time is unknown."""
     mine = leases(timed, "me")
     await mine.acquire("k")
     before = (await timed.get("k")).revision
@@ -251,7 +251,7 @@ async def test_a_lease_that_is_the_owners_already_is_written_anew(timed: KeyValu
 async def test_a_refused_renewal_of_a_lease_that_is_ours_is_tried_again(
     client: FloeClient, timed: KeyValue, err_code: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """A cluster that finds itself says so in several ways; 10164: another write of the key is in flight."""
+    """A cluster that forms reports so in several ways; 10164: another write of the key is in flight."""
     lease = await leases(timed, "me").acquire("k")
     real, refused = client.request_raw, 0
     answer = b'{"error":{"code":400,"err_code":%d,"description":"wrong last sequence"}}' % err_code
@@ -262,7 +262,7 @@ async def test_a_refused_renewal_of_a_lease_that_is_ours_is_tried_again(
         return (answer, None) if subject.startswith(b"$KV.") and refused < 3 else await real(subject, *args, **kwargs)
 
     monkeypatch.setattr(client, "request_raw", refusing)
-    keeping = asyncio.create_task(lease.keep())
+    keeping = asyncio.create_task(lease.run_renewals())
     await soon(lambda: refused >= 3)
     await asyncio.sleep(TTL / 2)
     assert lease.is_usable()
@@ -272,14 +272,14 @@ async def test_a_refused_renewal_of_a_lease_that_is_ours_is_tried_again(
 
 
 async def test_a_bucket_that_is_gone_is_found_gone_though_somebody_listens(client: FloeClient, timed: KeyValue):
-    """Whoever listens to a bucket's writes receives them: then the server does not say that nobody does."""
-    await leases(timed).listen("*", lambda *_: None)
+    """A subscriber to a bucket's writes receives them: then the server does not report that nobody does."""
+    await leases(timed).subscribe("*", lambda *_: None)
     await client.api(f"STREAM.DELETE.KV_{timed.bucket}")
     assert await leases(timed, "me").acquire("k") is not None
-    assert await leases(timed).holder("k") == "me"
+    assert await leases(timed).get_owner("k") == "me"
 
 
-async def test_a_lease_is_not_used_in_the_last_third_of_its_time_nor_by_who_wakes_behind_it(timed: KeyValue):
+async def test_a_lease_is_not_used_in_the_last_third_of_its_time_nor_after_a_late_wake_up(timed: KeyValue):
     clock = ManualClock()
     lease = await Leases(timed, "me", TTL, clock).acquire("k")
     clock.advance(TTL * 2 / 3 - 0.01)
@@ -287,7 +287,7 @@ async def test_a_lease_is_not_used_in_the_last_third_of_its_time_nor_by_who_wake
     clock.advance(0.02)
     assert (lease.is_usable(), lease.lost.is_set) == (False, False)
     clock.advance(TTL * 5)
-    await lease.keep()
+    await lease.run_renewals()
     assert (lease.is_usable(), lease.lost.is_set) == (False, True)
 
 
@@ -296,17 +296,17 @@ async def test_a_lease_that_another_took_or_deleted_is_lost(timed: KeyValue):
     await timed.put("k", b"you")
     await timed.delete("other")
     for each in (lease, other):
-        await asyncio.wait_for(each.keep(), PATIENCE)
+        await asyncio.wait_for(each.run_renewals(), PATIENCE)
         assert each.lost.is_set
     await lease.release()
-    assert await leases(timed).holder("k") == "you"
+    assert await leases(timed).get_owner("k") == "you"
 
 
-async def test_whatever_stands_in_the_key_it_is_another_owner(timed: KeyValue):
+async def test_any_other_value_of_the_key_is_another_owner(timed: KeyValue):
     for value in (b"", b"\xff\x00", b"me ", b"x" * 100_000):
         await timed.put("k", value)
         assert await leases(timed, "me").acquire("k") is None
-        assert await leases(timed, "me").holder("k") is not None
+        assert await leases(timed, "me").get_owner("k") is not None
     with pytest.raises(ValueError, match=r"expected a time to live of 30 s, found 2\.4 s"):
         Leases(timed, "me", 30.0, SystemClock())
 
@@ -314,7 +314,7 @@ async def test_whatever_stands_in_the_key_it_is_another_owner(timed: KeyValue):
 @pytest.mark.parametrize("gone", ["STREAM.DELETE", "STREAM.PURGE"])
 async def test_a_lease_outlives_the_bucket_that_lost_it(client: FloeClient, timed: KeyValue, gone: str):
     lease = await leases(timed, "me").acquire("k")
-    keeping = asyncio.create_task(lease.keep())
+    keeping = asyncio.create_task(lease.run_renewals())
     await client.api(f"{gone}.KV_{timed.bucket}")
     await soon(partial(is_held, timed))
     await asyncio.sleep(TTL * 1.5)
@@ -324,8 +324,8 @@ async def test_a_lease_outlives_the_bucket_that_lost_it(client: FloeClient, time
 
 
 async def is_held(timed: KeyValue) -> bool:
-    with suppress(BucketGone):
-        return await leases(timed).holder("k") == "me"
+    with suppress(BucketDeleted):
+        return await leases(timed).get_owner("k") == "me"
     return False
 
 
@@ -341,7 +341,7 @@ async def test_a_lease_is_unusable_before_it_is_free_and_outlives_a_lost_answer(
     async with TcpProxy(nats_server.port) as proxy:
         client = await connect(NatsSettings(url=proxy.url), name="proxied", ping_interval=TTL)
         lease = await leases(await KeyValue(client, timed.bucket, ttl=TTL).ensure(), "me").acquire("k")
-        keeping = asyncio.create_task(lease.keep())
+        keeping = asyncio.create_task(lease.run_renewals())
         revision = (await timed.get("k")).revision
         proxy.blackhole("down")
         await soon(lambda: renewed(timed, revision))
@@ -358,4 +358,4 @@ async def test_a_lease_is_unusable_before_it_is_free_and_outlives_a_lost_answer(
         await lease.release()
         proxy.heal()
         await client.aclose()
-    assert await leases(timed).holder("k") == "you"
+    assert await leases(timed).get_owner("k") == "you"

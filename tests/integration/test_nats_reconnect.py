@@ -1,4 +1,4 @@
-"""The connection survives cuts, half-open sockets, dead servers and poison, and says what was lost."""
+"""The connection survives cuts, half-open sockets, dead servers and poison, and reports losses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import PING_INTERVAL, FloeClient, connect, connections, frame, reconnects
+from common.jetstream.client import PING_INTERVAL_S, FloeClient, connect, connections, frame, reconnects
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from tests.support.basics import PATIENCE, counted, soon, unique
 from tests.support.ingress import client_of
 from tests.support.proxies import TcpProxy
 
-INTERVAL = 0.4  # seconds between pings where silence is to be noticed: a busy machine may be silent for as long
+INTERVAL = 0.4  # seconds between pings in tests of silence: a busy machine may be silent for as long
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ async def proxy(nats_server: NatsServer) -> AsyncIterator[TcpProxy]:
 
 @pytest.fixture
 async def direct(nats_url: str) -> AsyncIterator[FloeClient]:
-    """A connection that no fault touches."""
+    """A connection without faults."""
     async with client_of(nats_url) as client:
         yield client
 
@@ -42,13 +42,13 @@ async def client(proxy: TcpProxy) -> AsyncIterator[FloeClient]:
 
 @pytest.fixture
 async def watched(proxy: TcpProxy) -> AsyncIterator[FloeClient]:
-    """It soon notices that nothing comes any more."""
+    """A connection that soon notices silence."""
     async with proxied(proxy, INTERVAL) as client:
         yield client
 
 
 @asynccontextmanager
-async def proxied(proxy: TcpProxy, interval: float = PING_INTERVAL) -> AsyncIterator[FloeClient]:
+async def proxied(proxy: TcpProxy, interval: float = PING_INTERVAL_S) -> AsyncIterator[FloeClient]:
     settings = NatsSettings(url=proxy.url, connect_timeout=2.0)
     client = await connect(settings, name="proxied", ping_interval=interval)
     yield client
@@ -61,11 +61,11 @@ async def reconnected(client: FloeClient, generation: int) -> None:
     await soon(lambda: client.generation > generation and client.is_up)
 
 
-async def test_subscriptions_stand_again_after_a_cut(client: FloeClient, proxy: TcpProxy, direct: FloeClient):
-    subject, received, told = unique("s"), [], []
+async def test_subscriptions_are_renewed_after_a_cut(client: FloeClient, proxy: TcpProxy, direct: FloeClient):
+    subject, received, events = unique("s"), [], []
     await client.subscribe_raw(subject, lambda *m: received.append((client.generation, m[2])))
-    remove = client.add_listener(told.append)
-    lost, standing = counted(reconnects), counted(connections)
+    remove = client.add_listener(events.append)
+    lost, connected = counted(reconnects), counted(connections)
     for number in range(1, 4):
         generation = client.generation
         proxy.cut()
@@ -74,8 +74,8 @@ async def test_subscriptions_stand_again_after_a_cut(client: FloeClient, proxy: 
         await soon(lambda count=number: len(received) == count)
     assert [payload for _, payload in received] == [b"1", b"2", b"3"]
     assert [generation for generation, _ in received] == sorted({g for g, _ in received})
-    assert told == [False, True] * 3
-    assert (counted(reconnects), counted(connections)) == (lost + 3, standing)
+    assert events == [False, True] * 3
+    assert (counted(reconnects), counted(connections)) == (lost + 3, connected)
     remove()
     assert await stream_info(client, "NONE") is None
 
@@ -96,7 +96,7 @@ async def test_a_half_open_connection_is_noticed(watched: FloeClient, proxy: Tcp
 
 
 async def test_a_half_open_connection_with_unsent_bytes_is_dropped_too(watched: FloeClient, proxy: TcpProxy):
-    """An orderly close would wait for a buffer that nobody takes any more."""
+    """An orderly close would wait for a buffer that is never drained."""
     generation = watched.generation
     proxy.stall()
     watched.send(b"".join(frame(b"x.y", b"z" * 500_000) for _ in range(60)))
@@ -164,7 +164,7 @@ async def test_a_frame_that_the_server_refuses_costs_a_reconnect(client: FloeCli
     assert await stream_info(client, "NONE") is None
 
 
-async def test_closing_does_not_wait_for_a_dead_server_and_what_was_sent_before_arrives(
+async def test_closing_does_not_wait_for_a_dead_server_and_earlier_messages_arrive(
     proxy: TcpProxy, direct: FloeClient, nats_url: str
 ):
     client = await connect(NatsSettings(url=proxy.url), name="test")

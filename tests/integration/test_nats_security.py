@@ -1,4 +1,4 @@
-"""Who may connect: each way to authenticate and each wrong secret; permissions, TLS; what is told, and what never."""
+"""Authentication, permissions and TLS: each method with right and wrong secrets, and no secret in any output."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ async def test_a_missing_permission_is_refused_by_name(guarded: NatsServer):
         await client.subscribe_raw("yours.>", lambda *_: None)
     await client.subscribe_raw("mine.>", lambda *_: None)
     client.send(frame(b"forbidden.x", b""))
-    await soon(lambda: client.refusal(b"forbidden.x"))
-    assert client.refusal(b"ok.x") is None
+    await soon(lambda: client.permission_error(b"forbidden.x"))
+    assert client.permission_error(b"ok.x") is None
     assert client.generation == 1
     await client.aclose()
 
@@ -130,13 +130,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_a_certificate_for_another_host_is_refused(certificates: Path, caplog: pytest.LogCaptureFixture):
     with NatsServer(tls=server_tls(certificates, "elsewhere")) as server:
-        told = str(await refused(NatsSettings(url=server.url, tls={"ca": str(certificates / "ca.pem")})))
-        assert "127.0.0.1" in told
-        assert f"checked with nats.tls.ca {certificates / 'ca.pem'}" in told
+        problem = str(await refused(NatsSettings(url=server.url, tls={"ca": str(certificates / "ca.pem")})))
+        assert "127.0.0.1" in problem
+        assert f"checked with nats.tls.ca {certificates / 'ca.pem'}" in problem
         caplog.clear()
         client = await connect(NatsSettings(url=server.url, tls={"insecure": True}), name="test")
         await client.aclose()
-        assert "not checked" in caplog.text
+        assert "certificate unverified" in caplog.text
 
 
 async def test_files_that_are_no_certificates_are_named_and_tls_is_kept_to(certificates: Path, nats_url: str):
@@ -163,7 +163,7 @@ async def test_a_secret_goes_over_tls_only(guarded: NatsServer, certificates: Pa
         allowed = NatsSettings(url=url, user="all", password="secret-all", allow_plaintext=True)
         await (await connect(allowed, name="test")).aclose()
 
-    # The server asks for TLS, the address does not say so.
+    # The server asks for TLS, the address does not.
     extra = "authorization { user: u, password: p }"
     with NatsServer(tls=server_tls(certificates), extra=extra) as server:
         url = server.url.replace("tls://", "nats://")
@@ -264,12 +264,12 @@ async def test_the_certificates_of_puppets_agent_open(certificates: Path, tmp_pa
     files = NatsTlsSettings(scheme="puppet").files
     assert files.ca == "/etc/puppetlabs/puppet/ssl/certs/ca.pem"
     assert files.cert == f"/etc/puppetlabs/puppet/ssl/certs/{socket.gethostname().lower()}.pem"
-    for wrong, told in (
+    for wrong, problem in (
         ({"scheme": "puppet", "cert": "/c.pem", "key": "/k.pem"}, "cert: expected none beside scheme puppet"),
         ({"identity": "node"}, "identity: expected none beside scheme files"),
         ({"scheme": "puppet", "identity": "../x"}, "without a slash"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=problem):
             NatsTlsSettings(**wrong)
 
 
@@ -278,7 +278,7 @@ CANARY, RIGHT = "canary-never-shown", "right-canary"
 
 @dataclass
 class Place:
-    """A folder with certificates; what a way needs is written there."""
+    """A folder with certificates, and files that a method needs."""
 
     folder: Path
     certificates: Path
@@ -299,7 +299,7 @@ class Place:
 
 
 def ways(place: Place) -> dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]]:
-    """Of each way the server's side, and the right and the wrong ones of `nats:`; CANARY and all keys are secrets."""
+    """By method the server's side, and the right and the wrong ones of `nats:`; CANARY and all keys are secrets."""
     operator, stranger, user, other = Operator(), Operator(), *(new_key(nkeys.PREFIX_BYTE_USER) for _ in range(2))
     signed, seed = jwt(operator.claims, operator.owner), operator.user.seed.decode()
     expired = jwt({**operator.claims, "exp": 1000}, operator.owner)
@@ -392,7 +392,7 @@ WAYS = [
 
 
 async def ask(place: Place, server: NatsServer, nats: dict[str, Any], timeout: str = "20s") -> Done:
-    """A command that connects, looks at one stream, and ends."""
+    """Run a command that connects, reads one stream, and ends."""
     config = {
         "site": "s",
         "nats": {"url": server.url, "connect_timeout": timeout, **nats},
@@ -414,7 +414,7 @@ async def test_a_way_opens_a_server_and_each_wrong_secret_is_one_line(way: str, 
             is_waiting = name in ("TLS on request", "handshake first")
             done = await ask(place, server, nats, "500ms" if is_waiting else "20s")
             print(name, done.code, done.err)
-            # Where each side waits for the other's first word, nothing was refused: the server may just be slow.
+            # If each side waits for the other's first message, nothing was refused: the server may just be slow.
             assert done.code in ((75, 78) if is_waiting else (77, 78)), (name, done)
             assert re.fullmatch(r"error\[.*\n", done.err), name
             if way == "credentials file":

@@ -1,4 +1,4 @@
-"""The same promises on an older nats-server and on the newest (and on 2.9 where one is to be had)."""
+"""The same guarantees on an older nats-server and on the newest (and on 2.9 if one is available)."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ async def bench(server: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
     await client.aclose()
 
 
-async def test_messages_go_the_whole_way_and_what_was_deleted_at_the_end_is_covered(bench: Bench) -> None:
-    """Coverage past the last message delivered comes from the heartbeat's `Nats-Last-Stream`."""
+async def test_messages_go_the_whole_way_and_deleted_ones_at_the_end_are_covered(bench: Bench) -> None:
+    """Coverage past the last delivered message comes from the heartbeat's `Nats-Last-Stream`."""
     stream = await bench.make_stream(unique("WAY"))
     info = await stream_info(bench.client, stream)
-    assert (source_of(info).asked_ns is not None) == (bench.client.server_version >= (2, 10, 0)), "the answer's time"
+    assert (source_of(info).server_time_ns is not None) == (bench.client.server_version >= (2, 10, 0)), (
+        "the answer's time"
+    )
     headers = b"NATS/1.0\r\nA: 1\r\na:  2 \r\nA: 1\r\nNats-Msg-Id: x\r\n\r\n"
     await publish_over(bench, stream, "ab", 300, "x")
     await bench.publish(stream, [b"once"], headers=headers)
@@ -90,7 +92,7 @@ async def test_a_restart_loses_nothing_and_a_stream_made_again_is_the_next(bench
 
 
 @pytest.mark.parametrize("retention", ["workqueue", "interest"])
-async def test_what_is_archived_leaves_a_stream_that_keeps_until_then(bench: Bench, retention: str) -> None:
+async def test_archived_messages_leave_a_work_or_interest_stream(bench: Bench, retention: str) -> None:
     stream = await bench.make_stream(unique("KEEPS"), retention=retention)
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "reading")
@@ -107,40 +109,40 @@ async def test_what_is_archived_leaves_a_stream_that_keeps_until_then(bench: Ben
 
 
 async def test_samples_and_reliable_advisories(bench: Bench) -> None:
-    stream, told = await bench.make_stream(unique("SAMPLED")), await bench.make_stream(unique("TOLD"))
+    stream, advisories = await bench.make_stream(unique("SAMPLED")), await bench.make_stream(unique("TOLD"))
     feed = {
         "stream": stream,
         "inspect_subject_token": 2,
         "inspect_duration": "1h",
         "snapshot_interval": "1s",
-        "advisory": {"subject": f"{told}.%s.%v", "reliable": True},
+        "advisory": {"subject": f"{advisories}.%s.%v", "reliable": True},
     }
-    for _ in range(2):  # the second run goes on with the snapshot of the first
+    for _ in range(2):  # the second run continues from the snapshot of the first
         async with bench.egress(feed):
             before = await bench.last(stream)
             for sender in ("a", "b", "c"):
                 await bench.publish(stream, [b"x"] * 10, subject=sender)
             await bench.archived_to(stream, before + 30)
 
-            async def all_told() -> bool:
-                return await bench.last(told) >= 3
+            async def all_stored() -> bool:
+                return await bench.last(advisories) >= 3
 
-            await soon(all_told)
+            await soon(all_stored)
 
     assert [message.sequence for message in bench.messages(stream)] == [1, 11, 21]
     assert bench.ledger(stream) == {"sampled_out": 57}
-    assert await bench.last(told) == 3
+    assert await bench.last(advisories) == 3
     bench.check(stream)
 
 
 async def test_no_heartbeat_takes_up_a_reader_for_long(bench: Bench) -> None:
-    """A reader that no message comes to stays the same one: heartbeats reach it, on every version."""
+    """A reader without messages stays the same one: heartbeats reach it, on every version."""
     stream = await bench.make_stream(unique("QUIET"))
     await bench.publish(stream, [b"x"])
     tuning = replace(QUICK, pulling=replace(QUICK.pulling, heartbeat=1.0))
     async with bench.egress({"stream": stream}, tuning=tuning) as running:
         await bench.archived_to(stream, 1)
-        await asyncio.sleep(3.5)  # three heartbeats, past the time after which silence is a doubt
+        await asyncio.sleep(3.5)  # three heartbeats, longer than the silence that raises a doubt
         assert running.state(stream) == "reading"
         labels = {"site": "site", "feed": stream, "partition": "0", "reason": "silent"}
         assert not metric_value("floe_egress_doubts_total", labels)

@@ -32,7 +32,7 @@ from tests.support.spark import spark_session
 
 ROOT = Path(__file__).parents[2]
 DUCKDB_1_4 = ROOT / ".venv" / "duckdb-1.4"  # with httpfs, by `make setup`
-#: Two partitions, the next incarnation, another site and feed whose names look like something else.
+#: Two partitions, the next incarnation, another site and feed with names that look like something else.
 CHAINS = [
     Chain("007", "orders$é", 1, 2),
     Chain("us-east", "NODES", 0, 0),
@@ -43,7 +43,7 @@ END = 120
 
 
 def fill(archive: Archive) -> None:
-    """1..END of each chain without a hole: at level 0, an empty segment among it, and overlapping ones of all levels.
+    """Fill each chain with 1..END without a hole: level 0 with an empty segment, and overlapping ones of all levels.
 
     Every thirteenth message is deleted; subjects that are not UTF-8, repeated headers and empty values are among them.
     """
@@ -82,7 +82,7 @@ Table = list[dict[str, Any]]
 
 
 def naive(archive: Archive) -> Table:
-    """Every row of every segment, each sequence once: no cover, and no code of Floe's but the layout."""
+    """Every row of every segment, each sequence once: without a cover or any code of Floe but the layout."""
     found = {}
     for info in archive.objects.list("data/"):
         if (name := archive.layout.parse_segment(info.key)) is None:
@@ -93,7 +93,7 @@ def naive(archive: Archive) -> Table:
 
 
 def plain(table: pa.Table) -> Table:
-    """In the order in which it came; without the level."""
+    """The rows in their order, without the level."""
     chain = [("site", pa.string()), ("feed", pa.string()), ("incarnation", pa.int32()), ("partition", pa.int32())]
     schema = pa.schema([*chain, *SCHEMA.remove_metadata()])
     return table.select(schema.names).cast(schema).to_pylist()
@@ -112,7 +112,7 @@ def with_spark(archive: Archive) -> Table:
 
 
 def with_stream(archive: Archive) -> Table:
-    """Of each chain in the order in which it came."""
+    """The rows of each chain in the order of arrival."""
     batches: list[pa.Table] = []
     reader = spark_reader(archive, spark_session().readStream).option("max_rows_per_batch", 250)
     writer = reader.load().writeStream.foreachBatch(lambda frame, _: batches.append(frame.toArrow()))
@@ -124,7 +124,7 @@ def with_stream(archive: Archive) -> Table:
 
 
 def made(archive: Archive, form: str, *options: str) -> Path:
-    """What `floe segments ls` writes."""
+    """Write the output of `floe segments ls` to a file."""
     path = archive.folder / f"view.{form}"
     words = ["ls", *options, "--cover", "--format", form, "-c", f"{archive.folder}/floe.yaml"]
     result = CliRunner().invoke(segments, words)
@@ -188,7 +188,7 @@ def test_the_columns_of_a_key_have_the_types_that_the_docs_name(tmp_path: Path):
 
 
 def block(fence: str, holding: str) -> str:
-    """The one of the documentation's blocks that holds these words."""
+    """The one code block of the documentation that contains `holding`."""
     text = (ROOT / "docs" / "archive.md").read_text()
     [found] = [
         each for each in re.findall(rf"^```{fence}\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if holding in each
@@ -270,11 +270,11 @@ def test_the_recipes_of_the_docs_on_s3(s3: SharedS3, tmp_path: Path, monkeypatch
     )
     settings = settings.replace("KEY_ID '…'", f"KEY_ID '{s3.access_key}'").replace("'…'", f"'{s3.secret_key}'")
     macro, query = block("sql", "MACRO headers_of").rsplit(";\n\n", 1)
-    told = tmp_path / "told.parquet"
-    words = [sys.executable, "-c", IN_DUCKDB_1_4, f"{DUCKDB_1_4}/duckdb_ext/extensions", str(told)]
+    target = tmp_path / "told.parquet"
+    words = [sys.executable, "-c", IN_DUCKDB_1_4, f"{DUCKDB_1_4}/duckdb_ext/extensions", str(target)]
     statements = json.dumps(["SET TimeZone = 'UTC'", settings, view, macro, query])
     environment = {**os.environ, "PYTHONPATH": str(DUCKDB_1_4)}
     subprocess.run(words, input=statements, text=True, env=environment, check=True)
-    table = pq.read_table(told)
+    table = pq.read_table(target)
     assert plain(table) == wanted
     assert table["headers_parsed"].to_pylist() == [parsed(row["headers"]) for row in wanted]

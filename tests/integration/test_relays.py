@@ -1,4 +1,4 @@
-"""Messages that pass several sites: each leaves its hop, and none comes round."""
+"""Messages that pass several sites: each site leaves its hop, and no message returns."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.jetstream.api import ask, create_stream, stored_message, stream_info
+from common.jetstream.api import create_stream, query, stored_message, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.headers import Provenance, build_block, hops, restore
+from common.jetstream.headers import Provenance, build_block, parse_provenances, split_provenance
 from common.jetstream.kv import KeyValue, state_key
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Message
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
-from infra.oracle import archived
+from infra.oracle import archived_messages
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import StateStore
 from tests.support.basics import soon, unique
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 
 class World:
-    """One server and one bucket, with sites that freeze and melt."""
+    """One server and one bucket, with sites that run egress and ingress."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -54,7 +54,7 @@ class World:
         return Centre(self.bench.root, archive, self.bench.url, stream=stream, create=create, sources=list(sources))
 
     async def holds(self, stream: str, count: int) -> list[Message]:
-        """What the stream holds once it holds `count` messages."""
+        """The messages of the stream, once it holds `count`."""
 
         async def enough() -> bool:
             info = await stream_info(self.client, stream)
@@ -67,12 +67,12 @@ class World:
         info = await stream_info(self.client, stream)
         assert info is not None
         return [
-            stored_message(await ask(self.client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
+            stored_message(await query(self.client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
             for sequence in range(info.first_sequence, info.last_sequence + 1)
         ]
 
     def rows(self, site: str, feed: str) -> list[Message]:
-        return list(archived(self.bench.store, Chain(site, feed)))
+        return list(archived_messages(self.bench.store, Chain(site, feed)))
 
     def ledger(self, site: str, feed: str) -> dict[str, int]:
         store, total = self.bench.store, Ledger()
@@ -116,18 +116,18 @@ async def test_each_site_leaves_its_hop_and_the_message_comes_back_as_it_was(wor
 
     assert len(found) == len(published)
     for at_region, (each, original) in enumerate(zip(found, published, strict=True), 1):
-        newest, oldest = hops(each.headers)
+        newest, oldest = parse_provenances(each.headers)
         assert (newest.site, newest.feed, newest.sequence) == ("region", fleet, at_region)
         assert oldest == Provenance("city", nodes, 0, 0, original.sequence, original.timestamp_ns)
-        assert restore(each.headers)[1] == original.headers
+        assert split_provenance(each.headers)[1] == original.headers
         assert (each.payload, each.subject) == (original.payload, f"{all_}.{fleet}.{nodes}.a".encode())
 
 
 @pytest.mark.parametrize("is_relay", [True, False], ids=["relays", "one of the two sampled"])
-async def test_two_sites_that_copy_each_other_carry_each_message_once_or_round_once_where_they_do_not_say_so(
+async def test_two_sites_that_copy_each_other_carry_each_message_once_or_round_once_without_relay(
     world: World, caplog: pytest.LogCaptureFixture, is_relay: bool
 ) -> None:
-    """Either side copies all that the other has, what it got from here included."""
+    """Either side copies everything that the other has, messages from here included."""
     streams = {"a": (unique("AT_A"), unique("ALL_A")), "b": (unique("AT_B"), unique("ALL_B"))}
     (ours, all_a), (theirs, all_b) = streams.values()
     copied = {"relay": True} if is_relay else {"inspect_field": "id", "inspect_duration": "1h"}
@@ -149,7 +149,7 @@ async def test_two_sites_that_copy_each_other_carry_each_message_once_or_round_o
         again = {"stream": all_a, "relay": True} if is_relay else {"stream": all_a}
         await stack.enter_async_context(world.egress("a", {"stream": ours}, again))
         await stack.enter_async_context(world.egress("b", {"stream": theirs}, {"stream": all_b, **copied}))
-        # What would go round once more stands before what is published last, and that goes round, too.
+        # A message that loops again precedes the one published last, which loops too.
         for count in (10, 11):
             for site, (_, stream) in streams.items():
                 await world.holds(stream, count * (2 if is_relay else 3))
@@ -162,15 +162,15 @@ async def test_two_sites_that_copy_each_other_carry_each_message_once_or_round_o
     for site, messages in found.items():
         back = [] if is_relay else [each for each in ids if each[8:9] != site.encode()]
         assert sorted(message.payload for message in messages) == sorted(ids + back)
-    trails = {tuple(hop.site for hop in hops(message.headers)) for message in found["a"]}
+    trails = {tuple(hop.site for hop in parse_provenances(message.headers)) for message in found["a"]}
     assert not is_relay or trails == {("b",), ("b", "a")}
-    told = [record.msg for record in caplog.records if "looped" in str(record.msg)]
-    assert {each["feed"] for each in told} == (set() if is_relay else {all_a, all_b})
-    assert all("relay: true" in each["hint"] for each in told)
+    logged = [record.msg for record in caplog.records if "looped" in str(record.msg)]
+    assert {each["feed"] for each in logged} == (set() if is_relay else {all_a, all_b})
+    assert all("relay: true" in each["hint"] for each in logged)
 
 
-async def test_only_what_the_source_or_the_archive_holds_is_left_out_as_looped(world: World) -> None:
-    """Whoever forges a hop hides nothing but a copy of what is archived."""
+async def test_only_rows_in_the_source_or_the_archive_are_left_out_as_looped(world: World) -> None:
+    """A forged hop hides nothing but a copy of archived messages."""
     bench, nodes = world.bench, unique("NODES")
     await bench.make_stream(nodes)
     await bench.publish(nodes, [b"one", b"two", b"three", b"four", b"gone"])
@@ -209,8 +209,8 @@ async def test_only_what_the_source_or_the_archive_holds_is_left_out_as_looped(w
     assert world.ledger("city", nodes) == {"looped": 8}
 
 
-async def test_hops_stay_where_an_intent_is_finished_by_whoever_comes(world: World) -> None:
-    """What is published a second time must be the very same bytes: `chain.json` is asked again."""
+async def test_hops_stay_if_another_process_finishes_an_intent(world: World) -> None:
+    """A second publication must have the very same bytes: `chain.json` is read again."""
     archive, target = Archive(world.bench.root / "bucket"), unique("T")
     chain, origin = Chain("region", unique("FLEET")), Provenance("city", "NODES", 0, 0, 9, 9)
     archive.documents.create_stream(chain, StreamDocument({"name": chain.feed}, "t0"))
@@ -229,4 +229,4 @@ async def test_hops_stay_where_an_intent_is_finished_by_whoever_comes(world: Wor
     async with centre.running():
         found = await world.holds(target, 5)
 
-    assert [[hop.site for hop in hops(each.headers)] for each in found] == [["region", "city"]] * 5
+    assert [[hop.site for hop in parse_provenances(each.headers)] for each in found] == [["region", "city"]] * 5

@@ -18,7 +18,7 @@ from common.clock import SystemClock
 from common.errors import ConfigError, DataError, Unavailable, UsageError
 from common.jetstream.api import stream_info
 from common.jetstream.buckets import kv_replicas
-from common.jetstream.headers import hops, is_replayed, restore
+from common.jetstream.headers import is_replayed, parse_provenances, split_provenance
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases
 from common.segments.archive import read_cover
@@ -29,14 +29,14 @@ from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Ledger, Message, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.service.progress import Teller
+from common.service.progress import Progress
 from common.settings.egress import EgressSettings
 from common.tasks import Stop
-from ingress.replay.drill import Scratch
+from ingress.replay.drill import ScratchStreams
 from ingress.replay.output import plan_json, plan_lines
 from ingress.replay.pace import MessageRate
 from ingress.replay.replay import Replay
-from ingress.replay.request import ReplayOptions, ReplayResult, Request
+from ingress.replay.request import ReplayOptions, ReplayRequest, ReplayResult
 from tests.support.basics import soon, unique
 from tests.support.commands import run_here
 from tests.support.egress import SITE, Bench
@@ -79,7 +79,7 @@ async def test_ranges_and_subjects(world: World, asked: dict[str, Any], expected
     assert await world.sequences() == list(expected)
 
 
-async def test_levels_are_mixed_by_the_cover_around_what_is_damaged(world: World) -> None:
+async def test_levels_are_mixed_by_the_cover_around_damage(world: World) -> None:
     world.fill((1, 100), (101, 200), (201, 300), (301, 400))
     rows = world.archive.rows[CHAIN]
     for last, level in ((200, 1), (300, 2), (350, 3)):
@@ -112,7 +112,7 @@ async def test_sequences_mean_the_newest_incarnation(world: World) -> None:
         world.archive.begin(chain, previous={0: 20} if k else None)
         world.fill((1, 20), chain=chain)
     await world.make()
-    view = await world.look(from_sequence=5, to_sequence=9)
+    view = await world.preview(from_sequence=5, to_sequence=9)
     assert any("0001" in note for note in view.notes)
     await world.run(from_sequence=5, to_sequence=9)
     assert await world.held() == [("us-east/NODES/0001/0", s) for s in range(5, 10)]
@@ -188,7 +188,7 @@ async def test_a_range_outside_the_archive_is_no_success(world: World) -> None:
         option = next(iter(asked)).replace("since", "from_time").replace("_", "-")
         assert caught.value.message.startswith(f"--{option} ")
         with pytest.raises(UsageError):
-            await world.look(**asked)
+            await world.preview(**asked)
 
 
 async def test_a_range_inside_that_holds_no_rows_is_done_though_a_partition_ends_before_it(world: World) -> None:
@@ -209,7 +209,7 @@ async def test_a_range_inside_that_holds_no_rows_is_done_though_a_partition_ends
     assert (await world.run(from_sequence=290)).rows == 11
 
 
-# Targets and archives that are refused
+# Refused targets and archives
 
 
 async def test_a_missing_target_is_refused_or_made_as_it_was(world: World) -> None:
@@ -219,9 +219,9 @@ async def test_a_missing_target_is_refused_or_made_as_it_was(world: World) -> No
     world.archive.documents.create_chain(CHAIN, ChainDocument((), 1, 1))
     world.archive.put([replace(m, subject=f"{world.target}.a".encode()) for m in rows_of(1, 50)])
     await refused(world, "E-TARGET-MISSING", prefix="")
-    view = await world.look(prefix="")
-    assert view.recipe is not None
-    assert view.recipe.left_out == ("republish",)
+    view = await world.preview(prefix="")
+    assert view.template is not None
+    assert view.template.left_out == ("republish",)
     assert await stream_info(world.client, world.target) is None
     await world.run(ReplayOptions(create=True), prefix="")
     info = await stream_info(world.client, world.target)
@@ -242,7 +242,7 @@ async def test_targets_that_break_a_promise_are_refused(world: World, config: di
     assert isinstance(await refused(world, "E-TARGET"), ConfigError)
 
 
-async def test_what_came_late_is_no_loss_before_it_is_united_either(world: World) -> None:
+async def test_late_rows_are_no_loss_before_the_union_either(world: World) -> None:
     """The segment 1..40 had not read 1..30; another holds 1..20 of them."""
     gone = {"ledger": Ledger({Reason.GONE_BEFORE_READ: 30}), "unread": SequenceRange(1, 30)}
     world.archive.put(rows_of(31, 40), SequenceRange(1, 40), **gone)
@@ -250,12 +250,12 @@ async def test_what_came_late_is_no_loss_before_it_is_united_either(world: World
     await world.make()
     error = await refused(world, "E-REPLAY-LOSSY")
     assert "kept 30 of 40 messages (gone_before_read 10)" in error.message
-    await world.run(to_sequence=20)  # the command that `segments verify` offers for what came late
+    await world.run(to_sequence=20)  # the command that `segments verify` offers for late rows
     assert await world.sequences() == list(range(1, 21))
 
 
 @pytest.mark.parametrize(("bad", "asked"), [(1, 150), (1, 201), (2, 250), (0, 101)])
-async def test_what_is_damaged_is_a_hole_and_may_be_as_new_as_the_moment(world: World, bad: int, asked: int) -> None:
+async def test_damage_is_a_hole_and_may_be_as_new_as_the_moment(world: World, bad: int, asked: int) -> None:
     world.fill((1, 100), (101, 200), (201, 300))
     spoil(world, world.archive.store.list(CHAIN)[bad])
     await world.make()
@@ -269,24 +269,24 @@ async def test_what_is_damaged_is_a_hole_and_may_be_as_new_as_the_moment(world: 
         assert await world.sequences() == list(range(1, 201))
 
 
-async def test_damage_is_told_and_what_vanishes_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_damage_is_named_and_a_gone_segment_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.fill((1, 100), (101, 200))
     rows = world.archive.rows[CHAIN]
     refs = [*world.archive.store.list(CHAIN), *(world.archive.put(rows, level=n) for n in (1, 2))]
     for ref in refs:
         spoil(world, ref)
     with pytest.raises(DataError) as caught:
-        await world.look()
+        await world.preview()
     assert (caught.value.exit_code, caught.value.code) == (3, "E-SEG-CORRUPT")
     assert all(ref.key in caught.value.message for ref in refs)
     assert "floe segments verify -c " in caught.value.hint
     monkeypatch.setattr(world.archive.store, "footer", raising(SegmentGone("x")))
     with pytest.raises(Unavailable) as gone:
-        await world.look()
+        await world.preview()
     assert (gone.value.exit_code, gone.value.code) == (75, "E-SEG-GONE")
 
 
-# Replays that were stopped, are not alone, or go into the source that was lost
+# Replays that were stopped, are not alone, or write into the lost source
 
 
 async def test_the_same_command_again_does_nothing(world: World) -> None:
@@ -302,9 +302,9 @@ async def test_the_same_command_again_does_nothing(world: World) -> None:
 
 @asynccontextmanager
 async def under_way(world: World, rate: int, **asked: Any) -> AsyncIterator[asyncio.Task[ReplayResult]]:
-    """A slow replay that has stored something, and is stopped at the end."""
+    """A slow replay that has stored something, stopped at the end of the block."""
     work, stop = world.replay(ReplayOptions(pace=MessageRate(rate)), **asked), Stop()
-    async with work.connected() as client:
+    async with work.open_connection() as client:
         running = asyncio.create_task(work.run(client, stop))
         await soon(lambda: count_in(world.client, world.target))
         yield running
@@ -312,7 +312,7 @@ async def under_way(world: World, rate: int, **asked: Any) -> AsyncIterator[asyn
         assert not (await running).finished
 
 
-async def test_a_stopped_replay_goes_on_to_the_end_of_before_without_a_repeat(world: World) -> None:
+async def test_a_stopped_replay_resumes_to_its_former_end_without_a_repeat(world: World) -> None:
     world.fill((1, 700), (701, 1400), (1401, 2500))
     await world.make()
     ten_years = 10 * 365 * 86400.0
@@ -336,7 +336,7 @@ async def test_two_at_a_time_are_kept_apart_and_all_comes_back_byte_for_byte(wor
     world.fill((1, 700), (701, 1500))
     await world.make()
     first, second = world.replay(ReplayOptions(pace=None)), world.replay()
-    async with first.connected() as one, second.connected() as two:
+    async with first.open_connection() as one, second.open_connection() as two:
         results = await asyncio.gather(first.run(one, Stop()), second.run(two, Stop()))
     assert [(result.finished, result.rows) for result in results] == [(True, 1500)] * 2
     found = [each.message for each in await arrived(world.client, world.target)]
@@ -344,7 +344,7 @@ async def test_two_at_a_time_are_kept_apart_and_all_comes_back_byte_for_byte(wor
     assert found == [replace(m, subject=prefix + m.subject) for m in world.archive.rows[CHAIN]]
 
 
-async def test_another_that_goes_on_for_long_is_refused(world: World) -> None:
+async def test_another_that_runs_for_long_is_refused(world: World) -> None:
     world.fill((1, 2500))
     await world.make()
     async with under_way(world, 50):
@@ -353,31 +353,31 @@ async def test_another_that_goes_on_for_long_is_refused(world: World) -> None:
     assert error.hint.startswith("wait until it is done, or stop it there; then:\nfloe replay -c ")
 
 
-async def test_nobody_is_told_to_stop_an_ingress_for_a_replay_that_is_refused_then(world: World) -> None:
+async def test_no_hint_stops_an_ingress_for_a_replay_that_is_refused_then(world: World) -> None:
     world.fill((1, 20))
     asked = {"target": world.centre.target, "prefix": world.centre.target}
     async with world.centre.running():
         await world.centre.carried(world.client, 20)
         error = await refused(world, "E-REPLAY-INGRESS", **asked)
         work = world.replay(**asked)
-        async with work.connected() as client:
-            planned = await work.refusal(client, await work.outlook(client))
+        async with work.open_connection() as client:
+            planned = await work.check(client, await work.preview(client))
     assert "stop" not in error.hint
     assert planned is not None
     assert (planned.code, planned.message, planned.hint) == (error.code, error.message, error.hint)
 
 
 async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> None:
-    """It holds the lease, and nothing is remembered of the target yet."""
+    """It holds the lease, and there is no state of the target yet."""
     world.fill((1, 20))
     await world.make()
     bucket = await KeyValue(world.client, world.centre.lease_bucket, ttl=2).ensure()
     lease = await Leases(bucket, "central/a/1/x", 2, SystemClock()).acquire(state_key("ingress", world.target))
     assert lease is not None
-    keeping = asyncio.create_task(lease.keep())
+    keeping = asyncio.create_task(lease.run_renewals())
     work = world.replay()
-    async with work.connected() as client:
-        planned = await work.refusal(client, await work.outlook(client))
+    async with work.open_connection() as client:
+        planned = await work.check(client, await work.preview(client))
     error = await refused(world, "E-REPLAY-RUNS")
     keeping.cancel()
     assert planned is not None
@@ -389,7 +389,7 @@ async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> 
 async def test_a_dry_run_touches_nothing(world: World) -> None:
     world.fill((1, 100), (101, 200), (301, 400))
     request = world.replay(from_sequence=50).request
-    view = await world.look(from_sequence=50)
+    view = await world.preview(from_sequence=50)
     document = plan_json(view, request)
     assert "hole (--skip-holes): us-east/NODES/0000/0 201..300" in "\n".join(plan_lines(view, request))
     assert (document["plan"]["rows"], document["plan"]["exact"], document["target"]) == (251, False, None)
@@ -398,14 +398,14 @@ async def test_a_dry_run_touches_nothing(world: World) -> None:
 
 
 async def test_the_first_replay_or_drill_makes_buckets_as_ingress_or_egress_would(world: World) -> None:
-    """Though its own target has one replica, and that of ingress does not exist yet."""
+    """Also if its own target has one replica, and that of ingress does not exist yet."""
     create = {"subjects": ["fleet.>"], "replicas": 3}
     drilling = Centre(world.centre.folder, world.archive, world.centre.url, create=create)
     world.centre.having(create=create)
     world.fill((1, 10))
     await world.make()
     assert (await world.run()).finished
-    await Scratch(world.client, drilling.settings().ingress, "", SystemClock()).sweep()
+    await ScratchStreams(world.client, drilling.settings().ingress, "", SystemClock()).remove_leftovers()
     for bucket in (world.centre.lease_bucket, world.centre.state_bucket, drilling.lease_bucket):
         info = await stream_info(world.client, f"KV_{bucket}")
         assert info is not None
@@ -419,11 +419,11 @@ async def test_the_first_replay_or_drill_makes_buckets_as_ingress_or_egress_woul
     assert await kv_replicas(world.client, EgressSettings(), "SOURCE") == 3
 
 
-# The runbook of a lost source: made again, replayed into, frozen again as the next incarnation
+# The runbook of a lost source: made again, replayed into, archived again as the next incarnation
 
 
-def frozen(bench: Bench, chain: Chain) -> list[Message]:
-    """What the archive holds of the chain."""
+def rows_archived(bench: Bench, chain: Chain) -> list[Message]:
+    """The messages that the archive holds of the chain."""
     refs = bench.store.list(chain)
     last = max((ref.coverage.last for ref in refs), default=0)
     found = read_cover(bench.store, refs, SequenceRange(1, last), pytest.fail) if last else ()
@@ -431,27 +431,27 @@ def frozen(bench: Bench, chain: Chain) -> list[Message]:
 
 
 @pytest.mark.parametrize("relay", [False, True])
-async def test_a_lost_source_comes_back_and_is_frozen_again(bench: Bench, relay: bool) -> None:
+async def test_a_lost_source_is_restored_and_archived_again(bench: Bench, relay: bool) -> None:
     name = unique("NODES")
     feed = {"stream": name, "relay": relay}
     await bench.make_stream(name)
     await bench.publish(name, (b"%d" % n for n in range(300)))
     async with bench.egress(feed):
-        await soon(lambda: len(frozen(bench, Chain(SITE, name))) == 300)
-    before = frozen(bench, Chain(SITE, name))
+        await soon(lambda: len(rows_archived(bench, Chain(SITE, name))) == 300)
+    before = rows_archived(bench, Chain(SITE, name))
 
     await bench.client.api(f"STREAM.DELETE.{name}")
-    request, options = Request(SITE, name, name, into_source=True), ReplayOptions(create=True)
-    work = Replay(bench.settings(feed), request, options, bench.store, bench.chains, SystemClock(), Teller())
-    async with work.connected() as client:
+    request, options = ReplayRequest(SITE, name, name, into_source=True), ReplayOptions(create=True)
+    work = Replay(bench.settings(feed), request, options, bench.store, bench.chains, SystemClock(), Progress())
+    async with work.open_connection() as client:
         result = await work.run(client, Stop())
     assert (result.finished, result.rows) == (True, 300)
 
     following = Chain(SITE, name, 1)
     async with bench.egress(feed):
-        await soon(lambda: len(frozen(bench, following)) == 300)
-    for old, new in zip(before, frozen(bench, following), strict=True):
+        await soon(lambda: len(rows_archived(bench, following)) == 300)
+    for old, new in zip(before, rows_archived(bench, following), strict=True):
         assert (new.subject, new.payload, new.sequence) == (old.subject, old.payload, old.sequence)
         assert is_replayed(new.headers or b"")
-        assert hops(new.headers)[0].timestamp_ns == old.timestamp_ns
-        assert restore(new.headers)[1] == old.headers
+        assert parse_provenances(new.headers)[0].timestamp_ns == old.timestamp_ns
+        assert split_provenance(new.headers)[1] == old.headers

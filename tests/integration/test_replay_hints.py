@@ -1,4 +1,4 @@
-"""Every stop of a replay ends in a command: pasted through the real CLI, it goes on."""
+"""Every stop of a replay ends in a command: pasted into the real CLI, it continues."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from tests.support.replay import World
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 ROWS = 900
-# What is refused before anything is written.
+# Refusals before anything is written.
 OF_REPLAY = ("E-REPLAY-HOLE", "E-REPLAY-LOSSY", "E-REPLAY-SOURCE", "E-REPLAY-OTHER")
 PLANNED = ("E-TARGET-NOT-EMPTY", "E-TARGET-MISSING", "E-STATE-KV", *OF_REPLAY)
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands run on loops of other threads, where signals cannot be caught, and do not look for long."""
+    """Run commands on loops of other threads, which cannot catch signals, with short searches."""
 
     @asynccontextmanager
     async def unstopped() -> AsyncIterator[Stop]:
         yield Stop()
 
     monkeypatch.setattr(process, "stop_on_signals", unstopped)
-    monkeypatch.setattr(request, "ReplayOptions", partial(ReplayOptions, look_spacing=0.05))
+    monkeypatch.setattr(request, "ReplayOptions", partial(ReplayOptions, reading_spacing_s=0.05))
 
 
 # Commands
 
 
 async def replay(world: World, *more: str, **asked: Any) -> Done:
-    """The command, as an operator types it."""
-    words = shlex.split(world.replay(**asked).request.words())
+    """Run the command as an operator types it."""
+    words = shlex.split(world.replay(**asked).request.arguments())
     return await invoke("replay", "-c", str(world.centre.write()), *words, *more)
 
 
@@ -61,7 +61,7 @@ async def stopped(world: World, code: str, *more: str, exit_code: int = 1, **ask
     planned = await replay(world, *more, "--dry-run", **asked) if code in PLANNED else None
     done = await replay(world, *more, **asked)
     assert (done.code, f"error[{code}]" in done.err) == (exit_code, True), done
-    if planned is not None:  # what a dry run approves is not refused, nor the other way round
+    if planned is not None:  # a dry run approves exactly the commands that run
         errors = [re.sub(r"-c \S+", "", text[text.index("error[") :]) for text in (planned.err, done.err)]
         assert (planned.code, errors[0]) == (exit_code, errors[1])
     return done.err
@@ -82,12 +82,12 @@ async def paste(text: str, *wanted: str) -> None:
 
 
 async def half_way(world: World, **asked: Any) -> None:
-    """A replay of ROWS messages that was stopped within its intent."""
+    """A replay of ROWS messages, stopped within its intent."""
     world.fill((1, ROWS))
     await world.make()
     work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), Stop()
 
-    async with work.connected() as client:
+    async with work.open_connection() as client:
         running = asyncio.create_task(work.run(client, stop))
         async with asyncio.timeout(PATIENCE):
             while not await count_in(world.client, world.target):
@@ -101,7 +101,7 @@ async def foreign(world: World) -> None:
 
 
 async def purge(world: World, text: str) -> None:
-    """What the `nats stream purge` of the hint does."""
+    """Do the `nats stream purge` of the hint."""
     assert f"nats stream purge {world.target} --force" in text
     await world.client.api(f"STREAM.PURGE.{world.target}")
 
@@ -172,7 +172,7 @@ async def source_left_out(world: World) -> None:
 
 
 def begin_at_source(world: World) -> None:
-    """The target is the stream that was frozen."""
+    """Make the archived stream itself the target."""
     document = StreamDocument({"name": world.target, "subjects": [f"{world.target}.>"]}, "t0")
     world.archive.documents.create_stream(CHAIN, document)
     world.archive.documents.create_chain(CHAIN, ChainDocument((), 1, 1))
@@ -205,7 +205,7 @@ async def state_spoiled(world: World) -> None:
 
 
 async def rows_lost(world: World) -> None:
-    """The open intent names more rows than what is left of its segment."""
+    """The open intent names more rows than its segment still has."""
     await half_way(world)
     (ref,) = world.archive.store.list(CHAIN)
     world.archive.store.delete(ref)
@@ -246,7 +246,7 @@ MENDS = (
 
 
 @pytest.mark.parametrize("mend", MENDS)
-async def test_the_command_of_a_hint_goes_on(world: World, mend: Callable[[World], Awaitable[None]]) -> None:
+async def test_the_command_of_a_hint_resumes(world: World, mend: Callable[[World], Awaitable[None]]) -> None:
     await mend(world)
     there = {message.sequence for message in world.archive.rows[CHAIN]}
     assert await world.sequences() == sorted(there)

@@ -1,4 +1,4 @@
-"""`floe report latest` and `floe report traffic` with Spark: what a run adds is what a whole run would have made."""
+"""`floe report latest` and `floe report traffic` with Spark: several runs add up to one whole run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from common.segments.segment import Reason, Tip
 from common.sequences import SequenceRange, cover
 from common.settings.root import Settings, StoreSettings
 from compaction import spark
-from compaction.reports import ArchiveReport, FolderPlace, LatestReport, ReportRun, ReportState, key_of, newest
+from compaction.reports import ArchiveReport, FolderPlace, LatestReport, ReportRun, ReportState, key_of, newest_row
 from compaction.run import Compaction, LocalRunner, Selection
 from compaction.traffic import HOUR_NS, TrafficReport
 from tests.support.basics import SharedS3, seeded
@@ -39,7 +39,7 @@ OTHER = Chain("eu-west", "KV_STATE", 0, 0)
 
 
 def batch(sequences: Sequence[int], salt: str = "") -> Any:
-    """Some 9 rows an hour: of keys a to e, or without a key on three subjects."""
+    """About 9 rows an hour: of keys a to e, or without a key on three subjects."""
     keys = [None if n % 4 == 0 else "abcde"[n % 5] for n in sequences]
     return record_batch(
         list(sequences),
@@ -52,7 +52,7 @@ def batch(sequences: Sequence[int], salt: str = "") -> Any:
 
 
 class Fleet(Archive):
-    """An archive with two chains, of which `script` holds the segments that are to come."""
+    """An archive with two chains; `script` puts the segments that are to come."""
 
     def __init__(self, folder: Path, rng: random.Random, segments: int = 7) -> None:
         super().__init__(folder)
@@ -103,11 +103,11 @@ class Fleet(Archive):
 
 
 class Killed(Exception):
-    """A run ends here."""
+    """The end of a run."""
 
 
 class KillingPlace(FolderPlace):
-    """A file that is put ends the run: before it is there, or behind."""
+    """A folder that ends the run at a put: before the file is there, or behind."""
 
     def __init__(self, folder: Path, *, before: bool) -> None:
         super().__init__(folder)
@@ -134,7 +134,7 @@ def naive_latest(fleet: Fleet) -> list[dict[str, Any]]:
         for each in fleet.read(chain).to_pylist():
             of = {"site": chain.site, "feed": chain.feed, "incarnation": 0, "partition": 0, **each}
             key = key_of(of)
-            found[key] = newest([of, found.get(key, of)])
+            found[key] = newest_row([of, found.get(key, of)])
     return [found[key] for key in sorted(found)]
 
 
@@ -185,7 +185,7 @@ def test_traffic_is_kept_current_as_one_run_would_have_made_it(tmp_path: Path, r
         }
         covered = sum(len(stretch.rows) for stretch in cover(fleet.listed(chain), 1))
         assert sums(of, "messages", "lag_known") == [covered, table.num_rows]
-    # Compaction knows neither the lag nor where a segment ended, and nothing is forgotten of what was read before.
+    # Merged segments have neither the lag nor the former ends, and nothing that was read before is forgotten.
     fleet.compact()
     assert fleet.report(TrafficReport, folder).segments == 0
     assert rows_of(folder, "traffic") == found
@@ -214,7 +214,7 @@ def test_a_report_that_begins_later_reads_nothing_before(tmp_path: Path, rng: ra
         fleet.report(TrafficReport, folder, since=since - HOUR_NS)
 
 
-def test_what_others_have_of_what_a_segment_had_not_read_is_in_a_report(tmp_path: Path, rng: random.Random):
+def test_unread_rows_that_other_segments_hold_are_in_a_report(tmp_path: Path, rng: random.Random):
     fleet, folder = Fleet(tmp_path, rng, 0), tmp_path / "out"
     tip = Tip(10, BEGIN_NS + 4000 * 10**9, "0" * 32)
     gone = {"ledger": {Reason.GONE_BEFORE_READ: 8}, "unread": SequenceRange(3, 10)}
@@ -222,14 +222,14 @@ def test_what_others_have_of_what_a_segment_had_not_read_is_in_a_report(tmp_path
     fleet.report(TrafficReport, folder)
     assert sums(rows_of(folder, "traffic"), "kept") == [2]
     fleet.put(3, 9, batch([3, 4, 5]), tip=tip, ledger={Reason.DELETED: 4})
-    for full, kept in ((False, 2), (True, 5)):  # what was passed is read again by --full only
+    for full, kept in ((False, 2), (True, 5)):  # the skipped rows are read again by --full only
         fleet.report(TrafficReport, folder, full=full)
         assert sums(rows_of(folder, "traffic"), "kept", "gone_before_read") == [kept, 10 - kept]
     fleet.report(LatestReport, folder)
     assert sorted(row["sequence"] for row in rows_of(folder, "latest")) == [1, 2, 3, 4, 5]
 
 
-def test_a_run_that_is_asked_to_stop_leaves_the_former_report_and_the_next_goes_on(tmp_path: Path, rng: random.Random):
+def test_a_run_that_is_asked_to_stop_leaves_the_former_report_and_the_next_resumes(tmp_path: Path, rng: random.Random):
     fleet, folder = Fleet(tmp_path, rng, 1), tmp_path / "out"
     fleet.report(LatestReport, folder)
     fleet.go_on()
@@ -309,7 +309,7 @@ def test_the_commands_write_files_into_a_directory(tmp_path: Path, rng: random.R
     assert "its own --output" in call("latest", *common, code=2).output
 
 
-def test_a_report_of_an_archive_on_s3_stands_beside_it(tmp_path: Path, s3: SharedS3, rng: random.Random, shared: None):
+def test_a_report_of_an_archive_on_s3_is_beside_it(tmp_path: Path, s3: SharedS3, rng: random.Random, shared: None):
     store = {**s3.store(), "prefix": "data"}
     objects = open_objects(StoreSettings.model_validate(store))
     archive = Archive(tmp_path, objects)

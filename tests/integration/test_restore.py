@@ -1,4 +1,4 @@
-"""`floe restore`: a lost stream comes back as it was, and egress goes on."""
+"""`floe restore`: a lost stream comes back unchanged, and egress continues."""
 
 from __future__ import annotations
 
@@ -16,22 +16,29 @@ import pytest
 from common.chain import Chain
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import ConfigError, DataError, OutcomeUnknown, Stopped, Unavailable, UsageError
-from common.jetstream.api import GUARD, MARKER, create_consumer, create_stream, list_consumers, stream_info
+from common.jetstream.api import (
+    RESTORE_KEY,
+    RESTORE_PREFIX,
+    create_consumer,
+    create_stream,
+    list_consumers,
+    stream_info,
+)
 from common.jetstream.buckets import open_leases
 from common.jetstream.client import connect, frame
 from common.jetstream.kv import state_key
 from common.jetstream.lease import new_owner
 from common.objects.port import ObjectStore
-from common.segments.alive import Alive, ChainSign
+from common.segments.alive import ChainHeartbeat, HeartbeatObject
 from common.segments.captures import CapturedConsumer, CapturedConsumers, CaptureStore
 from common.segments.segment import Message, SegmentRef
 from common.settings.service import NatsSettings
 from common.tasks import Stop
-from infra.awkward import delete, publish_awkward
+from infra.awkward import delete_message, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary
 from infra.local.process import spawn
 from tests.support import restoring as back
-from tests.support.basics import PATIENCE, at_length, commands_of, seeded, soon, unique
+from tests.support.basics import PATIENCE, commands_of, seeded, soak_only, soon, unique
 from tests.support.commands import ROOT, configuration, floe, ran
 from tests.support.egress import Bench
 from tests.support.stores import FaultyStore
@@ -40,13 +47,13 @@ pytestmark = pytest.mark.servers
 
 
 async def awkward(bench: Bench, count: int = 1500, **config: Any) -> str:
-    """A stream with gaps, a purged begin, a deleted tail, odd headers, odd subjects and empty payloads."""
+    """A stream with gaps, a purged beginning, a deleted tail, odd headers, odd subjects and empty payloads."""
     stream, rng = await bench.make_stream(unique("R"), storage="file", **config), seeded()
-    await publish_awkward(bench.client, stream, f"{stream}.odd", rng, 300, deleted_share=0, largest=4000)
+    await publish_awkward(bench.client, stream, f"{stream}.odd", rng, 300, deleted_share=0, max_message_bytes=4000)
     await bench.publish(stream, [rng.randbytes(n % 300) for n in range(await bench.last(stream), count)])
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 101})
     for sequence in [*rng.sample(range(200, count - 1), 30), count - 1, count]:
-        await delete(bench.client, stream, sequence)
+        await delete_message(bench.client, stream, sequence)
     return stream
 
 
@@ -54,7 +61,7 @@ EXPLICIT = {"ack_policy": "explicit"}
 
 
 async def archived(bench: Bench, stream: str) -> int:
-    """Freeze and capture all of the stream; its last sequence."""
+    """Archive and capture all of the stream, and return its last sequence."""
     last = await bench.last(stream)
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, last)
@@ -63,7 +70,7 @@ async def archived(bench: Bench, stream: str) -> int:
 
 
 async def loses(bench: Bench, stream: str) -> list[Message]:
-    """The messages that the stream held: archived, captured, and gone now."""
+    """Archive, capture and delete the stream, and return its messages."""
     await archived(bench, stream)
     before = await back.contents(bench, stream)
     await bench.delete_stream(stream)
@@ -73,7 +80,7 @@ async def loses(bench: Bench, stream: str) -> list[Message]:
 async def lost(
     bench: Bench, *payloads: bytes, consumers: dict[str, dict[str, Any]] | None = None, **config: Any
 ) -> tuple[str, list[Message]]:
-    """A stream of some messages that is archived and gone, and what it held."""
+    """A stream of some messages that is archived and gone, and its messages."""
     stream = await bench.make_stream(unique("R"), **config)
     for name, consumer in (consumers or {}).items():
         await create_consumer(bench.client, stream, {"durable_name": name, **consumer})
@@ -82,14 +89,14 @@ async def lost(
 
 
 async def whole(bench: Bench, stream: str) -> list[Any]:
-    return [await look(bench, stream) for look in (back.contents, back.state, back.config)]
+    return [await reader(bench, stream) for reader in (back.contents, back.state, back.config)]
 
 
 async def reaches(bench: Bench, stream: str, last: int) -> bool:
     return await bench.last(stream) >= last
 
 
-@pytest.mark.parametrize("count", [1500, at_length(300_000)])
+@pytest.mark.parametrize("count", [1500, soak_only(300_000)])
 async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer], count: int) -> None:
     bench, server = alone
     stream = await awkward(bench, count)
@@ -100,7 +107,7 @@ async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer
     await back.consume(bench, stream, "pull", 40)
     last = await archived(bench, stream)
     before = await whole(bench, stream)
-    stood = await back.positions(bench, stream)
+    before_positions = await back.positions(bench, stream)
     await bench.delete_stream(stream)
 
     file = str(configuration(bench, {"stream": stream}))
@@ -108,14 +115,14 @@ async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer
     assert (shown.code, shown.json()["end"], shown.json()["first"]) == (0, last, 101), shown
     assert await stream_info(bench.client, stream) is None
     done = await ran("restore", "-c", file, f"site/{stream}", "--json", "--yes", "--allow-elsewhere")
-    told, rows = done.json(), len(before[0])
-    assert (told["ok"], told["read_back"], told["sent_rows"], told["rows"]) == (True, rows, rows, rows)
-    assert shown.json()["archived_rows"] == told["archived_rows"] == shown.json()["rows"]
+    document, rows = done.json(), len(before[0])
+    assert (document["ok"], document["read_back"], document["sent_rows"], document["rows"]) == (True, rows, rows, rows)
+    assert shown.json()["archived_rows"] == document["archived_rows"] == shown.json()["rows"]
 
     assert await whole(bench, stream) == before
-    del stood["passing"]
-    assert await back.positions(bench, stream) == stood
-    following = next(m for m in before[0] if m.sequence > stood["pull"][1])
+    del before_positions["passing"]
+    assert await back.positions(bench, stream) == before_positions
+    following = next(m for m in before[0] if m.sequence > before_positions["pull"][1])
     assert await back.consume(bench, stream, "pull", 1) == [following.payload]
     for name, config in kinds.items():  # the application declares its own, and nothing is wrong
         await create_consumer(bench.client, stream, {"durable_name": name, **config})
@@ -146,12 +153,12 @@ async def test_a_point_in_time_by_sequence_and_by_time(bench: Bench) -> None:
     with pytest.raises(UsageError, match=format_time(before[0].timestamp_ns)):
         await back.planned(bench, stream, to_time_ns=before[0].timestamp_ns)
     plan = await back.planned(bench, stream, to_time_ns=middle)
-    assert (plan.end, plan.archived) == (100, 200)
+    assert (plan.end, plan.archived_end) == (100, 200)
     assert any("E-ROLLED-BACK" in note for note in plan.notes)  # egress has archived more
     await back.comes_back(bench, stream, before[:100], to_time_ns=middle)
     await back.comes_back(bench, stream, before[:150], to_sequence=150)
-    assert (await back.positions(bench, stream))["c"] == (20, 20, 20, 20)  # what was captured at 200 is later
-    # Under another name it is a stream beside it, with other subjects while its own are not free.
+    assert (await back.positions(bench, stream))["c"] == (20, 20, 20, 20)  # the capture at 200 is later
+    # Under another name it is a separate stream, with other subjects while its own are not free.
     with pytest.raises(ConfigError) as caught:
         await back.restored(bench, stream, name=(beside := unique("B")), to_sequence=150)
     assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-SUBJECTS", 78)
@@ -211,7 +218,7 @@ async def test_a_schedule_that_fired_does_not_fire_again_and_one_that_became_due
     assert ([m.sequence for m in found], found[0]) == ([2, 4], before[0])
 
 
-async def test_how_far_egress_last_saw_the_stream_and_neighbours_had_read_it_is_said(bench: Bench) -> None:
+async def test_the_plan_shows_how_far_egress_and_neighbours_had_read_the_stream(bench: Bench) -> None:
     stream = await bench.make_stream(unique("R"), storage="file")
     async with bench.egress({"stream": stream}):
         await bench.publish(stream, [b"%d" % n for n in range(50)])
@@ -219,8 +226,8 @@ async def test_how_far_egress_last_saw_the_stream_and_neighbours_had_read_it_is_
     chain, now = bench.chain(stream), time.time()
     for process, last, incarnation in (("one", 50, 0), ("other", 60, 0), ("of another life", 99, 1)):
         at = Chain(chain.site, chain.feed, incarnation)
-        sign = ChainSign("reading", now, "", "", 50, last, now, 1, chain=at)
-        bench.chains.write_alive(process, Alive(chain.site, "o", now, (sign,)))
+        heartbeat = ChainHeartbeat("reading", now, "", "", 50, last, now, 1, chain=at)
+        bench.chains.write_heartbeat(process, HeartbeatObject(chain.site, "o", now, (heartbeat,)))
     source = {"name": "JS_SRC_k3", "metadata": {"_nats.src.stream": "COPY"}}
     read = CapturedConsumers("2026-01-02T03:04:05Z", 50, (CapturedConsumer(source, "2026-01-02T03:04:05Z", 55, 55),))
     CaptureStore(bench.chains.layout, bench.objects).put(chain, read)
@@ -228,16 +235,16 @@ async def test_how_far_egress_last_saw_the_stream_and_neighbours_had_read_it_is_
     report = await back.restored(bench, stream)
     assert report.exit_code == 0
     assert "COPY had read up to 55 by JS_SRC_k3 (2026-01-02T03:04:05Z)" in report.plan.notes
-    said = [note for note in report.plan.notes if "stood at" in note]
-    assert len(said) == 1
-    assert "stood at 60 " in said[0]
-    assert "of 51..60 nothing is archived" in said[0]
+    end_notes = [note for note in report.plan.notes if "stood at" in note]
+    assert len(end_notes) == 1
+    assert "stood at 60 " in end_notes[0]
+    assert "of 51..60 nothing is archived" in end_notes[0]
     again = await back.planned(bench, stream)
     assert not any("stood at" in note for note in again.notes), "that was before the last restore"
 
 
-async def test_a_work_queue_whose_deletions_were_not_captured_comes_back_with_what_was_done(bench: Bench) -> None:
-    """A server lets nobody read a work queue without taking its messages."""
+async def test_a_work_queue_whose_deletions_were_not_captured_comes_back_with_done_work(bench: Bench) -> None:
+    """A server lets nobody read a work queue without removing its messages."""
     queue = await bench.make_stream(unique("Q"), retention="workqueue", storage="file")
     async with bench.egress({"stream": queue, "capture_deletes": "never"}):
         await bench.publish(queue, [b"%d" % n for n in range(50)])
@@ -257,7 +264,7 @@ async def holds(bench: Bench, stream: str, count: int) -> bool:
 
 
 async def in_three(bench: Bench) -> tuple[str, list[Message], list[SegmentRef]]:
-    """A lost stream of 300 messages, and the three segments that it is archived in."""
+    """A lost stream of 300 messages, and the three segments that hold it."""
     stream = await bench.make_stream(unique("R"))
     async with bench.egress({"stream": stream}):
         for n in range(3):
@@ -268,7 +275,7 @@ async def in_three(bench: Bench) -> tuple[str, list[Message], list[SegmentRef]]:
     return stream, before, bench.refs(stream)
 
 
-async def test_what_is_not_ours_is_never_touched(bench: Bench) -> None:
+async def test_foreign_streams_are_untouched(bench: Bench) -> None:
     stream, _ = await lost(bench)
     await bench.make_stream(stream)
     await bench.publish(stream, [b"other"])
@@ -290,14 +297,14 @@ async def test_what_is_not_ours_is_never_touched(bench: Bench) -> None:
     assert "--as: expected a stream name" in named.err
     for subjects, why in (
         ("$JS.>", "a restore keeps ($JS.>), found '$JS.>'"),
-        (f"{GUARD}x", f"a restore keeps ({GUARD}>), found '{GUARD}x'"),
+        (f"{RESTORE_PREFIX}x", f"a restore keeps ({RESTORE_PREFIX}>), found '{RESTORE_PREFIX}x'"),
         ("a.>,a.1", "do not overlap, found 'a.>' and 'a.1'"),
     ):
         done = await floe(*words, "--as", "X", "--subjects", subjects)
         assert (done.code, why in done.err) == (2, True), done
 
 
-async def test_a_dry_run_says_what_only_the_server_tells(bench: Bench) -> None:
+async def test_a_dry_run_shows_what_the_server_knows(bench: Bench) -> None:
     large, small = [(await lost(bench, b"x" * size, b"y" * size))[0] for size in (600_000, 10)]
 
     async def notes(stream: str, *more: str) -> str:
@@ -311,7 +318,7 @@ async def test_a_dry_run_says_what_only_the_server_tells(bench: Bench) -> None:
     assert await stream_info(bench.client, small) is None
 
 
-async def test_what_server_and_account_have_no_room_for_is_said_at_once(bench: Bench) -> None:
+async def test_a_lack_of_room_at_server_or_account_is_named_at_once(bench: Bench) -> None:
     consumers, large = {"one": EXPLICIT, "two": EXPLICIT}, [b"%d" % n * 2000 for n in range(100)]
     stream, _ = await lost(bench, *large, consumers=consumers, storage="file")
     limits = {
@@ -324,15 +331,15 @@ async def test_what_server_and_account_have_no_room_for_is_said_at_once(bench: B
         login = {user: {"url": server.url, "user": user, "password": "p"} for user in limits}
         for user, code in (("enough", None), ("small", "E-RESTORE-ROOM")):
             work = back.restore(bench, stream, login[user])
-            _, refused = await work.look(await work.plan())
+            _, refused = await work.check(await work.plan())
             assert (refused and refused.code) == code, refused
         with pytest.raises(ConfigError, match="JetStream") as caught:
             await back.restored(bench, stream, nats=login["none"])
-        # What a restore that was killed left makes room, since it goes first.
+        # The leftovers of a killed restore make room, since they go first.
         client = await connect(NatsSettings.model_validate(login["enough"]), name="test")
-        guarded = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "0123"}}
+        guarded = {"name": stream, "subjects": [f"{RESTORE_PREFIX}{stream}"], "metadata": {RESTORE_KEY: "0123"}}
         await create_stream(client, guarded)
-        await client.publish(f"{GUARD}{stream}", b"x" * 3000)
+        await client.publish(f"{RESTORE_PREFIX}{stream}", b"x" * 3000)
         assert (await back.restored(bench, stream, nats=login["enough"])).is_promoted
         await client.aclose()
     assert (caught.value.code, caught.value.exit_code) == ("E-JS-10039", 78)
@@ -345,8 +352,12 @@ async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(bench: Bench
     leases = await open_leases(bench.client, settings.egress, new_owner("first"), SystemClock(), replicas=1)
     lease = await leases.acquire(state_key("restore", stream))
     assert lease is not None
-    keeping = asyncio.create_task(lease.keep())
-    guarded = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "0123 first=1 end=2"}}
+    keeping = asyncio.create_task(lease.run_renewals())
+    guarded = {
+        "name": stream,
+        "subjects": [f"{RESTORE_PREFIX}{stream}"],
+        "metadata": {RESTORE_KEY: "0123 first=1 end=2"},
+    }
     created = (await create_stream(bench.client, guarded)).created
     with pytest.raises(Unavailable) as caught:
         await back.restored(bench, stream)
@@ -354,7 +365,7 @@ async def test_a_second_one_ends_at_once_and_leaves_the_first_alone(bench: Bench
     assert "first on" in str(caught.value)
     info = await stream_info(bench.client, stream)
     assert info is not None
-    assert (info.created, info.marker) == (created, "0123 first=1 end=2")
+    assert (info.created, info.restore_marker) == (created, "0123 first=1 end=2")
     keeping.cancel()
     await lease.release()
     await back.comes_back(bench, stream, before)
@@ -365,13 +376,13 @@ async def test_a_stream_that_was_replaced_while_it_was_promoted_is_named(
 ) -> None:
     stream, _ = await lost(bench)
     work = back.restore(bench, stream)
-    async with work.connected() as client:
+    async with work.open_connection() as client:
         api = client.api
 
         async def late(name: str, request: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
             if name.startswith("STREAM.UPDATE"):
                 await bench.delete_stream(stream)
-                await bench.make_stream(stream, subjects=[f"{GUARD}{stream}"])
+                await bench.make_stream(stream, subjects=[f"{RESTORE_PREFIX}{stream}"])
             return await api(name, request, **more)
 
         monkeypatch.setattr(client, "api", late)
@@ -380,12 +391,12 @@ async def test_a_stream_that_was_replaced_while_it_was_promoted_is_named(
     assert (caught.value.code, caught.value.exit_code) == ("E-RESTORE-REPLACED", 1)
 
 
-async def test_what_retention_deletes_meanwhile_is_no_damage_and_it_begins_again(
+async def test_deletions_by_retention_are_no_damage_and_it_begins_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream, before, _ = await in_three(bench)
     work = back.restore(bench, stream, allow_lossy=True)
-    async with work.connected() as client:
+    async with work.open_connection() as client:
         api = client.api
 
         async def deleting(name: str, *rest: Any, **more: Any) -> dict[str, Any]:
@@ -413,7 +424,7 @@ async def test_damage_holes_and_a_tail_that_is_gone_stop_it_and_nothing_stays(be
     with pytest.raises(DataError, match=ref.name):
         await back.restored(bench, stream)
     assert await stream_info(bench.client, stream) is None
-    path.write_bytes(whole[: len(whole) // 2])  # seen before anything is sent
+    path.write_bytes(whole[: len(whole) // 2])  # noticed before anything is sent
     assert any(ref.name in note for note in (await back.planned(bench, stream)).notes)
     with pytest.raises(Stopped):
         await back.restored(bench, stream)
@@ -425,7 +436,7 @@ async def test_damage_holes_and_a_tail_that_is_gone_stop_it_and_nothing_stays(be
     (bench.root / "bucket" / last.key).unlink()
     with pytest.raises(Stopped, match=r"covered up to 300, and its segments end at 100: 101\.\.300 is missing"):
         await back.restored(bench, stream)
-    assert not (await back.planned(bench, stream, to_sequence=100)).lossy  # what is lost is not asked for
+    assert not (await back.planned(bench, stream, to_sequence=100)).lossy  # the lost rows are not requested
     await back.comes_back(bench, stream, before[:100], allow_lossy=True)
     assert await bench.last(stream) == 300  # its sequences are not given to others
 
@@ -445,18 +456,18 @@ async def test_a_store_that_stalls_for_longer_than_a_server_waits_does_not_end_i
     assert asked.count(last.key) == 2, "it was not begun again"
 
 
-async def test_what_an_older_server_does_not_keep_is_named_and_not_promoted_unless_allowed(bench: Bench) -> None:
+async def test_losses_of_an_older_server_are_named_and_not_promoted_unless_allowed(bench: Bench) -> None:
     paused = {"paused": {**EXPLICIT, "pause_until": "2090-01-01T00:00:00Z"}}
     stream, _ = await lost(bench, consumers=paused, allow_msg_ttl=True, subject_delete_marker_ttl=60 * NS_PER_S)
     with NatsServer(binary=nats_server_binary("2.10")) as older:
         reports = []
         for asked in ({}, {"allow_lossy": True}):
             work = back.restore(bench, stream, {"url": older.url}, **asked)
-            async with work.connected() as client:
+            async with work.open_connection() as client:
                 reports.append(await work.run(client, Stop()))
                 info = await stream_info(client, stream)
             assert info is not None
-            assert bool(info.marker) is not reports[-1].is_promoted
+            assert bool(info.restore_marker) is not reports[-1].is_promoted
     assert [(report.exit_code, report.is_promoted) for report in reports] == [(3, False), (0, True)]
     not_kept = {text.split()[text.split().index("expected") + 1] for text in reports[1].not_kept}
     assert not_kept == {"allow_msg_ttl", "pause_until", "subject_delete_marker_ttl"}
@@ -467,7 +478,7 @@ async def test_a_consumer_that_an_older_server_refuses_is_named_with_the_way_out
     stream, _ = await lost(bench, consumers=ranked)
     with NatsServer(binary=nats_server_binary("2.11")) as older:
         work = back.restore(bench, stream, {"url": older.url})
-        async with work.connected() as client:
+        async with work.open_connection() as client:
             with pytest.raises(ConfigError, match="unknown priority policy") as caught:
                 await work.run(client, Stop())
             assert await stream_info(client, stream) is None
@@ -477,10 +488,10 @@ async def test_a_consumer_that_an_older_server_refuses_is_named_with_the_way_out
 
 
 async def reaching(bench: Bench, **config: Any) -> tuple[str, list[Message], list[bytes]]:
-    """A lost stream with two push consumers that had the first 3 of 6 messages, what it held, and what is heard from
-    now on where the first one delivers.
+    """A lost stream with two push consumers that had the first 3 of 6 messages, its messages, and those that the
+    subject of the first one receives from now on.
     """
-    stream, heard = await bench.make_stream(unique("R"), storage="file", **config), list[bytes]()
+    stream, received = await bench.make_stream(unique("R"), storage="file", **config), list[bytes]()
     for name in ("first", "second"):
         pushed = {"durable_name": name, "ack_policy": "none", "deliver_subject": f"push.{name}.{stream}"}
         await create_consumer(bench.client, stream, pushed)
@@ -488,16 +499,16 @@ async def reaching(bench: Bench, **config: Any) -> tuple[str, list[Message], lis
         await bench.client.subscribe_raw(f"push.{name}.{stream}", lambda *_: None) for name in ("first", "second")
     ]
     await bench.publish(stream, [b"1", b"2", b"3"])
-    await soon(lambda: stood(bench, stream, 3))
+    await soon(lambda: has_delivered(bench, stream, 3))
     for each in subscriptions:
         await each.unsubscribe()
     await bench.publish(stream, [b"4", b"5", b"6"])
     before = await loses(bench, stream)
-    await bench.client.subscribe_raw(f"push.first.{stream}", lambda _s, _r, payload, _h: heard.append(payload))
-    return stream, before, heard
+    await bench.client.subscribe_raw(f"push.first.{stream}", lambda _s, _r, payload, _h: received.append(payload))
+    return stream, before, received
 
 
-async def stood(bench: Bench, stream: str, sequence: int) -> bool:
+async def has_delivered(bench: Bench, stream: str, sequence: int) -> bool:
     return {at[1] for at in (await back.positions(bench, stream)).values()} == {sequence}
 
 
@@ -507,7 +518,9 @@ async def deliveries(bench: Bench, stream: str) -> list[str]:
 
 async def test_effects_elsewhere_are_shown_and_permitted_before_anything_is_made(bench: Bench) -> None:
     up, again = await bench.make_stream(unique("UP")), unique("again")
-    stream, before, heard = await reaching(bench, sources=[{"name": up}], republish={"src": ">", "dest": f"{again}.>"})
+    stream, before, received = await reaching(
+        bench, sources=[{"name": up}], republish={"src": ">", "dest": f"{again}.>"}
+    )
     file, site = str(configuration(bench, {"stream": stream})), f"site/{stream}"
     effects = [
         f"sources: takes messages from stream '{up}', all again: the archive has none of them",
@@ -517,7 +530,7 @@ async def test_effects_elsewhere_are_shown_and_permitted_before_anything_is_made
     ]
     shown = await floe("restore", "-c", file, site, "--dry-run")
     assert [line for line in shown.out.splitlines() if "ELSEWHERE" in line] == [f"ELSEWHERE: {e}" for e in effects]
-    for words in (("--yes",), ()):  # nor where nobody can be asked
+    for words in (("--yes",), ()):  # nor if nobody can be asked
         done = await ran("restore", "-c", file, site, *words, code=1)
         assert f"error[E-RESTORE-ELSEWHERE]: stream {stream}: " in done.err
         assert all(effect in done.err for effect in effects)
@@ -526,26 +539,26 @@ async def test_effects_elsewhere_are_shown_and_permitted_before_anything_is_made
     await ran("drill", "-c", file, site, "--exact")
     bare = await floe("restore", "-c", file, site, "--replicas", "3", "--no-consumers", "--yes", "--allow-elsewhere")
     assert "--replicas 1 --no-consumers --allow-elsewhere" in bare.err
-    assert heard == []
-    answers, terminal = pty.openpty()  # where somebody is asked, the answer is the permission
+    assert received == []
+    answers, terminal = pty.openpty()  # on a terminal, the answer is the permission
     try:
         main = "import sys; from floe import main; sys.exit(main())"
         words, pipe = [sys.executable, "-c", main, "restore", "-c", file, site], subprocess.PIPE
         process = spawn(words, cwd=ROOT, stdin=terminal, stdout=pipe, stderr=pipe, text=True)
         os.write(answers, b"y\n")
-        _, said = await asyncio.to_thread(process.communicate, timeout=PATIENCE)
+        _, output = await asyncio.to_thread(process.communicate, timeout=PATIENCE)
     finally:
         os.close(answers)
         os.close(terminal)
-    assert process.returncode == 0, said
-    assert "\n".join([*effects, f"bring back the stream of {site}?"]) in said
-    await soon(lambda: heard == [b"4", b"5", b"6"])
+    assert process.returncode == 0, output
+    assert "\n".join([*effects, f"bring back the stream of {site}?"]) in output
+    await soon(lambda: received == [b"4", b"5", b"6"])
     assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
     assert (await back.contents(bench, stream))[:6] == before
 
 
-async def test_push_consumers_deliver_once_nobody_hears_where_they_were_quiet(bench: Bench) -> None:
-    stream, before, heard = await reaching(bench)
+async def test_push_consumers_deliver_once_their_subjects_are_free(bench: Bench) -> None:
+    stream, before, received = await reaching(bench)
     file, everything = str(configuration(bench, {"stream": stream})), list[bytes]()
     words = ("restore", "-c", file, f"site/{stream}", "--yes", "--allow-elsewhere")
     listener = await bench.client.subscribe_raw(">", lambda subject, *_: everything.append(subject))
@@ -554,29 +567,31 @@ async def test_push_consumers_deliver_once_nobody_hears_where_they_were_quiet(be
     assert f"stream {stream}: is back and in use, and first, second cannot deliver yet" in held.err
     assert commands_of(held.err) == [f"floe restore -c {file} site/{stream} --allow-elsewhere"]
     assert await back.contents(bench, stream) == before
-    assert not any(subject.startswith(GUARD.encode()) for subject in everything)
-    assert await deliveries(bench, stream) == [f"{GUARD}{stream}.push.{n}.{stream}" for n in ("first", "second")]
-    # What egress captures meanwhile is no other configuration.
+    assert not any(subject.startswith(RESTORE_PREFIX.encode()) for subject in everything)
+    assert await deliveries(bench, stream) == [
+        f"{RESTORE_PREFIX}{stream}.push.{n}.{stream}" for n in ("first", "second")
+    ]
+    # The captures of egress meanwhile do not change the configuration.
     await back.capture(bench, stream, 6)
     plan = await back.planned(bench, stream)
     pushed = [f"push.{name}.{stream}" for name in ("first", "second")]
     assert [each.config["deliver_subject"] for each in plan.consumers] == pushed
     await listener.unsubscribe()
-    looked = await floe(*words, "--dry-run")
-    assert "a restore before has brought it back; to do: let first, second deliver again" in looked.out
+    preview = await floe(*words, "--dry-run")
+    assert "a restore before has brought it back; to do: let first, second deliver again" in preview.out
     done = await ran(*words)
     assert done.out == f"stream {stream}: was brought back before; deliver again: first, second\n"
-    await soon(lambda: heard == [b"4", b"5", b"6"])
+    await soon(lambda: received == [b"4", b"5", b"6"])
     assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
     await ran(*words, code=78)  # it is there, and nothing is left to do
 
 
-async def test_answers_that_are_lost_while_it_and_its_push_consumers_get_their_subjects_are_looked_at(
+async def test_answers_that_are_lost_while_it_and_its_push_consumers_get_their_subjects_are_checked(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, before, heard = await reaching(bench)
+    stream, before, received = await reaching(bench)
     work, lost = back.restore(bench, stream, allow_elsewhere=True), list[str]()
-    async with work.connected() as client:
+    async with work.open_connection() as client:
         api = client.api
 
         async def losing(name: str, request: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -590,6 +605,6 @@ async def test_answers_that_are_lost_while_it_and_its_push_consumers_get_their_s
         monkeypatch.setattr(client, "api", losing)
         report = await work.run(client, Stop())
     assert (report.exit_code, len(lost)) == (0, 5), [*report.lines()]
-    await soon(lambda: heard == [b"4", b"5", b"6"])
+    await soon(lambda: received == [b"4", b"5", b"6"])
     assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
     assert await back.contents(bench, stream) == before

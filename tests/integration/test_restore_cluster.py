@@ -12,23 +12,30 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.api import GUARD, MARKER, create_consumer, create_stream, list_consumers, stream_info
+from common.jetstream.api import (
+    RESTORE_KEY,
+    RESTORE_PREFIX,
+    create_consumer,
+    create_stream,
+    list_consumers,
+    stream_info,
+)
 from common.jetstream.client import connect, frame
-from common.jetstream.pull import From, scan
+from common.jetstream.pull import StartAt, scan
 from common.segments.segment import Message
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
-from infra.rights import ROLES, Names, SubjectRights, nats_conf
+from infra.rights import ROLES, RightsNames, SubjectRights, nats_conf
 from ingress.restore.upload import ArchiveUpload
 from tests.support import restoring as back
-from tests.support.basics import answered, at_length, soon, unique
+from tests.support.basics import answered, soak_only, soon, unique
 from tests.support.egress import Bench, connected
 
 pytestmark = pytest.mark.servers
 
 
 async def lost(bench: Bench, count: int = 300, **config: object) -> tuple[str, list[Message], dict[str, object]]:
-    """A stream with two consumers, archived, captured and deleted; what it held, and its state."""
+    """A stream with two consumers, archived, captured and deleted; its messages, and its state."""
     stream = await bench.make_stream(unique("R"), storage="file", **config)
     replicas = 3 if config.get("retention") == "interest" else 0  # the server demands as many as of the stream
     for name in ("one", "two"):
@@ -45,7 +52,7 @@ async def lost(bench: Bench, count: int = 300, **config: object) -> tuple[str, l
     return stream, before, state
 
 
-@pytest.mark.parametrize(("count", "retention"), [(300, "interest"), at_length(300_000, "limits")])
+@pytest.mark.parametrize(("count", "retention"), [(300, "interest"), soak_only(300_000, "limits")])
 async def test_each_of_three_replicas_holds_it(
     clustered: Bench, cluster: NatsCluster, count: int, retention: str
 ) -> None:
@@ -61,11 +68,11 @@ async def test_each_of_three_replicas_holds_it(
     assert await bench.last(stream) == count + 1
 
 
-async def test_a_restore_that_the_servers_still_give_up_is_waited_for(clustered: Bench) -> None:
-    """For some seconds they refuse its name, and tell nothing of it."""
+async def test_a_restore_that_the_servers_still_abort_is_waited_for(clustered: Bench) -> None:
+    """For some seconds they refuse its name, and report nothing of it."""
     bench = clustered
     stream, before, _ = await lost(bench, num_replicas=3)
-    config = {"name": stream, "subjects": [f"{stream}.>"], "num_replicas": 3, "metadata": {MARKER: "0"}}
+    config = {"name": stream, "subjects": [f"{stream}.>"], "num_replicas": 3, "metadata": {RESTORE_KEY: "0"}}
     begun = await bench.client.api(f"STREAM.RESTORE.{stream}", {"config": config, "state": {"messages": 1}})
     assert begun["deliver_subject"]
     await back.comes_back(bench, stream, before)
@@ -113,9 +120,9 @@ POINTS = ("sending", "sent", "filled", "settled", "compared", "recorded")  # in 
 
 
 class StepDowns:
-    """Makes the leader of the stream step down at those failpoints of a restore that are `waiting`, once at each.
+    """Make the leader of the stream step down at the failpoints of a restore that are in `waiting`, once at each.
 
-    `agreed`: how often it said that it does; `in_use`: what the stream held whenever it had no marker.
+    `agreed`: the number of accepted step-downs; `in_use`: the states of the stream whenever it had no marker.
     """
 
     def __init__(self, bench: Bench, stream: str) -> None:
@@ -131,20 +138,20 @@ class StepDowns:
             subject = self._client.api_subject(f"STREAM.LEADER.STEPDOWN.{self._stream}")
             self._client.send(frame(subject.encode(), b"", None, self._inbox.encode()))
 
-    async def look(self) -> None:
+    async def watch(self) -> None:
         await self._client.subscribe_raw(self._inbox, self._answer)
         while True:
             with suppress(FloeError):
                 info = await stream_info(self._client, self._stream)
-                if info is not None and not info.marker:
+                if info is not None and not info.restore_marker:
                     self.in_use.add((info.messages, info.first_sequence, info.last_sequence))
             await asyncio.sleep(0.02)
 
 
 async def copy_of(bench: Bench, stream: str, server: str, until: int) -> list[Message]:
-    """What the replica on one server holds."""
+    """The messages of the replica on one server."""
     found = list[Message]()
-    async with aclosing(scan(bench.client, stream, From(1), until=until, server=server)) as pieces:
+    async with aclosing(scan(bench.client, stream, StartAt(1), until=until, server=server)) as pieces:
         async for piece in pieces:
             found += piece
     return found
@@ -152,7 +159,7 @@ async def copy_of(bench: Bench, stream: str, server: str, until: int) -> list[Me
 
 @pytest.mark.parametrize(
     ("count", "moments"),
-    [(300, [("sending", "filled")]), at_length(20_000, [*((point,) for point in POINTS), POINTS])],
+    [(300, [("sending", "filled")]), soak_only(20_000, [*((point,) for point in POINTS), POINTS])],
     ids=["short", "each"],
 )
 async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarded_one(
@@ -165,7 +172,7 @@ async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarde
     bench, servers = clustered, sorted(server.name for server in cluster.servers)
     stream, before, state = await lost(bench, count, num_replicas=3)
     leaders = StepDowns(bench, stream)
-    looking = asyncio.create_task(leaders.look())
+    watching = asyncio.create_task(leaders.watch())
     monkeypatch.setattr("ingress.restore.restore.failpoint", leaders.at)
     for points in moments:
         leaders.waiting = {*points}
@@ -180,10 +187,10 @@ async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarde
         await bench.delete_stream(stream)
     assert leaders.in_use == {(state["messages"], state["first_seq"], state["last_seq"])}
     assert leaders.agreed > 0  # while it is filled a stream has no leader that could
-    looking.cancel()
+    watching.cancel()
 
 
-@pytest.mark.parametrize("version", ["2.10", at_length("2.11"), at_length("2.12"), "2.14"])
+@pytest.mark.parametrize("version", ["2.10", soak_only("2.11"), soak_only("2.12"), "2.14"])
 async def test_older_servers_take_it_too_leave_sequences_out_and_push_again(tmp_path: Path, version: str) -> None:
     with NatsServer(binary=nats_server_binary(version)) as server:
         client = await connected(server.url)
@@ -197,8 +204,8 @@ async def test_older_servers_take_it_too_leave_sequences_out_and_push_again(tmp_
 
 
 async def pushes_and_skips(bench: Bench, **config: object) -> None:
-    """A lost stream with a push consumer, archived up to 20 and seen at 30: it delivers again, and goes on at 31."""
-    stream, heard = await bench.make_stream(unique("R"), storage="file", **config), list[bytes]()
+    """A lost stream with a push consumer, archived up to 20 and seen at 30: it delivers again, and continues at 31."""
+    stream, received = await bench.make_stream(unique("R"), storage="file", **config), list[bytes]()
     pushed = {"durable_name": "push", "ack_policy": "none", "deliver_subject": f"push.{stream}"}
     await create_consumer(bench.client, stream, pushed)
     await bench.publish(stream, [b"%d" % n for n in range(20)])
@@ -207,11 +214,11 @@ async def pushes_and_skips(bench: Bench, **config: object) -> None:
     await bench.publish(stream, [b"lost"] * 10)
     await back.capture(bench, stream, 20, deletions=True)
     await bench.delete_stream(stream)
-    await bench.client.subscribe_raw(f"push.{stream}", lambda _s, _r, payload, _h: heard.append(payload))
+    await bench.client.subscribe_raw(f"push.{stream}", lambda _s, _r, payload, _h: received.append(payload))
     report = await back.restored(bench, stream, skip_to=0, allow_elsewhere=True)
-    assert (report.exit_code, report.plan.last, report.not_kept) == (0, 30, ()), [*report.lines()]
+    assert (report.exit_code, report.plan.last_sequence, report.not_kept) == (0, 30, ()), [*report.lines()]
     await bench.publish(stream, [b"new"])
-    await soon(lambda: heard == [*(b"%d" % n for n in range(20)), b"new"])
+    await soon(lambda: received == [*(b"%d" % n for n in range(20)), b"new"])
     assert (await back.state(bench, stream))["last_seq"] == 31
     [consumer] = await list_consumers(bench.client, stream)
     assert consumer["config"]["deliver_subject"] == f"push.{stream}"
@@ -228,7 +235,7 @@ async def test_with_exactly_the_rights_of_its_role_and_each_missing_one_is_named
         beside = await connected(plain.url)
         stream, before, _ = await lost(Bench(plain.url, tmp_path, beside))
         await beside.aclose()
-    names = Names(stream=stream)
+    names = RightsNames(stream=stream)
     server = NatsServer()
     users = ["{user: all, password: secret}"]
     for number, _ in enumerate([*rule.subjects, None]):
@@ -240,11 +247,11 @@ async def test_with_exactly_the_rights_of_its_role_and_each_missing_one_is_named
     with server:
         everything = await connect(NatsSettings(url=server.url, user="all", password="secret"), name="test")
         bench = Bench(server.url, tmp_path, everything)
-        for number, subject in enumerate(map(names.filled, rule.subjects)):
+        for number, subject in enumerate(map(names.fill, rule.subjects)):
             if "CONSUMER.DELETE" in subject:
                 continue  # the server removes it after a minute
             if "STREAM.DELETE" in subject:  # which only a leftover needs
-                left = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "0123"}}
+                left = {"name": stream, "subjects": [f"{RESTORE_PREFIX}{stream}"], "metadata": {RESTORE_KEY: "0123"}}
                 await create_stream(everything, left)
             with pytest.raises(Refused) as caught:
                 await back.restored(bench, stream, nats={"user": f"u{number}", "password": "secret"})

@@ -1,4 +1,4 @@
-"""After `floe restore` egress goes on where it was, and nothing is archived or carried twice."""
+"""Egress after `floe restore`: it continues at its position, and nothing is archived or carried twice."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 
 from common.errors import Stopped, UsageError
-from common.jetstream.api import GUARD, MARKER, create_consumer
+from common.jetstream.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer
 from common.segments.captures import CONFIG
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
-from tests.integration.test_egress_faults import held_up, released
+from tests.integration.test_egress_faults import fail_puts, released
 from tests.integration.test_egress_retention import durables, emptied, lapses
 from tests.support import restoring as back
 from tests.support.basics import soon, unique
@@ -32,7 +32,7 @@ LONG, LATE = {"segment": {"max_age": "1h"}}, [b"late %d" % n for n in range(50)]
 
 
 async def begun(bench: Bench, count: int = 200, **config: object) -> str:
-    """A stream, all of it archived."""
+    """A fully archived stream."""
     stream = await bench.make_stream(unique("R"), storage="file", **config)
     await bench.publish(stream, [b"%d" % n for n in range(count)])
     async with bench.egress({"stream": stream}):
@@ -40,15 +40,15 @@ async def begun(bench: Bench, count: int = 200, **config: object) -> str:
     return stream
 
 
-async def goes_on(bench: Bench, stream: str) -> None:
-    """New messages are archived behind what was, in the same incarnation."""
+async def resumes(bench: Bench, stream: str) -> None:
+    """Check that new messages are archived behind the old ones, in the same incarnation."""
     await bench.publish(stream, [b"new"] * 10)
     await bench.archived_to(stream, 210)
     assert bench.chains.read_stream(bench.chain(stream, 1)) is None
     bench.check(stream)
 
 
-async def test_egress_that_ran_all_the_while_goes_on(bench: Bench) -> None:
+async def test_egress_that_ran_all_the_while_resumes(bench: Bench) -> None:
     stream = await begun(bench)
     await create_consumer(bench.client, stream, {"durable_name": "push", "deliver_subject": unique("push")})
     async with bench.egress({"stream": stream}) as running:
@@ -57,39 +57,43 @@ async def test_egress_that_ran_all_the_while_goes_on(bench: Bench) -> None:
         await bench.delete_stream(stream)
         await soon(lambda: "E-SOURCE-GONE" in str(running.status(stream)))
         assert f"site/{stream} --allow-elsewhere" in str(running.status(stream)), "the consumer reaches elsewhere"
-        config = {"name": stream, "subjects": [f"{GUARD}{stream}"], "metadata": {MARKER: "x first=1 end=200"}}
-        await bench.client.api(f"STREAM.CREATE.{stream}", config)  # a restore is on its way, and far from its end
+        config = {
+            "name": stream,
+            "subjects": [f"{RESTORE_PREFIX}{stream}"],
+            "metadata": {RESTORE_KEY: "x first=1 end=200"},
+        }
+        await bench.client.api(f"STREAM.CREATE.{stream}", config)  # a restore is under way, and far from its end
         await soon(lambda: "E-RESTORING" in str(running.status(stream)))
         assert bench.chains.read_stream(bench.chain(stream, 1)) is None
         assert (await back.restored(bench, stream, allow_elsewhere=True)).exit_code == 0
-        await goes_on(bench, stream)
+        await resumes(bench, stream)
     await bench.same(stream, stream)
 
 
 async def holding(bench: Bench, stream: str, running: Running, objects: FaultyStore | None = None) -> None:
-    """Egress has received 50 messages behind the 200 that are archived, and not put them. `objects`: can put none."""
+    """Let egress receive 50 messages behind the 200 archived ones, without a put. `objects`: its puts are to fail."""
     await soon(lambda: running.state(stream) == "reading")
     if objects is not None:
-        held_up(objects)
+        fail_puts(objects)
     await bench.publish(stream, LATE)
     await running.received(stream, 250)
 
 
 async def reads_on(bench: Bench, stream: str, running: Running, last: int = 260) -> None:
-    """It reads the stream again, and has received 10 new messages of it."""
+    """Wait until egress reads the stream again and has received 10 new messages."""
     await soon(lambda: running.state(stream) == "reading")
     await bench.publish(stream, [b"new"] * 10)
     await running.received(stream, last)
 
 
 async def all_is_archived(bench: Bench, stream: str) -> None:
-    """The archive holds the 200 messages put before, the 50 that were in hand, and 10 new ones."""
+    """Check that the archive holds the 200 messages put before, the 50 from memory, and 10 new ones."""
     await bench.same(stream, stream)
     assert len(bench.messages(stream)) == 260
     bench.check(stream)
 
 
-async def test_what_egress_holds_of_the_lost_stream_is_put_and_comes_back(bench: Bench) -> None:
+async def test_rows_egress_holds_of_the_lost_stream_are_put_and_restored(bench: Bench) -> None:
     stream = await begun(bench)
     async with bench.egress({"stream": stream, **LONG}) as running:
         await holding(bench, stream, running)
@@ -103,8 +107,8 @@ async def test_what_egress_holds_of_the_lost_stream_is_put_and_comes_back(bench:
 
 @asynccontextmanager
 async def overtaken(bench: Bench, server: NatsServer) -> AsyncIterator[tuple[str, Running, Running, TcpProxy]]:
-    """The server lost all. The first instance holds 50 messages behind the 200 that are archived, and cannot reach it;
-    the second has its lease, received nothing and has stopped.
+    """A server that lost everything. The first instance holds 50 messages behind the 200 archived ones and cannot reach
+    it; the second has its lease, received nothing and has stopped.
     """
     stream = await begun(bench)
     feed, leases = {"stream": stream, **LONG}, {"lease_bucket": unique("L"), "lease_ttl": "2s"}
@@ -119,12 +123,12 @@ async def overtaken(bench: Bench, server: NatsServer) -> AsyncIterator[tuple[str
         server.start()
         other = await stack.enter_async_context(bench.egress(feed, **leases))
         await soon(lambda: "E-SOURCE-GONE" in str(other.status(stream)))
-        await asyncio.sleep(2.5)  # the lease of the first is over
+        await asyncio.sleep(2.5)  # the lease of the first has expired
         assert bench.end(stream) == 200
         yield stream, one, other, proxy
 
 
-async def test_what_was_in_hand_when_the_lease_was_lost_is_put_where_the_stream_is_gone(
+async def test_rows_held_at_the_loss_of_the_lease_are_put_if_the_stream_is_gone(
     alone: tuple[Bench, NatsServer],
 ) -> None:
     bench, server = alone
@@ -139,10 +143,10 @@ async def test_what_was_in_hand_when_the_lease_was_lost_is_put_where_the_stream_
     await all_is_archived(bench, stream)
 
 
-async def test_what_is_in_hand_after_a_restore_is_named_and_put_when_its_lease_is_free(
+async def test_rows_held_after_a_restore_are_named_and_put_when_the_lease_is_free(
     alone: tuple[Bench, NatsServer],
 ) -> None:
-    """Put beside a reader, it could meet other messages under the same sequences."""
+    """Beside a reader, the put could meet other messages under the same sequences."""
     bench, server = alone
     async with overtaken(bench, server) as (stream, one, other, proxy):
         assert (await back.restored(bench, stream)).exit_code == 0
@@ -160,7 +164,7 @@ async def test_what_is_in_hand_after_a_restore_is_named_and_put_when_its_lease_i
 
 @asynccontextmanager
 async def restored_without(bench: Bench) -> AsyncIterator[tuple[str, Running, FaultyStore]]:
-    """The stream is restored without the 50 messages that egress holds and cannot put, and has 10 others there."""
+    """The stream, restored without the 50 messages that egress holds and cannot put, and with 10 others instead."""
     stream, objects = await begun(bench), FaultyStore(bench.objects)
     async with bench.egress({"stream": stream, **LONG}, objects=objects) as running:
         await holding(bench, stream, running, objects)
@@ -170,7 +174,7 @@ async def restored_without(bench: Bench) -> AsyncIterator[tuple[str, Running, Fa
         yield stream, running, objects
 
 
-async def test_what_egress_held_is_never_replaced_by_what_a_restored_stream_has_there(bench: Bench) -> None:
+async def test_rows_egress_held_are_never_replaced_by_those_of_a_restored_stream(bench: Bench) -> None:
     async with restored_without(bench) as (stream, running, objects):
         released(objects)
         await soon(lambda: "E-ROLLED-BACK" in str(running.status(stream)))
@@ -178,10 +182,10 @@ async def test_what_egress_held_is_never_replaced_by_what_a_restored_stream_has_
 
 
 @pytest.mark.parametrize("rows", [0, 10])
-async def test_what_egress_held_is_not_put_beside_another_history(
+async def test_rows_egress_held_are_not_put_beside_another_history(
     bench: Bench, caplog: pytest.LogCaptureFixture, rows: int
 ) -> None:
-    """Another instance went on with the restored stream while this one could not put. `rows`: that it archived."""
+    """Another instance continued with the restored stream while this one could not put. `rows`: those it archived."""
     async with restored_without(bench) as (stream, running, objects):
         others = (await back.contents(bench, stream))[200 : 200 + rows]
         for sequence in range(201 + rows, 211):
@@ -196,10 +200,10 @@ async def test_what_egress_held_is_not_put_beside_another_history(
 
 
 @pytest.mark.parametrize("can_put", [True, False])
-async def test_a_drain_puts_what_egress_holds_of_a_lost_stream_or_says_that_it_could_not(
+async def test_a_drain_puts_what_egress_holds_of_a_lost_stream_or_logs_the_failure(
     bench: Bench, caplog: pytest.LogCaptureFixture, can_put: bool
 ) -> None:
-    """The leases and the state are lost with it."""
+    """The leases and the state are lost with the stream."""
     stream, objects = await begun(bench), FaultyStore(bench.objects)
     running = bench.start(bench.settings({"stream": stream, **LONG}, shutdown_timeout="4s"), objects=objects)
     await holding(bench, stream, running, None if can_put else objects)
@@ -212,7 +216,7 @@ async def test_a_drain_puts_what_egress_holds_of_a_lost_stream_or_says_that_it_c
     assert ("'rows': 50, 'first': 201, 'last': 250" in caplog.text) is not can_put
 
 
-async def test_sequences_that_were_lost_are_left_out_where_that_is_asked_for(bench: Bench) -> None:
+async def test_lost_sequences_are_left_out_on_request(bench: Bench) -> None:
     stream = await begun(bench)
     await bench.publish(stream, [b"lost"] * 50)
     await back.capture(bench, stream, 200, deletions=True)
@@ -228,14 +232,14 @@ async def test_sequences_that_were_lost_are_left_out_where_that_is_asked_for(ben
     past = await floe(*words, "260", "--to-sequence", "9")
     assert (past.code, "expected only without --to-sequence and --to-time" in past.err) == (2, True), past
     report = await back.restored(bench, stream, skip_to=0)
-    assert (report.exit_code, report.plan.last) == (0, 250), [*report.lines()]
+    assert (report.exit_code, report.plan.last_sequence) == (0, 250), [*report.lines()]
     assert "new messages begin at 251: 201..250 is left out" in [*report.plan.lines()]
     assert not any("given to new messages" in note for note in report.plan.notes)
     await bench.publish(stream, [b"new"] * 5)
-    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 254})  # of what egress has not read too
-    # Lost again before egress has seen any of that: the sequences stay out, and nothing more is lost.
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 254})  # also of messages that egress has not read
+    # Lost again before egress has read any of that: the sequences stay out, and nothing more is lost.
     again = await back.planned(bench, stream)
-    assert (again.end, again.last, again.lossy) == (200, 250, ())
+    assert (again.end, again.last_sequence, again.lossy) == (200, 250, ())
     assert not any("stood at" in text for text in (*again.notes, *again.lossy))
     async with bench.egress({"stream": stream}) as running:
         await bench.archived_to(stream, 255)
@@ -245,7 +249,7 @@ async def test_sequences_that_were_lost_are_left_out_where_that_is_asked_for(ben
     assert bench.chains.read_stream(bench.chain(stream, 1)) is None
     await bench.delete_stream(stream)
     report = await back.restored(bench, stream)
-    assert (report.exit_code, report.plan.last) == (0, 255)
+    assert (report.exit_code, report.plan.last_sequence) == (0, 255)
 
 
 async def ends_at(bench: Bench, stream: str, last: int) -> bool:
@@ -255,7 +259,7 @@ async def ends_at(bench: Bench, stream: str, last: int) -> bool:
 async def test_a_source_of_which_no_message_came_back_is_not_read_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.restore.history.SOURCED", 7)  # so it is looked for in several stretches
+    monkeypatch.setattr("ingress.restore.history.SOURCE_SEARCH_ROWS", 7)  # so the search takes several ranges
     ups = [await bench.make_stream(unique(name)) for name in ("HELD", "LOST", "NONE")]
     transform = {"subject_transforms": [{"src": f"{ups[1]}.>", "dest": f"moved.{ups[1]}.>"}]}
     sources = [{"name": ups[0]}, {"name": ups[1], **transform}, {"name": ups[2], "filter_subject": f"{ups[2]}.never"}]
@@ -287,14 +291,14 @@ async def test_a_source_of_which_no_message_came_back_is_not_read_again(
     assert [source.get("opt_start_seq") for source in kept] == [None, 31, None]
 
 
-async def test_egress_goes_on_where_its_state_was_lost_and_limits_left_nothing_that_was_archived(bench: Bench) -> None:
+async def test_egress_resumes_without_its_state_and_with_all_archived_messages_expired(bench: Bench) -> None:
     stream = await begun(bench)
     for lost in (stream, f"KV_{bench.state_bucket}", f"KV_{bench.lease_bucket}"):
         await bench.delete_stream(lost)
     assert (await back.restored(bench, stream)).exit_code == 0
     await bench.client.api(f"STREAM.PURGE.{stream}")
     async with bench.egress({"stream": stream}):
-        await goes_on(bench, stream)
+        await resumes(bench, stream)
 
 
 async def test_another_feed_of_the_stream_that_is_archived_further_is_named(bench: Bench) -> None:
@@ -319,7 +323,7 @@ async def test_another_feed_of_the_stream_that_is_archived_further_is_named(benc
     assert f" site/{part}" not in caught.value.hint, "it does not have the whole stream"
     assert any(f"feed {other} " in note for note in (await back.planned(bench, stream, to_sequence=20)).notes)
     beside = await back.planned(bench, stream, name=unique("B"))
-    assert (beside.lossy, beside.further) == ((), ()), "a stream of another name takes no sequence from anybody"
+    assert (beside.lossy, beside.longer_feeds) == ((), ()), "a stream of another name takes no sequence from anybody"
     await back.comes_back(bench, stream, before[:30], allow_lossy=True)
     await bench.delete_stream(stream)
     assert (await back.restored(bench, other)).exit_code == 0
@@ -330,7 +334,7 @@ async def test_another_feed_of_the_stream_that_is_archived_further_is_named(benc
 async def test_a_stream_keeps_for_egress_what_is_published_before_it_reads_again(
     bench: Bench, retention: str, count: int
 ) -> None:
-    """Nobody else wants it, so one of interest would drop it at once. `count`: of partitions."""
+    """Only egress wants it, so an interest stream would drop it at once. `count`: the number of partitions."""
     stream = await bench.make_stream(unique("T"), retention=retention, storage="file")
     feed, parts = ({"stream": stream} if count == 1 else feed_of(stream, count)), Partitioned(bench, stream, count)
     async with bench.egress(feed) as running:

@@ -1,4 +1,4 @@
-"""What the archive writers make, taken by every minor of nats-server that they are for: a stream as it was."""
+"""The output of the archive writers on every minor version of nats-server that they support: an equal stream."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ from common.segments.captures import CapturedConsumers
 from common.segments.columns import batch_of
 from common.segments.segment import Message
 from egress.captures import captured_consumers
-from infra.awkward import MAX_HEADERS, delete, publish_awkward
+from infra.awkward import MAX_HEADERS, delete_message, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary
-from ingress.restore.archive import KEEP_ALIVE, ArchiveConsumer, ArchiveWriter, archive_writer, bounded
+from ingress.restore.archive import (
+    KEEP_ALIVE_FRAME,
+    ArchiveConsumer,
+    ArchiveWriter,
+    archive_writer,
+    restorable_consumers,
+)
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, seeded, soon
 from tests.support.egress import Bench, connected
@@ -60,33 +66,33 @@ def writer(kind: tuple[str, str], bench: Bench) -> ArchiveWriter:
 
 
 async def fill(bench: Bench) -> None:
-    """Rows of every kind between two ends that are gone; `first_seq` above 1."""
+    """Rows of every kind between two deleted ends; `first_seq` above 1."""
     client = bench.client
     await client.api(f"STREAM.CREATE.{STREAM}", {**CONFIG, "first_seq": 4001, "duplicate_window": NS_PER_S // 10})
     await bench.publish(STREAM, [b"order %d" % n for n in range(1000)], subject="eu", headers=build_block([b"A:1"]))
-    await publish_awkward(client, STREAM, f"{STREAM}.odd", seeded(), 150, largest=20_000)
+    await publish_awkward(client, STREAM, f"{STREAM}.odd", seeded(), 150, max_message_bytes=20_000)
     largest = b"A: " + b"v" * (MAX_HEADERS - len(build_block([b"A: "])))
     await client.request_raw(f"{STREAM}.eu".encode(), b"", build_block([largest]), timeout=PATIENCE)
     await bench.publish(STREAM, [b"order %d" % n for n in range(300)], subject="us")
     await client.api(f"STREAM.PURGE.{STREAM}", {"seq": 4051})
     end = await bench.last(STREAM)
     for sequence in (4060, 4061, 4100, 4101, *range(end - 3, end + 1)):
-        await delete(client, STREAM, sequence)
+        await delete_message(client, STREAM, sequence)
 
 
 async def restore(
     bench: Bench, writer: ArchiveWriter, source: Captured, consumers: Sequence[ArchiveConsumer] = ()
 ) -> None:
-    """Under a subject that nobody publishes to, then with its own."""
+    """Restore under a subject that nobody publishes to, then with its own."""
     guarded = {**source.config, "subjects": [f"_floe.restore.{STREAM}"]}
 
     def archive() -> Iterator[bytes]:
-        yield from writer.head(guarded, source.created, source.state, consumers)
-        yield KEEP_ALIVE
+        yield from writer.encode_head(guarded, source.created, source.state, consumers)
+        yield KEEP_ALIVE_FRAME
         for start in range(0, len(source.rows), BATCH):
-            yield from writer.rows(batch_of(*source.rows[start : start + BATCH]))
-            yield KEEP_ALIVE
-        yield from writer.tail()
+            yield from writer.encode_rows(batch_of(*source.rows[start : start + BATCH]))
+            yield KEEP_ALIVE_FRAME
+        yield from writer.encode_tail()
 
     await send_archive(bench.client, STREAM, guarded, source.state, archive())
     await bench.client.api(f"STREAM.UPDATE.{STREAM}", source.config, timeout=PATIENCE)
@@ -99,7 +105,7 @@ async def same(bench: Bench, source: Captured, created: str = "") -> None:
     assert (found.config, found.created) == (source.config, created or found.created)
 
 
-async def goes_on_at(bench: Bench, sequence: int) -> None:
+async def resumes_at(bench: Bench, sequence: int) -> None:
     await bench.publish(STREAM, [b"next"])
     assert await bench.last(STREAM) == sequence
 
@@ -111,32 +117,37 @@ async def test_a_stream_comes_back_as_it_was(server: NatsServer, writer: Archive
         explicit: dict[str, Any] = {"ack_policy": "explicit", "ack_wait": 3600 * NS_PER_S}
         await create_consumer(client, STREAM, {"durable_name": name, "filter_subject": subject.decode(), **explicit})
         await back.consume(bench, STREAM, name, 10)
-    source, stood = await captured(client, STREAM), await back.positions(bench, STREAM)
+    source, before_positions = await captured(client, STREAM), await back.positions(bench, STREAM)
     held = captured_consumers(await list_consumers(client, STREAM))
     assert (source.first, source.last - source.rows[-1].sequence) == (4051, 4)
     await client.api(f"STREAM.DELETE.{STREAM}")
 
-    await restore(bench, writer, source, bounded(CapturedConsumers(source.created, source.last, held), source.last)[0])
+    await restore(
+        bench,
+        writer,
+        source,
+        restorable_consumers(CapturedConsumers(source.created, source.last, held), source.last)[0],
+    )
 
-    # Only the files carry when the stream was made.
+    # Only the files carry the creation time of the stream.
     restored = await stream_info(client, STREAM)
     assert restored is not None
     created = source.created if writer.format == "files" else restored.created
     await same(bench, source, created)
-    assert await back.positions(bench, STREAM) == stood
+    assert await back.positions(bench, STREAM) == before_positions
 
     await asyncio.to_thread(server.restart)
     await soon(lambda: client.is_up)
-    # Before 2.14, a stream whose configuration was changed tells after a restart when it was restored.
+    # Before 2.14, a stream with a changed configuration reports the time of its restore after a restart.
     await same(bench, source, created if client.server_version >= (2, 14, 0) else "")
-    assert await back.positions(bench, STREAM) == stood
+    assert await back.positions(bench, STREAM) == before_positions
     for name, subject in subjects.items():
-        ahead = (m for m in source.rows if m.sequence > stood[name][1] and subject in (b"", m.subject))
+        ahead = (m for m in source.rows if m.sequence > before_positions[name][1] and subject in (b"", m.subject))
         assert await back.consume(bench, STREAM, name, 1) == [next(ahead).payload]
-    await goes_on_at(bench, source.last + 1)
+    await resumes_at(bench, source.last + 1)
 
 
-async def test_a_stream_that_is_empty_now_goes_on_after_its_end(
+async def test_a_stream_that_is_empty_now_resumes_after_its_end(
     server: NatsServer, writer: ArchiveWriter, bench: Bench
 ) -> None:
     await bench.client.api(f"STREAM.CREATE.{STREAM}", CONFIG)
@@ -152,11 +163,11 @@ async def test_a_stream_that_is_empty_now_goes_on_after_its_end(
         await same(bench, source)
         await asyncio.to_thread(server.restart)
         await soon(lambda: bench.client.is_up)
-    await goes_on_at(bench, 6)
+    await resumes_at(bench, 6)
 
 
 async def test_gaps_of_any_width_come_back(writer: ArchiveWriter, bench: Bench) -> None:
-    """Within a block and between blocks, and behind the last row."""
+    """Gaps within a block and between blocks, and behind the last row."""
     sequences = list(accumulate([7, *[1, 2, 50, 9_999, 10_001, 12_000, 5_000_000] * 20, 5_000_000_000]))
     began = 1_795_000_000_000_000_000
     rows = [Message(number, began + number, b"orders.%d" % (number % 5), None, b"x") for number in sequences]
@@ -167,4 +178,4 @@ async def test_gaps_of_any_width_come_back(writer: ArchiveWriter, bench: Bench) 
 
     found = await captured(bench.client, STREAM)
     assert (found.first, found.last, found.rows) == (source.first, source.last, source.rows)
-    await goes_on_at(bench, last + 1)
+    await resumes_at(bench, last + 1)

@@ -1,8 +1,8 @@
-"""A zoo of streams: each is archived by a real egress, lost and restored. What comes back is what it held, or the plan
-has the difference in numbers.
+"""A zoo of streams: each is archived by a real egress, lost and restored. It comes back complete, or the plan has the
+difference in numbers.
 
-Every kind lives twice: up to a moment T, and on. Between the two egress is drained, so that it captures what is there;
-and again at the end. A kind is restored to its end or to T, and compared with what it held then.
+Every kind lives twice: up to a moment T, and on. Between the two egress is drained, so that it captures the state then;
+and again at the end. A kind is restored to its end or to T, and compared with its contents at that time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import nats
 import pytest
 
 from common.clock import parse_time
-from common.jetstream.api import ask, create_consumer, stream_info
+from common.jetstream.api import create_consumer, query, stream_info
 from common.segments.segment import Message
 from common.sequences import SequenceRange
-from egress.context import opened
+from egress.context import open_context
 from egress.partition import partitions_of
-from egress.resolve import look, new_incarnation, plan_incarnation
+from egress.resolve import decide_incarnation, load_case, plan_incarnation
 from ingress.restore.plan import RestorePlan
 from ingress.restore.restore import RestoreReport
 from tests.integration.test_egress_partitions import until_cut
@@ -35,7 +35,7 @@ from tests.support.egress import SITE, Bench, Running, feed_of
 pytestmark = pytest.mark.servers
 
 HOUR = 3_600_000_000_000
-AT_ONCE = 6  # restores beside each other
+AT_ONCE = 6  # concurrent restores
 
 
 LATER = {"start_sequence": 11, "capture_deletes": "10m"}
@@ -43,13 +43,13 @@ SAMPLED = {"inspect_subject_token": 2, "inspect_duration": "1h"}
 
 
 def named(text: Any, stream: str, source: str = "") -> Any:
-    """`text`, or what holds texts, with the name of the stream in the place of ZOO."""
+    """`text`, or a structure of texts, with the name of the stream in the place of ZOO."""
     return json.loads(json.dumps(text).replace("ZOO", stream).replace("SOURCE", source))
 
 
 @dataclass
 class Pen:
-    """A stream of the zoo, and what may be done to it."""
+    """A stream of the zoo, and the operations on it."""
 
     bench: Bench
     stream: str
@@ -78,8 +78,8 @@ class Pen:
         await self.bench.client.api(f"STREAM.PURGE.{self.stream}", of)
 
     async def edit(self, **config: Any) -> None:
-        """Change the configuration, as `egress` captures it while it runs."""
-        found = (await ask(self.bench.client, f"STREAM.INFO.{self.stream}"))["config"]
+        """Change the configuration, which `egress` captures while it runs."""
+        found = (await query(self.bench.client, f"STREAM.INFO.{self.stream}"))["config"]
         await self.bench.client.api(f"STREAM.UPDATE.{self.stream}", {**found, **config})
 
 
@@ -121,7 +121,7 @@ def takes(consumer: str, count: int, acked: int | None = None) -> Act:
 
 
 def left(count: int) -> Act:
-    """Wait until the stream holds so many messages: the others have expired."""
+    """Wait until the stream holds `count` messages: the others have expired."""
 
     async def act(pen: Pen) -> None:
         async def are_left() -> bool:
@@ -134,13 +134,13 @@ def left(count: int) -> Act:
 
 @dataclass
 class Kind:
-    """A kind of stream. `before`: what happens to it before egress runs; `then`: with all archived, before egress is
-    drained at T; `between`: at T; `after`, `last`: the same as the first two behind T. `lost`: behind all that,
-    when egress has ended. `feed`: keys of its feed; `asks`: of the restore, `to_t`: up to T.
+    """A kind of stream. `before`: the acts before egress runs; `then`: those with all archived, before egress is
+    drained at T; `between`: those at T; `after`, `last`: the same as the first two behind T. `lost`: those behind all
+    that, when egress has ended. `feed`: keys of its feed; `asks`: of the restore, `to_t`: up to T.
 
     `missing`, `extra`: of the line of the plan that has the number of the messages that do not come back, or that come
-    back though they were deleted; empty: there are none. `told`: more that the plan must say. `incarnation`, `cut`: the
-    last incarnation, and how many partitions it has.
+    back though they were deleted; empty if there are none. `notes`: further texts of the plan. `incarnation`, `cut`:
+    the last incarnation, and its number of partitions.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Kind:
     cut: int = 1
     missing: str = ""
     extra: str = ""
-    told: Sequence[str] = ()
+    notes: Sequence[str] = ()
     positions: bool = True
     same_state: bool = True
     same_config: bool = True
@@ -167,7 +167,7 @@ class Kind:
 
 @dataclass
 class Truth:
-    """What a stream holds and is."""
+    """Messages and properties of a stream."""
 
     rows: list[Message]
     state: dict[str, Any]
@@ -177,15 +177,15 @@ class Truth:
 
 
 async def truth(bench: Bench, stream: str) -> Truth:
-    """What the stream is, once its servers agree: each removes what was acknowledged by itself."""
+    """The stream, once its servers agree: each removes acknowledged messages by itself."""
 
     async def agreed() -> tuple[Any, ...] | None:
-        now = parse_time((await ask(bench.client, f"STREAM.INFO.{stream}"))["ts"])
-        looks = [await each(bench, stream) for each in (back.contents, back.state, back.config, back.positions)]
-        return (now, *looks) if len(looks[0]) == looks[1]["messages"] else None
+        now = parse_time((await query(bench.client, f"STREAM.INFO.{stream}"))["ts"])
+        readings = [await each(bench, stream) for each in (back.contents, back.state, back.config, back.positions)]
+        return (now, *readings) if len(readings[0]) == readings[1]["messages"] else None
 
     now, rows, state, config, positions = await soon(agreed)
-    state["first_seq"] = max(1, state["first_seq"])  # 0 where it never held a message, until it is restored
+    state["first_seq"] = max(1, state["first_seq"])  # 0 if it never held a message, until it is restored
     positions = {name: at for name, at in positions.items() if not name.startswith(("floe", "passing"))}
     return Truth(rows, state, config, positions, now)
 
@@ -244,7 +244,7 @@ async def keys(pen: Pen) -> None:
 
 
 async def cleared(pen: Pen) -> None:
-    """As `nats kv compact`: markers go by a purge of their subjects."""
+    """Purge markers by their subjects, as `nats kv compact` does."""
     await pen.purge(filter=f"$KV.{pen.stream.removeprefix('KV_')}.k1")
 
 
@@ -285,7 +285,7 @@ async def cuts(pen: Pen) -> None:
 
 
 def set_back(sequence: int) -> Act:
-    """Let the stream end at `sequence` again, as a server does whose disk is set back."""
+    """Let the stream end at `sequence` again, as on a server with an older copy of its disk."""
 
     async def act(pen: Pen) -> None:
         held = [row for row in await back.contents(pen.bench, pen.stream) if row.sequence <= sequence]
@@ -299,15 +299,15 @@ def resolves(sequence: int | None = None) -> Act:
 
     async def act(pen: Pen) -> None:
         settings = pen.bench.settings(pen.feed)
-        async with opened(settings) as context:
-            cases = [await look(context, each) for each in partitions_of(SITE, settings.egress.feeds[0])]
-            await new_incarnation(context, cases, plan_incarnation(cases, sequence))
+        async with open_context(settings) as context:
+            cases = [await load_case(context, each) for each in partitions_of(SITE, settings.egress.feeds[0])]
+            await decide_incarnation(context, cases, plan_incarnation(cases, sequence))
 
     return act
 
 
 async def forks(pen: Pen) -> None:
-    """Let the stream be made anew and archived, and then be the former one again."""
+    """Recreate the stream and archive it, then bring the former one back."""
     bench, held = pen.bench, await back.contents(pen.bench, pen.stream)
     await bench.recreate(pen.stream, [b"x"] * 4, storage="file")
     async with bench.egress(pen.feed):
@@ -339,7 +339,7 @@ KINDS: dict[str, Kind] = {
         before=puts(text="larger than any of later"),
         last=edits(max_msg_size=9),
     ),
-    "max_msgs": Kind({"max_msgs": 20}, after=puts(20), feed=NEVER, told=["are not sent: max_msgs 20"]),
+    "max_msgs": Kind({"max_msgs": 20}, after=puts(20), feed=NEVER, notes=["are not sent: max_msgs 20"]),
     "max_bytes": Kind({"max_bytes": 1500}),
     "one of each": Kind({"max_msgs_per_subject": 1, "allow_rollup_hdrs": True}, before=rolls("all"), after=rolls()),
     "full": Kind({"max_msgs": 40, "max_msgs_per_subject": 8, "discard": "new", "discard_new_per_subject": True}),
@@ -366,7 +366,7 @@ KINDS: dict[str, Kind] = {
     "schedules": Kind(
         {"allow_msg_schedules": True, "allow_msg_ttl": True}, before=schedules, after=puts(3, subject="ZOO.out")
     ),
-    # What is gone
+    # Deleted messages
     "deleted": Kind(then=deletes(3, 4, 17)),
     "deleted since": Kind(lost=deletes(5, 6), extra="what was deleted since"),
     "deleted, not captured": Kind(then=deletes(3, 4, 17), feed=NEVER, extra="no deletions were captured"),
@@ -407,7 +407,7 @@ KINDS: dict[str, Kind] = {
         before=puts(0),
         after=puts(0),
         same_config=False,
-        told=["mirror is left out", "as its only one"],
+        notes=["mirror is left out", "as its only one"],
     ),
     # Consumers
     "consumers": Kind(
@@ -419,7 +419,7 @@ KINDS: dict[str, Kind] = {
         consumers={"app": EXPLICIT},
         then=takes("app", 10, 4),
         positions=False,
-        told=["consumer app: 6 messages delivered and not acknowledged", "so all behind 4 are delivered again"],
+        notes=["consumer app: 6 messages delivered and not acknowledged", "so all behind 4 are delivered again"],
     ),
     # Limits that were changed
     "max_msgs lifted": Kind({"max_msgs": 20}, then=puts(15), after=acts(edits(max_msgs=-1), puts(10))),
@@ -436,20 +436,20 @@ KINDS: dict[str, Kind] = {
         after=puts(0),
         last=acts(deletes(6, 7), purges(seq=4)),
         to_t=True,
-        told=["deletions are those of", "before the point in time"],
+        notes=["deletions are those of", "before the point in time"],
     ),
     "T, deleted before and later": Kind(then=deletes(5), last=deletes(6, 7, 33), to_t=True),
     "T, read later": Kind(
         consumers={"app": EXPLICIT}, then=takes("app", 10), after=puts(0), last=takes("app", 15), to_t=True
     ),
     "T, KV put anew while egress was away": Kind(
-        kv(3), before=keys, after=keys, name="KV_ZOO", to_t=True, told=["had left the stream before"], same_state=False
+        kv(3), before=keys, after=keys, name="KV_ZOO", to_t=True, notes=["had left the stream before"], same_state=False
     ),
     # Histories
     "set back": Kind(
         between=acts(set_back(20), puts(15), resolves()),
         incarnation=1,
-        told=["0000/0 goes on to 30, and 0001 continues it up to 20 only: 10 sequences of 21..30 of another history"],
+        notes=["0000/0 goes on to 30, and 0001 continues it up to 20 only: 10 sequences of 21..30 of another history"],
     ),
     "partitions set back": Kind(
         {"subjects": ["ZOO.0.>", "ZOO.1.>"]},
@@ -515,9 +515,9 @@ async def made(bench: Bench, kind: Kind, source: str, **config: Any) -> Pen:
 
 
 async def frozen(bench: Bench, pens: Mapping[str, Pen], acts: Callable[[Kind], Act | None], *, is_later: bool) -> None:
-    """Let egress archive all of them, do what `acts` says of each with all archived, and drain."""
+    """Let egress archive all of them, run the `acts` of each with all archived, and drain."""
     feeds = [p.feed | (feed_of(p.stream, 2) if is_later and KINDS[k].cut == 2 else {}) for k, p in pens.items()]
-    leases = {"lease_bucket": f"{bench.lease_bucket}_ZOO", "lease_ttl": "20s"}  # not lost in the bustle of all kinds
+    leases = {"lease_bucket": f"{bench.lease_bucket}_ZOO", "lease_ttl": "20s"}  # not lost under the load of all kinds
     async with bench.egress(*feeds, shutdown_timeout=f"{PATIENCE:.0f}s", **leases) as running:
         for pen in pens.values():
             await soon(partial(is_read, running, pen.stream))
@@ -549,7 +549,7 @@ async def archived(bench: Bench, chains: Sequence[Any], pen: Pen) -> bool:
 
 
 def problems(kind: Kind, held: Truth, found: Truth, plan: RestorePlan, report: RestoreReport) -> Iterator[str]:
-    """What of a restored stream is neither as it was nor said by the plan."""
+    """The differences of a restored stream that the plan does not state."""
     was, now = ({row.sequence: row for row in each.rows} for each in (held, found))
     lost, extra, lines = was.keys() - now.keys(), now.keys() - was.keys(), [*plan.notes, *plan.lossy]
     if altered := [sequence for sequence in was.keys() & now.keys() if was[sequence] != now[sequence]]:
@@ -570,20 +570,20 @@ def problems(kind: Kind, held: Truth, found: Truth, plan: RestorePlan, report: R
         yield f"configuration: { ({key: (held.config.get(key), found.config.get(key)) for key in differing}) }"
     if kind.positions and held.positions != found.positions:
         yield f"consumers {held.positions}, restored {found.positions}"
-    yield from (f"not told: {text}" for text in kind.told if not any(text in line for line in lines))
+    yield from (f"not told: {text}" for text in kind.notes if not any(text in line for line in lines))
     if report.exit_code:
         yield f"exit {report.exit_code}: {[*report.lines()]}"
 
 
 def is_number(line: str, count: int) -> bool:
-    """Whether `line` says so many, or an upper bound."""
+    """True if `line` has this number, or an upper bound of it."""
     numbers = [int(text.replace(",", "")) for text in re.findall(r"(?<![\d.])\d[\d,]*(?![\d.])", line)]
     bounds = [int(text.replace(",", "")) for text in re.findall(r"(?:up to|at most) (\d[\d,]*)", line)]
     return count in numbers or any(bound >= count for bound in bounds)
 
 
 async def visited(bench: Bench, kinds: Mapping[str, Kind], **config: Any) -> dict[str, list[str]]:
-    """The problems of each kind that has some, `config` in each of them."""
+    """The problems of each kind that has some, with `config` in each of them."""
     source = await bench.make_stream(unique("S"), storage="file", **config)
     await bench.publish(source, [b"%d" % n for n in range(30)])
     pens = {name: await made(bench, kind, source, **config) for name, kind in kinds.items()}
@@ -618,7 +618,7 @@ async def visited(bench: Bench, kinds: Mapping[str, Kind], **config: Any) -> dic
     return wrong
 
 
-async def test_what_comes_back_is_what_was_there_or_the_plan_has_the_difference_in_numbers(bench: Bench) -> None:
+async def test_a_stream_comes_back_as_it_was_or_the_plan_has_the_difference(bench: Bench) -> None:
     wrong = await visited(bench, KINDS)
     assert not wrong, "\n".join(f"{name}:\n  " + "\n  ".join(texts) for name, texts in wrong.items())
 
@@ -626,13 +626,13 @@ async def test_what_comes_back_is_what_was_there_or_the_plan_has_the_difference_
 HERD = ("plain", "deleted", "max_msgs", "KV of history", "consumers", "interest of two", "work queue", "cut anew")
 
 
-@pytest.mark.timing  # three servers that hear each other too late elect leaders for minutes
-async def test_what_three_servers_held_comes_back_as_it_was(clustered: Bench) -> None:
+@pytest.mark.timing  # three servers with late heartbeats elect leaders for minutes
+async def test_a_stream_of_three_servers_comes_back(clustered: Bench) -> None:
     wrong = await visited(clustered, {n: KINDS[n] for n in (*HERD, "begins at 1000", "T, read later")}, num_replicas=3)
     assert not wrong, wrong
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Egress drains with time for its captures, as what was captured at T is compared."""
-    monkeypatch.setattr("egress.captures.DRAIN", PATIENCE)
+    """Let egress drain with time for its captures, as the capture at T is compared."""
+    monkeypatch.setattr("egress.captures.DRAIN_TIMEOUT_S", PATIENCE)

@@ -1,4 +1,4 @@
-"""Retention and those who read the archive: targets of ingress, egress, replay and drill."""
+"""Retention and the readers of the archive: targets of ingress, egress, replay and drill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.errors import FloeError
 from common.jetstream.client import FloeClient
 from compaction.retention import Retention, RetentionReport, RetentionRule
 from ingress import report
-from ingress.parked import State
+from ingress.parked import ParkedState
 from ingress.replay.request import ReplayOptions
 from tests.integration.test_ingress_messages import check_all_once, kept, make_limited, raise_limit, states, with_large
 from tests.support.basics import commands_of, soon
@@ -27,7 +27,7 @@ NOW = 4_000_000_000.0  # everything is old by then
 
 
 def expire(archive: Archive) -> RetentionReport:
-    """A run of retention in which everything is due."""
+    """Run retention with everything due."""
     return Retention(archive.store, lambda _site, _feed: RetentionRule(1.0), {}).apply([CHAIN], NOW, lambda: None)
 
 
@@ -35,14 +35,14 @@ def ranges(archive: Archive) -> list[str]:
     return [str(ref.coverage) for ref in archive.store.list(CHAIN)]
 
 
-async def said(archive: Archive, centre: Centre, at: int) -> None:
-    """Until the target says that it stands there."""
+async def reported_at(archive: Archive, centre: Centre, at: int) -> None:
+    """Wait until the target reports this position."""
 
-    def stands() -> bool:
+    def is_there() -> bool:
         found = archive.documents.read_positions(centre.target)
         return found is not None and found.positions.get(CHAIN) == at
 
-    await soon(stands)
+    await soon(is_there)
 
 
 async def test_a_parked_message_is_delivered_though_its_segment_is_gone(
@@ -56,29 +56,29 @@ async def test_a_parked_message_is_delivered_though_its_segment_is_gone(
     parked = await kept(client, centre)
     async with centre.running():
         await centre.carried(client, 47)
-        await soon(lambda: set(states(parked).values()) == {State.PARKED})
-        await said(archive, centre, 51)
+        await soon(lambda: set(states(parked).values()) == {ParkedState.PARKED})
+        await reported_at(archive, centre, 51)
     await raise_limit(client, centre, 100_000)
     expire(archive)
     assert ranges(archive) == ["41..50"]
-    parked.ask(*parked.entries().values())
+    parked.request_retry(*parked.list_entries().values())
     async with centre.running():
         check_all_once(await centre.carried(client, 50), archive, centre, {5, 17, 30})
 
 
 @pytest.mark.real
-async def test_a_released_target_that_is_carried_again_stops_with_the_command_that_goes_on(
+async def test_a_released_target_that_is_carried_again_stops_with_the_command_to_resume(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "SPACING", 1.0)
+    monkeypatch.setattr(report, "POSITIONS_INTERVAL_S", 1.0)
     archive.put(rows_of(1, 10))
     centre = Centre(tmp_path, archive, nats_url)
     async with centre.running():
         await centre.carried(client, 10)
-        await said(archive, centre, 11)
+        await reported_at(archive, centre, 11)
     for first in (11, 21, 31):
         archive.put(rows_of(first, first + 9))
-    assert [(each.target, each.first) for each in expire(archive).held] == [(centre.target, 11)]
+    assert [(each.target, each.first) for each in expire(archive).holds] == [(centre.target, 11)]
     config = str(centre.write())
     [row] = (await floe("checkpoint", "ls", "-c", config, "--json")).json()
     assert [(kept["chain"], kept["from"], kept["why"]) for kept in row["kept"]] == [(str(CHAIN), 11, None)]
@@ -104,8 +104,8 @@ async def test_a_released_target_that_is_carried_again_stops_with_the_command_th
         assert done.code == 0, done.err
         del archive.rows[CHAIN][10:30]
         check_exact(await centre.carried(client, 20), archive, centre.prefix)
-        # It says again where it is, and holds what it has not got.
-        await said(archive, centre, 41)
+        # It reports its position again, and holds the rows that it still needs.
+        await reported_at(archive, centre, 41)
 
 
 # Replay and drill
@@ -113,7 +113,7 @@ async def test_a_released_target_that_is_carried_again_stops_with_the_command_th
 
 @pytest.fixture
 async def cut(world: World) -> World:
-    """1..300, of which retention left what is from 201 on."""
+    """A target and 1..300, of which retention left 201..300."""
     world.fill((1, 100), (101, 200), (201, 250), (251, 300))
     await world.make()
     archive = world.archive
@@ -123,28 +123,28 @@ async def cut(world: World) -> World:
     return world
 
 
-async def test_a_replay_says_what_is_gone_and_since_when(cut: World) -> None:
+async def test_a_replay_names_gone_rows_and_since_when(cut: World) -> None:
     since = "us-east/NODES/0000/0: what was before 201 is gone by retention since 20"
     for asked in ({}, {"from_sequence": 150}, {"to_time": "2062-01-02T03:04:05Z"}):
-        notes = (await cut.look(**asked)).notes
+        notes = (await cut.preview(**asked)).notes
         assert sum(note.startswith(since) for note in notes) == 1, asked
-    assert not any("retention" in note for note in (await cut.look(from_sequence=201)).notes)
+    assert not any("retention" in note for note in (await cut.preview(from_sequence=201)).notes)
     with pytest.raises(FloeError) as caught:
-        await cut.look(to_sequence=150)
+        await cut.preview(to_sequence=150)
     assert since in caught.value.hint
     assert (await cut.run()).rows == 100
     assert await cut.sequences() == list(range(201, 301))
 
 
-async def test_a_replay_from_under_which_the_archive_is_deleted_stops_and_can_take_what_is_left(world: World) -> None:
+async def test_a_replay_of_an_archive_that_is_deleted_stops_and_can_take_the_rest(world: World) -> None:
     world.fill((1, 100), (101, 200), (201, 300), (301, 310))
     await world.make()
-    failpoints.enable("replay.begun=raise")
+    failpoints.set_failpoints("replay.begun=raise")
     try:
         with pytest.raises(failpoints.FailpointRaised):
             await world.run()
     finally:
-        failpoints.enable("")
+        failpoints.set_failpoints("")
     expire(world.archive)
     assert world.archive.documents.read_floor(CHAIN) == 301
 

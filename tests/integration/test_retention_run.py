@@ -1,4 +1,4 @@
-"""Retention of the archive by `floe compact`, on S3 and in a folder: what goes, what stays, and what it says."""
+"""Retention of the archive by `floe compact`, on S3 and in a folder: deleted and kept segments, and its output."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.support.basics import SharedS3
 from tests.support.compaction import CHAIN, at_once, rows
 from tests.support.proxies import FaultProxy, refusing_conditions
 
-# Half an hour over the week: what a test takes of it changes no words.
+# Half an hour over the week: the time that a test takes does not change the output.
 LEVEL = {**compaction_cli.LEVEL, "min_age": "7d30m", "max_wait": "7d30m"}
 DAY, PAIR = 86_400, "us-east/NODES"
 LATER, SLICE = Chain("us-east", "NODES", 1), Chain("us-east", "NODES", 1, 1)
 
 
 def ns(days: float) -> int:
-    """A time so many days ago."""
+    """The time `days` ago, in nanoseconds."""
     return int((time.time() - days * DAY) * 1e9)
 
 
 class Site(compaction_cli.Site):
-    """One whose retention is configured, on any store."""
+    """A site with configured retention, on any store."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.store_config = config
@@ -48,11 +48,11 @@ class Site(compaction_cli.Site):
             self.chains.create_chain(chain, ChainDocument((), 1, 1))
 
     def old(self, first: int, last: int, days: float, **more: Any) -> SegmentRef:
-        """A segment whose newest message is so many days old, whenever it is put."""
+        """Put a segment with a newest message that is so many days old, at any time of the put."""
         return self.put(first, last, rows(range(first, last + 1), at_ns=ns(days)), **more)
 
     def month(self, chain: Chain = CHAIN) -> None:
-        """1..50: 40, 35, 31, 5 and 0 days old."""
+        """Put 1..50: 40, 35, 31, 5 and 0 days old."""
         for first, days in zip(range(1, 50, 10), (40, 35, 31, 5, 0), strict=True):
             self.old(first, first + 9, days, chain=chain)
 
@@ -69,8 +69,8 @@ class Site(compaction_cli.Site):
         found: dict[str, Any] = self.floe("compact", *options, "--json")["retention"]
         return found
 
-    def said(self, target: str = "FLEET", **positions: int) -> None:
-        """A target says that it holds everything of the chain before this sequence."""
+    def write_position(self, target: str = "FLEET", **positions: int) -> None:
+        """Write that a target holds everything of the chain before the sequence `at`."""
         at = {CHAIN: positions["at"]} if positions else {}
         self.chains.write_positions(TargetPositions(target, time.time(), at, (PAIR,)))
 
@@ -94,7 +94,7 @@ def kept(request: pytest.FixtureRequest) -> Site:
     return found
 
 
-# What goes
+# Deletions
 
 
 @pytest.mark.servers
@@ -114,7 +114,7 @@ def test_a_store_that_refuses_conditions_keeps_everything(bucket: Site, s3: Shar
     assert (bucket.ranges(), bucket.floor()) == (kept, None)
 
 
-def test_what_is_older_goes_from_the_beginning_behind_a_raised_floor(kept: Site):
+def test_older_rows_go_from_the_beginning_behind_a_raised_floor(kept: Site):
     kept.month()
     before = kept.listed()
     kept.configure(max_age="30d")
@@ -141,10 +141,10 @@ def test_what_is_older_goes_from_the_beginning_behind_a_raised_floor(kept: Site)
     assert kept.floe("compact", "us-east/NODES").out.startswith("nothing to do yet: 2 segments of 1 chain")
 
 
-def test_what_is_above_the_size_goes_oldest_first(site: Site):
+def test_the_oldest_goes_first_above_the_size(site: Site):
     for first in range(1, 50, 10):
         site.put(first, first + 9)
-    site.put(1, 10, level=1)  # in its grace: what it holds counts once
+    site.put(1, 10, level=1)  # in its grace: its rows count once
     retention = Retention(site.store, lambda _site, _feed: RetentionRule(max_bytes=3 * site.listed()[0].size + 900), {})
     retention.apply([CHAIN], time.time(), lambda: None)
     assert site.ranges() == ["0:21..30", "0:31..40", "0:41..50"]
@@ -163,7 +163,7 @@ def test_parts_of_feeds_and_runs_that_delete_nothing_leave_all(
     assert (len(site.ranges()), site.floor()) == (5, None)
 
 
-def test_what_comes_late_below_the_floor_goes_with_the_next_run_and_a_hole_is_none(site: Site):
+def test_late_rows_below_the_floor_go_with_the_next_run_and_leave_no_hole(site: Site):
     for first, days in ((1, 40), (31, 35), (41, 1), (51, 0)):
         site.old(first, first + 9, days)
     site.configure(max_age="30d")
@@ -176,7 +176,7 @@ def test_what_comes_late_below_the_floor_goes_with_the_next_run_and_a_hole_is_no
     site.floe("segments", "verify")
 
 
-def test_a_spoiled_floor_deletes_nothing_and_is_told_once(site: Site):
+def test_a_corrupt_floor_deletes_nothing_and_is_logged_once(site: Site):
     site.month()
     site.objects.put(site.layout.floor_document(CHAIN), b"{}")
     site.configure(max_age="30d")
@@ -185,17 +185,17 @@ def test_a_spoiled_floor_deletes_nothing_and_is_told_once(site: Site):
     assert len(site.ranges()) == 5
 
 
-# What a target needs
+# Rows that a target needs
 
 
-def test_a_target_that_stands_still_holds_retention_until_it_is_released(site: Site, tmp_path: Path):
+def test_an_idle_target_holds_retention_until_it_is_released(site: Site, tmp_path: Path):
     site.month()
     site.configure("FLEET", max_age="30d")
     metrics = tmp_path / "floe.prom"
 
-    [held] = site.compact()["held"]  # it has said nothing yet
+    [held] = site.compact()["held"]  # it has no position yet
     assert (held["target"], held["first"], held["why"]) == ("FLEET", 1, "it has not said yet how far it is")
-    site.said(at=15)
+    site.write_position(at=15)
     site.configure(max_age="30d")  # also one that this configuration does not name
     assert [each["bytes"] for each in site.compact("--dry-run")["held"]] == [sum(s.size for s in site.listed()[1:3])]
     done = site.floe("compact", "--metrics-textfile", str(metrics), "us-east/NODES")
@@ -216,15 +216,15 @@ def test_a_target_that_stands_still_holds_retention_until_it_is_released(site: S
     assert "retention_held_bytes{" not in metrics.read_text()
 
 
-def test_what_an_operator_moves_back_to_while_floors_are_raised_is_not_deleted(site: Site):
+def test_rows_an_operator_moves_back_to_while_floors_rise_are_not_deleted(site: Site):
     site.month()
-    site.said(at=45)
+    site.write_position(at=45)
     retention = Retention(site.store, lambda _site, _feed: RetentionRule(30 * DAY), {})
 
-    retention.apply([CHAIN], time.time(), lambda: site.said(at=15))
+    retention.apply([CHAIN], time.time(), lambda: site.write_position(at=15))
 
     assert (site.floor(), site.ranges()[0]) == (31, "0:11..20")
-    site.said(at=45)
+    site.write_position(at=45)
     retention.apply([CHAIN], time.time(), lambda: None)
     assert site.ranges() == ["0:31..40", "0:41..50"]
 
@@ -236,20 +236,20 @@ def expire(site: Site) -> None:
     Retention(site.store, lambda _site, _feed: RetentionRule(30 * DAY), {}).apply([CHAIN], time.time(), lambda: None)
 
 
-def test_what_is_deleted_while_verify_looks_is_no_hole(site: Site):
+def test_deletions_during_verify_are_no_holes(site: Site):
     site.month()
-    told: list[str] = []
+    seen: list[str] = []
 
-    def tell(ref: SegmentRef, _footer: object) -> None:
-        if not told:
+    def note(ref: SegmentRef, _footer: object) -> None:
+        if not seen:
             expire(site)
-        told.append(str(ref.coverage))
+        seen.append(str(ref.coverage))
 
-    assert verify_chains(site.store, site.chains, [CHAIN], window=1, tell=tell)[0].problems == []
-    assert told == ["1..10", "31..40", "41..50"]
+    assert verify_chains(site.store, site.chains, [CHAIN], window=1, on_segment=note)[0].problems == []
+    assert seen == ["1..10", "31..40", "41..50"]
 
 
-def test_a_query_that_reads_what_is_gone_says_since_when(site: Site):
+def test_a_query_that_reads_gone_rows_shows_since_when(site: Site):
     site.month()
     ref = site.listed()[1]
     expire(site)
@@ -265,7 +265,7 @@ def captured(kept: Site, *ends: int, chain: Chain = CHAIN) -> None:
 
 
 def ends(kept: Site, kind: str, chain: Chain = CHAIN) -> list[int]:
-    return [ref.end for ref in kept.captures.ls(chain, kind)]
+    return [ref.end for ref in kept.captures.list_captures(chain, kind)]
 
 
 def test_captures_that_no_restore_takes_any_more_go_with_the_floor(kept: Site):

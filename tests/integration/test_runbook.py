@@ -1,4 +1,4 @@
-"""The commands of the runbook (docs/replay.md) as they stand there, against a world that lost something."""
+"""The commands of the runbook (docs/replay.md) as printed there, against a world that lost something."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.egress import SITE, Bench
 from tests.support.ingress import Archive, Centre, check_exact, closed_at, count_in, rows_of, stop_of
 
 pytestmark = pytest.mark.servers
-ASK = ("checkpoint", "set")  # commands that ask on a terminal: here nobody can be asked
+ASK = ("checkpoint", "set")  # commands that ask on a terminal: here is none
 
 
 def commands(section: str) -> list[str]:
@@ -37,13 +37,13 @@ def commands(section: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Page:
-    """A section, and what stands for the names in it."""
+    """A section, and the replacements of the names in it."""
 
     section: str
     names: dict[str, str]
 
     async def run(self, wanted: str) -> Done:
-        """Run the one command that ends in `wanted`; nothing is changed but names."""
+        """Run the one command that ends in `wanted`; only names are replaced."""
         (line,) = [each for each in commands(self.section) if each.endswith(wanted)]
         program, *words = [self.names.get(word, word) for word in shlex.split(line)]
         assert program == "floe"
@@ -55,9 +55,9 @@ class Page:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correct, "STILL", 0.1)
-    monkeypatch.setattr(delivery, "IDLE_SPACING", 0.2)
-    monkeypatch.setattr(delivery, "ROUND_SPACING", 0.2)
+    monkeypatch.setattr(correct, "STILL_INTERVAL_S", 0.1)
+    monkeypatch.setattr(delivery, "STATE_CHECK_INTERVAL_S", 0.2)
+    monkeypatch.setattr(delivery, "PROGRESS_CHECK_INTERVAL_S", 0.2)
 
 
 def recent(first: int, last: int) -> list[Message]:

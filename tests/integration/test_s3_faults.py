@@ -1,4 +1,4 @@
-"""S3Objects against bad networks, bad proxies and bad stores: what is done, what is not, what is unknown."""
+"""S3Objects against bad networks, bad proxies and bad stores: writes that are done, not done, or unknown."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ import pytest
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.open import open_objects
 from common.objects.s3 import S3Account, S3Objects, S3Options
-from common.objects.s3_errors import PAUSES, why_not_connected
+from common.objects.s3_errors import S3_RETRY_PAUSES_S, connection_problem
 from common.settings.loader import read_secret
 from common.settings.root import StoreSettings
-from common.settings.types import FileSecret, read_all_again
+from common.settings.types import FileSecret, reread_all_secrets
 from infra.local.process import free_port
 from tests.support.basics import SharedS3
 from tests.support.clock import ManualClock
@@ -38,8 +38,8 @@ from tests.support.proxies import (
     drop_after_apply,
     fail_after_apply,
     html,
+    raw,
     refuse,
-    say,
     truncate,
 )
 
@@ -49,7 +49,7 @@ OPTIONS = S3Options(attempts=2, read_timeout=2, multipart_bytes=6 * MIB, part_by
 
 @pytest.fixture(autouse=True)
 def _quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    # boto3's own pauses, up to a second for the second try, are not what these tests are about.
+    # These tests are not about the pauses of boto3, up to a second for the second try.
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
 
 
@@ -111,11 +111,11 @@ def open_s3(s3: SharedS3, url: str, bucket: str, *, secret: str = "", options: S
     return S3Objects(bucket, account, options, ManualClock())
 
 
-def fails(kind: type[FloeError], said: str, *calls: Callable[[], object]) -> list[str]:
-    """Each of the calls fails so; their codes."""
+def fails(kind: type[FloeError], text: str, *calls: Callable[[], object]) -> list[str]:
+    """Check that each of the calls fails so, and return their codes."""
     codes = []
     for call in calls:
-        with pytest.raises(kind, match=said or None) as caught:
+        with pytest.raises(kind, match=text or None) as caught:
             call()
         codes.append(caught.value.code)
     return codes
@@ -130,9 +130,9 @@ def sha256(content: bytes) -> str:
 
 @pytest.mark.parametrize(
     ("status", "code", "named", "pause"),
-    [(429, "TooManyRequests", "900", OPTIONS.read_timeout), (400, "KMS.ThrottlingException", "", PAUSES[0])],
+    [(429, "TooManyRequests", "900", OPTIONS.read_timeout), (400, "KMS.ThrottlingException", "", S3_RETRY_PAUSES_S[0])],
 )
-def test_what_boto_gives_up_at_is_asked_for_again(
+def test_answers_that_boto_does_not_retry_are_retried(
     far: Far, monkeypatch: pytest.MonkeyPatch, status: int, code: str, named: str, pause: float
 ) -> None:
     waits: list[float] = []
@@ -153,7 +153,7 @@ def test_what_boto_gives_up_at_is_asked_for_again(
 
 
 def test_an_address_that_redirects_is_named(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
-    """As `http://` to `https://`, or a captive portal. boto3 asked for the bucket's region of it, without end."""
+    """Redirects from `http://` to `https://`, or a captive portal. boto3 asked it for the bucket's region for ever."""
     page = [("Location", "https://elsewhere.invalid/"), ("Content-Type", "text/html")]
     calls = (lambda: objects.put("k", b"1"), lambda: objects.head("k"), lambda: objects.list(""))
     for status in (301, 307):
@@ -173,11 +173,11 @@ def test_a_proxy_of_the_environment_is_not_used(s3: SharedS3, bucket: str, monke
     assert objects.get("k") == b"1"
 
 
-# F32, F42: writes, of which the work is done or not, and the answer lost or not
+# F32, F42: writes that are done or not, with the answer lost or not
 
 
 WRITES = {
-    # name: (what is refused or lost, the fault, bytes, error, said, whether it is stored)
+    # name: (the refused or lost operation, the fault, bytes, error, its text, True if it is stored)
     "lost answer": ("put", drop_after_apply(), 1, OutcomeUnknown, "put s3://", True),
     "failed answer": ("put", fail_after_apply(500), 1, OutcomeUnknown, "put s3://", True),
     "lost request": ("put", drop(), 1, OutcomeUnknown, "", False),
@@ -191,12 +191,12 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize(("operation", "fault", "size", "kind", "said", "stored"), WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize(("operation", "fault", "size", "kind", "text", "stored"), WRITES.values(), ids=WRITES)
 def test_a_write_is_done_or_not_done_or_unknown(
-    far: Far, operation: str, fault: Any, size: int, kind: type[FloeError], said: str, stored: bool
+    far: Far, operation: str, fault: Any, size: int, kind: type[FloeError], text: str, stored: bool
 ) -> None:
     far.proxy.on(operation, fault)
-    fails(kind, said, lambda: far.objects.put_if_absent("k", bytes(size), sha256=sha256(bytes(size))))
+    fails(kind, text, lambda: far.objects.put_if_absent("k", bytes(size), sha256=sha256(bytes(size))))
     head = far.direct.head("k")
     assert (head is not None) is stored
     assert head is None or head.size == size
@@ -205,7 +205,7 @@ def test_a_write_is_done_or_not_done_or_unknown(
         far.proxy.on("delete", fault)
         fails(OutcomeUnknown, "delete s3://", lambda: far.objects.delete("k"))
         assert far.direct.head("k") is None
-    if operation == "put" and not said.startswith("not an"):
+    if operation == "put" and not text.startswith("not an"):
         far.proxy.clear()
         far.proxy.on("put", fault, times=1)
         far.objects.put("k", b"2")
@@ -214,7 +214,7 @@ def test_a_write_is_done_or_not_done_or_unknown(
 
 def test_a_condition_refused_after_a_lost_answer_is_unknown(far: Far) -> None:
     far.direct.put("there", b"0")
-    etag, said = far.direct.list("there")[0].etag, r"put s3://.*/(new|there|large): refused, perhaps"
+    etag, text = far.direct.list("there")[0].etag, r"put s3://.*/(new|there|large): refused, perhaps"
     for operation, key in (("put", "new"), ("put", "there"), ("complete", "large")):
         far.proxy.on(operation, drop_after_apply(), key=key, times=1)
     calls = (
@@ -222,7 +222,7 @@ def test_a_condition_refused_after_a_lost_answer_is_unknown(far: Far) -> None:
         lambda: far.objects.put_if_match("there", b"1", etag),
         lambda: far.objects.put_if_absent("large", bytes(7 * MIB)),
     )
-    fails(OutcomeUnknown, said, *calls)
+    fails(OutcomeUnknown, text, *calls)
     assert (far.direct.get("new"), far.direct.get("there"), far.direct.get("large")) == (b"1", b"1", bytes(7 * MIB))
     far.proxy.on("put", refuse(503, "SlowDown"), times=1)
     assert not far.objects.put_if_absent("there", b"2"), "after a busy one it is refused"
@@ -249,42 +249,40 @@ GETS = {
         for value in ("bytes 10-18/1000", "bytes 10-19/*", "")
     },
     "longer": (longer, Unavailable, LONG),
-    "404 of a web page": (say(404, b"<html>no such page</html>"), Unavailable, ""),
+    "404 of a web page": (raw(404, b"<html>no such page</html>"), Unavailable, ""),
     "busy": (refuse(503, "SlowDown"), Unavailable, "get s3://.*/k: SlowDown"),
     "refused": (refuse(403, "AccessDenied"), Refused, "grant s3:GetObject, and s3:ListBucket"),
 }
 
 
-@pytest.mark.parametrize(("fault", "kind", "said"), GETS.values(), ids=GETS)
-def test_what_is_not_the_body_is_never_returned(
-    far: Far, fault: Any, kind: type[FloeError], said: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("fault", "kind", "text"), GETS.values(), ids=GETS)
+def test_a_wrong_body_is_never_returned(far: Far, fault: Any, kind: type[FloeError], text: str, tmp_path: Path) -> None:
     content, copy = bytes(range(250)) * 4, tmp_path / "copy"
     far.direct.put("k", content)
     far.proxy.on("get", fault)
     whole = (lambda: far.objects.get("k"), lambda: far.objects.download("k", copy))
-    part = () if said == LONG else (lambda: far.objects.get("k", first=10, length=10),)
-    codes = fails(kind, said, *part, *(() if said == OTHER_RANGE else whole))
+    part = () if text == LONG else (lambda: far.objects.get("k", first=10, length=10),)
+    codes = fails(kind, text, *part, *(() if text == OTHER_RANGE else whole))
     if "cut" in str(codes).lower():
         assert {*codes} == {"E-S3-CUT"}
         for read in (*whole[:1], *part):
             far.proxy.clear()
             far.proxy.on("get", fault, times=1)
             assert read() in (content, content[10:20]), "read again"
-    assert said != LONG or copy.stat().st_size == 1001, "a copy ends behind its length"
+    assert text != LONG or copy.stat().st_size == 1001, "a copy ends behind its length"
 
 
 def test_a_head_that_is_refused_or_of_a_web_page_is_no_missing_object(far: Far) -> None:
-    for head, get, kind, said in (
-        (say(403, b""), refuse(403, "AccessDenied"), Refused, "grant s3:GetObject, and s3:ListBucket"),
-        (say(404, b""), say(404, b"<html>no such page</html>"), Unavailable, ""),
+    for head, get, kind, text in (
+        (raw(403, b""), refuse(403, "AccessDenied"), Refused, "grant s3:GetObject, and s3:ListBucket"),
+        (raw(404, b""), raw(404, b"<html>no such page</html>"), Unavailable, ""),
         (html(), html(), Unavailable, "no size or time"),
     ):
         far.proxy.clear()
         far.proxy.on("head", head).on("get", get)
-        fails(kind, said, lambda: far.objects.head("k"))
+        fails(kind, text, lambda: far.objects.head("k"))
     far.proxy.on("versions", refuse(403, "AccessDenied"))
-    assert far.objects.hidden("a/") == [], "who may not see versions is shown none"
+    assert far.objects.deleted_objects("a/") == [], "who may not see versions is shown none"
 
 
 def test_a_server_that_does_not_answer_in_time_is_tried_again(objects: S3Objects, proxy: FaultProxy) -> None:
@@ -298,10 +296,10 @@ def test_a_server_that_does_not_answer_in_time_is_tried_again(objects: S3Objects
 
 NOT_LISTINGS = {
     "html": html(),
-    "html that is XML": say(200, b"<html><body><p>sign in</p></body></html>"),
-    "nothing": say(200, b"", "application/xml"),
-    "an empty document": say(200, b"<ListBucketResult/>", "application/xml"),
-    "an entity bomb": say(
+    "html that is XML": raw(200, b"<html><body><p>sign in</p></body></html>"),
+    "nothing": raw(200, b"", "application/xml"),
+    "an empty document": raw(200, b"<ListBucketResult/>", "application/xml"),
+    "an entity bomb": raw(
         200,
         b'<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;">]>'
         b"<ListBucketResult><Name>&b;</Name></ListBucketResult>",
@@ -320,7 +318,7 @@ NOT_LISTINGS = {
 
 
 @pytest.mark.parametrize("fault", NOT_LISTINGS.values(), ids=NOT_LISTINGS.keys())
-def test_what_is_no_listing_is_never_an_empty_one(far: Far, fault: Any) -> None:
+def test_an_invalid_listing_is_never_empty(far: Far, fault: Any) -> None:
     for name in ("p/1", "p/2", "p/3"):
         far.direct.put(name, b"")
     far.proxy.on("list", fault)
@@ -342,7 +340,7 @@ def test_a_listing_without_progress_ends(objects: S3Objects, direct: S3Objects, 
 
 
 def empty_page(token: str) -> Callable[[bytes], bytes]:
-    """A page without keys, which goes on at `token`."""
+    """A page without keys that continues at `token`."""
     end = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>".encode()
 
     def change(xml: bytes) -> bytes:
@@ -392,7 +390,7 @@ def test_pages_without_keys_end(
 
 @contextmanager
 def endless(head: bytes) -> Iterator[tuple[str, list[int]]]:
-    """The address of an HTTP server whose answers never end, and the bytes of the one under way."""
+    """The address of an HTTP server with endless answers, and the bytes of the one under way."""
     sent, chunk = [0], b"10000\r\n" + bytes(65536) + b"\r\n"
 
     def answer(connection: socket.socket) -> None:
@@ -414,18 +412,18 @@ def endless(head: bytes) -> Iterator[tuple[str, list[int]]]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", sent
 
 
-def test_an_answer_without_end_is_given_up(s3: SharedS3) -> None:
-    said, xml = "expected at most 16777216 bytes", b"\r\nContent-Type: application/xml"
-    for head, said_of in (
-        (b"200 OK" + xml, {"list": said, "put": said}),
-        (b"403 Forbidden" + xml, {"list": said, "put": said, "get": said}),
+def test_an_answer_without_end_is_aborted(s3: SharedS3) -> None:
+    text, xml = "expected at most 16777216 bytes", b"\r\nContent-Type: application/xml"
+    for head, text_of in (
+        (b"200 OK" + xml, {"list": text, "put": text}),
+        (b"403 Forbidden" + xml, {"list": text, "put": text, "get": text}),
         (b"206 Partial Content\r\nContent-Range: bytes 0-99/1000", {"get": "expected 100 bytes, found 101 or more"}),
     ):
         with endless(head) as (url, sent):
             objects = open_s3(s3, url, "archive")
             calls = {"put": partial(objects.put, "k", b"1"), "get": partial(objects.get, "k", length=100)}
             calls["list"] = partial(objects.list, "p/")
-            for verb, expected in said_of.items():
+            for verb, expected in text_of.items():
                 with pytest.raises((Unavailable, OutcomeUnknown), match=expected):
                     calls[verb]()
                 assert sent[0] <= 16 * MIB + 16 * MIB, "beside what the buffers of the connection hold"
@@ -443,7 +441,7 @@ SECOND_PAGES = {
 def test_a_second_page_that_fails_is_asked_for_again_or_discards_the_first(
     objects: S3Objects, direct: S3Objects, proxy: FaultProxy, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.objects.s3.PAGE_KEYS", 2)
+    monkeypatch.setattr("common.objects.s3.KEYS_PER_PAGE", 2)
     for n in range(5):
         direct.put(f"p/{n}", b"")
     assert len(objects.list("p/")) == 5
@@ -472,9 +470,9 @@ def test_a_refusal_is_one_line_with_the_next_step(far: Far) -> None:
             far.proxy.on(operation, refuse(status, code, "told\nby the proxy"))
             with pytest.raises(kind) as caught:
                 call()
-            line = caught.value.line().splitlines()[0]
+            line = caught.value.as_text().splitlines()[0]
             assert (line.startswith(f"error[{floe_code}]"), "/a/k: " in line) == (True, True), line
-            assert code in line or operation == "head"  # the answer to a HEAD has no body to say it in
+            assert code in line or operation == "head"  # the answer to a HEAD has no body for it
             assert hints.get(operation, "") in str(caught.value)
 
 
@@ -500,28 +498,28 @@ def test_a_changed_secret_is_read_when_the_former_is_refused(s3: SharedS3, bucke
     fails(Unavailable, "the secret was read again from", lambda: objects.put("k", b"1"))
     objects.put("k", b"1")
     assert objects.get("k") == b"1"
-    # As SIGHUP has it read, before anything was refused.
+    # Read again as by SIGHUP, before anything was refused.
     path.write_text("later")
-    read_all_again()
+    reread_all_secrets()
     fails(Refused, "", lambda: objects.get("k"))
 
 
-def test_a_bucket_elsewhere_is_named_with_its_region(objects: S3Objects, proxy: FaultProxy) -> None:
-    told = "<Region>eu-west-3</Region>"
-    proxy.on("get", refuse(400, "AuthorizationHeaderMalformed", "wrong region", told))
+def test_a_bucket_of_another_region_is_named_with_it(objects: S3Objects, proxy: FaultProxy) -> None:
+    shown = "<Region>eu-west-3</Region>"
+    proxy.on("get", refuse(400, "AuthorizationHeaderMalformed", "wrong region", shown))
     assert fails(ConfigError, r"set store\.region: eu-west-3", lambda: objects.get("k")) == ["E-S3-REGION"]
     fails(ConfigError, "store s3://b: ", lambda: S3Objects("b", S3Account(endpoint_url="not a url")))
 
 
-def test_what_a_command_waits_for_is_told(s3: SharedS3, bucket: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_command_logs_what_it_waits_for(s3: SharedS3, bucket: str, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         account = S3Account(s3.access_key, s3.secret_key, endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
-        objects = S3Objects(bucket, account, replace(OPTIONS, attempts=1, read_timeout=1.5, told_every=0.2))
+        objects = S3Objects(bucket, account, replace(OPTIONS, attempts=1, read_timeout=1.5, wait_log_interval_s=0.2))
         with pytest.raises(Unavailable, match="no answer"):
             objects.list("data/")
-    told = [each.msg for each in caplog.records if "waiting for the store" in str(each.msg)]
-    assert len(told) >= 2, "more than once"
-    assert f"list s3://{bucket}/data/" in str(told[0])
+    shown = [each.msg for each in caplog.records if "store call delayed" in str(each.msg)]
+    assert len(shown) >= 2, "more than once"
+    assert f"list s3://{bucket}/data/" in str(shown[0])
 
 
 # TLS
@@ -549,7 +547,7 @@ def settings_of(s3: SharedS3, url: str, bucket: str, tls: dict[str, object]) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
-def test_a_certificate_is_trusted_by_name_or_not_looked_at_where_that_is_said_and_refused_else(
+def test_a_certificate_is_trusted_by_name_or_not_checked_if_configured_and_refused_else(
     s3: SharedS3, tls_proxy: FaultProxy, bucket: str, certificates: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trusted: dict[str, object] = {"ca": str(certificates / "ca.pem")}
@@ -557,26 +555,26 @@ def test_a_certificate_is_trusted_by_name_or_not_looked_at_where_that_is_said_an
         objects = open_objects(settings_of(s3, tls_proxy.url, bucket, tls))
         objects.put("k", b"1", sha256=sha256(b"1"))
         assert objects.get("k") == b"1"
-    said, plain = r"CERTIFICATE_VERIFY_FAILED.*name the authority in store\.tls\.ca", open_s3(s3, tls_proxy.url, bucket)
-    assert fails(ConfigError, said, lambda: plain.put("k", b"1")) == ["E-S3-TLS"]
+    text, plain = r"CERTIFICATE_VERIFY_FAILED.*name the authority in store\.tls\.ca", open_s3(s3, tls_proxy.url, bucket)
+    assert fails(ConfigError, text, lambda: plain.put("k", b"1")) == ["E-S3-TLS"]
     caplog.clear()
     objects = open_objects(settings_of(s3, tls_proxy.url.replace("127.0.0.1", "localhost"), bucket, trusted))
-    said = r"have store\.endpoint_url name the store as its certificate"
-    assert fails(ConfigError, said, lambda: objects.list("k")) == ["E-S3-TLS"]
+    text = r"have store\.endpoint_url name the store as its certificate"
+    assert fails(ConfigError, text, lambda: objects.list("k")) == ["E-S3-TLS"]
     assert [each for each in caplog.records if each.name.startswith("urllib3")] == [], "one line"
 
 
-def test_a_resolver_that_gives_no_answer_is_told_apart_from_a_host_that_is_not_known() -> None:
-    for cause, said in (
+def test_a_resolver_without_an_answer_differs_from_an_unknown_host() -> None:
+    for cause, text in (
         ("[Errno -3] Temporary failure in name resolution", "is not resolved, the resolver gives no answer"),
         ("[Errno -2] Name or service not known", "is not known"),
     ):
-        told, _ = why_not_connected("https://s3.example.org", f"Failed to resolve 's3.example.org' ({cause})")
-        assert told == f"store https://s3.example.org: the host s3.example.org {said}"
+        shown, _ = connection_problem("https://s3.example.org", f"Failed to resolve 's3.example.org' ({cause})")
+        assert shown == f"store https://s3.example.org: the host s3.example.org {text}"
 
 
-def test_wrong_addresses_are_told_apart(s3: SharedS3, proxy: FaultProxy, tls_proxy: FaultProxy, bucket: str) -> None:
-    for url, code, said in (
+def test_each_wrong_address_is_named(s3: SharedS3, proxy: FaultProxy, tls_proxy: FaultProxy, bucket: str) -> None:
+    for url, code, text in (
         ("http://no-such-host.invalid:8333", 75, "host no-such-host.invalid is not known"),
         (f"http://127.0.0.1:{free_port()}", 75, "refuses connections"),
         (proxy.url.replace("http:", "https:"), 78, f"does not speak TLS; set store.endpoint_url: {proxy.url}"),
@@ -586,11 +584,11 @@ def test_wrong_addresses_are_told_apart(s3: SharedS3, proxy: FaultProxy, tls_pro
             open_s3(s3, url, bucket).list("data/_floe/tails/")
         assert re.search(r"prefix=|%2F|list-type", str(caught.value)) is None, "an address with its path"
         assert f"store {url}" in str(caught.value)
-        assert (caught.value.exit_code, said in str(caught.value)) == (code, True), caught.value
+        assert (caught.value.exit_code, text in str(caught.value)) == (code, True), caught.value
         assert (caught.value.code == "E-S3-TLS") is (code == 78)
 
 
-def test_a_store_that_has_answered_is_away_and_not_misconfigured(objects: S3Objects, proxy: FaultProxy) -> None:
+def test_a_store_that_has_answered_is_down_and_not_misconfigured(objects: S3Objects, proxy: FaultProxy) -> None:
     objects.list("")
     proxy.on("list", drop(), times=9)
     with pytest.raises(Unavailable) as caught:
@@ -599,7 +597,7 @@ def test_a_store_that_has_answered_is_away_and_not_misconfigured(objects: S3Obje
     assert "prefix=" not in str(caught.value)
 
 
-# What is sent
+# Requests
 
 
 def test_requests_carry_checksum_class_and_encryption(s3: SharedS3, proxy: FaultProxy, bucket: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a sampler goes on after a stop, and that it is as if there had been none; or that it says so."""
+"""The resume of a sampler after a stop: as if there had been none, or with a report."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.tasks import Stop
 from egress import metrics
-from egress.advisories.advisory import Advisory, Event
+from egress.advisories.advisory import Advisory, AdvisoryEvent
 from egress.sampling import rebuild
 from egress.sampling.sampler import Sampler
 from tests.support.basics import PATIENCE, counted
 from tests.support.sampling import CHAIN, FEED, SECOND, SITE, START_NS, SampledArchive, facts, fold, sent
 from tests.support.stores import FaultyStore, raising
 
-PENDING = (Advisory(Event.NEW, "one", 1, 1),)
+PENDING = (Advisory(AdvisoryEvent.NEW, "one", 1, 1),)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def whole(site: SampledArchive, log: list[Message], last: int) -> Sampler:
 
 
 async def follow(site: SampledArchive, log: list[Message], place: int, source: int = 1) -> Sampler:
-    """Resume and read again up to `place`."""
+    """Resume, and read again up to `place`."""
     found = await site.resume(place, source)
     fold(found.sampler, [m for m in log if found.read_from <= m.sequence < place])
     return found.sampler
@@ -68,20 +68,20 @@ async def follow(site: SampledArchive, log: list[Message], place: int, source: i
 
 async def test_a_new_chain_begins_with_an_empty_snapshot_at_its_first_sequence(site: SampledArchive) -> None:
     found = await site.resume(7, 7, first=7)
-    assert (found.read_from, found.newest_ns, found.rebuilt, found.outbox) == (7, 0, False, ())
+    assert (found.read_from, found.newest_ns, found.is_rebuilt, found.outbox) == (7, 0, False, ())
     [ref] = site.snapshots().list()
     assert ref.position == 7
     assert facts(found.sampler) == {}
 
 
-async def test_before_the_first_segment_a_damaged_genesis_or_other_settings_begin_anew(site: SampledArchive) -> None:
+async def test_before_the_first_segment_a_damaged_genesis_or_other_settings_reset(site: SampledArchive) -> None:
     await site.resume(1)
     [ref] = site.snapshots().list()
     site.objects.put(ref.key, b"x" * ref.size)
-    assert not (await site.resume(1)).rebuilt
+    assert not (await site.resume(1)).is_rebuilt
     assert site.snapshots().read(site.snapshots().list()[0]).position == 1
     site.set(inspect_duration="50s")
-    assert not (await site.resume(1)).rebuilt
+    assert not (await site.resume(1)).is_rebuilt
     assert len(site.snapshots().list()) == 2
 
 
@@ -91,16 +91,16 @@ async def test_a_stream_that_was_made_again_begins_with_nothing(site: SampledArc
     chain = CHAIN.next_incarnation()
     site.begin(chain, "2026-11-21T00:00:00Z", {0: 100})
     found = await site.resume(1, chain=chain)
-    assert (found.rebuilt, facts(found.sampler)) == (False, {})
+    assert (found.is_rebuilt, facts(found.sampler)) == (False, {})
 
 
 # Followed
 
 
-async def test_what_is_followed_keeps_its_outbox_and_of_two_at_one_position_it_is_the_one_that_knows_more(
+async def test_a_followed_snapshot_keeps_its_outbox_and_of_two_at_one_position_the_fuller_one_counts(
     site: SampledArchive,
 ) -> None:
-    """They may bear the same second of the store's clock."""
+    """Both may have the same second of the store's clock."""
     log = busy_log()
     site.archive(log, [100])
     for newest in (200, 900, 500):
@@ -110,17 +110,17 @@ async def test_what_is_followed_keeps_its_outbox_and_of_two_at_one_position_it_i
 
 
 @pytest.mark.parametrize("retention", ["workqueue", "interest"])
-async def test_a_queue_that_has_dropped_what_is_archived_is_followed_from_the_very_position(
+async def test_a_queue_that_has_dropped_archived_messages_is_followed_from_the_position(
     site: SampledArchive, retention: str
 ) -> None:
     log = busy_log()
     site.archive(log, [100])
     site.save(whole(site, log, 100), 101)
     found = await site.resume(101, 105, retention=retention)  # up to 104 were another partition's
-    assert (found.rebuilt, found.read_from) == (False, 101)
+    assert (found.is_rebuilt, found.read_from) == (False, 101)
     site.archive(log, [120], first=101)
-    # One message of others is still held from before; what was archived is gone from behind it all the same.
-    assert (await site.resume(121, 7, retention=retention)).rebuilt
+    # One message of others is still held from before; archived ones are gone from behind it all the same.
+    assert (await site.resume(121, 7, retention=retention)).is_rebuilt
 
 
 async def test_a_damaged_snapshot_is_left_for_the_next_older_one(site: SampledArchive, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ async def test_a_damaged_snapshot_is_left_for_the_next_older_one(site: SampledAr
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
     found = await site.resume(301)
-    assert (found.taken, found.rebuilt) == (older.key, False)
+    assert (found.snapshot_key, found.is_rebuilt) == (older.key, False)
     assert facts(await follow(site, log, 301)) == facts(whole(site, log, 300))
 
 
@@ -146,12 +146,12 @@ async def test_changed_settings_build_it_again_once(site: SampledArchive, caplog
     site.set(inspect_duration="50s")
     before = rebuilt("settings")
     found = await site.resume(301)
-    assert (found.rebuilt, found.read_from, found.taken, found.outbox) == (True, 301, "", PENDING)
+    assert (found.is_rebuilt, found.read_from, found.snapshot_key, found.outbox) == (True, 301, "", PENDING)
     assert rebuilt("settings") == before + 1
     [line] = [r for r in caplog.records if "E-SAMPLER-REBUILT" in r.getMessage()]
     assert line.levelno == logging.WARNING
     again = await site.resume(301)
-    assert (again.rebuilt, facts(again.sampler)) == (False, facts(found.sampler))
+    assert (again.is_rebuilt, facts(again.sampler)) == (False, facts(found.sampler))
     assert rebuilt("settings") == before + 1
 
 
@@ -164,7 +164,7 @@ async def test_snapshots_that_are_all_damaged_or_vanished_build_it_again(
         ref = site.save(sampler, position)
         (tmp_path / "store" / ref.key).write_bytes(b"x" * ref.size)
     before = rebuilt("damaged")
-    assert (await site.resume(301)).rebuilt
+    assert (await site.resume(301)).is_rebuilt
     assert rebuilt("damaged") == before + 1
 
 
@@ -174,28 +174,28 @@ async def test_a_source_that_expired_behind_it_builds_upon_the_snapshot(site: Sa
     site.save(whole(site, log, 250), 251, outbox=PENDING)
     before = rebuilt("source")
     found = await site.resume(301, 260)
-    assert (found.rebuilt, found.outbox, found.read_from) == (True, PENDING, 301)
+    assert (found.is_rebuilt, found.outbox, found.read_from) == (True, PENDING, 301)
     assert rebuilt("source") == before + 1
     known, exact = facts(found.sampler), facts(whole(site, log, 300))
     assert known.keys() == exact.keys()  # also those that only the snapshot knew
     assert {value: due for value, (_, due, _) in known.items()} == {v: due for v, (_, due, _) in exact.items()}
 
 
-async def test_nobody_is_told_of_silence_right_after_a_rebuild(site: SampledArchive) -> None:
+async def test_no_silence_is_reported_right_after_a_rebuild(site: SampledArchive) -> None:
     log = busy_log()
     site.archive(log, [600])
     found = await site.resume(601, 9000, source_time_ns=START_NS + 10**6 * SECOND)
-    assert found.rebuilt
+    assert found.is_rebuilt
     assert found.newest_ns == log[-1].timestamp_ns
     assert facts(found.sampler)
     next_ns = START_NS + 10**6 * SECOND
     assert found.sampler.advance(next_ns) == []
-    told = found.sampler.advance(next_ns + 51 * SECOND)  # silent since then is silent
-    assert {a.event for a in told} == {Event.TIMEOUT}
-    assert {a.value for a in told} == facts(found.sampler).keys()
+    advisories = found.sampler.advance(next_ns + 51 * SECOND)  # silence since then counts
+    assert {a.event for a in advisories} == {AdvisoryEvent.TIMEOUT}
+    assert {a.value for a in advisories} == facts(found.sampler).keys()
 
 
-async def test_where_a_merged_segment_is_damaged_its_inputs_are_read_and_damaged_ones_left_out(
+async def test_inputs_of_a_damaged_merge_are_read_and_damaged_ones_left_out(
     site: SampledArchive,
 ) -> None:
     log = busy_log(300)
@@ -208,17 +208,17 @@ async def test_where_a_merged_segment_is_damaged_its_inputs_are_read_and_damaged
             site.objects.delete(ref.key)
         site.objects.put(damaged.key, b"x" * damaged.size)
         found = await site.resume(301)
-        assert found.rebuilt
+        assert found.is_rebuilt
         assert facts(found.sampler).keys() == expected
 
 
-# Other partitions of the same stream before
+# Former partitions of the same stream
 
 
 async def test_rows_of_the_partitions_before_count_by_the_new_filter_in_the_order_of_the_stream(
     site: SampledArchive,
 ) -> None:
-    """A value may stand in more than one; what is yet to be read is not learned from those that came further."""
+    """Several may hold a value; values of unread messages are not learned from those that are ahead."""
     log = busy_log(400)
     for partition, end in ((0, 400), (1, 390)):
         part = [m for m in log[:end] if m.sequence % 2 == partition]
@@ -228,11 +228,14 @@ async def test_rows_of_the_partitions_before_count_by_the_new_filter_in_the_orde
     site.part = type(site.part)(SITE, site.part.settings, 0, "nodes.n1")
     found = await site.resume(391, 1, chain=now, first=391)
     last = max(m.timestamp_ns for m in log[:390] if m.subject == b"nodes.n1")
-    assert (found.rebuilt, [(k.value, k.copied_ns) for k in found.sampler.freeze().known()]) == (True, [("n1", last)])
+    assert (found.is_rebuilt, [(k.value, k.copied_ns) for k in found.sampler.freeze().iter_keys()]) == (
+        True,
+        [("n1", last)],
+    )
     [ref] = site.snapshots(now).list()
     assert ref.position == 391
     again = await site.resume(391, 1, chain=now, first=391)
-    assert (again.rebuilt, facts(again.sampler)) == (False, facts(found.sampler))
+    assert (again.is_rebuilt, facts(again.sampler)) == (False, facts(found.sampler))
 
 
 # Faults
@@ -241,14 +244,14 @@ async def test_rows_of_the_partitions_before_count_by_the_new_filter_in_the_orde
 @pytest.mark.parametrize(
     ("verb", "error"), [("put_if_absent", Unavailable("503")), ("head", Refused("403")), ("list", Unavailable("503"))]
 )
-async def test_a_store_that_fails_ends_it_and_the_next_time_goes_on(
+async def test_a_store_that_fails_ends_it_and_the_next_run_resumes(
     site: SampledArchive, verb: str, error: Exception
 ) -> None:
     faulty = FaultyStore(site.objects).on(verb, raising(error), nth=1)
     with pytest.raises(type(error)):
         await site.resume(1, objects=faulty)
     found = await site.resume(1)
-    assert (found.read_from, found.rebuilt) == (1, False)
+    assert (found.read_from, found.is_rebuilt) == (1, False)
     assert len(site.snapshots().list()) == 1
 
 
@@ -257,18 +260,18 @@ async def test_a_cancelled_rebuild_ends_its_thread(site: SampledArchive, monkeyp
     site.put(log[:300], SequenceRange(1, 300), digest="")
     reached, ended = Stop(), []
     loop = asyncio.get_running_loop()
-    original = rebuild.Rebuilding.read
+    original = rebuild.SamplerRebuild.iter_rows
 
     def read(self, source, within):  # type: ignore[no-untyped-def]
         loop.call_soon_threadsafe(reached.set)
-        assert self.abandoned.wait(PATIENCE)
+        assert self.cancelled.wait(PATIENCE)
         try:
             yield from original(self, source, within)
-        except rebuild.AbandonedError:
+        except rebuild.RebuildCancelledError:
             ended.append(True)
             raise
 
-    monkeypatch.setattr(rebuild.Rebuilding, "read", read)
+    monkeypatch.setattr(rebuild.SamplerRebuild, "iter_rows", read)
     task = asyncio.create_task(site.resume(301))
     await reached.wait()
     task.cancel()

@@ -17,7 +17,7 @@ import pytest
 from common.chain import Chain
 from common.errors import FloeError, OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
 from common.objects.local import LocalObjects
-from common.objects.port import ChecksumMismatch, ConditionsRefused, ObjectStore
+from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectStore
 from common.objects.s3 import S3Account, S3Objects
 from common.segments import store as fetching
 from common.segments.keys import Layout
@@ -82,7 +82,7 @@ Large = tuple[SegmentRef, list[Message]]
 # On real stores
 
 
-def test_what_was_put_is_listed_and_read_back_and_gone_once_deleted(objects: ObjectStore, make: Make) -> None:
+def test_a_put_is_listed_and_read_back_and_gone_once_deleted(objects: ObjectStore, make: Make) -> None:
     store = make(objects)
     spooled = spool(store)
     ref = store.put(spooled)
@@ -138,7 +138,7 @@ def test_a_walk_shows_every_segment_once_from_the_lowest_level(objects: ObjectSt
 
 
 def storing(damage: Callable[[bytes], bytes]) -> Any:
-    """A fault: something else is stored."""
+    """A fault: damaged bytes are stored."""
     return lambda real, key, body, **_: real(key, damage(body.read_bytes()))
 
 
@@ -146,7 +146,7 @@ PUTS = {
     "answer lost": raising(OutcomeUnknown("lost"), after=True),
     "lost": raising(OutcomeUnknown("lost")),
     "damaged on the way": raising(ChecksumMismatch("other bytes")),
-    "no conditions": raising(ConditionsRefused("this store takes no conditions")),
+    "no conditions": raising(ConditionalPutRefused("this store takes no conditions")),
     "stored short": storing(lambda raw: raw[:-1]),
     "stored damaged": storing(lambda raw: damaged(raw, 100)),
     "stored empty": storing(lambda _: b""),
@@ -168,21 +168,21 @@ def test_after_a_fault_of_a_put_the_store_holds_the_bytes_that_were_spooled(
     assert [each.key for each in store.list(CHAIN)] == [store.put(spooled).key]
 
 
-def test_what_never_reads_back_is_told_from_what_never_arrived(local: LocalObjects, make: Make) -> None:
+def test_a_put_that_never_reads_back_and_one_that_is_lost_differ(local: LocalObjects, make: Make) -> None:
     def truncated(_real: Any, key: str, body: Any, **_: Any) -> bool:
         local.put(key, b"short")
         return True
 
     cut = raising(OutcomeUnknown("connection reset"))
-    for fault, said in ((cut, "put 4 times, and not there: connection reset"), (truncated, "and never read back")):
+    for fault, text in ((cut, "put 4 times, and not there: connection reset"), (truncated, "and never read back")):
         store = make(FaultyStore(local).on("put_if_absent", fault).on("put", fault))
-        with pytest.raises(Unavailable, match=said) as caught:
+        with pytest.raises(Unavailable, match=text) as caught:
             store.put(spool(store))
         assert (caught.value.code == "E-READ-BACK") is (fault is truncated)
 
 
 @pytest.mark.parametrize("error", [Unavailable("away"), Refused("no right")])
-def test_an_outage_is_told_and_foreign_bytes_are_put_right(local: LocalObjects, make: Make, error: FloeError) -> None:
+def test_an_outage_is_raised_and_foreign_bytes_are_replaced(local: LocalObjects, make: Make, error: FloeError) -> None:
     store = make(FaultyStore(local).on("put_if_absent", raising(error), nth=1))
     spooled = spool(store)
     with pytest.raises(type(error)):
@@ -192,18 +192,18 @@ def test_an_outage_is_told_and_foreign_bytes_are_put_right(local: LocalObjects, 
 
 
 def test_a_store_that_believes_any_checksum_is_read_back_whole(local: LocalObjects, make: Make) -> None:
-    """It damages a file that it is given first, and repeats the checksum it was told."""
-    told: dict[str, str] = {}
+    """It damages the first copy of a file, and repeats the checksum of the request."""
+    digests: dict[str, str] = {}
 
     def unchecked(_real: Any, key: str, body: Any, *, sha256: str = "", metadata: Any = None) -> bool:
         raw = body if isinstance(body, bytes) else body.read_bytes()
-        local.put(key, raw if isinstance(body, bytes) or key in told else damaged(raw, 50), metadata=metadata)
-        told[key] = sha256
+        local.put(key, raw if isinstance(body, bytes) or key in digests else damaged(raw, 50), metadata=metadata)
+        digests[key] = sha256
         return True
 
     def echoing(real: Any, key: str) -> Any:
         info = real(key)
-        return info and info._replace(sha256=told.get(key))
+        return info and info._replace(sha256=digests.get(key))
 
     store = make(FaultyStore(local).on("put", unchecked).on("put_if_absent", unchecked).on("head", echoing))
     ref = store.put(spool(store))
@@ -234,7 +234,7 @@ def test_checksums_are_probed_once_and_a_store_without_them_is_read_back_whole(l
 
 
 def damaged(raw: bytes, at: int = 200) -> bytes:
-    """With a bit that flipped."""
+    """The bytes with one flipped bit."""
     return raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
 
 
@@ -292,7 +292,7 @@ def test_a_tip_whose_metadata_were_lost_comes_from_the_footer(local: LocalObject
 
 @pytest.fixture
 def large(local: LocalObjects, make: Make, monkeypatch: pytest.MonkeyPatch) -> Large:
-    """A segment of 7 MB in several row groups, larger than what is fetched whole (here)."""
+    """A segment of 7 MB in several row groups, larger than the limit for whole reads (here)."""
     monkeypatch.setattr(fetching, "WHOLE_BYTES", 1 << 20)
     monkeypatch.setattr("common.segments.parquet_guard.ROW_GROUP_BYTES_LEVEL_0", 2 << 20)
     store = make(local)
@@ -301,7 +301,7 @@ def large(local: LocalObjects, make: Make, monkeypatch: pytest.MonkeyPatch) -> L
 
 
 def fetched(faulty: FaultyStore) -> list[int]:
-    """The lengths that are asked for, as they are asked for."""
+    """The lengths of the requested ranges, in order."""
     asked: list[int] = []
 
     def noted(real: Any, key: str, **options: Any) -> Any:
@@ -312,7 +312,7 @@ def fetched(faulty: FaultyStore) -> list[int]:
     return asked
 
 
-def test_of_a_large_segment_what_is_wanted_is_read_by_ranges(local: LocalObjects, make: Make, large: Large) -> None:
+def test_wanted_rows_of_a_large_segment_are_read_by_ranges(local: LocalObjects, make: Make, large: Large) -> None:
     ref, rows = large
     faulty = FaultyStore(local)
     asked, store = fetched(faulty), make(faulty)
@@ -355,7 +355,7 @@ def files_under(folder: Path) -> list[str]:
     return [name for _, _, names in os.walk(folder) for name in names if name != "lock"]
 
 
-def test_nothing_stays_in_the_spool_and_nobody_else_may_look(
+def test_nothing_stays_in_the_spool_and_nobody_else_may_read(
     local: LocalObjects, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make(local)
@@ -382,7 +382,7 @@ def test_nothing_stays_in_the_spool_and_nobody_else_may_look(
     assert store.new_spool().exists()
 
 
-def test_what_a_killed_process_left_is_removed(local: LocalObjects, make: Make, tmp_path: Path) -> None:
+def test_leftovers_of_a_kill_are_removed(local: LocalObjects, make: Make, tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path

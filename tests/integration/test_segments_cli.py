@@ -1,4 +1,4 @@
-"""`floe segments`: what operators see of the archive."""
+"""`floe segments`: the operator's view of the archive."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ Merged = tuple[SegmentRef, SegmentRef, SegmentRef]
 # ls
 
 
-def test_the_cover_leaves_out_what_a_merged_segment_holds_in_all_forms(
-    run: Run, merged: Merged, archive: Archive
-) -> None:
+def test_the_cover_leaves_out_merged_segments_in_all_forms(run: Run, merged: Merged, archive: Archive) -> None:
     path = f"{archive.root}/{merged[2].key}"
     assert run("ls", "us-east/NODES", "--cover", "--format", "paths").out == f"{path}\n"
     assert Path(path).exists()
@@ -90,7 +88,7 @@ def test_the_cover_leaves_out_what_a_merged_segment_holds_in_all_forms(
     assert [s["key"] for s in run("ls", "--level", "1", "--json").json()] == [merged[2].key]
 
 
-def test_a_cover_that_cuts_a_segment_says_so(run: Run, archive: Archive) -> None:
+def test_a_cover_that_cuts_a_segment_shows_it(run: Run, archive: Archive) -> None:
     archive.put(rows(1), SequenceRange(1, 10))
     archive.put(rows(8), SequenceRange(8, 20))
     result = run("ls", "--cover", "--format", "paths")
@@ -117,15 +115,15 @@ def test_chains_are_chosen_by_site_feed_incarnation_and_partition(run: Run, arch
     assert listed("lost/DOCUMENTS/3/2") == ["lost/DOCUMENTS/0003/2"]
 
 
-def test_a_name_that_is_not_there_is_an_error_that_says_what_is(run: Run, archive: Archive) -> None:
-    for words, what, said in (
+def test_a_missing_name_is_an_error_that_lists_the_known_ones(run: Run, archive: Archive) -> None:
+    for words, what, part in (
         ("ls", "us-esat/NODES", "did you mean us-east/NODES? there are us-east/NODES"),
         ("info", "us-east/NODES/7", "there are us-east/NODES/0000/0"),
         ("cat", "us-east/NODES/0/7", "there are us-east/NODES/0000/0"),
         ("cat", "us-east//0", "expected"),
     ):
         result = run(words, what)
-        assert (result.code, result.out, said in result.err) == (2, "", True), result
+        assert (result.code, result.out, part in result.err) == (2, "", True), result
     archive.config.write_text(f"{archive.config.read_text()}egress: {{feeds: [{{stream: LATER}}]}}\n")
     for words in ("ls", "cat", "info"):
         assert [run(words, chain).code for chain in ("us-east/LATER", "us-east/LATER/0/0")] == [0, 0]
@@ -178,15 +176,15 @@ def test_people_see_times_durations_and_what_was_sampled_out() -> None:
     counts = {"rows": 1592, "ledger": {"sampled_out": 8529, "deleted": 3}}
     durations = {"inspect_duration_ns": 20_000_000_000, "max_age_ns": 0, "x_ns": 10**400, "y_ns": 1}
     times = {"first_timestamp_ns": None, "last_timestamp_ns": 1_700_000_000_123_456_789}
-    assert cli.readable({**counts, **times, "sampling": durations}) == {
+    assert cli.for_people({**counts, **times, "sampling": durations}) == {
         **counts,
         "first_timestamp": None,
         "last_timestamp": "2023-11-14T22:13:20.123456789Z",
         "sampling": {"inspect_duration": "20s", "max_age": "0s", "x": f"{10**400}ns", "y": "1ns"},
         "sampled out": "8,529 of 10,121 (84 %)",
     }
-    assert cli.readable({"rows": 0, "ledger": {}, "sampling": {}})["sampled out"] == "0 of 0 (0 %)"
-    assert "sampled out" not in cli.readable({"rows": 1, "ledger": {}, "sampling": None})
+    assert cli.for_people({"rows": 0, "ledger": {}, "sampling": {}})["sampled out"] == "0 of 0 (0 %)"
+    assert "sampled out" not in cli.for_people({"rows": 1, "ledger": {}, "sampling": None})
 
 
 def test_a_segment_that_is_not_there_or_damaged_is_an_error_with_its_key(
@@ -217,7 +215,7 @@ def test_messages_of_a_chain_of_a_part_or_of_a_segment_are_printed_once_and_in_o
         "headers": None,
         "payload": '{"n":1}',
     }
-    chain = run("ls").out.splitlines()[1].split()[0]  # what is listed can be pasted
+    chain = run("ls").out.splitlines()[1].split()[0]  # listed names can be pasted
     for words, found in (
         ((chain,), [1, 2, 5, 6, 7]),
         (("us-east/NODES", "--from-sequence", "2", "--to-sequence", "6"), [2, 5, 6]),
@@ -241,15 +239,15 @@ def test_bytes_that_are_not_text_come_as_base64_and_lines_stay_lines(run: Run, a
 
 def test_on_a_terminal_everything_can_be_read_and_a_payload_ends_with_the_line() -> None:
     odd = message(1, b"\xff\x00" * 50, subject=b"a.\xff", headers=b"NATS/1.0\r\nA: 1\r\nB:2\r\n\r\n")
-    shown = cli.text_of(odd, width=1000)
+    shown = cli.format_message(odd, width=1000)
     assert shown.split(maxsplit=2)[2].startswith("a.\\xff")
     assert "A: 1; B: 2" in shown
     assert shown.endswith(f"<100 bytes: {'ff00' * 32}…>")
-    assert cli.text_of(message(2, "é\x1b[31m\n".encode()), width=1000).endswith(" é\\x1b[31m\\n")
+    assert cli.format_message(message(2, "é\x1b[31m\n".encode()), width=1000).endswith(" é\\x1b[31m\\n")
     wide = message(7, "é漢".encode() * 200)
-    shown = cli.text_of(wide, width=80)
+    shown = cli.format_message(wide, width=80)
     assert (cell_len(shown) in (79, 80), shown[-1]) == (True, "…")  # there may be room before a letter of two columns
-    assert cli.text_of(wide).endswith("\t" + "é漢" * 200)
+    assert cli.format_message(wide).endswith("\t" + "é漢" * 200)
 
 
 def test_messages_are_chosen_by_time_subject_and_number(run: Run, archive: Archive) -> None:
@@ -282,7 +280,7 @@ def test_messages_are_chosen_by_time_subject_and_number(run: Run, archive: Archi
     assert keys("--until", third) == [(1, 4)]
 
 
-def test_what_is_archived_later_is_followed_until_ctrl_c(archive: Archive) -> None:
+def test_later_segments_are_followed_until_ctrl_c(archive: Archive) -> None:
     archive.put(rows(1, 2), SequenceRange(1, 2))
     words = ["segments", "cat", "us-east/NODES", "-c", str(archive.config), "--follow", "--json"]
     pipe = subprocess.PIPE
@@ -293,8 +291,8 @@ def test_what_is_archived_later_is_followed_until_ctrl_c(archive: Archive) -> No
             archive.put(rows(*shown), SequenceRange(*put))
         assert tuple(json.loads(process.stdout.readline())["sequence"] for _ in shown) == shown
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, "Traceback" in told) == (0, False), told
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, "Traceback" in stderr) == (0, False), stderr
 
 
 # ls --cover as a view
@@ -327,22 +325,22 @@ def test_rows_and_times_are_read_from_the_footers_where_they_are_asked_for(
     assert (damaged.code, merged[0].key in damaged.err, len(damaged.out.splitlines())) == (3, True, 4)
 
 
-def test_holes_are_stepped_over_and_told(run: Run, archive: Archive) -> None:
+def test_holes_are_skipped_and_reported(run: Run, archive: Archive) -> None:
     assert (run("cat", "us-east/NODES").code, run("cat", "us-east/NODES").out) == (0, ""), "nothing yet"
     archive.put(rows(1), SequenceRange(1, 2))
     archive.put(rows(9), SequenceRange(5, 9))
     result = run("cat", "us-east/NODES", "--json")
     assert (result.code, sequences(result)) == (3, [1, 9])
     assert "no segment covers 3..4" in result.err
-    for bounds, code, said in (
+    for bounds, code, part in (
         (("1", "12"), 3, "no segment covers 10..12"),
         (("10", "11"), 3, "no segment covers 10..11"),
         (("4", "2"), 2, "--from-sequence 4 is greater than --to-sequence 2"),
         (("11", "10"), 2, "--from-sequence 11 is greater than --to-sequence 10"),
     ):
         done = run("cat", str(CHAIN), "--from-sequence", bounds[0], "--to-sequence", bounds[1])
-        assert (done.code, done.err.count(said)) == (code, 1), done
-    assert run("cat", str(CHAIN), "--from-sequence", "10").code == 0  # nothing has come yet
+        assert (done.code, done.err.count(part)) == (code, 1), done
+    assert run("cat", str(CHAIN), "--from-sequence", "10").code == 0  # nothing is archived there yet
 
 
 def test_a_hole_at_the_beginning_is_one(run: Run, archive: Archive) -> None:
@@ -357,7 +355,7 @@ def test_a_hole_at_the_beginning_is_one(run: Run, archive: Archive) -> None:
     assert len(run("cat", str(CHAIN)).out.splitlines()) == 2
 
 
-def test_a_damaged_segment_is_read_around_where_others_cover_it(run: Run, archive: Archive, merged: Merged) -> None:
+def test_a_damaged_segment_is_skipped_if_others_cover_it(run: Run, archive: Archive, merged: Merged) -> None:
     archive.objects.put(merged[2].key, b"x" * merged[2].size)
     result = run("cat", "us-east/NODES", "--json")
     assert sequences(result) == [1, 2, 5, 6, 7]

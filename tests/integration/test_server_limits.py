@@ -1,4 +1,4 @@
-"""Servers and accounts with limits of their own: Floe asks for what they take, and names what they have not."""
+"""Servers and accounts with limits of their own: Floe asks for no more than they accept, and names missing features."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from common.clock import NS_PER_S
-from common.doctor_cli import _buckets, _sizes
+from common.doctor_cli import _buckets, _stream_size_limits
 from common.jetstream.api import ConsumerInfo, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketFull, KeyValue
-from common.jetstream.pull import From, scan
-from egress.init import initialise
+from common.jetstream.pull import StartAt, scan
+from egress.init import set_up
 from infra.local.nats import NatsServer
 from ingress.target import examine_target
 from tests.support import restoring as back
@@ -78,7 +78,7 @@ async def test_egress_asks_for_as_many_messages_as_the_server_takes(narrow: Benc
 async def test_buckets_have_a_size_where_the_account_demands_one(narrow: Bench) -> None:
     stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000)
     settings = narrow.settings({"stream": stream}, kv_max_bytes="32M")
-    done, problems = await initialise(narrow.client, settings)
+    done, problems = await set_up(narrow.client, settings)
     assert (problems, [each.name for each in done[:2]]) == ([], [narrow.lease_bucket, narrow.state_bucket])
     assert await max_bytes(narrow.client, narrow.state_bucket) == 32 * 2**20
     assert await max_bytes(narrow.client, narrow.lease_bucket) == 4 * 2**20
@@ -104,13 +104,13 @@ async def fill(kv: KeyValue) -> BucketFull:
     raise AssertionError("the bucket takes more than its size")
 
 
-async def test_a_chain_stops_at_a_full_bucket_and_goes_on_when_there_is_room(bench: Bench) -> None:
+async def test_a_chain_stops_at_a_full_bucket_and_resumes_when_there_is_room(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"1"])
     await small_bucket(bench.client, bench.state_bucket, 2048)
     full = await fill(KeyValue(bench.client, bench.state_bucket))
     edit = f"nats stream edit KV_{bench.state_bucket} --max-bytes 4096"
-    found = await _buckets(bench.client, bench.settings().egress, _sizes({}))
+    found = await _buckets(bench.client, bench.settings().egress, _stream_size_limits({}))
     assert found.state == "warning"
     assert full.hint.splitlines()[-1] == found.todo.splitlines()[-1] == edit
     async with bench.egress({"stream": stream}) as running:
@@ -120,7 +120,7 @@ async def test_a_chain_stops_at_a_full_bucket_and_goes_on_when_there_is_room(ben
         await bench.archived_to(stream, 1)
 
 
-async def test_a_target_stops_at_a_full_bucket_and_goes_on(
+async def test_a_target_stops_at_a_full_bucket_and_resumes(
     client: FloeClient, centre: Centre, archive: Archive
 ) -> None:
     archive.put(rows_of(1, 20))
@@ -147,13 +147,13 @@ async def test_members_wait_at_a_full_bucket_of_leases(bench: Bench) -> None:
 
 
 async def test_the_doctor_names_an_account_that_demands_sizes(bench: Bench) -> None:
-    for account, state, told in (
+    for account, state, text in (
         ({}, "ok", "not made yet"),
         ({"limits": {"max_bytes_required": True}}, "ok", "max_bytes 67108864, as the account demands"),
         ({"tiers": {"R1": {"limits": TINY}}}, "problem", "allows 9"),
     ):
-        found = await _buckets(bench.client, bench.settings().egress, _sizes(account))
-        assert (found.state, told in found.found) == (state, True), found
+        found = await _buckets(bench.client, bench.settings().egress, _stream_size_limits(account))
+        assert (found.state, text in found.found) == (state, True), found
 
 
 async def test_the_doctor_names_a_target_that_the_account_would_not_take(client: FloeClient, centre: Centre) -> None:
@@ -169,7 +169,7 @@ async def test_consumers_idle_no_longer_than_the_stream_allows(bench: Bench) -> 
     await bench.publish(stream, [b"1", b"2", b"3"])
     async with bench.egress({"stream": stream, "start_time": "2020-01-01T00:00:00Z"}):
         await bench.archived_to(stream, 3)
-    async with aclosing(scan(bench.client, stream, From(1), until=3)) as pieces:
+    async with aclosing(scan(bench.client, stream, StartAt(1), until=3)) as pieces:
         assert [message.sequence async for piece in pieces for message in piece] == [1, 2, 3]
 
 
@@ -181,5 +181,5 @@ async def test_a_restore_reads_back_with_as_many_messages_as_the_server_takes(na
         await narrow.archived_to(stream, len(before))
     await narrow.delete_stream(stream)
     report = await back.restored(narrow, stream)
-    assert (report.exit_code, report.comparison.read) == (0, len(before))
+    assert (report.exit_code, report.comparison.rows_read) == (0, len(before))
     assert await back.contents(narrow, stream) == before

@@ -1,5 +1,5 @@
-"""Signals to running services: SIGQUIT shows where they stand, SIGHUP reads the configuration again, SIGTERM drains;
-SIGUSR1 ends none.
+"""Signals to running services: SIGQUIT dumps stacks, SIGHUP reads the configuration again, SIGTERM drains; SIGUSR1 ends
+none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from infra.demo.world import SPARK_CONF
-from infra.local.process import tether
+from infra.local.process import kill_with_parent
 from tests.scenarios.processes import Service
 from tests.support.basics import PATIENCE, SharedS3, soon, unique
 from tests.support.commands import ROOT, configuration
@@ -41,7 +41,7 @@ class Running:
         return [line for line in found if line.get("action") == action]
 
     async def logged(self, action: str, count: int = 1) -> list[dict[str, Any]]:
-        """The lines of this action, once there are so many."""
+        """The lines of this action, once there are `count`."""
 
         def there() -> bool:
             assert self.service.runs(), self.service.tail()
@@ -66,36 +66,38 @@ def services() -> Iterator[list[Service]]:
 
 
 async def passes_through(running: Running, role: str, processes: int = 1) -> None:
-    """What every service does at each signal; `processes`: its workers, and their parent."""
+    """Check the effect of each signal on a service. `processes`: its workers, and their parent."""
     service = running.service
     service.send(signal.SIGQUIT)
-    await running.logged("dump", processes)
-    stacks = [frame for line in await running.logged("dump_task", processes) for frame in line["stack"]]
+    await running.logged("stacks_dumped", processes)
+    stacks = [frame for line in await running.logged("task_dumped", processes) for frame in line["stack"]]
     assert any(f"{role}/" in frame for frame in stacks), stacks
-    await soon(lambda: any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("dump_thread")))
+    await soon(lambda: any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("thread_dumped")))
 
     running.configure(log={"level": "debug"}, **{role: {"shutdown_timeout": "17s", "lease_ttl": "3s"}})
     service.send(signal.SIGHUP)
-    for line in await running.logged("reload", processes):
+    for line in await running.logged("configuration_reloaded", processes):
         assert (line["taken"], line["restart"]) == (["log.level"], 2)
-    told = {(line["key"], line["now"]) for line in running.lines("reload_restart")}
-    assert told == {(f"{role}.shutdown_timeout", "17.0"), (f"{role}.lease_ttl", "3.0")}
-    assert len(running.lines("reload_restart")) == 2 * processes, "each is named once"
+    changes = {(line["key"], line["now"]) for line in running.lines("restart_required")}
+    assert changes == {(f"{role}.shutdown_timeout", "17.0"), (f"{role}.lease_ttl", "3.0")}
+    assert len(running.lines("restart_required")) == 2 * processes, "each is named once"
 
     running.configure(nats={"user": "floe", "password": "a-password-of-the-file"})
     service.send(signal.SIGHUP)
-    await running.logged("reload", 2 * processes)
-    told = {(line["key"], line["before"], line["now"]) for line in running.lines("reload_restart")}
-    assert ("nats.password", None, "a secret") in told
-    assert not {key for key, _, _ in told if ".nats." in key}
-    hints = {line.get("hint") for line in running.lines("reload_restart") if line["key"] == "nats.password"}
+    await running.logged("configuration_reloaded", 2 * processes)
+    changes = {(line["key"], line["before"], line["now"]) for line in running.lines("restart_required")}
+    assert ("nats.password", None, "a secret") in changes
+    assert not {key for key, _, _ in changes if ".nats." in key}
+    hints = {line.get("hint") for line in running.lines("restart_required") if line["key"] == "nats.password"}
     assert hints == {"nats.password_file is read again without one"}
     assert "a-password-of-the-file" not in service.log.read_text()
 
     running.config.write_text("[")
     service.send(signal.SIGHUP)
-    await running.logged("reload_refused", processes)
-    assert all(str(running.config) in line["error"] for line in await running.logged("reload_problem", processes))
+    await running.logged("configuration_refused", processes)
+    assert all(
+        str(running.config) in line["error"] for line in await running.logged("configuration_problem_found", processes)
+    )
 
     assert await asyncio.to_thread(service.drain) == 0, service.tail()
 
@@ -106,7 +108,7 @@ async def test_egress_and_its_workers_at_each_signal(bench: Bench, tmp_path: Pat
     command = ["egress", "run", "-c", str(config), "--workers", "2"]
     running = Running(Service(tmp_path, "egress", *command).start(), config)
     services.append(running.service)
-    await running.logged("members", 2)
+    await running.logged("members_changed", 2)
     await passes_through(running, "egress", processes=3)
 
 
@@ -117,10 +119,10 @@ async def test_ingress_at_each_signal(tmp_path: Path, nats_url: str, services: l
     config = centre.write()
     running = Running(Service(tmp_path, "ingress", "ingress", "run", "-c", str(config)).start(), config)
     services.append(running.service)
-    await running.logged("members")
+    await running.logged("members_changed")
     running.service.send(signal.SIGUSR1)
-    [line] = await running.logged("signal_not_taken")
-    assert (line["level"], line["event"]) == ("warning", "SIGUSR1: only egress takes it")
+    [line] = await running.logged("signal_ignored")
+    assert (line["level"], line["event"]) == ("warning", "signal ignored")
     await passes_through(running, "ingress")
 
 
@@ -149,17 +151,17 @@ def archive(tmp_path: Path) -> Archive:
     return found
 
 
-async def test_compaction_ends_in_order_and_the_next_run_goes_on(archive: Archive, services: list[Service]) -> None:
+async def test_compaction_ends_in_order_and_the_next_run_resumes(archive: Archive, services: list[Service]) -> None:
     before = archive.read(CHAIN)
     running = compacting(archive, services, FLOE_FAILPOINTS="compaction.verify=sleep:10")
     service = running.service
-    await running.logged("item_done")  # merged, and not proved yet
+    await running.logged("item_finished")  # merged, and not proved yet
     for number in (signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         service.send(number)
     assert await asyncio.to_thread(service.wait, PATIENCE) == 75, service.tail()
-    await soon(lambda: any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("dump_thread")))
-    assert running.lines("signal_not_taken")
-    assert running.lines("reload")
+    await soon(lambda: any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("thread_dumped")))
+    assert running.lines("signal_ignored")
+    assert running.lines("configuration_reloaded")
     assert "error[E-UNAVAILABLE]: stopped by a signal before the end; what is done stays" in service.tail()
     again = compacting(archive, services).service
     assert await asyncio.to_thread(again.wait, PATIENCE) == 0, again.tail()
@@ -179,11 +181,13 @@ async def test_compaction_under_spark_ends_in_order_while_it_merges(archive: Arc
 
 async def test_compaction_ends_though_the_store_never_answers(s3: SharedS3, tmp_path: Path) -> None:
     async with silent_store(s3, tmp_path, compaction={"engine": "local"}) as (config, line):
-        hurried = "import sys, compaction.cli; compaction.cli.SILENCE = 2.0; from floe import main; sys.exit(main())"
+        hurried = (
+            "import sys, compaction.cli; compaction.cli.STORE_SILENCE_S = 2.0; from floe import main; sys.exit(main())"
+        )
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", hurried, "compact", "-c", config, cwd=ROOT, stderr=asyncio.subprocess.PIPE
         )
-        tether(process.pid)
+        kill_with_parent(process.pid)
         await soon(lambda: line.accepted > 0)
         process.send_signal(signal.SIGTERM)
         _, err = await asyncio.wait_for(process.communicate(), PATIENCE)
@@ -193,8 +197,8 @@ async def test_compaction_ends_though_the_store_never_answers(s3: SharedS3, tmp_
 
 async def test_a_second_signal_ends_compaction_at_once(archive: Archive, services: list[Service]) -> None:
     running = compacting(archive, services, FLOE_FAILPOINTS="compaction.verify=sleep:600")
-    await running.logged("item_done")
+    await running.logged("item_finished")
     running.service.send(signal.SIGTERM)
-    await running.logged("stop_asked")
+    await running.logged("stop_requested")
     running.service.send(signal.SIGTERM)
     assert await asyncio.to_thread(running.service.wait, PATIENCE) == 143

@@ -1,4 +1,4 @@
-"""A dead site, a dead store and a stopped chain are seen at the centre."""
+"""A dead site, a dead store and a stopped chain, as shown at the centre."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common import logs
 from common.chain import Chain
 from common.errors import Refused
 from common.jetstream.client import FloeClient
-from common.segments.alive import Alive, ChainSign
+from common.segments.alive import ChainHeartbeat, HeartbeatObject
 from tests.support.basics import metric_value, soon, unique
 from tests.support.commands import floe
 from tests.support.egress import QUICK, SITE, Bench
@@ -31,22 +31,22 @@ from tests.support.stores import FaultyStore
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 
 OTHER = Chain("eu-west", "NODES")
-LIVELY = replace(QUICK, pace=replace(QUICK.pace, alive=0.2))
+LIVELY = replace(QUICK, intervals=replace(QUICK.intervals, alive=0.2))
 
 
 def gauge(name: str, **labels: str) -> float | None:
     return metric_value(f"floe_{name}", labels)
 
 
-def said(bench: Bench, feed: str) -> ChainSign | None:
-    """What the one process of the site says of the feed."""
-    infos = bench.chains.listed_alive()
+def heartbeat_of(bench: Bench, feed: str) -> ChainHeartbeat | None:
+    """The heartbeat of the feed by the one process of the site."""
+    infos = bench.chains.list_heartbeats()
     assert len(infos) <= 1, "a restart takes the name that it had"
-    alive = bench.chains.read_alive(infos[0].key) if infos else None
-    return next((sign for sign in alive.chains if sign.chain.feed == feed), None) if alive else None
+    alive = bench.chains.read_heartbeat(infos[0].key) if infos else None
+    return next((heartbeat for heartbeat in alive.chains if heartbeat.chain.feed == feed), None) if alive else None
 
 
-async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench: Bench) -> None:
+async def test_each_process_reports_its_state_and_how_far_its_streams_are(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     store = FaultyStore(bench.objects)
     trouble: dict[str, Exception] = {}
@@ -60,16 +60,20 @@ async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench:
     for verb in ("put", "put_if_absent", "put_if_match", "get", "head", "list"):
         store.on(verb, perhaps)
 
-    def says(end: int, last: int) -> bool:
-        sign = said(bench, stream)
-        return sign is not None and (sign.state, sign.end, sign.source_last) == ("reading", end, last)
+    def reports(end: int, last: int) -> bool:
+        heartbeat = heartbeat_of(bench, stream)
+        return heartbeat is not None and (heartbeat.state, heartbeat.end, heartbeat.source_last) == (
+            "reading",
+            end,
+            last,
+        )
 
     async with bench.egress({"stream": stream}, tuning=LIVELY, objects=store):  # type: ignore[arg-type]
         await bench.publish(stream, [b"x"] * 50)
-        await soon(lambda: says(50, 50))
+        await soon(lambda: reports(50, 50))
         assert gauge("egress_store_reachable") == gauge("egress_nats_reachable") == 1
 
-        # Refused: the archive goes on.
+        # Refused: the archive continues.
         trouble["/alive/"] = Refused("no")
         await soon(lambda: (gauge("egress_alive_errors_total", site=SITE) or 0) >= 1)
         await bench.publish(stream, [b"y"] * 10)
@@ -80,38 +84,40 @@ async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench:
 
         trouble.clear()
         await soon(lambda: gauge("egress_store_reachable") == 1)
-        await soon(lambda: says(60, 60))
+        await soon(lambda: reports(60, 60))
 
     await bench.delete_stream(stream)
     async with bench.egress({"stream": stream}, tuning=LIVELY):
-        await soon(lambda: getattr(said(bench, stream), "code", "") == "E-SOURCE-GONE")
+        await soon(lambda: getattr(heartbeat_of(bench, stream), "code", "") == "E-SOURCE-GONE")
 
 
-async def test_a_take_over_is_told_before_the_next_sign_of_life_is_due(bench: Bench) -> None:
+async def test_a_takeover_is_reported_before_the_next_heartbeat_is_due(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     settings = bench.settings({"stream": stream})
 
-    def second() -> ChainSign | None:
-        found = [bench.chains.read_alive(info.key) for info in bench.chains.listed_alive() if "second" in info.key]
+    def second() -> ChainHeartbeat | None:
+        found = [
+            bench.chains.read_heartbeat(info.key) for info in bench.chains.list_heartbeats() if "second" in info.key
+        ]
         return found[0].chains[0] if found and found[0] else None
 
-    def says(state: str) -> bool:
-        sign = second()
-        return sign is not None and sign.state == state
+    def reports(state: str) -> bool:
+        heartbeat = second()
+        return heartbeat is not None and heartbeat.state == state
 
     first = bench.start(settings, QUICK)
     await soon(lambda: first.state(stream) == "reading")
-    calm = replace(QUICK, pace=replace(QUICK.pace, alive=15.0))
+    calm = replace(QUICK, intervals=replace(QUICK.intervals, alive=15.0))
     standby = bench.start(settings.model_copy(update={"instance": "second"}), calm)
-    await soon(lambda: says("standby"))
+    await soon(lambda: reports("standby"))
     await first.drain()
-    await soon(lambda: says("reading"), 13)
+    await soon(lambda: reports("reading"), 13)
     await standby.drain()
 
 
 @asynccontextmanager
 async def silenced(far: Bench) -> AsyncIterator[TcpProxy]:
-    """The bench's store takes connections and never answers, until it is healed."""
+    """Let the bench's store accept connections and never answer, until it is healed."""
     async with TcpProxy(urlsplit(far.store_config["endpoint_url"]).port or 0) as line:
         line.blackhole()
         far.store_config["endpoint_url"] = f"http://127.0.0.1:{line.port}"
@@ -119,7 +125,7 @@ async def silenced(far: Bench) -> AsyncIterator[TcpProxy]:
 
 
 @pytest.mark.real
-async def test_a_silent_store_is_told_and_hides_neither_the_lag_nor_that_chains_wait(
+async def test_a_silent_store_is_named_and_hides_neither_the_lag_nor_waiting_chains(
     far: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the start, and later."""
@@ -158,12 +164,12 @@ async def test_sigterm_ends_egress_that_starts_on_a_silent_store(far: Bench) -> 
             assert "calls abandoned" in started[0].log.read_text()
 
 
-def say(archive: Archive, chain: Chain, state: str, *, ago: float = 0.0, **fields: Any) -> None:
-    """Put the sign of life of a process that has the chain, `ago` seconds ago."""
+def put_heartbeat(archive: Archive, chain: Chain, state: str, *, ago: float = 0.0, **fields: Any) -> None:
+    """Put the heartbeat of a process that has the chain, `ago` seconds old."""
     now = time.time()
-    alive = Alive(chain.site, "o", now, (ChainSign(state, now, chain=chain, **fields),))
-    archive.documents.write_alive("host", alive)
-    path = archive.folder / archive.documents.layout.alive(chain.site, "host")
+    alive = HeartbeatObject(chain.site, "o", now, (ChainHeartbeat(state, now, chain=chain, **fields),))
+    archive.documents.write_heartbeat("host", alive)
+    path = archive.folder / archive.documents.layout.heartbeat(chain.site, "host")
     os.utime(path, (now - ago, now - ago))
 
 
@@ -177,7 +183,7 @@ async def test_the_centre_knows_the_true_lag_the_reason_and_who_is_silent(
     client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     archive.put(rows_of(1, 50))
-    say(archive, CHAIN, "reading", end=50, source_last=597)
+    put_heartbeat(archive, CHAIN, "reading", end=50, source_last=597)
     centre = Centre(tmp_path, archive, nats_url)
     labels = {"site": CHAIN.site, "feed": CHAIN.feed, "partition": "0"}
 
@@ -195,14 +201,14 @@ async def test_the_centre_knows_the_true_lag_the_reason_and_who_is_silent(
         assert (row["lag_sequences"], row["source_lag_sequences"]) == (0, 547)
         assert row["last_archived"] is not None
 
-        # A site that never archived anything is seen too, and why.
-        say(archive, OTHER, "stopped", code="E-ROLLED-BACK", why="it ends before", source_last=9)
+        # A site that never archived anything is shown too, with the reason.
+        put_heartbeat(archive, OTHER, "stopped", code="E-ROLLED-BACK", why="it ends before", source_last=9)
         code, rows = await status(centre)
         row = rows[OTHER.site, OTHER.feed]
         assert (code, row["egress"], row["archived"]) == (3, "stopped E-ROLLED-BACK", None)
         assert row["why"] == "egress: it ends before"
 
-    say(archive, CHAIN, "reading", ago=400, end=50, source_last=597)
+    put_heartbeat(archive, CHAIN, "reading", ago=400, end=50, source_last=597)
     code, rows = await status(centre)
     assert (code, rows[CHAIN.site, CHAIN.feed]["egress"]) == (3, "silent")
     async with centre.running():

@@ -1,4 +1,4 @@
-"""Snapshots in a store: put and read back, listed, and never believed further than their name proves."""
+"""Snapshots in a store: put and read back, listed, and trusted only as far as their name proves."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from common.chain import Chain
 from common.errors import DataError, FloeError, Refused, Unavailable
 from common.objects.port import ObjectStore
 from common.objects.s3 import S3Account, S3Objects
-from common.segments.documents import SnapshotRef, sampling_of
-from egress.advisories.advisory import Advisory, Event
-from egress.sampling.cli import KeySelection, Values, as_value
+from common.segments.documents import SnapshotRef, sampling_digest_of
+from egress.advisories.advisory import Advisory, AdvisoryEvent
+from egress.sampling.cli import SelectedValues, ValueFilter, format_value
 from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, encode
 from tests.support.basics import SharedS3
@@ -54,7 +54,7 @@ def bytes_of(site: SampledArchive, position: int = 101, chain: Chain = CHAIN) ->
 
 def test_a_snapshot_comes_back_as_it_was(site: SampledArchive, tmp_path: Path) -> None:
     sampler = sampler_of(site)
-    outbox = (Advisory(Event.RECOVER, "n1", 5, 9),)
+    outbox = (Advisory(AdvisoryEvent.RECOVER, "n1", 5, 9),)
     written = site.save(sampler, 101, outbox=outbox)
     [listed] = site.snapshots().list()
     assert (listed.key, listed.size, listed.position) == (written.key, written.size, 101)
@@ -64,7 +64,7 @@ def test_a_snapshot_comes_back_as_it_was(site: SampledArchive, tmp_path: Path) -
     assert facts(Sampler(site.sampling, found.state)) == facts(sampler)
     info = site.objects.head(written.key)
     assert info is not None
-    assert sampling_of(info.metadata) == site.sampling.digest == site.snapshots().label(listed)
+    assert sampling_digest_of(info.metadata) == site.sampling.digest == site.snapshots().stored_digest(listed)
     assert sum(len(k) + len(v) for k, v in info.metadata.items()) < 1024
     # A file as well as bytes, and again: it is one object.
     path = tmp_path / "spooled"
@@ -74,7 +74,7 @@ def test_a_snapshot_comes_back_as_it_was(site: SampledArchive, tmp_path: Path) -
     assert [site.snapshots().read(ref).position for ref in site.snapshots().list()] == [102, 101]
 
 
-def test_the_newest_is_listed_first_and_what_is_foreign_not_at_all(site: SampledArchive) -> None:
+def test_the_newest_is_listed_first_and_foreign_keys_not_at_all(site: SampledArchive) -> None:
     for position in (5, 500, 50):
         site.save(sampler_of(site), position)
     site.save(sampler_of(site), 900, chain=Chain("us-east", "NODES", 0, 1))
@@ -84,17 +84,17 @@ def test_the_newest_is_listed_first_and_what_is_foreign_not_at_all(site: Sampled
     assert [ref.position for ref in site.snapshots().list()] == [500, 50, 5]
 
 
-# What is not what its name says
+# Objects that contradict their name
 
 
-def test_one_that_is_gone_since_it_was_listed_is_told_by_its_key(local: SampledArchive) -> None:
+def test_one_that_is_gone_since_it_was_listed_is_named_by_key(local: SampledArchive) -> None:
     ref = local.save(sampler_of(local), 101)
     local.objects.delete(ref.key)
     with pytest.raises(DataError, match="not in the store any more") as caught:
         local.snapshots().read(ref)
     assert caught.value.code == "E-SNAPSHOT"
     assert ref.key in str(caught.value)
-    assert local.snapshots().label(ref) == ""
+    assert local.snapshots().stored_digest(ref) == ""
 
 
 @pytest.mark.parametrize("change", [lambda raw: raw[:-1], lambda raw: raw + b"x", lambda raw: b"x" + raw[1:]])
@@ -112,7 +112,7 @@ def test_other_bytes_than_the_name_promises_are_refused(
     ("position", "chain"), [(102, CHAIN), (101, Chain("us-west", "NODES")), (101, CHAIN.next_incarnation())]
 )
 def test_a_good_snapshot_of_something_else_is_refused(local: SampledArchive, position: int, chain: Chain) -> None:
-    """Somebody copied it here."""
+    """A copy that somebody made."""
     local.snapshots().write(101, bytes_of(local, position, chain))
     with pytest.raises(DataError, match="as in the key"):
         local.snapshots().read(local.snapshots().list()[0])
@@ -127,7 +127,7 @@ def test_a_huge_object_is_not_fetched(local: SampledArchive) -> None:
     assert faulty.calls["get"] == 0
 
 
-def test_what_a_line_damaged_is_fetched_again(local: SampledArchive) -> None:
+def test_damage_on_the_line_is_fetched_again(local: SampledArchive) -> None:
     ref = local.save(sampler_of(local), 101)
     faulty = FaultyStore(local.objects).on("get", answering(b"x" * ref.size), nth=1)
     assert local.snapshots(objects=faulty).read(ref).position == 101
@@ -135,10 +135,10 @@ def test_what_a_line_damaged_is_fetched_again(local: SampledArchive) -> None:
 
 @pytest.mark.parametrize("error", [Refused("403"), Unavailable("a web page")])
 @pytest.mark.parametrize("verb", ["list", "get", "put_if_absent", "head"])
-async def test_what_is_no_answer_of_the_store_is_never_taken_for_something_that_is_not_there(
+async def test_a_failed_answer_of_the_store_never_counts_as_a_missing_object(
     local: SampledArchive, verb: str, error: FloeError
 ) -> None:
-    """No sampler begins anew by it; `test_s3_faults.py` has what becomes of pages, policies and broken answers."""
+    """No sampler begins without a past because of it; `test_s3_faults.py` has pages, policies and broken answers."""
     ref = local.save(sampler_of(local), 101)
     faulty: ObjectStore = FaultyStore(local.objects).on(verb, raising(error))  # type: ignore[assignment]
     snapshots = local.snapshots(objects=faulty)
@@ -146,7 +146,7 @@ async def test_what_is_no_answer_of_the_store_is_never_taken_for_something_that_
         "list": snapshots.list,
         "get": lambda: snapshots.read(ref),
         "put_if_absent": lambda: snapshots.write(5, b"new"),
-        "head": lambda: snapshots.label(ref),
+        "head": lambda: snapshots.stored_digest(ref),
     }
     with pytest.raises(type(error)):
         calls[verb]()
@@ -156,7 +156,7 @@ async def test_what_is_no_answer_of_the_store_is_never_taken_for_something_that_
 
 
 def test_many_values_are_saved_and_read_in_bounded_memory(local: SampledArchive) -> None:
-    sampler, values = Sampler(local.sampling, tracks=False), 20_000
+    sampler, values = Sampler(local.sampling, makes_advisories=False), 20_000
     for first in range(0, values, 10_000):
         numbers = range(first, first + 10_000)
         keys = [f"node-{n:09d}.site.example.net" for n in numbers]
@@ -172,6 +172,8 @@ def test_many_values_are_saved_and_read_in_bounded_memory(local: SampledArchive)
 
     ref = step(lambda: local.save(sampler, values + 1))
     snapshot = step(lambda: local.snapshots().read(ref))
-    lines = step(lambda: sum(bool(as_value(CHAIN, known)) for known in Values(snapshot.state, KeySelection())))
+    lines = step(
+        lambda: sum(bool(format_value(CHAIN, known)) for known in SelectedValues(snapshot.state, ValueFilter()))
+    )
     assert (snapshot.state.count(), lines, ref.size < 64 * values) == (values, values, True)
     assert [peak < most for peak, most in zip(peaks, (3, 8, 5), strict=True)] == [True] * 3, peaks

@@ -1,4 +1,4 @@
-"""`spark.read.format("floe")`, and that other engines read the same from the same files."""
+"""`spark.read.format("floe")`, and the same rows from other engines on the same files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def frame(archive: Archive, **options: object):
 ONE = {"site": "us-east", "feed": "NODES", "incarnation": 0, "partition": 0}
 
 
-def test_what_the_options_leave_open_are_columns(archive: Archive):
+def test_parts_left_open_by_options_are_columns(archive: Archive):
     found = frame(archive)
     assert found.columns[:4] == ["site", "feed", "incarnation", "partition"]
     assert {(*row,) for row in found.select(found.columns[:4]).distinct().collect()} == {
@@ -59,7 +59,7 @@ def test_what_the_options_leave_open_are_columns(archive: Archive):
     assert frame(archive, **ONE, columns="sequence,payload").columns == ["sequence", "payload"]
 
 
-def test_a_name_that_is_not_there_or_a_wrong_option_is_an_error_that_says_what_is(archive: Archive):
+def test_a_missing_name_or_a_wrong_option_is_an_error_with_the_valid_ones(archive: Archive):
     with pytest.raises(AnalysisException, match=r"did you mean us-east\? there are eu-west, us-east"):
         frame(archive, site="us-esat").count()
     with pytest.raises(Exception, match="option since: expected a time such as"):
@@ -97,7 +97,7 @@ def test_exactly_the_rows_that_are_asked_for_are_read(archive: Archive, options:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Archive, int]:
-    """Five segments of 4 MB, each in four row groups, a second between two messages; and their bytes."""
+    """Five segments of 4 MB, each in four row groups, a second between two messages; and their size in bytes."""
     found, total = Archive(tmp_path_factory.mktemp("large")), 0
     ChainStore(found.objects, found.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
     with pytest.MonkeyPatch.context() as patch:
@@ -125,7 +125,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Archive, int]:
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
 @pytest.mark.usefixtures("switch")
-def test_only_what_is_asked_for_is_read(
+def test_only_requested_rows_are_read(
     large: tuple[Archive, int], tmp_path: Path, options: dict, rows_found: int, most: float
 ):
     archive, total = large
@@ -148,7 +148,7 @@ def switch() -> Iterator[None]:
 
 
 def test_a_segment_deleted_after_planning_is_read_elsewhere(archive: Archive, tmp_path: Path):
-    """Compaction's grace is over while a reader still holds its plan."""
+    """Compaction's grace ends while a reader still holds its plan."""
     other = Archive(tmp_path)
     ChainStore(other.objects, other.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
     lower = [other.put(1, 50), other.put(51, 100)]
@@ -177,7 +177,7 @@ class Sink:
         return writer.trigger(**trigger).start(str(self.folder))
 
     def run(self, **options: object) -> StreamingQuery:
-        """All that is there now."""
+        """Run a query over everything that is there now."""
         query = self.start({"availableNow": True}, **options)
         query.awaitTermination()
         return query
@@ -248,7 +248,7 @@ def test_a_running_query_takes_what_comes_while_compaction_deletes(growing: Arch
     assert found.toArrow().to_pylist() == wanted
 
 
-def test_what_is_planned_and_then_lost_ends_the_query_by_name(growing: Archive):
+def test_planned_segments_that_are_lost_end_the_query(growing: Archive):
     ref = growing.put(1, 10)
     growing.path(ref.key).write_bytes(bytes(ref.size))
     with pytest.raises(StreamingQueryException, match=ref.key):

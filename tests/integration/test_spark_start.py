@@ -1,5 +1,5 @@
-"""What is said where Spark cannot start: one line with what to do, before anything is listed; and the words that the
-scripts of `infra/spark` run, with stand-ins for what they start. On a cluster: `tests/crash`.
+"""Errors when Spark cannot start: one line with the next step, before anything is listed. Also the commands that the
+scripts of `infra/spark` run, with stand-ins for the programs. On a cluster: `tests/crash`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INSTALL = "sudo apt-get install -y openjdk-17-jre-headless"
 
 
 def java(folder: Path, version: str, otherwise: str = "exit 0") -> Path:
-    """A home of Java whose program tells that version, and does `otherwise` for anything else."""
+    """A JAVA_HOME with a program that reports that version, and does `otherwise` for anything else."""
     program = folder / "java" / "bin" / "java"
     program.parent.mkdir(parents=True)
     program.write_text(f"""#!/bin/sh
@@ -49,8 +49,8 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def said(code: int, out: str, err: str) -> tuple[str, list[dict[str, object]], str]:
-    """The one line of the error, the log, and everything else that was said."""
+def parsed(code: int, out: str, err: str) -> tuple[str, list[dict[str, object]], str]:
+    """The one line of the error, the log, and all other output."""
     assert (code, out, "Traceback" in err) == (78, "", False), err
     lines = err.splitlines()
     [error] = [each for each in lines if each.startswith("error[")]
@@ -58,13 +58,13 @@ def said(code: int, out: str, err: str) -> tuple[str, list[dict[str, object]], s
     return error, [json.loads(each) for each in log], "\n".join(each for each in lines if each not in (error, *log))
 
 
-def test_what_is_missing_or_wrong_is_told_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_or_wrong_parts_are_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (empty := tmp_path / "empty").mkdir()
     old, older = java(tmp_path / "old", "11.0.23"), java(tmp_path / "older", "1.8.0_402")
     broken = java(tmp_path / "broken", "17.0.1")
     (broken / "bin" / "java").write_text("#!/bin/sh\necho 'Error: could not find libjli.so' >&2\nexit 1\n")
     unset = f"found none (JAVA_HOME={empty}); {INSTALL} && unset JAVA_HOME, or use --engine local"
-    for variable, value, said in (
+    for variable, value, part in (
         ("PATH", empty, f"found none (java); {INSTALL}, or use --engine local"),
         ("JAVA_HOME", empty, unset),
         ("JAVA_HOME", old, 'expected Java 17 or 21, found openjdk version "11.0.23" 2025-04-15'),
@@ -77,42 +77,42 @@ def test_what_is_missing_or_wrong_is_told_with_the_command(tmp_path: Path, monke
                 patch.delenv(name, raising=False)
             patch.setenv(variable, str(value))
             require_spark()
-        line = caught.value.line()
+        line = caught.value.as_text()
         assert line.startswith("error[E-SPARK]: engine spark: "), line
-        assert (said in line, "\n" in line) == (True, False), line
+        assert (part in line, "\n" in line) == (True, False), line
 
 
-def test_a_run_says_it_in_one_line_and_does_nothing(config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_fails_with_one_line_and_does_nothing(config: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyspark", None)
     done = run_here("-v", "compact", "-c", str(config))
-    error, log, rest = said(done.code, done.out, done.err)
+    error, log, rest = parsed(done.code, done.out, done.err)
     assert error.endswith(
         "expected pyspark, found none; in a checkout of Floe: pip install --require-hashes -r requirements.lock, "
         "or use --engine local"
     )
-    assert [line["action"] for line in log] == ["started", "ended"]
+    assert [line["action"] for line in log] == ["process_started", "process_ended"]
     assert rest == ""
 
 
 def test_a_report_has_no_other_engine_to_offer(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAVA_HOME", str(java(tmp_path, "11.0.23")))
     done = run_here("report", "latest", "--output", str(tmp_path / "report"), "-c", str(config))
-    error, _, _ = said(done.code, done.out, done.err)
+    error, _, _ = parsed(done.code, done.out, done.err)
     assert error.endswith(f"; {INSTALL} && unset JAVA_HOME")
     assert not (tmp_path / "report").exists()
 
 
-def test_a_java_that_dies_at_its_start_has_said_why(config: Path, tmp_path: Path):
+def test_a_java_that_dies_at_its_start_shows_why(config: Path, tmp_path: Path):
     dies = "echo 'Error occurred during initialization of VM: could not reserve enough space' >&2; exit 1"
     env = os.environ | {"JAVA_HOME": str(java(tmp_path, "17.0.15", dies))}
     words = [sys.executable, "-m", "floe", "compact", "-c", str(config)]
     done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT, timeout=PATIENCE, check=False)
-    error, _, rest = said(done.returncode, done.stdout, done.stderr)
+    error, _, rest = parsed(done.returncode, done.stdout, done.stderr)
     assert error.startswith("error[E-SPARK]: engine spark: Java ended before Spark was up; what it said stands above")
     assert "could not reserve enough space" in rest
 
 
-def test_who_needs_no_spark_is_asked_for_none(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_spark_is_required_only_if_needed(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
     monkeypatch.setitem(sys.modules, "pyspark", None)
     for options in (["--dry-run"], ["--engine", "local"]):
@@ -132,8 +132,8 @@ def test_another_pyspark_is_named_with_its_version(
         require_spark()
 
 
-def test_where_spark_has_its_own_word_on_java_it_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`spark-env.sh` sets JAVA_HOME where a distribution says so; under `spark-submit` Java runs already."""
+def test_java_is_not_checked_if_spark_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`spark-env.sh` sets JAVA_HOME in some distributions; under `spark-submit` Java runs already."""
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
     with pytest.raises(ConfigError, match="found none"):
@@ -149,14 +149,14 @@ SPARK = ROOT / "infra" / "spark"
 JARS = Path(pyspark.__file__).parent / "jars"
 
 
-def stand_in(folder: Path, name: str, does: str = 'printf "%s\\n" "$@"') -> None:
+def stub(folder: Path, name: str, does: str = 'printf "%s\\n" "$@"') -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(f"#!/bin/bash\n{does}\n")
     (folder / name).chmod(0o755)
 
 
 def ran(script: str, *words: str, env: dict[str, str], code: int = 0) -> list[str]:
-    """What a script says, line by line; on stderr where it fails."""
+    """The lines of the output of a script; of stderr if it fails."""
     done = subprocess.run(["bash", SPARK / script, *words], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     return (done.stderr if code else done.stdout).splitlines()
@@ -164,13 +164,13 @@ def ran(script: str, *words: str, env: dict[str, str], code: int = 0) -> list[st
 
 @pytest.fixture
 def path(tmp_path: Path) -> dict[str, str]:
-    """An environment with stand-ins in front of all else; `python` is this one."""
-    stand_in(tmp_path / "bin", "python", f'exec {sys.executable} "$@"')
+    """An environment with stand-ins in front of everything else; `python` is this one."""
+    stub(tmp_path / "bin", "python", f'exec {sys.executable} "$@"')
     return {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
 
 
 def test_spark_submit_gets_the_command_with_the_master_for_both(tmp_path: Path, path: dict[str, str]):
-    stand_in(tmp_path / "spark" / "bin", "spark-submit", 'printf "%s\\n" "$@" "$PYSPARK_DRIVER_PYTHON"')
+    stub(tmp_path / "spark" / "bin", "spark-submit", 'printf "%s\\n" "$@" "$PYSPARK_DRIVER_PYTHON"')
     env = path | {"SPARK_HOME": str(tmp_path / "spark"), "FLOE_PYTHON": sys.executable}
     env["FLOE_SUBMIT"] = "--driver-memory 2g"
     words = ran("submit.sh", "spark://host:7077", "compact", "-c", "a file.yaml", env=env)
@@ -178,10 +178,10 @@ def test_spark_submit_gets_the_command_with_the_master_for_both(tmp_path: Path, 
     assert words == ["--master", "spark://host:7077", *command, "--master", "spark://host:7077", sys.executable]
 
 
-def test_submit_and_environment_say_what_they_need(tmp_path: Path, path: dict[str, str]):
+def test_submit_and_environment_name_their_needs(tmp_path: Path, path: dict[str, str]):
     [line] = ran("submit.sh", "yarn", env=path, code=2)
     assert line.startswith("expected a master and a command of floe")
-    stand_in(tmp_path / "bare", "python", "exit 1")
+    stub(tmp_path / "bare", "python", "exit 1")
     assert (
         "expected floe-jetstream"
         in ran("submit.sh", "yarn", "compact", env=path | {"FLOE_PYTHON": f"{tmp_path}/bare/python"}, code=78)[-1]
@@ -192,10 +192,10 @@ def test_submit_and_environment_say_what_they_need(tmp_path: Path, path: dict[st
 
 
 def test_a_pod_is_an_executor_where_spark_asks_for_one_and_else_floe(tmp_path: Path, path: dict[str, str]):
-    stand_in(tmp_path / "bin", "floe")
+    stub(tmp_path / "bin", "floe")
     assert ran("entrypoint.sh", "compact", "-c", "x.yaml", env=path) == ["compact", "-c", "x.yaml"]
 
-    stand_in(tmp_path / "java" / "bin", "java")
+    stub(tmp_path / "java" / "bin", "java")
     asked = {
         "SPARK_DRIVER_URL": "spark://driver:1",
         "SPARK_EXECUTOR_ID": "3",

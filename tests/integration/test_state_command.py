@@ -1,4 +1,4 @@
-"""`floe state`: what operators see of a sampler."""
+"""`floe state`: the operator's view of a sampler."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Site(SampledArchive):
         self.config.chmod(0o600)
 
     def known(self, *nodes: tuple[str, float], position: int = 11, chain: Chain = CHAIN) -> Sampler:
-        """Save what is known when each node was seen so many seconds after the start."""
+        """Save a sampler that saw each node so many seconds after the start."""
         sampler = Sampler(self.sampling)
         fold(sampler, [sent(n, node, seconds, n) for n, (node, seconds) in enumerate(nodes, 1)])
         self.save(sampler, position, chain=chain)
@@ -67,7 +67,7 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_values_stand_in_their_order_with_what_is_known_of_them_and_how_old_that_is(site: Site) -> None:
+def test_values_are_listed_in_order_with_their_facts_and_the_age_of_these(site: Site) -> None:
     site.known(("b", 0), ("a", 1), ("b", 2))
     lines = site.state().stdout.splitlines()
     assert lines[0].split() == ["chain", "seen", "copied", "size", "advised", "value"]
@@ -83,10 +83,10 @@ def test_values_stand_in_their_order_with_what_is_known_of_them_and_how_old_that
     }  # fmt: skip
     as_of = rf"{CHAIN}: 1 of 2 values, as of sequence 10; the snapshot is \d+ s old"
     expired = r"; expired since then, unless seen again: 1\n"
-    for end, told in ((None, ""), (10, ", and the archive ends there"), (250, "; the archive goes on to 250")):
+    for end, part in ((None, ""), (10, ", and the archive ends there"), (250, "; the archive goes on to 250")):
         if end:
             site.chains.write_tail(CHAIN, end)
-        assert re.fullmatch(as_of + told + expired, site.state("a").stderr)
+        assert re.fullmatch(as_of + part + expired, site.state("a").stderr)
 
 
 def test_a_value_is_looked_for_by_a_regular_expression(site: Site) -> None:
@@ -115,10 +115,10 @@ def test_values_that_had_expired_are_not_known_any_more(site: Site) -> None:
     assert "; expired by then and not listed: 1;" in site.state().stderr
     sampler.advance(sampler.watermark_ns + 50 * SECOND)  # the server's time, while nothing is published
     site.save(sampler, 12)
-    assert (site.values(), site.values("--silent"), sampler.values) == (["last"], [], 1)
+    assert (site.values(), site.values("--silent"), sampler.value_count) == (["last"], [], 1)
     sampler.advance(sampler.watermark_ns + 100 * SECOND)
     site.save(sampler, 13)
-    assert (site.values("--silent"), sampler.values) == ([], 0)
+    assert (site.values("--silent"), sampler.value_count) == ([], 0)
     assert "0 of 0 values" in site.state("--silent").stderr
 
 
@@ -128,7 +128,7 @@ def test_messages_that_were_not_folded_in_silence_nobody(site: Site) -> None:
     assert (site.values(), site.values("--silent")) == (["a", "b"], [])
 
 
-def test_what_expired_since_the_snapshot_is_listed_and_counted_and_since_counts_from_now(site: Site) -> None:
+def test_values_expired_since_the_snapshot_are_listed_and_since_counts_from_now(site: Site) -> None:
     sampler, now = Sampler(site.sampling), round(SystemClock().now() * SECOND)
     times = {"early": now - 150 * SECOND, "late": now - 60 * SECOND}
     rows = [replace(sent(n, node, 0), timestamp_ns=time) for n, (node, time) in enumerate(times.items(), 1)]
@@ -192,7 +192,7 @@ def test_a_feed_that_is_not_sampled_is_a_usage_error(site: Site) -> None:
     assert (found.stdout, found.stderr) == ("", "no feed is sampled\n")
 
 
-def test_a_store_that_is_away_is_for_later(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_is_for_later(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
     text = site.config.read_text()
     away = f"{{url: 's3://bucket', endpoint_url: 'http://127.0.0.1:{free_port()}', "

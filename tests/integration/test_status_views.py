@@ -1,4 +1,4 @@
-"""`floe status` of a site, of the centre, and of the archive where NATS does not answer."""
+"""`floe status` of a site, of the centre, and of the archive if NATS does not answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def changed(config: Path, section: str, **keys: Any) -> str:
-    """The file, with these keys of a section."""
+    """The path of the file, with these keys of a section."""
     document = yaml.safe_load(config.read_text())
     document.setdefault(section, {}).update(keys)
     config.write_text(yaml.safe_dump(document))
@@ -88,7 +88,7 @@ async def test_a_site_shows_its_open_segment_and_how_far_it_is(bench: Bench) -> 
     assert (left.code, left.json()[0]["state"], left.json()[0]["archived"]) == (3, "not held", 30)
 
 
-async def test_a_site_without_nats_shows_what_the_others_say(alone: tuple[Bench, NatsServer]) -> None:
+async def test_a_site_without_nats_shows_the_other_reports(alone: tuple[Bench, NatsServer]) -> None:
     bench, server = alone
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 5)
@@ -130,7 +130,7 @@ async def test_a_site_without_its_store_makes_up_no_lag_and_a_file_of_both_shows
     assert (shown[0], "centre:" in shown) == ("site:", True)
 
 
-async def test_the_archive_is_shown_where_nats_is_away(centre: Centre, archive: Archive, client: FloeClient) -> None:
+async def test_the_archive_is_shown_without_nats(centre: Centre, archive: Archive, client: FloeClient) -> None:
     archive.put(rows_of(1, 40))
     archive.put(rows_of(41, 70))
     config = centre.write()
@@ -155,12 +155,12 @@ async def test_the_archive_is_shown_where_nats_is_away(centre: Centre, archive: 
     done = await floe("status", "-c", neither, "--json")
     assert (done.code, [row["view"] for row in done.json()]) == (0, ["archive"])
 
-    for run, told in (
+    for run, part in (
         (CompactionRun(1e9, 1.0, 0, 1e9), r"\d+d\w* ago"),
         (CompactionRun(1e9, 1.0, 75), "never, then exit code 75"),
     ):
         archive.documents.write_run(CHAIN.site, None, run)
-        assert re.search(f" {told}$", (await floe("status", "-c", neither)).out, re.MULTILINE)
+        assert re.search(f" {part}$", (await floe("status", "-c", neither)).out, re.MULTILINE)
     [row] = (await floe("status", "-c", neither, "--json")).json()
     assert (row["last_compaction"], row["last_compaction_exit_code"]) == (None, 75)
 
@@ -173,7 +173,7 @@ async def one_row(centre: Centre) -> tuple[Done, dict[str, Any]]:
 
 
 async def test_a_chain_whose_tail_is_lost_is_shown_by_its_segments(centre: Centre, archive: Archive) -> None:
-    """As in a bucket that was copied without its tails; until ingress tells that it stopped, and of no later state."""
+    """As in a bucket that was copied without its tails; until ingress reports its stop, not for a later state."""
     archive.put(rows_of(5, 20))
     archive.objects.delete(archive.documents.layout.tail(CHAIN))
     done, row = await one_row(centre)
@@ -208,7 +208,7 @@ async def test_a_chain_that_begins_above_1_is_new_and_not_late(centre: Centre, a
     assert (row["phase"], row["archived"], row["lag_sequences"], row["alarm"]) == ("new", 120, 20, False), row
 
 
-def test_watching_goes_on_until_it_is_interrupted(archive: Archive, centre: Centre) -> None:
+def test_watching_runs_until_it_is_interrupted(archive: Archive, centre: Centre) -> None:
     archive.put(rows_of(1, 5))
     command = [sys.executable, "-m", "floe", "status", "--watch", "1s", "-c", str(centre.write())]
     process = spawn(
@@ -253,7 +253,7 @@ async def test_a_browser_shows_holes_stops_and_coverage_by_level(
 
     async with centre.running() as health:
         await soon(lambda: len(hints(health)) == 2)
-        health.note_reader()
+        health.record_reader()
         await soon(health.coverage)
         with served(health) as url:
             text = await asyncio.to_thread(dom, tmp_path, f"http://{url}/")

@@ -1,4 +1,4 @@
-"""A store that refuses conditions: everything is archived and carried, and what has no arbiter is refused."""
+"""A store that refuses conditions: everything is archived and carried; operations without an arbiter are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.segments.captures import CaptureStore
 from common.segments.documents import ChainDocument, ChainStore
-from ingress.chains.starts import Start
+from ingress.chains.starts import FeedStart
 from tests.support.basics import PATIENCE, SharedS3, unique
 from tests.support.egress import Bench
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, rows_of
@@ -27,7 +27,7 @@ from tests.support.stores import refusing_conditions as refusing_objects
 
 @dataclass(frozen=True)
 class BehindProxy(SharedS3):
-    """The shared server, by way of a proxy."""
+    """The shared server, through a proxy."""
 
     url: str = ""
 
@@ -69,7 +69,7 @@ async def test_a_site_archives_and_begins_its_next_incarnation(bare: Bench) -> N
 
 
 async def test_a_paused_writer_puts_what_another_claimed(bare: Bench) -> None:
-    """Paused behind its look at the store: before its claim, and between claim and put."""
+    """Paused behind its check of the store: before its claim, and between claim and put."""
     state = await KeyValue(bare.client, bare.state_bucket).ensure()
     for number, verb in enumerate(("claim", "put")):
         reached, resumed = Event(), Event()
@@ -94,7 +94,7 @@ async def test_a_paused_writer_puts_what_another_claimed(bare: Bench) -> None:
     assert await KeyValue(bare.client, bare.state_bucket).keys("claims.") == []
 
 
-async def test_a_claim_is_taken_anew_where_the_answer_is_lost(bare: Bench) -> None:
+async def test_a_claim_is_taken_again_if_the_answer_is_lost(bare: Bench) -> None:
     state = await KeyValue(bare.client, bare.state_bucket).ensure()
     arbiter = BucketClaims(state)
     claim, again = await asyncio.to_thread(lambda: [arbiter.claim("a key", body) for body in (b"mine", b"yours")])
@@ -118,8 +118,8 @@ async def test_a_copy_begins_once_for_all_and_a_gap_is_passed_and_written_down(
         await centre.carried(client, 13)
     raw = archive.objects.get(archive.documents.layout.start_document(centre.target, CHAIN.site, CHAIN.feed))
     assert raw is not None
-    assert Start.from_json(raw).sequence == 8
-    [gap] = archive.documents.passed_gaps(centre.target, CHAIN)
+    assert FeedStart.from_json(raw).sequence == 8
+    [gap] = archive.documents.skipped_gaps(centre.target, CHAIN)
     assert str(gap.range) == "11..20"
     assert await KeyValue(client, centre.state_bucket).keys("claims.") == []
     archive.rows[CHAIN] = [*rows_of(8, 10), *rows_of(21, 30)]

@@ -1,7 +1,7 @@
 """Each role on the bucket with the policy of its file in infra/rights, and no other right.
 
-SeaweedFS enforces them (`policies` and `policyNames`: its older actions are coarser, and who may write may
-delete). A proxy before it sees what it refuses.
+SeaweedFS enforces them (`policies` and `policyNames`: its older actions are coarser, and a role that may write may
+delete). A proxy before it records its refusals.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from common.segments.store import SegmentStore
 from common.service.monitor import Health
 from common.tasks import Stop
 from egress.service import EgressService
-from infra.local.seaweedfs import SeaweedFS, SignedClient
+from infra.local.seaweedfs import S3Client, SeaweedFS
 from ingress.service import Controller
 from tests.scenarios.load import make_stream, publish
 from tests.support import canaries
@@ -52,7 +52,7 @@ ROLES = ("egress", "ingress", "compaction", "operator", "replay", "drill")
 
 
 class Watch(FaultProxy):
-    """Sees what the store refuses: operation and key of each such request."""
+    """A proxy that records each request that the store refuses: operation and key."""
 
     def __init__(self, upstream_url: str) -> None:
         super().__init__(upstream_url)
@@ -78,7 +78,7 @@ def limited() -> Iterator[SeaweedFS]:
 
 
 class Roles:
-    """A site and a centre on one server, seen by each role with its own keys through its own proxy."""
+    """A site and a centre on one server; each role has its own keys and its own proxy."""
 
     def __init__(self, limited: SeaweedFS, nats_url: str, folder: Path, stack: ExitStack) -> None:
         self._limited, self._url, self._folder, self._stack = limited, nats_url, folder, stack
@@ -86,7 +86,7 @@ class Roles:
         self.guards: dict[str, Watch] = {}
 
     def config(self, role: str, **feed: Any) -> str:
-        """The configuration of a role; none: of somebody who may do everything. `feed`: keys of the site's feed."""
+        """The configuration of a role; an empty one may do everything. `feed`: keys of the site's feed."""
         keys, url = (self._limited.access_key, self._limited.secret_key), self._limited.endpoint_url
         if role:
             if role not in self.guards:
@@ -121,7 +121,7 @@ class Roles:
 
     @asynccontextmanager
     async def egress(self) -> AsyncIterator[None]:
-        """Egress in this process, drained at the end."""
+        """Run egress in this process, and drain it at the end."""
         settings, stop = load_settings(self.config("egress")), Stop()
         clock = SystemClock()
         task = asyncio.create_task(EgressService(settings, QUICK, clock, Health(clock), stop).run())
@@ -131,7 +131,7 @@ class Roles:
 
     @asynccontextmanager
     async def ingress(self) -> AsyncIterator[None]:
-        """Ingress likewise."""
+        """Run ingress likewise."""
         settings, stop = load_settings(self.config("ingress")), Stop()
         store, chains, clock = open_store(settings), open_chains(settings), SystemClock()
         task = asyncio.create_task(Controller(settings, store, chains, Health(clock), clock).run(stop))
@@ -149,7 +149,7 @@ def roles(limited: SeaweedFS, nats_url: str, tmp_path: Path) -> Iterator[Roles]:
 
 
 def has_subjects(store: SegmentStore, ref: SegmentRef) -> bool:
-    """Whether the metadata of a segment name a subject, which `store.subject_statistics` forbids here."""
+    """True if the metadata of a segment name a subject, which `store.subject_statistics` forbids here."""
     column = pq.read_metadata(BytesIO(store.objects.get(ref.key))).row_group(0).column(SCHEMA.names.index("subject"))
     return bool(column.is_stats_set or column.has_column_index)
 
@@ -176,7 +176,7 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles, clien
 
     async with roles.ingress():
         await soon(has_all)
-    # Who archives a site sees when it was compacted.
+    # A role that archives a site also sees the time of its compaction.
     assert "ago" in (await roles.run("egress", "status", "--archive")).out
     assert "last_success" in (await roles.run("operator", "check", "compaction", "--json")).out
     of_chain = ["segments", "cat", str(CHAIN), "--limit", "1"], ["segments", "verify", "--deep"]
@@ -211,14 +211,14 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles, clien
     await roles.run("operator", "checkpoint", "release", roles.target, "--yes")
     await roles.run("egress", "egress", "repartition", "NODES", "--yes", **feed_of(roles.stream, 2))
 
-    # Who may only read tries the store once, is refused, and reads back whole instead.
+    # A role that may only read tries the store once, is refused, and reads back whole instead.
     probe = f"{Layout('data').documents_prefix(SITE, 'NODES')}probe/wrong-checksum"
     refused = {role: sorted({key for _, key in guard.refused}) for role, guard in roles.guards.items()}
     assert refused == {role: [probe] if role == "replay" else [] for role in ROLES}
 
 
-async def test_no_role_may_do_what_its_file_does_not_say(limited: SeaweedFS) -> None:
-    """The policies are enforced: what a role must never do is refused, above all deleting."""
+async def test_no_role_may_do_more_than_its_file(limited: SeaweedFS) -> None:
+    """The policies are enforced: a role is refused everything that it must never do, above all deleting."""
     mine, other = f"data/site={SITE}/feed=NODES/x", "data/site=eu-west/feed=NODES/x"
     tail, of_other = f"data/_floe/tails/{SITE}/NODES/0000/0", "data/_floe/tails/eu-west/NODES/0000/0"
 
@@ -226,12 +226,12 @@ async def test_no_role_may_do_what_its_file_does_not_say(limited: SeaweedFS) -> 
 
     def may(role: str, method: str, key: str) -> bool:
         body = b"x" if method == "PUT" else b""
-        status, _ = SignedClient(port, *limited.keys[role]).call(method, f"/floe/{key}", body)
+        status, _ = S3Client(port, *limited.keys[role]).call(method, f"/floe/{key}", body)
         assert status in (200, 204, 403), (role, method, key, status)
         return status != 403
 
     for key in (mine, other, tail, of_other, "elsewhere"):
-        SignedClient(port, limited.access_key, limited.secret_key).call("PUT", f"/floe/{key}", b"x")
+        S3Client(port, limited.access_key, limited.secret_key).call("PUT", f"/floe/{key}", b"x")
     allowed = {
         (role, method, key)
         for role in ROLES

@@ -1,4 +1,4 @@
-"""Our subject transforms against the server's own: what it stores under which subject."""
+"""Our subject transforms, compared with the subjects under which the server stores by its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from common.jetstream.api import ask, create_stream
+from common.jetstream.api import create_stream, query
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
@@ -22,7 +22,7 @@ SUBJECTS = 20
 
 
 class Stream:
-    """A stream under one first token whose transform is changed again and again."""
+    """A stream under one first token, with a transform that is changed again and again."""
 
     def __init__(self, client: FloeClient) -> None:
         self.client, self.name = client, unique("T")
@@ -34,16 +34,16 @@ class Stream:
         return self
 
     async def transform(self, source: str, destination: str, key: str = "subject_transform") -> bool:
-        """Set the transform; False where the server refuses it."""
+        """Set the transform; return False if the server refuses it."""
         config = {**self.config, key: {"src": source, "dest": destination}}
         try:
-            await ask(self.client, f"STREAM.UPDATE.{self.name}", config)
+            await query(self.client, f"STREAM.UPDATE.{self.name}", config)
         except ApiError:
             return False
         return True
 
     async def stored(self, subjects: list[bytes]) -> list[bytes]:
-        """Publish a message to each, and say under which subjects they were stored."""
+        """Publish a message to each, and return the subjects under which they were stored."""
         for subject in subjects:
             self.client.send(frame(subject, b"x"))
         first, self.last = self.last + 1, self.last + len(subjects)
@@ -53,7 +53,7 @@ class Stream:
         return [await self._message(sequence) for sequence in range(first, self.last + 1)]
 
     async def _is_there(self) -> bool:
-        answer = await ask(self.client, f"STREAM.INFO.{self.name}")
+        answer = await query(self.client, f"STREAM.INFO.{self.name}")
         return int(answer["state"]["last_seq"]) >= self.last
 
     async def _message(self, sequence: int) -> bytes:
@@ -102,7 +102,7 @@ def a_subject(rng: random.Random, source: str, name: str) -> bytes:
     return ".".join([name, *tokens[1:]]).encode(errors="surrogateescape")
 
 
-async def test_subjects_become_what_the_server_makes_of_them(client: FloeClient) -> None:
+async def test_subjects_become_those_of_the_server(client: FloeClient) -> None:
     rng, stream = seeded(), await Stream(client).open()
     compared = moved = 0
     for _ in range(TRANSFORMS):
@@ -128,7 +128,7 @@ async def test_subjects_become_what_the_server_makes_of_them(client: FloeClient)
 
 @pytest.mark.parametrize("destination", ["{{left(1,3)}}.{{right(2,2)}}", "{{Left(2, 9)}}", "{{right(1,0)}}.$2"])
 async def test_left_and_right_cut_as_the_server_cuts(client: FloeClient, destination: str) -> None:
-    """Streams take these only for republishing."""
+    """Streams accept these only for republishing."""
     stream = await Stream(client).open()
     source, made = f"{stream.name}.*.*", f"R_{stream.name}.{destination}"
     got: list[bytes] = []
@@ -155,7 +155,7 @@ BAD = {  # destinations by source, below the name of the stream
 }
 
 
-async def test_what_the_server_refuses_is_refused(client: FloeClient) -> None:
+async def test_transforms_the_server_refuses_fail(client: FloeClient) -> None:
     stream = await Stream(client).open()
     for source, destinations in BAD.items():
         for destination in destinations.split():

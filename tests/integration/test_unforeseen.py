@@ -1,4 +1,4 @@
-"""Errors that nobody foresaw, thrown where nobody awaits them: their owner ends, loudly, and begins again.
+"""Unforeseen errors, raised in places without a handler: their owner ends with a report, and starts again.
 
 Nothing that was received may count as archived, be covered or be acknowledged because of one.
 """
@@ -21,8 +21,8 @@ from common.jetstream.client import FloeClient, frame
 from common.segments.columns import Columns
 from common.service.monitor import Health
 from common.settings.root import Settings
-from common.tasks import to_its_end
-from egress.builder import Builder
+from common.tasks import run_until_fatal
+from egress.builder import SegmentBuilder
 from egress.memory import MemoryBudget
 from infra.local.nats import NatsServer
 from ingress.replay.pace import MessageRate
@@ -53,7 +53,7 @@ async def holds(bench: Bench, stream: str, number: int) -> bool:
 
 
 @pytest.mark.parametrize(("retention", "half"), [("limits", False), ("workqueue", True)])
-async def test_what_was_not_taken_is_read_again(
+async def test_untaken_messages_are_read_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, retention: str, half: bool
 ) -> None:
     """Memory ran out, perhaps when half a batch was appended: none of it is covered or acknowledged."""
@@ -69,7 +69,7 @@ async def test_what_was_not_taken_is_read_again(
         extend = Columns.extend
         monkeypatch.setattr(Columns, "extend", halfway)
     else:
-        throw = Throw(monkeypatch, Builder, "messages", where=lambda _, rows: rows.sequences[-1] > 40)
+        throw = Throw(monkeypatch, SegmentBuilder, "add_messages", where=lambda _, rows: rows.sequences[-1] > 40)
     async with bench.egress({"stream": stream}):
         await bench.publish(stream, (b"%d" % n for n in range(40)))
         await bench.archived_to(stream, 40)
@@ -88,9 +88,11 @@ async def test_what_was_not_taken_is_read_again(
 async def test_an_error_for_ever_is_shown_and_takes_nothing_along(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither heartbeats nor the other messages of the batch move anything; other feeds go on."""
+    """Neither heartbeats nor the other messages of the batch move anything; other feeds continue."""
     stream, other = [await bench.make_stream(unique("T"), retention="workqueue") for _ in range(2)]
-    poison = Throw(monkeypatch, Builder, "messages", float("inf"), lambda _, rows: b"poison" in rows.payloads)
+    poison = Throw(
+        monkeypatch, SegmentBuilder, "add_messages", float("inf"), lambda _, rows: b"poison" in rows.payloads
+    )
     async with bench.egress({"stream": stream}, {"stream": other}) as running:
         await bench.publish(stream, [b"a", b"poison", b"b"])
         await bench.publish(other, [b"x"])
@@ -111,8 +113,8 @@ async def test_an_error_for_ever_is_shown_and_takes_nothing_along(
     assert payloads(bench, stream) == [b"a", b"poison", b"b"]
 
 
-async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One world, and an error in one place after the other; each time reading goes on afterwards."""
+async def test_failed_parts_of_egress_start_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One world, and an error in one place after the other; each time reading continues afterwards."""
     whole = await bench.make_stream(unique("T"), max_age=3_600_000_000_000)
     queue = await bench.make_stream(unique("T"), retention="workqueue")
     cut, sampled, beats = [await bench.make_stream(unique(name)) for name in ("T", "T", "BEAT")]
@@ -123,35 +125,35 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
     feeds.append({"stream": sampled, **sampling, **advisory})
     heartbeats = {"interval": "1s", "subjects": [{"subject": f"{beats}.h"}]}
     _hurry(monkeypatch)
-    monkeypatch.setattr("egress.report.LOOK_EVERY", 0.2)
+    monkeypatch.setattr("egress.report.UNMATCHED_INTERVAL_S", 0.2)
     throws = armed(
         monkeypatch,
         """
         feed        egress.reader:Reader._on_heartbeat          called by the connection
         feed        egress.reader:Reader.pull                   called by whoever gives memory back, too
-        feed        egress.acks:Acknowledging.upto              in the session
-        feed        egress.session:Session._look                in a side task of the session, as the next four
-        feed        egress.encoder:Encoder.next
-        feed        egress.uploader:Uploader.put,egress.session:Session._watch
+        feed        egress.acks:Acknowledger.acknowledge_up_to in the session
+        feed        egress.session:Session._check_progress      in a side task of the session, as the next four
+        feed        egress.encoder:Encoder.encode_next
+        feed        egress.uploader:Uploader.put,egress.session:Session._watch_lease
         decisions   egress.handover:Handover.is_decided
-        walk        egress.evidence:Inquiry.place               beside a session that goes on: each begins with it
+        walk        egress.evidence:IdentityCheck.find_position beside a session that goes on: each begins with it
         walk        egress.archive:ArchiveWalks._walk
-        captures    egress.captures:Captures._look
-        expiry      egress.watchdog:Expiry._left
-        unmatched   egress.report:look
+        captures    egress.captures:StreamCapturer._capture
+        expiry      egress.watchdog:ExpiryEstimate._seconds_left
+        unmatched   egress.report:find_unmatched
         lease       common.jetstream.lease:Lease._renew
-        heartbeats  egress.heartbeats:Heartbeats._publish
-        heartbeats  egress.heartbeats:Heartbeats._on_write      called by the connection
+        heartbeats  egress.heartbeats:SubjectHeartbeats._publish
+        heartbeats  egress.heartbeats:SubjectHeartbeats._on_write      called by the connection
         sharing     common.leasing:LeaseWatcher._on_lease       called by the connection
         sharing     common.leasing:LeaseWatcher._on_member
-        sharing     common.leasing:LeaseGroup._look
-        alive       egress.heartbeats:SignOfLife._once
-        feed        egress.sampling.snapshot_store:Saving._save         beside a sampled feed, as the next two
+        sharing     common.leasing:LeaseGroup._check_all
+        alive       egress.heartbeats:ProcessHeartbeat._put_once
+        feed        egress.sampling.snapshot_store:SnapshotWriter._save       beside a sampled feed, as the next two
         feed        egress.advisories.senders:ReliableSender._step
-        feed        egress.sampling.stage:Quiet.until
+        feed        egress.sampling.stage:IdleClock.idle_until
         """,
     )
-    tuning = replace(QUICK, pace=replace(QUICK.pace, walk=0.3, page=0.01, alive=0.2))
+    tuning = replace(QUICK, intervals=replace(QUICK.intervals, walk=0.3, page=0.01, alive=0.2))
     async with bench.egress(*feeds, heartbeats=heartbeats, tuning=tuning) as running:
         sent = 0
         for part, thrown in throws:
@@ -163,7 +165,7 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
             sent += 1
 
             async def all_thrown() -> bool:
-                """A snapshot is due behind a segment that was closed since the last one."""
+                """Make a snapshot due behind a newly closed segment; return True if all errors were raised."""
                 await bench.publish(sampled, [b'{"id": "n%d"}' % await bench.last(sampled)])
                 return not any(throw.left for throw in thrown)  # noqa: B023
 
@@ -183,8 +185,8 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
         assert bench.ledger(stream) == {}
 
 
-async def test_who_gives_memory_back_is_not_ended_by_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All readers are asked at once; the error of one ends its own session."""
+async def test_a_reader_that_frees_memory_survives_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All readers are asked at once; the error of one ends only its own session."""
     one, other = [await bench.make_stream(unique("T")) for _ in range(2)]
     budgets: set[MemoryBudget] = set()
     real = MemoryBudget.account
@@ -199,7 +201,7 @@ async def test_who_gives_memory_back_is_not_ended_by_another(bench: Bench, monke
         await soon(lambda: running.state(one) == running.state(other) == "reading")
         before, throw.left = count("feed"), 1
         [budget] = budgets
-        budget.released()
+        budget.notify_release()
         assert throw.left == 0
         await soon(lambda: count("feed") == before + 1)
         for stream in (one, other):
@@ -208,7 +210,7 @@ async def test_who_gives_memory_back_is_not_ended_by_another(bench: Bench, monke
 
 
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("common.tasks.PAUSES", "ingress.target.PAUSES"):
+    for name in ("common.tasks.RESTART_DELAYS_S", "ingress.target.TARGET_PAUSES_S"):
         monkeypatch.setattr(name, (0.1, 0.2))
 
 
@@ -219,13 +221,13 @@ def place_of(name: str) -> tuple[Any, str]:
 
 
 def armed(monkeypatch: pytest.MonkeyPatch, table: str) -> list[tuple[str, list[Throw]]]:
-    """Of each line the part that ends, and the places of its error, of which the second is reached after the first.
+    """By line the part that ends, and the places of its error, of which the second is reached after the first.
 
-    Nothing is thrown yet. Of a place that several tasks come to, the walk is meant.
+    Nothing is raised yet. Of a place that several tasks reach, only the one in the walk raises.
     """
 
     def throw(name: str) -> Throw:
-        where = _in_a_walk if name.endswith("Inquiry.place") else lambda *_: True
+        where = _in_a_walk if name.endswith("IdentityCheck.find_position") else lambda *_: True
         return Throw(monkeypatch, *place_of(name), 0, where)
 
     lines = [line.split() for line in table.strip().splitlines()]
@@ -238,7 +240,7 @@ def _in_a_walk(*_: object) -> bool:
 
 
 class Notifying(Centre):
-    """Hears of the chain on a subject of NATS, which a store in a folder has no notifications for."""
+    """A centre that is notified of the chain on a NATS subject, since a store in a folder has no notifications."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -248,36 +250,36 @@ class Notifying(Centre):
 
     def settings(self, **ingress: Any) -> Settings:
         settings = super().settings(**ingress)
-        told = settings.ingress.model_copy(update={"events": f"nats://{self.subject.decode()}"})
-        return settings.model_copy(update={"ingress": told})
+        changed = settings.ingress.model_copy(update={"events": f"nats://{self.subject.decode()}"})
+        return settings.model_copy(update={"ingress": changed})
 
 
-async def test_whatever_fails_in_ingress_begins_again(
+async def test_failed_parts_of_ingress_start_again(
     client: FloeClient, tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for egress; what is carried arrives once and in order all the same."""
+    """As for egress; carried messages arrive once and in order all the same."""
     throws = armed(
         monkeypatch,
         """
-        target     ingress.chains.prefetch:Prefetcher.found      called by discovery, which serves all targets
+        target     ingress.chains.prefetch:Prefetcher.add_chain  called by discovery, which serves all targets
         target     ingress.chains.prefetch:Prefetcher.tick
         target     ingress.publishers.publisher:Replies._sink    called by the connection, in the middle of a batch
-        target     ingress.target:Target._watch,ingress.chains.prefetch:Prefetcher._turn
-        target     ingress.chains.prefetch:Prefetcher.attend
-        target     ingress.redelivery:Retries.look
-        target     ingress.report:PositionsReport.look
-        discovery  ingress.discovery.discovery:Discovery.look
-        discovery  ingress.discovery.discovery:Discovery.look_up_all
-        discovery  ingress.discovery.sites:Sites.look
-        discovery  ingress.discovery.discovery:Discovery._look_at_named
+        target     ingress.target:TargetRunner._watch,ingress.chains.prefetch:Prefetcher._turn
+        target     ingress.chains.prefetch:Prefetcher.apply_decisions
+        target     ingress.redelivery:Retries.check
+        target     ingress.report:PositionsWriter.write_if_due
+        discovery  ingress.discovery.discovery:Discovery.poll
+        discovery  ingress.discovery.discovery:Discovery.list_chains
+        discovery  ingress.discovery.sites:Heartbeats.read
+        discovery  ingress.discovery.discovery:Discovery._check_notified
         target     ingress.chains.prefetch:Prefetcher.wake       called by discovery, for a notification
-        events     ingress.discovery.notifications:Notified.take
+        events     ingress.discovery.notifications:NotificationHandler.handle
         lease      common.jetstream.lease:Lease._renew
-        sharing    common.leasing:LeaseGroup._look
+        sharing    common.leasing:LeaseGroup._check_all
         """,
     )
     _hurry(monkeypatch)
-    for name in ("LOOK_UP_ALL", "LOOK_AT_SITES"):
+    for name in ("CHAIN_LISTING_INTERVAL_S", "HEARTBEAT_READ_INTERVAL_S"):
         monkeypatch.setattr(f"ingress.discovery.discovery.{name}", 0.2)
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 10))
@@ -298,7 +300,7 @@ async def test_whatever_fails_in_ingress_begins_again(
         check_exact(await centre.carried(client, last), archive, centre.prefix)
 
 
-# Replay and drill end with it; the same command goes on
+# Replay and drill end with the error; the same command continues
 
 
 @pytest.fixture
@@ -310,10 +312,8 @@ async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
         yield world
 
 
-@pytest.mark.parametrize("place", ["source:ReplaySource._decode_all", "replay:Carrying._watch"])
-async def test_whatever_fails_beside_a_replay_ends_it(
-    world: World, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+@pytest.mark.parametrize("place", ["source:ReplaySource._decode_all", "replay:ReplayRun._watch"])
+async def test_any_failure_beside_a_replay_ends_it(world: World, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     Throw(monkeypatch, *place_of(f"ingress.replay.{place}"))
     await fails(world.run())
     assert (await world.run()).finished
@@ -329,23 +329,27 @@ async def test_a_replay_whose_lease_nobody_renews_takes_it_again(world: World, m
     assert await world.sequences() == list(range(1, 301))
 
 
-# What has no owner ends the service
+# Errors without an owner end the service
 
 
-def _down(_self: object, *told: object) -> bool:
-    """Of a listener: the connection was lost."""
-    return told[-1] is False
+def _down(_self: object, *args: object) -> bool:
+    """True for the call of a listener that reports a lost connection."""
+    return args[-1] is False
 
 
 @pytest.mark.real
 @pytest.mark.parametrize(
     "place",
     [
-        *("egress.feed:Feed._hold", "egress.feed:Feed._halt", "common.service.monitor:Health.beat"),
-        *("egress.feed:_deadline", "egress.heartbeats:Reachability.nats"),
+        *(
+            "egress.feed:PartitionFeed._work_under_lease",
+            "egress.feed:PartitionFeed._stop_after_hand_over",
+            "common.service.monitor:Health.beat",
+        ),
+        *("egress.feed:_deadline", "egress.heartbeats:Reachability.set_nats"),
     ],
 )
-async def test_what_has_no_owner_ends_egress(
+async def test_ownerless_errors_end_egress(
     bench: Bench, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     stream, is_listener = await bench.make_stream(unique("T")), place.endswith("nats")
@@ -357,7 +361,7 @@ async def test_what_has_no_owner_ends_egress(
         async def service() -> bool:
             return await running.task
 
-        ending = asyncio.create_task(to_its_end(service()))
+        ending = asyncio.create_task(run_until_fatal(service()))
         if is_listener:
             await soon(lambda: running.state(stream) == "reading")
             proxy.cut()
@@ -370,14 +374,14 @@ async def test_what_has_no_owner_ends_egress(
     [
         ("ingress.target:TargetSupervisor._hold", lambda one, *_: one.target.endswith("_A")),
         ("common.service.monitor:Health.beat", lambda *_: True),
-        ("ingress.service:Controller._shows", _down),
+        ("ingress.service:Controller._set_nats_state", _down),
     ],
     ids=["target", "beat", "listener"],
 )
-async def test_what_has_no_owner_ends_ingress(
+async def test_ownerless_errors_end_ingress(
     tmp_path: Path, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, place: str, where: Callable[..., bool]
 ) -> None:
-    """Also where another target is still carried."""
+    """Also while another target is still carried."""
     Throw(monkeypatch, *place_of(place), where=where)
     async with TcpProxy(nats_server.port) as proxy:
         centre = Centre(tmp_path, Archive(tmp_path / "store"), proxy.url)
@@ -390,7 +394,7 @@ async def test_what_has_no_owner_ends_ingress(
             for name in (f"{centre.target}_A", f"{centre.target}_B")
         ]
         health = Health(SystemClock())
-        ending = asyncio.create_task(to_its_end(centre.run(health=health, targets=targets)))
+        ending = asyncio.create_task(run_until_fatal(centre.run(health=health, targets=targets)))
         if where is _down:
             await soon(lambda: "carrying" in str(health.status()["parts"]))
             proxy.cut()

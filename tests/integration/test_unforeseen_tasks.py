@@ -1,5 +1,5 @@
-"""An error in what a connection calls, or in one of its tasks, reaches whoever waits for it; and those in what a parent
-and its worker processes do beside their work (`egress run --workers`).
+"""Errors in callbacks and tasks of a connection reach their waiter. Also errors of a parent and its worker processes
+beside their work (`egress run --workers`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 
 from common.clock import SystemClock
-from common.errors import Unforeseen
+from common.errors import UnexpectedError
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
-from common.jetstream.pull import From, get_message, read_through, scan
-from common.jetstream.requests import Requests
+from common.jetstream.pull import StartAt, for_each_message, get_message, scan
+from common.jetstream.requests import PendingRequests
 from common.leasing import LeaseWatcher
 from common.service.monitor import Health
 from common.settings.service import NatsSettings
-from common.tasks import Stop, to_its_end
-from egress.service import stop_of
-from egress.workers.process import WorkerPlace, WorkerProcess
+from common.tasks import Stop, run_until_fatal
+from egress.service import service_stop
+from egress.workers.process import WorkerIdentity, WorkerProcess
 from egress.workers.supervisor import Supervisor, supervise
 from infra.local.nats import NatsServer
 from ingress.discovery.notifications import follow_subject
@@ -52,7 +52,7 @@ async def proxy(nats_server: NatsServer) -> AsyncIterator[TcpProxy]:
 
 @pytest.fixture
 async def _owned() -> AsyncIterator[None]:
-    """Every error has an owner: one without it would have ended the service."""
+    """Check that every error has an owner: one without it would have ended the service."""
     loop, orphans = asyncio.get_running_loop(), list[str]()
     loop.set_exception_handler(lambda _, context: orphans.append(str(context.get("exception"))))
     yield
@@ -77,20 +77,20 @@ async def filled(client: FloeClient) -> str:
 
 
 async def through(client: FloeClient, stream: str, sink: Callable[..., None] = lambda *_: None) -> None:
-    await read_through(client, stream, 10, sink)
+    await for_each_message(client, stream, 10, sink)
 
 
 async def scanning(client: FloeClient, stream: str) -> None:
-    async for _ in scan(client, stream, From(1), until=10):
+    async for _ in scan(client, stream, StartAt(1), until=10):
         pass
 
 
 @pytest.mark.usefixtures("_owned")
 @pytest.mark.parametrize("reader", ["scan", "ask", "count", "read"])
-async def test_whoever_reads_a_stream_gets_what_the_sink_raised(
+async def test_a_reader_of_a_stream_gets_the_error_of_the_sink(
     client: FloeClient, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
-    """At once, and neither the connection nor the service ends."""
+    """The error comes at once, and neither the connection nor the service ends."""
     stream = await filled(client)
     if reader == "read":
         with pytest.raises(MemoryError, match="no room"):
@@ -121,9 +121,9 @@ async def rung(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
 async def answered(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     replies = await Replies.open(client)
     reply = Reply(replies.subject())
-    Throw(monkeypatch, type(reply), "lost")
+    Throw(monkeypatch, type(reply), "mark_lost")
     replies.listen(reply)
-    await replies.judged(reply, Expected("S", 1), 10)
+    await replies.wait_for_ack(reply, Expected("S", 1), 10)
 
 
 async def notified(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,16 +131,16 @@ async def notified(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def listening(*_: object) -> None:
         calls.append(True)
-        if len(calls) > 1:  # the first time it is called by whoever follows, then by the connection
+        if len(calls) > 1:  # called first by `follow_subject`, then by the connection
             raise MemoryError("no room")
 
-    heard: Any = SimpleNamespace(is_wanted=True, listening=listening)
-    await follow_subject(client, unique("events"), heard, SystemClock())
+    handler: Any = SimpleNamespace(is_active=True, record_listening=listening)
+    await follow_subject(client, unique("events"), handler, SystemClock())
 
 
 @pytest.mark.usefixtures("_owned")
 @pytest.mark.parametrize("listen", [rung, answered, notified])
-async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
+async def test_a_waiter_on_the_connection_gets_errors_of_its_listener(
     proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch, listen: Listen
 ) -> None:
     async with client_of(proxy.url) as client:
@@ -154,7 +154,7 @@ async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
         await soon(lambda: client.is_up)
 
 
-# The connection's own
+# Tasks of the connection
 
 
 @pytest.mark.usefixtures("_owned")
@@ -191,11 +191,11 @@ async def test_an_attempt_to_connect_that_fails_as_nobody_foresaw_is_not_the_las
     assert throw.left == 0
 
 
-@pytest.mark.parametrize(("owner", "name"), [(FloeClient, "_went_down"), (Requests, "sink")])
-def test_what_keeps_the_connection_or_its_answers_away_ends_the_service(
+@pytest.mark.parametrize(("owner", "name"), [(FloeClient, "_mark_down"), (PendingRequests, "sink")])
+def test_a_loss_of_the_connection_or_its_answers_ends_the_service(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    """Everything in the process that asks would wait in vain."""
+    """Every request of the process would wait in vain."""
     throw = Throw(monkeypatch, owner, name, 0)
 
     async def service() -> None:
@@ -206,20 +206,20 @@ def test_what_keeps_the_connection_or_its_answers_away_ends_the_service(
                 await asyncio.sleep(10)
             await stream_info(client, "NONE")
 
-    with pytest.raises(Unforeseen, match="no room"):
-        asyncio.run(to_its_end(service()))
+    with pytest.raises(UnexpectedError, match="no room"):
+        asyncio.run(run_until_fatal(service()))
 
 
 # Workers
 
 
 SLEEPS = "import time; time.sleep(60)"
-#: Its own end of the line is the last of `INDEX/COUNT/DESCRIPTOR`.
+#: Its own end of the socket pair is the last of `INDEX/COUNT/DESCRIPTOR`.
 SPOILS = "import os, sys; os.write(int(sys.argv[-1].split('/')[2]), b'no json\\n');" + SLEEPS
 
 
 def supervisor_of(*scripts: str) -> Supervisor:
-    """A parent's supervisor whose workers run these scripts."""
+    """The supervisor of a parent with workers that run these scripts."""
     workers = [
         WorkerProcess(index, len(scripts), [sys.executable, "-c", script], dict(os.environ))
         for index, script in enumerate(scripts)
@@ -229,7 +229,7 @@ def supervisor_of(*scripts: str) -> Supervisor:
 
 @pytest.fixture(autouse=True)
 async def _waited_for(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """A parent that ends with an error waits for none that it killed; the loop of the test has to."""
+    """Wait for killed workers: a parent that ends with an error does not, but the loop of the test has to."""
     started: list[asyncio.subprocess.Process] = []
     real = WorkerProcess.start
 
@@ -241,7 +241,7 @@ async def _waited_for(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     yield
     for process in started:
         await asyncio.wait_for(process.wait(), PATIENCE)
-    await asyncio.sleep(0.01)  # its transport closes in the turns after
+    await asyncio.sleep(0.01)  # its transport closes in later turns of the loop
 
 
 def is_gone(pid: int) -> bool:
@@ -252,7 +252,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-async def test_a_worker_whose_line_nobody_can_read_is_started_again_and_others_go_on() -> None:
+async def test_a_worker_with_an_unreadable_line_is_started_again_and_others_continue() -> None:
     supervisor, stop, before = supervisor_of(SPOILS, SLEEPS), Stop(), count("worker")
     running = asyncio.create_task(supervisor.run(stop))
     spoiled, other = supervisor.workers
@@ -265,13 +265,13 @@ async def test_a_worker_whose_line_nobody_can_read_is_started_again_and_others_g
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Health, "beat"), (WorkerProcess, "run_once"), (Supervisor, "_keep")],
+    [(Health, "beat"), (WorkerProcess, "run_once"), (Supervisor, "_run_with_restarts")],
     ids=["beat", "process", "worker"],
 )
-async def test_what_fails_in_the_parent_ends_all(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+async def test_failures_of_the_parent_end_all(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     supervisor, clock = supervisor_of(SLEEPS, SLEEPS), SystemClock()
     throw = Throw(monkeypatch, owner, name, times=0 if owner is Health else 1)
-    running = asyncio.create_task(to_its_end(supervise(supervisor, Health(clock))))
+    running = asyncio.create_task(run_until_fatal(supervise(supervisor, Health(clock))))
     if owner is Health:
         await soon(lambda: all(worker.pid for worker in supervisor.workers))
         throw.left = 1
@@ -282,13 +282,13 @@ async def test_what_fails_in_the_parent_ends_all(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_worker_that_cannot_look_after_its_parent_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would live on without one."""
+    """It would live on without its parent."""
     mine, other = socket.socketpair()
-    Throw(monkeypatch, WorkerPlace, "watch")
+    Throw(monkeypatch, WorkerIdentity, "watch_parent")
 
     async def worker() -> None:
-        async with stop_of(WorkerPlace(0, 1, other.fileno()), 1) as stop:
+        async with service_stop(WorkerIdentity(0, 1, other.fileno()), 1) as stop:
             await stop.wait()
 
-    with mine, other, pytest.raises(Unforeseen, match="no room"):
-        await asyncio.wait_for(to_its_end(worker()), PATIENCE)
+    with mine, other, pytest.raises(UnexpectedError, match="no room"):
+        await asyncio.wait_for(run_until_fatal(worker()), PATIENCE)

@@ -1,4 +1,4 @@
-"""Two versions beside each other: the one before this and this one, at the two ends and one after the other."""
+"""Two versions beside each other: the previous one and this one, at the two ends and one after the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.chain import Chain
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
 from infra.awkward import DELETED_SHARE, publish_awkward
-from infra.oracle import prefixed, source_trace, target_traces
+from infra.oracle import prefix_subject, read_source_trace, read_target_traces
 from tests.scenarios.processes import ROOT, Service
 from tests.support.basics import soon, unique
 from tests.support.commands import run_floe
@@ -25,21 +25,21 @@ from tests.support.oracle import compare_target
 
 pytestmark = [pytest.mark.servers, pytest.mark.soak]
 
-#: The last commit of the version before.
+#: The last commit of the previous version.
 BEFORE = "557be4e42eb45309bab9da0eef6c642b0748e4da"
 COUNT = 400
 
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree of the version before."""
+    """The tree of the previous version."""
     packed = subprocess.run(["git", "archive", BEFORE], cwd=ROOT, capture_output=True, check=False)
     if packed.returncode:
         pytest.skip(f"the history does not reach back to {BEFORE[:7]}: {packed.stderr.decode().strip()}")
     folder = tmp_path_factory.mktemp("before")
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as tree:
         tree.extractall(folder, filter="data")
-    # Python takes the folder that it is started in before what is installed.
+    # Python prefers its working directory to installed packages.
     which = [sys.executable, "-c", "import floe, common; print(floe.__file__, common.__file__)"]
     found = subprocess.run(which, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
     assert found == [str(folder / "floe.py"), str(folder / "common" / "__init__.py")]
@@ -73,25 +73,25 @@ class Site:
         self.config.write_text(yaml.safe_dump(settings))
 
     async def publish(self) -> None:
-        """So many messages more. What egress may have archived already is not deleted again."""
+        """Publish COUNT messages more. Messages that egress may have archived already are not deleted again."""
         if not self.services:
             await create_stream(self._client, {"name": self.stream, "subjects": [f"{self.stream}.>"]})
         share = 0.0 if self.services else DELETED_SHARE
         root = self.stream
         await publish_awkward(
-            self._client, self.stream, root, self._random, COUNT, deleted_share=share, largest=64 * 1024
+            self._client, self.stream, root, self._random, COUNT, deleted_share=share, max_message_bytes=64 * 1024
         )
 
     def start(self, role: str, tree: Path) -> Service:
-        """Egress or ingress of the checkout `tree`."""
+        """Start egress or ingress of the checkout `tree`."""
         command = (role, "run", "-c", str(self.config))
         service = Service(self._folder, f"{role}-{len(self.services)}", *command, tree=tree).start()
         self.services.append(service)
         return service
 
     async def carried(self) -> None:
-        """Everything is at the target, once, in order, as it was."""
-        expected = await source_trace(self._client, self.stream, prefixed("fleet." + self.target))
+        """Check that everything is at the target, once, in order and unchanged."""
+        expected = await read_source_trace(self._client, self.stream, prefix_subject("fleet." + self.target))
         chain = Chain("us-east", self.stream)
 
         async def has_arrived() -> bool:
@@ -100,9 +100,9 @@ class Site:
             return info is not None and info.messages >= len(expected.sequences)
 
         await soon(has_arrived, every=0.5)
-        arrived = await target_traces(self._client, self.target)
+        arrived = await read_target_traces(self._client, self.target)
         compared = compare_target({chain: expected}, arrived.traces, arrived.foreign)
-        assert compared.ok, compared
+        assert compared.is_ok, compared
         assert len(expected.sequences) > COUNT / 2
 
 
@@ -127,7 +127,7 @@ async def test_either_end_may_be_of_the_version_before(site: Site, before: Path,
     assert verified.code == 0, verified
 
 
-async def test_an_upgrade_goes_on_where_the_version_before_was(site: Site, before: Path) -> None:
+async def test_an_upgrade_resumes_at_the_former_position(site: Site, before: Path) -> None:
     await site.publish()
     old = [site.start(role, before) for role in ("ingress", "egress")]
     await site.carried()

@@ -1,4 +1,4 @@
-"""`floe segments verify`: what is counted, what is not read again, and what is found wherever it is read."""
+"""`floe segments verify`: its counts, segments that it skips, and equal findings in every place."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from common import failpoints
 from common.chain import Chain
 from common.errors import Refused
 from common.objects.open import open_objects
-from common.objects.port import Paged
+from common.objects.port import PagedStore
 from common.segments import store as segment_store
 from common.segments.captures import CapturedConfig, CaptureStore
-from common.segments.checks import Foreign, look_for_foreign
+from common.segments.checks import ForeignKeys, find_foreign_keys
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.segment import Reason, SegmentRef
 from common.sequences import SequenceRange
 from common.settings.root import StoreSettings
 from compaction.run import LocalRunner
-from compaction.sign_off import SignOff, SignOffs
+from compaction.sign_off import SignOff, SignOffStore
 from compaction.verify import ChainReport, VerifyProblem, check_segment, known_chains, verify_chains
 from tests.support.basics import SharedS3
 from tests.support.commands import invoke
@@ -33,7 +33,7 @@ NEXT = CHAIN.next_incarnation()
 
 
 class Site:
-    """An archive that is verified again and again. `read`: the segments that the last run looked at."""
+    """An archive that is verified again and again. `read`: the segments that the last run read."""
 
     def __init__(self, folder: Path, *chains: Chain) -> None:
         self.archive = begun(folder, *chains)
@@ -45,11 +45,13 @@ class Site:
 
     def verify(self, *, deep: bool = True, since_last: bool = True) -> ChainReport:
         store, self.read = self.archive.store, []
-        sign_offs = SignOffs(store.objects, store.layout, deep=deep) if since_last else None
-        [found] = verify_chains(store, self.chains, [CHAIN], deep=deep, tell=self._tell, sign_offs=sign_offs)
+        sign_offs = SignOffStore(store.objects, store.layout, deep=deep) if since_last else None
+        [found] = verify_chains(
+            store, self.chains, [CHAIN], deep=deep, on_segment=self._on_segment, sign_offs=sign_offs
+        )
         return found
 
-    def _tell(self, ref: SegmentRef, _footer: object) -> None:
+    def _on_segment(self, ref: SegmentRef, _footer: object) -> None:
         self.read.append(f"{ref.level}:{ref.coverage}")
 
     async def command(self, *options: str, code: int = 0) -> Any:
@@ -70,17 +72,17 @@ def kinds(report: ChainReport) -> list[tuple[str, str]]:
     return [(problem.kind, str(problem.rows)) for problem in report.problems]
 
 
-# What is counted
+# Counts
 
 
-@pytest.mark.parametrize(("count", "is_told"), [(34, True), (35, False), (39, False), (40, True)])
-def test_a_level_may_have_more_rows_than_those_below_had_read_and_no_others(tmp_path: Path, count: int, is_told: bool):
-    """As where late rows were united and the chain stands still."""
+@pytest.mark.parametrize(("count", "is_shown"), [(34, True), (35, False), (39, False), (40, True)])
+def test_a_level_may_have_more_rows_than_those_below_had_read_and_no_others(tmp_path: Path, count: int, is_shown: bool):
+    """As after a union of late rows while the chain is idle."""
     site = Site(tmp_path, CHAIN)
     gone = {"ledger": {Reason.GONE_BEFORE_READ: 4, Reason.DELETED: 1}, "unread": SequenceRange(15, 18)}
     site.archive.put(1, 40, rows(n for n in range(1, 41) if not 15 <= n <= 19), **gone)
     site.archive.put(1, 40, rows([n for n in range(1, 41) if n != 19][:count] if count < 40 else range(1, 41)), level=1)
-    found = [("rows", "1..40")] if is_told else []
+    found = [("rows", "1..40")] if is_shown else []
     assert kinds(site.verify(deep=False)) == found
 
 
@@ -103,8 +105,8 @@ async def test_findings_are_counted_for_each_chain_and_in_total(tmp_path: Path):
     assert chain["findings"] == expected
     assert other["findings"] == {**dict.fromkeys(expected, 0), "found": 1, "foreign": 1}
     assert nobody["foreign"] == 2
-    told = [(p["finding"], p["kind"], p["first"], p["last"]) for p in chain["problems"]]
-    assert told == [
+    problems = [(p["finding"], p["kind"], p["first"], p["last"]) for p in chain["problems"]]
+    assert problems == [
         *(("damaged", "damaged", 41, 50), ("missing", "hole", 21, 30)),
         *(("delayed", "hole", 41, 60), ("divergent", "rows", 1, 10)),
     ]
@@ -121,7 +123,7 @@ async def test_findings_are_counted_for_each_chain_and_in_total(tmp_path: Path):
 
 
 def test_a_chain_of_which_only_a_trace_is_left_is_missing(tmp_path: Path):
-    """Nothing lists what has lost its `chain.json`: its tail, and what came next, still name it."""
+    """No listing shows a chain without its `chain.json`: its tail, and the next incarnation, still name it."""
     site = Site(tmp_path, NEXT)
     only_a_tail, gone = Chain("eu-west", "NODES"), CHAIN
     site.chains.write_tail(only_a_tail, 7)
@@ -142,11 +144,11 @@ def test_a_chain_of_which_only_a_trace_is_left_is_missing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("page", [1, 2])
-def test_partitions_that_never_were_are_one_line_and_those_with_segments_are_looked_at(
+def test_partitions_that_never_existed_are_one_line_and_those_with_segments_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int
 ):
     """A document of one site may name a thousand partitions, in each of ten thousand incarnations."""
-    monkeypatch.setattr("common.segments.documents._PAGE", page)
+    monkeypatch.setattr("common.segments.documents._PAGE_KEYS", page)
     site = Site(tmp_path, NEXT)
     site.chains.create_stream(NEXT, StreamDocument({}, "2026-01-01T00:00:00Z", dict.fromkeys(range(1024), 10)))
     site.archive.put(1, 10, chain=NEXT)
@@ -166,7 +168,7 @@ def test_partitions_that_never_were_are_one_line_and_those_with_segments_are_loo
 
 
 def test_deep_proves_every_byte_of_a_segment_of_any_size(site: Site, monkeypatch: pytest.MonkeyPatch):
-    """Reading by ranges meets the pages and their checksums, and not what stands between them and the footer."""
+    """Reading by ranges meets the pages and their checksums, but not the bytes between them and the footer."""
     monkeypatch.setattr(segment_store, "WHOLE_BYTES", 100)
     ref, store = site.archive.listed()[0], site.archive.store
     path = site.archive.path(ref.key)
@@ -185,25 +187,25 @@ def test_deep_proves_every_byte_of_a_segment_of_any_size(site: Site, monkeypatch
     assert unnoticed, "the name proves more than the pages do"
 
 
-# What is not read again
+# Segments that are not read again
 
 
-def test_a_nightly_run_reads_what_is_new(site: Site):
-    for skipped in (0, 4):  # what was only looked at is not signed off for those who read it
+def test_a_nightly_run_reads_new_segments(site: Site):
+    for skipped in (0, 4):  # a run that is not deep signs nothing off for one that is
         assert site.verify(deep=False).skipped == skipped
     first = site.verify()
     assert (first.problems, first.skipped, len(site.read)) == ([], 0, 4)
     again = site.verify()
     assert (again.problems, again.skipped, again.rows, site.read) == ([], 4, 0, [])
-    assert again.former is not None
-    assert (again.former.end, again.coverage, again.segments) == (40, SequenceRange(1, 40), {0: 4})
+    assert again.former_sign_off is not None
+    assert (again.former_sign_off.end, again.coverage, again.segments) == (40, SequenceRange(1, 40), {0: 4})
 
     site.archive.put(41, 50)
     assert (site.verify().skipped, site.read) == (4, ["0:41..50"])
-    assert site.verify().former.end == 50  # type: ignore[union-attr]
+    assert site.verify().former_sign_off.end == 50  # type: ignore[union-attr]
     assert site.read == []
 
-    # Merged: a new level over what is signed off is new, with all that it overlaps.
+    # Merged: a new level over signed-off segments is new, with everything that it overlaps.
     run(site.archive.folder)
     assert (site.verify().problems, site.read[-1]) == ([], "1:1..40")
     assert "0:41..50" not in site.read
@@ -215,7 +217,7 @@ def test_a_nightly_run_reads_what_is_new(site: Site):
     assert len(site.read) == len(site.archive.listed()), "without the option all is read, and nothing signed off"
 
 
-def test_a_difference_is_told_until_it_is_over_and_what_is_not_part_of_it_is_not_read_again(site: Site):
+def test_a_difference_is_reported_until_it_is_over_and_other_segments_are_not_read_again(site: Site):
     refs = site.archive.listed()
     good = site.archive.path(refs[1].key).read_bytes()
     site.archive.path(refs[1].key).write_bytes(b"?")
@@ -223,14 +225,14 @@ def test_a_difference_is_told_until_it_is_over_and_what_is_not_part_of_it_is_not
     problems = [("damaged", "11..20"), ("hole", "11..20"), ("rows", "21..30"), ("rows", "21..30")]
     assert kinds(site.verify()) == problems
     assert (kinds(again := site.verify()), sorted(site.read)) == (problems, ["0:21..30", "1:21..30"])
-    assert (again.skipped, again.former.end if again.former else None) == (2, 10)
+    assert (again.skipped, again.former_sign_off.end if again.former_sign_off else None) == (2, 10)
     site.archive.path(refs[1].key).write_bytes(good)
     assert kinds(site.verify()) == [("rows", "21..30")] * 2
     assert "0:11..20" in site.read
 
 
-def test_what_may_become_a_difference_without_anything_new_is_looked_at_again(site: Site):
-    """A gap that was given up may be taken back, and a document may say something else of the same segments."""
+def test_possible_differences_are_checked_again_without_new_segments(site: Site):
+    """An accepted gap may be taken back, and a document may change for the same segments."""
     lost = {"ledger": {Reason.GONE_FROM_HOLE: 1}, "unread": SequenceRange(45, 45)}
     site.archive.put(41, 50, rows(n for n in range(41, 51) if n != 45), **lost)
     assert kinds(site.verify()) == [("gone", "45..45")]
@@ -239,22 +241,22 @@ def test_what_may_become_a_difference_without_anything_new_is_looked_at_again(si
     site.chains.create_stream(NEXT, StreamDocument({}, "2026-01-01T00:00:00Z", {0: 30}))
     assert kinds(site.verify()) == [("behind", "31..50"), ("gone", "45..45")]
     site.archive.objects.put(site.archive.layout.chain_document(CHAIN), b"{")
-    before = site.archive.objects.get(site.archive.layout.sign_off(CHAIN, deep=True))
+    before = site.archive.objects.get(site.archive.layout.verify_result(CHAIN, deep=True))
     assert kinds(site.verify())[0] == ("document", "None")
-    assert site.archive.objects.get(site.archive.layout.sign_off(CHAIN, deep=True)) == before
+    assert site.archive.objects.get(site.archive.layout.verify_result(CHAIN, deep=True)) == before
 
 
 def test_a_run_that_ends_before_it_signs_off_has_signed_nothing_off(site: Site):
-    failpoints.enable("verify.sign_off=raise")
+    failpoints.set_failpoints("verify.sign_off=raise")
     try:
         with pytest.raises(failpoints.FailpointRaised):
             site.verify()
     finally:
-        failpoints.enable("")
+        failpoints.set_failpoints("")
     assert (site.verify().skipped, len(site.read)) == (0, 4)
 
 
-async def test_the_command_says_what_it_did_not_read_and_who_was_quicker(site: Site, monkeypatch: pytest.MonkeyPatch):
+async def test_the_command_names_skipped_segments_and_a_quicker_run(site: Site, monkeypatch: pytest.MonkeyPatch):
     await site.command("--deep", "--since-last")
     done = await site.command("--deep", "--since-last")
     assert "up to 40 on 20" in done.out.splitlines()[1]
@@ -265,14 +267,14 @@ async def test_the_command_says_what_it_did_not_read_and_who_was_quicker(site: S
     [found] = await site.command("--deep", "--json")
     assert (found["skipped"], found["signed_off"]) == (0, None)
 
-    real = SignOffs.write
+    real = SignOffStore.write
 
-    def after_another(sign_offs: SignOffs, chain: Chain, former: SignOff, end: int, marks: array[int]) -> bool:
+    def after_another(sign_offs: SignOffStore, chain: Chain, former: SignOff, end: int, marks: array[int]) -> bool:
         assert real(sign_offs, chain, former, 10, marks[:1])
         return real(sign_offs, chain, former, end, marks)
 
     site.archive.put(41, 50)
-    monkeypatch.setattr(SignOffs, "write", after_another)
+    monkeypatch.setattr(SignOffStore, "write", after_another)
     done = await site.command("--since-last")
     assert "us-east/NODES/0000/0: what was read is not signed off: error[E-RACE]" in done.err
     assert "all is well" in done.err
@@ -281,7 +283,7 @@ async def test_the_command_says_what_it_did_not_read_and_who_was_quicker(site: S
     def refused(*_: object) -> bool:
         raise Refused("no right to put")
 
-    monkeypatch.setattr(SignOffs, "write", refused)
+    monkeypatch.setattr(SignOffStore, "write", refused)
     done = await site.command("--since-last", code=77)
     assert "what was read is not signed off: error[E-REFUSED]: no right to put" in done.err
     assert "all is well" in done.err
@@ -294,7 +296,7 @@ def test_of_a_hole_that_is_accepted_in_part_the_rest_is_a_difference(site: Site)
         assert [str(problem.rows) for problem in site.verify().problems] == rest
 
 
-# Wherever it is read; on Spark: test_compaction_spark.py
+# Every place of reading; on Spark: test_compaction_spark.py
 
 
 def test_tasks_are_put_together_in_any_order_and_a_refusal_in_one_keeps_its_code(
@@ -304,7 +306,7 @@ def test_tasks_are_put_together_in_any_order_and_a_refusal_in_one_keeps_its_code
     site.archive.path(site.archive.listed()[0].key).write_bytes(b"?")
     site.archive.put(51, 60)
     here = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True)
-    monkeypatch.setattr("compaction.verify.TASK_BYTES", 1)
+    monkeypatch.setattr("compaction.verify.TASK_MAX_BYTES", 1)
     there = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True, window=1, runner=runner)
     texts = [[[(p.kind, p.text) for p in report.problems] for report in reports] for reports in (here, there)]
     assert texts[0] == texts[1]
@@ -315,19 +317,19 @@ def test_tasks_are_put_together_in_any_order_and_a_refusal_in_one_keeps_its_code
         verify_chains(store, site.chains, [CHAIN], deep=True, runner=runner)
 
 
-# What egress captured beside the messages
+# Captures of egress beside the messages
 
 
 def captured(site: Site, end: int) -> str:
-    """The key of a capture that says it was taken at `end`."""
+    """Put a capture taken at `end`, and return its key."""
     at = "2026-11-20T10:00:00Z"
     site.captures.put(CHAIN, CapturedConfig(at, end, at, {"name": "NODES"}))
-    return site.captures.ls(CHAIN, "config")[-1].key
+    return site.captures.list_captures(CHAIN, "config")[-1].key
 
 
 @pytest.mark.parametrize(("is_newest", "deep", "count"), [(True, False, 1), (False, False, 0), (False, True, 1)])
 def test_a_damaged_capture_is_a_problem_of_its_chain(site: Site, is_newest: bool, deep: bool, count: int):
-    """The newest of each kind is read, deep every one."""
+    """The newest of each kind is read; with `deep`, every one."""
     older, newest = captured(site, 10), captured(site, 40)
     assert site.verify(deep=True, since_last=False).problems == []
     key = newest if is_newest else older
@@ -338,7 +340,7 @@ def test_a_damaged_capture_is_a_problem_of_its_chain(site: Site, is_newest: bool
     assert found.foreign == 0
 
 
-# What stands in a bucket and nothing reads: foreign keys, and segments behind a delete marker
+# Objects in a bucket that nothing reads: foreign keys, and segments behind a delete marker
 
 
 JUNK = (
@@ -367,16 +369,16 @@ def test_foreign_keys_are_counted_and_named(tmp_path: Path, s3: SharedS3, monkey
     archive = archive_in(tmp_path, s3)
     for key in JUNK:
         archive.objects.put(key, b"?")
-    monkeypatch.setattr("common.objects.s3.PAGE_KEYS", 2)
+    monkeypatch.setattr("common.objects.s3.KEYS_PER_PAGE", 2)
 
-    assert isinstance(archive.objects, Paged)
-    found = look_for_foreign(archive.objects, archive.layout)
-    assert (sorted(found.keys), found.count, found.is_whole) == (sorted(JUNK), len(JUNK), True)
+    assert isinstance(archive.objects, PagedStore)
+    found = find_foreign_keys(archive.objects, archive.layout)
+    assert (sorted(found.keys), found.count, found.is_complete) == (sorted(JUNK), len(JUNK), True)
     assert f"nothing reads: {len(JUNK)}" in found.lines()[0]
-    places = archive.layout.places(CHAIN)
-    assert sorted(look_for_foreign(archive.objects, archive.layout, places).keys) == [JUNK[2], JUNK[4]]
-    assert Foreign(["a\nerror: b"], 1, 1).lines()[1] == "  a\\nerror: b"
-    assert not look_for_foreign(archive.objects, archive.layout, limit=2).is_whole
+    places = archive.layout.chain_prefixes(CHAIN)
+    assert sorted(find_foreign_keys(archive.objects, archive.layout, places).keys) == [JUNK[2], JUNK[4]]
+    assert ForeignKeys(["a\nerror: b"], 1, 1).lines()[1] == "  a\\nerror: b"
+    assert not find_foreign_keys(archive.objects, archive.layout, limit=2).is_complete
     archive.store.delete(archive.store.list(CHAIN)[1])
     [hole] = problems_of(archive)
     assert hole.hint.startswith("the source may still hold them"), "a store without versions is no trouble"

@@ -1,4 +1,4 @@
-"""Whatever a value holds, the subject of its advisory can be published to, and is one of the template's."""
+"""Subjects of advisories: valid for publishing and matched by the template's filter, for any value."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from common.jetstream.protocol import frame
 from common.settings.egress import AdvisorySettings
-from common.settings.types import MAX_VALUE, is_subject
+from common.settings.types import MAX_VALUE_BYTES, is_subject
 from common.subjects import matches
-from egress.advisories.advisory import Advisory, Event, filter_of, safe, subject_of
+from egress.advisories.advisory import Advisory, AdvisoryEvent, advisory_subject, subject_filter, subject_tokens
 
 AWKWARD = st.text(st.sampled_from("a.%* >\t\r\n\x00\x7f\x85\u2028\u00a0ü\ud800sv"), max_size=40)
 VALUES = st.one_of(
@@ -22,29 +22,29 @@ VALUES = st.one_of(
 TEMPLATES = ("adv.%s.%v", "adv", "adv.%v", "%s.x-%v-y.z", "adv.%v.%s.%v", "a.b%s", "adv.%%v", "%s")
 
 
-@given(st.sampled_from(TEMPLATES), st.sampled_from(Event), VALUES)
-def test_any_value_gives_a_subject_of_the_template(template: str, event: Event, value: str) -> None:
-    subject = subject_of(template, Advisory(event, value, 0, 0))
+@given(st.sampled_from(TEMPLATES), st.sampled_from(AdvisoryEvent), VALUES)
+def test_any_value_gives_a_subject_of_the_template(template: str, event: AdvisoryEvent, value: str) -> None:
+    subject = advisory_subject(template, Advisory(event, value, 0, 0))
 
     assert is_subject(subject)
     assert not set(subject.encode()) & set(b"\x00\t\n\r *>")
-    assert matches(filter_of(template), subject)
+    assert matches(subject_filter(template), subject)
     fixed = template.partition("%")[0]
     assert subject.startswith(fixed)
-    assert frame(subject.encode(), b"").count(b"\r\n") == 2  # one message, nothing behind it
-    assert len(subject.encode()) <= len(template) * 8 + 2 * MAX_VALUE
+    assert frame(subject.encode(), b"").count(b"\r\n") == 2  # one message, nothing after it
+    assert len(subject.encode()) <= len(template) * 8 + 2 * MAX_VALUE_BYTES
 
 
 @given(VALUES, VALUES)
 def test_a_value_can_be_read_from_its_subject_unless_it_was_cut_and_no_other_has_that_subject(
     value: str, other: str
 ) -> None:
-    subject = safe(value)
+    subject = subject_tokens(value)
 
-    assert len(subject.encode()) <= MAX_VALUE
-    if len(subject.encode()) < MAX_VALUE - 40 and value:
+    assert len(subject.encode()) <= MAX_VALUE_BYTES
+    if len(subject.encode()) < MAX_VALUE_BYTES - 40 and value:
         assert unquote(subject, errors="surrogatepass") == value
-    assert (subject == safe(other)) == (value == other)
+    assert (subject == subject_tokens(other)) == (value == other)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_a_value_can_be_read_from_its_subject_unless_it_was_cut_and_no_other_has
     ],
 )
 def test_what_becomes_of_a_value(value: str, subject: str) -> None:
-    assert safe(value) == subject
+    assert subject_tokens(value) == subject
 
 
 def test_valid_templates_are_taken_and_have_a_filter() -> None:
     filters = {"adv": "adv", "adv.%s.%v": "adv.*.>", "adv.%v.%s": "adv.>", "adv.on-%s.x": "adv.*.x", "%s": "*"}
-    assert {template: filter_of(template) for template in filters} == filters
+    assert {template: subject_filter(template) for template in filters} == filters
     for template in ("", *TEMPLATES):
         assert AdvisorySettings(subject=template).subject == template
 

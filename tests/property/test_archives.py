@@ -1,4 +1,4 @@
-"""Random archives against a naive model of compaction and verify; at length in `make soak` (`archives`)."""
+"""Random archives against a naive model of compaction and verify; `make soak` runs more of them (`archives`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of every plan of compaction, whatever the segments, and wherever a chain is cut into windows."""
+"""Properties of every plan of compaction, for any segments and any windows of a chain."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import holes
-from compaction.plan import Planner, Waiting, blocks
-from compaction.run import Compaction, LocalRunner, Report, Selection
-from compaction.supersede import contained, may_supersede, outstanding
+from compaction.plan import Planner, WaitingSegments, blocks
+from compaction.run import Compaction, LocalRunner, RunReport, Selection
+from compaction.supersede import find_supersessions, may_supersede, unsuperseded
 from compaction.tombstones import StoredTombstone, Tombstone
 from tests.support.compaction import CHAIN, NOW, Archive, TestPolicy, begun, index_of, plan, ref, refs, rows
 
@@ -49,7 +49,7 @@ def test_a_plan_spans_no_hole_takes_nothing_young_nothing_twice_and_no_more_than
         assert holes((s.coverage for s in output.inputs), output.coverage) == []
         reaches = accumulate((s.coverage.last for s in output.inputs), max)
         if any(reach < s.coverage.first for reach, s in zip(reaches, output.inputs[1:], strict=False)):
-            # Only segments that overlap pass a maximum.
+            # Only overlapping segments may exceed a maximum.
             assert (output.size <= policy.max_size, len(output.inputs) <= policy.max_count) == (True, True)
     for before, after in pairwise(outputs):
         assert before.coverage.last < after.coverage.first
@@ -66,23 +66,23 @@ def test_a_quiet_chain_is_compacted_once_it_has_waited(count, policy):
 
 @settings(max_examples=150)
 @given(SEGMENTS, POLICIES, st.integers(-500, 3000))
-def test_what_waits_is_merged_at_the_moment_that_is_foretold_and_not_before(segments, policy, later):
-    """Where nothing else comes, and what is due now is merged."""
+def test_what_waits_is_merged_at_the_moment_that_is_forecast_and_not_before(segments, policy, later):
+    """Check the forecast if no segment is added and all segments due now are merged."""
     now = NOW + later
     due = {s.key for output in plan(segments, policy, now) for s in output.inputs}
-    left = [s for s in outstanding(segments, policy.from_) if s.key not in due]
-    waiting = Waiting(CHAIN, policy, now)
+    left = [s for s in unsuperseded(segments, policy.from_) if s.key not in due]
+    waiting = WaitingSegments(CHAIN, policy, now)
     plan(segments, policy, now, waiting=waiting)
     at, key = waiting.next_merge()
     assert waiting.segments == len(left)
     assert waiting.size == sum(s.size for s in left)
     young = [
-        b for b in blocks(outstanding(segments, policy.from_)) if any(now - s.modified < policy.min_age for s in b)
+        b for b in blocks(unsuperseded(segments, policy.from_)) if any(now - s.modified < policy.min_age for s in b)
     ]
     assert (waiting.young, waiting.young_bytes) == (sum(map(len, young)), sum(s.size for block in young for s in block))
-    assert waiting.old_at == min((max(s.modified for s in b) + policy.min_age for b in young), default=math.inf)
+    assert waiting.young_until == min((max(s.modified for s in b) + policy.min_age for b in young), default=math.inf)
     assert waiting.largest < max(policy.min_size, 1)
-    assert 0 <= waiting.few <= waiting.small
+    assert 0 <= waiting.too_few <= waiting.small
     if at == math.inf:
         assert key == ""
         assert plan(left, policy, now + 10**6) == []
@@ -95,10 +95,10 @@ def test_what_waits_is_merged_at_the_moment_that_is_foretold_and_not_before(segm
     assert plan(left, policy, at + 1000), "and it stays due"
 
 
-def test_of_a_very_long_run_that_is_young_few_segments_are_kept():
+def test_few_segments_of_a_very_long_run_that_is_young_are_kept():
     policy = TestPolicy(min_age=10**6, max_wait=10**7, min_count=10, max_count=100, min_size=10**9, max_size=10**9)
     segments = [ref(n * 10 + 1, n * 10 + 10, age=500_000 - n) for n in range(20_000)]
-    waiting = Waiting(CHAIN, policy, NOW)
+    waiting = WaitingSegments(CHAIN, policy, NOW)
     planner = Planner(policy, NOW, waiting)
     tracemalloc.start()
     try:
@@ -115,7 +115,7 @@ def test_of_a_very_long_run_that_is_young_few_segments_are_kept():
 
 @given(SEGMENTS)
 def test_what_is_contained_is_below_and_within_what_replaces_it(segments):
-    for supersession in contained(segments):
+    for supersession in find_supersessions(segments):
         for lower in supersession.superseded:
             assert all(may_supersede(upper, lower) for upper in supersession.superseding)
             assert holes((s.rows for s in supersession.stretches), lower.coverage) == []
@@ -124,17 +124,19 @@ def test_what_is_contained_is_below_and_within_what_replaces_it(segments):
 
 @given(SEGMENTS, st.sets(st.integers(0, 24)))
 def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
-    """Whatever part of it is done, in whatever order, and whoever else deletes meanwhile."""
-    standing = [
-        StoredTombstone(Tombstone.of(s), f"t{n}", NOW - 10) for n, s in enumerate(contained(segments)) if n not in kept
+    """Delete any part, in any order, also with concurrent deletions."""
+    stones = [
+        StoredTombstone(Tombstone.of(s), f"t{n}", NOW - 10)
+        for n, s in enumerate(find_supersessions(segments))
+        if n not in kept
     ]
-    index = index_of(SegmentTable.listing(segments), standing)
+    index = index_of(SegmentTable.listing(segments), stones)
     going = {s.key for each in index.deletable(NOW, 10) for s in each.superseded}
     left = [s for s in segments if s.key not in going]
     assert covered(left) == covered(segments)
     assert max((s.coverage.last for s in left), default=0) == max((s.coverage.last for s in segments), default=0)
-    replacing = {u.key for stone in standing for u in stone.tombstone.superseding}
-    condemned = {s.key for stone in standing for s in stone.tombstone.superseded}
+    replacing = {u.key for stone in stones for u in stone.tombstone.superseding}
+    condemned = {s.key for stone in stones for s in stone.tombstone.superseded}
     assert not going & (replacing - condemned)
 
 
@@ -150,7 +152,7 @@ def test_merging_comes_to_an_end(policy):
     assert plan(segments, policy, now + 10_000) == []
 
 
-# Where a chain is cut into windows and batches makes no difference; whole archives: `test_archives.py`
+# The windows and batches of a chain make no difference; whole archives: `test_archives.py`
 
 LOW = TestPolicy(min_age=0, max_wait=-1, min_count=2, max_count=4, min_size=10**9, max_size=10**9)
 HIGH = replace(LOW, from_=1, to=2)
@@ -164,13 +166,13 @@ def cut(segments, size):
 
 @given(SEGMENTS, POLICIES, st.integers(1, 6))
 def test_a_plan_is_the_same_whatever_the_windows(segments, policy, size):
-    parted, whole = Waiting(CHAIN, policy, NOW), Waiting(CHAIN, policy, NOW)
+    parted, whole = WaitingSegments(CHAIN, policy, NOW), WaitingSegments(CHAIN, policy, NOW)
     planner, outputs = Planner(policy, NOW, parted), []
     for window in cut(segments, size):
         outputs += planner.add(blocks(window))
     outputs += planner.end()
     assert outputs == plan(segments, policy, NOW, waiting=whole)
-    assert not planner.open
+    assert not planner.open_segments
     assert parted.next_merge() == whole.next_merge()
     assert parted == whole
 
@@ -180,7 +182,9 @@ def test_what_is_contained_is_the_same_whatever_the_windows(segments, size):
     def pairs(found):
         return Counter((s.key, u.superseding) for u in found for s in u.superseded)
 
-    assert pairs(s for window in cut(segments, size) for s in contained(window)) == pairs(contained(segments))
+    assert pairs(s for window in cut(segments, size) for s in find_supersessions(window)) == pairs(
+        find_supersessions(segments)
+    )
 
 
 @pytest.fixture
@@ -188,7 +192,7 @@ def archive(tmp_path: Path) -> Archive:
     return begun(tmp_path, CHAIN)
 
 
-def run(archive: Archive, policies: list[TestPolicy], window: int) -> Report:
+def run(archive: Archive, policies: list[TestPolicy], window: int) -> RunReport:
     return Compaction(archive.store, policies, 0, LocalRunner(archive.store), window=window, batch=1).run(Selection())
 
 
@@ -196,7 +200,7 @@ def run(archive: Archive, policies: list[TestPolicy], window: int) -> Report:
     ("late", "policies", "window"),
     [
         ({15: (12, 18), 3: (3, 4)}, [LOW, HIGH], 1),  # a later window closes the group
-        # In the last of the first group and in the first of the second, which is taken up in a later batch.
+        # In the last segment of the first group and in the first of the second, which a later batch merges.
         ({33: (33, 34), 43: (43, 44)}, [HIGH], 6),
     ],
 )
@@ -212,7 +216,7 @@ def test_a_late_segment_waits_until_what_contains_it_is_no_input_of_a_merge_of_t
     assert archive.read().column("sequence").to_pylist() == sorted([*range(1, 80, 10), *late])
 
 
-def test_what_fails_in_one_batch_is_told_and_the_others_are_worked_on(archive: Archive):
+def test_a_failure_in_one_batch_is_reported_and_the_others_continue(archive: Archive):
     refs = [archive.put(first, first + 9, age=700) for first in range(1, 200, 10)]
     archive.path(refs[3].key).write_bytes(b"nothing")
     archive.age(refs[3].key, 700)

@@ -1,4 +1,4 @@
-"""Whatever is broken in a valid file, and however the file is laid out: each problem is told at its place."""
+"""Problems of a configuration file: each is found at its line and column, in any layout of the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from common.settings.loader import parse_documents
 from common.settings.root import Settings, fields_of, sections_of
 from common.settings.types import Range, Section, TypeName, parse_size
-from common.settings.yaml import ConfigFileError, Items, Keys, Node, Problems, parse_yaml
+from common.settings.yaml import ConfigFileError, ListNode, MappingNode, Node, Problems, parse_yaml
 from tests.support.config_tables import type_name
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +47,9 @@ WRONG: dict[str, list[Any]] = {
 
 
 def _plain(node: Node) -> Any:
-    if isinstance(node, Keys):
+    if isinstance(node, MappingNode):
         return {name: _plain(value) for name, value in node.entries.items()}
-    if isinstance(node, Items):
+    if isinstance(node, ListNode):
         return [_plain(item) for item in node.items]
     return node.value()
 
@@ -66,19 +66,19 @@ def _reference() -> dict[str, Any]:
 VALID = _reference()
 
 
-# Where a document can be broken
+# Places that can be broken in a document
 
 
 @dataclass(frozen=True)
 class Spot:
-    """A value, and what would be wrong there."""
+    """The place of a value, and wrong values for it."""
 
     where: Where
     wrong: tuple[Any, ...]
 
 
 def spots(value: dict[str, Any], section: type[Section], where: Where = ()) -> list[Spot]:
-    """Each value of a section, and of those below."""
+    """Return each value of a section and of its subsections."""
     found = []
     for name, model in fields_of(section).items():
         if name not in value:
@@ -115,7 +115,7 @@ def _outside(kind: str, limits: Range) -> list[Any]:
 
 
 def mappings(value: Any, where: Where = ()) -> list[Where]:
-    """The sections to which an unknown key can be added; those whose keys are free are left out."""
+    """Return the sections to which an unknown key can be added; those with free keys are left out."""
     if isinstance(value, list):
         return [found for index, item in enumerate(value) for found in mappings(item, (*where, index))]
     if not isinstance(value, dict) or where[-1:] in (("headers",), ("conf",), ("defaults",)):
@@ -131,7 +131,7 @@ def at(document: Any, where: Where) -> Any:
 
 
 def break_it(rng: random.Random, breaks: int) -> tuple[dict[str, Any], dict[Where, str]]:
-    """A broken document, and where: `value` or `key` is what the problem points at."""
+    """Return a broken document and its broken places: each problem points at the `value` or the `key`."""
     document, broken = copy.deepcopy(VALID), {}
     choices = spots(VALID, Settings)
     for _ in range(breaks):
@@ -158,7 +158,7 @@ def _insert(rng: random.Random, into: Any, name: str | int, value: Any) -> None:
     into.update(items)
 
 
-# Writing a document in some layout, and where everything stands in it
+# A document written in some layout, and the place of each key and value in it
 
 
 def nodes(node: Any, where: Where = ()) -> Iterator[tuple[Where, Any]]:
@@ -197,7 +197,7 @@ def mark_of(node: Any) -> Mark:
     return node.start_mark.line + 1, node.start_mark.column + 1
 
 
-def told(text: str) -> set[Place]:
+def found_at(text: str) -> set[Place]:
     try:
         parse_documents(text.encode(), "f.yaml", {})
     except ConfigFileError as error:
@@ -207,7 +207,7 @@ def told(text: str) -> set[Place]:
 
 @given(seed=st.integers(0, 2**32), breaks=st.integers(0, 8))
 @settings(max_examples=80)
-def test_each_broken_value_and_each_unknown_key_is_told_exactly_where_it_stands(seed: int, breaks: int):
+def test_each_broken_value_and_each_unknown_key_is_found_exactly_at_its_place(seed: int, breaks: int):
     rng = random.Random(seed)
     document, broken = break_it(rng, breaks)
     writer = Written(rng, document)
@@ -215,19 +215,19 @@ def test_each_broken_value_and_each_unknown_key_is_told_exactly_where_it_stands(
         (*(writer.keys if kind == "key" else writer.values)[where], ".".join(map(str, where)))
         for where, kind in broken.items()
     }
-    assert told(writer.text) == expected, writer.text
+    assert found_at(writer.text) == expected, writer.text
 
 
 def check(wrong: list[tuple[Where, Any]]) -> None:
-    """Put these values in their places: each is told, and nothing else."""
+    """Put these values in their places, and check that each is found, and nothing else."""
     document = copy.deepcopy(VALID)
     for where, value in wrong:
         at(document, where[:-1])[where[-1]] = copy.deepcopy(value)
     writer = Written(random.Random(0), document)
-    assert told(writer.text) == {(*writer.values[where], ".".join(map(str, where))) for where, _ in wrong}, wrong
+    assert found_at(writer.text) == {(*writer.values[where], ".".join(map(str, where))) for where, _ in wrong}, wrong
 
 
-def test_every_kind_of_wrong_value_is_told_in_every_key_at_once_and_every_section_that_is_no_mapping():
+def test_each_kind_of_wrong_value_is_found_in_every_key_at_once_and_every_section_that_is_no_mapping():
     found = spots(VALID, Settings)
     leaves = [spot for spot in found if not isinstance(at(VALID, spot.where), dict)]
     for turn in range(max(len(spot.wrong) for spot in leaves)):

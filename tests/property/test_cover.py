@@ -16,7 +16,7 @@ LAST = 40
 
 @dataclass(frozen=True)
 class Segment:
-    """What the cover rule sees."""
+    """The fields of a segment that the cover rule uses."""
 
     coverage: SequenceRange
     level: int
@@ -28,7 +28,7 @@ ranges = st.tuples(positions, positions).map(lambda pair: SequenceRange(min(pair
 
 
 def segment(coverage: SequenceRange, level: int, digest: str) -> Segment:
-    """Named as segments are: by end, beginning and content, so that no two of a level share a name."""
+    """Return a segment named by end, beginning and content, so that no two of a level share a name."""
     return Segment(coverage, level, f"{coverage.last:02d}-{coverage.first:02d}-{digest}")
 
 
@@ -36,7 +36,7 @@ segments = st.lists(st.builds(segment, ranges, st.integers(0, 3), st.sampled_fro
 
 
 def brute_force(found: list[Segment], first: int, last: int) -> dict[int, Segment]:
-    """For each position, walked one by one, the segment that accounts for it."""
+    """Return, for each position, the segment that accounts for it, found by a walk over all positions."""
     taken: dict[int, Segment] = {}
     position, current = first, None
     while position <= last:

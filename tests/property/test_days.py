@@ -1,4 +1,4 @@
-"""An archive through days of egress, compaction and retention, by one clock."""
+"""An archive over days of egress, compaction and retention, with one clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.segments.keys import Layout
 from common.segments.store import SegmentStore
 from compaction.retention import Retention, RetentionRule
 from compaction.run import Compaction, LocalRunner, Selection
-from infra.oracle import archive_holes, archived
+from infra.oracle import archive_holes, archived_messages
 from tests.support.basics import seeded
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, TestPolicy
@@ -22,17 +22,17 @@ EACH = 3600.0  # seconds between two segments
 WIDTH = 10  # sequences of a segment
 RUNS = 4 * HOUR  # seconds between two runs of compaction
 AGE, GRACE = DAY, 6 * HOUR
-# Keys, of 144 segments: those younger than `min_age`, too few for a merge, or merged within GRACE, with a tombstone for
-# each merge; of level 2 what retention keeps; the documents.
+# Keys, for 144 segments: those younger than `min_age`, too few for a merge, or merged within GRACE, with a tombstone
+# for each merge; the segments of level 2 that retention keeps; the documents.
 MOST = 42
-STANDS = range(2 * 6, 4 * 6)  # runs behind which the target has carried nothing more: twice AGE
+HALTED = range(2 * 6, 4 * 6)  # runs during which ingress carries nothing: twice AGE
 LEVELS = [
     TestPolicy(level, level + 1, min_age=HOUR, max_wait=10 * DAY, min_count=1000, min_size=size, max_size=8 * size)
     for level, size in enumerate([15_000, 30_000])
 ]
 
 
-def test_keys_stay_as_few_as_the_policy_says_and_retention_waits_for_the_target(tmp_path: Path) -> None:
+def test_keys_stay_as_few_as_the_policy_sets_and_retention_waits_for_the_target(tmp_path: Path) -> None:
     rng = seeded()
     clock, layout = ManualClock(), Layout("data")
     objects = DatedObjects(LocalObjects(tmp_path / "store"), clock)
@@ -55,19 +55,19 @@ def test_keys_stay_as_few_as_the_policy_says_and_retention_waits_for_the_target(
             path.unlink()
             end += WIDTH
         documents.write_tail(CHAIN, end)
-        carried = carried if run in STANDS else end
+        carried = carried if run in HALTED else end
         documents.write_positions(TargetPositions("FLEET", clock.now(), {CHAIN: carried + 1}, (source,)))
         report = Compaction(store, LEVELS, GRACE, LocalRunner(store)).run(Selection(), retention)
         assert report.failures == []
         levels |= {merged.ref.level for merged in report.merged}
-        held += [run] if report.retained.held else []
+        held += [run] if report.retention.holds else []
         floor = documents.read_floor(CHAIN) or 1
         assert floor <= carried + 1, "deleted before the target had it"
         assert len(objects.list("")) <= MOST
     assert levels == {1, 2}
     assert held
-    assert {*held} <= {*STANDS}
+    assert {*held} <= {*HALTED}
     assert end - floor < 2 * AGE / EACH * WIDTH, "kept though nobody needs it"
     assert archive_holes(store, CHAIN) == []
-    assert [row.sequence for row in archived(store, CHAIN, floor)] == [*range(floor, end + 1)]
+    assert [row.sequence for row in archived_messages(store, CHAIN, floor)] == [*range(floor, end + 1)]
     store.close()

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from common.subjects import first_overlap, matches, overlaps
 from egress.incarnations import CLOSING, Closing, End, EndDecision, NextStream
-from egress.repartition import PartitionReach, common_end
+from egress.repartition import PartitionProgress, common_end
 
 LETTERS = ("a", "b")
-# Every filter over two letters of up to four tokens, and every subject of up to five: a subject that two
-# filters share never needs more tokens than the longer of them has, and one behind a `>`.
+# Every filter over two letters of up to four tokens, and every subject of up to five: a subject shared by two
+# filters never needs more tokens than the longer filter has, plus one for a `>`.
 TOKENS = st.lists(st.sampled_from([*LETTERS, "*"]), min_size=1, max_size=4)
 FILTERS = st.one_of(
     TOKENS.map(".".join), TOKENS.map(lambda tokens: ".".join([*tokens[:3], ">"])), st.sampled_from([">", ""])
@@ -46,31 +46,31 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_an_incarnation_closes_once_with_the_ends_that_all_partitions_stand_by(
+def test_an_incarnation_closes_once_with_the_ends_that_all_partitions_agree_on(
     steps: list[tuple[str, int, str, int]],
 ) -> None:
-    """The model: what each partition said last, and whether all agree."""
+    """Compare with a model: the last report of each partition, and the agreement of all."""
     closing = Closing()
-    said: dict[int, tuple[str, int]] = {}
+    ends: dict[int, tuple[str, int]] = {}
     closed: dict[int, tuple[str, int]] | None = None
     for what, partition, created, number in steps:
         former = closing
         if what == "note":
             stream = NextStream(created, {"name": created})
-            closing = closing.noted(partition, End(number, 1, created), COUNT, stream)
-            said = {**said, partition: (created, number)}
+            closing = closing.with_end(partition, End(number, 1, created), COUNT, stream)
+            ends = {**ends, partition: (created, number)}
         elif what == "withdraw":
-            closing = closing.withdrawn(partition)
-            said = {p: each for p, each in said.items() if p != partition}
+            closing = closing.without_end(partition)
+            ends = {p: each for p, each in ends.items() if p != partition}
         else:
-            closing = closing.decided(EndDecision(created, {partition: number}))
+            closing = closing.with_decision(EndDecision(created, {partition: number}))
         if closed is not None:
             assert closing == former, "nothing changes behind the end"
             continue
-        agreed = len(said) == COUNT and len({each[0] for each in said.values()}) == 1
+        agreed = len(ends) == COUNT and len({each[0] for each in ends.values()}) == 1
         assert (closing.next is not None) is agreed
         if agreed:
-            closed = said
+            closed = ends
             assert {p: (e.created, e.end) for p, e in closing.ends.items()} == closed
             assert closing.next is not None
             assert {closing.next.created} == {each[0] for each in closed.values()}
@@ -101,8 +101,8 @@ def test_what_is_no_closing_is_refused(raw: bytes) -> None:
 def test_the_cut_lies_behind_everything_that_is_archived_and_before_no_beginning(
     reaches: list[tuple[int, int]],
 ) -> None:
-    """A chain that begins later than the others end must not be read again from there."""
-    end = common_end([PartitionReach(first, end) for first, end in reaches])
+    """Cut after the latest beginning: a chain that begins later than the others end must not be read again."""
+    end = common_end([PartitionProgress(first, end) for first, end in reaches])
 
     assert end >= max(each[1] for each in reaches)
     assert end + 1 >= max(each[0] for each in reaches)

@@ -1,13 +1,13 @@
-"""Where reading goes on, against a brute force over single sequences."""
+"""The sequence at which egress continues to read, against a brute force over single sequences."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.sequences import Covered, SequenceRange
+from common.sequences import CoverageSet, SequenceRange
 from egress.partition import Position
-from egress.partition import position as position_of_gaps
+from egress.partition import next_position as position_of_gaps
 
 RANGES = st.lists(
     st.tuples(st.integers(1, 60), st.integers(0, 15)).map(lambda r: SequenceRange(r[0], r[0] + r[1])), max_size=8
@@ -15,8 +15,8 @@ RANGES = st.lists(
 
 
 def position(first: int, ranges: list[SequenceRange], source_first: int) -> Position:
-    """From the ranges that are covered, in the order in which a listing may give them."""
-    covered = Covered()
+    """Return the position for covered ranges, in the order of a possible listing."""
+    covered = CoverageSet()
     for each in ranges:
         covered.add(each)
     assert all((s in covered) == any(s in each for each in ranges) for s in range(1, 80))
@@ -26,7 +26,7 @@ def position(first: int, ranges: list[SequenceRange], source_first: int) -> Posi
 
 @given(st.integers(1, 40), RANGES, st.integers(1, 90))
 @settings(max_examples=200)
-def test_agrees_with_looking_at_every_sequence(first: int, ranges: list[SequenceRange], source_first: int) -> None:
+def test_agrees_with_checking_every_sequence(first: int, ranges: list[SequenceRange], source_first: int) -> None:
     covered = {s for r in ranges for s in range(r.first, r.last + 1)}
     end = max(covered, default=0)
     missing = [s for s in range(first, end + 1) if s not in covered]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.jetstream.headers import Provenance, hops, parse_block, restore
+from common.jetstream.headers import Provenance, parse_block, parse_provenances, split_provenance
 from common.jetstream.protocol import check_headers
 from tests.support.headers import escape
 
@@ -38,12 +38,12 @@ FIRST = st.lists(st.sampled_from([OURS, b"Nats-Batch-Id: b", b"Nats-Batch-Sequen
 def test_restore_gives_back_what_was_escaped(block, control, first):
     escaped = escape(block, HERE, control, first)
     check_headers(escaped)
-    assert restore(escaped) == (HERE, block)
-    assert hops(escaped) == [HERE]
+    assert split_provenance(escaped) == (HERE, block)
+    assert parse_provenances(escaped) == [HERE]
 
 
 @given(block=BLOCKS, first=FIRST)
-def test_nothing_of_the_publisher_acts_for_any_reader_and_what_floe_adds_stands_before_it(block, first):
+def test_nothing_of_the_publisher_acts_for_any_reader_and_what_floe_adds_comes_before_it(block, first):
     escaped = escape(block, HERE, frozenset(), first)
     for line in escaped.replace(b"\r", b"\n").split(b"\n")[1:]:
         if line.lower().startswith((b"nats-", b"floe-")):
@@ -58,11 +58,11 @@ def test_hops_add_up_over_relays_and_the_original_stays(block, others):
     for number in others:
         hop = Provenance(f"site{number}", "F", 0, 0, number, number)
         travelled, expected = escape(travelled, hop, first_lines=(OURS,), relay=True), [hop, *expected]
-    assert hops(travelled) == expected
-    assert restore(travelled) == (expected[0], block)
+    assert parse_provenances(travelled) == expected
+    assert split_provenance(travelled) == (expected[0], block)
 
 
 @given(block=BLOCKS)
 def test_restore_never_fails_on_what_a_target_holds(block):
-    provenance, original = restore(block)
+    provenance, original = split_provenance(block)
     assert provenance is not None or original == block

@@ -1,4 +1,4 @@
-"""Whatever stream-replicator's file says: files of Floe that the check takes, or lines with places."""
+"""Any file of stream-replicator becomes files of Floe that pass the check, or lines with places."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ FILE = st.fixed_dictionaries(
 
 
 def imported(document: Any) -> Imported | tuple[Problem, ...]:
-    """What the file becomes, or what is wrong with it."""
+    """Return the imported files, or the problems of the file."""
     try:
         return import_stream_replicator(yaml.safe_dump(document, allow_unicode=True).encode(), "sr.yaml")
     except ConfigFileError as error:
@@ -97,7 +97,7 @@ def imported(document: Any) -> Imported | tuple[Problem, ...]:
 def test_the_result_passes_the_check_and_loses_no_stream(document: dict[str, Any]) -> None:
     found = imported(document)
     if isinstance(found, tuple):
-        # Only what Floe itself limits: warnings later than samples, intervals of more than a day, heartbeats
+        # Only limits of Floe itself: warnings later than samples, intervals of more than a day, heartbeats
         # twice to one subject.
         assert all(problem.name == "sr.yaml" and problem.line for problem in found), found
         assert all(re.search("inspect_duration|1d|each subject once", problem.message) for problem in found), found
@@ -108,7 +108,7 @@ def test_the_result_passes_the_check_and_loses_no_stream(document: dict[str, Any
     }
     feeds = {(s.site, feed.name): feed for s in files.values() for feed in s.egress.feeds}
     targets = [t for s in files.values() for t in s.ingress.targets]
-    pairs = [(t.stream, pair) for t in targets for source in t.sources for pair in source.pairs()]
+    pairs = [(t.stream, pair) for t in targets for source in t.sources for pair in source.site_feed_pairs()]
     assert all(pair in feeds for _, pair in pairs)
     assert {pair for _, pair in pairs} == set(feeds)
     copies = sum(len(feeds[pair].filters()) for _, pair in pairs)

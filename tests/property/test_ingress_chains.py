@@ -1,6 +1,7 @@
-"""Chains under everything that may happen to an archive: segments shuffled, delayed, missing, overlapping,
-damaged, put right again, replaced by compaction; gaps accepted and skipped; take-overs, pauses. Whatever
-happens, each archived row is carried once and in order, and no hole is passed without a decision.
+"""Chains under random events of an archive: each row is carried once and in order, and no hole without a decision.
+
+Segments are shuffled, delayed, missing, overlapping, damaged, repaired, replaced by compaction; gaps are accepted and
+skipped; there are take-overs and pauses.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import Pause, Pauses
 from ingress.chains.plan import GapDecision
 from ingress.chains.prefetch import Prefetcher
-from ingress.chains.search import look
-from ingress.checkpoint import Gap, IntentPiece, advanced
-from ingress.rows.prepare import Accepting, TargetLimits
-from ingress.rows.rows import Block, DecodedAhead
+from ingress.chains.search import plan_from_listings
+from ingress.checkpoint import Gap, IntentPiece, advance_positions
+from ingress.rows.prepare import SubjectFilters, TargetLimits
+from ingress.rows.rows import Block, ReadyBlocks
 from tests.support.basics import seeded
 from tests.support.clock import ManualClock
 
 CHAIN = Chain("us-east", "NODES")
 LATER = CHAIN.next_incarnation()
 LAYOUT = Layout()
-LAST = 80  # of the first incarnation
+LAST = 80  # last sequence of the first incarnation
 LATER_LAST = 20
 TIMEOUT = 1000.0
-QUIET = 80  # turns of the event loop until everybody waits
+QUIET = 80  # turns of the event loop until all tasks wait
 
 
 class Objects:
-    """An object store in memory, whose clock is the test's."""
+    """An object store in memory with the clock of the test."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
@@ -75,7 +76,7 @@ class Objects:
 
 
 class Inline:
-    """Threads that are none."""
+    """A thread pool that runs each call inline."""
 
     async def run(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         await asyncio.sleep(0)
@@ -84,12 +85,12 @@ class Inline:
 
 @dataclass
 class Reading:
-    """An open segment. `begin`: the next row."""
+    """An open segment. `next_sequence`: the next row."""
 
     segment: SegmentRef
-    begin: int
+    next_sequence: int
     last: int
-    held: int = 1 << 20
+    held_bytes: int = 1 << 20
     is_done: bool = False
     is_closed: bool = False
 
@@ -99,7 +100,7 @@ class Reading:
 
 @dataclass
 class World:
-    """The archive, one centre that carries it, and what was carried."""
+    """The archive, one centre that carries it, and the carried rows."""
 
     rng: random.Random
     skip: bool
@@ -123,29 +124,29 @@ class World:
         source = {"site": "us-east", "feed": "NODES", "lost_segment_timeout": f"{TIMEOUT:g}s"}
         source |= {"on_lost": "skip"} if self.skip else {}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source]})
-        registry = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
+        registry = ChainRegistry(settings, TargetLimits(SubjectFilters([">"]), 1 << 20))
         prefetcher = Prefetcher(
-            registry, self.store, self.documents, Inline(), self.clock, DecodedAhead(1 << 30), decisions=self
+            registry, self.store, self.documents, Inline(), self.clock, ReadyBlocks(1 << 30), decisions=self
         )  # type: ignore[arg-type]
         prefetcher.decoder = self  # type: ignore[assignment]
         gaps = prefetcher.locator.gaps
-        self._give_up, gaps.give_up = gaps.give_up, self.give_up  # type: ignore[method-assign]
+        self._give_up, gaps.skip_hole = gaps.skip_hole, self.give_up  # type: ignore[method-assign]
         self.prefetcher = prefetcher
         prefetcher.reset({})
 
-    # What stands in for others
+    # Replacements of other parts
 
     async def read(self) -> Pauses:
         return self.pauses
 
-    def begin(self, ref: SegmentRef, rows: SequenceRange, _: Any) -> Reading:
-        """A segment is opened: closed at the end, and read by nobody else afterwards."""
+    def open(self, ref: SegmentRef, rows: SequenceRange, _: Any) -> Reading:
+        """Open a segment, which must be closed at the end and have no other reader afterwards."""
         reading = Reading(ref, rows.first, rows.last)
         self.opened.append(reading)
         return reading
 
     async def turn(self, reading: Reading, _: Any, emit: Any) -> None:
-        """Some of the rows, in random blocks."""
+        """Emit some of the rows, in random blocks."""
         assert not reading.is_closed
         ref, turns = reading.segment, self.rng.randint(1, 4)
         while not reading.is_done and turns:
@@ -155,17 +156,17 @@ class World:
                 raise SegmentGone(ref.key)
             if ref.key in self.broken and self.rng.random() < 0.7:
                 raise SegmentCorrupt(ref.key)
-            end = self.rng.randint(reading.begin, reading.last)
-            piece = IntentPiece(ref.segment, SequenceRange(reading.begin, end), end - reading.begin + 1)
+            end = self.rng.randint(reading.next_sequence, reading.last)
+            piece = IntentPiece(ref.segment, SequenceRange(reading.next_sequence, end), end - reading.next_sequence + 1)
             emit(Block(piece, None, 100))
-            self.prefetcher.ahead.budget.force(100)  # the real one does before, and gives back where nobody wants it
-            reading.begin, reading.is_done = end + 1, end == reading.last
+            self.prefetcher.ahead.budget.acquire_unchecked(100)  # the real one acquires before, releases unused bytes
+            reading.next_sequence, reading.is_done = end + 1, end == reading.last
 
     async def close(self, reading: Reading) -> None:
         reading.close()
 
     def give_up(self, chain: Chain, decision: Any, damaged: Any) -> Any:
-        """Nothing is given up that a sound segment covers, or that nobody decided."""
+        """Give up a range, which no sound segment may cover and for which a decision must exist."""
         found = self._give_up(chain, decision, damaged)
         for sequence in range(found.first, found.last + 1) if isinstance(found, SequenceRange) else ():
             for ref in self.store.list(chain):
@@ -177,7 +178,7 @@ class World:
                 assert self.clock.now() - min(behind) >= TIMEOUT
         return found
 
-    # What happens to the archive
+    # Events of the archive
 
     def put(self, chain: Chain, first: int, last: int, level: int = 0) -> None:
         name = SegmentName(chain, level, SequenceRange(first, last), f"{next(self.digests):016x}")
@@ -187,7 +188,7 @@ class World:
         return [ref for ref in self.store.list(chain) if ref.key not in self.broken]
 
     def compact(self, chain: Chain) -> None:
-        """Some neighbours that lie side by side become one of the next level; they may stay for a while."""
+        """Merge some adjacent segments into one of the next level; the inputs may stay for a while."""
         refs = sorted(self.refs(chain), key=lambda r: r.coverage)
         if not refs:
             return
@@ -205,7 +206,7 @@ class World:
                     del self.objects.held[ref.key]
 
     def happens(self, waiting: list[tuple[Chain, int, int]]) -> None:
-        """One event."""
+        """Make one random event happen."""
         rng, chain = self.rng, self.rng.choice([CHAIN, CHAIN, LATER])
         what = rng.random()
         if what < 0.45 and waiting:
@@ -222,7 +223,7 @@ class World:
         elif what < 0.9:
             paused = chain in self.pauses.paused
             at = str(self.clock.now())
-            self.pauses = self.pauses.resume(chain, at) if paused else self.pauses.pause(chain, Pause(at))
+            self.pauses = self.pauses.with_resume(chain, at) if paused else self.pauses.with_pause(chain, Pause(at))
         self.clock.advance(rng.choice([1, 1, 30, 200]))
 
     def accept(self, first: int, last: int) -> None:
@@ -232,12 +233,12 @@ class World:
     # The centre
 
     async def settles(self) -> None:
-        """Let the centre do what it can."""
+        """Run the centre until it has no more work."""
         for _ in range(3):
             for chain in (CHAIN, LATER):
-                self.prefetcher.found(chain, self.rng.choice([None, 0, LAST]))
+                self.prefetcher.add_chain(chain, self.rng.choice([None, 0, LAST]))
             await self.prefetcher.tick()
-            await self.prefetcher.attend()
+            await self.prefetcher.apply_decisions()
             await turns(QUIET)
             await self.carry()
 
@@ -246,19 +247,19 @@ class World:
             rows = await self.prefetcher.take(Stop(), 1.0)
             assert rows is not None
             if self.rng.random() < 0.1:
-                # A pause and its end while the intent is open: what is taken already is not read again.
+                # A pause and its end while the intent is open: rows already taken are not read again.
                 for pauses in (
-                    self.pauses.pause(CHAIN, Pause("now")),
-                    self.pauses.resume(CHAIN, str(self.clock.now())),
+                    self.pauses.with_pause(CHAIN, Pause("now")),
+                    self.pauses.with_resume(CHAIN, str(self.clock.now())),
                 ):
                     self.pauses = pauses
-                    await self.prefetcher.attend()
+                    await self.prefetcher.apply_decisions()
                 await turns(QUIET)
-            self.positions = advanced(self.positions, rows.pieces())
+            self.positions = advance_positions(self.positions, rows.pieces())
             for piece in rows.pieces():
                 self.note(piece)
             self.prefetcher.release(rows)
-            self.prefetcher.closed(self.positions)
+            self.prefetcher.record_stored(self.positions)
             await turns(QUIET)
 
     def note(self, piece: IntentPiece) -> None:
@@ -271,14 +272,18 @@ class World:
             self.carried.setdefault(piece.chain, []).extend(rows)
 
     def check(self, chain: Chain, last: int) -> None:
-        """Every sequence is carried or given up, in order, once."""
+        """Check that every sequence is carried or given up, in order, once."""
         passed = {s for rows in self.given_up.get(chain, []) for s in range(rows.first, rows.last + 1)}
         carried = self.carried.get(chain, [])
         assert carried == sorted(set(carried))
         assert not passed & set(carried)
         assert passed | set(carried) == set(range(1, last + 1))
         assert self.prefetcher.ahead.budget.used == 0
-        assert len([each for each in self.opened if not each.is_closed]) <= len(self.prefetcher.kept.kept) <= 8
+        assert (
+            len([each for each in self.opened if not each.is_closed])
+            <= len(self.prefetcher.open_segments.segments)
+            <= 8
+        )
 
 
 async def turns(count: int) -> None:
@@ -287,13 +292,13 @@ async def turns(count: int) -> None:
 
 
 def archive_of(rng: random.Random, chain: Chain, last: int) -> list[tuple[Chain, int, int]]:
-    """Segments that cover everything, overlapping now and then."""
+    """Return segments that cover everything, with occasional overlaps."""
     found, begin = [], 1
     while begin <= last:
         end = min(last, begin + rng.randint(0, 12))
         found.append((chain, max(1, begin - rng.choice([0, 0, 0, 3, 9])), end))
         begin = end + 1
-    # As egress writes when it reads again above a hole.
+    # Egress writes such segments when it reads again above a hole.
     wide = rng.randint(1, last)
     return [*found, (chain, wide, min(last, wide + 40)), (chain, wide, min(last, wide + 30))]
 
@@ -308,20 +313,20 @@ async def live(seed: int, skip: bool) -> None:
             world.happens(waiting)
             if rng.random() < 0.5:
                 await world.settles()
-                if rng.random() < 0.3:  # only while nobody is about to give them up
+                if rng.random() < 0.3:  # only while they are not about to be given up
                     world.broken -= {*rng.sample(sorted(world.broken), rng.randint(0, len(world.broken)))}
                 if rng.random() < 0.2 and (at := world.positions.get(CHAIN, 1)) <= LAST:
                     world.accept(at, min(LAST, at + rng.randint(0, 15)))
             else:
-                world.prefetcher.found(rng.choice([CHAIN, LATER]))
+                world.prefetcher.add_chain(rng.choice([CHAIN, LATER]))
                 await world.prefetcher.tick()
                 await turns(rng.randint(0, 40))
-        # In the end everything arrives, is put right, and nobody is paused.
+        # In the end every segment arrives, damage is repaired, and no chain is paused.
         for segment in waiting:
             world.put(*segment)
         world.broken.clear()
         for chain in (CHAIN, LATER):
-            world.pauses = world.pauses.resume(chain, "at last")
+            world.pauses = world.pauses.with_resume(chain, "at last")
         for _ in range(12):
             world.clock.advance(400)
             await world.settles()
@@ -337,12 +342,14 @@ async def live(seed: int, skip: bool) -> None:
 async def test_every_row_once_in_order_and_no_hole_without_a_decision(
     skip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.search.SURVEYED", 3)
+    monkeypatch.setattr("ingress.chains.search.FULL_SEARCH_PAGE", 3)
     rng = seeded()
     for _ in range(25):
         seed = rng.randrange(1 << 32)
-        # Pages so short that much is behind them.
-        monkeypatch.setattr("ingress.chains.locate.look", partial(look, limit=rng.choice([2, 5, 100])))
+        # Short pages, so that many segments follow each of them.
+        monkeypatch.setattr(
+            "ingress.chains.locate.plan_from_listings", partial(plan_from_listings, limit=rng.choice([2, 5, 100]))
+        )
         try:
             await live(seed, skip)
         except BaseException:
@@ -354,6 +361,6 @@ async def test_whoever_decided_only_what_no_sound_segment_covers_is_given_up_and
     world, decision = World(seeded(), skip=False), GapDecision(SequenceRange(1, 10), "accepted")
     world.put(CHAIN, 5, 20)
     assert world._give_up(CHAIN, decision, frozenset()) == SequenceRange(1, 4)
-    assert [gap.range for gap in world.documents.passed_gaps("FLEET", CHAIN)] == [SequenceRange(1, 4)]
+    assert [gap.range for gap in world.documents.skipped_gaps("FLEET", CHAIN)] == [SequenceRange(1, 4)]
     world.put(CHAIN, 1, 7)
     assert world._give_up(CHAIN, decision, frozenset()) in world.store.list(CHAIN)

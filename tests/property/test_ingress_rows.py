@@ -1,4 +1,4 @@
-"""Rows of an intent over many blocks: one index, the same messages however they are cut."""
+"""Rows of an intent over many blocks: one index, and the same messages for any split into batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_of(counts: list[int], sizes: list[int]) -> Rows:
             ends.append(total)
         subjects = [b"%d" % each for each in taken]
         batch = PreparedBatch(taken, taken, subjects, b"O: ", None, pa.array([b"p"] * count, pa.binary()), ends)
-        # One sequence without a row behind each block, so that empty blocks have a range too.
+        # One sequence without a row after each block, so that empty blocks have a range too.
         piece = IntentPiece(NAME, SequenceRange(sequence + 1, sequence + count + 1), count)
         blocks.append(Block(piece, batch if count else None))
         sequence += count + 1
@@ -44,7 +44,7 @@ def test_batches_cover_every_message_once_within_their_limits(
 
     start, found = 0, []
     while start < rows.count:
-        stop = rows.stop(start, most, most_bytes)
+        stop = rows.batch_end(start, most, most_bytes)
         assert start < stop <= min(rows.count, start + most)
         weight = sum(sizes[(rows.sequence(index) or 0) % len(sizes)] for index in range(start, stop))
         assert weight <= most_bytes or stop == start + 1

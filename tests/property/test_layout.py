@@ -1,4 +1,4 @@
-"""Keys, both directions, and what a listing from a position finds."""
+"""Keys, formatted and parsed, and listings from a position."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_segment_key_is_read_back_and_holds_nothing_that_a_store_or_a_path_cou
 
 
 @given(layouts, states, st.booleans(), st.text(min_size=1, max_size=80))
-def test_keys_beside_the_segments_are_read_back_and_told_apart(
+def test_keys_beside_the_segments_are_read_back_and_differ(
     layout: Layout, state: StateName, deep: bool, name: str
 ) -> None:
     chain = state.chain
@@ -50,17 +50,17 @@ def test_keys_beside_the_segments_are_read_back_and_told_apart(
     for other in (tail, key, layout.floor_document(chain), layout.stream_document(chain)):
         assert layout.parse_chain_document(other) is None
         assert layout.parse_segment(other) is None
-    assert layout.parse_tail(key) is layout.place_of(tail) is None
-    signed = layout.sign_off(chain, deep=deep)
-    assert layout.place_of(signed) == layout.place_of(document) == chain
-    assert any(signed.startswith(place) for place in layout.places(chain))
+    assert layout.parse_tail(key) is layout.chain_of_key(tail) is None
+    signed = layout.verify_result(chain, deep=deep)
+    assert layout.chain_of_key(signed) == layout.chain_of_key(document) == chain
+    assert any(signed.startswith(place) for place in layout.chain_prefixes(chain))
     assert not layout.is_foreign(signed)
-    assert not layout.may_be_put_away(signed)
+    assert not layout.can_quarantine(signed)
     assert layout.is_foreign(f"{signed}x")
     assert layout.is_foreign(signed.replace(".json", ".txt"))
     assert layout.parse_ingress_positions(layout.ingress_positions(name)) == name
     assert layout.parse_ingress_positions(layout.ingress_clock(name)) is None
-    assert layout.parse_alive(layout.alive(chain.site, name)) == (chain.site, name)
+    assert layout.parse_heartbeat(layout.heartbeat(chain.site, name)) == (chain.site, name)
     for chosen in ((None, None), (chain.site, None), (chain.site, chain.feed)):
         assert layout.parse_run(layout.run(*chosen)) == chosen
         assert layout.run(*chosen).startswith(layout.runs_prefix())
@@ -104,30 +104,30 @@ def test_a_snapshot_key_is_not_made_of_parts_outside_their_range() -> None:
 
 
 @given(layouts, names, states, st.text(min_size=1, max_size=40))
-def test_nothing_that_is_formatted_is_foreign_and_only_segments_and_tombstones_may_be_put_away(
+def test_nothing_formatted_is_foreign_and_only_segments_and_tombstones_may_be_quarantined(
     layout: Layout, name: SegmentName, state: StateName, target: str
 ) -> None:
     chain, bounds = name.chain, f"{name.coverage.last:020d}-{name.coverage.first:020d}"
     documents = [
         *(layout.stream_document(chain), layout.chain_document(chain), layout.floor_document(chain)),
         layout.gap(layout.gaps_prefix(chain), name.coverage),
-        layout.gap(layout.passed_prefix(target, chain), name.coverage),
+        layout.gap(layout.skipped_prefix(target, chain), name.coverage),
         *(layout.capture(CaptureName(chain, kind, state.position, state.digest)) for kind in CAPTURES),
-        *(layout.state(state), layout.tail(chain), layout.alive(chain.site, "host.1"), layout.clock()),
+        *(layout.state(state), layout.tail(chain), layout.heartbeat(chain.site, "host.1"), layout.clock()),
         *(layout.ingress_clock(target), layout.start_document(target, chain.site, chain.feed)),
         *(layout.run(None, None), layout.run(chain.site, None), layout.run(chain.site, chain.feed)),
         f"{layout.reported_prefix(chain)}{name.digest}.json",
         f"{layout.documents_prefix(chain.site, chain.feed)}probe/wrong-checksum",
-        layout.quarantined(layout.segment(name), name.digest),
+        layout.quarantine_key(layout.segment(name), name.digest),
     ]
     assert not any(key.startswith(layout.segments_prefix(chain, 0)) for key in documents)
     assert all("/_floe/" in f"/{key}" for key in documents)
     movable = [layout.segment(name), f"{layout.tombstones_prefix(chain)}{bounds}-{name.digest}.json"]
     assert [key for key in (*documents, *movable) if layout.is_foreign(key)] == []
-    assert [layout.may_be_put_away(key) for key in documents] == [False] * len(documents)
+    assert [layout.can_quarantine(key) for key in documents] == [False] * len(documents)
     junk = [f"{key}.tmp" for key in (*movable, layout.chain_document(chain))]
     assert all(layout.is_foreign(key) for key in junk)
-    assert all(layout.may_be_put_away(key) for key in (*movable, *junk))
+    assert all(layout.can_quarantine(key) for key in (*movable, *junk))
     assert all(key.startswith(layout.root) for key in (*documents, *movable))
 
 
@@ -147,8 +147,8 @@ def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
         target = layout.parse_ingress_positions(key)
         assert target is None or layout.ingress_positions(target) == key
         layout.is_foreign(key)
-        process = layout.parse_alive(key)
-        assert process is None or layout.alive(*process) == key
+        process = layout.parse_heartbeat(key)
+        assert process is None or layout.heartbeat(*process) == key
         run = layout.parse_run(key)
         assert run is None or layout.run(*run) == key
 

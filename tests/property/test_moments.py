@@ -1,4 +1,4 @@
-"""Where a moment lies in a chain, against a search by hand, on archives of all shapes."""
+"""The search for a moment in a chain, against a naive search, on archives of all shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from common.objects.local import LocalObjects
 from common.segments import archive as moments
-from common.segments.archive import MARGIN_NS, Timeline, search
+from common.segments.archive import SKEW_MARGIN_NS, Timeline, search
 from common.segments.columns import record_batch
 from common.segments.reader import RowFilter
 from common.segments.segment import Tip
@@ -22,7 +22,7 @@ START_NS = 1_700_000_000 * SECOND
 
 
 def build(archive: Archive, rng: random.Random, segments: int) -> list[tuple[int, int]]:
-    """An archive with empty segments, holes in the rows, and steps back in time; its (sequence, time)."""
+    """Build an archive with empty segments, missing rows and steps back in time; return its (sequence, time)."""
     known: list[tuple[int, int]] = []
     sequence, now, newest = 1, START_NS, START_NS
     for _ in range(segments):
@@ -31,7 +31,7 @@ def build(archive: Archive, rng: random.Random, segments: int) -> list[tuple[int
             now += rng.randint(0, 5 * SECOND)
             newest = max(newest, now)
             if rng.random() < 0.05:
-                now = max(now - rng.randint(0, MARGIN_NS), newest - MARGIN_NS)
+                now = max(now - rng.randint(0, SKEW_MARGIN_NS), newest - SKEW_MARGIN_NS)
             rows.append((sequence, now))
             sequence += rng.choice([1, 1, 1, 3])
         last = max(first, sequence - 1)
@@ -57,7 +57,7 @@ def test_the_first_row_at_or_after_a_moment_is_found(tmp_path: Path, seed: int) 
     timeline = Timeline(archive.store, archive.store.list(CHAIN))
     for moment in moments_ns:
         expected = next((sequence for sequence, time in known if time >= moment), None)
-        assert timeline.first_at(moment) == expected, (seed, moment)
+        assert timeline.first_sequence_at(moment) == expected, (seed, moment)
     assert search(archive.store, CHAIN, times[0])[0] == (known[0][0] if known else None)
 
 
@@ -110,7 +110,7 @@ def test_a_moment_and_a_part_of_the_time_of_a_long_chain_are_found_by_few_footer
 def test_what_only_a_damaged_segment_covers_is_planned_whatever_its_time_and_counts_right_before_a_time(
     tmp_path: Path,
 ) -> None:
-    """So that a query, and whoever begins there, fails, and does not lack rows."""
+    """Plan them, so that a query or a consumer that begins there fails instead of missing rows."""
     archive = Archive(tmp_path)
     refs = [archive.put(n * 10 + 1, n * 10 + 10, batch(n * 10 + 1, 10)) for n in range(9)]
     (tmp_path / "store" / refs[4].key).write_bytes(b"PAR1" + bytes(refs[4].size - 8) + b"PAR1")
@@ -128,7 +128,7 @@ def test_what_only_a_damaged_segment_covers_is_planned_whatever_its_time_and_cou
     assert planned() == [(1, "41..60")]
     for gone in (refs[4], *archive.store.list(CHAIN)[-1:]):
         archive.store.delete(gone)
-    assert begins(45) == 51  # what is missing is not waited for
+    assert begins(45) == 51  # missing rows are not awaited
 
 
 def test_only_times_are_read_of_a_large_segment(tmp_path: Path) -> None:
@@ -148,11 +148,11 @@ def test_a_segment_that_vanishes_makes_it_list_again(tmp_path: Path, monkeypatch
     archive.store.delete(gone)
     gone = archive.put(1, 10, batch(1, 10))
     archive.put(1, 20, batch(1, 20), level=1)
-    former = moments.Timeline.first_at
+    former = moments.Timeline.first_sequence_at
 
     def deleting(self: Timeline, moment_ns: int) -> int | None:
         archive.store.delete(gone)
         return former(self, moment_ns)
 
-    monkeypatch.setattr(moments.Timeline, "first_at", deleting)
+    monkeypatch.setattr(moments.Timeline, "first_sequence_at", deleting)
     assert search(archive.store, CHAIN, START_NS + 5 * SECOND)[0] == 5

@@ -1,4 +1,4 @@
-"""I6 of a restored stream, at the archive: whatever the rows are, both forms hold them byte for byte."""
+"""I6 of a restored stream, at the archive: both forms hold any rows byte for byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from common.errors import ConfigError
 from common.segments.columns import batch_of
 from common.segments.segment import Message
 from common.sequences import MAX_SEQUENCE
-from ingress.restore.archive import KEEP_ALIVE, ArchiveConsumer, ArchiveState, ArchiveWriter, archive_writer, varint
+from ingress.restore.archive import (
+    KEEP_ALIVE_FRAME,
+    ArchiveConsumer,
+    ArchiveState,
+    ArchiveWriter,
+    archive_writer,
+    varint,
+)
 from ingress.restore.highwayhash import hash_of
 from tests.support.restore import crc32c, encoded_block, entries, tar_files, unframed
 
@@ -32,7 +39,7 @@ long_payloads = payloads | st.integers(1, 40_000).map(lambda size: b"x" * size)
 
 @st.composite
 def batches(draw: st.DrawFn, payloads: st.SearchStrategy[bytes] = payloads) -> list[list[Message]]:
-    """Rows in sequence order with gaps, small ones and some over 10,000, in batches of any size."""
+    """Return rows in sequence order, with small gaps and some over 10,000, in batches of any size."""
     sequences = sorted(draw(st.lists(st.integers(1, 200) | st.integers(1, MAX_SEQUENCE), max_size=30, unique=True)))
     rows = [Message(n, draw(times), draw(subjects), draw(header_blocks), draw(payloads)) for n in sequences]
     cut = sorted(draw(st.lists(st.integers(0, len(rows)), max_size=3)))
@@ -61,16 +68,16 @@ def state_of(rows: Sequence[Message], last: int) -> ArchiveState:
 
 
 def archive_of(writer: ArchiveWriter, cut: list[list[Message]], last: int) -> bytes:
-    """All pieces, with a keep-alive frame between any two."""
+    """Return all pieces, with a keep-alive frame between any two."""
 
     def pieces() -> Iterator[bytes]:
         rows = [row for batch in cut for row in batch]
-        yield from writer.head(CONFIG, "2026-01-01T00:00:00Z", state_of(rows, last), CONSUMERS)
+        yield from writer.encode_head(CONFIG, "2026-01-01T00:00:00Z", state_of(rows, last), CONSUMERS)
         for batch in cut:
-            yield from writer.rows(batch_of(*batch))
-        yield from writer.tail()
+            yield from writer.encode_rows(batch_of(*batch))
+        yield from writer.encode_tail()
 
-    return KEEP_ALIVE.join(pieces())
+    return KEEP_ALIVE_FRAME.join(pieces())
 
 
 @given(batches(long_payloads), st.integers(0, 5))
@@ -91,7 +98,7 @@ def test_the_logical_archive_holds_every_row_as_it_was(cut: list[list[Message]],
     ]
 
 
-def test_the_logical_archive_says_where_each_consumer_stood() -> None:
+def test_the_logical_archive_has_each_consumers_state() -> None:
     archive = unframed(archive_of(archive_writer("ORDERS", "2.15.1"), [], 300))
     clean, holes = (json.loads(entry.payload) for entry in list(entries(archive))[1:3])
 
@@ -105,7 +112,7 @@ def test_the_logical_archive_says_where_each_consumer_stood() -> None:
 
 
 def expected_blocks(rows: Sequence[Message], last: int) -> list[bytes]:
-    """Blocks as wide gaps cut them; all these rows are small. The last one says where the stream ends."""
+    """Return the blocks, cut at wide gaps; all these rows are small. The last one holds the end of the stream."""
     cut: list[list[Message]] = []
     for row in rows:
         if not cut or row.sequence - cut[-1][-1].sequence > 10_000:
@@ -152,7 +159,7 @@ def test_the_state_of_a_consumer_is_counted_from_its_ack_floor() -> None:
 
 
 def test_a_block_ends_before_it_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingress.restore.files.BLOCK", 80_000)
+    monkeypatch.setattr("ingress.restore.files.MAX_BLOCK_BYTES", 80_000)
     rows = [Message(n, n, b"a", None, bytes([n % 256]) * 1_000) for n in range(1, 201)]
     rows[150] = Message(151, 151, b"a", None, b"x" * 90_000)
     files = tar_files(
@@ -170,7 +177,7 @@ def test_frames_carry_the_checksum_that_readers_expect() -> None:
     archive = archive_of(archive_writer("ORDERS", "2.15.1"), [[row]], 1)
 
     assert row.payload in unframed(archive)
-    assert KEEP_ALIVE in archive
+    assert KEEP_ALIVE_FRAME in archive
 
 
 def refusal(*of: str, force: bool = False) -> str:

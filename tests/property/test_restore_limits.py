@@ -1,4 +1,4 @@
-"""A stream whose limits changed while it lived comes back as it was, or its plan says in numbers what is not known."""
+"""A stream with limits that changed: it is restored as it was, or its plan gives the number of unknown messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from common.segments.captures import CapturedConfig, CapturedDeletions, deleted_
 from common.segments.segment import Message
 from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
-from ingress.restore.fold import Fold
-from ingress.restore.plan import RestorePlan, RestoreRequest, unfolded
+from ingress.restore.fold import RetentionFilter
+from ingress.restore.plan import RestorePlan, RestoreRequest, resurrected_lines
 from tests.support import compaction
 from tests.support.segments import CHAIN, batch_of, footer_of
 
@@ -23,7 +23,7 @@ BEGIN = 1_700_000_000
 
 
 class ChangingStream:
-    """A stream that takes steps one by one, and what egress captures of it whenever it looks."""
+    """A stream that takes steps one by one, and the captures of egress each time that it reads the stream."""
 
     def __init__(self, *, with_deletions: bool) -> None:
         self._with_deletions = with_deletions
@@ -31,8 +31,8 @@ class ChangingStream:
         self.rows, self.held, self._now = list[Message](), list[Message](), BEGIN
         self.configs, self.deletions = list[CapturedConfig](), list[CapturedDeletions]()
         self._before: int | None = None
-        self.deleted = list[tuple[int, int]]()  # last sequence when one was deleted, and how many captures there were
-        self.at = [list[int]()]  # by sequence: what was held when that came
+        self.deleted = list[tuple[int, int]]()  # last sequence at a deletion, and the number of captures
+        self.at = [list[int]()]  # by sequence: the sequences held when it came
         self._look()
 
     def take(self, steps: Sequence[Step]) -> None:
@@ -51,7 +51,7 @@ class ChangingStream:
                 self._capture()
             elif kind != "delete":
                 if self.config != self.configs[-1].config:
-                    self._look()  # of what comes and goes between two looks nothing tells
+                    self._look()  # a change and its reverse between two looks leave no trace
                 self.config = {**self.config, kind: value}
                 self._trim()
 
@@ -92,7 +92,7 @@ class ChangingStream:
         self.deletions.append(CapturedDeletions(ts, last, self._first, last, gone, ts=ts))
 
     def restored(self, size: int, end: int) -> tuple[list[int], list[str]]:
-        """What of the rows up to `end` comes back before the server applies its last limits, and the notes."""
+        """Return the rows up to `end` that are restored before the server applies its last limits, and the notes."""
         if not end:
             return [], []
         moment_ns = self._now * NS_PER_S + 1 if end == len(self.rows) else self.rows[end - 1].timestamp_ns
@@ -100,14 +100,14 @@ class ChangingStream:
         known = [each for each in self.deletions if each.last <= end and each.moment_ns <= moment_ns]
         deletions = known[-1] if known else None
         config, rows = configs[-1].config, self.rows[:end]
-        fold = Fold(config, deletions, configs, end)
+        row_filter = RetentionFilter(config, deletions, configs, end)
         batches = [rows[at : at + size] for at in range(0, end, size)]
-        while fold.passes:
+        while row_filter.passes_left:
             for each in batches:
-                fold.see(batch_of(each))
-            fold.end_pass()
-        left = [s for each in batches for s in fold.left(batch_of(each)).column("sequence").to_pylist()]
-        assert fold.rows == len(left) or not fold.needs_pass
+                row_filter.observe(batch_of(each))
+            row_filter.end_pass()
+        left = [s for each in batches for s in row_filter.filter(batch_of(each)).column("sequence").to_pylist()]
+        assert row_filter.rows_left == len(left) or not row_filter.needs_pass
         parts = [
             ReplayPart(Stretch(compaction.ref(within.first, within.last), within), footer_of(each, within))
             for each in batches
@@ -119,13 +119,13 @@ class ChangingStream:
             newest=CHAIN,
             begin=1,
             end=end,
-            archived=end,
+            archived_end=end,
             created="",
             config=config,
             deletions=deletions,
             configs=tuple(configs),
         )
-        return left, [*unfolded(plan)]
+        return left, [*resurrected_lines(plan)]
 
 
 SUBJECTS = st.sampled_from([b"a", b"b.c", b"\xff"])
@@ -142,7 +142,7 @@ DELETE, CAPTURE = st.tuples(st.just("delete"), st.integers(0, 9)), st.just(("cap
 @given(
     st.one_of(
         st.lists(st.one_of(PUT, PUT, PUT, LIMIT, ROLLS, LOOK, RESTART), min_size=12, max_size=60),
-        # Where rollups leave less than `max_msgs` again, only a capture says what that had dropped.
+        # If rollups leave less than `max_msgs` again, only a capture records the messages that the limit had dropped.
         st.lists(st.one_of(PLAIN, PLAIN, PLAIN, LIMIT, MOST, LOOK, RESTART), min_size=12, max_size=60),
     ),
     st.lists(PLAIN, max_size=9),
@@ -166,7 +166,7 @@ def test_what_was_captured_with_each_change_leaves_what_the_stream_held(
     st.lists(st.one_of(PUT, PUT, MOST), max_size=9),
     st.integers(1, 12),
 )
-def test_where_only_counts_were_captured_nothing_is_missing_and_the_plan_says_how_many_come_back_too_many(
+def test_if_only_counts_were_captured_nothing_is_missing_and_the_plan_names_how_many_come_back_too_many(
     steps: list[Step], more: list[Step], size: int
 ) -> None:
     stream = ChangingStream(with_deletions=False)
@@ -188,7 +188,7 @@ def test_where_only_counts_were_captured_nothing_is_missing_and_the_plan_says_ho
     st.floats(0, 1),
 )
 @example(
-    # A rollup behind a limit that had dropped messages, of a subject that is not the oldest.
+    # A rollup after a limit that had dropped messages, of a subject that is not the oldest.
     steps=[
         ("max_msgs_per_subject", 1),
         *(("put", (subject, "")) for subject in (b"b", b"a", b"a")),
@@ -219,7 +219,7 @@ def test_nothing_that_lived_at_the_end_is_left_out_for_what_was_captured_later(
     stream = ChangingStream(with_deletions=False)
     stream.take([("max_msgs_per_subject", per_subject), ("look", None), *steps])
     end = int(len(stream.rows) * share)
-    before = end - (end < len(stream.rows))  # the last sequence when the moment of `end` had not come yet
+    before = end - (end < len(stream.rows))  # the last sequence before the moment of `end`
     held = stream.at[end] if before < end else [each.sequence for each in stream.held]
     left, _ = stream.restored(size, end)
     captures = sum(each.last <= before for each in stream.deletions)

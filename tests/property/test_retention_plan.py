@@ -1,4 +1,4 @@
-"""Retention's plan against a model that looks at every sequence by itself."""
+"""The plan of retention against a model that checks every sequence by itself."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from common.chain import Chain
 from common.segments.segment import SegmentRef
-from common.sequences import MAX_SEQUENCE, SequenceRange, choose, cover
-from compaction.retention import FloorPlan, RetentionRule, excesses, plan_floor
+from common.sequences import MAX_SEQUENCE, SequenceRange, choose_segment, cover
+from compaction.retention import FloorPlan, RetentionRule, excess_bytes, plan_floor
 from tests.support.compaction import NOW, refs
 
 DAY = 86_400
@@ -18,7 +18,7 @@ RULES = st.builds(
     keep_from_ns=st.sampled_from([None, int((NOW - 1000) * 1e9), int((NOW - 2000) * 1e9)]),
 )
 SEGMENTS = refs(60, level=2, size=500, count=20)
-#: How long before its object was stored the newest message of a segment is; below 0: the source's clock is ahead.
+#: Seconds from the newest message of a segment to the storing of its object; below 0: the source's clock is ahead.
 LEADS = st.lists(st.integers(-500, 2500), min_size=20, max_size=20)
 
 
@@ -26,7 +26,7 @@ def stretches_by_hand(segments: list[SegmentRef], first: int) -> list[tuple[Segm
     found, position = [], first
     end = max((segment.coverage.last for segment in segments), default=0)
     while position <= end:
-        if (segment := choose(segments, position)) is None:
+        if (segment := choose_segment(segments, position)) is None:
             position += 1
             continue
         found.append((segment, SequenceRange(position, segment.coverage.last)))
@@ -66,8 +66,8 @@ def test_what_goes_is_due_and_not_needed_and_all_that_is_so_goes(
     going = [rows for _, rows in due if all(other.last < need for _, other in due if other.first <= rows.first)]
 
     assert plan.floor == max([floor, *(rows.last + 1 for rows in going)])
-    assert plan.held == sum(segment.size for segment, _ in due[len(going) :])
-    # Whatever the model says: what is needed stays, the last segment stays, a floor does not fall.
+    assert plan.held_bytes == sum(segment.size for segment, _ in due[len(going) :])
+    # Independent of the model: needed segments stay, the last segment stays, a floor does not fall.
     assert plan.floor == floor or plan.floor <= need
     assert plan.floor >= floor
     if above := [segment for segment in segments if segment.coverage.last >= floor]:
@@ -75,7 +75,7 @@ def test_what_goes_is_due_and_not_needed_and_all_that_is_so_goes(
 
 
 @given(SEGMENTS, LEADS, st.integers(1, 60))
-def test_a_plan_repeated_changes_nothing_and_a_footer_is_read_only_where_the_object_does_not_tell(
+def test_a_plan_repeated_changes_nothing_and_a_footer_is_read_only_if_the_object_is_young(
     segments: list[SegmentRef], leads: list[int], floor: int
 ):
     times, read = times_of(segments, leads), list[str]()
@@ -109,7 +109,7 @@ def test_bytes_above_the_limit_are_taken_from_the_oldest_incarnation_first(
     drawn: dict[Chain, tuple[int, int]], most: int
 ):
     held = {chain: (more + last, last) for chain, (more, last) in drawn.items()}
-    found = excesses(held, most)
+    found = excess_bytes(held, most)
     total = sum(size for size, _ in held.values())
     may_go = sum(size - last for size, last in held.values())
 

@@ -1,4 +1,4 @@
-"""What a rebuilt sampler knows, against brute force over the rows: however they were cut and merged."""
+"""The state of a rebuilt sampler, against brute force over the rows, for any cuts and merges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.segments.segment import Message
 from common.sequences import SequenceRange
-from egress.sampling.rebuild import Rebuilding
+from egress.sampling.rebuild import SamplerRebuild
 from tests.support.sampling import CHAIN, SECOND, SampledArchive, sent
 
 DURATION = 100  # seconds
@@ -26,7 +26,7 @@ merges = st.lists(st.tuples(st.integers(1, LAST), st.integers(1, LAST), st.integ
 
 
 def messages(log: list[tuple[str, int, bool]]) -> tuple[list[Message], list[Message]]:
-    """All messages, and those of them that were kept as rows."""
+    """Return all messages, and those that were kept as rows."""
     time, found, rows = 0, [], []
     for sequence, (node, pause, is_kept) in enumerate(log, 1):
         time += pause
@@ -48,19 +48,19 @@ def test_every_value_of_the_last_duration_is_known_by_its_last_row(
     examined, rows = messages(log)
     with tempfile.TemporaryDirectory() as folder:
         site = SampledArchive(Path(folder))
-        # The position stands behind the last segment.
+        # The position is after the last segment.
         ends = [*sorted({end for end in ends if end < last}), last]
         level_0 = [(before + 1, end, 0) for before, end in pairwise([0, *ends])]
         for first, end, level in [*level_0, *merged]:
             if end <= last:
                 put_one(site, examined, rows, first, end, level)
-        rebuilt = Rebuilding(site.store, site.sampling, CHAIN, site.store.list(CHAIN), last).run()
+        rebuilt = SamplerRebuild(site.store, site.sampling, CHAIN, site.store.list(CHAIN), last).run()
         site.store.close()
 
     newest = examined[last - 1].timestamp_ns
     assert rebuilt.newest_ns == newest
     young = [m for m in rows if m.sequence <= last and m.timestamp_ns >= newest - DURATION * SECOND]
     expected = {m.subject.decode().split(".")[1]: (m.timestamp_ns, m.timestamp_ns, len(m.payload)) for m in young}
-    found = {k.value: (k.seen_ns, k.copied_ns, k.size) for k in rebuilt.sampler.freeze().known()}
+    found = {k.value: (k.seen_ns, k.copied_ns, k.size) for k in rebuilt.sampler.freeze().iter_keys()}
     assert found == expected
     assert rebuilt.rows == len(young)

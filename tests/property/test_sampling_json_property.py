@@ -1,4 +1,4 @@
-"""Keys of any document, against a reader of all of it; and that nothing but None comes of anything else."""
+"""Keys of any document, against a reader of the whole document; anything else gives None."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATHS = st.lists(NAMES, min_size=1, max_size=3).map(tuple)
 
 
 class Members(list[tuple[str, Any]]):
-    """An object with its names as they come, repeats included."""
+    """An object with its names in their order, repeats included."""
 
 
 VALUES = st.recursive(
@@ -37,7 +37,7 @@ def text(value: Any) -> str:
 
 
 def at(value: Any, path: tuple[str, ...]) -> Any:
-    """The value at a path; the last of one name counts."""
+    """Return the value at a path; the last of equal names counts."""
     for name in path:
         if isinstance(value, Members):
             value = dict(value).get(name)
@@ -61,7 +61,7 @@ def test_as_a_reader_of_the_whole_document(
     documents: list[Any], key: tuple[str, ...], force: tuple[str, ...] | None
 ) -> None:
     payloads = [text(document).encode() for document in documents]
-    keys, forced = JsonReader(key, force).both(payloads)
+    keys, forced = JsonReader(key, force).keys_and_forces(payloads)
     assert keys == [expected(document, key) for document in documents]
     assert forced == [force is not None and at(document, force) is True for document in documents]
     assert JsonReader(key, None).keys(payloads) == keys
@@ -86,5 +86,5 @@ def test_damage_gives_a_key_or_none_and_the_same_whatever_came_before(
     try:
         json.loads(bytes(raw).decode())
     except (ValueError, RecursionError):
-        return  # msgspec does not look at what is not UTF-8 where it skips
+        return  # msgspec does not check UTF-8 in the parts that it skips
     assert fresh[0] is None or isinstance(fresh[0], str)

@@ -10,10 +10,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from egress.advisories.advisory import Advisory, Event
+from egress.advisories.advisory import Advisory, AdvisoryEvent
 from egress.sampling.key_table import KnownKey, period_ns
 from egress.sampling.sampler import Sampler
-from egress.sampling.settings import Sampling
+from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot, decode, encode
 from tests.support.sampling import SECOND, START, sampling
 
@@ -33,7 +33,7 @@ class Sent:
 
 @dataclass
 class Model:
-    """The rules, as docs/sampling.md has them, for one key after the other."""
+    """The rules of docs/sampling.md, for one key after the other."""
 
     trigger: int
     newest: int = 0
@@ -41,7 +41,7 @@ class Model:
     copied: dict[str, int] = field(default_factory=dict)
     size: dict[str, int] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
-    told: list[Advisory] = field(default_factory=list)
+    advisories: list[Advisory] = field(default_factory=list)
 
     def passes(self, sent: Sent) -> bool:
         if sent.time < self.newest - DURATION:
@@ -62,21 +62,21 @@ class Model:
         for key, seen in list(self.seen.items()):
             if now - seen > WARN and key not in self.warned:
                 self.warned.add(key)
-                self.told.append(Advisory(Event.TIMEOUT, key, seen, seen + WARN))
+                self.advisories.append(Advisory(AdvisoryEvent.TIMEOUT, key, seen, seen + WARN))
             if now - seen >= DURATION:
-                self.told.append(Advisory(Event.EXPIRE, key, seen, seen + DURATION))
+                self.advisories.append(Advisory(AdvisoryEvent.EXPIRE, key, seen, seen + DURATION))
                 self.warned.remove(key)
                 for known in (self.seen, self.copied, self.size):
                     del known[key]
 
     def of_key(self, key: str, now: int, sent: Sent) -> bool:
         if key not in self.seen:
-            self.told.append(Advisory(Event.NEW, key, now, now))
+            self.advisories.append(Advisory(AdvisoryEvent.NEW, key, now, now))
             passes = True
         else:
             if key in self.warned:
                 self.warned.remove(key)
-                self.told.append(Advisory(Event.RECOVER, key, self.seen[key], now))
+                self.advisories.append(Advisory(AdvisoryEvent.RECOVER, key, self.seen[key], now))
             size = self.size[key]
             passes = (
                 sent.forced
@@ -93,17 +93,17 @@ class Model:
         return {(key, self.seen[key], self.copied[key], self.size[key]) for key in self.seen}
 
 
-def how(trigger: int) -> Sampling:
+def how(trigger: int) -> SamplingSettings:
     return sampling(inspect_duration=100.0, warn_duration=30.0, size_trigger=str(trigger))
 
 
 def known(sampler: Sampler) -> set[tuple[Any, ...]]:
-    return {(k.value, k.seen_ns, k.copied_ns, k.size) for k in sampler.freeze().known()}
+    return {(k.value, k.seen_ns, k.copied_ns, k.size) for k in sampler.freeze().iter_keys()}
 
 
 @st.composite
 def worlds(draw: st.DrawFn, backwards: bool = True) -> list[Sent]:
-    """Messages of a few keys, with pauses at the edges of every rule; the clock may run backwards."""
+    """Generate messages of a few keys, with pauses at the edges of every rule; the clock may run backwards."""
     back = [-1, -SECOND, -DURATION, -DURATION - 1, -5 * DURATION] if backwards else []
     pauses = st.one_of(st.sampled_from(EDGES), st.integers(0, 40 * SECOND), st.sampled_from(EDGES + back))
     now, found = START, []
@@ -118,8 +118,8 @@ def worlds(draw: st.DrawFn, backwards: bool = True) -> list[Sent]:
 CUTS = st.lists(st.integers(1, 12), min_size=1, max_size=8)
 
 
-def choose(sampler: Sampler, sent: list[Sent]) -> Any:
-    return sampler.choose(
+def fold_keys(sampler: Sampler, sent: list[Sent]) -> Any:
+    return sampler.fold_keys(
         [s.key for s in sent], [s.forced for s in sent], [s.time for s in sent], [s.size for s in sent]
     )
 
@@ -138,54 +138,54 @@ def batches(world: list[Sent], cuts: list[int]) -> list[list[Sent]]:
 def test_as_the_model(world: list[Sent], cuts: list[int], trigger: int, coins: int) -> None:
     model, sampler = Model(trigger), Sampler(how(trigger))
     expected = [model.passes(sent) for sent in world]
-    kept, told = bytearray(), []
+    kept, advisories = bytearray(), []
     for number, some in enumerate(batches(world, cuts)):
-        choices = choose(sampler, some)
+        choices = fold_keys(sampler, some)
         kept += choices.kept
-        told += choices.advisories
+        advisories += choices.advisories
         coin = coins >> (2 * number) & 3
         if coin & 1:
-            told += sampler.advance(sampler.watermark_ns, [1, 1 << 60][coin >> 1])
+            advisories += sampler.advance(sampler.watermark_ns, [1, 1 << 60][coin >> 1])
         if coin == 2:
             sampler = reborn(sampler, how(trigger))
-    told += sampler.advance(0)
+    advisories += sampler.advance(0)
     event(f"kept {sum(kept) * 4 // len(kept)} quarters")
     assert [*map(bool, kept)] == expected
-    assert Counter(told) == Counter(model.told)
+    assert Counter(advisories) == Counter(model.advisories)
     assert known(sampler) == model.known()
     assert sampler.watermark_ns == model.newest
-    # and when nothing comes any more
+    # and when no more messages come
     end = model.newest + 2 * DURATION
     model.time_is(end)
-    told += sampler.advance(end)
-    assert Counter(told) == Counter(model.told)
-    assert sampler.values == 0
+    advisories += sampler.advance(end)
+    assert Counter(advisories) == Counter(model.advisories)
+    assert sampler.value_count == 0
 
 
-def reborn(sampler: Sampler, sampled: Sampling, *, tracks: bool = True) -> Sampler:
+def reborn(sampler: Sampler, sampled: SamplingSettings, *, makes_advisories: bool = True) -> Sampler:
     before = Snapshot(Chain("s", "f"), 1, sampled.digest, 0, sampler.freeze())
-    return Sampler(sampled, decode(b"".join(encode(before))).state, tracks=tracks)
+    return Sampler(sampled, decode(b"".join(encode(before))).state, makes_advisories=makes_advisories)
 
 
 @given(worlds(), CUTS, st.lists(st.tuples(st.integers(0, 3), st.integers(-500, 5000)), max_size=20))
 @settings(max_examples=80)
 def test_nothing_but_the_log_changes_a_choice(world: list[Sent], cuts: list[int], times: list[tuple[int, int]]) -> None:
-    # Given: what one fold of all messages leads to
+    # Given: the result of one fold of all messages
     plain = Sampler(how(TRIGGER))
-    expected = choose(plain, world).kept
-    silent = Sampler(how(TRIGGER), tracks=False)
-    found = choose(silent, world)
+    expected = fold_keys(plain, world).kept
+    silent = Sampler(how(TRIGGER), makes_advisories=False)
+    found = fold_keys(silent, world)
     assert (found.kept, found.advisories, silent.advance(world[-1].time)) == (expected, [], [])
-    # When: it is cut anywhere, with any idea of the time between, advisories or not, and new processes
+    # When: the fold is cut anywhere, with any times between, advisories or not, and new processes
     sampler, kept = Sampler(how(TRIGGER)), bytearray()
     for number, some in enumerate(batches(world, cuts)):
-        kept += choose(sampler, some).kept
+        kept += fold_keys(sampler, some).kept
         if number < len(times):
             what, seconds = times[number]
             sampler.advance(some[-1].time + seconds * SECOND)
             if what:
-                sampler = reborn(sampler, how(TRIGGER), tracks=what > 1)
-    # Then: the same messages are kept, and the same is known of what was copied
+                sampler = reborn(sampler, how(TRIGGER), makes_advisories=what > 1)
+    # Then: the same messages are kept, and the same is known of the copied ones
     assert kept == expected
     plain.advance(0)
     sampler.advance(0)
@@ -198,19 +198,19 @@ def test_what_was_archived_is_learned(archived: list[Sent], world: list[Sent], c
     sampler = Sampler(how(0))
     for some in batches(archived, cuts):
         sampler.learn([s.key for s in some], [s.time for s in some], [s.size for s in some])
-    found: dict[str, KnownKey] = {k.value: k for k in sampler.freeze().known()}
+    found: dict[str, KnownKey] = {k.value: k for k in sampler.freeze().iter_keys()}
     for entry in found.values():
         last = [s for s in archived if s.key == entry.value][-1]
         assert entry.size == last.size
         assert entry.seen_ns == entry.copied_ns >= 0
         assert entry.seen_ns <= sampler.watermark_ns
-    # settled, nobody is told about what is long over
+    # settled: no advisory for values that ended long ago
     at = sampler.watermark_ns
-    sampler.settle(at)
+    sampler.mark_all_seen(at)
     assert sampler.advance(at + WARN) == []
-    told = sampler.advance(at + DURATION)
-    assert Counter(a.event for a in told) == Counter(
-        {Event.TIMEOUT: len(found), Event.EXPIRE: len(found)} if found else {}
+    advisories = sampler.advance(at + DURATION)
+    assert Counter(a.event for a in advisories) == Counter(
+        {AdvisoryEvent.TIMEOUT: len(found), AdvisoryEvent.EXPIRE: len(found)} if found else {}
     )
-    assert {a.seen_ns for a in told} <= {at}
-    assert len(choose(sampler, world).kept) == len(world)
+    assert {a.seen_ns for a in advisories} <= {at}
+    assert len(fold_keys(sampler, world).kept) == len(world)

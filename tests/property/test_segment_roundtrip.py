@@ -1,4 +1,4 @@
-"""I6 at the file: whatever a message is, it is read as it was written."""
+"""I6 at the file: any message is read as it was written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.segments.columns import SCHEMA, columns, messages, raw_size, record_batch
+from common.segments.columns import SCHEMA, columns_of, messages, raw_size, record_batch
 from common.segments.reader import open_file
 from common.segments.segment import Message
 from common.sequences import MAX_SEQUENCE, SequenceRange
@@ -27,7 +27,7 @@ times = st.integers(0, 2**63 - 1) | st.integers(-(2**62), 2**62) | st.just(1_700
 
 @st.composite
 def streams(draw: st.DrawFn) -> list[Message]:
-    """Messages in sequence order, with gaps, equal times and every kind of content."""
+    """Generate messages in sequence order, with gaps, equal times and every kind of content."""
     sequences = draw(st.lists(st.integers(1, 1000) | st.integers(1, MAX_SEQUENCE), max_size=40, unique=True))
     payloads = st.binary(max_size=200)
     return [Message(n, draw(times), draw(subjects), draw(header_blocks), draw(payloads)) for n in sorted(sequences)]
@@ -38,7 +38,7 @@ def test_messages_become_a_batch_and_columns_and_messages_again(rows: list[Messa
     batch = batch_of(rows)
     assert batch.schema.equals(SCHEMA)
     assert list(messages(batch)) == rows
-    lists = columns(batch)
+    lists = columns_of(batch)
     assert lists.sequences == [m.sequence for m in rows]
     assert in_order(lists.sequences)
     assert (lists.subjects, lists.headers) == ([m.subject for m in rows], [m.headers for m in rows])

@@ -1,7 +1,7 @@
-"""Random archives against a naive model: what compaction leaves, and what verify says.
+"""Random archives against a naive model: the results of compaction and of verify.
 
-The model reads the files with pyarrow, takes their names apart itself, and works on plain sets of sequences. An archive
-has overlaps, empty segments, several levels, late rows, rows that are lacking, forks, damaged files, foreign objects,
+The model reads the files with pyarrow, parses their names itself, and works on plain sets of sequences. An archive
+has overlaps, empty segments, several levels, late rows, missing rows, forks, damaged files, foreign objects,
 two incarnations, gaps accepted and not.
 """
 
@@ -21,12 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.chain import Chain
-from common.segments.checks import look_for_foreign
+from common.segments.checks import find_foreign_keys
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
-from compaction.run import Compaction, LocalRunner, Report, Selection
-from compaction.sign_off import SignOffs
+from compaction.run import Compaction, LocalRunner, RunReport, Selection
+from compaction.sign_off import SignOffStore
 from compaction.verify import ChainReport, VerifyProblem, known_chains, verify_chains
 from tests.support.compaction import CHAIN, Archive, TestPolicy, rows
 
@@ -40,7 +40,7 @@ Content = tuple[Any, ...]
 Row = tuple[int, Content]
 
 
-# What is made
+# Random archives
 
 
 def alive(first: int, last: int) -> list[int]:
@@ -49,11 +49,11 @@ def alive(first: int, last: int) -> list[int]:
 
 @dataclass
 class RandomArchive:
-    """An archive in a folder, and what was done to it that its files do not tell."""
+    """An archive in a folder, with a record of the damage that its files do not show."""
 
     archive: Archive
     rng: random.Random
-    harm: float  # the share of segments that are not as they should be
+    harm: float  # the share of segments with a defect
     damaged: dict[str, bytes] = field(default_factory=dict)
     foreign: dict[str, bytes] = field(default_factory=dict)
     ends: dict[Chain, int] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class RandomArchive:
         self.accepted[chain] |= {*range(gap.first, gap.last + 1)}
 
     def put(self, chain: Chain, coverage: SequenceRange | None = None) -> None:
-        """A segment of some kind; without a coverage, anywhere and of any level."""
+        """Put a segment of some kind; without a coverage, anywhere and of any level."""
         rng, level = self.rng, 0
         kind = rng.choice(["unread", "lacking", "lacking", "forked"]) if rng.random() < self.harm else "honest"
         if coverage is not None:
@@ -136,7 +136,7 @@ class RandomArchive:
         self.damaged.pop(ref.key, None)  # the same was there
 
     def damage(self, key: str) -> None:
-        """What a disk, a tool or a person does to a file."""
+        """Damage a file as a disk, a tool or a person does."""
         path, rng = self.archive.path(key), self.rng
         if not (data := path.read_bytes()):
             return
@@ -147,14 +147,14 @@ class RandomArchive:
         self.archive.age(key, 700)
         self.damaged[key] = found
 
-    def compact(self) -> Report:
+    def compact(self) -> RunReport:
         store = self.archive.store
         size = self.rng.choice([1, 3, 1000])
         return Compaction(store, POLICIES, 0, LocalRunner(store), window=size, batch=size).run(Selection())
 
     def verify(self, *, deep: bool, since_last: bool = False) -> list[ChainReport]:
         store = self.archive.store
-        sign_offs = SignOffs(store.objects, store.layout, deep=deep) if since_last else None
+        sign_offs = SignOffStore(store.objects, store.layout, deep=deep) if since_last else None
         window = self.rng.choice([1, 4, 2000])
         selected = known_chains(self.chains)
         return verify_chains(store, self.chains, selected, deep=deep, window=window, sign_offs=sign_offs)
@@ -165,12 +165,12 @@ def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     return batch
 
 
-# What the model makes of it
+# The model
 
 
 @dataclass(frozen=True)
 class File:
-    """A segment that can be read. `gone`: its ledger's count of what it has not read; `of_hole`: some of a hole."""
+    """A readable segment. `gone`: its ledger's count of unread messages; `of_hole`: some of them are of a hole."""
 
     key: str
     level: int
@@ -191,7 +191,7 @@ class File:
 
 
 def files(world: RandomArchive, chain: Chain) -> list[File]:
-    """The sound segments of a chain."""
+    """Return the sound segments of a chain."""
     root, found = world.archive.folder / "store", []
     prefix = world.archive.layout.partition_prefix(chain)
     for path in sorted((root / prefix).rglob("*.parquet")):
@@ -215,7 +215,7 @@ def covered(segments: Iterable[File]) -> set[int]:
 
 
 def cover(segments: list[File]) -> dict[int, File]:
-    """Which segment accounts for each sequence: at each position the one that reaches furthest, then the higher."""
+    """Return the segment that accounts for each sequence: at each position the furthest reaching, then the higher."""
     taken: dict[int, File] = {}
     position = 1
     while ahead := [each for each in segments if each.last >= position]:
@@ -227,7 +227,7 @@ def cover(segments: list[File]) -> dict[int, File]:
 
 
 def contained(segments: list[File]) -> list[tuple[File, dict[int, File]]]:
-    """Each segment that others may supersede, with what accounts for each of its sequences."""
+    """Return each segment that others may supersede, with the segment that accounts for each of its sequences."""
     found, staying = [], list[File]()
     for level in range(9, -1, -1):
         above, same = cover(staying), [each for each in segments if each.level == level]
@@ -244,7 +244,7 @@ def contained(segments: list[File]) -> list[tuple[File, dict[int, File]]]:
 
 
 def runs(sequences: Iterable[int]) -> list[set[int]]:
-    """Sets of adjacent sequences."""
+    """Return sets of adjacent sequences."""
     found: list[set[int]] = []
     for n in sorted(sequences):
         if not found or n - 1 not in found[-1]:
@@ -254,7 +254,7 @@ def runs(sequences: Iterable[int]) -> list[set[int]]:
 
 
 def forked(segments: list[File]) -> set[int]:
-    """The sequences under which there are different messages."""
+    """Return the sequences under which there are different messages."""
     contents: defaultdict[int, set[Content]] = defaultdict(set)
     for each in segments:
         for n, content in each.rows.items():
@@ -263,7 +263,7 @@ def forked(segments: list[File]) -> set[int]:
 
 
 def in_blocks(segments: list[File]) -> list[list[File]]:
-    """Segments that overlap, directly or by others, together."""
+    """Group segments that overlap, directly or by others."""
     found: list[list[File]] = []
     for each in sorted(segments, key=lambda s: s.first):
         if not found or each.first > max(other.last for other in found[-1]):
@@ -280,11 +280,11 @@ def where(problems: Iterable[VerifyProblem]) -> set[int]:
     return {n for p in problems if p.rows for n in range(p.rows.first, p.rows.last + 1)}
 
 
-# What is compared
+# Comparison with the product
 
 
 def check_report(world: RandomArchive, report: ChainReport, *, deep: bool) -> None:
-    """Every complaint of the model is named, and nothing else."""
+    """Check that every complaint of the model is in the report, and nothing else."""
     chain, sound = report.chain, files(world, report.chain)
     accepted, end = world.accepted[chain], world.ends.get(chain)
     there = covered(sound)
@@ -318,7 +318,7 @@ def check_report(world: RandomArchive, report: ChainReport, *, deep: bool) -> No
 
 
 def _check_unread(report: ChainReport, sound: list[File], accepted: set[int]) -> None:
-    """Rows that came late, and rows that are gone."""
+    """Check rows that came late, and rows that are gone."""
     conflicts, expected_late, expected_gone = forked(sound), set[int](), set[int]()
     allowed_late, allowed_gone = set[int](), set[int]()
     taken = cover(sound)
@@ -354,7 +354,7 @@ def _check_forks(report: ChainReport, sound: list[File]) -> None:
 
 
 def _check_rows(report: ChainReport, sound: list[File], upper: list[tuple[File, dict[int, File]]]) -> None:
-    """Rows that a segment has and those above it have not, or the other way round."""
+    """Check rows that a segment has and those above it do not, or the other way round."""
     problems = of_kind(report, "rows")
     lacking, may_lack = set[str](), set[str]()
     for each, above in upper:
@@ -362,8 +362,8 @@ def _check_rows(report: ChainReport, sound: list[File], upper: list[tuple[File, 
         differs = any(above[n].rows.get(n) not in (None, content) for n, content in each.rows.items())
         lacking |= {each.key} if missing and not differs else set()
         may_lack |= {each.key} if missing else set()
-    told = {each.key for each in sound for p in problems if f" of {each.key} has no row" in p.text}
-    assert lacking <= told <= may_lack
+    stated = {each.key for each in sound for p in problems if f" of {each.key} has no row" in p.text}
+    assert lacking <= stated <= may_lack
     for problem in problems:
         if " has no row in " not in problem.text:
             [above] = [each for each in sound if problem.text.startswith(f"{each.key}: expected ")]
@@ -371,8 +371,8 @@ def _check_rows(report: ChainReport, sound: list[File], upper: list[tuple[File, 
             assert sum(len(each.rows) for each in below) != len(above.rows)
 
 
-def check_compacted(world: RandomArchive, chain: Chain, before: list[File], report: Report) -> None:
-    """No row is lost, none is made up, and nothing was deleted that was not contained."""
+def check_compacted(world: RandomArchive, chain: Chain, before: list[File], report: RunReport) -> None:
+    """Check that no row is lost or added, and that no segment was deleted unless others contained it."""
     after = files(world, chain)
     old, new = {each.key: each for each in before}, {each.key: each for each in after}
     all_rows: set[Row] = {row for each in before for row in each.rows.items()}
@@ -390,7 +390,7 @@ def check_compacted(world: RandomArchive, chain: Chain, before: list[File], repo
     for n, content in read(after).items():
         assert seen.get(n, content) == content or n in conflicts
     for n in seen.keys() - read(after).keys():
-        # Which of two that disagree a cover takes depends on where it begins; both are there still.
+        # If two disagree, the start of a cover decides which one it takes; both still exist.
         assert any(n in each.coverage and n not in each.rows and n not in each.unread for each in before), n
     for failure in report.failures:
         assert failure.damaged <= world.damaged.keys()
@@ -399,7 +399,7 @@ def check_compacted(world: RandomArchive, chain: Chain, before: list[File], repo
 
 
 def read(segments: list[File]) -> dict[int, Content]:
-    """What a reader of the cover sees."""
+    """Return the rows that a reader of the cover gets."""
     found: dict[int, Content] = {}
     for n, each in cover(segments).items():
         if n in each.rows:
@@ -409,8 +409,8 @@ def read(segments: list[File]) -> dict[int, Content]:
     return found
 
 
-def check_kept(world: RandomArchive, report: Report) -> None:
-    """What compaction can make nothing of stays as it is, unless it is an output that is made again."""
+def check_kept(world: RandomArchive, report: RunReport) -> None:
+    """Check that objects which compaction cannot use remain, except an output that is made again."""
     for merged in report.merged:
         world.damaged.pop(merged.ref.key, None)
     buried = {key for key in world.damaged if world.archive.objects.head(key) is None}
@@ -429,14 +429,14 @@ def problems_of(reports: list[ChainReport]) -> Counter[tuple[Chain, VerifyProble
 
 
 def check_verify(world: RandomArchive) -> Counter[str]:
-    """Verify against the model: shallow, deep, and since the last run."""
+    """Check verify against the model: shallow, deep, and since the last run."""
     deep = world.verify(deep=True)
     for report in deep:
         check_report(world, report, deep=True)
     for report in world.verify(deep=False):
         check_report(world, report, deep=False)
     assert {report.chain for report in deep} == world.firsts.keys()
-    found = look_for_foreign(world.archive.objects, world.archive.layout)
+    found = find_foreign_keys(world.archive.objects, world.archive.layout)
     assert {*found.keys} == world.foreign.keys()
     since = world.verify(deep=True, since_last=True)
     assert problems_of(since) == problems_of(deep), "what is signed off hides nothing"
@@ -450,7 +450,7 @@ def check_verify(world: RandomArchive) -> Counter[str]:
 
 
 def archive_round(folder: Path, rng: random.Random) -> Counter[str]:
-    """One archive through some runs of compaction, with more that comes between them. Returns what was seen."""
+    """Take one archive through some runs of compaction, and grow it between them. Return counts of its features."""
     world = RandomArchive(Archive(folder), rng, rng.choice([0.0, 0.1, 0.3]))
     world.fill()
     counts = check_verify(world)
@@ -480,7 +480,7 @@ def archive_round(folder: Path, rng: random.Random) -> Counter[str]:
 
 
 async def archives(rng: random.Random, rounds: int) -> dict[str, int]:
-    """So many archives, each of a seed of its own. Raises AssertionError, naming the seed."""
+    """Check so many archives, each of a seed of its own. Raises AssertionError, naming the seed."""
     counts: Counter[str] = Counter()
     for _ in range(rounds):
         seed = rng.getrandbits(32)

@@ -16,7 +16,7 @@ from common.open import load_settings, open_store
 from common.segments.store import SegmentGone, SegmentStore
 from common.tasks import Stop
 from infra.awkward import publish_awkward
-from infra.oracle import Trace, archived, compare
+from infra.oracle import Trace, archived_messages, compare
 from tests.scenarios.judge import judged
 from tests.scenarios.load import Load, make_stream
 from tests.scenarios.world import World
@@ -38,7 +38,7 @@ POLICY = {
 
 async def compacted(s3: SharedS3, rng: random.Random, seconds: float, engine: str = "local") -> dict[str, Any]:
     """Kill egress, ingress or both under load (I1, I2, I6, I7). The cover gives the same rows during and after
-    compaction and deletion (I5). Raises AssertionError where it does not.
+    compaction and deletion (I5). Raises AssertionError otherwise.
     """
     with World(s3.store(), CHAIN.site) as world:
         url = world.sites[CHAIN.site].url
@@ -63,7 +63,7 @@ async def compacted(s3: SharedS3, rng: random.Random, seconds: float, engine: st
                 counted = compactor.counts
                 await soon(lambda: counted["compactions"] >= runs and counted["segments deleted"], 10 * PATIENCE, 0.3)
         finally:
-            done.set()  # else what looks on would keep the process for ever
+            done.set()  # else the reading thread would keep the process alive for ever
         await watch
         messages = await judged(world, CHAIN.site, central, [CHAIN.feed])
         checked = run_floe("segments", "verify", "-c", str(central))
@@ -77,7 +77,7 @@ async def compacted(s3: SharedS3, rng: random.Random, seconds: float, engine: st
 
 
 class Compactor:
-    """`floe compact` over and over while it is entered: merging, and deleting what was merged."""
+    """Repeated runs of `floe compact` within a block: merging, and deleting merged inputs."""
 
     def __init__(self, config: Path, store: SegmentStore, chains: Sequence[Chain]) -> None:
         self.counts: Counter[str] = Counter()
@@ -110,28 +110,33 @@ class Compactor:
 
 
 def _watch(store: SegmentStore, done: asyncio.Event, counts: Counter[str]) -> None:
-    """Read the cover over and over; what it gave once, it must give again."""
+    """Read the cover repeatedly; rows that it gave once, it must give again."""
     known = Trace()
     while not done.is_set():
         current = _trace(store)
         again = compare(known, _upto(current, known))
-        assert again.ok, f"the cover changed under compaction: {again.report()}"
+        assert again.is_ok, f"the cover changed under compaction: {again.report()}"
         known = current
         counts["covers compared"] += 1
         time.sleep(0.2)
 
 
 def _trace(store: SegmentStore) -> Trace:
-    """The cover's rows now; a segment deleted between listing and reading means: list again."""
+    """Return the cover's rows now; lists again if a segment was deleted between listing and reading."""
     for _ in range(50):
         try:
-            return Trace.of(archived(store, CHAIN))
+            return Trace.of(archived_messages(store, CHAIN))
         except SegmentGone:
             continue
     raise AssertionError("the cover could not be read in 50 tries: its segments vanish without a successor")
 
 
 def _upto(trace: Trace, known: Trace) -> Trace:
-    """The part of `trace` that `known` speaks of."""
-    count = sum(1 for sequence in trace.sequences if sequence <= known.through)
-    return Trace(trace.sequences[:count], trace.timestamps[:count], trace.prints[:count], through=known.through)
+    """Return the part of `trace` within the range of `known`."""
+    count = sum(1 for sequence in trace.sequences if sequence <= known.last_accounted)
+    return Trace(
+        trace.sequences[:count],
+        trace.timestamps[:count],
+        trace.fingerprints[:count],
+        last_accounted=known.last_accounted,
+    )

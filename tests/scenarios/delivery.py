@@ -1,4 +1,4 @@
-"""Must hold: whatever breaks on the way into a target of three replicas, each message is in it once.
+"""Must hold: under any faults on the way into a target of three replicas, each message is in it once.
 
 Six chains, two ingress instances, compaction and deletion all the time.
 """
@@ -18,7 +18,7 @@ from common.chain import Chain
 from common.errors import FloeError
 from common.jetstream.api import stream_info
 from common.open import load_settings, open_chains, open_store
-from infra.oracle import Trace, prefixed, target_traces
+from infra.oracle import Trace, prefix_subject, read_target_traces
 from tests.scenarios.bucket import Compactor
 from tests.scenarios.delivery_centre import CREATE, PREFIX, TARGET, Centre, centre
 from tests.scenarios.delivery_faults import KINDS, Faults
@@ -29,18 +29,18 @@ from tests.support.oracle import classes, compare_target
 
 SITES, FEEDS = ("alpha", "beta"), ("ONE", "TWO", "THREE")
 CHAINS = [Chain(site, feed) for site in SITES for feed in FEEDS]
-SETTLE = 90.0  # seconds without progress once all is healed
+SETTLE = 90.0  # seconds without progress after all faults have ended
 # Messages a second, and seconds that lines hold each chunk back: a `single` waits for each message.
 PACES = {"single": (150, 0.0)}
 PACE = (1000, 0.03)
 CALM = 2.0  # seconds in which nothing more may arrive
-# What an ingress may end with by itself under faults: a supervisor starts it again.
+# Errors that may end an ingress under faults: a supervisor restarts it.
 LATER = {75}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A centre under faults, and what counted them."""
+    """A centre under faults, and the counters of the run."""
 
     centre: Centre
     meter: Meter
@@ -49,7 +49,7 @@ class Run:
     writer: Writer
 
     def found(self, started: float) -> dict[str, Any]:
-        """What an operator would want to know of the run; `started`: monotonic seconds."""
+        """Return the facts of the run for an operator; `started`: monotonic seconds."""
         exits = sum((instance.exits for instance in self.centre.instances), Counter[int]())
         return {
             "seconds": round(time.monotonic() - started, 1),
@@ -65,15 +65,15 @@ class Run:
 
 
 async def delivered(s3: Any, rng: random.Random, seconds: float, publisher: str) -> dict[str, Any]:
-    """All chains exact in an R3 target. Raises AssertionError with the oracle's report where they are not."""
+    """Check that all chains are exact in an R3 target. Raises AssertionError with the oracle's report otherwise."""
     started = time.monotonic()
     async with disturbed(s3, rng, seconds, publisher=publisher, create=CREATE) as (run, expected):
         await arrived(run.centre, sum(map(len, expected.values())))
         async with run.centre.client() as client:
-            target = await target_traces(client, TARGET)
+            target = await read_target_traces(client, TARGET)
         compared = compare_target(expected, target.traces, target.foreign)
         found = {**run.found(started), **classes(compared), "messages": compared.expected}
-        assert compared.ok, f"{compared.report()}\n{found}"
+        assert compared.is_ok, f"{compared.report()}\n{found}"
         require_faults(found)
     return found
 
@@ -86,10 +86,10 @@ async def disturbed(
     beside: Callable[[Centre], AbstractAsyncContextManager[None]] | None = None,
     **target: Any,
 ) -> AsyncIterator[tuple[Run, dict[Chain, Trace]]]:
-    """Six chains into a target under faults for `seconds`; the block has all healed and all written.
+    """Carry six chains into a target under faults for `seconds`; at the block all is healed and written.
 
-    It gets the run, and what the target must hold. `beside`: entered before ingress starts, and left behind the block.
-    Behind the block the instances are drained.
+    The block gets the run, and the expected messages of the target. `beside`: entered before ingress starts, and left
+    behind the block. Behind the block the instances are drained.
     """
     rate, delay = PACES.get(target["publisher"], PACE)
     async with AsyncExitStack() as stack:
@@ -97,7 +97,7 @@ async def disturbed(
         settings = load_settings(str(at.config))
         segments, documents = open_store(settings), open_chains(settings)
         stack.callback(segments.close)
-        authors = [Author(segments, documents, c, random.Random(rng.random()), prefixed(PREFIX)) for c in CHAINS]
+        authors = [Author(segments, documents, c, random.Random(rng.random()), prefix_subject(PREFIX)) for c in CHAINS]
         if beside is not None:
             await stack.enter_async_context(beside(at))
         for instance in at.instances:
@@ -121,7 +121,7 @@ async def _drained(at: Centre) -> None:
 
 
 async def arrived(at: Centre, count: int) -> None:
-    """Wait until the target took so many messages, and then for a calm; the oracle names what is missing."""
+    """Wait until the target took so many messages, and then for a calm; the oracle names missing ones."""
     last, since = -1, time.monotonic()
     while time.monotonic() - since < SETTLE:
         at.supervise()
@@ -134,7 +134,7 @@ async def arrived(at: Centre, count: int) -> None:
 
 
 async def last_sequence(at: Centre) -> int:
-    """How many messages the target ever took; 0 where it does not exist or nobody can tell."""
+    """Return how many messages the target ever took; 0 if it does not exist or its state cannot be read."""
     async with at.client() as client:
         with suppress(FloeError):
             info = await stream_info(client, TARGET)
@@ -143,7 +143,7 @@ async def last_sequence(at: Centre) -> int:
 
 
 def require_faults(found: Mapping[str, Any]) -> None:
-    """A run that broke nothing, or in which nothing was ever unclear, proves nothing."""
+    """Fail if a run broke nothing, or had no unclear outcome: it proves nothing."""
     missing = set(KINDS) - set(found["faults"])
     assert not missing, f"no faults of these kinds: {missing}"
     needed = "acknowledgements lost, unclear outcomes, take-overs, compactions, segments deleted, late segments"

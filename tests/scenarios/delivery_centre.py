@@ -33,7 +33,7 @@ CREATE = {"replicas": REPLICAS, "storage": "file", "subjects": [f"{PREFIX}.>"]}
 
 @dataclass(slots=True)
 class Instance:
-    """One ingress process. `proxies`: what it connects through, one for each server of the centre.
+    """One ingress process. `proxies`: its connections, one for each server of the centre.
 
     `delay`: seconds that its lines hold each chunk back, so that something is under way when they break.
     """
@@ -49,7 +49,7 @@ class Instance:
         return self.service.name
 
     def supervise(self) -> None:
-        """Start it again where it ended, as a supervisor does; how it ended by itself is counted."""
+        """Restart it after its end, as a supervisor does; each end by itself is counted."""
         if not self.service.runs():
             code = self.service.wait(1)
             if code != -signal.SIGKILL:
@@ -57,7 +57,7 @@ class Instance:
             self.service.start()
 
     def heal(self) -> None:
-        """Whole connections again, as slow as they are."""
+        """Restore its connections, with their delay."""
         for proxy in self.proxies:
             proxy.heal()
             proxy.delay = self.delay
@@ -65,7 +65,7 @@ class Instance:
 
 @dataclass(slots=True)
 class Centre:
-    """What a run works on. `config`: of an operator, whose connections nobody breaks."""
+    """The parts of a run. `config`: of an operator, with connections that nobody breaks."""
 
     folder: Path
     cluster: NatsCluster
@@ -74,18 +74,18 @@ class Centre:
 
     @asynccontextmanager
     async def client(self, name: str = "test") -> AsyncIterator[FloeClient]:
-        """A connection past the proxies, to whichever server is there."""
+        """Open a connection past the proxies, to any server that is up."""
         settings = NatsSettings(url=tuple(self.cluster.urls), connect_timeout=30)
         async with aclosing(await connect(settings, name=name)) as client:
             yield client
 
     def supervise(self) -> None:
-        """Start again what ended by itself."""
+        """Restart instances that ended by themselves."""
         for instance in self.instances:
             instance.supervise()
 
     async def heal(self) -> None:
-        """All servers run and agree, all connections are whole, all instances run."""
+        """Heal all: all servers run and agree, all connections are whole, all instances run."""
         for server in self.cluster.servers:
             server.resume()
             server.start(wait=False)
@@ -99,9 +99,9 @@ class Centre:
 async def centre(
     store: Mapping[str, Any], sites: Sequence[str], feeds: Sequence[str], delay: float, **target: Any
 ) -> AsyncIterator[Centre]:
-    """A running centre whose ingress is not started yet; `target`: more keys of the target.
+    """Run a centre, with ingress not started yet; `target`: more keys of the target.
 
-    Where the block fails the logs stay, and a line says where.
+    If the block fails the logs stay, and a line names their folder.
     """
     folder = Path(tempfile.mkdtemp(prefix="floe-delivery-"))
     cluster = NatsCluster(REPLICAS, max_payload=2 * 1024 * 1024, advertise=False)
@@ -136,7 +136,7 @@ async def centre(
 def write_config(
     folder: Path, name: str, urls: Sequence[str], monitor: str, store: Mapping[str, Any], entry: Mapping[str, Any]
 ) -> Path:
-    """A configuration; those of all instances are the same but for their addresses."""
+    """Write a configuration; those of all instances are the same but for their addresses."""
     path = folder / f"{name}.yaml"
     document = {
         "instance": name,

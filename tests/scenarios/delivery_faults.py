@@ -23,26 +23,26 @@ INGRESS = ("ingress SIGKILL", "ingress SIGSTOP")
 LINES = ("cut", "blackhole up", "blackhole down", "lost acknowledgements")
 KINDS = (*SERVERS, *INGRESS, *LINES)
 
-# Of a message or batch that the target stored; of a fast batch that goes on.
+# Of a message or batch that the target stored; of a fast batch that continues.
 ACKNOWLEDGEMENT = re.compile(rb'"stream": ?"%b"|"type": ?"ack"' % TARGET.encode())
 STORM = (5.0, 9.0)  # seconds of faults, followed by a third of them without
 LOST_WITHIN = 8.0  # seconds until somebody gets an acknowledgement in a storm
-CALM_WITHIN = 90.0  # seconds for what happens within few on a quiet machine, while nothing else is broken
+CALM_WITHIN = 90.0  # seconds for changes that take few on a quiet machine, while nothing else is broken
 STARTED = 20.0  # seconds for an instance to start
-PATIENCE = 4.0  # times as long as asked for may a run take until it has proved something
+PATIENCE = 4.0  # times the requested length, at most, until a run has proved something
 AT_LEAST = 360.0  # seconds that a short run may take for the same
 
 
 def deck(kinds: tuple[str, ...], rng: random.Random) -> Iterator[str]:
-    """Kinds in random order; each comes once before any comes again."""
+    """Yield kinds in random order; each comes once before any comes again."""
     while True:
         yield from rng.sample(kinds, len(kinds))
 
 
 class Faults:
-    """Makes trouble at a centre. `counts`: how many faults of each kind were made.
+    """Faults at a centre. `counts`: how many faults of each kind were made.
 
-    `acknowledgements_lost`: how many of a target's were, of which nobody else can know what was stored.
+    `acknowledgements_lost`: how many of a target's were lost, so that only the target can show if it stored them.
     """
 
     def __init__(self, centre: Centre, meter: Meter, rng: random.Random) -> None:
@@ -60,16 +60,16 @@ class Faults:
         ]
 
     async def run(self, seconds: float, proved: Callable[[], bool]) -> None:
-        """Storms and calms in turn for `seconds`, longer until they have proved something; then healed. What is still
-        to be proved then is made in the calms.
+        """Make storms and calms in turn for `seconds`, longer until they have proved something; then heal. Faults
+        without effect so far are then made in the calms.
 
-        `proved`: whether all else that must have happened did.
+        `proved`: true if all else that must have happened did.
         """
         started = time.monotonic()
         async with self._centre.client("faults") as client:
             while (spent := time.monotonic() - started) < seconds or not (self._has_proved() and proved()):
                 if spent > max(AT_LEAST, PATIENCE * seconds):
-                    return  # whoever judges the run says what is missing
+                    return  # the judge of the run reports the missing parts
                 begun = time.monotonic()
                 end = begun + self._rng.uniform(*STORM)
                 await asyncio.gather(*(self._storm(client, end, *part) for part in self._parts))
@@ -80,7 +80,7 @@ class Faults:
                 await asyncio.sleep((time.monotonic() - begun) / 3)
 
     async def _provoke(self) -> None:
-        """Alone, what had no effect in the storms so far: on a busy machine they may leave nobody time to publish."""
+        """Make the faults without effect so far alone: in storms on a busy machine perhaps no instance can publish."""
         if not (self.acknowledgements_lost and self._meter.unclear):
             self.counts["lost acknowledgements"] += 1
             await self._lose_acknowledgements(CALM_WITHIN)
@@ -95,7 +95,7 @@ class Faults:
                 holder.service.send(signal.SIGCONT)
 
     def _has_proved(self) -> bool:
-        """Whether there was every kind of fault, outcomes that were unclear, and a take-over."""
+        """Return true if there was every kind of fault, unclear outcomes, and a takeover."""
         done = (self.acknowledgements_lost, self._meter.unclear, self._meter.take_overs)
         return set(self.counts) == set(KINDS) and all(done)
 
@@ -111,16 +111,16 @@ class Faults:
         pause: tuple[float, float],
         make: Callable[[FloeClient, str], Awaitable[None]],
     ) -> None:
-        """Faults of one part, one after the other."""
+        """Make faults of one part, one after the other."""
         while time.monotonic() < until:
             await asyncio.sleep(self._rng.uniform(*pause))
             kind = next(kinds)
             await make(client, kind)
             self.counts[kind] += 1
-            if make == self._trouble_ingress:  # others come while instances are killed for a while
+            if make == self._trouble_ingress:  # other kinds follow while instances are killed for a while
                 self._centre.supervise()
 
-    # Servers: never two of three at once, for which no promise of theirs holds
+    # Servers: never two of three at once, since JetStream promises nothing then
 
     async def _trouble_server(self, client: FloeClient, kind: str) -> None:
         server = await self._server(client)
@@ -139,7 +139,7 @@ class Faults:
         await asyncio.to_thread(server.wait_ready, 60)
 
     async def _server(self, client: FloeClient) -> NatsServer:
-        """The one that leads the target, as often as not, if that can be told."""
+        """Return the leader of the target, more often than not, if it is known; else any server."""
         with suppress(FloeError):
             info = await stream_info(client, TARGET)
             if info is not None and info.leader and self._rng.random() < 0.6:
@@ -162,7 +162,7 @@ class Faults:
         instance.service.send(signal.SIGCONT)
 
     def _victim(self) -> Instance:
-        """Whoever holds the target, four times in five."""
+        """Return the instance that holds the target, four times in five."""
         holder = next((i for i in self._centre.instances if i.name == self._meter.holder), None)
         return holder if holder and self._rng.random() < 0.8 else self._rng.choice(self._centre.instances)
 
@@ -182,9 +182,9 @@ class Faults:
             instance.heal()
 
     async def _lose_acknowledgements(self, seconds: float) -> None:
-        """What is sent arrives, what comes back does not, and then the connection is gone; of whoever sends.
+        """Lose the next acknowledgement of any line, and reset its connection. The messages sent before it arrive.
 
-        Every line waits for an acknowledgement: right now nobody may be able to publish.
+        Every line waits for an acknowledgement: right now perhaps no instance can publish.
         """
         proxies = [proxy for instance in self._centre.instances for proxy in instance.proxies]
         lost = [asyncio.create_task(proxy.lose(ACKNOWLEDGEMENT).wait()) for proxy in proxies]

@@ -1,8 +1,8 @@
 """Must hold: a target that forgets (a work queue) gets each message once all the same.
 
-A consumer reads as the target forgets. What it read stands in a journal under its target sequence, so a
-message that is delivered twice is known from one that was stored twice. (A stream that captures what the
-target republishes would be no journal: headers such as `Nats-Batch-Id` act again there, and it loses messages
+A consumer reads as the target forgets. It records each message in a journal under its target sequence, to
+distinguish a message that is delivered twice from one that was stored twice. (A stream that captures republished
+messages of the target would be no journal: headers such as `Nats-Batch-Id` act again there, and it loses messages
 when leaders change.)
 """
 
@@ -45,7 +45,7 @@ async def work_queue(s3: Any, rng: random.Random, seconds: float, publisher: str
     unseen = journal.unseen(last)
     assert unseen == 0, f"{unseen} of {last} messages left the queue unseen; {compared.report()}"
     assert journal.counts["delivered again"], "no acknowledgement of the consumer was ever lost"
-    assert compared.ok, f"{compared.report()}\n{found}"
+    assert compared.is_ok, f"{compared.report()}\n{found}"
     require_faults(found)
     return found
 
@@ -58,7 +58,7 @@ async def _make_target(client: FloeClient) -> None:
 
 
 async def _read_up(client: FloeClient) -> int:
-    """Wait until the consumer has acknowledged all; the target's last sequence."""
+    """Wait until the consumer has acknowledged all; return the target's last sequence."""
 
     async def is_read() -> int:
         info = await stream_info(client, TARGET)

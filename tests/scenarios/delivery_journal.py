@@ -1,4 +1,4 @@
-"""What a target ever stored, by its sequence, as a consumer saw it that reads while the target forgets."""
+"""The stored messages of a target by sequence, as a consumer saw them that reads while the target forgets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.chain import Chain
 from common.errors import FloeError
 from common.jetstream.api import create_consumer
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.headers import restore
+from common.jetstream.headers import split_provenance
 from common.jetstream.requests import ApiError
 from common.segments.segment import Message
 from infra.oracle import Trace
@@ -20,7 +20,7 @@ from tests.support.basics import parse_ack
 BATCH = 500
 PULL = json.dumps({"batch": BATCH, "expires": 10**9}).encode()
 LOSES = 97  # one acknowledgement in so many is lost
-ACK_WAIT = 5  # seconds until what was not acknowledged is delivered again
+ACK_WAIT = 5  # seconds until a redelivery
 
 
 class Journal:
@@ -32,15 +32,15 @@ class Journal:
         self.counts: Counter[str] = Counter()
 
     def note(self, sequence: int, subject: bytes, headers: bytes | None, payload: bytes) -> None:
-        """The target holds, or held, this message under this sequence."""
-        provenance, original = restore(headers)
+        """Record that the target holds, or held, this message under this sequence."""
+        provenance, original = split_provenance(headers)
         where = (provenance.sequence, provenance.timestamp_ns) if provenance else (0, 0)
         entry = provenance and provenance.chain, Message(*where, subject, original, payload)
         if self.entries.setdefault(sequence, entry) != entry:
             self.changed.append(sequence)
 
     def traces(self) -> dict[Chain, Trace]:
-        """The messages of each chain in the order of the target."""
+        """Return the messages of each chain in the order of the target."""
         traces: dict[Chain, Trace] = {}
         for sequence in sorted(self.entries):
             chain, message = self.entries[sequence]
@@ -50,18 +50,18 @@ class Journal:
 
     @property
     def foreign(self) -> int:
-        """Messages without provenance."""
+        """Return the number of messages without provenance."""
         return sum(entry[0] is None for entry in self.entries.values())
 
     def unseen(self, last: int) -> int:
-        """How many target sequences up to `last` nobody has seen."""
+        """Return how many target sequences up to `last` nobody has seen."""
         return last - sum(1 for sequence in self.entries if sequence <= last)
 
 
 class Consumer:
-    """A durable consumer with explicit acknowledgements, over a connection of its own, while it is entered.
+    """A durable consumer with explicit acknowledgements, over a connection of its own, within a block.
 
-    What is delivered again (its acknowledgement was lost) is counted, and must be the same message.
+    A redelivery (its acknowledgement was lost) is counted, and must be the same message.
     """
 
     def __init__(self, client: FloeClient, stream: str, journal: Journal) -> None:
@@ -77,7 +77,7 @@ class Consumer:
             "ack_wait": ACK_WAIT * 10**9,
             "max_ack_pending": 20_000,
         }
-        with suppress(ApiError):  # made at the second try, where the first answer was lost
+        with suppress(ApiError):  # the first request made it, and its answer was lost
             await create_consumer(self._client, self._stream, config)
         self._subscription = await self._client.subscribe_raw(self._inbox.decode(), self._sink)
         self._task = asyncio.create_task(self._run())
@@ -90,7 +90,7 @@ class Consumer:
         await self._subscription.unsubscribe()
 
     async def _run(self) -> None:
-        """Pull for ever. A pull that got lost is made again when it would have expired."""
+        """Pull for ever. A lost pull is made again when it would have expired."""
         subject = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.READER").encode()
         while True:
             self._missing = BATCH
@@ -112,7 +112,7 @@ class Consumer:
             self._missing -= 1
             if not is_known and sequence % LOSES == 0:
                 return  # an acknowledgement that is lost
-            # Acknowledged behind its entry: what a work queue has let go of was seen.
+            # Acknowledged behind its entry: the consumer has seen every message that a work queue drops.
             with suppress(FloeError):
                 self._client.send(frame(reply, b"+ACK", None, None))
         elif (headers or b"").startswith(b"NATS/1.0 4"):

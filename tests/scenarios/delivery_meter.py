@@ -1,4 +1,4 @@
-"""What ingress says of itself on /metrics, added up over processes that are killed."""
+"""The metrics of ingress on /metrics, added up over processes that are killed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from http.client import HTTPException
 
 from tests.scenarios.delivery_centre import Instance
 
-SPACING = 0.4  # seconds between two looks
+SPACING = 0.4  # seconds between two readings
 _SAMPLE = re.compile(r"^(floe_\w+?)(?:\{([^}]*)\})? ([-+0-9.eEinfNa]+)$", re.MULTILINE)
 
 Samples = dict[tuple[str, str], float]
 
 
 def scrape(monitor: str, timeout: float = 1.0) -> Samples:
-    """Every sample by its name and labels, as /metrics writes them. Raises OSError."""
+    """Return every sample by its name and labels, as /metrics writes them. Raises OSError."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://{monitor}/metrics", timeout=timeout) as answer:
         text = answer.read().decode()
@@ -27,14 +27,14 @@ def scrape(monitor: str, timeout: float = 1.0) -> Samples:
 
 
 def value(samples: Samples, name: str, *labels: str) -> float:
-    """The sum of all samples of this name whose labels contain each of `labels`."""
+    """Return the sum of all samples of this name with each of `labels` in their labels."""
     return sum(v for (n, text), v in samples.items() if n == name and all(one in text for one in labels))
 
 
 class Meter:
-    """Looks at all instances for as long as it is entered.
+    """A reader of the metrics of all instances, within a block.
 
-    `holder`: the name of the instance that was the last to get hold of the target; empty: nobody yet.
+    `holder`: the name of the last instance that took the target; empty: none yet.
     `take_overs`: times that it was another one than before. `publishers`: all that were in use.
     """
 
@@ -56,20 +56,20 @@ class Meter:
         await self.look()
 
     def total(self, name: str, *labels: str) -> int:
-        """The sum over all processes that ever ran, as far as they were looked at before they ended."""
+        """Return the sum over all processes that ever ran, as far as they were read before they ended."""
         return round(sum(value(samples, name, *labels) for samples in self._last.values()))
 
     def answers(self, instance: Instance) -> bool:
-        """Whether it has answered since it was last started."""
+        """Return true if it has answered since it was last started."""
         return instance.service.runs() and (instance.name, instance.service.pid) in self._last
 
     @property
     def unclear(self) -> int:
-        """Outcomes that had to be read from the target."""
+        """Return the number of outcomes that had to be read from the target."""
         return self.total("floe_ingress_unclear_outcomes_total")
 
     def totals(self) -> dict[str, int]:
-        """What an operator asks for first."""
+        """Return the main numbers for an operator."""
         names = {
             "unclear outcomes": ("floe_ingress_unclear_outcomes_total",),
             "intents closed": ("floe_ingress_intents_total", 'result="closed"'),
@@ -79,10 +79,10 @@ class Meter:
         return {text: self.total(*name) for text, name in names.items()}
 
     async def look(self) -> None:
-        """One look at each; an instance that does not answer is asked again next time."""
+        """Read each once; an instance that does not answer is asked again next time."""
         await asyncio.gather(*(self._look_at(instance) for instance in self._instances))
         held = {(i.name, i.service.pid) for i in self._instances if self._holds(i)}
-        for name, _ in held - self._held:  # one that is paused goes on saying that it holds the target
+        for name, _ in held - self._held:  # a paused one still reports that it holds the target
             self.take_overs += self.holder not in ("", name)
             self.holder = name
         self._held = held
@@ -110,14 +110,14 @@ class Meter:
 
 
 def peak_memory(pid: int) -> int:
-    """The most bytes of memory that the process has used so far (Linux). Raises OSError."""
+    """Return the peak memory of the process in bytes (Linux). Raises OSError."""
     with open(f"/proc/{pid}/status") as status:
         line = next(line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 async def until(check: Callable[[], bool], seconds: float) -> bool:
-    """Whether `check` became true within so many seconds."""
+    """Wait for `check`. Return true if it became true within so many seconds."""
     deadline = time.monotonic() + seconds
     while not check():
         if time.monotonic() > deadline:

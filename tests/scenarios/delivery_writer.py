@@ -42,7 +42,7 @@ class _Waiting:
 
 
 class Author:
-    """Writes one chain as an egress would that has a bad line. `expected`: what a target must hold of it."""
+    """A writer of one chain, as an egress with a bad connection. `expected`: its messages in a target."""
 
     def __init__(
         self, store: SegmentStore, documents: ChainStore, chain: Chain, rng: random.Random, subject: SubjectMap
@@ -57,12 +57,12 @@ class Author:
         self._former: deque[SpooledSegment] = deque(maxlen=SPOOLED)
 
     def begin(self) -> None:
-        """The chain's documents."""
+        """Write the chain's documents."""
         self._documents.create_stream(self.chain, StreamDocument({"name": self.chain.feed}, "t0", None))
         self._documents.create_chain(self.chain, ChainDocument((), 1, self._first))
 
     def step(self, rows: int) -> None:
-        """Make the next segment of about `rows` messages, now and then late; put what is due."""
+        """Make the next segment of about `rows` messages, now and then late; put the segments that are due."""
         late = self._rng.uniform(0.5, 5.0) if self._rng.random() < 0.25 else 0.0
         self.counts["late segments"] += late > 0
         self._waiting.append(_Waiting(time.monotonic() + late, self._segment(rows)))
@@ -72,7 +72,7 @@ class Author:
             self.counts["segments put again"] += 1
 
     def finish(self) -> None:
-        """Put everything."""
+        """Put all segments."""
         self._put_due(float("inf"))
 
     def _put_due(self, now: float) -> None:
@@ -88,7 +88,7 @@ class Author:
                 self._documents.write_tail(self.chain, self._tail)
 
     def _segment(self, rows: int) -> SpooledSegment:
-        """The next segment; it may begin before the last one ended, and may hold nothing."""
+        """Return the next segment; it may begin before the last one ended, and may be empty."""
         first, before = self._next, list[Message]()
         if self._recent and self._rng.random() < 0.2:
             first = self._rng.choice(self._recent).sequence
@@ -105,7 +105,7 @@ class Author:
         return write_segment(self._store.new_spool(), [*before, *new], coverage, chain=self.chain)
 
     def _message(self, sequence: int) -> Message | None:
-        """The message of this sequence; None where it was deleted."""
+        """Return the message of this sequence; None if it was deleted."""
         if self._rng.random() < 0.05:
             return None
         subject = f"{self.chain.site}.{self.chain.feed}.n{sequence % 50}".encode()
@@ -114,7 +114,7 @@ class Author:
 
 
 class Writer:
-    """Writes chains in a thread of its own, `rate` messages a second over all of them, until it is left."""
+    """A writer of chains in a thread of its own, `rate` messages a second over all of them, until its block ends."""
 
     def __init__(self, authors: Sequence[Author], rng: random.Random, rate: int) -> None:
         self.authors = list(authors)
@@ -125,12 +125,12 @@ class Writer:
 
     @property
     def expected(self) -> dict[Chain, Trace]:
-        """What the target must hold of each chain; final once the writer is left."""
+        """Return the expected messages of each chain in the target; final once the block has ended."""
         return {author.chain: author.expected for author in self.authors}
 
     @property
     def counts(self) -> Counter[str]:
-        """What was made of segments."""
+        """Return the counts of segments by kind."""
         return sum((author.counts for author in self.authors), Counter[str]())
 
     def __enter__(self) -> Writer:

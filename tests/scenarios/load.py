@@ -15,28 +15,28 @@ HEADERS = (None, b"NATS/1.0\r\nA: 1\r\nA: 2\r\n\r\n", b"NATS/1.0\r\nNats-Msg-Id:
 
 
 async def make_stream(client: FloeClient, name: str, root: str, **more: object) -> None:
-    """A file stream with limits retention that takes `{root}.>`.
+    """Create a file stream with limits retention that takes `{root}.>`.
 
-    Without TTLs: what expires between two readings would look like a difference.
+    Without TTLs: a message that expires between two readings would look like a difference.
     """
     config = {"name": name, "subjects": [f"{root}.>"], "storage": "file", "retention": "limits"}
     await create_stream(client, {**config, "duplicate_window": 10**9, "discard": "old", **more})
 
 
 async def publish(client: FloeClient, root: str, rng: random.Random, count: int, first: int = 0) -> int:
-    """`count` plain messages, each acknowledged; how many were stored."""
+    """Publish `count` plain messages, each acknowledged; return how many were stored."""
     async with AckedPublisher(client, window=512) as publisher:
         for number in range(first, first + count):
             subject = f"{root}.n{rng.randrange(50)}".encode()
             headers = rng.choice(HEADERS)
             block = headers % number if headers and b"%d" in headers else headers
             await publisher.publish(subject, rng.randbytes(rng.randrange(1200)), block)
-        done = await publisher.settle()
+        done = await publisher.wait_for_acks()
     return done.stored
 
 
 class Load:
-    """Publishes about `rate` messages a second into `{root}.>` until it is left."""
+    """A publisher of about `rate` messages a second into `{root}.>`, until its block ends."""
 
     def __init__(self, url: str, root: str, rng: random.Random, rate: int) -> None:
         self._url, self._root, self._rng, self._rate = url, root, rng, rate

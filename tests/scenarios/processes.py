@@ -32,7 +32,7 @@ class Service:
         self.name, self._env, self._tree = name, env or {}, tree
         self._command = [sys.executable, "-m", module, *command]
         self.log = folder / f"{name}.log"
-        self.log_size = 0  # when it was last started
+        self.log_size = 0  # at its last start
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, **env: str) -> Service:
@@ -65,14 +65,14 @@ class Service:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Kill it (SIGKILL); return when it is gone."""
         self.send(signal.SIGCONT)
         self.send(signal.SIGKILL)
         self.wait(PATIENCE)
 
     def drain(self, seconds: float = PATIENCE, *, is_known_to_work: bool = False) -> int:
-        """SIGTERM, once it has logged anything since its last start, unless it `is_known_to_work`: before that, SIGTERM
-        would just end it. Its exit code. Fails if it takes longer than `seconds`.
+        """Send SIGTERM and return the exit code. Waits first for a log line since its last start, unless it
+        `is_known_to_work`: before that, SIGTERM would just end it. Fails if it takes longer than `seconds`.
         """
         self.send(signal.SIGCONT)
         deadline = time.monotonic() + (0 if is_known_to_work else PATIENCE)
@@ -82,12 +82,12 @@ class Service:
         return self.wait(seconds)
 
     def wait(self, seconds: float) -> int:
-        """Its exit code once it ends; 0 if it was never started."""
+        """Return its exit code once it ends; 0 if it was never started."""
         code = self._process.wait(seconds) if self._process else 0
         canaries.check(self.log.read_text(errors="replace") if self.log.exists() else "", self.name)
         return code
 
     def tail(self, lines: int = 25) -> str:
-        """The end of its log, for the message of a failed assertion."""
+        """Return the end of its log, for the message of a failed assertion."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return f"--- {self.name}\n" + "\n".join(text.splitlines()[-lines:])

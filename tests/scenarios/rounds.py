@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from infra.local.process import tether
+from infra.local.process import kill_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 async def crash_rounds(rng: random.Random) -> dict[str, Any]:
     """Run the tests marked `soak`, then those marked `timing` one at a time, beside nothing else.
 
-    Raises AssertionError with the end of pytest's words where one fails.
+    Raises AssertionError with the end of pytest's output if one fails.
     """
     started, seed = time.monotonic(), str(rng.getrandbits(32))
     found = [await _run(seed, "soak and not timing", "2"), await _run(seed, "timing", "0")]
@@ -39,7 +39,7 @@ async def _run(seed: str, marked: str, processes: str) -> dict[str, int]:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        tether(process.pid)
+        kill_with_parent(process.pid)
         out, _ = await process.communicate()
         assert process.returncode == 0, out.decode(errors="replace")[-2000:]
         suite = ElementTree.parse(report).getroot().find("testsuite")

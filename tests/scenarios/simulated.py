@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 BLOCK = 20  # seeds of one process
 MUTANTS_WITHIN = 300  # seeds
-KEPT = ("ok", "seed", "commit", "code", "seeds")  # what of a result is no number to add up
+KEPT = ("ok", "seed", "commit", "code", "seeds")  # fields of a result that are no numbers to add up
 
 
 async def worlds(seeds: range) -> dict[str, Any]:
@@ -42,7 +42,7 @@ async def worlds(seeds: range) -> dict[str, Any]:
 
 
 async def mutants() -> dict[str, Any]:
-    """Look for each mutant; the seed that shows it, by name. Raises AssertionError naming those that none shows."""
+    """Look for each mutant; return the seed that shows it, by name. Raises AssertionError naming those without one."""
     began = time.monotonic()
     code, output = await _simulate(f"1-{MUTANTS_WITHIN}", "--mutant", "all")
     lines = [line.removeprefix("mutant ") for line in output.splitlines() if line.startswith("mutant ")]
@@ -62,7 +62,7 @@ async def _simulate(*arguments: str) -> tuple[int, str]:
 
 
 def added(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Add the results of other seeds, made with the same files; `found` alone where that is not so."""
+    """Add the results of other seeds, made with the same files; return `found` alone if the files differ."""
     is_same = before.get("code") == found["code"] and before.get("ok") and found["ok"]
     if not (is_same and "seeds" in before and "seeds" in found):
         return found

@@ -46,14 +46,14 @@ class World:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, name: str, url: str, **sections: Any) -> Path:
-        """A configuration file."""
+        """Write a configuration file."""
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump({"nats": {"url": url}, "store": dict(self.store), **sections}))
         path.chmod(0o600)
         return path
 
     def site_config(self, site: str, *feeds: Mapping[str, Any], **more: Any) -> Path:
-        """The configuration of one site's egress; without feeds the stream NODES. `more`: keys of `egress`."""
+        """Write the configuration of one site's egress; without feeds the stream NODES. `more`: keys of `egress`."""
         egress = {
             **SERVICE,
             "defaults": {"segment": self.segment},
@@ -65,8 +65,8 @@ class World:
     def central_config(
         self, *, feeds: Sequence[str] = ("NODES",), compaction: Mapping[str, Any] | None = None, **more: Any
     ) -> Path:
-        """The configuration of the centre's ingress and compaction; all sites flow into one target. `more`: keys of
-        `ingress`.
+        """Write the configuration of the centre's ingress and compaction; all sites flow into one target. `more`: keys
+        of `ingress`.
         """
         target = {
             "stream": TARGET,
@@ -77,11 +77,11 @@ class World:
         return self._write("central", self.central.url, ingress=ingress, compaction=dict(compaction or {}))
 
     def egress(self, config: Path, name: str = "egress", **env: str) -> Service:
-        """An egress process, started."""
+        """Start an egress process."""
         return self._service(name, "egress", config, env)
 
     def ingress(self, config: Path, name: str = "ingress") -> Service:
-        """An ingress process, started."""
+        """Start an ingress process."""
         return self._service(name, "ingress", config, {})
 
     def _service(self, name: str, role: str, config: Path, env: dict[str, str]) -> Service:

@@ -1,1 +1,1 @@
-"""The promises in simulated time: real services over a simulated server, store and network (docs/architecture.md)."""
+"""Simulation of the promises: real services over a simulated server, store and network (docs/architecture.md)."""

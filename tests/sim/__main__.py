@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _same_hashes() -> None:
-    """Begin again with a fixed hash of text, where it is not: the order of sets is part of a trace."""
+    """Start again with a fixed hash seed if there is none: the order of sets is part of a trace."""
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(
             sys.executable, [sys.executable, "-m", "tests.sim", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"}
@@ -29,7 +29,7 @@ def _same_hashes() -> None:
 
 
 def main() -> int:
-    """Returns 0 where every seed is well (with a mutant: where it was found; with `all`: where each of them was)."""
+    """Return 0 if every seed is well (with a mutant: if one finds it; with `all`: if every mutant is found)."""
     _same_hashes()
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
     parser.add_argument("seeds", help="A or A-B")
@@ -44,16 +44,16 @@ def main() -> int:
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)
-    lean.without("pandas")
+    lean.hide_package("pandas")
     from tests.sim import doors, mutants
     from tests.sim.scenario import run_seed
 
     cut = Cut.of(args.without, args.only, args.messages)
     doors.install()
-    gc.freeze()  # what is loaded stays, and is not looked at again behind each seed
+    gc.freeze()  # loaded modules stay, so the collector need not scan them behind each seed
     if not args.log:
         logging.disable(logging.CRITICAL)
-    sys.unraisablehook = lambda _: None  # what a killed process never finished
+    sys.unraisablehook = lambda _: None  # coroutines that a killed process never finished
     if args.mutant == "all":
         return _find_all(seeds)
     if args.mutant and (args.shrink or str(cut)):
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def _find(name: str, seeds: Iterable[int]) -> int:
-    """Make the mistake in this process; 0 where one of these worlds shows it."""
+    """Make the mistake in this process. Return 0 if one of these worlds shows it."""
     from tests.sim import mutants
     from tests.sim.scenario import run_seed
 
@@ -97,7 +97,7 @@ def _find(name: str, seeds: Iterable[int]) -> int:
 
 
 def _find_all(seeds: range) -> int:
-    """Look for each mutant in a process of its own: where it was found before, then in all of `seeds`."""
+    """Try each mutant in a process of its own: first with the seed that found it before, then with all of `seeds`."""
     from tests.sim.mutants import FOUND, MUTANTS, NOT_FOUND
 
     code = 0

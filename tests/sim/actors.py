@@ -1,4 +1,4 @@
-"""Who acts in a world: services of the product, publishers with their own log, a foreign writer, compaction."""
+"""Actors of a world: services of the product, publishers with their own log, a foreign writer, compaction."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from common.segments.documents import ChainStore
 from common.segments.keys import Layout
 from common.segments.store import SegmentStore
 from common.service.monitor import Health
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.root import Settings
 from common.tasks import Stop
 from compaction.retention import Retention, RetentionRule
 from compaction.run import Compaction, LocalRunner, Selection
-from egress.deps import EgressTuning, Pulling, Tuning
+from egress.deps import Intervals, PullSettings, Tuning
 from egress.service import EgressService
 from ingress.service import Controller
 from tests.sim.auditor import Broken, PublisherLog
@@ -27,17 +27,17 @@ from tests.sim.nats import SimNats
 from tests.sim.store import SimObjects
 from tests.sim.world import Process, World
 
-RESTART = 2.0  # seconds until a supervisor starts a process again that ended by itself
+RESTART = 2.0  # seconds until a supervisor restarts a process that ended by itself
 CLEANS_EVERY = 8.0  # seconds between two runs of compaction
-# Looks that are minutes apart come within a world too.
+# Checks that are minutes apart in production happen within a world too.
 TUNING = Tuning(
-    Pulling(heartbeat=1.5), EgressTuning(check=10.0, newest=20.0, walk=60.0, walk_again=20.0, reexamine=10.0)
+    PullSettings(heartbeat=1.5), Intervals(check=10.0, newest=20.0, walk=60.0, walk_retry=20.0, reexamine=10.0)
 )
 PASSING = (Unavailable, OutcomeUnknown)  # errors by which a process may end
 
 
 class Member:
-    """One service, started by its supervisor whenever it has ended or was killed."""
+    """One service. Its supervisor starts it after each end or kill."""
 
     def __init__(self, world: World, name: str, main: Callable[[Health], Coroutine[Any, Any, Any]]) -> None:
         self.world, self.name, self._main, self.ended = world, name, main, 0
@@ -54,7 +54,7 @@ class Member:
             self.process = self.world.spawn(self.name, lambda: self._main(self.health))
 
     def look(self) -> None:
-        """Start it again where it has ended. Raises Broken where it ended by an error that does not pass."""
+        """Start it again if it has ended. Raises Broken if it ended by an error that is not transient."""
         if (process := self.process) is None or not process.alive or not process.task.done():
             return
         error = process.task.exception()
@@ -65,7 +65,7 @@ class Member:
         self.world.at(RESTART, self.start)
 
     def state(self) -> str:
-        """Its readiness, in a line."""
+        """Its readiness, as one line."""
         return f"{self.name}: {'; '.join(self.health.problems()) or 'ready'}" if self.is_alive else f"{self.name}: dead"
 
 
@@ -91,10 +91,10 @@ def ingress(world: World, name: str, settings: Settings, objects: SimObjects, fo
 
 @dataclass
 class Cleaning:
-    """What runs of compaction did: for the numbers of a run only.
+    """Results of the runs of compaction, only for the numbers of a run.
 
-    `may_fork`: the source may be set back, and an instance of egress that was paused in a put may wake up with what
-    the source has lost: E-FORK names both segments, and leaves them.
+    `may_fork`: the source may be set back, and an egress instance that was paused in a put may put messages that the
+    source has lost. Then E-FORK names both segments and leaves them.
     """
 
     may_fork: bool = False
@@ -113,12 +113,12 @@ def compaction(
     rule: RetentionRule,
     done: Cleaning,
 ) -> Member:
-    """A process that runs compaction, with retention by `rule`, again and again."""
+    """A process that runs compaction repeatedly, with retention by `rule`."""
 
     def once() -> None:
         store = SegmentStore(objects, Layout(settings.store.prefix), spool_dir=folder)
         chosen = settings.compaction
-        sources = {e.stream: frozenset(f"{s}/{f}" for s, f in e.source_of) for e in settings.ingress.targets}
+        sources = {e.stream: frozenset(f"{s}/{f}" for s, f in e.feed_sources) for e in settings.ingress.targets}
         retention = Retention(store, lambda _site, _feed: rule, sources)
         try:
             run = Compaction(store, chosen.levels, chosen.delete_grace, LocalRunner(store), prove_deletions=True)
@@ -133,10 +133,10 @@ def compaction(
             if not (each.is_stale or is_fork or each.exit_code == Unavailable.exit_code):
                 raise Broken(f"{name} finds the archive damaged: {each.line.splitlines()[0]}")
         done.runs, done.merged = done.runs + 1, done.merged + len(report.merged)
-        done.deleted, done.expired = done.deleted + len(report.deleted), done.expired + len(report.retained.expired)
+        done.deleted, done.expired = done.deleted + len(report.deleted), done.expired + len(report.retention.expired)
 
     async def main(_health: Health) -> None:
-        clock, threads = SystemClock(), Threads("compaction", 1)
+        clock, threads = SystemClock(), ThreadPool("compaction", 1)
         while True:
             await clock.sleep(CLEANS_EVERY)
             await threads.run(once)
@@ -144,8 +144,8 @@ def compaction(
     return Member(world, name, main)
 
 
-MESSAGE_ID = b"Nats-Msg-Id"  # in place of which stands one that is new
-# Headers of publishers: none, plain, with repeats and odd values, and such as would act at a server.
+MESSAGE_ID = b"Nats-Msg-Id"  # replaced by one that is new
+# Headers of publishers: none, plain, repeated and odd values, and headers that would act at a server.
 HEADERS: tuple[bytes | None, ...] = (
     None,
     None,
@@ -158,9 +158,9 @@ HEADERS: tuple[bytes | None, ...] = (
 
 
 class Publishers:
-    """Publish bursts of messages to the source, and write down each of them and whether it was acknowledged.
+    """Publishers that send bursts of messages to the source and log each of them, and if it was acknowledged.
 
-    What is not acknowledged is given up by its publisher: it may arrive or not.
+    A publisher does not retry a message without an acknowledgement: it may arrive or not.
     """
 
     def __init__(self, nats: SimNats, log: PublisherLog, stream: str, parts: int, total: int, seconds: float) -> None:
@@ -189,12 +189,12 @@ class Publishers:
             headers = b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n" % len(self._log.all)
         publication = self._log.add(f"partition {part}", subject, headers, rng.randbytes(rng.choice([0, 10, 100])))
         self._nats.publish(subject, b"", headers, publication.payload)
-        # The answer may be lost where the server's answers are.
+        # The answer may be lost, as other answers of the server.
         publication.is_acknowledged = publication.sequence > 0 and rng.random() >= self._nats.lost_answers
 
 
 class ForeignWriter:
-    """Publishes into the target, now and then, what is none of Floe's."""
+    """A writer of foreign messages that publishes into the target now and then."""
 
     def __init__(self, nats: SimNats, subject: bytes, every: float) -> None:
         self._nats, self._subject, self._every, self.is_over = nats, subject, every, False
@@ -208,6 +208,6 @@ class ForeignWriter:
         self._nats.world.at(self._rng.expovariate(1 / self._every), self.begin)
 
     def write(self) -> None:
-        """Publish one message, where the server is up."""
+        """Publish one message if the server is up."""
         if self._nats.is_up:
             self._nats.publish(self._subject, b"", None, b"foreign %d" % self._rng.randrange(1 << 30))

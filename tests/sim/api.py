@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 Document = dict[str, Any]
 DEFAULTS: Document = {"retention": "limits", "storage": "file", "num_replicas": 1, "max_age": 0}
-#: What stands beside the error in an answer to these calls.
+#: The fields beside the error in an answer to these calls.
 EMPTY: dict[str, Document] = {"CONSUMER.NAMES": {"consumers": []}, "CONSUMER.LIST": {"consumers": []}}
 NEVER = "0001-01-01T00:00:00Z"
 
 
 class UnknownCall(Exception):
-    """A call that no server knows, and none answers."""
+    """An API call that no server knows or answers."""
 
 
 def answer(nats: SimNats, words: list[str], asked: Document) -> Document:
-    """Raises ApiRefusal."""
+    """Return the answer to one request. Raises ApiRefusal."""
     match words:
         case ["INFO"]:
             return {"memory": 0, "storage": 0, "streams": len(nats.streams)}
@@ -99,7 +99,7 @@ def _completed(asked: Document) -> Document:
 
 
 def _update(stream: Stream, asked: Document) -> Document:
-    """The configuration that an update asks for: all of it, not only what changes. Raises ApiRefusal."""
+    """Return the configuration that an update asks for: all of it, not only the changes. Raises ApiRefusal."""
     if not asked.get("name"):
         raise ApiRefusal(500, 10052, "stream name is required and can not contain '.', '*', '>', '\\', '/'")
     if asked["name"] != stream.name:
@@ -160,7 +160,7 @@ def stream_info(stream: Stream, asked: Document) -> Document:
 
 
 def found_message(stream: Stream, asked: Document) -> StoredMessage | None:
-    """The message that a request asks for; None where there is none. Raises ApiRefusal where it asks for nothing."""
+    """Return the message that a request asks for, or None. Raises ApiRefusal if it asks for nothing."""
     if "last_by_subj" in asked:
         subject = asked["last_by_subj"].encode()
         if (same := stream.by_subject.get(subject)) is not None:

@@ -1,8 +1,8 @@
-"""The auditor: judges the target by the publishers' own log, never by Floe's words about itself.
+"""The auditor: judges the target by the publishers' own log, never by Floe's reports about itself.
 
-I1, I2 and I6 at every message that arrives: each once, in order per chain, with the bytes, headers, sequence and time
-that it had. At the end: everything that was acknowledged to a publisher has arrived, and of what a source lost by a
-change nothing is missing before something that arrived.
+I1, I2 and I6 at every message that arrives: each once, in order per chain, with its original bytes, headers, sequence
+and time. At the end: every message that was acknowledged to a publisher has arrived. Of the messages that a source
+lost by a change, none is missing before one that arrived.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tests.sim.streams import StoredMessage, StreamTap
 
 
 class Broken(AssertionError):
-    """A promise is broken; the text says which, and at which message."""
+    """A broken promise. The text names it, and the message."""
 
 
 @dataclass(slots=True)
 class Publication:
-    """One message that a publisher sent. `sequence`, `time_ns`: as the source stored it, 0 where it did not.
-    `is_acknowledged`: its publisher knows; `gone`: why the source has let it go without anybody who read it.
-    `history`: how often the source was made again or set back before.
+    """One message that a publisher sent. `sequence`, `time_ns`: as the source stored it, 0 if it did not.
+    `is_acknowledged`: its publisher knows; `gone`: why the source dropped it before anybody read it.
+    `history`: how often the source was recreated or set back before.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Publication:
 
 @dataclass(slots=True)
 class PublisherLog:
-    """All that the publishers of one source sent, by number: every payload begins with it."""
+    """All messages that the publishers of one source sent, by number: every payload begins with it."""
 
     all: list[Publication] = field(default_factory=list)
 
@@ -56,8 +56,8 @@ class PublisherLog:
 
 
 class SourceTap(StreamTap):
-    """Writes down what the source makes of each message. `lost`: by change of the source, what it took away; `back`:
-    of what a restore put into it, by sequence, the number; `archived`: by chain, the last sequence in a segment.
+    """The fate of each message at the source. `lost`: by change of the source, the messages that it removed;
+    `back`: of the messages that a restore stored, the number by sequence; `archived`: last archived sequence, by chain.
     """
 
     def __init__(self, log: PublisherLog, archived: Callable[[], dict[str, int]] = dict) -> None:
@@ -70,8 +70,8 @@ class SourceTap(StreamTap):
             publication.history = len(self.lost)
 
     def changed(self, before: Iterable[StoredMessage], after: Iterable[StoredMessage], owed_until_ns: int) -> None:
-        """The source holds other messages now. What it has no more may be missing, but for what it stored before
-        `owed_until_ns`: egress had received that.
+        """Record that the source now holds other messages. Those that it no longer has may be missing, unless it stored
+        them before `owed_until_ns`: egress had received those.
         """
         held, old = self._all(after), self._all(before)
         for publication in held.values():
@@ -82,7 +82,7 @@ class SourceTap(StreamTap):
                 publication.gone = "lost"
 
     def restored(self, message: StoredMessage) -> None:
-        """Judge one message that comes back. The sequences of a restore ascend: a lower one begins it anew."""
+        """Judge one message that comes back. The sequences of a restore ascend: a lower one starts a new restore."""
         found = self._log.of(message.payload)
         if found is None or fields_of(found) != fields_of(message):
             raise Broken(f"R: message {message.sequence} comes back as {fields_of(message)}, published {found}")
@@ -92,7 +92,7 @@ class SourceTap(StreamTap):
         found.gone = found.gone.replace("lost", "")
 
     def not_restored(self) -> list[Publication]:
-        """What the last restore left out, though it was archived when it began."""
+        """Return the messages that the last restore left out, though they were archived when it began."""
         held, ends = {*self.back.values()}, self._ends
         first = [each for each in self._log.all if each.history == 0 and each.sequence and each.number not in held]
         return [each for each in first if each.sequence <= ends.get(each.chain, 0)]
@@ -102,7 +102,7 @@ class SourceTap(StreamTap):
         return {each.number: each for each in found if each is not None}
 
     def skipped(self, seen: Set[int]) -> list[Publication]:
-        """What a change took away and did not arrive, though something behind it in its chain did."""
+        """Return the messages that a change removed and that did not arrive, though a later one of the chain did."""
         found = []
         for lost in self.lost:
             behind: set[tuple[str, int]] = set()
@@ -130,8 +130,8 @@ class Choices(Protocol):
 
 
 class TargetAuditor(StreamTap):
-    """Judges every message that the target stores, but for those of foreign writers. `prefix`: what comes before a
-    subject there; `may_repeat`: in a shared target a message may come again.
+    """A judge of every message that the target stores, except those of foreign writers. `prefix`: the part before a
+    subject there; `may_repeat`: in a shared target a message may arrive again.
     """
 
     def __init__(self, log: PublisherLog, prefix: bytes, *, may_repeat: bool = False) -> None:
@@ -174,26 +174,26 @@ class TargetAuditor(StreamTap):
             raise Broken(f"I6: {name} names {origin}, stored as {publication.sequence, publication.time_ns}")
 
     def removed(self, message: StoredMessage, why: str) -> None:
-        """The target forgets its newest message."""
+        """Remove the newest message of the target."""
         if why == "lost" and (publication := self._arrived.pop()) is not None:
             self.seen.discard(publication.number)
 
     def missing(self) -> list[Publication]:
-        """What was acknowledged and has not arrived, unless the source let it go, or a sampler leaves it out."""
+        """Return acknowledged messages that have not arrived, unless the source dropped or a sampler left them out."""
         found = [p for p in self._log.all if p.is_acknowledged and not p.gone and p.number not in self.seen]
         return found if self.choices is None else [p for p in found if p.number in self.choices.wanted()]
 
     def not_wanted(self) -> list[Publication]:
-        """What has arrived though a sampler leaves it out."""
+        """Return the messages that arrived though a sampler leaves them out."""
         if self.choices is None:
             return []
         return [self._log.all[number] for number in sorted(self.seen - self.choices.wanted())]
 
 
 def read_copy(block: bytes | None) -> tuple[tuple[int, int] | None, bytes | None]:
-    """The sequence and time in the provenance header of a copy, and the block that its publisher wrote.
+    """Return the sequence and time in the provenance header of a copy, and the block that its publisher wrote.
 
-    Read here by the documented form of the headers (docs/architecture.md, I6), not by the product's own reader.
+    It follows the documented form of the headers (docs/architecture.md, I6), not the product's own reader.
     """
     lines = (block or b"").split(b"\r\n")
     at = next((i for i, line in enumerate(lines) if line.startswith(b"Floe-Source: ")), None)

@@ -1,7 +1,7 @@
-"""The worlds as tests run them: two processes at a site and two at the centre, with everything that can break.
+"""The worlds as tests run them: two processes at a site and two at the centre, with every fault.
 
-`python -m tests.sim SEED` repeats a seed. They run in a process of their own, where time, chance and threads are the
-world's, and hashes of text are the same in every run.
+`python -m tests.sim SEED` repeats a seed. They run in a process of their own: time, chance and threads belong to the
+world there, and hashes of text are the same in every run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SEEDS = 100  # of a run of all tests
 
 
 def worlds(*arguments: str, code: int = 0) -> str:
-    """Run the command with `arguments`; its output. Fails with its last lines where it ends by another `code`."""
+    """Run the command with `arguments` and return its output. Fails with its last lines at any other exit `code`."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.sim", *arguments],
         cwd=ROOT,
@@ -32,8 +32,8 @@ def worlds(*arguments: str, code: int = 0) -> str:
 
 
 def quarter(number: int) -> None:
-    """Run the worlds of one quarter of SEEDS, 1 to 4, some of them twice: ten of all. Each has a file of tests: workers
-    of a run share the files.
+    """Run the worlds of one quarter of SEEDS, 1 to 4, some of them twice: ten of all. Each quarter has a test
+    file, since the workers of a run share the files among them.
     """
     each = SEEDS // 4
     worlds(f"{each * (number - 1) + 1}-{each * number}", "--twice", "3" if number > 2 else "2")

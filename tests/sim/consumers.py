@@ -9,28 +9,19 @@ from datetime import datetime
 from itertools import combinations
 from typing import Any
 
-from tests.sim.streams import (
-    WORK_QUEUE,
-    ApiRefusal,
-    StoredMessage,
-    Stream,
-    Words,
-    matches,
-    patterns_meet,
-    timestamp,
-)
+from tests.sim.streams import WORK_QUEUE, ApiRefusal, StoredMessage, Stream, Words, matches, patterns_meet, timestamp
 from tests.sim.world import NS
 
-#: Gives a message to whoever listens on an inbox: inbox, subject, reply, headers, payload. How many listened.
+#: Delivers a message to an inbox: inbox, subject, reply, headers, payload. Returns the number of its subscribers.
 Deliver = Callable[[bytes, bytes, bytes, bytes | None, bytes], int]
 
-ACK_WAIT = 30.0  # seconds until a message is delivered again, where the consumer does not say
-MOST_PENDING = 1000  # messages without an acknowledgement, where the consumer does not say
+ACK_WAIT = 30.0  # seconds until a redelivery, if the consumer sets none
+MOST_PENDING = 1000  # messages without an acknowledgement, if the consumer sets no limit
 
 
 @dataclass(eq=False)
 class PullRequest:
-    """One open pull request; times are those of the world. `bytes_left`: None where it has no limit of bytes."""
+    """One open pull request. Times are those of the world. `bytes_left`: None without a limit of bytes."""
 
     inbox: bytes
     left: int
@@ -43,8 +34,8 @@ class PullRequest:
 
 @dataclass(slots=True)
 class Pending:
-    """A message that was delivered and is not acknowledged. `number`: the consumer's own, of its first delivery;
-    `deadline`: when it is delivered again.
+    """A delivered message without an acknowledgement. `number`: the consumer's own, of its first delivery;
+    `deadline`: time of its redelivery.
     """
 
     number: int
@@ -92,7 +83,7 @@ class Consumer:
 
     @property
     def is_idle(self) -> bool:
-        """Return true once nobody has asked it for longer than it may be idle: the server removes it."""
+        """Return true if there was no request for longer than the inactive threshold: the server removes it."""
         most = (self.config.get("inactive_threshold") or 0) / NS
         return 0 < most < self.world.now - self.touched and not self.pulls
 
@@ -104,14 +95,14 @@ class Consumer:
         return (message.sequence in self.pending or message.sequence >= self.next) and self.wants(message)
 
     def rewind(self, last: int) -> None:
-        """Go on behind `last`, the end of the stream now."""
+        """Continue behind `last`, the end of the stream now."""
         self.pending = {at: each for at, each in self.pending.items() if at <= last}
         self.again = [at for at in self.again if at <= last]
         self.next = min(self.next, last + 1)
         self.delivered = (self.delivered[0], min(self.delivered[1], last))
 
     def purged(self, first: int) -> None:
-        """Go on at `first`, the first sequence that is left."""
+        """Continue at `first`, the first sequence that is left."""
         gone = [each for at, each in self.pending.items() if at < first]
         self.pending = {at: each for at, each in self.pending.items() if at >= first}
         self.again = [at for at in self.again if at >= first]
@@ -123,7 +114,7 @@ class Consumer:
             self.floor = self.delivered
 
     def update(self, config: dict[str, Any]) -> None:
-        """Take another configuration. Raises ApiRefusal for what cannot change."""
+        """Change the configuration. Raises ApiRefusal for a key that cannot change."""
         for key in ("deliver_policy", "ack_policy"):
             if config[key] != self.config[key]:
                 raise ApiRefusal(500, 10012, f"{key.replace('_', ' ')} can not be updated")
@@ -161,7 +152,7 @@ class Consumer:
             self.end(request, b"408 Request Timeout")
 
     def feed(self) -> None:
-        """Deliver what the open requests ask for."""
+        """Deliver messages to the open requests."""
         behind: int | None = None
         while self.pulls:
             request, self.touched = self.pulls[0], self.world.now
@@ -237,7 +228,7 @@ class Consumer:
         return None
 
     def _behind(self) -> int:
-        """Messages that are wanted and were not delivered yet."""
+        """The number of messages that match and were not delivered yet."""
         sequences = self.stream.sequences
         at = bisect.bisect_left(sequences, self.next)
         return sum(self.wants(self.stream.messages[each]) for each in sequences[at:])
@@ -307,8 +298,8 @@ class Consumer:
 
     # Acknowledgements
 
-    def take_word(self, sequence: int, word: bytes) -> None:
-        """Take an acknowledgement, or another word about a message that was delivered."""
+    def take_reply(self, sequence: int, word: bytes) -> None:
+        """Take an acknowledgement, or another reply, to a delivered message."""
         kind, found = word[:4], self.pending.get(sequence)
         if kind == b"-NAK":
             if found is not None:
@@ -358,7 +349,7 @@ def filters_of(config: dict[str, Any]) -> list[Words]:
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raises ApiRefusal where no stream takes such a consumer."""
+    """Check a configuration. Raises ApiRefusal if no stream takes such a consumer."""
     policy, start = config["deliver_policy"], config.get("opt_start_seq")
     if policy == "by_start_sequence" and not start:
         why = "deliver by start sequence, but optional start sequence is not set"
@@ -371,7 +362,7 @@ def check_config(config: dict[str, Any]) -> None:
 
 
 def check_new(stream: Stream, name: str, config: dict[str, Any]) -> None:
-    """Raises ApiRefusal where the stream does not take such a consumer."""
+    """Check a new consumer. Raises ApiRefusal if the stream does not take it."""
     if stream.retention != WORK_QUEUE:
         return
     if config["ack_policy"] == "none":

@@ -1,7 +1,7 @@
-"""The side doors through which time, chance and threads reach the product, led into the simulated world.
+"""The side doors through which the product gets time, chance and threads, redirected into the simulated world.
 
 The product takes a clock, but not everywhere: `SystemClock` reads `time`, pools are made by name, some names are drawn
-from `secrets`. What is replaced stays so for the whole operating-system process until `uninstall`.
+from `secrets`. A replacement stays for the whole operating-system process until `uninstall`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class _Current:
 
 
 def current() -> World:
-    """The world of the run that is on."""
+    """Return the world of the current run."""
     assert _Current.world is not None, "no world"
     return _Current.world
 
 
 class _Time(types.ModuleType):
-    """`time`, as the product's clock sees it."""
+    """`time`, as the product's clock reads it."""
 
     def time(self) -> float:
         process = _any_process()
@@ -87,7 +87,7 @@ TIME = _Time("time")
 
 
 class _Points(dict[str, tuple[str, str]]):
-    """Every failpoint, passed on to whoever strikes there."""
+    """All failpoints: each lookup is passed on to the current `strike`."""
 
     def __contains__(self, name: object) -> bool:
         if _Current.strike is not None and _Current.world is not None and _Current.world.current is not None:
@@ -95,7 +95,7 @@ class _Points(dict[str, tuple[str, str]]):
         return False
 
 
-#: What was replaced: a namespace, a name in it, what stood there.
+#: Replaced names: a namespace, a name in it, its former value.
 _replaced: list[tuple[dict[str, Any], str, Any]] = []
 
 
@@ -106,7 +106,7 @@ def replace(namespace: dict[str, Any], name: str, value: Any) -> None:
 
 
 def uninstall() -> None:
-    """Put back what was replaced."""
+    """Restore all replaced names."""
     _Current.opens = None
     while _replaced:
         namespace, name, value = _replaced.pop()
@@ -122,14 +122,14 @@ def install() -> None:
     replace(vars(secrets), "token_hex", lambda size=32: _chance().randbytes(size).hex())
     replace(vars(secrets), "randbelow", lambda most: _chance().randrange(most))
     replace(vars(random), "SystemRandom", lambda: random.Random(_chance().random()))
-    replace(vars(common.segments.writer), "_spooling", _spooling(common.segments.writer._spooling))
+    replace(vars(common.segments.writer), "_spool_errors", _spooling(common.segments.writer._spool_errors))
     real_pid, real_host = os.getpid, socket.gethostname
     replace(vars(os), "getpid", lambda: found.number if (found := _any_process()) else real_pid())
     replace(vars(socket), "gethostname", lambda: found.host if (found := _any_process()) else real_host())
 
 
 def _spooling(real: Callable[[Path], AbstractContextManager[None]]) -> Callable[[Path], AbstractContextManager[None]]:
-    """The product's writing of a file, on a host whose disk may be full."""
+    """Wrap the product's writing of a file: the disk of the host may be full."""
 
     @contextmanager
     def spooling(path: Path) -> Iterator[None]:
@@ -143,8 +143,8 @@ def _spooling(real: Callable[[Path], AbstractContextManager[None]]) -> Callable[
 
 def install_threads() -> None:
     """Replace the side doors of threads alone."""
-    # Two processes may meet here, which in the world share nothing: what is found out twice does no harm.
-    replace(vars(common.objects.open), "_guard", nullcontext())
+    # Two simulated processes share nothing, so they may meet here: a value that both compute does no harm.
+    replace(vars(common.objects.open), "_probe_lock", nullcontext())
     for module in POOLS:
         replace(vars(module), "ThreadPoolExecutor", SimExecutor)
     for module in LOCKS:
@@ -152,12 +152,12 @@ def install_threads() -> None:
         replace(vars(module), "threading", locks)
     _unlock_cached_properties()
     without_tls = ssl.create_default_context()
-    # No connection of a world has TLS, and to read the authorities of the machine takes half the time of a seed.
+    # No connection of a world has TLS, and loading the machine's CA certificates takes half the time of a seed.
     replace(vars(common.jetstream.credentials), "tls_context", lambda _settings: without_tls)
 
 
 def _unlock_cached_properties() -> None:
-    """Take the locks out of cached properties, which Python 3.11 holds for all instances while one is made."""
+    """Remove the locks from cached properties: Python 3.11 holds one for all instances while a value is computed."""
     products = [
         m for name, m in sys.modules.items() if name.partition(".")[0] in ("common", "egress", "ingress", "compaction")
     ]
@@ -168,14 +168,14 @@ def _unlock_cached_properties() -> None:
 
 
 def _lead_commands_here() -> None:
-    """Let commands read the configuration of the world, open its store, and print into its trace."""
+    """Redirect commands: they read the configuration of the world, open its store, and print into its trace."""
     replace(vars(egress.resolve_cli), "load_settings", lambda *_, **__: _opened()[0])
     replace(vars(egress.context), "open_objects", lambda *_, **__: _opened()[1])
     replace(vars(click), "echo", lambda text="", **_: current().note(f"printed: {text}"))
 
 
 def lead_commands(settings: Settings, objects: SimObjects) -> None:
-    """The configuration and the store of commands from now on, until `uninstall`."""
+    """Set the configuration and the store of commands until `uninstall`."""
     if _Current.opens is None:
         _lead_commands_here()
     _Current.opens = settings, objects
@@ -196,7 +196,7 @@ def _chance() -> random.Random:
 
 @contextmanager
 def entered(world: World) -> Iterator[None]:
-    """Let the side doors lead into `world`."""
+    """Redirect the side doors into `world`."""
     _Current.world, _Current.chance = world, world.chance("secrets")
     SimExecutor.world = SimLock.world = LoopCall.world = world
     try:
@@ -207,7 +207,7 @@ def entered(world: World) -> Iterator[None]:
 
 @contextmanager
 def striking(strike: Callable[[str], None]) -> Iterator[None]:
-    """Call `strike` with the name of each failpoint that is passed."""
+    """Call `strike` with the name of each failpoint that a process passes."""
     _Current.strike = strike
     try:
         yield

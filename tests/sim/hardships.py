@@ -1,4 +1,4 @@
-"""Ordinary servers and stores with which Floe once never started, or lost its place: one of them in a world."""
+"""Ordinary servers and stores with which Floe once failed to start, or lost its position: one of them in a world."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from functools import partial
 
 from common.errors import FloeError
 from common.objects.port import ObjectInfo
-from common.objects.s3_errors import explain
+from common.objects.s3_errors import answer_error
 from tests.sim.nats import SimNats
 from tests.sim.store import SimObjects, StoreMood
 
-#: Answers that mean "later", under whatever name a store has for it.
+#: Answers that mean "later", under any name that a store has for it.
 LATER = (
     (429, "TooManyRequests"), (429, "SomethingOfItsOwn"), (409, "ConcurrentModification"), (408, ""), (425, "TooEarly"),
     (503, "SlowDown"), (500, ""), (400, "RequestExpired"), (400, "KMS.ThrottlingException"),
 )  # fmt: skip
 SMALL_BATCH = 20  # messages that a server gives to one request
-BUSY = 18.0  # seconds that a store asks to come back later, from the start
+BUSY = 18.0  # seconds from the start in which a store answers "later"
 LOST = 6.0, 30.0  # seconds within which a bucket is set back
 
 
 class Hardship:
     """One of HARDSHIPS: a store that is busy at the start, one without conditions, a server that takes small requests
-    only, a bucket that is set back to an older copy of itself, hosts whose disks are full for a while.
+    only, a bucket that is set back to an older copy of itself, hosts with full disks for a while.
     """
 
     def __init__(self, kind: str, nats: SimNats, objects: SimObjects) -> None:
@@ -64,4 +64,4 @@ class Hardship:
 
 def _answer(status: int, code: str) -> Callable[[], FloeError]:
     response = {"Error": {"Code": code or str(status)}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return lambda: explain("put", "simulated", response)
+    return lambda: answer_error("put", "simulated", response)

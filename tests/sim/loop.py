@@ -16,7 +16,7 @@ from tests.sim.world import Process
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task whose hash is its number: sets of tasks have one order in every run."""
+    """A task with its number as its hash: sets of tasks have one order in every run."""
 
     def __init__(self, *args: Any, number: int, **kwargs: Any) -> None:
         self._number = number  # before the task registers itself in a set
@@ -27,7 +27,7 @@ class SimTask(asyncio.Task[Any]):
 
 
 class SimFuture(asyncio.Future[Any]):
-    """A future whose hash is its number."""
+    """A future with its number as its hash."""
 
     _number = 0
 
@@ -36,7 +36,7 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """Runs what is due whenever the world turns it, and stops in the middle where its process dies or is paused."""
+    """The event loop of one process. The world turns it; a turn stops midway if the process dies or is paused."""
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[Any]
@@ -50,7 +50,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.set_task_factory(self._new_task)
 
     def __del__(self) -> None:
-        """No warning: it holds nothing that could be left open."""
+        """Give no warning: the loop holds nothing that could be left open."""
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> SimTask:
         return SimTask(work, loop=loop, number=next(self._numbers), **options)
@@ -70,13 +70,13 @@ class SimLoop(asyncio.BaseEventLoop):
         return bool(self._ready) or (bool(self._scheduled) and self._scheduled[0]._when <= self._world.now)
 
     def close(self) -> None:
-        """End it: nothing runs on it any more."""
+        """Close it: nothing runs on it any more."""
         self._ready.clear()
         self._scheduled.clear()
         vars(self)["_closed"] = True
 
     def next_time(self) -> float | None:
-        """The time of the next timer."""
+        """Return the time of the next timer."""
         while self._scheduled and self._scheduled[0]._cancelled:
             self._drop_timer()
         return self._scheduled[0]._when if self._scheduled else None
@@ -89,7 +89,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return handle
 
     def turn(self) -> None:
-        """Run what is due now."""
+        """Run all calls that are due now."""
         while self._scheduled and (self._scheduled[0]._cancelled or self._scheduled[0]._when <= self._world.now):
             handle = self._drop_timer()
             if not handle.cancelled():
@@ -111,7 +111,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
-        """Connect to a listener of the world. Raises ConnectionRefusedError where there is none."""
+        """Connect to a listener of the world. Raises ConnectionRefusedError if there is none."""
         await asyncio.sleep(self._rng.uniform(0.0001, 0.002))
         server = self._world.listeners.get(port)
         if server is None or not server.is_up:

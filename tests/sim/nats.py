@@ -24,7 +24,7 @@ NO_LEADER = {"code": 503, "err_code": 10008, "description": "JetStream system te
 
 @dataclass
 class Connection:
-    """The server's end of a link. `stale`: until when, and as what, a deposed leader describes streams on it."""
+    """The server's end of a link. `stale`: until this time a deposed leader describes streams on it, in this way."""
 
     rest: bytes = b""
     subscriptions: dict[bytes, Words] = field(default_factory=dict)
@@ -34,8 +34,8 @@ class Connection:
 class SimNats:
     """One simulated nats-server.
 
-    Chances: `lost_answers` of an answer to be lost, `lost_deliveries` of a message of a consumer, `late_requests` of a
-    request of the API to be late, by `LATEST` seconds at most.
+    Chances: `lost_answers` that an answer is lost, `lost_deliveries` the same for a message of a consumer,
+    `late_requests` that a request of the API is late, by `LATEST` seconds at most.
     """
 
     LATEST = 8.0
@@ -47,7 +47,7 @@ class SimNats:
         self.connections: dict[Link, Connection] = {}
         self.taps: dict[str, StreamTap] = {}
         self.lost_answers = self.late_requests = self.lost_deliveries = 0.0
-        self.leaderless: dict[str, float] = {}  # by stream, until when
+        self.leaderless: dict[str, float] = {}  # by stream, until this time
         self.requests, self.restores = 0, Restores(self)
         self.max_request_batch = 0  # messages of one request of a consumer, at most
         world.listeners[port] = self
@@ -83,8 +83,8 @@ class SimNats:
                     stream.forget_consumer(name)
 
     def depose(self, names: Iterable[str], until: float, stale_until: float) -> None:
-        """These streams have no leader until `until`: they take nothing, and most questions have no answer. The
-        deposed leader describes streams as they are now to connections of now, until `stale_until`.
+        """Leave these streams without a leader until `until`: they take nothing, and most requests get no answer. Until
+        `stale_until` the deposed leader describes the streams as of now, on connections that are open now.
         """
         for name in names:
             self.leaderless[name] = until
@@ -129,13 +129,13 @@ class SimNats:
         return any(matches(pattern, words) for pattern in each)
 
     def deliver(self, to: bytes, subject: bytes, reply: bytes, headers: bytes | None, payload: bytes) -> int:
-        """Give a message to every subscription on `to`, shown as on `subject`; returns how many there are."""
+        """Deliver a message to every subscription on `to`, shown as on `subject`; return their number."""
         if self.lost_deliveries and reply.startswith(b"$JS.ACK.") and self.rng.random() < self.lost_deliveries:
             return 1
         words, found, answer_to = to.split(b"."), 0, b" " + reply if reply else b""
         for link, connection in self.connections.items():
             for sid, pattern in connection.subscriptions.items():
-                # Most differ in the first word.
+                # Most differ in the first token.
                 if pattern[0] not in (words[0], b"*", b">") or not matches(pattern, words):
                     continue
                 found += 1
@@ -165,7 +165,7 @@ class SimNats:
             words = subject.split(b".")
             stream = self.streams.get(words[2].decode())
             if stream is not None and (consumer := stream.consumers.get(words[3].decode())) is not None:
-                consumer.take_word(int(words[5]), payload)
+                consumer.take_reply(int(words[5]), payload)
                 if reply:
                     self.answer(reply, {})
             elif reply:
@@ -179,7 +179,7 @@ class SimNats:
             self.publish(subject, reply, headers, payload)
 
     def publish(self, subject: bytes, reply: bytes, headers: bytes | None, payload: bytes) -> None:
-        """A message from any client."""
+        """Take a message from any client."""
         listening, words, is_taken = self.deliver(subject, subject, reply, headers, payload), subject.split(b"."), False
         for stream in self.streams.values():
             if stream.takes(words):
@@ -192,7 +192,7 @@ class SimNats:
             self.answer_nobody(reply, subject)
 
     def answer_nobody(self, reply: bytes, subject: bytes) -> None:
-        """Answer a request on a subject on which nobody listens."""
+        """Answer a request on a subject without subscribers."""
         self.deliver(reply, reply, b"", b"NATS/1.0 503\r\nNats-Subject: %b\r\n\r\n" % subject, b"")
 
     # The API
@@ -264,7 +264,7 @@ class SimNats:
         self.deliver(reply, reply, b"", own + lines, found.payload)
 
     def consumer(self, stream: Stream, name: str) -> Consumer | None:
-        """None where it does not exist, or was idle for too long."""
+        """Return the consumer; None if it does not exist, or was idle for too long."""
         found = stream.consumers.get(name)
         if found is not None and found.is_idle:
             stream.forget_consumer(name)

@@ -9,29 +9,29 @@ from typing import Any, Protocol
 from tests.sim.world import Process, World
 
 NEAREST, FARTHEST = 0.00005, 0.0015  # seconds on the way
-HICCUP, LONGEST_HICCUP = 0.002, 0.2  # how often a packet is late, and by how many seconds at most
+HICCUP, LONGEST_HICCUP = 0.002, 0.2  # chance that a packet is late, and the most seconds
 
 
 class Listener(Protocol):
-    """A server that takes connections."""
+    """A server that accepts connections."""
 
     is_up: bool
 
     def accept(self, link: Link) -> None:
-        """A new connection."""
+        """Accept a new connection."""
 
     def received(self, link: Link, data: bytes) -> None:
-        """Bytes from the client."""
+        """Take bytes from the client."""
 
     def lost(self, link: Link) -> None:
-        """The end of a connection."""
+        """Take note of the end of a connection."""
 
 
 class Link:
-    """One TCP connection of a process. What is under way when the network cuts it is lost; what the client sent before
-    it abandoned it, or died, arrives.
+    """One TCP connection of a process. Bytes under way at a cut of the network are lost. Bytes that the client sent
+    before it abandoned the connection, or died, arrive.
 
-    `swallows`: nothing that the server sends arrives any more, and nobody notices. `lag`: seconds more on each way.
+    `swallows`: bytes of the server no longer arrive, and nobody notices. `lag`: additional seconds in each direction.
     """
 
     def __init__(self, world: World, process: Process, protocol: Any, server: Listener, port: int) -> None:
@@ -60,7 +60,7 @@ class Link:
             self.server.received(self, data)
 
     def down(self, data: bytes) -> None:
-        """Send to the client; what is sent in one step arrives together."""
+        """Send to the client; all bytes of one step arrive together."""
         if not self.is_open or self.swallows:
             return
         if not self._down:
@@ -78,7 +78,7 @@ class Link:
             self.protocol.data_received(data)
 
     def cut(self) -> None:
-        """Reset it, by the network or the server."""
+        """Reset it, as the network or the server does."""
         if self.is_open:
             self.is_open, self.is_cut = False, True
             self.server.lost(self)
@@ -86,7 +86,7 @@ class Link:
                 self.process.loop.call_soon(self.transport.end, ConnectionResetError(104, "reset"))
 
     def abandon(self) -> None:
-        """End it, by the client; the server notices behind what was sent before."""
+        """Close it, as the client does; the server notices after the bytes that were sent before."""
         if self.is_open:
             self.is_open = False
             self.world.at(self._arrival(self._up_at) - self.world.now, self._leave)
@@ -140,8 +140,8 @@ class SimTransport(asyncio.Transport):
 
 
 class SimServer:
-    """A listener in a process of the world, such as the proxy of a test. It takes connections until `close`; those that
-    are open stay.
+    """A listener in a process of the world, such as the proxy of a test. It accepts connections until `close`; open
+    ones stay.
     """
 
     def __init__(self, process: Process, protocol_factory: Any) -> None:

@@ -1,4 +1,4 @@
-"""An operator: reads why a feed stopped, as the status page of a process has it, and runs what its hint prints."""
+"""An operator: reads from the status page of a process why a feed stopped, and runs the command of its hint."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tests.sim.world import Process, World
 
 COMMANDS: dict[str, click.Command] = {"egress resolve": egress.resolve_cli.resolve}
 STOPPED = ("stopped", "waiting")
-LOOKS_WITHIN = (3.0, 30.0)  # seconds from a stop until somebody acts
-WAITS = 25.0  # seconds more where egress waits by itself: a listing may show later what it lacks
-AGAIN = 80.0  # seconds until somebody acts on the same stop again, at least
-DIES = 0.3  # how often the first command is killed
-REPEATS = "come twice"  # in front of a command that archives some messages again
+LOOKS_WITHIN = (3.0, 30.0)  # seconds from a stop until the operator acts
+WAITS = 25.0  # seconds more if egress waits by itself: a listing may show missing objects later
+AGAIN = 80.0  # least seconds until the operator acts on the same stop again
+DIES = 0.3  # chance that the first command is killed
+REPEATS = "come twice"  # before a command that archives some messages again
 
 
 class Operator:
-    """Looks at the processes of egress in `members`, and acts on what they say.
+    """An operator that reads the status of the egress processes in `members`, and acts on it.
 
-    `has_repeated`: a command was run of which the hint said that messages come twice.
+    `has_repeated`: a command was run that, by its hint, archives some messages again.
     """
 
     def __init__(self, world: World, members: Mapping[str, Member]) -> None:
         self.world, self._members, self._rng = world, members, world.chance("operator")
         self._process: Process | None = None
-        self._due = 0.0  # when the stop that was seen last is acted on
+        self._due = 0.0  # time to act on the last stop that was seen
         self.has_repeated, self.ran = False, Counter[str]()
         self.last = ""
 
@@ -42,7 +42,7 @@ class Operator:
         return self._process is not None
 
     def stops(self) -> list[dict[str, Any]]:
-        """The parts of egress that have stopped or wait, and name a command, as their status says."""
+        """Return the parts of egress that have stopped or wait, and name a command in their status."""
         found = []
         for name, member in self._members.items():
             if name.startswith("egress") and member.is_alive:
@@ -51,7 +51,7 @@ class Operator:
         return found
 
     def look(self) -> None:
-        """Act where a feed has been stopped for long enough."""
+        """Act if a feed has been stopped for long enough."""
         if self._process is not None:
             self._finish(self._process)
             return
@@ -66,7 +66,7 @@ class Operator:
             self._run(self._rng.choice(stops))
 
     def _command(self, hint: str) -> list[str]:
-        """The words of the first command of a hint that decides something; empty where there is none."""
+        """Return the words of the first command of a hint that decides something; empty if there is none."""
         for line in re.findall(r"floe ([^|;,()\n]*)", hint):
             words = shlex.split(line)
             if " ".join(words[:2]) in COMMANDS and any(each.startswith("--") for each in words):
@@ -84,7 +84,7 @@ class Operator:
             self.world.at(self._rng.uniform(0, 2), self._process.kill)
 
     async def _paste(self, words: list[str]) -> str:
-        """Run the command as it was pasted, and answer its question; what it said."""
+        """Run the command as it was pasted, with its question answered. Return its exit code or its error."""
         command = COMMANDS[" ".join(words[:2])]
         context = command.make_context(command.name, [*words[2:], "--yes"])
         body = command.callback.__wrapped__  # type: ignore[union-attr]
@@ -93,7 +93,7 @@ class Operator:
         try:
             code = await body(**values)
         except FloeError as error:
-            return error.line()
+            return error.as_text()
         return f"exit {code}"
 
     def _finish(self, process: Process) -> None:

@@ -1,4 +1,4 @@
-"""The choices of one seed: what its world is made of, and what is left out of it."""
+"""The choices of one seed: the parts of its world, and the parts that are left out."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from tests.sim.streams import INTEREST, LIMITS, WORK_QUEUE
 
 MESSAGES = 250
-CHANGING = "changing"  # the source is made again, set back, deleted; an operator acts on what egress says
+CHANGING = "changing"  # the source is recreated, set back, deleted; an operator acts on the status of egress
 SAMPLED = "sampled"  # the feed is sampled, with snapshots
 LOST = "lost"  # the source is deleted, and restored from its archive
-REPLAYED = "replayed"  # a part of the archive is put into another stream meanwhile
-HARD = "hard"  # an ordinary store or server with which Floe once did not get on
+REPLAYED = "replayed"  # a part of the archive is replayed into another stream meanwhile
+HARD = "hard"  # an ordinary store or server with which Floe once failed
 HARDSHIPS = ("busy_store", "no_conditions", "small_batches", "bucket_set_back", "full_disks")
-#: By the last digit of a seed, what its world has beside faults. The others are ordinary.
+#: By the last digit of a seed, the special part of its world beside faults. The others are ordinary.
 KINDS = {1: LOST, 3: CHANGING, 5: SAMPLED, 7: CHANGING, 8: REPLAYED, 9: HARD}
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left out of the world of a seed: kinds of faults, all faults but those of some numbers, messages."""
+    """The parts left out of the world of a seed: kinds of faults, all faults but those of some numbers, messages."""
 
     without: frozenset[str] = frozenset()
     only: frozenset[int] | None = None
@@ -28,12 +28,12 @@ class Cut:
 
     @classmethod
     def of(cls, without: str, only: str, messages: int) -> Cut:
-        """As options of the command say it."""
+        """Parse the options of the command."""
         numbers = frozenset(int(each) for each in only.split(",") if each != "none") if only else None
         return cls(frozenset(filter(None, without.split(","))), numbers, messages)
 
     def __str__(self) -> str:
-        """As options of the command."""
+        """Return it as options of the command."""
         words = [f"--without {','.join(sorted(self.without))}"] if self.without else []
         if self.only is not None:
             words.append(f"--only {','.join(map(str, sorted(self.only))) or 'none'}")
@@ -46,7 +46,7 @@ class Cut:
 class Plan:
     """The choices of one seed, beside its faults.
 
-    `kind`: of KINDS; `is_quiet`: nothing but that breaks; `on_recreated`: as of the feed; `hardship`: of HARDSHIPS.
+    `kind`: of KINDS; `is_quiet`: no other fault occurs; `on_recreated`: as of the feed; `hardship`: of HARDSHIPS.
     """
 
     parts: int
@@ -66,13 +66,13 @@ class Plan:
 
     @classmethod
     def of(cls, seed: int, rng: random.Random, more: random.Random, cut: Cut) -> Plan:
-        """`more`: the chance of whatever only some kinds have."""
+        """Draw the choices of a seed. `more`: the source of chance for choices that only some kinds have."""
         retention = rng.choice([LIMITS, LIMITS, INTEREST, WORK_QUEUE])
         kind = KINDS.get(seed % 10, "")
         hardship = HARDSHIPS[seed // 10 % len(HARDSHIPS)] if kind == HARD else ""
         reads_again = kind in (SAMPLED, LOST) or hardship == "bucket_set_back"
         replays = kind == REPLAYED
-        if reads_again:  # other streams forget what has to be read again
+        if reads_again:  # other streams drop messages that have to be read again
             retention = LIMITS
         return cls(
             parts=rng.choice([1, 1, 2, 3]),
@@ -82,9 +82,9 @@ class Plan:
             is_shared=rng.random() < 0.2,
             centre_begins=rng.choice([0.0, 12.0, 30.0]),
             compacts=rng.random() < 0.6,
-            # What has expired cannot be compared with a source that has changed; retention needs conditions.
+            # Expired messages cannot be compared with a changed source; retention needs conditions.
             expires=rng.random() < 0.5 and kind not in (CHANGING, LOST, REPLAYED, HARD),
-            # What a limit took before it was archived is no part of a replay, which would ask about it.
+            # A replay lacks messages that a limit removed before they were archived, and would ask about them.
             source_limit=rng.choice([0, 0, 0, 60]) if retention == LIMITS and not (reads_again or replays) else 0,
             kind=kind,
             is_quiet=more.random() < 0.25 and kind == CHANGING,

@@ -1,4 +1,4 @@
-"""What an operator does with an archive: `floe restore` after a disaster, `floe replay`; as often as it takes."""
+"""An operator's work on an archive: `floe restore` after a disaster, `floe replay`, repeated until it is done."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from common.errors import FloeError
 from common.segments.documents import ChainStore
 from common.segments.keys import Layout
 from common.segments.store import SegmentStore
-from common.service.progress import Teller
+from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import Stop
 from ingress.replay.replay import Replay
-from ingress.replay.request import ReplayOptions, Request
+from ingress.replay.request import ReplayOptions, ReplayRequest
 from ingress.restore.plan import RestoreRequest
 from ingress.restore.restore import Restore
 from tests.sim import api
@@ -27,9 +27,9 @@ from tests.sim.store import SimObjects
 from tests.sim.world import World
 
 HAPPENS = 8.0, 30.0  # seconds
-NOTICED = 1.0, 15.0  # seconds until somebody acts
+NOTICED = 1.0, 15.0  # seconds until the operator acts
 AGAIN = 3.0  # seconds until the command is pasted again
-WHOLE = "E-RESTORE-LOSSY"  # an archive that lacks nothing is never called so
+WHOLE = "E-RESTORE-LOSSY"  # never the error for a complete archive
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Archive:
 def pasting(
     world: World, name: str, is_due: Callable[[], bool], paste: Callable[[Archive], Awaitable[None]], archive: Archive
 ) -> Member:
-    """Whoever pastes a command again and again while `is_due`."""
+    """Return an operator that repeats a command while `is_due`."""
 
     async def main(_health: object) -> None:
         clock = SystemClock()
@@ -63,7 +63,7 @@ def pasting(
 
 
 class Disaster:
-    """What becomes of one stream of `site`. `may_happen`: asked before; `is_over`: it is back, and in use."""
+    """The loss and restore of a stream of `site`. `may_happen`: asked before; `is_over`: it is restored, and in use."""
 
     def __init__(self, nats: SimNats, tap: SourceTap, stream: str, site: str, may_happen: Callable[[], bool]) -> None:
         self._nats, self._tap, self._stream, self._site, self._may_happen = nats, tap, stream, site, may_happen
@@ -86,7 +86,7 @@ class Disaster:
         self.world.at(self._rng.uniform(*NOTICED), lambda: setattr(self, "_is_noticed", True))
 
     def operator(self, settings: Settings, objects: SimObjects, folder: Path) -> Member:
-        """Whoever pastes the command until it says that all is well."""
+        """Return an operator that repeats the command until the restore is complete."""
 
         archive = Archive(settings, objects, folder)
         return pasting(self.world, "restore", lambda: self._is_noticed and not self.is_over, self._restore, archive)
@@ -96,8 +96,8 @@ class Disaster:
         self.tries += 1
         try:
             with archive.opened() as (store, documents):
-                work = Restore(archive.settings, request, store, documents, SystemClock(), Teller())
-                async with work.connected() as client:
+                work = Restore(archive.settings, request, store, documents, SystemClock(), Progress())
+                async with work.open_connection() as client:
                     report = await work.run(client, Stop())
         except FloeError as error:
             self.world.note(f"restore: {error.code}")
@@ -111,14 +111,14 @@ class Disaster:
         self.is_over = True
 
     def _is_back(self) -> bool:
-        """Return true where the stream has its own subjects: a restore that was killed may have been done."""
+        """Return true if the stream has its own subjects: a killed restore may have been complete."""
         stream = self._nats.streams.get(self._stream)
         return stream is not None and stream.config["subjects"][0].startswith(self._stream)
 
 
 class Replays:
-    """A replay of the end of what is archived of `stream` into another one, begun once every partition has a segment.
-    `archived`: by chain, the last sequence in a segment; `is_over`: the command has said that all is done.
+    """A replay of the end of the archive of `stream` into another one. It begins once every partition has a segment.
+    `archived`: by chain, the last sequence in a segment; `is_over`: the command has reported the end.
     """
 
     STREAM, PREFIX = "BACK", "b"
@@ -132,7 +132,7 @@ class Replays:
         self._rng, self._range, self.is_over = nats.world.chance("replays"), range(0), False
 
     def begin(self, nats: SimNats, parts: int) -> None:
-        """Wait until there is something to replay, and choose the range."""
+        """Choose the range, once there is something to replay."""
         ends = self._archived()
         if len(ends) < parts or max(ends.values()) < 2:
             self.world.at(1.0, lambda: self.begin(nats, parts))
@@ -144,25 +144,25 @@ class Replays:
         self._range = range(self._rng.randint(1, last), last + 1)
 
     def operator(self, settings: Settings, objects: SimObjects, folder: Path) -> Member:
-        """Whoever pastes the command until it says that all is done."""
+        """Return an operator that repeats the command until the replay is finished."""
 
         archive = Archive(settings, objects, folder)
         return pasting(self.world, "replay", lambda: bool(self._range) and not self.is_over, self._replay, archive)
 
     async def _replay(self, archive: Archive) -> None:
         first, last = self._range[0], self._range[-1]
-        request = Request(
+        request = ReplayRequest(
             self._site, self._stream, self.STREAM, from_sequence=first, to_sequence=last, prefix=self.PREFIX
         )
         try:
             with archive.opened() as (store, documents):
-                work = Replay(archive.settings, request, ReplayOptions(), store, documents, SystemClock(), Teller())
-                async with work.connected() as client:
+                work = Replay(archive.settings, request, ReplayOptions(), store, documents, SystemClock(), Progress())
+                async with work.open_connection() as client:
                     self.is_over = (await work.run(client, Stop())).finished
         except FloeError as error:
             self.world.note(f"replay: {error.code}")
 
     def wrong(self) -> set[int]:
-        """The numbers of messages of the range that are missing, or of others that came."""
+        """Return the numbers of missing messages of the range, and of foreign ones that arrived."""
         wanted = {each.number for each in self._log.all if each.sequence in self._range}
         return wanted ^ self.target.seen

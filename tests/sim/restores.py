@@ -1,6 +1,6 @@
-"""What a server makes of an archive: it stores message after message, and the stream is there from the first on.
+"""A server's restore of an archive: it stores message after message. The stream exists from the first on.
 
-Of the forms of an archive the logical one only, as nats-server 2.15 takes it. Consumers are passed over.
+Of the archive formats only the logical one, as nats-server 2.15 takes it. Consumers are skipped.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from tests.sim.nats import SimNats
 
 PREFIX = b"$JS.SNAPSHOT.RESTORE."
-GIVES_UP = 5.0  # seconds without a byte until a restore is ended
+SERVER_IDLE_LIMIT_S = 5.0  # seconds without a byte until a restore is ended
 ANSWER = {"type": "io.nats.jetstream.api.v1.stream_create_response"}
 FAILED = {**ANSWER, "error": {"code": 500, "err_code": 10062, "description": "restore failed: EOF"}}
 
 
 @dataclass
 class Archive:
-    """One archive that arrives. `last`: of the stream; `touched`: when the last byte came."""
+    """One archive under way. `last`: of the stream; `touched`: time of the last byte."""
 
     stream: Stream
     last: int
@@ -35,7 +35,7 @@ class Archive:
     is_whole: bool = False
 
     def take(self, piece: bytes) -> None:
-        """Store all messages that are whole, where the piece ends with a frame."""
+        """Store all complete messages, if the piece ends with a frame."""
         self.data += piece
         with suppress(AssertionError, IndexError):
             for number, entry in enumerate(entries(unframed(self.data, checked=False))):
@@ -54,7 +54,7 @@ class Archive:
             self.is_whole = self.is_whole or not entry.name
 
     def end(self) -> None:
-        """Bring the stream to its end."""
+        """Raise the stream to its last sequence."""
         stream = self.stream
         stream.last = max(stream.last, self.last)
         stream.first = stream.first if stream.sequences else stream.last + 1
@@ -63,13 +63,13 @@ class Archive:
 
 @dataclass
 class Restores:
-    """The restores of one server, by the subject on which their archives come."""
+    """The restores of one server, by the subject of their archives."""
 
     nats: SimNats
     open: dict[bytes, Archive] = field(default_factory=dict)
 
     def begin(self, name: str, asked: dict[str, Any]) -> dict[str, Any]:
-        """Raises ApiRefusal where there is such a stream."""
+        """Begin a restore. Raises ApiRefusal if the stream exists."""
         nats = self.nats
         if name in nats.streams:
             raise ApiRefusal(400, 10130, "stream name already in use, cannot restore")
@@ -79,9 +79,9 @@ class Restores:
         return {"deliver_subject": subject.decode()}
 
     def take(self, subject: bytes, piece: bytes) -> dict[str, Any] | None:
-        """Take a piece, empty at the end. Return the answer, None where nobody listens."""
+        """Take a piece, empty at the end. Return the answer, None if the subject has no restore."""
         archive, now = self.open.get(subject), self.nats.world.now
-        if archive is None or now > archive.touched + GIVES_UP:
+        if archive is None or now > archive.touched + SERVER_IDLE_LIMIT_S:
             return None
         archive.touched = now
         if piece:

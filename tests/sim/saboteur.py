@@ -1,4 +1,4 @@
-"""The saboteur: breaks what can break, by chance, for a while; each world has a few kinds of faults, never all."""
+"""The saboteur: makes random faults for a while; each world has a few kinds of them, never all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KINDS = (
     "kill", "pause", "cut", "delay", "blackhole", "restart", "answers", "drops", "late_api", "leader", "stale",
     "store_refuses", "store_loses", "store_late", "store_slow", "store_silent", "store_hides", "clock", "tail",
 )  # fmt: skip
-AIMED = ("cut", "delay", "restart", "answers", "leader", "stale")  # what may strike beside kill and pause
+AIMED = ("cut", "delay", "restart", "answers", "leader", "stale")  # may strike beside kill and pause
 LEAST_KINDS, MOST_KINDS = 3, 9
-# The failpoints that strike in a world, by which chance (more often where they are few), and how: empty by kill, pause
-# and what of AIMED the world has.
+# The failpoints that strike in a world, their chance (higher if they are few), and the fault: empty for kill, pause
+# and the kinds of AIMED that the world has.
 STRIKES: tuple[tuple[str | tuple[str, ...], float, str], ...] = (
     ("", 0.0, ""), ("segments.put", 0.3, "swallow"), ("", 0.02, ""), ("", 0.06, ""), ("egress.", 0.12, ""),
     ("segments.", 0.2, ""),
@@ -28,7 +28,7 @@ STRIKES: tuple[tuple[str | tuple[str, ...], float, str], ...] = (
     ("compaction.", 0.1, ""), (("ingress.after_intent", "ingress.before_close"), 0.15, "far"),
     ("ingress.after_close", 0.15, "kept"),
 )  # fmt: skip
-SENDING = ("ingress.after_intent", "ingress.mid_batch")  # where a foreign message comes in between, and by which chance
+SENDING = ("ingress.after_intent", "ingress.mid_batch")  # points for a foreign message in between, and its chance
 BETWEEN = 0.1
 
 
@@ -38,10 +38,10 @@ def _near(links: Sequence[Link]) -> None:
 
 
 class Saboteur:
-    """Plans faults on `members`, the server and the store until `end`; `calm` takes all of them back.
+    """A plan of faults on `members`, the server and the store until `end`; `calm` takes all of them back.
 
-    `target`, `state`: the target stream, and the key that holds what ingress remembers of it; `foreign`: whoever else
-    writes into the target, None where nobody does. `cut`: faults that are left out.
+    `target`, `state`: the target stream, and the key of the state that ingress keeps of it; `foreign`: another writer
+    to the target, or None. `cut`: faults that are left out.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Saboteur:
         self.happened: list[tuple[int, str]] = []  # number and kind of each fault
 
     def allows(self, fault: str) -> bool:
-        """Count a fault that is about to happen. Return false where it is left out."""
+        """Count a fault that is about to happen. Return false if it is left out."""
         kind, number = fault.partition(" at ")[0], self._number
         self._number += 1
         if kind in self._left_out.without or (self._left_out.only is not None and number not in self._left_out.only):
@@ -78,7 +78,7 @@ class Saboteur:
         return True
 
     def begin(self, seconds: float, every: float) -> None:
-        """Break something every so many seconds, on average."""
+        """Make a fault every so many seconds, on average."""
         self.end, self.every = self.world.now + seconds, every
         self._plan()
 
@@ -120,12 +120,12 @@ class Saboteur:
             self._later(35, process.resume)
 
     def _clock(self) -> None:
-        """A jump of one host's wall clock."""
+        """Make one host's wall clock jump."""
         if (process := self._member().process) is not None:
             process.skew = self._rng.choice([-3600.0, -5.0, 0.0, 5.0, 3600.0])
 
     def strike(self, point: str) -> None:
-        """Break something while a process passes a failpoint, by chance. Raises Killed where that is the process."""
+        """Make a fault, by chance, while a process passes a failpoint. Raises Killed if it kills that process."""
         process = self.world.current
         if process is None or not process.alive or self.world.now >= self.end:
             return
@@ -154,7 +154,7 @@ class Saboteur:
         process.pause()
         self._later(30, process.resume, 3)
         if (strand := self.world.strand) is not None:
-            strand.sleep(0.0)  # it goes on once the process is resumed
+            strand.sleep(0.0)  # returns once the process is resumed
 
     # The network
 
@@ -167,7 +167,7 @@ class Saboteur:
                 link.cut()
 
     def _delay(self) -> None:
-        """One process is far away for a while."""
+        """Delay the packets of one process for a while."""
         process, lag = self._member().process, self._rng.choice([0.3, 2.0, 8.0])
         if process is not None:
             found = [*process.links]
@@ -176,7 +176,7 @@ class Saboteur:
             self._later(20, lambda: _near(found))
 
     def _far(self, process: Process) -> None:
-        """What the process sends from here on arrives behind the end of its lease; whoever took over may die then."""
+        """Delay messages of the process beyond the end of its lease; the process that took over may die then."""
         found, lag = [*process.links], self._rng.uniform(8, 16)
         for link in found:
             link.lag = lag
@@ -202,7 +202,7 @@ class Saboteur:
         self._later(10, lambda: setattr(self._nats, "lost_answers", 0.0))
 
     def _drops(self) -> None:
-        """Deliveries of consumers that a cluster loses on the way."""
+        """Lose deliveries of consumers, as a cluster does."""
         self._nats.lost_deliveries = 0.15
         self._later(10, lambda: setattr(self._nats, "lost_deliveries", 0.0))
 
@@ -219,20 +219,20 @@ class Saboteur:
         self._nats.depose(self._streams(), self.world.now + self._rng.uniform(0, 8), 0.0)
 
     def _kept(self) -> None:
-        """What ingress publishes into, or keeps its state in, has no leader."""
+        """Take the leader from the target, or from the bucket with the state of ingress."""
         names = [name for name in ("KV_FLOE_STATE", self._target) if name in self._nats.streams]
         self._nats.depose(names and [self._rng.choice(names)], self.world.now + self._rng.uniform(2, 10), 0.0)
 
     def _stale(self) -> None:
-        """Another leader, while the old one still answers on open connections."""
+        """Elect another leader, while the old one still answers on open connections."""
         until = self.world.now + self._rng.uniform(0, 8)
         self._nats.depose(self._streams(), until, until + self._rng.uniform(0, 5))
 
     def _tail(self) -> None:
-        """A power failure of the centre: the server loses what the target stored last, of the open intent at most.
+        """Cut the power of the centre: the server loses the last messages of the target, of the open intent at most.
 
-        What the state bucket has of the target was synced; messages since then were not. Processes of ingress die
-        with it: one that had seen an acknowledgement of these would close its intent, and stop (E-TARGET-BEHIND).
+        The state of the target in its bucket was synced; messages since then were not. Processes of ingress die with
+        it: one that had seen an acknowledgement of these would close its intent, and stop (E-TARGET-BEHIND).
         """
         target, bucket = self._nats.streams.get(self._target), self._nats.streams.get("KV_FLOE_STATE")
         if target is None or bucket is None or not self._nats.is_up:
@@ -263,7 +263,7 @@ class Saboteur:
         self._mood(15, late=self._rng.choice([0.1, 0.4]), lost=0.05)
 
     def _swallow(self) -> None:
-        """The next write never reaches the store, and nobody says so."""
+        """Lose the next write to the store on its way. It gets no answer."""
         self._objects.swallows_next = True
 
     def _store_slow(self) -> None:

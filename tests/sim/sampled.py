@@ -1,4 +1,4 @@
-"""What a sampled feed carries and tells: by a sampler that runs once over the publishers' log (I8)."""
+"""The messages and advisories of a sampled feed, by a sampler that runs once over the publishers' log (I8)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from common.chain import Chain
 from common.segments.segment import Message
 from common.settings.egress import FeedSettings
-from egress.advisories.advisory import event_id, parse
+from egress.advisories.advisory import event_id, parse_advisory
 from egress.sampling.sampler import Sampler
-from egress.sampling.settings import Sampling
+from egress.sampling.settings import SamplingSettings
 from tests.sim.auditor import Broken, Publication, PublisherLog
 from tests.sim.streams import StoredMessage, StreamTap
 from tests.support.sampling import columns_of
 
-#: Of the few subjects most messages are left out, and each subject passes several times, and falls silent.
+#: Of the few subjects most messages are left out. Each subject passes several times, and falls silent.
 SAMPLING: dict[str, Any] = {
     "inspect_subject_token": -1,
     "inspect_duration": "9s",
@@ -25,26 +25,26 @@ SAMPLING: dict[str, Any] = {
     "snapshot_interval": "2s",
     "advisory": {"subject": "ADVISED.%s.%v", "reliable": True},
 }
-#: The stream of its advisories; too short a window to help: what is sent twice would be stored twice.
+#: The stream of its advisories. Its duplicate window is too short to help: an advisory sent twice is stored twice.
 ADVISED = {"name": "ADVISED", "subjects": ["ADVISED.>"], "duplicate_window": 10**8}
-COPY = b"Floe-Source: eu ORDERS 0000 "  # what claims to have come round is carried, and shown to no sampler
+COPY = b"Floe-Source: eu ORDERS 0000 "  # messages that claim to be returned copies are carried, and shown to no sampler
 END = 10**12  # nanoseconds behind the last message, when every silence is over
 
 
 class Choices(StreamTap):
-    """The messages of a log that a feed sampled by `settings` carries, and the advisories about it, of which it sees
-    those that are stored.
+    """The messages of a log that a feed sampled by `settings` carries, and its advisories, of which it gets the stored
+    ones.
     """
 
     def __init__(self, log: PublisherLog, site: str, settings: FeedSettings) -> None:
-        sampling = Sampling.of(settings)
+        sampling = SamplingSettings.from_feed(settings)
         assert sampling is not None, "the feed is sampled"
         self._log, self._site, self._feed, self._sampling = log, site, settings.stream, sampling
         self._known: tuple[int, set[int]] = 0, set()
-        self._expected, self._told = Counter[str](), Counter[str]()
+        self._expected, self._seen = Counter[str](), Counter[str]()
 
     def wanted(self) -> set[int]:
-        """Their numbers."""
+        """Return the numbers of those messages."""
         if self._known[0] != len(self._log.all):
             self._expected.clear()
             self._known = len(self._log.all), {number for each in self._chains() for number in self._chosen(*each)}
@@ -71,19 +71,19 @@ class Choices(StreamTap):
     # Advisories
 
     @property
-    def told(self) -> int:
-        return len(self._told)
+    def seen(self) -> int:
+        return len(self._seen)
 
     def stored(self, message: StoredMessage) -> None:
-        document = parse(message.payload)
+        document = parse_advisory(message.payload)
         found = "" if document is None else document.event_id
-        self._told[found] += 1
-        if self._told[found] > 1 or not found:
+        self._seen[found] += 1
+        if self._seen[found] > 1 or not found:
             raise Broken(f"I8: advisory {found} is told twice, or none: {message.payload[:200]!r}")
 
-    def untold(self) -> int:
-        """How many advisories are not stored yet. Raises Broken for one that should not be."""
+    def unseen(self) -> int:
+        """Return the number of expected advisories that are not stored yet. Raises Broken for an unexpected one."""
         self.wanted()
-        if wrong := self._told.keys() - self._expected.keys():
+        if wrong := self._seen.keys() - self._expected.keys():
             raise Broken(f"I8: {len(wrong)} advisories were told that no sampler gives, such as {sorted(wrong)[0]}")
-        return len(self._expected.keys() - self._told.keys())
+        return len(self._expected.keys() - self._seen.keys())

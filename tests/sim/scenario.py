@@ -1,4 +1,4 @@
-"""One seed: what its world is made of, how it runs, and what the auditor finds."""
+"""One seed: its world, its run, and the findings of the auditor."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from tests.sim.streams import INTEREST, LIMITS, Stream
 from tests.sim.world import Overdue, World
 
 SOURCE, TARGET, SITE, PREFIX = "ORDERS", "CENTRAL", "eu", "c"
-STATE = f"$KV.FLOE_STATE.ingress.{TARGET}"  # the key of what ingress remembers of its target
-PUBLISHING, BREAKING = 36.0, 44.0  # seconds that messages and faults come
-TO_THE_END = 240.0  # simulated seconds of peace until everything has arrived
-AFTERWARDS = 5.0  # seconds that are watched afterwards: nothing more may come
+STATE = f"$KV.FLOE_STATE.ingress.{TARGET}"  # the key of ingress's state of its target
+PUBLISHING, BREAKING = 36.0, 44.0  # seconds of messages, and of faults
+TO_THE_END = 240.0  # simulated seconds without faults until everything has arrived
+AFTERWARDS = 5.0  # seconds to watch afterwards: no message may arrive any more
 
 
 @dataclass
 class Result:
-    """What became of one seed."""
+    """The result of one seed."""
 
     seed: int
     trace: str
@@ -62,7 +62,7 @@ class Result:
 
 
 class Scenario:
-    """A site with two processes of egress, a centre with two of ingress, and what surrounds them."""
+    """A site with two processes of egress, a centre with two of ingress, and their surroundings."""
 
     def __init__(self, world: World, folder: Path, cut: Cut) -> None:
         self.world, self.plan = world, Plan.of(world.seed, world.chance("plan"), world.chance("kind"), cut)
@@ -80,7 +80,7 @@ class Scenario:
         self.disaster = Disaster(self.nats, self.tap, SOURCE, SITE, self._has_begun)
         self.replays = Replays(self.nats, self.log, SOURCE, SITE, self._archived)
         self._add_members(folder, settings)
-        longer = 2.5 if self.plan.kind == CHANGING else 1  # something comes behind each change
+        longer = 2.5 if self.plan.kind == CHANGING else 1  # messages follow each change
         count, seconds = cut.messages, longer * PUBLISHING * cut.messages / MESSAGES
         self.publishers = actors.Publishers(self.nats, self.log, SOURCE, self.plan.parts, count, seconds)
         self.foreign = actors.ForeignWriter(self.nats, f"{PREFIX}.foreign".encode(), 3.0)
@@ -128,7 +128,7 @@ class Scenario:
             self.members[name] = actors.ingress(world, name, settings, objects, folder)
         if self.plan.compacts:
             name = "compaction"
-            # Shorter than a configuration may ask for: here a day would never pass.
+            # Shorter than a configuration may set: here a day would never pass.
             rule = RetentionRule(max_age=20.0) if self.plan.expires else RetentionRule()
             self.members[name] = actors.compaction(world, name, settings, objects, folder, rule, self.cleaning)
         if self.plan.kind == LOST:
@@ -137,7 +137,7 @@ class Scenario:
             self.members["replay"] = self.replays.operator(settings, objects, folder)
 
     def _archived(self) -> dict[str, int]:
-        """By chain, the last sequence in a segment."""
+        """Return the last sequence in a segment, by chain."""
         found: dict[str, int] = {}
         for partition, end in re.findall(r"/partition=(\d+)/level=\d/(\d+)-", "\n".join(self.objects.keys)):
             chain = f"partition {partition}"
@@ -145,7 +145,7 @@ class Scenario:
         return found
 
     def _has_begun(self) -> bool:
-        """Return true where every partition has a segment: else the archive lacks a part, and a restore says so."""
+        """Return true if every partition has a segment: otherwise a restore reports that the archive lacks a part."""
         return len(self._archived()) == self.plan.parts
 
     @property
@@ -156,7 +156,7 @@ class Scenario:
         from tests.sim import api
 
         config: dict[str, Any] = {"name": SOURCE, "subjects": [f"{SOURCE}.>"], "retention": self.plan.retention}
-        if self.plan.kind == LOST:  # nothing but what is read, else a restore may be lossy
+        if self.plan.kind == LOST:  # only subjects that the feed reads, else a restore may be lossy
             config["subjects"] = [f"{SOURCE}.{n}.>" for n in range(self.plan.parts)]
         if self.plan.source_limit:
             config["max_msgs"] = self.plan.source_limit
@@ -188,7 +188,7 @@ class Scenario:
             self.changes.begin()
         if plan.kind == REPLAYED:
             world.at(world.chance("replayed").uniform(3, 30), lambda: self.replays.begin(self.nats, plan.parts))
-        if plan.kind in (LOST, REPLAYED):  # a command plans by one listing, and says where the archive ends
+        if plan.kind in (LOST, REPLAYED):  # a command plans by one listing, and takes the end of the archive from it
             self.saboteur.kinds = [each for each in self.saboteur.kinds if each != "store_hides"]
         if plan.kind == LOST:
             self.disaster.begin()
@@ -218,7 +218,7 @@ class Scenario:
             raise Broken(f"I3: {len(skipped)} messages that a change took away ({places}) are missing before others")
 
     def _run(self, until: Callable[[], bool], limit: float) -> None:
-        """Run until `until` holds, looked at four times a second; supervisors look then too."""
+        """Run until `until` holds, checked four times a second; supervisors check then too."""
         end = self.world.now + limit
         while not until():
             if self.world.now > end:
@@ -240,14 +240,14 @@ class Scenario:
     def _is_complete(self) -> bool:
         """Return true once everything has arrived, and nothing is left in a queue.
 
-        What a listing did not show may stay there: egress holds it for lost until its next session.
+        A message may stay there if no listing showed its segment: egress counts it as lost until its next session.
         """
         if self.plan.kind and (
             self.source is None or not self._has_changed() or self.operator.stops() or self.operator.is_busy
         ):
             return False
-        is_told = self.plan.kind != SAMPLED or not self.choices.untold()
-        return is_told and not (self.target.missing() or self._is_queued())
+        is_sent = self.plan.kind != SAMPLED or not self.choices.unseen()
+        return is_sent and not (self.target.missing() or self._is_queued())
 
     def _is_queued(self) -> bool:
         if self.source is None or self.plan.retention == LIMITS or self.tap.lost:
@@ -272,7 +272,7 @@ class Scenario:
         numbers |= {"foreign": self.target.foreign, "repeated": self.target.repeated}
         numbers |= {"lost": sum(map(len, self.tap.lost)), "decisions": self.operator.ran.total()}
         if self.plan.kind == SAMPLED:
-            numbers["advisories"] = self.choices.told
+            numbers["advisories"] = self.choices.seen
         numbers |= {
             "replayed": len(self.replays.target.seen),
             "restores": self.disaster.tries,
@@ -282,21 +282,21 @@ class Scenario:
 
 
 def unexpected_errors() -> int:
-    """The errors that the product met in this process and did not foresee."""
+    """Return the number of errors that the product met in this process and did not expect."""
     samples = (sample for metric in tasks.unexpected.collect() for sample in metric.samples)
     return int(sum(each.value for each in samples if each.name.endswith("_total")))
 
 
 CARRIERS = Carriers()
-SPOOL = Path("/dev/shm")  # files in memory, where there is such a folder
+SPOOL = Path("/dev/shm")  # files in memory, if there is such a folder
 
 
 def run_seed(seed: int, cut: Cut = Cut()) -> Result:  # noqa: B008  (it does not change)
-    """Run the world of one seed, but for what is cut."""
+    """Run the world of one seed, except the parts in `cut`."""
     folder = Path(tempfile.mkdtemp(prefix="floe-sim-", dir=SPOOL if SPOOL.is_dir() else None))
     began, world = time.process_time(), World(seed, CARRIERS)
     problem = ""
-    gc.disable()  # what a dead process left is not to be finalized in the middle of another's turn
+    gc.disable()  # no finalizer of a dead process may run in the middle of another's turn
     try:
         with doors.entered(world):
             scenario = Scenario(world, folder, cut)

@@ -11,31 +11,31 @@ from tests.sim.scenario import Result, run_seed
 
 
 def broken_promise(result: Result) -> str:
-    """The promise that is broken, by its number or the first words of the problem; empty where all is well."""
+    """Return the broken promise, by its number or the first words of the problem; empty if there is none."""
     found = re.match(r"\w+: (I\d|\w+ \w+)", result.problem)
     return found[1] if found else result.problem
 
 
 class Shrinking:
-    """Leaves out whatever can be left out of the world of `result`, while the same promise stays broken."""
+    """The reduction of the world of `result`, as long as the same promise stays broken."""
 
     def __init__(self, result: Result, cut: Cut, run: Callable[[int, Cut], Result] = run_seed) -> None:
         self.result, self.cut, self.runs = result, cut, 0
         self._run, self._promise = run, broken_promise(result)
 
     def run(self) -> None:
-        """Go on until nothing more can be left out."""
+        """Continue until nothing more can be left out."""
         before = None
         while before != self.cut:
             before = self.cut
             self._leave_out_kinds()
             self._leave_out_faults()
             self._publish_less()
-        # What happened says the rest.
+        # The numbers of the faults that happened replace the other options.
         self.cut = Cut(only=frozenset(number for number, _ in self.result.happened), messages=self.cut.messages)
 
     def _fails(self, cut: Cut) -> bool:
-        """Return true, and keep the smaller world, where it still fails."""
+        """Return true if it still fails, and keep the smaller world then."""
         self.runs += 1
         result = self._run(self.result.seed, cut)
         if broken_promise(result) != self._promise:
@@ -48,7 +48,7 @@ class Shrinking:
             self._fails(replace(self.cut, without=self.cut.without | {kind}))
 
     def _leave_out_faults(self) -> None:
-        """Try without halves of what happened, then quarters, down to single faults."""
+        """Leave out halves of the faults that happened, then quarters, down to single faults."""
         size = max(1, len(self.result.happened) // 2)
         while self.result.happened and size:
             numbers = [number for number, _ in self.result.happened]

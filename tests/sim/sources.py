@@ -1,4 +1,4 @@
-"""Changes of a site's source stream: made again, set back, purged, deleted for a while, an older copy back."""
+"""Changes of a site's source stream: recreated, set back, purged, deleted for a while, an older copy restored."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.sim.world import NS, World
 KINDS = ("recreate", "set_back", "remove", "bring_back", "purge_beyond")
 FIRST, BETWEEN = (5.0, 20.0), ((6.0, 20.0), (50.0, 70.0))  # seconds until the first change, and between two
 COPIES_EVERY = 3.0
-POINTS = ("egress.before_put", "egress.after_put", "egress.sealed", "egress.before_ack")  # where a change may strike
-APART = ("world", "tap")  # what is no part of a copy
-RECEIVED_WITHIN = 3.0  # seconds after which egress has received a message where nothing else breaks
+POINTS = ("egress.before_put", "egress.after_put", "egress.sealed", "egress.before_ack")  # failpoints for a change
+APART = ("world", "tap")  # attributes that a copy leaves out
+RECEIVED_WITHIN = 3.0  # seconds until egress has received a message, without other faults
 
 
 class SourceChanges:
-    """Changes `stream` once or twice. `is_allowed`: asked before each, by its kind.
+    """One or two changes of `stream`. `is_allowed`: asked before each, by its kind.
 
-    `is_quiet`: nothing else breaks, so what egress had received before the first change is owed.
+    `is_quiet`: there are no other faults, so messages that egress had received before the first change are owed.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class SourceChanges:
         self._kinds: tuple[str, ...] = KINDS
         self._aimed = self._rng.random() < 0.4  # at a failpoint
         self._is_due, self._copies = False, list[Any]()
-        self._waiting = 0  # sources that are yet to come back
+        self._waiting = 0  # sources that have yet to return
 
     @property
     def world(self) -> World:
@@ -51,7 +51,7 @@ class SourceChanges:
         self._copy()
 
     def _copy(self) -> None:
-        """Keep a copy of the stream, as a disk that is put back later."""
+        """Keep a copy of the stream, as a disk that is restored later."""
         if self._left and (stream := self._nats.streams.get(self._stream)) is not None:
             self._copies.append(contents(stream))
             self.world.at(COPIES_EVERY, self._copy)
@@ -61,10 +61,10 @@ class SourceChanges:
         if not self._aimed:
             self._change()
         else:
-            self.world.at(10.0, self._change)  # where no process passes such a point
+            self.world.at(10.0, self._change)  # if no process passes such a point
 
     def strike(self, point: str) -> None:
-        """Change it while a process passes a failpoint, now and then."""
+        """Change it while a process passes a failpoint, by chance."""
         if self._is_due and self._aimed and point in POINTS and self._rng.random() < 0.4:
             self.world.note(f"the source changes at {point}")
             self._change()
@@ -78,7 +78,7 @@ class SourceChanges:
             self.world.at(1.0, self._become_due)
             return
         kind = self._rng.choice(self._kinds)
-        self._kinds = (kind,) if self._rng.random() < 0.5 else KINDS  # one that comes again is judged in another way
+        self._kinds = (kind,) if self._rng.random() < 0.5 else KINDS  # a repeated kind is judged in another way
         if self._is_allowed(kind):
             self.world.note(f"change {kind}")
             getattr(self, f"_{kind}")()
@@ -94,7 +94,7 @@ class SourceChanges:
         return dict(stream.config)
 
     def _create(self, config: dict[str, Any]) -> None:
-        """Create it once the server is up, unless it is there again."""
+        """Create it once the server is up, unless it exists again."""
         if not self._nats.is_up:
             self.world.at(1.0, lambda: self._create(config))
         elif self._stream not in self._nats.streams:
@@ -117,11 +117,11 @@ class SourceChanges:
         self._later(1, 40, lambda: self._create(config))
 
     def _set_back(self) -> None:
-        """Its server starts with a copy that lacks what was stored during the last seconds."""
+        """Restart its server with a copy that lacks the messages of the last seconds."""
         self._put_back(self._rng.choice(self._copies[-4:]))
 
     def _bring_back(self) -> None:
-        """Deleted, and after a while there again as it was, or as an older copy has it."""
+        """Delete it, and restore it after a while as it was, or as an older copy has it."""
         newest = contents(self._nats.streams[self._stream])
         disk = self._rng.choice([newest, self._rng.choice(self._copies)])
         config = self._delete()
@@ -130,7 +130,7 @@ class SourceChanges:
         self._later(2, 45, lambda: self._put_back(disk))
 
     def _purge_beyond(self) -> None:
-        """All is purged, and the next sequences are passed over."""
+        """Purge it, and skip the next sequences."""
         stream = self._nats.streams[self._stream]
         self._changed([])
         api.answer(self._nats, ["STREAM", "PURGE", self._stream], {"seq": stream.last + self._rng.randint(2, 500)})
@@ -158,13 +158,13 @@ class SourceChanges:
 
 
 def contents(stream: Stream) -> dict[str, Any]:
-    """A copy of all that the stream holds, its consumers included."""
+    """Return a copy of all that the stream holds, with its consumers."""
     found: dict[str, Any] = _copied({name: each for name, each in vars(stream).items() if name not in APART})
     return found
 
 
 def _copied(value: Any) -> Any:
-    """A copy of containers, to the bottom, and of consumers, without their requests; messages do not change."""
+    """Return a deep copy of containers, and of consumers without their requests. Messages do not change."""
     if isinstance(value, Consumer):
         found = copy.copy(value)
         vars(found).update({name: _copied(each) for name, each in vars(value).items()} | {"pulls": []})

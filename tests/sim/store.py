@@ -1,6 +1,6 @@
-"""The port of the object store in simulated time: requests and answers under way, refused, lost, late or not answered.
+"""The port of the object store in simulated time: requests and answers under way, refused, lost, late or unanswered.
 
-A write travels by itself: it may be done after whoever sent it has given up, or is dead.
+A write travels by itself: it may take effect after its sender has timed out, or is dead.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.objects.port import Body, ChecksumMismatch, ConditionsRefused, ObjectInfo, check_key, check_prefix
+from common.objects.port import Body, ChecksumMismatch, ConditionalPutRefused, ObjectInfo, check_key, check_prefix
 from tests.sim.world import EPOCH, World
 
 T = TypeVar("T")
 
 WAY = (0.001, 0.02)  # seconds of a request and of its answer
 SLOW_WAY = (0.5, 4.0)
-PATIENCE = 20.0  # seconds until a client gives up a call without an answer
-LATEST_LISTED = 10.0  # seconds until a listing shows an object, at most
-LATEST = 45.0  # seconds that a write may be under way at most
+PATIENCE = 20.0  # seconds until a client's call without an answer times out
+LATEST_LISTED = 10.0  # most seconds until a listing shows an object
+LATEST = 45.0  # most seconds that a write may be under way
 
 
 @dataclass(slots=True)
 class StoreMood:
-    """Chances by which calls go wrong: `refused` at once, `lost` on the way or on the way back, `late` a write that is
-    done after its client has given up. `slow`: every call. `hidden`: a new segment is listed
+    """Chances by which calls fail: `refused` at once, `lost` on the way or on the way back, `late` a write that takes
+    effect after its client has timed out. `slow`: every call. `hidden`: a new segment is listed
     only some seconds later. `silent_until`: no call is answered before.
     """
 
@@ -47,11 +47,11 @@ class SimObjects:
     def __init__(self, world: World) -> None:
         self.world, self.mood, self.calls = world, StoreMood(), 0
         self.swallows_next = False  # the next write is lost on its way
-        self.takes_conditions, self.refusals = True, list[Callable[[], FloeError]]()  # of which one is raised
+        self.takes_conditions, self.refusals = True, list[Callable[[], FloeError]]()  # one of these is raised
         self.kept: dict[str, tuple[bytes, ObjectInfo]] = {}
         self.keys: list[str] = []
         self._rng, self._versions = world.chance("store"), 0
-        self._hidden: dict[str, float] = {}  # by key, until when no listing shows it
+        self._hidden: dict[str, float] = {}  # by key, the time until which no listing shows it
 
     # The verbs
 
@@ -97,13 +97,13 @@ class SimObjects:
 
     def _check_conditions(self, key: str) -> None:
         if not self.takes_conditions:
-            raise ConditionsRefused(f"put {key}: the store refuses conditions")
+            raise ConditionalPutRefused(f"put {key}: the store refuses conditions")
 
     def delete(self, key: str) -> None:
         check_key(key)
         self._write(lambda: self._remove(key))
 
-    # What the bucket holds
+    # Contents of the bucket
 
     def _listed(self, prefix: str, start_after: str, limit: int | None) -> builtins.list[ObjectInfo]:
         found: builtins.list[ObjectInfo] = []
@@ -178,7 +178,7 @@ class SimObjects:
         return result[0]
 
     def _unanswered(self, arrive: Callable[[], None], *, is_write: bool, is_done: bool) -> NoReturn:
-        """No answer comes. Raises as the port says, once the client gives up."""
+        """Get no answer: wait until the client's timeout, then raise as the port specifies."""
         strand, rng = self.world.strand, self._rng
         assert strand is not None, "only a strand waits"
         if is_write and is_done:

@@ -1,7 +1,7 @@
-"""Blocking calls in simulated time: a thread of its own for each, of which at most one runs, while the world waits.
+"""Blocking calls in simulated time: each has a thread, at most one of which runs while the world waits.
 
-A call of the store, or a pause, hands the world back until its answer is due. So two calls of one process, or of
-several, interleave at each of their requests, as the seed has it, and a process can be killed or paused within one.
+A call of the store, or a pause, returns control to the world until its answer is due. So two calls of one process, or
+of several, interleave at each of their requests, as the seed has it. A process can be killed or paused within one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.sim.world import Killed, Process, World
 P = ParamSpec("P")
 T = TypeVar("T")
 
-STUCK = 60.0  # real seconds that one step of a strand may take
+STUCK = 60.0  # most real seconds of one step of a strand
 
 
 class Carriers:
@@ -30,13 +30,13 @@ class Carriers:
         self.back = _gate()
 
     def carry(self, work: Callable[[], None]) -> _Carrier:
-        """A thread that does `work` once it is let go."""
+        """Return a thread that does `work` once it is released."""
         carrier = self._idle.pop() if self._idle else _Carrier(self)
         carrier.work = work
         return carrier
 
-    def let_go(self, carrier: _Carrier) -> None:
-        """Run the thread until it waits again, or is done."""
+    def release(self, carrier: _Carrier) -> None:
+        """Run the thread until it waits again, or has ended."""
         carrier.go.release()
         if not self.back.acquire(timeout=STUCK):
             faulthandler.dump_traceback()
@@ -46,7 +46,7 @@ class Carriers:
 
 
 def _gate() -> threading.Lock:
-    """A lock that is closed: one thread opens it for another."""
+    """Return a closed lock: one thread opens it for another."""
     gate = threading.Lock()
     gate.acquire()
     return gate
@@ -70,7 +70,7 @@ class _Carrier:
             self._carriers.back.release()
 
     def wait(self) -> None:
-        """In the thread: let the world go on until it lets this one go again."""
+        """Let the world continue until it releases this thread again. Called in the thread."""
         self._carriers.back.release()
         self.go.acquire()
 
@@ -97,19 +97,19 @@ class Strand:
             self.process.strands.remove(self)
 
     def step(self) -> None:
-        """By the world: run until it waits again."""
+        """Run until it waits again. Called by the world."""
         self.process.when_running(self._step)
 
     def _step(self) -> None:
         world, before = self._world, (self._world.current, self._world.strand)
         world.current, world.strand = self.process, self
         try:
-            world.carriers.let_go(self._carrier)
+            world.carriers.release(self._carrier)
         finally:
             world.current, world.strand = before
 
     def wait(self) -> None:
-        """In the strand: wait until the world steps it. Raises Killed where the process is dead by then."""
+        """Wait until the world steps it. Raises Killed if the process is dead by then. Called in the strand."""
         self._carrier.wait()
         if not self.process.alive:
             raise Killed
@@ -120,38 +120,38 @@ class Strand:
         return self._carrier.thread is threading.current_thread()
 
     def sleep(self, seconds: float) -> None:
-        """In the strand: wait that long."""
+        """Wait for `seconds`. Called in the strand."""
         self._world.at(seconds, self.step)
         self.wait()
 
     def unwind(self) -> None:
-        """End a call whose process is dead."""
+        """End a call of a dead process."""
         self._step()
 
 
 def is_outside(world: World) -> bool:
-    """Whether this thread is none of the world's: one that a test or a command has begun by itself, or left behind.
+    """Return true if the world does not control this thread: a test or a command started it, or left it behind.
 
-    What it does takes real time, and hands nothing back to the world.
+    Its work takes real time, and returns no control to the world.
     """
     is_strand = world.strand is not None and world.strand.is_here
     return not is_strand and threading.current_thread() is not threading.main_thread()
 
 
 def begin(process: Process, work: Callable[[], None], delay: float) -> Strand:
-    """Begin a blocking call in `delay` seconds."""
+    """Start a blocking call in `delay` seconds."""
     strand = Strand(process, work)
     process.world.at(delay, strand.step)
     return strand
 
 
 class SimExecutor:
-    """A ThreadPoolExecutor whose threads are strands; `workers` of them at once.
+    """A ThreadPoolExecutor with strands as threads, at most `workers` at once.
 
     Used from within a strand, it does the work at once: a pool of a pool adds nothing to the order of requests.
     """
 
-    world: World  # of the run that is on
+    world: World  # of the current run
 
     def __init__(self, max_workers: int | None = None, thread_name_prefix: str = "") -> None:
         self._workers, self._running = max_workers or 8, 0
@@ -185,7 +185,7 @@ class SimExecutor:
             begin(process, work, self._rng.uniform(0.0002, 0.004))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take back what has not begun, where that is wanted."""
+        """Cancel calls that have not begun, if asked to."""
         if cancel_futures:
             for future, _ in self._queue:
                 future.cancel()
@@ -207,7 +207,7 @@ def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
 
 
 class LoopCall(Generic[T]):
-    """What a blocking call asks of the event loop of its process, and waits for."""
+    """A blocking call's request to the event loop of its process, for which it waits."""
 
     world: World
 
@@ -216,7 +216,7 @@ class LoopCall(Generic[T]):
         self.cancel = self._task.cancel
 
     def result(self, timeout: float) -> T:
-        """Raises TimeoutError after `timeout` seconds."""
+        """Return its result. Raises TimeoutError after `timeout` seconds."""
         strand, end = self.world.strand, self.world.now + timeout
         assert strand is not None, "the event loop would wait for itself"
         while not self._task.done():
@@ -227,7 +227,7 @@ class LoopCall(Generic[T]):
 
 
 class SimLock:
-    """A lock between strands of one process: who finds it taken lets the world go on."""
+    """A lock between strands of one process. A strand that waits for it lets the world continue."""
 
     world: World
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
 FILE_ROOM, MEMORY_ROOM, HEADER_ROOM = 30, 16, 4  # bytes of a stored message that are counted on top of its own
 BATCH_TIMEOUT = 10.0  # seconds without a message until an atomic batch is dropped
-DUPLICATES = 120 * NS  # nanoseconds for which ids are known, where the stream does not say
+DUPLICATES = 120 * NS  # nanoseconds of the duplicate window, if the stream sets none
 MOST_FLOW = 100  # messages between two acknowledgements of a fast batch
 
 
 class ApiRefusal(Exception):
-    """An error of the API, as it stands in an answer."""
+    """An error of the API, with the fields of an answer."""
 
     def __init__(self, code: int, err_code: int, description: str) -> None:
         super().__init__(description)
@@ -43,7 +43,7 @@ def matches(pattern: Words, words: Words) -> bool:
 
 
 def patterns_meet(one: Words, other: Words) -> bool:
-    """Return true where a subject exists that both patterns take."""
+    """Return true if a subject can match both patterns."""
     for mine, its in zip(one, other, strict=False):
         if b">" in (mine, its):
             return True
@@ -63,7 +63,7 @@ def _second(seconds: int) -> str:
 
 
 def parse_headers(block: bytes | None) -> dict[bytes, bytes]:
-    """The first value of each header by its lower-case name."""
+    """Return the first value of each header by its lower-case name."""
     found: dict[bytes, bytes] = {}
     for line in (block or b"").split(b"\r\n")[1:]:
         name, colon, value = line.partition(b":")
@@ -73,7 +73,7 @@ def parse_headers(block: bytes | None) -> dict[bytes, bytes]:
 
 
 def time_to_live(value: bytes) -> int:
-    """Seconds that a message lives by its own header; 0: for ever. Raises ApiRefusal."""
+    """Return the seconds that a message lives by its own header; 0: for ever. Raises ApiRefusal."""
     if value == b"never":
         return 0
     if (seconds := value.removesuffix(b"s")).isdigit():
@@ -83,7 +83,7 @@ def time_to_live(value: bytes) -> int:
 
 @dataclass(slots=True)
 class StoredMessage:
-    """`size`: as the stream counts it; `expires`: nanoseconds since 1970 at which its own time ends, 0: never."""
+    """A stored message. `size`: as the stream counts it; `expires`: end of its own TTL, ns since 1970, 0: never."""
 
     sequence: int
     subject: bytes
@@ -112,16 +112,16 @@ class StagedBatch:
 
 
 class StreamTap:
-    """Sees what becomes of the messages of one stream."""
+    """An observer of the messages of one stream."""
 
     def stored(self, message: StoredMessage) -> None:
-        """A message was stored, or dropped at once because nobody wants it."""
+        """Take a message that was stored, or dropped at once because nobody wants it."""
 
     def removed(self, message: StoredMessage, why: str) -> None:
-        """A message is gone: `limit`, `acknowledged`, `unwanted`, `deleted` or `lost`."""
+        """Take a message that is gone: `limit`, `acknowledged`, `unwanted`, `deleted` or `lost`."""
 
     def restored(self, message: StoredMessage) -> None:
-        """A message was put back from an archive."""
+        """Take a message that a restore stored from an archive."""
 
 
 class Stream:
@@ -136,14 +136,14 @@ class Stream:
         self.consumers: dict[str, Consumer] = {}
         self.batches: dict[bytes, StagedBatch] = {}
         self.fast: dict[bytes, FastState] = {}
-        self.ids: dict[bytes, tuple[int, int]] = {}  # of messages, by id: sequence and time
+        self.ids: dict[bytes, tuple[int, int]] = {}  # by id of a message: sequence and time
         self.last_id = b""
         if (first := config.get("first_seq") or 0) > 1:
             self.first, self.last = first, first - 1
         self.configure(config)
 
     def configure(self, config: Mapping[str, Any]) -> None:
-        """Take the whole configuration."""
+        """Replace the whole configuration."""
         self.config = dict(config)
         self.patterns = [each.encode().split(b".") for each in self.config.get("subjects", [])]
         self.enforce()
@@ -162,7 +162,7 @@ class Stream:
     # Storing
 
     def check(self, subject: bytes, headers: Mapping[bytes, bytes], last: int) -> None:
-        """Raises ApiRefusal where an expectation of the publisher does not hold."""
+        """Check the publisher's expectations. Raises ApiRefusal if one does not hold."""
         if (name := headers.get(b"nats-expected-stream")) is not None and name.decode() != self.name:
             raise ApiRefusal(400, 10060, "expected stream does not match")
         if (wanted := headers.get(b"nats-expected-last-sequence")) is not None and int(wanted) != last:
@@ -175,7 +175,7 @@ class Stream:
                 raise ApiRefusal(400, 10071, f"wrong last sequence: {newest}")
 
     def permit(self, messages: Sequence[Draft]) -> None:
-        """Raises ApiRefusal where the configuration does not take these messages together."""
+        """Check messages that arrive together. Raises ApiRefusal if the configuration does not allow them."""
         config, size, fresh = self.config, 0, 0
         for subject, named, headers, payload in messages:
             if 0 < (config.get("max_msg_size") or -1) < len(headers or b"") + len(payload):
@@ -210,7 +210,7 @@ class Stream:
         return own + FILE_ROOM + (HEADER_ROOM if headers else 0)
 
     def known(self, identity: bytes) -> int:
-        """The sequence of a message with this id that is not forgotten yet; 0 where there is none."""
+        """Return the sequence of a message with this id in the duplicate window; 0 if there is none."""
         sequence, at = self.ids.get(identity, (0, 0))
         window = self.config.get("duplicate_window") or DUPLICATES
         return sequence if self.world.time_ns() - at < window else 0
@@ -268,13 +268,13 @@ class Stream:
             self.remove(self.by_subject[subject][0], "limit")
 
     def enforce(self) -> None:
-        """Remove what the limits no longer allow."""
+        """Remove messages beyond the limits."""
         most, size = self.config.get("max_msgs") or -1, self.config.get("max_bytes") or -1
         while self.sequences and (0 < most < len(self.sequences) or 0 < size < self.size):
             self.remove(self.sequences[0], "limit")
 
     def expire(self) -> None:
-        """Remove what is too old."""
+        """Remove messages that are too old."""
         now = self.world.time_ns()
         if age := self.config.get("max_age") or 0:
             while self.sequences and self.messages[self.sequences[0]].time_ns <= now - age:
@@ -295,7 +295,7 @@ class Stream:
         self.tap.removed(message, why)
 
     def lose_tail(self, after: int) -> int:
-        """Forget all messages after sequence `after`, as a server does that did not sync; returns how many."""
+        """Lose all messages after sequence `after`, as a server that did not sync; return their number."""
         gone = [each for each in self.sequences if each > after]
         for sequence in reversed(gone):
             self.remove(sequence, "lost")
@@ -307,7 +307,7 @@ class Stream:
         return len(gone)
 
     def drop_batches(self) -> None:
-        """Forget batches under way, as a restart or another leader does."""
+        """Drop batches under way, as a restart or another leader does."""
         self.batches.clear()
         for each in self.fast.values():
             each.is_over = True
@@ -315,7 +315,7 @@ class Stream:
     # Interest
 
     def acknowledged(self, consumer: Consumer, sequences: list[int]) -> None:
-        """Remove what was kept for the consumer only."""
+        """Remove messages that were kept for the consumer only."""
         if self.retention == LIMITS:
             return
         for sequence in sequences:
@@ -333,7 +333,7 @@ class Stream:
         return consumer
 
     def from_sequence(self, sequence: int) -> Iterator[StoredMessage]:
-        """The messages from `sequence` on."""
+        """Yield the messages from `sequence` on."""
         for at in self.sequences[bisect.bisect_left(self.sequences, sequence) :]:
             yield self.messages[at]
 

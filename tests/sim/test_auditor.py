@@ -1,4 +1,4 @@
-"""The auditor sees what it is there for: each promise broken once, by hand."""
+"""The auditor detects each promise, broken once by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADERS = b"NATS/1.0\r\nX-N: 1\r\nNats-Msg-Id: a\r\n\r\n"
 
 
 def archive_of(count: int) -> tuple[PublisherLog, TargetAuditor, list[StoredMessage]]:
-    """A log of `count` acknowledged messages of one chain, its auditor, and the copies that ought to arrive."""
+    """Return a log of `count` acknowledged messages of one chain, its auditor, and the copies that ought to arrive."""
     log, copies = PublisherLog(), []
     tap = SourceTap(log)
     for number in range(count):
@@ -30,7 +30,7 @@ def copy_of(publication: Publication, sequence: int) -> StoredMessage:
     return StoredMessage(sequence, b"c." + publication.subject, block, publication.payload, 2 * 10**18)
 
 
-def test_copies_in_order_are_well() -> None:
+def test_copies_in_order_pass() -> None:
     _, auditor, copies = archive_of(3)
     for copy in copies:
         auditor.stored(copy)
@@ -66,7 +66,7 @@ def test_a_changed_message_breaks_a_promise(change: dict[str, bytes | None]) -> 
         auditor.stored(replace(copies[0], **change))  # type: ignore[arg-type]
 
 
-def test_what_was_acknowledged_is_missed_unless_the_source_let_it_go() -> None:
+def test_acknowledged_messages_are_owed_unless_the_source_drops_them() -> None:
     log, auditor, copies = archive_of(2)
     auditor.stored(copies[0])
     assert [each.sequence for each in auditor.missing()] == [2]

@@ -1,4 +1,4 @@
-"""A failing world is made as small as it can be, and the command that is printed repeats it."""
+"""Shrinking: a failing world becomes as small as it can, and the printed command repeats it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("kill", "pause", "cut")
 
 
 def world(seed: int, cut: Cut) -> Result:
-    """A world of 30 faults that fails where faults 6 and 13 meet in at least 17 messages."""
+    """Return the result of a world of 30 faults that fails if faults 6 and 13 meet in at least 17 messages."""
     happened = [(number, KINDS[number % 3]) for number in range(30) if cut.only is None or number in cut.only]
     happened = [each for each in happened if each[1] not in cut.without]
     fails = {6, 13} <= {number for number, _ in happened} and cut.messages >= 17
@@ -35,7 +35,7 @@ def test_nothing_is_left_that_can_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("cut", [Cut(), Cut(frozenset({"kill", "cut"}), frozenset(), 3), Cut(only=frozenset({2, 11}))])
-def test_what_is_left_out_is_said_in_options(cut: Cut) -> None:
+def test_options_show_all_that_is_left_out(cut: Cut) -> None:
     found = dict(re.findall(r"--(\w+) (\S+)", str(cut)))
     assert Cut.of(found.get("without", ""), found.get("only", ""), int(found.get("messages", 250))) == cut
 

@@ -1,5 +1,5 @@
 """Existing tests in simulated time: one test is one process of a world, with the simulated nats-server behind
-`nats_url`. What a test and the product wait for passes at once; files are real.
+`nats_url`. Waits of a test and of the product pass at once; files are real.
 
 A test that is marked `simulated` runs so; the commands that it runs are processes of the same world.
 """
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import common.cli
-from common.tasks import to_its_end
+from common.tasks import run_until_fatal
 from tests.sim import doors
 from tests.sim.loop import SimLoop
 from tests.sim.nats import SimNats
@@ -25,13 +25,13 @@ from tests.sim.world import Process, World
 T = TypeVar("T")
 
 PACKAGES = ("common", "egress", "ingress", "compaction", "infra", "tests")
-APART = ("infra.local", "tests.sim")  # what starts real servers, and what simulates
+APART = ("infra.local", "tests.sim")  # modules that start real servers, and the simulation
 PORT = 4222
 LONGEST = 600.0  # simulated seconds that one step of a test may take
 
 
 class _Time(doors._Time):
-    """`time` in a test: a pause of its own thread moves the clock."""
+    """`time` in a test: a sleep of its own thread moves the clock."""
 
     def sleep(self, seconds: float) -> None:
         world = doors.current()
@@ -48,7 +48,7 @@ _run_async = common.cli.run_async
 
 
 class TestProcess(Process):
-    """The process of the test: what is done between its turns, such as by fixtures, is its work too."""
+    """The process of the test. Code between its turns, such as in fixtures, is its work too."""
 
     def turn(self) -> None:
         super().turn()
@@ -73,7 +73,7 @@ class TestLoop(SimLoop):
         try:
             self._world.run(task.done, LONGEST)
         except BaseException:
-            _Test.carriers = Carriers()  # what is left of this test must not meet the next one
+            _Test.carriers = Carriers()  # strands left of this test must not meet the next one
             raise
         finally:
             self._turns_world = False
@@ -94,7 +94,7 @@ class _Test:
 
 
 class Policy(asyncio.DefaultEventLoopPolicy):
-    """Gives simulated tests a loop of their world."""
+    """An event loop policy that gives simulated tests a loop of their world."""
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
         if (process := _Test.process) is None:
@@ -104,7 +104,7 @@ class Policy(asyncio.DefaultEventLoopPolicy):
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """In place of `common.cli.run_async`: `main` is a process of the world. A module that was first imported in a
+    """Run `main` as a process of the world, in place of `common.cli.run_async`. A module that was first imported in a
     simulated test keeps this one, so without a world it is the real one.
     """
     if _Test.process is None:
@@ -112,7 +112,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     world = doors.current()
     strand = world.strand
     assert strand is not None, "a command on the loop of the test"
-    process = world.spawn("command", lambda: to_its_end(main))
+    process = world.spawn("command", lambda: run_until_fatal(main))
     process.task.add_done_callback(lambda _: world.at(0.0, strand.step))
     strand.wait()
     process.kill()
@@ -122,7 +122,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def virtual() -> Iterator[None]:
-    """Run what is within as one process of a world with a server on PORT."""
+    """Run the block as one process of a world with a server on PORT."""
     world = World(1, _Test.carriers)
     world.epoch = time.time()
     SimNats(world, PORT)

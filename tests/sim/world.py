@@ -2,7 +2,7 @@
 
 Each process is an event loop of its own (`tests.sim.loop`) with blocking calls in strands (`tests.sim.strands`). The
 world takes one step at a time: an event that is due, or a turn of one process that is ready, chosen by the seed. The
-clock moves only where nobody is ready.
+clock moves only if no process is ready.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 EPOCH = 1_800_000_000  # seconds since 1970 at which every world begins
 NS = 1_000_000_000
-MIN_STEP = 1e-6  # seconds that the clock moves at least
-TURN = 5e-6  # seconds that a turn takes: else what waits for the time that rounding left would spin for ever
+MIN_STEP = 1e-6  # least seconds that the clock moves
+TURN = 5e-6  # seconds of a turn: else a timer could stay a rounding error ahead, and its loop spin for ever
 LAST_EVENTS = 50
 
 
 class Deadlock(AssertionError):
-    """Nothing will ever happen again."""
+    """The world can make no further step."""
 
 
 class Overdue(AssertionError):
-    """The condition that a world was run for did not come true in time."""
+    """The condition of a run that did not become true in time."""
 
 
 class Killed(BaseException):
-    """Ends the running call of a process that was killed in the middle."""
+    """The end of the running call of a process that was killed in the middle."""
 
 
 class Turning(Protocol):
@@ -72,7 +72,7 @@ class Trace:
 
 
 class World:
-    """One seed's world."""
+    """The world of one seed."""
 
     def __init__(self, seed: int, carriers: Carriers) -> None:
         self.seed, self.now, self.turns, self.trace = seed, 0.0, 0, Trace()
@@ -82,13 +82,13 @@ class World:
         self.processes: list[Process] = []
         self.graveyard: list[Process] = []
         self.listeners: dict[int, Listener] = {}
-        self.current: Process | None = None  # whose turn it is, or whose strand runs
+        self.current: Process | None = None  # the process of the current turn or strand
         self.strand: Strand | None = None  # the blocking call that runs now
         self.full_disks = set[str]()  # hosts
         self.carriers = carriers
 
     def chance(self, name: str) -> random.Random:
-        """Make a source of chance of its own for `name`: choices of one part do not move those of another."""
+        """Return a separate random source for `name`: choices of one part do not move those of another."""
         return random.Random(f"{self.seed}/{name}")
 
     def time_ns(self) -> int:
@@ -102,7 +102,7 @@ class World:
         heapq.heappush(self._events, (self.now + max(0.0, delay), next(self._numbers), call))
 
     def spawn(self, name: str, main: Callable[[], Coroutine[Any, Any, Any]], *, host: str = "") -> Process:
-        """Begin a process on `host` (empty: one of its own) that runs `main` to its end."""
+        """Start a process on `host` (empty: one of its own) that runs `main` to its end."""
         from tests.sim.loop import SimLoop
 
         process = Process(self, name, host or name)
@@ -113,7 +113,7 @@ class World:
         return process
 
     def run(self, until: Callable[[], bool], limit: float) -> None:
-        """Run until `until` holds. Raises Overdue after `limit` seconds, Deadlock where nothing can happen."""
+        """Run until `until` holds. Raises Overdue after `limit` seconds, Deadlock if nothing can happen any more."""
         end, events = self.now + limit, self._events
         while not until():
             if events and events[0][0] <= self.now:
@@ -136,7 +136,7 @@ class World:
                 raise Overdue(f"not reached within {limit:g} simulated seconds")
 
     def close(self) -> None:
-        """End every process without a word in the trace; strands that wait are unwound."""
+        """End every process without a line in the trace; waiting strands are unwound."""
         self.trace.is_closed = True
         for each in [*self.processes]:
             each.kill()
@@ -145,7 +145,7 @@ class World:
 
 
 class Process:
-    """One process of a host: its loop, its connections, its blocking calls, whether it lives and runs.
+    """One process of a host: its loop, its connections, its blocking calls, and if it is alive and runs.
 
     `skew`: how many seconds its host's wall clock is ahead.
     """
@@ -177,14 +177,14 @@ class Process:
             self.world.current = None
 
     def when_running(self, call: Callable[[], object]) -> None:
-        """Call `call` now, once it is resumed where it is paused, never where it is dead."""
+        """Call `call` now, or once the process is resumed; never if it is dead."""
         if self.paused:
             self._held.append(call)
         elif self.alive:
             call()
 
     def kill(self) -> None:
-        """SIGKILL: nothing of it runs any more, no `finally` either; the kernel resets its connections."""
+        """Kill it (SIGKILL): none of its code runs any more, not even `finally`; the kernel resets its connections."""
         if not self.alive:
             return
         self.alive = False
@@ -195,13 +195,13 @@ class Process:
         self.world.graveyard.append(self)
 
     def pause(self) -> None:
-        """SIGSTOP."""
+        """Pause it (SIGSTOP)."""
         if self.runs:
             self.paused = True
             self.world.note(f"{self.name} is paused")
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Resume it (SIGCONT)."""
         if self.alive and self.paused:
             self.paused = False
             self.world.note(f"{self.name} is resumed")

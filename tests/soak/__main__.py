@@ -1,4 +1,4 @@
-"""`python -m tests.soak [--only NAME]`: run the fault runs at full length and write docs/evidence/soak.json."""
+"""The fault runs at full length: `python -m tests.soak [--only NAME]` writes docs/evidence/soak.json."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What tests share: servers, worlds, builders, proxies."""
+"""Helpers that tests share: servers, worlds, builders, proxies."""

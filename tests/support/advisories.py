@@ -14,12 +14,12 @@ from typing import Any
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.jetstream.client import FloeClient
-from common.jetstream.headers import header
+from common.jetstream.headers import header_value
 from common.metrics import REGISTRY
 from common.settings.egress import FeedSettings
-from common.tasks import end
-from egress.advisories.advisory import Advisory, AdvisoryDocument, Event, parse
-from egress.advisories.senders import AdvisorySender, sender_kind
+from common.tasks import cancel
+from egress.advisories.advisory import Advisory, AdvisoryDocument, AdvisoryEvent, parse_advisory
+from egress.advisories.senders import AdvisorySender, sender_class
 from egress.partition import Partition
 from infra.oracle import read_stream
 from tests.support.basics import metric_value, unique
@@ -35,11 +35,11 @@ def now_ns() -> int:
 
 def new(value: str, at: int = 0) -> Advisory:
     at = at or now_ns()
-    return Advisory(Event.NEW, value, at, at)
+    return Advisory(AdvisoryEvent.NEW, value, at, at)
 
 
 def news(count: int, values: int = 0) -> list[Advisory]:
-    """NEW of so many values (0: all different), a millisecond apart."""
+    """Return NEW advisories of so many values (0: all different), a millisecond apart."""
     start = now_ns() - count * 1_000_000
     return [new(f"node{n % (values or count)}.example.net", start + n * 1_000_000) for n in range(count)]
 
@@ -72,7 +72,7 @@ class World:
         return Partition(SITE, feed)
 
     async def make_stream(self, **config: Any) -> None:
-        """With a duplicate window too short to help, unless told otherwise."""
+        """Create the stream. By default its duplicate window is too short to help."""
         await place(
             self.client,
             {
@@ -95,9 +95,9 @@ class World:
         outbox: Sequence[Advisory] = (),
         clock: Clock | None = None,
         may_send: Callable[[], bool] = lambda: True,
-        ack_timeout: float = 0.5,
+        ack_timeout_s: float = 0.5,
     ) -> AdvisorySender:
-        return sender_kind(self.part)(
+        return sender_class(self.part)(
             self.part,
             Chain(SITE, self.feed),
             client or self.client,
@@ -105,21 +105,21 @@ class World:
             random.Random(1),
             outbox=outbox,
             may_send=may_send,
-            ack_timeout=ack_timeout,
+            ack_timeout_s=ack_timeout_s,
         )
 
     async def stored(self, foreign: int = 0) -> list[AdvisoryDocument]:
-        """What the stream holds, each checked against its header; beside so many foreign messages."""
+        """Return the stream's advisories, each checked against its header; beside them are `foreign` other messages."""
         found: list[AdvisoryDocument] = []
         others = 0
 
         def take(message: Any) -> None:
             nonlocal others
-            document = parse(message.payload)
+            document = parse_advisory(message.payload)
             if document is None:
                 others += 1
                 return
-            assert header(message.headers, b"Nats-Msg-Id") == document.event_id.encode()
+            assert header_value(message.headers, b"Nats-Msg-Id") == document.event_id.encode()
             found.append(document)
 
         await read_stream(self.client, self.stream, take)
@@ -130,7 +130,7 @@ class World:
         return int((await self.client.api(f"STREAM.INFO.{self.stream}"))["state"]["messages"])
 
     def counted(self) -> Counter[str]:
-        """The metric by result, over all events."""
+        """Return the metric by result, over all events."""
         total: Counter[str] = Counter()
         for family in REGISTRY.collect():
             for each in family.samples if family.name == "floe_egress_advisories" else ():
@@ -145,10 +145,10 @@ class World:
 
 @asynccontextmanager
 async def running(advisories: AdvisorySender) -> AsyncIterator[AdvisorySender]:
-    """It runs for the length of a block, and is then ended as suddenly as a task can be."""
+    """Run the sender for the length of a block, then cancel it as suddenly as a task can be."""
     task = asyncio.create_task(advisories.run())
     try:
         yield advisories
         assert not task.done(), task
     finally:
-        await end(task)
+        await cancel(task)

@@ -21,7 +21,7 @@ import boto3
 import pytest
 
 from common.errors import ConfigError
-from common.jetstream.protocol import layout
+from common.jetstream.protocol import reply_layout
 from common.metrics import REGISTRY
 from common.sequences import SequenceRange
 
@@ -40,7 +40,7 @@ from infra.local.seaweedfs import LocalS3, SeaweedFS, find_weed
 T = TypeVar("T")
 
 MAX_POLL_S = 0.1
-PATIENCE = 120.0  # seconds for what takes one on a quiet machine: only what hangs takes that long
+PATIENCE = 120.0  # seconds for work that takes one on a quiet machine: only a hang takes that long
 
 
 def eventually(check: Callable[[], T], seconds: float = PATIENCE, every: float = 0.05) -> T:
@@ -60,7 +60,7 @@ def metric_value(name: str, labels: Mapping[str, str] | None = None) -> float | 
 
 
 async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE, every: float = 0.02) -> T:
-    """`eventually` for the event loop, asking less and less often; `check` may be a coroutine function."""
+    """Run `eventually` on the event loop, less and less often; `check` may be a coroutine function."""
     deadline = time.monotonic() + seconds
     while True:
         answer = check()
@@ -74,27 +74,27 @@ async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE,
 
 
 async def answered(ask: Callable[[], Awaitable[T]], *errors: type[BaseException]) -> T:
-    """What `ask` returns as soon as it raises none of `errors`."""
+    """Return the result of `ask` as soon as it raises none of `errors`."""
 
-    async def told() -> tuple[T] | None:
+    async def attempt() -> tuple[T] | None:
         with suppress(*errors):
             return (await ask(),)
         return None
 
-    found = await soon(told)
+    found = await soon(attempt)
     assert found is not None
     return found[0]
 
 
 def has_stopped(pid: int) -> bool:
-    """As at a failpoint: until it is told to go on."""
+    """True if the process is stopped by a signal, as at a failpoint."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:
-    """Cancel it and wait for its end; what it raises is dropped. Cancels again after a while: `asyncio.wait_for` of
+    """Cancel the task and wait for its end; its error is dropped. Cancels again after a while: `asyncio.wait_for` of
     Python 3.11, which the NATS library uses, loses a cancellation that comes together with its result.
     """
     while not task.done():
@@ -103,19 +103,19 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 
 def counted(metric: Any) -> float:
-    """What a counter or a gauge, with its labels, stands at."""
+    """Return the value of a counter or a gauge with its labels."""
     samples = [each for family in metric.collect() for each in family.samples]
     [sample] = [each for each in samples if not each.name.endswith("_created")]
     return float(sample.value)
 
 
 def unique(prefix: str) -> str:
-    """A name that no other test uses."""
+    """Return a name that no other test uses."""
     return f"{prefix}_{secrets.token_hex(4)}"
 
 
 def seeded(seed: int | None = None) -> random.Random:
-    """A random source whose seed is printed, and taken from FLOE_SEED where that is set."""
+    """Return a random source, and print its seed: `seed`, else FLOE_SEED, else a random one."""
     chosen = seed if seed is not None else int(os.environ.get("FLOE_SEED", secrets.randbits(32)))
     print(f"FLOE_SEED={chosen}")
     return random.Random(chosen)
@@ -126,19 +126,19 @@ _S3_SERVERS = {"seaweedfs": SeaweedFS, "minio": MinIO}
 
 
 def s3_name() -> str:
-    """Which S3 server this test run uses."""
+    """Return the S3 server that this test run uses."""
     if (chosen := os.environ.get(TEST_S3) or "seaweedfs") not in _S3_SERVERS:
         raise pytest.UsageError(f"{TEST_S3}: expected {' or '.join(_S3_SERVERS)}, found {chosen!r}")
     return chosen
 
 
 def s3_server() -> LocalS3:
-    """The S3 server that `FLOE_TEST_S3` names, not yet started."""
+    """Return the S3 server that `FLOE_TEST_S3` names, not yet started."""
     return _S3_SERVERS[s3_name()]()
 
 
 def servers_line() -> str:
-    """What this run stands on: Python, nats-server, the S3 server and Java, each with its version or `none`."""
+    """Name the servers of this run: Python, nats-server, the S3 server and Java, each with its version or `none`."""
     s3 = "MinIO" if s3_name() == "minio" else "SeaweedFS"
     found = {
         "nats-server": (nats_server_binary, "--version"),
@@ -150,26 +150,26 @@ def servers_line() -> str:
 
 
 def _version(find: Callable[[], Path | str | None], option: str) -> str:
-    """What a program says of itself; `none` where there is none."""
+    """Return the version that a program prints; `none` if the program is not installed."""
     try:
         program = find()
     except (FileNotFoundError, ConfigError):
         program = None
     if program is None:
         return "none"
-    told = subprocess.run([str(program), option], capture_output=True, text=True, check=False)
-    version = re.search(r"(?:RELEASE|DEVELOPMENT)\.\S+|\d+\.\d[\w.+-]*", told.stdout + told.stderr)
+    done = subprocess.run([str(program), option], capture_output=True, text=True, check=False)
+    version = re.search(r"(?:RELEASE|DEVELOPMENT)\.\S+|\d+\.\d[\w.+-]*", done.stdout + done.stderr)
     return version[0] if version else "of an unknown version"
 
 
 def only_on_seaweedfs(why: str) -> None:
-    """Skips the test that asks, with the reason, where the run uses another S3 server."""
+    """Skip the test with this reason if the run uses another S3 server."""
     if s3_name() != "seaweedfs":
         pytest.skip(f"SeaweedFS only: {why}")
 
 
-def at_length(*values: object) -> ParameterSet:
-    """A parameter set that `make soak` runs, and `make test` does not."""
+def soak_only(*values: object) -> ParameterSet:
+    """Return a parameter set that `make soak` runs, and `make test` does not."""
     return pytest.param(*values, marks=pytest.mark.soak)
 
 
@@ -192,33 +192,33 @@ class SharedS3:
         return self.server.secret_key
 
     def new_bucket(self) -> str:
-        """A bucket that nobody else uses."""
+        """Create a bucket that no other test uses; return its name."""
         name = unique("t").replace("_", "-")
         self.server.create_bucket(name)
         return name
 
     def store(self, bucket: str = "") -> dict[str, str]:
-        """The `store` of a configuration, with a bucket of its own where none is named."""
+        """Return the `store` of a configuration, with a bucket of its own if none is named."""
         keys = {"access_key_id": self.access_key, "secret_access_key": self.secret_key}
         return {"url": f"s3://{bucket or self.new_bucket()}", "endpoint_url": self.endpoint_url, **keys}
 
     def client(self) -> Any:
-        """Of boto3, for what no part of Floe asks for."""
+        """Return a client of boto3, for requests that no part of Floe makes."""
         keys = {"aws_access_key_id": self.access_key, "aws_secret_access_key": self.secret_key}
         return boto3.session.Session(**keys, region_name="us-east-1").client("s3", endpoint_url=self.endpoint_url)
 
 
-# What `common.exits` makes: it names a configuration. A command named in words does not.
+# The form of `common.exits`: it names a configuration. A command named in words does not.
 _COMMAND = re.compile(r"\bfloe (?=[a-z][^\n]*? -c )[^\n]*")
 
 
 def commands_of(hint: str) -> list[str]:
-    """From where each command of a hint begins to the end of its line: what is pasted."""
+    """Return the commands of a hint, each from its beginning to the end of its line, to be pasted."""
     return _COMMAND.findall(hint)
 
 
 def problem_of(command: str) -> str:
-    """Why `floe` would not take the command as it stands; empty where it would. Nothing is run."""
+    """Return why `floe` would not accept the command; empty if it would. Nothing is run."""
     try:
         words = shlex.split(command)[1:]
         context = cli.make_context("floe", words)
@@ -233,12 +233,12 @@ def problem_of(command: str) -> str:
 
 
 def problems_of(hint: str) -> list[str]:
-    """What is wrong with the commands of a hint."""
+    """Return the problems of the commands of a hint."""
     return [problem for command in commands_of(hint) if (problem := problem_of(command))]
 
 
 class AckReply(NamedTuple):
-    """What the reply subject of a delivered message says of it (`$JS.ACK…`)."""
+    """The parts of the reply subject of a delivered message (`$JS.ACK…`)."""
 
     stream: str
     consumer: str
@@ -249,13 +249,13 @@ class AckReply(NamedTuple):
 
 
 def parse_ack(reply: bytes) -> AckReply:
-    """All that one reply says. Raises ValueError."""
-    words = reply.split(b".")[layout(reply)[1] :]
+    """Parse the reply subject of a delivered message. Raises ValueError."""
+    words = reply.split(b".")[reply_layout(reply)[1] :]
     return AckReply(words[0].decode(), words[1].decode(), *map(int, words[3:7]))
 
 
 def is_gapless(ranges: Iterable[SequenceRange]) -> bool:
-    """Whether each range, in the order given, begins exactly where the one before ends. For verification."""
+    """True if each range, in the order given, begins exactly behind the end of the one before. For verification."""
     previous = None
     for current in ranges:
         if previous is not None and not current.follows(previous):

@@ -1,4 +1,4 @@
-"""A headless browser that reads pages as a person would, without a network."""
+"""A headless browser that renders pages as a person sees them, without a network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = 120
 
 
 def browse(folder: Path, url: str, *flags: str) -> str:
-    """Run the browser once on `url`, with a profile of its own in `folder`; what it prints."""
+    """Run the browser once on `url`, with a profile of its own in `folder`; return its output."""
     assert CHROMIUM is not None
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", *flags, url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -25,17 +25,17 @@ def browse(folder: Path, url: str, *flags: str) -> str:
 
 
 def dom(folder: Path, url: str) -> str:
-    """The document that the browser made of the page, as text."""
+    """Return the document that the browser made of the page, as text."""
     return browse(folder, url, "--dump-dom")
 
 
 def screenshot(folder: Path, url: str, path: Path, size: str = "1280,900") -> None:
-    """What the page looks like, as a PNG at `path`."""
+    """Write the rendered page as a PNG to `path`."""
     browse(folder, url, f"--screenshot={path}", f"--window-size={size}", "--force-device-scale-factor=0.9")
 
 
 def table_rows(document: str) -> list[list[str]]:
-    """The texts of the cells of all rows of all tables."""
+    """Return the texts of the cells of all rows of all tables."""
     rows = re.findall(r"<tr>(.*?)</tr>", document, re.DOTALL)
     return [
         [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL)]
@@ -44,6 +44,6 @@ def table_rows(document: str) -> list[list[str]]:
 
 
 def bars(document: str, kind: str = "level") -> set[tuple[int, int, int]]:
-    """Level, first and last sequence of each bar of the pictures of coverage."""
+    """Return the level, first and last sequence of each bar in the pictures of coverage."""
     found = re.findall(rf'<rect class="{kind}" data-level="(\d+)" data-rows="(\d+)\.\.(\d+)"', document)
     return {(int(level), int(first), int(last)) for level, first, last in found}

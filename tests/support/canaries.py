@@ -1,7 +1,7 @@
 """Secrets of the whole run, and the check that no output holds one.
 
-Noted are the keys of the stores, what is made for NATS, and every secret of a configuration in the tests' own
-process; asked of are commands, services and whatever pytest captures.
+Noted are the keys of the stores, the secrets made for NATS, and every secret of a configuration in the tests' own
+process. Checked are the outputs of commands and services, and all that pytest captures.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from typing import Any
 
 from pydantic import SecretStr
 
-LEAST = 12  # characters; what is shorter may stand in an output by chance
+LEAST = 12  # characters; a shorter secret may be in an output by chance
 
 _known: set[str] = set()
 
 
 def note(*secrets: str) -> None:
-    """None of these may ever be shown."""
+    """Note secrets that no output may show."""
     _known.update(secret for secret in secrets if len(secret) >= LEAST)
 
 
 def shows_secret(text: str) -> bool:
-    """Whether a noted secret stands in `text`."""
+    """True if `text` contains a noted secret."""
     return any(secret in text for secret in _known)
 
 
 def check(text: str, where: str) -> None:
-    """Fails where `text` holds a secret, without showing it again."""
+    """Fail if `text` contains a secret, without showing it again."""
     assert not shows_secret(text), f"{where} shows a secret"
 
 
 def watch() -> None:
-    """From now on every secret of a configuration is noted, and every run of a command in this process checked."""
+    """Note every secret of a configuration from now on, and check every run of a command in this process."""
     from click.testing import CliRunner
 
     made, invoked = SecretStr.__init__, CliRunner.invoke

@@ -6,7 +6,7 @@ import asyncio
 
 
 class ManualClock:
-    """A clock that moves only when `advance` is called or somebody sleeps on it."""
+    """A clock that moves only at a call of `advance`, or if somebody sleeps on it."""
 
     def __init__(self, now: float = 1_700_000_000.0) -> None:
         self._now = now
@@ -22,7 +22,7 @@ class ManualClock:
         self.advance(seconds)
         await asyncio.sleep(0)
 
-    def pause(self, seconds: float) -> None:
+    def block(self, seconds: float) -> None:
         self.advance(seconds)
 
     def advance(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Runs `floe` as a process over a bench, and pastes commands out of hints."""
+"""Helpers to run `floe` as a process over a bench, and to paste commands from hints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended."""
+    """The end of a command: exit code and output."""
 
     code: int
     out: str
@@ -40,7 +40,7 @@ class Done:
 
 
 def configuration(bench: Bench, *feeds: dict[str, Any], **egress: Any) -> Path:
-    """A file that configures the bench's site."""
+    """Write a configuration file for the bench's site; return its path."""
     path = bench.root / f"{unique('site')}.yaml"
     path.write_text(yaml.safe_dump(bench.document(*feeds, **{"monitor": {"listen": ""}, **egress})))
     path.chmod(0o600)
@@ -53,7 +53,7 @@ _one_at_a_time = threading.Lock()  # the runner takes this process's stdout
 async def floe(*arguments: str, env: dict[str, str] | None = None, seconds: float = PATIENCE) -> Done:
     """Run `floe` with these arguments: in this process, since another one costs a second; with `env` as a process.
 
-    That the command is a process is held by `tests/unit/test_cli.py` and the acceptance tests.
+    `tests/unit/test_cli.py` and the acceptance tests prove that the command is a process.
     """
     if env is None:
         return await asyncio.wait_for(invoke(*arguments), seconds)
@@ -61,7 +61,7 @@ async def floe(*arguments: str, env: dict[str, str] | None = None, seconds: floa
 
 
 def run_floe(*arguments: str, env: dict[str, str] | None = None, seconds: float = 5 * PATIENCE) -> Done:
-    """Run `floe` as a process to its end, as Spark needs it and what kills itself."""
+    """Run `floe` as a process to its end, as Spark and commands that kill themselves need it."""
     command, pipe = [sys.executable, "-m", "floe", *arguments], subprocess.PIPE
     process = spawn(command, cwd=ROOT, env=env, text=True, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
     try:
@@ -73,19 +73,19 @@ def run_floe(*arguments: str, env: dict[str, str] | None = None, seconds: float 
 
 
 async def invoke(*arguments: str) -> Done:
-    """The same in this process, which takes no second: on a loop of its own."""
+    """Run `floe` in this process, on a loop of its own: that saves a second."""
     return await asyncio.to_thread(run_here, *arguments)
 
 
 async def ran(*arguments: str, code: int = 0) -> Done:
-    """The same of what has to end with `code`."""
+    """Run `floe` in this process; fail unless it ends with `code`."""
     done = await invoke(*arguments)
     assert done.code == code, (arguments, done)
     return done
 
 
 class _Ending(click.Command):
-    """`floe`, whose log is written when it ends, as that of a process is."""
+    """`floe`, with its log written at its end, as that of a process is."""
 
     def main(self, *arguments: Any, **named: Any) -> Any:
         try:
@@ -95,7 +95,7 @@ class _Ending(click.Command):
 
 
 def run_here(*arguments: str) -> Done:
-    """The same for a test without a loop."""
+    """Run `floe` in this process, for a test without a loop."""
     with _one_at_a_time:
         result = CliRunner().invoke(_Ending("floe"), [*arguments], prog_name="floe")
     canaries.check(result.stdout + result.stderr, " ".join(arguments[:2]))
@@ -105,7 +105,7 @@ def run_here(*arguments: str) -> Done:
 
 
 def command_of(hint: str, wanted: str = "", name: str = "egress (?:resolve|repartition)") -> list[str]:
-    """The arguments of the first `floe` command of that name in a hint that has `wanted` in it."""
+    """Return the arguments of the first `floe` command of that name in a hint, among those with `wanted` in them."""
     commands = re.findall(rf"floe ({name} [^|;,()\n]*)", hint)
     return shlex.split(next(each for each in commands if wanted in each))
 

@@ -1,4 +1,4 @@
-"""Writes `docs/commands.md`: the help of every command, as click prints it. `python -m tests.support.commands_page`."""
+"""The help of every command, as click prints it: `python -m tests.support.commands_page` writes `docs/commands.md`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ What `--help` of every command says. Made by `python -m tests.support.commands_p
 
 
 def commands(group: click.Command = floe.cli, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The words of every command that is no group."""
+    """Yield the words of every command that is no group."""
     if not isinstance(group, click.Group):
         yield path
         return
@@ -30,7 +30,7 @@ def commands(group: click.Command = floe.cli, path: tuple[str, ...] = ()) -> Ite
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the text of the page."""
     parts = [HEAD]
     for words in sorted(commands()):
         shown = CliRunner().invoke(floe.cli, [*words, "--help"], prog_name="floe", terminal_width=110)

@@ -1,4 +1,4 @@
-"""A real archive in a folder, for tests of compaction: segments with known rows, whose age is set by hand."""
+"""A real archive in a folder, for tests of compaction: segments with known rows, and an age set by hand."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from common.segments.store import SegmentStore
 from common.segments.table import SegmentTable
 from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange, cover
-from compaction.plan import Output, Planner, Waiting, blocks
+from compaction.plan import Output, Planner, WaitingSegments, blocks
 from compaction.retention import Retention, RetentionRule
-from compaction.run import Compaction, LocalRunner, Report, Selection
+from compaction.run import Compaction, LocalRunner, RunReport, Selection
 from compaction.tombstones import StoredTombstone, TombstoneIndex
 from tests.support.basics import PATIENCE, eventually, has_stopped
 from tests.support.clock import ManualClock
@@ -41,8 +41,8 @@ OTHER = Chain("eu-west", "NODES")
 def rows(
     sequences: Iterable[int], *, salt: str = "", sample_key: str | None = None, at_ns: int = 1_700_000_000_000_000_000
 ) -> pa.RecordBatch:
-    """A message for each sequence, made from its number and `salt`; all kinds of nulls and bytes. `at_ns`: about when
-    they were published.
+    """Return a message for each sequence, made from its number and `salt`; all kinds of nulls and bytes. `at_ns`: about
+    the time of their publication.
     """
     numbers = list(sequences)
     return record_batch(
@@ -56,7 +56,7 @@ def rows(
 
 
 def at_once(level: Mapping[str, object]) -> dict[str, object]:
-    """`compaction` of a configuration: one level, in this process, and what was merged is deleted in the same run."""
+    """Return `compaction` of a configuration: one level, in this process; merged inputs are deleted in the same run."""
     return {"levels": [level], "engine": "local", "delete_grace": "0s", "allow_short_times": True}
 
 
@@ -81,9 +81,9 @@ class Archive:
         chain: Chain = CHAIN,
         **footer: object,
     ) -> SegmentRef:
-        """A segment of `first`..`last`; without `batch` it holds all of them. It is `age` seconds old.
+        """Put a segment of `first`..`last`; without `batch` it holds all of them. It is `age` seconds old.
 
-        Without `ledger` what is missing was deleted.
+        Without `ledger`, missing messages count as deleted.
         """
         batch = rows(range(first, last + 1)) if batch is None else batch
         missing = last - first + 1 - batch.num_rows
@@ -125,18 +125,18 @@ class Archive:
             self.age(info.key, seconds)
 
     def path(self, key: str) -> Path:
-        """The file of an object."""
+        """Return the file of an object."""
         return self.folder / "store" / key
 
     def listed(self, chain: Chain = CHAIN) -> list[SegmentRef]:
         return self.store.list(chain)
 
     def ranges(self, chain: Chain = CHAIN) -> list[str]:
-        """`level:first..last` of all segments."""
+        """Return `level:first..last` of all segments."""
         return sorted(f"{s.level}:{s.coverage}" for s in self.listed(chain))
 
     def table(self, ref: SegmentRef) -> pa.Table:
-        """The rows of one segment."""
+        """Return the rows of one segment."""
         with self.store.open(ref) as reader:
             return pa.Table.from_batches(list(reader.batches()), rows([]).schema)
 
@@ -144,7 +144,7 @@ class Archive:
         return self.store.footer(ref)
 
     def read(self, chain: Chain = CHAIN) -> pa.Table:
-        """What readers of the cover see."""
+        """Return the rows that readers of the cover get."""
         found = [rows([])]
         for stretch in cover(self.listed(chain), 1):
             with self.store.open(stretch.segment) as reader:
@@ -158,7 +158,7 @@ NOW = 1_700_000_000.0
 
 @dataclass(frozen=True)
 class TestPolicy:
-    """A policy whose maxima are out of the way."""
+    """A policy with maxima that no test reaches."""
 
     __test__ = False
 
@@ -176,7 +176,7 @@ DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size
 
 
 def begun(folder: Path, *chains: Chain) -> Archive:
-    """An archive in which egress has begun these chains."""
+    """Return an archive in which egress has begun these chains."""
     archive = Archive(folder)
     for chain in chains:
         ChainStore(archive.objects, archive.layout).create_chain(chain, ChainDocument((), 1, 1))
@@ -189,17 +189,17 @@ def plan(
     now: float,
     *,
     damaged: AbstractSet[str] = frozenset(),
-    waiting: Waiting | None = None,
+    waiting: WaitingSegments | None = None,
 ) -> list[Output]:
-    """The outputs that are due among one chain's `segments` (all levels), planned in one window."""
+    """Return the outputs that are due among one chain's `segments` (all levels), planned in one window."""
     planner = Planner(policy, now, waiting)
     return [*planner.add(blocks(s for s in segments if s.key not in damaged)), *planner.end()]
 
 
-def index_of(listed: SegmentTable, standing: Iterable[StoredTombstone]) -> TombstoneIndex:
-    """What the tombstones `standing` say of what is listed."""
+def index_of(listed: SegmentTable, stones: Iterable[StoredTombstone]) -> TombstoneIndex:
+    """Return the index of these tombstones over the listed segments."""
     index = TombstoneIndex(listed)
-    for stone in standing:
+    for stone in stones:
         index.add(stone)
     return index
 
@@ -207,14 +207,14 @@ def index_of(listed: SegmentTable, standing: Iterable[StoredTombstone]) -> Tombs
 def ref(
     first: int, last: int, level: int = 0, *, size: int = 100, age: float = 500, twin: int = 0, chain: Chain = CHAIN
 ) -> SegmentRef:
-    """A segment whose object is `age` seconds old at NOW; `twin` tells those of equal coverage apart."""
+    """Return a segment with an object of `age` seconds at NOW; `twin` distinguishes those of equal coverage."""
     digest = hashlib.sha256(f"{first} {last} {level} {twin}".encode()).hexdigest()[:16]
     name = SegmentName(chain, level, SequenceRange(first, last), digest)
     return SegmentRef(name, LAYOUT.segment(name), size, NOW - age)
 
 
 def refs(first: int, *, level: int, size: int, count: int) -> st.SearchStrategy[list[SegmentRef]]:
-    """Segments with keys of their own, at most `count`; the others say how high theirs may be."""
+    """Generate segments with keys of their own, at most `count`; the other parameters are upper bounds of theirs."""
     one = st.builds(
         lambda first, length, level, size, age, twin: ref(first, first + length, level, size=size, age=age, twin=twin),
         st.integers(1, first),
@@ -233,8 +233,8 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.compaction"])
 
 
-def run(folder: Path, *, grace: float = 0, max_age: float = 0) -> Report:
-    """One run, without Spark, over the archive in `folder`. `max_age`: of retention, in seconds; 0: none."""
+def run(folder: Path, *, grace: float = 0, max_age: float = 0) -> RunReport:
+    """Run compaction once over the archive in `folder`, without Spark. `max_age`: of retention, in seconds; 0: none."""
     store = Archive(folder).store
     retention = Retention(store, lambda _site, _feed: RetentionRule(max_age), {})
     try:
@@ -244,7 +244,7 @@ def run(folder: Path, *, grace: float = 0, max_age: float = 0) -> Report:
 
 
 def _job(folder: Path, points: str, max_age: float) -> None:
-    failpoints.enable(points)
+    failpoints.set_failpoints(points)
     run(folder, max_age=max_age)
 
 
@@ -256,17 +256,17 @@ class Job:
         self._process.start()
 
     def wait(self, seconds: float = PATIENCE) -> int:
-        """Its exit code; -9 if it was killed."""
+        """Return its exit code; -9 if it was killed."""
         self._process.join(seconds)
         code = self._process.exitcode
         assert code is not None, f"still running after {seconds} s"
         return code
 
     def wait_until_stopped(self) -> None:
-        """Until it has stopped itself at a failpoint."""
+        """Wait until it has stopped itself at a failpoint."""
         eventually(lambda: has_stopped(self._process.pid or 0))
 
-    def go_on(self) -> None:
-        """Let it run after that."""
+    def resume(self) -> None:
+        """Resume it after a failpoint."""
         assert self._process.pid
         os.kill(self._process.pid, signal.SIGCONT)

@@ -14,7 +14,7 @@ from common.settings.types import OneOrMore, Range, Section, TypeName
 
 
 class Key(NamedTuple):
-    """One key: its path (`*` for an entry of a list), and what the documentation says of it."""
+    """One key: its path (`*` for an entry of a list), and its entry in the documentation."""
 
     path: tuple[str, ...]
     type: str
@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 def every_key(section: type[Section] = Settings, path: tuple[str, ...] = ()) -> Iterator[Key]:
-    """Every key with a value, those of sections below included, in the order of the models."""
+    """Yield every key with a value, those of nested sections included, in the order of the models."""
     for name, field in fields_of(section).items():
         # egress.nats and ingress.nats have the keys of nats
         inner = [] if path and name == "nats" else sections_of(field.annotation)
@@ -44,7 +44,7 @@ def _key(path: tuple[str, ...], field: FieldInfo) -> Key:
 
 
 def type_name(field: FieldInfo) -> str:
-    """What the documentation calls the type of a key."""
+    """Return the name of a key's type in the documentation."""
     names = [m.name for m in field.metadata if isinstance(m, TypeName)]
     if OneOrMore in field.metadata:
         return f"{_annotation_name(get_args(field.annotation)[0])}, or a list"
@@ -69,7 +69,7 @@ BEGIN, END = "<!-- keys: begin -->", "<!-- keys: end -->"
 
 
 def tables() -> str:
-    """The tables of all keys, one for each section, in Markdown."""
+    """Return the tables of all keys, one for each section, in Markdown."""
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in every_key():
         groups.setdefault(key.path[:-1], []).append(key)
@@ -86,7 +86,7 @@ def _table(group: tuple[str, ...], rows: list[Key]) -> str:
 
 
 def with_tables(page: str) -> str:
-    """`page` with the tables between its two marks brought up to date."""
+    """Return `page` with the tables between its two marks brought up to date."""
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n\n{tables()}\n{END}{tail}"

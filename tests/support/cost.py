@@ -1,6 +1,6 @@
 """Requests, bytes and money of a site: the formula of docs/cost.md, and its tables.
 
-`python -m tests.support.cost docs/cost.md` writes the tables; `tests/integration/test_cost.py` holds the formula
+`python -m tests.support.cost docs/cost.md` writes the tables; `tests/integration/test_cost.py` checks the formula
 against the requests that a server gets.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from egress.deps import EgressTuning
+from egress.deps import Intervals
 from ingress.deps import IngressTuning
-from ingress.discovery.discovery import LOOK_AT_SITES, LOOK_UP_ALL
-from ingress.report import SPACING
+from ingress.discovery.discovery import CHAIN_LISTING_INTERVAL_S, HEARTBEAT_READ_INTERVAL_S
+from ingress.report import POSITIONS_INTERVAL_S
 
 DAY, MONTH = 86_400.0, 30 * 86_400.0  # seconds
 BEGIN, END = "<!-- cost: begin -->", "<!-- cost: end -->"
@@ -22,7 +22,7 @@ BEGIN, END = "<!-- cost: begin -->", "<!-- cost: end -->"
 
 @dataclass(frozen=True)
 class Requests:
-    """How many of each kind a server gets."""
+    """The number of requests of each kind that a server gets."""
 
     put: float = 0
     list: float = 0
@@ -38,22 +38,22 @@ class Requests:
 
     @classmethod
     def of(cls, counted: Mapping[str, int]) -> Requests:
-        """What was counted by kind; others than these are an error."""
+        """Convert counts by kind; other kinds are an error."""
         return cls(**counted)
 
 
-ABSENT = Requests(head=1, get=1)  # a HEAD of what is not there: its answer cannot say what is missing, so a GET asks
+ABSENT = Requests(head=1, get=1)  # a HEAD of a missing object: its answer cannot name the missing thing, so a GET asks
 
 # Egress, of one chain
 EGRESS_SEGMENT = Requests(list=1, put=2, head=2) + ABSENT  # covered yet? next incarnation? put, read back, tip; tail
 EGRESS_CHECK = ABSENT  # is there a next incarnation
-NEWEST_LOOK = Requests(head=1)  # is the newest segment still there, where nothing was put meanwhile
+NEWEST_LOOK = Requests(head=1)  # is the newest segment still there, if nothing was put meanwhile
 SNAPSHOT = Requests(put=1, head=1)  # of a sampled feed, at most one a segment
 ALIVE = Requests(put=1)  # of each process
-CAPTURE = Requests(put=1)  # of a stream whose consumers moved
+CAPTURE = Requests(put=1)  # of a stream, if its consumers moved
 
 # Ingress
-INGRESS_SEGMENT = Requests(get=2, list=2)  # its tail, the segment; what continues, and that nothing follows yet
+INGRESS_SEGMENT = Requests(get=2, list=2)  # its tail, the segment; continuing segments, and that nothing follows yet
 POLL = Requests(list=1)  # of up to 1,000 chains of all sites
 PARKED_LOOK = ABSENT  # of each target: is a parked message to be tried again
 SITES_LOOK = Requests(list=1)
@@ -64,9 +64,9 @@ POSITIONS = Requests(put=1)  # of each target, each minute in which it moved
 # Compaction
 RUN = Requests(put=3, head=3, list=3)
 RUN_CHAIN = Requests(list=4)
-RUN_TOMBSTONE = Requests(get=2)  # that stands, for readers of older listings
-RUN_BURIED = Requests(list=1)  # of a chain in which one stands
-INPUT = Requests(get=3, delete=1)  # merged and proved, proved once more where it is deleted
+RUN_TOMBSTONE = Requests(get=2)  # that exists, for readers of older listings
+RUN_BURIED = Requests(list=1)  # of a chain that has one
+INPUT = Requests(get=3, delete=1)  # merged and proved, proved once more at its deletion
 OUTPUT = Requests(put=2, get=6, head=2)  # read back, proved; its tombstone; read in the two runs in which inputs go
 
 
@@ -90,10 +90,10 @@ def ingress(
 
 
 def compaction(
-    runs: float, chains: float, inputs: float, outputs: float, standing: float = 0, buried: float = 0
+    runs: float, chains: float, inputs: float, outputs: float, existing: float = 0, buried: float = 0
 ) -> Requests:
-    """`standing`: tombstones that a run meets, `buried`: chains with one, both added up over the runs."""
-    listed = runs * RUN + runs * chains * RUN_CHAIN + buried * RUN_BURIED + standing * RUN_TOMBSTONE
+    """Return a run's requests. `existing`: tombstones met, `buried`: chains with one, both added up over the runs."""
+    listed = runs * RUN + runs * chains * RUN_CHAIN + buried * RUN_BURIED + existing * RUN_TOMBSTONE
     return listed + inputs * INPUT + outputs * OUTPUT
 
 
@@ -130,13 +130,13 @@ class CostedSite:
 
     @property
     def segments(self) -> float:
-        """A month: each feed closes one each `max_age`, with messages or without."""
+        """Return segments a month: each feed closes one each `max_age`, with messages or without."""
         return self.feeds * MONTH / self.max_age
 
     def egress(self) -> Requests:
-        pace = EgressTuning()
+        pace = Intervals()
         checks, alive = self.feeds * MONTH / pace.check, MONTH / pace.alive
-        captures = self.feeds * MONTH / pace.captured
+        captures = self.feeds * MONTH / pace.consumers_capture
         return egress(self.segments, checks, snapshots=self.segments * self.sampled, alive=alive, captures=captures)
 
     def ingress(self) -> Requests:
@@ -144,21 +144,21 @@ class CostedSite:
         return ingress(
             self.segments,
             share / self.poll,
-            share / IngressTuning().parked,
-            sites=share / LOOK_AT_SITES,
-            signs=MONTH / LOOK_AT_SITES,
-            lookups=self.feeds * MONTH / LOOK_UP_ALL,
-            positions=share / SPACING,
+            share / IngressTuning().parked_check_interval_s,
+            sites=share / HEARTBEAT_READ_INTERVAL_S,
+            signs=MONTH / HEARTBEAT_READ_INTERVAL_S,
+            lookups=self.feeds * MONTH / CHAIN_LISTING_INTERVAL_S,
+            positions=share / POSITIONS_INTERVAL_S,
         )
 
     def compaction(self) -> Requests:
-        """Each pair of levels merges once a day: its segments are too few to be due earlier (`max_wait`)."""
+        """Return a month's requests. Each pair of levels merges daily: too few segments for earlier (`max_wait`)."""
         if not self.every:
             return Requests()
         runs, outputs = MONTH / self.every, self.levels * self.feeds * MONTH / DAY
         inputs = self.segments + (self.levels - 1) * self.feeds * MONTH / DAY
-        standing = self.levels * self.feeds * runs * self.grace / DAY
-        return compaction(runs, self.feeds, inputs, outputs, standing, runs * self.feeds)
+        existing = self.levels * self.feeds * runs * self.grace / DAY
+        return compaction(runs, self.feeds, inputs, outputs, existing, runs * self.feeds)
 
 
 WORDS = {60.0: "1m", 300.0: "5m", 1.0: "1s", 10.0: "10s", 30.0: "30s", 0.0: "none", 3600.0: "1h"}
@@ -189,18 +189,18 @@ def _row(cells: list[str]) -> str:
 
 TERMS = (
     ("egress", "segment", EGRESS_SEGMENT),
-    ("", f"chain, each {EgressTuning().check:.0f} s", EGRESS_CHECK),
-    ("", f"chain, each {EgressTuning().newest:.0f} s in which nothing was put", NEWEST_LOOK),
+    ("", f"chain, each {Intervals().check:.0f} s", EGRESS_CHECK),
+    ("", f"chain, each {Intervals().newest:.0f} s in which nothing was put", NEWEST_LOOK),
     ("", "segment of a sampled feed, at most", SNAPSHOT),
-    ("", f"process, each {EgressTuning().alive:.0f} s", ALIVE),
-    ("", f"feed, each {EgressTuning().captured:.0f} s in which consumers of its stream moved", CAPTURE),
+    ("", f"process, each {Intervals().alive:.0f} s", ALIVE),
+    ("", f"feed, each {Intervals().consumers_capture:.0f} s in which consumers of its stream moved", CAPTURE),
     ("ingress", "segment", INGRESS_SEGMENT),
     ("", "`poll_interval`, for each 1,000 chains", POLL),
-    ("", f"target, each {IngressTuning().parked:.0f} s", PARKED_LOOK),
-    ("", f"each {LOOK_AT_SITES:.0f} s", SITES_LOOK),
-    ("", f"process of egress, each {LOOK_AT_SITES:.0f} s", SIGN_OF_LIFE),
-    ("", f"feed, each {LOOK_UP_ALL:.0f} s", LOOK_UP),
-    ("", f"target, each {SPACING:.0f} s in which it moved", POSITIONS),
+    ("", f"target, each {IngressTuning().parked_check_interval_s:.0f} s", PARKED_LOOK),
+    ("", f"each {HEARTBEAT_READ_INTERVAL_S:.0f} s", SITES_LOOK),
+    ("", f"process of egress, each {HEARTBEAT_READ_INTERVAL_S:.0f} s", SIGN_OF_LIFE),
+    ("", f"feed, each {CHAIN_LISTING_INTERVAL_S:.0f} s", LOOK_UP),
+    ("", f"target, each {POSITIONS_INTERVAL_S:.0f} s in which it moved", POSITIONS),
     ("compaction", "run", RUN),
     ("", "run and chain; a LIST more for each further 1,000 segments", RUN_CHAIN),
     ("", "run and chain with a tombstone", RUN_BURIED),
@@ -245,7 +245,7 @@ def _bytes() -> Iterator[str]:
 
 
 def with_tables(page: str) -> str:
-    """`page` with the tables between its two marks brought up to date."""
+    """Return `page` with the tables between its two marks brought up to date."""
     head, _, rest = page.partition(BEGIN)
     return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{rest.partition(END)[2]}"
 

@@ -11,7 +11,7 @@ from infra.local.process import free_port
 
 @contextmanager
 def hub_and_leaf(users: Callable[[NatsServer], str] | None = None) -> Iterator[tuple[NatsServer, NatsServer]]:
-    """Two servers joined by a leaf node connection; their domains are called as they are.
+    """Run two servers joined by a leaf node connection; their domains have the names of the servers.
 
     `users`: of the hub, as lines of its configuration, `all` with the password `secret` among them.
     """

@@ -26,39 +26,39 @@ from common.sequences import SequenceRange, cover
 from common.service.monitor import Health
 from common.settings.root import Settings, StoreSettings
 from common.tasks import Stop
-from egress.deps import Confirming, EgressTuning, Pulling, Tuning
+from egress.deps import ConfirmSettings, Intervals, PullSettings, Tuning
 from egress.feed import lease_key
 from egress.incarnations import Closings, HighWaterMarks
 from egress.service import EgressService
-from infra.oracle import Comparison, Trace, archived, compare, read_stream
+from infra.oracle import OracleResult, Trace, archived_messages, compare, read_stream
 from tests.support.basics import PATIENCE, SharedS3, answered, cancelled, is_gapless, soon, unique
 from tests.support.servers import connected, place
 
 SITE = "site"
 QUICK = Tuning(
-    pulling=Pulling(batch=500, heartbeat=0.3, expires=5.0, inactive=60.0),
-    pace=EgressTuning(tick=0.05, check=0.3, advance=0.1, idle=0.3, alive=3600.0, reexamine=0.3),
-    confirming=Confirming(times=3, span=0.3, attempts=12),
+    pulling=PullSettings(batch=500, heartbeat=0.3, expires=5.0, inactive=60.0),
+    intervals=Intervals(tick=0.05, check=0.3, advance=0.1, idle=0.3, alive=3600.0, reexamine=0.3),
+    confirming=ConfirmSettings(times=3, span=0.3, attempts=12),
 )
 
 
 @dataclass
 class Running:
-    """An egress that runs: its health, and how to stop it."""
+    """A running egress: its health, and the way to stop it."""
 
     health: Health
     stop: Stop
     task: asyncio.Task[bool]
 
     def status(self, feed: str) -> dict[str, Any]:
-        """What /status shows of a feed; empty before it has said anything."""
+        """Return the entry of a feed in /status; empty before its first report."""
         return self.health.status()["parts"].get(f"egress {feed}", {})
 
     def state(self, feed: str) -> str:
         return self.status(feed).get("state", "")
 
     async def stopped(self, feed: str) -> dict[str, Any]:
-        """What /status shows of the feed as soon as it has stopped."""
+        """Return the entry of a feed in /status as soon as it has stopped."""
         await soon(lambda: self.state(feed) == "stopped")
         return self.status(feed)
 
@@ -67,7 +67,7 @@ class Running:
         await soon(lambda: (self.status(feed).get("open_segment") or {}).get("last") == last)
 
     async def drain(self) -> None:
-        """Stop it as SIGTERM does; fails if it does not drain."""
+        """Stop it as SIGTERM does; fail if it does not drain."""
         self.stop.set()
         assert await self.task, "not drained in time"
 
@@ -78,7 +78,7 @@ class Running:
 
 @dataclass
 class Bench:
-    """A server, a bucket, and what is needed to look into both."""
+    """A server, a bucket, and access to both for the test."""
 
     url: str | list[str]
     root: Path
@@ -95,7 +95,7 @@ class Bench:
         self.chains = ChainStore(self.objects, Layout("data"))
 
     def document(self, *feeds: dict[str, Any], **egress: Any) -> dict[str, Any]:
-        """A configuration with these feeds, as a file has it."""
+        """Return a configuration with these feeds, as a file has it."""
         return {
             "site": SITE,
             "nats": {"url": self.url},
@@ -112,7 +112,7 @@ class Bench:
         }
 
     def settings(self, *feeds: dict[str, Any], **egress: Any) -> Settings:
-        """Settings with these feeds. Segments close sooner than users may configure."""
+        """Return settings with these feeds. Segments close sooner than users may configure."""
         settings = Settings.model_validate(self.document(*feeds, **egress))
         hurried = tuple(
             feed
@@ -133,7 +133,7 @@ class Bench:
         """Run egress as a task, over `objects` instead of the bench's own and by `clock`, if given."""
         clock = clock or SystemClock()
         health, stop = Health(clock), Stop()
-        patient = replace(tuning, pace=replace(tuning.pace, reexamine=reexamine))
+        patient = replace(tuning, intervals=replace(tuning.intervals, reexamine=reexamine))
         service = EgressService(settings, patient, clock, health, stop, objects)
         return Running(health, stop, asyncio.create_task(service.run()))
 
@@ -146,7 +146,7 @@ class Bench:
         clock: Clock | None = None,
         **egress: Any,
     ) -> AsyncIterator[Running]:
-        """Egress for the length of a block, drained at its end."""
+        """Run egress for the length of a block, and drain it at its end."""
         running = self.start(self.settings(*feeds, **egress), tuning, objects=objects, clock=clock)
         try:
             yield running
@@ -157,14 +157,14 @@ class Bench:
     # The source
 
     async def make_stream(self, name: str, **config: Any) -> str:
-        """A memory stream on `{name}.>`; its name."""
+        """Create a memory stream on `{name}.>`; return its name."""
         await place(
             self.client, {"name": name, "subjects": [f"{name}.>"], "storage": "memory", "retention": "limits", **config}
         )
         return name
 
     async def make_replicated(self, retention: str = "limits") -> str:
-        """A stream of three replicas, as soon as the cluster makes one."""
+        """Create a stream of three replicas, as soon as the cluster can; return its name."""
         stream, config = unique("T"), {"num_replicas": 3, "storage": "file", "retention": retention}
         return await answered(lambda: self.make_stream(stream, **config), FloeError)
 
@@ -178,13 +178,13 @@ class Bench:
         await self.publish(name, payloads)
 
     async def filled(self, payloads: Iterable[bytes], *, subject: str = "a", **config: Any) -> str:
-        """A stream of these payloads; its name."""
+        """Create a stream of these payloads; return its name."""
         stream = await self.make_stream(unique("T"), **config)
         await self.publish(stream, payloads, subject=subject)
         return stream
 
     async def begun(self, payloads: Iterable[bytes], segment: dict[str, Any] | None = None, **config: Any) -> str:
-        """A stream of these payloads, all archived by a feed of its name; its name."""
+        """Create a stream of these payloads, all archived by a feed of its name; return its name."""
         stream = await self.filled(payloads, **config)
         await self.freeze({"stream": stream, "segment": segment or {}})
         return stream
@@ -204,7 +204,7 @@ class Bench:
             self.client.send(frame(f"{stream}.{subject}".encode(), payload, headers))
             count += 1
             if count % 4000 == 0:
-                # The server drops what it cannot queue.
+                # The server drops messages that it cannot queue.
                 await soon(lambda: self._reached(stream, before + count))  # noqa: B023
         await soon(lambda: self._reached(stream, before + count))
 
@@ -212,7 +212,7 @@ class Bench:
         return await self.last(stream) >= last
 
     async def last(self, stream: str) -> int:
-        """The last sequence of the stream; a cluster that has no leader just now is waited for."""
+        """Return the last sequence of the stream. Waits while its cluster has no leader."""
         info = await answered(lambda: stream_info(self.client, stream), Unavailable)
         return info.last_sequence if info else 0
 
@@ -225,20 +225,20 @@ class Bench:
         return self.store.list(self.chain(feed, incarnation))
 
     def end(self, feed: str, incarnation: int = 0) -> int:
-        """Where coverage ends; 0 without any."""
+        """Return the end of the coverage; 0 without any."""
         return self.end_of(self.chain(feed, incarnation))
 
     def end_of(self, chain: Chain) -> int:
         return max((ref.coverage.last for ref in self.store.list(chain)), default=0)
 
     def messages(self, feed: str, incarnation: int = 0) -> list[Message]:
-        return list(archived(self.store, self.chain(feed, incarnation)))
+        return list(archived_messages(self.store, self.chain(feed, incarnation)))
 
     def footers(self, feed: str, incarnation: int = 0) -> list[Footer]:
         return [self.store.footer(ref) for ref in self.refs(feed, incarnation)]
 
     def ledger(self, feed: str, incarnation: int = 0) -> dict[str, int]:
-        """The sums over all segments, by reason."""
+        """Return the sums over all segments, by reason."""
         total = Ledger()
         for footer in self.footers(feed, incarnation):
             total = total.plus(footer.ledger)
@@ -253,7 +253,7 @@ class Bench:
         return await HighWaterMarks(state).get(self.chain(feed, incarnation))
 
     def check(self, feed: str, incarnation: int = 0, first: int = 1) -> None:
-        """The archive accounts once for every sequence from `first` on; segments balance (I5, I7)."""
+        """Check that the archive accounts once for every sequence from `first` on; segments balance (I5, I7)."""
         self.check_chain(self.chain(feed, incarnation), first)
 
     def check_chain(self, chain: Chain, first: int) -> None:
@@ -263,35 +263,35 @@ class Bench:
         assert not stretches or stretches[0].rows.first == first, chain
         for footer in map(self.store.footer, refs):
             assert footer.is_balanced(), footer
-            assert footer.is_unread_named(), footer
+            assert footer.has_valid_unread(), footer
 
     async def compare(
         self, feed: str, stream: str, incarnation: int = 0, *, may_be_gone: bool = False, first: int = 1
-    ) -> Comparison:
-        """The archive against what the stream holds now from `first` on, message by message."""
+    ) -> OracleResult:
+        """Compare the archive with the present messages of the stream from `first` on, one by one."""
         source = await source_from(self.client, stream, first)
         return compare(source, Trace.of(self.messages(feed, incarnation)), may_be_gone=may_be_gone)
 
     async def same(self, feed: str, stream: str, incarnation: int = 0) -> None:
-        """Fails unless the archive holds exactly what the stream holds, and accounts for all of it."""
+        """Fail unless the archive holds exactly the messages of the stream, and accounts for all of them."""
         self.check(feed, incarnation, self.chains.read_chain(self.chain(feed, incarnation)).first)  # type: ignore[union-attr]
         found = await self.compare(feed, stream, incarnation)
-        assert found.ok, found.report()
+        assert found.is_ok, found.report()
 
     async def same_at_last(self, feed: str, stream: str) -> None:
-        """`same`, of a stream whose cluster may have no leader just now."""
+        """Check `same` of a stream while its cluster may have no leader."""
         await answered(lambda: self.same(feed, stream), Unavailable)
 
 
 async def source_from(client: FloeClient, stream: str, first: int) -> Trace:
-    """What the stream holds from `first` on."""
+    """Return the messages of the stream from `first` on."""
     source = Trace()
 
     def take(message: Message) -> None:
         if message.sequence >= first:
             source.add(message)
 
-    source.through = await read_stream(client, stream, take)
+    source.last_accounted = await read_stream(client, stream, take)
     return source
 
 
@@ -311,7 +311,7 @@ class Partitioned:
         return Chain(SITE, self.feed, incarnation, partition)
 
     def end(self, partition: int, incarnation: int = 0) -> int:
-        """Where coverage ends; 0 without any."""
+        """Return the end of the coverage; 0 without any."""
         return self.bench.end_of(self.chain(partition, incarnation))
 
     async def archived_to(self, last: int, incarnation: int = 0, seconds: float = PATIENCE) -> None:
@@ -324,21 +324,21 @@ class Partitioned:
             await self.archived_to(last, incarnation)
 
     def messages(self, incarnation: int = 0, count: int | None = None) -> list[Message]:
-        """Of all partitions, in sequence order; a repeated one stands twice."""
+        """Return the messages of all partitions, in sequence order; a repeated one twice."""
         chains = [self.chain(p, incarnation) for p in range(count or self.count)]
-        found = [m for chain in chains for m in archived(self.bench.store, chain)]
+        found = [m for chain in chains for m in archived_messages(self.bench.store, chain)]
         return sorted(found, key=lambda message: message.sequence)
 
     def ends(self, incarnation: int = 0) -> dict[int, int]:
         return {p: self.end(p, incarnation) for p in range(self.count)}
 
     def previous(self, incarnation: int) -> dict[int, int] | None:
-        """What `stream.json` of the incarnation says of the one before."""
+        """Return the ends of the previous incarnation in `stream.json` of this one."""
         document = self.bench.chains.read_stream(self.chain(0, incarnation))
         return None if document is None or document.previous is None else dict(document.previous)
 
     def check(self, incarnation: int = 0) -> None:
-        """Each partition accounts once for every sequence from its first on; segments balance."""
+        """Check that each partition accounts once for every sequence from its first on; segments balance."""
         for partition in range(self.count):
             chain = self.chain(partition, incarnation)
             document = self.bench.chains.read_chain(chain)
@@ -346,11 +346,11 @@ class Partitioned:
             self.bench.check_chain(chain, document.first)
 
     async def same(self, stream: str, incarnation: int = 0, first: int = 1) -> None:
-        """Fails unless the partitions together hold exactly what the stream holds from `first` on."""
+        """Fail unless the partitions together hold exactly the messages of the stream from `first` on."""
         self.check(incarnation)
         source = await source_from(self.bench.client, stream, first)
         found = compare(source, Trace.of(self.messages(incarnation)), may_be_gone=False)
-        assert found.ok, found.report()
+        assert found.is_ok, found.report()
 
     # Playing another instance
 
@@ -359,8 +359,8 @@ class Partitioned:
 
     @asynccontextmanager
     async def away(self, partition: int, ttl: float = 2.0) -> AsyncIterator[None]:
-        """Another instance, which does nothing, holds the lease of the partition; in a thread of its own, so that it
-        does so on a busy machine too.
+        """Hold the lease of the partition as another instance that does nothing, in a thread of its own: so that it
+        works on a busy machine too.
         """
         bucket = await KeyValue(self.bench.client, self.bench.lease_bucket, ttl=ttl).ensure()
         key = lease_key(self.chain(partition))
@@ -385,14 +385,14 @@ class Partitioned:
 
 
 async def publish_over(bench: Bench, stream: str, subjects: Sequence[str], count: int, text: str) -> None:
-    """Publish `count` messages, the subjects taking turns."""
+    """Publish `count` messages, the subjects in turn."""
     for number, subject in enumerate(subjects):
         mine = [f"{text} {i}".encode() for i in range(count) if i % len(subjects) == number]
         await bench.publish(stream, mine, subject=subject)
 
 
 def feed_of(stream: str, count: int = 3, **keys: Any) -> dict[str, Any]:
-    """A feed cut by a template."""
+    """Return a feed that a template splits into partitions."""
     return {"stream": stream, "partitions": {"count": count, "subject": f"{stream}.{{partition}}.>"}, **keys}
 
 
@@ -403,7 +403,7 @@ async def begun_parts(
     subjects: Sequence[str] = ("0.a", "1.a"),
     **config: Any,
 ) -> tuple[str, Partitioned]:
-    """A stream of so many messages, all archived by the partitions of a feed of its name; its name, and those."""
+    """Create a stream of so many messages, all archived by the partitions of a feed of its name; return both."""
     stream = await bench.make_stream(unique("T"), **config)
     parts = Partitioned(bench, stream, count)
     await publish_over(bench, stream, subjects, messages, "first")

@@ -35,18 +35,18 @@ class Process(Service):
         self.start()
 
     async def ended(self) -> int:
-        """Its exit code; negative for a signal."""
+        """Return its exit code; negative for a signal."""
         return await asyncio.to_thread(self.wait, PATIENCE)
 
     async def drained(self) -> None:
-        """SIGTERM; fails unless it ends with 0."""
+        """Send SIGTERM; fail unless it ends with 0."""
         code = await asyncio.to_thread(self.drain)
         assert code == 0, f"exit code {code}\n{self.tail()}"
 
 
 @contextmanager
 def processes() -> Iterator[list[Process]]:
-    """A list of processes, whatever is left of them killed at the end."""
+    """Yield a list of processes; the remaining ones are killed at the end."""
     started: list[Process] = []
     try:
         yield started
@@ -56,7 +56,7 @@ def processes() -> Iterator[list[Process]]:
 
 
 if __name__ == "__main__":
-    # Not through the checks of files: a test may set what users cannot yet.
+    # Not through the checks of files: a test may set values that users cannot yet.
     settings = Settings.model_validate(yaml.safe_load(Path(sys.argv[1]).read_text()))
     logs.configure(settings.log.level, settings.log.format, instance=settings.instance)
     sys.exit(run_async(serve(settings, tuning=QUICK)))

@@ -1,7 +1,7 @@
-"""The archive under `tests/golden/1`: an object of each kind, as Floe wrote it when the formats were settled.
+"""The archive under `tests/golden/1`: an object of each kind, as Floe wrote it when format 1 became final.
 
-Never made again: what is there has to be readable for ever. This module says what it holds, and how it was
-made (`python -m tests.support.golden FOLDER`), for whoever adds an archive of a later version beside it.
+It is never made again: its objects have to be readable for ever. This module states its contents, and how it was
+made (`python -m tests.support.golden FOLDER`), for the author of an archive of a later version beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.segments.captures import (
-    KINDS,
+    CAPTURE_KINDS,
     CapturedConfig,
     CapturedConsumer,
     CapturedConsumers,
@@ -30,8 +30,8 @@ from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange
 from compaction.merge import merge
 from compaction.plan import Output
-from compaction.supersede import made_by
-from compaction.tombstones import Tombstones
+from compaction.supersede import supersession_of_merge
+from compaction.tombstones import TombstoneStore
 from tests.support.segments import batch_of, footer_of
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
@@ -87,17 +87,19 @@ def make(folder: Path) -> None:
     chains.raise_floor(CHAIN, FLOOR)
     chains.write_tail(CHAIN, END)
     chains.accept_gap(CHAIN, ACCEPTED)
-    chains.pass_gap(TARGET, CHAIN, PASSED)
+    chains.record_skipped_gap(TARGET, CHAIN, PASSED)
     for each in (CONFIG, CONSUMERS, DELETIONS):  # as they were written before they named their chain
         raw = to_json(each)
-        name = CaptureName(replace(CHAIN, partition=0), KINDS[type(each)], each.end, sha256(raw).hexdigest()[:16])
+        name = CaptureName(
+            replace(CHAIN, partition=0), CAPTURE_KINDS[type(each)], each.end, sha256(raw).hexdigest()[:16]
+        )
         objects.put(LAYOUT.capture(name), raw)
     inputs = [
         _segment(store, SequenceRange(1, 20), slice(0, 3), LEDGERS[0], UNREAD),
         _segment(store, SequenceRange(21, 40), slice(3, 4), LEDGERS[1], None),
     ]
     output = Output(1, tuple(inputs))
-    Tombstones(objects, LAYOUT).put(made_by(merge(store, output).ref, output.inputs))
+    TombstoneStore(objects, LAYOUT).put(supersession_of_merge(merge(store, output).ref, output.inputs))
     store.close()
     shutil.rmtree(folder / ".floe-objects")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.jetstream.headers import CRLF, VERSION, Provenance, escaped_lines
+from common.jetstream.headers import CRLF, VERSION_LINE, Provenance, escape_lines
 
 
 def escape(
@@ -13,10 +13,10 @@ def escape(
     *,
     relay: bool = False,
 ) -> bytes:
-    """The block under which a message with the block `block` (None: without headers) is stored in a target.
+    """Return the block under which a message with the block `block` (None: without headers) is stored in a target.
 
     `first_lines`: Floe's own, without CR LF, such as `Nats-Expected-Last-Sequence: 5`. The others as of
-    `escaped_lines`.
+    `escape_lines`.
     """
     own = b"".join([line + CRLF for line in first_lines]) + provenance.line() + CRLF
-    return VERSION + own + escaped_lines(block, control_headers, relay=relay) + CRLF
+    return VERSION_LINE + own + escape_lines(block, control_headers, relay=relay) + CRLF

@@ -51,7 +51,7 @@ def account(name: str, key: Any, root: Any) -> str:
 
 @dataclass
 class Operator:
-    """Operator, accounts and a user; `config` makes a server that knows them, `claims` are the user's."""
+    """An operator, accounts and a user. `config` makes a server trust them; `claims` are the user's."""
 
     user: Any = field(default_factory=lambda: new_key(nkeys.PREFIX_BYTE_USER))
     owner: Any = field(default_factory=lambda: new_key(nkeys.PREFIX_BYTE_ACCOUNT))
@@ -82,14 +82,14 @@ _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
 def authority(folder: Path, name: str = "ca") -> None:
-    """`{name}.pem` and `{name}.key`: a CA."""
-    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # Python 3.13 asks for it
+    """Write `{name}.pem` and `{name}.key`: a CA."""
+    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # Python 3.13 requires it
     words = ("-x509", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}")
     _openssl(folder, "req", *words, *usage)
 
 
 def certificate(folder: Path, name: str, alternative: str, ca: str = "ca") -> None:
-    """`{name}.pem` and `{name}.key`, for `alternative` such as `DNS:client`, signed by a CA in the folder."""
+    """Write `{name}.pem` and `{name}.key`, for `alternative` such as `DNS:client`, signed by a CA in the folder."""
     _openssl(folder, "req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
     (folder / f"{name}.ext").write_text(f"subjectAltName={alternative}\nauthorityKeyIdentifier=keyid\n")
     signed = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-days", "2", "-extfile", f"{name}.ext")
@@ -97,7 +97,7 @@ def certificate(folder: Path, name: str, alternative: str, ca: str = "ca") -> No
 
 
 def make_certificates(folder: Path) -> Path:
-    """A CA, a server's and a client's certificate, another CA with a client's, and one for another host."""
+    """Write a CA, a server's and a client's certificate, another CA with a client's, and one for another host."""
     for ca in ("ca", "other"):
         authority(folder, ca)
     for name, alternative, ca in (

@@ -15,9 +15,9 @@ import yaml
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
-from common.jetstream.api import ask, create_consumer, create_stream, stored_message, stream_info
+from common.jetstream.api import create_consumer, create_stream, query, stored_message, stream_info
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.headers import Provenance, restore
+from common.jetstream.headers import Provenance, split_provenance
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.requests import ApiError
 from common.objects.local import LocalObjects
@@ -34,7 +34,7 @@ from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from ingress.checkpoint_store import StateStore
 from ingress.deps import IngressTuning
 from ingress.service import Controller
-from ingress.verdict.verdict import Origin, TargetReading, Unread
+from ingress.verdict.verdict import NoOrigin, Origin, TargetReading
 from tests.support.basics import PATIENCE, parse_ack, soon, unique
 from tests.support.headers import escape
 from tests.support.segments import message, write_segment
@@ -42,7 +42,7 @@ from tests.support.servers import connected
 
 CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 PREFIX = "data"
-QUICK = IngressTuning(look_spacing=0.1, reexamine=0.3, parked=0.3, look_at_stopped=1.0)
+QUICK = IngressTuning(confirm_interval_s=0.1, target_recheck_s=0.3, parked_check_interval_s=0.3, chain_recheck_s=1.0)
 
 
 class Archive:
@@ -56,7 +56,7 @@ class Archive:
         self.rows: dict[Chain, list[Message]] = {}
 
     def begin(self, chain: Chain = CHAIN, first: int = 1, previous: dict[int, int] | None = None) -> None:
-        """The documents of a chain."""
+        """Write the documents of a chain."""
         self.documents.create_stream(chain, StreamDocument({"name": chain.feed}, "t0", previous))
         self.documents.create_chain(chain, ChainDocument((), chain.partition + 1, first))
 
@@ -69,7 +69,7 @@ class Archive:
         tail: bool = True,
         **fields: Any,
     ) -> SegmentRef:
-        """Put one segment, remember its rows as what the target must hold, and write the tail."""
+        """Put one segment, record its rows as expected in the target, and write the tail."""
         if self.documents.read_chain(chain) is None:
             self.begin(chain)
         path = self.store.new_spool()
@@ -84,7 +84,7 @@ class Archive:
 
 
 def rows_of(first: int, last: int, chain: Chain = CHAIN, size: int = 20) -> list[Message]:
-    """Messages of all sequences first..last, each with a payload of its own."""
+    """Return messages of all sequences first..last, each with a payload of its own."""
     return [
         message(s, f"{chain}|{s}|".encode().ljust(size, b"x"), subject=b"nodes.%d" % (s % 7))
         for s in range(first, last + 1)
@@ -92,15 +92,15 @@ def rows_of(first: int, last: int, chain: Chain = CHAIN, size: int = 20) -> list
 
 
 def piece(first: int, last: int, count: int | None = None, chain: Chain = CHAIN, digest: str = "0") -> IntentPiece:
-    """A piece of a segment of 1 to 1000; each of its sequences has a message where no count is given."""
+    """Return a piece of a segment of 1 to 1000. Without `count`, each of its sequences has a message."""
     name = SegmentName(chain, 0, SequenceRange(1, 1000), digest * 16)
     return IntentPiece(name, SequenceRange(first, last), last - first + 1 if count is None else count)
 
 
 def reading(
-    last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0", *, forgets: bool = True
+    last: int, tail: Origin | NoOrigin = NoOrigin.GONE, created: str = "t0", *, forgets: bool = True
 ) -> TargetReading:
-    """What a target says: its last sequence, and which message that is."""
+    """Return a reading of the target: its last sequence, and the origin of that message."""
     return TargetReading(last, created, tail, forgets)
 
 
@@ -120,7 +120,7 @@ class Arrived:
 
 
 async def arrived(client: FloeClient, stream: str) -> list[Arrived]:
-    """Everything that the target holds."""
+    """Return all messages of the target."""
     info = await stream_info(client, stream)
     if info is None:
         return []
@@ -136,10 +136,10 @@ async def arrived(client: FloeClient, stream: str) -> list[Arrived]:
 
 async def _read(client: FloeClient, stream: str, sequence: int) -> Arrived | None:
     try:
-        stored = stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}, timeout=PATIENCE))
+        stored = stored_message(await query(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}, timeout=PATIENCE))
     except ApiError:
         return None
-    provenance, headers = restore(stored.headers)
+    provenance, headers = split_provenance(stored.headers)
     origin = provenance and Message(
         provenance.sequence, provenance.timestamp_ns, stored.subject, headers, stored.payload
     )
@@ -147,7 +147,7 @@ async def _read(client: FloeClient, stream: str, sequence: int) -> Arrived | Non
 
 
 async def count_in(client: FloeClient, stream: str) -> int:
-    """How many messages the target holds; 0 where it does not exist, or nobody can tell now."""
+    """Return the number of messages in the target; 0 if it does not exist, or its state cannot be read now."""
     try:
         info = await stream_info(client, stream)
     except (Unavailable, OutcomeUnknown):
@@ -156,7 +156,7 @@ async def count_in(client: FloeClient, stream: str) -> int:
 
 
 def check_exact(messages: Sequence[Arrived], archive: Archive, prefix: bytes = b"") -> None:
-    """Each row once, in order within its chain, byte for byte."""
+    """Check that each row is there once, in order within its chain, byte for byte."""
     for chain, rows in archive.rows.items():
         got = [each.message for each in messages if each.provenance and each.chain == chain]
         want = [
@@ -184,12 +184,12 @@ class Centre:
         }
 
     def having(self, **target: Any) -> Centre:
-        """The same, with these keys of its target."""
+        """Return a copy with these keys of its target."""
         self.target_settings |= target
         return self
 
     def document(self, **ingress: Any) -> dict[str, Any]:
-        """The configuration; `ingress` overrides keys of that section."""
+        """Return the configuration; `ingress` overrides keys of that section."""
         return {
             "nats": {"url": self.urls},
             "store": {"url": f"file://{self.archive.folder}", "prefix": PREFIX},
@@ -205,24 +205,24 @@ class Centre:
         }
 
     def write(self, **ingress: Any) -> Path:
-        """The configuration as a file."""
+        """Write the configuration to a file; return its path."""
         path = self.folder / f"{unique('c')}.yaml"
         path.write_text(yaml.safe_dump(self.document(**ingress), sort_keys=False))
         path.chmod(0o600)
         return path
 
     def settings(self, **ingress: Any) -> Settings:
-        """The configuration as it is loaded."""
+        """Return the configuration as it is loaded."""
         return load(str(self.write(**ingress)))
 
     @property
     def prefix(self) -> bytes:
-        """What stands before each subject in the target."""
+        """The prefix of each subject in the target."""
         return f"{self.target}.".encode()
 
     @asynccontextmanager
     async def running(self, **ingress: Any) -> AsyncIterator[Health]:
-        """The service in this process, drained at the end."""
+        """Run the service in this process, and drain it at the end."""
         health, stop, task = self.started(**ingress)
         try:
             yield health
@@ -231,21 +231,21 @@ class Centre:
             await asyncio.wait_for(task, PATIENCE)
 
     def started(self, **ingress: Any) -> tuple[Health, Stop, asyncio.Task[None]]:
-        """The service, how to end it, and the task that it is."""
+        """Start the service; return its health, its stop, and its task."""
         health, stop = Health(SystemClock()), Stop()
         return health, stop, asyncio.create_task(self.run(stop, health, **ingress))
 
     async def run(self, stop: Stop | None = None, health: Health | None = None, **ingress: Any) -> None:
-        """The service until `stop`, or until it ends by itself."""
+        """Run the service until `stop`, or until it ends by itself."""
         store = SegmentStore(self.archive.objects, Layout(PREFIX))
         health = health or Health(SystemClock())
         controller = Controller(
-            self.settings(**ingress), store, self.archive.documents, health, SystemClock(), pace=QUICK
+            self.settings(**ingress), store, self.archive.documents, health, SystemClock(), tuning=QUICK
         )
         await controller.run(stop or Stop())
 
     async def ending(self, **ingress: Any) -> FloeError:
-        """What ends the service, or what stops the target while the service stays: then as Stopped."""
+        """Return the error that ends the service, or as Stopped the one that stops only the target."""
         health, stop, task = self.started(**ingress)
         try:
             await soon(lambda: task.done() or self.status(health).get("state") == "stopped")
@@ -259,16 +259,16 @@ class Centre:
         return Stopped(found["why"], hint=found["hint"], code=found["code"])
 
     def status(self, health: Health) -> dict[str, Any]:
-        """What /status says of the target."""
+        """Return the entry of the target in /status."""
         return dict(health.status()["parts"].get(f"target {self.target}", {}))
 
     async def state(self, client: FloeClient) -> StateStore:
-        """The stored state of the target."""
+        """Return the store of the target's state."""
         bucket = await KeyValue(client, self.state_bucket).ensure()
         return StateStore(bucket, state_key("ingress", self.target), self.target)
 
     async def carried(self, client: FloeClient, count: int, seconds: float = PATIENCE) -> list[Arrived]:
-        """What the target holds once it holds `count` messages."""
+        """Return the messages of the target once it holds `count` of them."""
 
         async def enough() -> bool:
             return await count_in(client, self.target) >= count
@@ -279,13 +279,13 @@ class Centre:
 
 @asynccontextmanager
 async def client_of(*urls: str, name: str = "test") -> AsyncIterator[FloeClient]:
-    """A connection of the test's own."""
+    """Open a connection of the test's own."""
     async with aclosing(await connected(urls, name)) as client:
         yield client
 
 
 async def make(client: FloeClient, centre: Centre, **config: Any) -> str:
-    """The target; its creation time."""
+    """Create the target; return its creation time."""
     subjects = [f"{centre.target}.>"]
     info = await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True, **config})
     return info.created
@@ -307,12 +307,12 @@ async def store(client: FloeClient, centre: Centre, rows: Sequence[Message], **h
 
 
 async def foreign(client: FloeClient, centre: Centre) -> None:
-    """A message of somebody else, acknowledged."""
+    """Publish a foreign message; wait for its acknowledgement."""
     await client.request_raw(f"{centre.target}.foreign".encode(), b"x", timeout=PATIENCE)
 
 
 async def left_open(client: FloeClient, centre: Centre, ref: SegmentRef, created: str, base: int = 0) -> TargetState:
-    """What a killed instance leaves: an intent over the whole segment, after `base`; returns the state."""
+    """Leave an intent over the whole segment, after `base`, as a killed instance does; return the state."""
     positions = {CHAIN: ref.coverage.first} if base else {}
     state = TargetState(Checkpoint(base, created, positions))
     opened = open_intent(state, [IntentPiece(ref.segment, ref.coverage, len(ref.coverage))])
@@ -336,7 +336,7 @@ async def put_back(client: FloeClient, centre: Centre, state: TargetState) -> No
 
 
 async def closed_at(client: FloeClient, centre: Centre, sequence: int) -> TargetState:
-    """The state once it is closed at that target sequence."""
+    """Return the state once it is closed at that target sequence."""
 
     async def closed() -> TargetState | None:
         state = (await (await centre.state(client)).load()).state
@@ -350,7 +350,7 @@ async def closed_at(client: FloeClient, centre: Centre, sequence: int) -> Target
 
 @asynccontextmanager
 async def service(centre: Centre, **ingress: Any) -> AsyncIterator[Health]:
-    """The service in this process, whatever it ends with."""
+    """Run the service in this process; its error at the end is ignored."""
     health, stop, task = centre.started(**ingress)
     try:
         yield health
@@ -363,7 +363,7 @@ async def service(centre: Centre, **ingress: Any) -> AsyncIterator[Health]:
 
 
 async def stop_of(centre: Centre, health: Health) -> dict[str, Any]:
-    """What /status says once the target waits for an operator: why, hint and code."""
+    """Return the entry of the target in /status once it waits for an operator: why, hint and code."""
 
     def found() -> dict[str, Any] | None:
         status = centre.status(health)
@@ -375,11 +375,11 @@ async def stop_of(centre: Centre, health: Health) -> dict[str, Any]:
 
 
 def sequences(messages: Sequence[Arrived]) -> list[int]:
-    """Which rows of the chain arrived, in the order in which they stand there."""
+    """Return the sequences of the chain's rows that arrived, in the order of the target."""
     return [each.message.sequence for each in messages if each.provenance and each.chain == CHAIN]
 
 
-async def stands(client: FloeClient, centre: Centre, wanted: list[int]) -> None:
+async def holds(client: FloeClient, centre: Centre, wanted: list[int]) -> None:
     """Wait until the rows of the chain in the target are exactly these, in this order."""
 
     async def found() -> list[int]:
@@ -398,7 +398,7 @@ async def stands(client: FloeClient, centre: Centre, wanted: list[int]) -> None:
 
 @dataclass
 class Consumer:
-    """Consumes a work queue as it fills, and remembers what it saw."""
+    """A consumer that reads a work queue as it fills, and records the sequences."""
 
     client: FloeClient
     stream: str
@@ -416,7 +416,7 @@ class Consumer:
     def _sink(self, _subject: bytes, reply: bytes, _payload: bytes, headers: bytes | None) -> None:
         if not reply.startswith(b"$JS.ACK"):
             return
-        provenance, _ = restore(headers)
+        provenance, _ = split_provenance(headers)
         assert parse_ack(reply).stream == self.stream
         self.seen.append(provenance.sequence if provenance else 0)
         self.client.send(frame(reply, b"+ACK"))

@@ -1,4 +1,4 @@
-"""Small predicates by which tests and scenarios judge what Floe promises; ids as in `docs/architecture.md`."""
+"""Small predicates by which tests and scenarios judge Floe's promises; ids as in `docs/architecture.md`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def in_order(sequences: Iterable[int]) -> bool:
 
 
 def accounts_once(stretches: Sequence[Stretch[Any]], within: SequenceRange) -> bool:
-    """I5: whether a cover accounts once for each sequence of `within`, by segments that cover it."""
+    """I5: true if a cover accounts once for each sequence of `within`, by segments that cover it."""
     rows = [stretch.rows for stretch in stretches]
     return (
         bool(rows)
@@ -30,6 +30,6 @@ def accounts_once(stretches: Sequence[Stretch[Any]], within: SequenceRange) -> b
 def first_difference(
     expected: Iterable[Message], found: Iterable[Message]
 ) -> tuple[Message | None, Message | None] | None:
-    """The first pair that differs, None standing for a message that is missing; None where all are equal."""
+    """Return the first pair that differs, with None for a missing message; None if all are equal."""
     pairs = zip_longest(expected, found)
     return next(((one, other) for one, other in pairs if one != other), None)

@@ -1,11 +1,11 @@
-"""The kinds of tests, and what CI does where one fails: `python -m tests.support.kinds` behind `make test`.
+"""The kinds of tests, and the second try of CI after a failure: `python -m tests.support.kinds` behind `make test`.
 
 pure        no server, no process, no clock
 simulated   in simulated time, or a simulated world
 real        on real servers, Spark, processes
 soak        long, or right only on a quiet machine; `make soak` runs it, `make test` does not
 
-A real test may fail by chance: where at most MOST failed and all of them are real, each is run once more, alone.
+A real test may fail by chance: if at most MOST failed and all of them are real, each is run once more, alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REAL_FOLDERS = {"acceptance", "crash"}
 
 
 def in_simulated_time(item: pytest.Item) -> bool:
-    """True where it is marked so itself, or its file is and it uses the server."""
+    """True if it is marked so itself, or its file is and it uses the server."""
     if item.get_closest_marker("simulated") is None or item.get_closest_marker("real") is not None:
         return False
     return "nats_url" in fixtures_of(item) or any(mark.name == "simulated" for mark in item.own_markers)
@@ -38,7 +38,7 @@ def fixtures_of(item: pytest.Item) -> set[str]:
 
 
 def kind_of(item: pytest.Item) -> str:
-    """One of KINDS."""
+    """Return one of KINDS."""
     has = item.get_closest_marker
     if has("soak") or has("timing"):
         return "soak"
@@ -50,13 +50,13 @@ def kind_of(item: pytest.Item) -> str:
 
 
 def write_failed(failed: dict[str, str]) -> None:
-    """Keep the tests that failed, by name, with the kind of each."""
+    """Write the failed tests to a file, by name, with the kind of each."""
     FAILED.parent.mkdir(exist_ok=True)
     FAILED.write_text(json.dumps(failed))
 
 
 def verdict(failed: dict[str, str]) -> str:
-    """Why the failures count at once; empty where they are tried again."""
+    """Return why the failures count at once; empty if they are tried again."""
     if not failed:
         return "no test failed, and yet the run did"
     if len(failed) > MOST:
@@ -66,7 +66,7 @@ def verdict(failed: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Returns 0 where every test that failed is real and passes alone."""
+    """Return 0 if every failed test is real and passes alone."""
     failed: dict[str, str] = json.loads(FAILED.read_text()) if FAILED.exists() else {}
     if why := verdict(failed):
         print(f"no second try: {why}")

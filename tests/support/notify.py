@@ -1,4 +1,4 @@
-"""A service manager's side of sd_notify: a real datagram socket, and what came in on it from which process."""
+"""A service manager's side of sd_notify: a real datagram socket, and its received datagrams with their process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 @dataclass(frozen=True)
 class Notification:
-    """One datagram: its lines, and the process that the kernel says it is from."""
+    """One datagram: its lines, and its sender's process by the kernel."""
 
     lines: tuple[str, ...]
     pid: int
 
 
 class ServiceManager:
-    """Listens on `address`: a path, or an abstract name that begins with `@`."""
+    """A listener on `address`: a path, or an abstract name that begins with `@`."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -40,7 +40,7 @@ class ServiceManager:
         self._socket.close()
 
     def read(self) -> list[Notification]:
-        """All that has come in, oldest first."""
+        """Return all datagrams that have come in, oldest first."""
         while True:
             try:
                 data, ancillary, _, _ = self._socket.recvmsg(65536, socket.CMSG_SPACE(_CREDENTIALS.size))
@@ -51,14 +51,14 @@ class ServiceManager:
             self.received.append(Notification(tuple(data.decode().split("\n")), pid))
 
     def lines(self) -> list[str]:
-        """The lines of all that has come in."""
+        """Return the lines of all that has come in."""
         return [line for each in self.read() for line in each.lines]
 
     def wait(self, line: str, times: int = 1) -> None:
-        """Until `line` has come in so many times."""
+        """Wait until `line` has come in so many times."""
         eventually(lambda: self.lines().count(line) >= times)
 
     def forget(self) -> None:
-        """What has come in so far counts no more."""
+        """Drop the datagrams that have come in so far."""
         self.read()
         self.received.clear()

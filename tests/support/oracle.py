@@ -1,4 +1,4 @@
-"""Judges a whole target: every chain against what it must be, and what does not belong there at all."""
+"""The verdict on a whole target: every chain against its expected messages, and messages that do not belong there."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from common.chain import Chain
-from infra.oracle import MAX_EXAMPLES, Comparison, Trace, compare, total
+from infra.oracle import MAX_EXAMPLES, OracleResult, Trace, compare, sum_comparisons
 
-# What the oracle tells apart, in the words of its reports.
+# The kinds of damage, in the words of the oracle's reports.
 CLASSES = ("lost_prefix", "lost_middle", "lost_postfix", "repeated", "out_of_order", "altered", "unexpected")
 
 
-def compare_target(expected: Mapping[Chain, Trace], found: Mapping[Chain, Trace], foreign: int = 0) -> Comparison:
-    """What became of all chains of `expected` in a target that holds `found`.
+def compare_target(expected: Mapping[Chain, Trace], found: Mapping[Chain, Trace], foreign: int = 0) -> OracleResult:
+    """Compare all chains of `expected` with a target that holds `found`.
 
     `foreign`: messages of the target without provenance. They, and all messages of chains that are not in
-    `expected`, are unexpected. Raises ValueError where an expectation is out of order.
+    `expected`, are unexpected. Raises ValueError if an expectation is out of order.
     """
     names = {chain: str(chain) if chain in expected else f"{chain} (no such chain)" for chain in {**expected, **found}}
     none = Trace()
     parts = [compare(expected.get(c, none), found.get(c, none), name=name) for c, name in names.items()]
     strange = (f"unexpected: {foreign} messages without provenance",) if foreign else ()
-    whole = total([*parts, Comparison(found=foreign, unexpected=foreign, examples=strange)], "target")
+    whole = sum_comparisons([*parts, OracleResult(found=foreign, unexpected=foreign, examples=strange)], "target")
     return replace(whole, examples=whole.examples[: 4 * MAX_EXAMPLES])
 
 
-def classes(comparison: Comparison) -> dict[str, int]:
-    """The count of each kind of damage."""
+def classes(comparison: OracleResult) -> dict[str, int]:
+    """Return the count of each kind of damage."""
     return {name: getattr(comparison, name) for name in CLASSES}

@@ -78,7 +78,7 @@ class TcpProxy:
             self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, limit=CHUNK)
 
     async def refuse(self) -> None:
-        """Reset what is open and accept no connection until `listen`."""
+        """Reset open connections and accept none until `listen`."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -86,7 +86,7 @@ class TcpProxy:
         await asyncio.sleep(0)
 
     def blackhole(self, *directions: str) -> None:
-        """Swallow what comes in these directions (both, if none is named) until `heal`."""
+        """Swallow bytes in these directions (both, if none is named) until `heal`."""
         self._blackhole.update(directions or BOTH)
 
     def stall(self) -> None:
@@ -98,16 +98,16 @@ class TcpProxy:
         self._cut_after[direction] = self.passed[direction] + size
 
     def lose(self, pattern: re.Pattern[bytes]) -> asyncio.Event:
-        """The next chunk from the server that matches is lost and its connection reset; set when it was."""
+        """Lose the next chunk from the server that matches, and reset its connection. The event is set then."""
         self._loses, self._lost = pattern, asyncio.Event()
         return self._lost
 
     def lose_nothing(self) -> None:
-        """Pass on what `lose` was waiting for."""
+        """End `lose` without a match."""
         self._loses = None
 
     def heal(self) -> None:
-        """No faults any more; connections that were made to swallow or to stall are reset."""
+        """End all faults; connections that were made to swallow or to stall are reset."""
         swallowed = bool(self._blackhole) or not self._flowing.is_set()
         self._flowing.set()
         self._blackhole.clear()
@@ -153,7 +153,7 @@ class TcpProxy:
                 if limit and self.passed[direction] + len(data) >= limit:
                     self._cut_after[direction] = 0
                     await self._pass(sink, direction, data[: limit - self.passed[direction]])
-                    await asyncio.sleep(0.02)  # what was passed on arrives before the reset
+                    await asyncio.sleep(0.02)  # bytes that were passed on arrive before the reset
                     break
                 await self._pass(sink, direction, data)
         if direction not in self._blackhole and pair in self._pairs:
@@ -194,7 +194,7 @@ _OPERATIONS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What goes back to the client. `length`: announced as Content-Length, None announces none."""
+    """The answer to the client. `length`: announced as Content-Length, None announces none."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -218,7 +218,7 @@ class Exchange:
     upstream: tuple[str, int]
 
     def forward(self) -> Answer:
-        """The server's answer."""
+        """Return the server's answer."""
         connection = http.client.HTTPConnection(*self.upstream, timeout=120)
         try:
             connection.putrequest(self.method, self.target, skip_host=True, skip_accept_encoding=True)
@@ -240,7 +240,7 @@ Fault = Callable[[Exchange], Answer | None]
 
 @dataclass
 class Rule:
-    """Where a fault strikes: `times` matching requests from the `nth` on; all of them if None."""
+    """The requests of a fault: `times` matching ones from the `nth` on; all of them if None."""
 
     operation: str
     fault: Fault
@@ -258,7 +258,7 @@ class Rule:
 
 @dataclass
 class FaultProxy:
-    """Forwards to the S3 server at `upstream_url`, but for what `on` says.
+    """A proxy of the S3 server at `upstream_url`, with the faults of `on`.
 
     `calls`: operation and key of each request. `tls`: serve https with this certificate.
     """
@@ -300,7 +300,7 @@ class FaultProxy:
         self.calls.clear()
 
     def count(self, operation: str) -> int:
-        """How many requests of this kind came."""
+        """Return the number of requests of this kind."""
         return sum(1 for called, _ in self.calls if called == operation)
 
     def answer(self, exchange: Exchange) -> Answer | None:
@@ -311,13 +311,13 @@ class FaultProxy:
 
 
 def refuse(status: int, code: str, message: str = "told by the proxy", extra: str = "") -> Fault:
-    """An S3 error instead of the work."""
+    """Answer with an S3 error instead of the work."""
     xml = f"<Error><Code>{code}</Code><Message>{message}</Message>{extra}</Error>".encode()
-    return say(status, xml, "application/xml")
+    return raw(status, xml, "application/xml")
 
 
 def refuse_conditions(status: int) -> Fault:
-    """A store that knows no conditions and says so: 501, as Alibaba's and Backblaze's, or 400."""
+    """Refuse as a store without conditional writes: 501, as Alibaba's and Backblaze's, or 400."""
     code = "NotImplemented" if status == 501 else "InvalidArgument"
     refused = refuse(status, code, "A header you provided implies functionality that is not implemented")
 
@@ -329,39 +329,39 @@ def refuse_conditions(status: int) -> Fault:
 
 
 def refusing_conditions(proxy: FaultProxy, status: int) -> FaultProxy:
-    """`proxy`, which refuses each write with a condition from now on."""
+    """Return `proxy`, which refuses each write with a condition from now on."""
     for operation in ("put", "put_if_absent", "put_if_match", "complete"):
         proxy.on(operation, refuse_conditions(status))
     return proxy
 
 
-def say(status: int, body: bytes, content_type: str = "text/html") -> Fault:
-    """Any answer instead of the work."""
+def raw(status: int, body: bytes, content_type: str = "text/html") -> Fault:
+    """Answer anything instead of the work."""
     return lambda _: Answer(status, [("Content-Type", content_type)], body, len(body))
 
 
 def html() -> Fault:
-    """200 and a page, as a captive portal or a wrong port answers."""
-    return say(200, b"<!DOCTYPE html><html><body>Please sign in.</body></html>")
+    """Answer 200 and a page, as a captive portal or a wrong port does."""
+    return raw(200, b"<!DOCTYPE html><html><body>Please sign in.</body></html>")
 
 
 def drop() -> Fault:
-    """The connection closes instead of the work."""
+    """Close the connection instead of the work."""
     return lambda _: None
 
 
 def drop_after_apply() -> Fault:
-    """The work is done and its answer lost."""
+    """Do the work and lose its answer."""
     return lambda exchange: (exchange.forward(), None)[1]
 
 
 def fail_after_apply(status: int = 500) -> Fault:
-    """The work is done and the answer says that it is not."""
+    """Do the work and answer with an error."""
     return lambda exchange: (exchange.forward(), refuse(status, "InternalError")(exchange))[1]
 
 
 def truncate(keep: int, *, announced: bool = True) -> Fault:
-    """The first `keep` bytes of the body; `announced`: under the length of all, else under none."""
+    """Answer the first `keep` bytes of the body; `announced`: under the length of all, else under none."""
 
     def cut(exchange: Exchange) -> Answer:
         answer = exchange.forward()
@@ -371,7 +371,7 @@ def truncate(keep: int, *, announced: bool = True) -> Fault:
 
 
 def change_body(change: Callable[[bytes], bytes]) -> Fault:
-    """The answer with another body."""
+    """Answer with another body."""
 
     def changed(exchange: Exchange) -> Answer:
         answer = exchange.forward()
@@ -381,12 +381,12 @@ def change_body(change: Callable[[bytes], bytes]) -> Fault:
 
 
 def flip_bit(position: int) -> Fault:
-    """The answer with one bit of the byte at `position` flipped."""
+    """Answer with one bit of the byte at `position` flipped."""
     return change_body(lambda body: body[:position] + bytes([body[position] ^ 1]) + body[position + 1 :])
 
 
 def delay(seconds: float) -> Fault:
-    """The work, later."""
+    """Do the work later."""
 
     def wait(exchange: Exchange) -> Answer:
         time.sleep(seconds)
@@ -449,7 +449,7 @@ def _operation(method: str, query: str) -> str:
 
 @asynccontextmanager
 async def silent_store(s3: SharedS3, folder: Path, **sections: object) -> AsyncIterator[tuple[str, TcpProxy]]:
-    """A configuration of which the store takes connections and never answers; `sections` stand beside `store`."""
+    """Write a configuration for a store that takes connections and never answers; `sections` are beside `store`."""
     async with TcpProxy(urlsplit(s3.endpoint_url).port or 0) as line:
         line.blackhole()
         store = {**s3.store(), "endpoint_url": f"http://127.0.0.1:{line.port}"}

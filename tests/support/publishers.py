@@ -1,4 +1,4 @@
-"""Rows, streams and publishers for the contract of publishers, and what the target must hold afterwards."""
+"""Rows, streams and publishers for the contract of publishers, and the check of the target afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.sequences import SequenceRange
 from ingress.checkpoint import IntentPiece
 from ingress.publishers.choose import PUBLISHERS
 from ingress.publishers.publisher import Publisher, Replies
-from ingress.rows.prepare import Accepting, Preparer, SubjectRule, TargetLimits
+from ingress.rows.prepare import Preparer, SubjectFilters, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, Rows
 from tests.support.basics import answered, soon, unique
 from tests.support.ingress import Arrived, arrived
@@ -24,11 +24,11 @@ from tests.support.segments import START_NS
 
 CHAIN = Chain("us-east", "NODES")
 IN_BLOCK = 700  # so that batches span blocks
-HEADERS = b"NATS/1.0\r\nNats-Msg-Id: same\r\n\r\n"  # would act, if it did not travel escaped
+HEADERS = b"NATS/1.0\r\nNats-Msg-Id: same\r\n\r\n"  # would act if it were not escaped
 
 
 async def new_stream(client: FloeClient, **config: Any) -> str:
-    """A stream that takes all kinds of batches, unless `config` says otherwise."""
+    """Create a stream that takes all kinds of batches, unless `config` overrides it; return its name."""
     name = unique("T")
     batches = {"allow_atomic": True, "allow_batched": True}
     await create_stream(client, {"name": name, "subjects": [f"{name}.>"], **batches, **config})
@@ -43,9 +43,9 @@ async def publisher(
 
 
 def rows_for(stream: str, count: int, size: int | Sequence[int] = 20, first: int = 1) -> Rows:
-    """The rows of sequences `first` and on; `size`: of their payloads, in turn, beside the number."""
+    """Return the rows of sequences `first` and on; `size`: of their payloads, in turn, beside the number."""
     sizes = [size] if isinstance(size, int) else size
-    preparer = Preparer(CHAIN, SubjectRule(stream.encode()), TargetLimits(Accepting([">"]), 1 << 24))
+    preparer = Preparer(CHAIN, SubjectRule(stream.encode()), TargetLimits(SubjectFilters([">"]), 1 << 24))
     last = first + count - 1
     blocks = []
     for begin in range(first, last + 1, IN_BLOCK):
@@ -61,13 +61,13 @@ def rows_for(stream: str, count: int, size: int | Sequence[int] = 20, first: int
 
 
 def payload_of(sequence: int, sizes: Sequence[int]) -> bytes:
-    """Different for each sequence, except that one of a single byte can only be one of 256."""
+    """Return a payload that differs for each sequence, except that one of a single byte has only 256 values."""
     size = sizes[sequence % len(sizes)]
     return bytes([sequence % 256]) if size == 1 else b"%d|" % sequence + b"x" * size
 
 
 async def last_of(client: FloeClient, stream: str) -> int:
-    """The last sequence, as soon as a leader tells it."""
+    """Return the last sequence, as soon as a leader reports it."""
 
     async def look() -> StreamInfo | None:
         info = await answered(lambda: stream_info(client, stream), FloeError)
@@ -81,9 +81,9 @@ async def last_of(client: FloeClient, stream: str) -> int:
 async def carry(
     sender: Publisher, rows: Rows, client: FloeClient, stream: str, base: int = 0, *, twin: bool = False
 ) -> int:
-    """Publish until everything is stored, reading after every unclear outcome; how many there were.
+    """Publish until everything is stored, reading after every unclear outcome; return the number of these.
 
-    It settles as ingress does, only without its patience: what is stored is what the target says. `twin`:
+    It settles as ingress does, only without its waiting: rows count as stored if the target holds them. `twin`:
     somebody else sends the same rows, and may be further on.
     """
     stored = unclear = 0
@@ -98,13 +98,13 @@ async def carry(
             last = await last_of(client, stream)
             assert twin or last <= base + rows.count, "more than the rows stands behind the base"
             stored = max(stored, min(rows.count, last - base))
-            if stored == before:  # as where the stream has no leader for a while
+            if stored == before:  # as if the stream has no leader for a while
                 await asyncio.sleep(0.1)
     return unclear
 
 
 async def check(client: FloeClient, stream: str, count: int, size: int | Sequence[int] = 20) -> None:
-    """The target holds exactly the rows 1 .. count, each where it belongs, each as it was."""
+    """Check that the target holds exactly the rows 1 .. count, each in its place, each as it was."""
     found = await arrived(client, stream)
     assert [message.sequence for message in found] == list(range(1, count + 1))
     for message in found:
@@ -112,7 +112,7 @@ async def check(client: FloeClient, stream: str, count: int, size: int | Sequenc
 
 
 def check_row(stream: str, found: Arrived, sequence: int, size: int | Sequence[int] = 20) -> None:
-    """`found` is the row of this sequence."""
+    """Check that `found` is the row of this sequence."""
     assert found.provenance is not None, f"foreign at {found.sequence}"
     assert found.provenance.sequence == sequence
     assert found.message.timestamp_ns == START_NS + sequence
@@ -122,7 +122,7 @@ def check_row(stream: str, found: Arrived, sequence: int, size: int | Sequence[i
 
 
 async def quiet(client: FloeClient, stream: str) -> int:
-    """The last sequence once it has not moved for half a second."""
+    """Return the last sequence once it has not moved for half a second."""
     last, since = -1, 0.0
     loop = asyncio.get_running_loop()
     while True:

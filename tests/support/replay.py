@@ -12,11 +12,11 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
-from common.service.progress import Teller
+from common.service.progress import Progress
 from common.tasks import Stop
 from ingress.replay.replay import Replay
-from ingress.replay.request import ReplayOptions, ReplayResult, Request
-from ingress.replay.survey import Outlook
+from ingress.replay.request import ReplayOptions, ReplayRequest, ReplayResult
+from ingress.replay.survey import ReplayPreview
 from tests.support.basics import unique
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support.servers import place
@@ -44,19 +44,21 @@ class World:
     def replay(self, options: ReplayOptions | None = None, **asked: Any) -> Replay:
         asked = {"site": "us-east", "feed": "NODES", "target": self.target, "prefix": self.target, **asked}
         settings = self.centre.settings()
-        options = replace(options or ReplayOptions(), look_spacing=0.05)
+        options = replace(options or ReplayOptions(), reading_spacing_s=0.05)
         archive = self.archive
-        return Replay(settings, Request(**asked), options, archive.store, archive.documents, SystemClock(), Teller())
+        return Replay(
+            settings, ReplayRequest(**asked), options, archive.store, archive.documents, SystemClock(), Progress()
+        )
 
     async def run(self, options: ReplayOptions | None = None, **asked: Any) -> ReplayResult:
         work = self.replay(options, **asked)
-        async with work.connected() as client:
+        async with work.open_connection() as client:
             return await work.run(client, Stop())
 
-    async def look(self, **asked: Any) -> Outlook:
+    async def preview(self, **asked: Any) -> ReplayPreview:
         work = self.replay(**asked)
-        async with work.connected() as client:
-            return await work.outlook(client)
+        async with work.open_connection() as client:
+            return await work.preview(client)
 
     async def held(self) -> list[tuple[str, int]]:
         found = await arrived(self.client, self.target)

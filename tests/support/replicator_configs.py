@@ -1,4 +1,4 @@
-"""Configurations of stream-replicator for tests: those of its documentation, written out again."""
+"""Configurations of stream-replicator for tests: those of its documentation, rewritten."""
 
 from __future__ import annotations
 

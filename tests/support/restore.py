@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from common.clock import format_time
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.pull import read_through
+from common.jetstream.pull import for_each_message
 from common.jetstream.requests import api_answer
 from common.segments.segment import Message
 from ingress.restore.archive import ArchiveState
@@ -36,7 +36,7 @@ _TABLE = _table()
 
 
 def crc32c(data: bytes) -> int:
-    """Byte by byte, so for short data."""
+    """Compute it byte by byte, so for short data."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
@@ -44,7 +44,7 @@ def crc32c(data: bytes) -> int:
 
 
 def unframed(stream: bytes, *, checked: bool = True) -> bytes:
-    """What an S2 stream of uncompressed and skippable frames holds. Raises AssertionError for any other."""
+    """Return the contents of an S2 stream of uncompressed and skippable frames. Raises AssertionError for any other."""
     assert stream.startswith(b"\xff\x06\x00\x00S2sTwO")
     position, found = 10, []
     while position < len(stream):
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
 
 
 def entries(archive: bytes) -> Iterator[Entry]:
-    """Of an archive without its S2 frames. Raises AssertionError where it ends in the middle."""
+    """Yield the entries of an archive without its S2 frames. Raises AssertionError if it ends in the middle."""
     assert archive.startswith(b"NATSARC1")
     position = 8
 
@@ -105,13 +105,13 @@ def entries(archive: bytes) -> Iterator[Entry]:
 
 
 def tar_files(archive: bytes) -> dict[str, bytes]:
-    """Of an archive without its S2 frames, the files by name, in order."""
+    """Return the files of an archive without its S2 frames by name, in order."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
 
 
 def encoded_block(stream: str, index: int, rows: Iterable[Message], erased: tuple[int, int] | None = None) -> bytes:
-    """A block of a file store, record by record. `erased`: sequence and time of an erased message behind the rows."""
+    """Return a block of a file store, record by record. `erased`: sequence and time of an erased message at the end."""
     key = hashlib.sha256(f"{stream}-{index}".encode()).digest()
     found = []
     for row in rows:
@@ -129,7 +129,7 @@ def encoded_block(stream: str, index: int, rows: Iterable[Message], erased: tupl
     return b"".join(found)
 
 
-# A server's end of it
+# The server's end of a restore
 
 CHUNK = 256 * 1024  # bytes of one message of an archive
 
@@ -137,8 +137,8 @@ CHUNK = 256 * 1024  # bytes of one message of an archive
 async def send_archive(
     client: FloeClient, stream: str, config: dict[str, Any], state: ArchiveState, pieces: Iterable[bytes]
 ) -> dict[str, Any]:
-    """Restores `stream` from an archive, a message after another; the server's last answer. Raises ApiError."""
-    told = {
+    """Restore `stream` from an archive, one message after another; return the server's last answer. Raises ApiError."""
+    state_json = {
         "messages": state.messages,
         "bytes": state.bytes,
         "first_seq": state.first_sequence,
@@ -147,7 +147,7 @@ async def send_archive(
         "last_ts": format_time(state.last_timestamp_ns),
         "consumer_count": 0,
     }
-    answer = await client.api(f"STREAM.RESTORE.{stream}", {"config": config, "state": told}, timeout=PATIENCE)
+    answer = await client.api(f"STREAM.RESTORE.{stream}", {"config": config, "state": state_json}, timeout=PATIENCE)
     subject = answer["deliver_subject"].encode()
     archive = b"".join(pieces)
     for start in range(0, len(archive), CHUNK):
@@ -159,7 +159,7 @@ async def send_archive(
 
 @dataclass(frozen=True)
 class Captured:
-    """A stream as a server holds it: configuration, what its state counts, and every message in it."""
+    """A stream as a server holds it: configuration, the counts of its state, and every message in it."""
 
     config: dict[str, Any]
     created: str
@@ -180,7 +180,7 @@ async def captured(client: FloeClient, stream: str) -> Captured:
     assert info is not None, f"no stream {stream}"
     rows: list[Message] = []
     if info.messages:
-        await read_through(client, stream, info.last_sequence, rows.append)
+        await for_each_message(client, stream, info.last_sequence, rows.append)
     assert len(rows) == info.messages
     config = {name: value for name, value in info.config.items() if name != "metadata"}
     return Captured(config, info.created, info.first_sequence, info.last_sequence, info.messages, rows)

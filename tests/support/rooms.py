@@ -17,7 +17,7 @@ from infra.local.process import spawn
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
-HIDDEN = ("/etc", "/opt", "/run", "/var/cache", "/tmp", "/root", "/home")  # and what of them is needed is bound again
+HIDDEN = ("/etc", "/opt", "/run", "/var/cache", "/tmp", "/root", "/home")  # the needed parts of them are bound again
 
 # The folder of the test, the spool, the floe command, the user or nothing; then folders to keep, `--`, words.
 SCRIPT = r"""
@@ -59,7 +59,7 @@ DENY = "import ctypes, os, sys; ctypes.CDLL(None).prctl(65, 1, 0, 0, 0); os.exec
 
 
 def why_no_rooms() -> str:
-    """Why no room can be made here; empty where one can."""
+    """Return why no room can be made here; empty if one can."""
     if missing := [tool for tool in ("unshare", "setpriv", "mount") if shutil.which(tool) is None]:
         return f"{' and '.join(missing)}: not here"
     trial = "mount --make-rprivate / && mount -t tmpfs tmpfs /mnt && mount -o remount,ro,bind /"
@@ -68,12 +68,12 @@ def why_no_rooms() -> str:
 
 
 def _unshare() -> list[str]:
-    # Whoever is not root is one only within the room, without any of its rights.
+    # Users other than root become root only within the room, without any of its rights.
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
 
 
 class Room:
-    """`files`: what is in it below /etc/floe and /run, by path; `spool`: the one folder that the user may write.
+    """`files`: its files below /etc/floe and /run, by path; `spool`: the one folder that the user may write.
 
     `user`: the number of the user, in a room that root makes.
     """
@@ -94,7 +94,7 @@ class Room:
     def start(
         self, words: Sequence[str], environment: Mapping[str, str], *, deny_write_execute: bool = False
     ) -> subprocess.Popen[bytes]:
-        """Run exactly these words; its process id is theirs."""
+        """Run exactly these words; the process id is that of the command."""
         needed = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix, ROOT)}
         kept = [path for path in sorted(needed) if any(path.startswith(f"{hidden}/") for hidden in HIDDEN)]
         variables = {"PATH": "/opt/floe/bin:/usr/bin:/bin", "HOME": "/opt/floe/home", **environment}
@@ -107,5 +107,5 @@ class Room:
             return spawn([*making, *kept, "--", *clean, *denying, *words], stdout=log, stderr=log)
 
     def text(self) -> str:
-        """What it has printed."""
+        """Return its output."""
         return self.log.read_text(errors="replace")

@@ -15,17 +15,17 @@ from common.segments.keys import Layout
 from common.segments.segment import Ledger, Message, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings
 from egress.advisories.advisory import Advisory
 from egress.archive import Archive
 from egress.identity import SourceStream
 from egress.partition import Partition, Position
-from egress.sampling.resume import Resumed, Resuming
+from egress.sampling.resume import ResumedSampler, SamplerResume
 from egress.sampling.sampler import Sampler
-from egress.sampling.settings import Sampling
+from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import SnapshotRef, Snapshots
+from egress.sampling.snapshot_store import SnapshotRef, SnapshotStore
 from tests.support.clock import ManualClock
 from tests.support.segments import write_segment
 
@@ -38,19 +38,19 @@ EVERYTHING = SequenceRange(1, 10**6)
 
 
 def feed(**keys: Any) -> FeedSettings:
-    """By the second token of the subject, one in 100 s."""
+    """Return a feed sampled by the second token of the subject, one in 100 s."""
     settings = {"inspect_subject_token": 2, "inspect_duration": "100s", "advisory": {"subject": "a.%s"}, **keys}
     return FeedSettings.model_validate({"stream": FEED, **settings})
 
 
 def sent(sequence: int, node: str, seconds: float, size: int = 5) -> Message:
-    """What `node` published `seconds` after the start."""
+    """Return the message that `node` published `seconds` after the start."""
     time = START_NS + round(seconds * SECOND)
     return Message(sequence, time, f"nodes.{node}".encode(), None, b"x" * size)
 
 
 def columns_of(messages: Sequence[Message]) -> Columns:
-    """As a sampler is given them."""
+    """Return messages in the form that a sampler takes."""
     return Columns(
         [m.sequence for m in messages],
         [m.timestamp_ns for m in messages],
@@ -61,18 +61,18 @@ def columns_of(messages: Sequence[Message]) -> Columns:
 
 
 def fold(sampler: Sampler, messages: Sequence[Message]) -> list[Message]:
-    """Fold all of them; those that pass."""
+    """Fold all of them; return those that pass."""
     kept = sampler.fold(columns_of(messages)).kept if messages else b""
     return [message for message, passes in zip(messages, kept, strict=True) if passes]
 
 
 def facts(sampler: Sampler) -> dict[str, tuple[int, int, int]]:
-    """Of each value: seen, due, size."""
-    return {known.value: (known.seen_ns, known.due_ns, known.size) for known in sampler.freeze().known()}
+    """Return the facts of each value: seen, due, size."""
+    return {known.value: (known.seen_ns, known.due_ns, known.size) for known in sampler.freeze().iter_keys()}
 
 
 class SampledArchive:
-    """One store, and what egress would do to it."""
+    """One store, and the work of egress on it."""
 
     def __init__(self, folder: Path, objects: ObjectStore | None = None, **keys: Any) -> None:
         self.objects = objects or LocalObjects(folder / "store")
@@ -83,13 +83,13 @@ class SampledArchive:
         self.part = Partition(SITE, feed(**keys))
 
     @property
-    def sampling(self) -> Sampling:
-        found = Sampling.of(self.part.settings)
+    def sampling(self) -> SamplingSettings:
+        found = SamplingSettings.from_feed(self.part.settings)
         assert found is not None
         return found
 
     def set(self, **keys: Any) -> None:
-        """Other settings from now on."""
+        """Replace settings from now on."""
         self.part = Partition(SITE, feed(**keys), self.part.number, self.part.filter_subject)
 
     def begin(self, chain: Chain = CHAIN, created: str = CREATED, previous: dict[int, int] | None = None) -> None:
@@ -106,7 +106,7 @@ class SampledArchive:
         group_bytes: int = 0,
         digest: str | None = None,
     ) -> SegmentRef:
-        """A segment with `rows`; `examined`: the last message looked at, by default the last row."""
+        """Put a segment with `rows`; `examined`: the last message read, by default the last row."""
         missing = len(coverage) - len(rows)
         spooled = write_segment(
             self.store.new_spool(),
@@ -125,7 +125,7 @@ class SampledArchive:
         return ref
 
     def archive(self, log: Sequence[Message], ends: Iterable[int], *, chain: Chain = CHAIN, first: int = 1) -> Sampler:
-        """Fold the log and put a segment up to each of `ends`; the sampler as it is then."""
+        """Fold the log and put a segment up to each of `ends`; return the sampler as it is then."""
         sampler = Sampler(self.sampling)
         for end in ends:
             part = [m for m in log if first <= m.sequence <= end]
@@ -136,11 +136,11 @@ class SampledArchive:
 
     # Snapshots
 
-    def snapshots(self, chain: Chain = CHAIN, objects: ObjectStore | None = None) -> Snapshots:
+    def snapshots(self, chain: Chain = CHAIN, objects: ObjectStore | None = None) -> SnapshotStore:
         store = self.store
         if objects is not None:
             store = SegmentStore(objects, self.layout, spool_dir=self.spool_dir, clock=self.clock)
-        return Snapshots(store, chain, clock=self.clock)
+        return SnapshotStore(store, chain, clock=self.clock)
 
     def save(
         self,
@@ -169,13 +169,13 @@ class SampledArchive:
         source_time_ns: int | None = None,
         retention: str = "limits",
         objects: ObjectStore | None = None,
-    ) -> Resumed:
-        """As a worker does at `place`, with the source holding `source` and all behind it."""
-        threads = Threads("resume", 1)
+    ) -> ResumedSampler:
+        """Resume as a worker does at `place`, with the source holding `source` and all behind it."""
+        threads = ThreadPool("resume", 1)
         archive = Archive(chain, first, self.store, self.chains, None, threads)  # type: ignore[arg-type]
         try:
-            await archive.survey()
-            return await Resuming(
+            await archive.load_all()
+            return await SamplerResume(
                 self.part,
                 archive,
                 Position(place),
@@ -184,7 +184,7 @@ class SampledArchive:
                 self.store,
             ).run(threads)
         finally:
-            await threads.idle()
+            await threads.wait_idle()
             threads.close()
 
 
@@ -193,16 +193,16 @@ HOUR = 60 * MINUTE
 START = 1_700_000_000 * SECOND
 
 
-def sampling(**more: Any) -> Sampling:
-    """By `sender`, hourly, with a warning after 12 minutes; `more` as keys of the configuration."""
+def sampling(**more: Any) -> SamplingSettings:
+    """Return settings by `sender`, hourly, with a warning after 12 minutes; `more` as keys of the configuration."""
     feed = {"stream": "S", "inspect_field": "sender", "inspect_duration": 3600.0, "warn_duration": 720.0}
-    found = Sampling.of(FeedSettings.model_validate(feed | more))
+    found = SamplingSettings.from_feed(FeedSettings.model_validate(feed | more))
     assert found is not None
     return found
 
 
 def batch(messages: Sequence[tuple[int, bytes]], first: int = 1) -> Columns:
-    """Messages as (time in ns, payload), with subject `s` and no headers."""
+    """Return messages from (time in ns, payload), with subject `s` and no headers."""
     count = len(messages)
     times, payloads = [time for time, _ in messages], [payload for _, payload in messages]
     return Columns([*range(first, first + count)], times, [b"s"] * count, [None] * count, payloads)

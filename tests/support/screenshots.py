@@ -1,4 +1,4 @@
-"""Takes the pictures of the status page for the docs: `python -m tests.support.screenshots docs/images`."""
+"""The pictures of the status page for the docs: `python -m tests.support.screenshots docs/images`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def main(images: Path) -> None:
 
 
 async def egress(folder: Path, url: str, path: Path) -> None:
-    """A site with three feeds, of which one has stopped."""
+    """Take a picture of a site with three feeds, of which one has stopped."""
     folder.mkdir()
     client = await connected(url)
     bench = Bench(url, folder, client, "L1", "S1")
@@ -47,7 +47,7 @@ async def egress(folder: Path, url: str, path: Path) -> None:
 
 
 async def ingress(folder: Path, url: str, path: Path) -> None:
-    """A centre with chains of two sites: one waits for a hole, one has stopped."""
+    """Take a picture of a centre with chains of two sites: one waits for a hole, one has stopped."""
     folder.mkdir()
     rng = random.Random(7)
     archive = Archive(folder / "store")
@@ -75,7 +75,7 @@ async def ingress(folder: Path, url: str, path: Path) -> None:
 
 
 async def picture(health: Health, folder: Path, path: Path, size: str) -> None:
-    health.note_reader()
+    health.record_reader()
     await soon(health.coverage)
     monitor = Monitor("127.0.0.1:0", health)
     monitor.start()

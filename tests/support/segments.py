@@ -1,4 +1,4 @@
-"""Builds segments for tests: messages, footers, files, good ones and bad ones."""
+"""Builders of segments for tests: messages, footers, files, good ones and bad ones."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ START_NS = 1_700_000_000_123_456_789
 
 
 def message(sequence: int, payload: bytes = b"payload", **parts: Any) -> Message:
-    """One message; its time follows from its sequence unless given."""
+    """Return one message; its time follows from its sequence unless given."""
     fields = {"timestamp_ns": START_NS + sequence * 1_000_001, "subject": b"nodes.one", "headers": None}
     return Message(sequence=sequence, payload=payload, **{**fields, **parts})
 
 
 def batch_of(rows: Sequence[Message], keys: Sequence[str | None] | None = None) -> pa.RecordBatch:
-    """One record batch of `rows`. `keys`: of a sampled feed."""
+    """Return one record batch of `rows`. `keys`: of a sampled feed."""
     return record_batch(
         [m.sequence for m in rows],
         [m.timestamp_ns for m in rows],
@@ -40,7 +40,7 @@ def batch_of(rows: Sequence[Message], keys: Sequence[str | None] | None = None) 
 
 
 def columns_of(sequences: Iterable[int], payload: bytes = b"x" * 10, keys: list[str | None] | None = None) -> Columns:
-    """Rows of these sequences, a second apart."""
+    """Return rows of these sequences, a second apart."""
     chosen = list(sequences)
     count = len(chosen)
     times = [sequence * 1_000_000_000 for sequence in chosen]
@@ -48,7 +48,7 @@ def columns_of(sequences: Iterable[int], payload: bytes = b"x" * 10, keys: list[
 
 
 def footer_of(rows: Sequence[Message], coverage: SequenceRange | None = None, **fields: Any) -> Footer:
-    """A footer that balances and agrees with `rows`."""
+    """Return a footer that balances and agrees with `rows`."""
     coverage = coverage or SequenceRange(rows[0].sequence, rows[-1].sequence)
     missing = len(coverage) - len(rows)
     values: dict[str, Any] = {
@@ -75,7 +75,7 @@ def write_segment(
     group_bytes: int = 0,
     **fields: Any,
 ) -> SpooledSegment:
-    """A finished segment file, written as the services write it."""
+    """Write a finished segment file, as the services do."""
     footer = footer_of(rows, coverage, **fields)
     writer = SegmentWriter(path, level=footer.level, compression_level=1, group_bytes=group_bytes)
     for begin in range(0, len(rows), batch_rows):
@@ -84,18 +84,18 @@ def write_segment(
 
 
 def read_segment(path: Path, name: SegmentName, **options: Any) -> list[Message]:
-    """Every message of the file."""
+    """Return every message of the file."""
     with open_file(path, name, **options) as reader:
         return read_all(reader)
 
 
 def read_all(reader: SegmentReader, rows: SequenceRange | None = None) -> list[Message]:
-    """Every message inside `rows`."""
+    """Return every message inside `rows`."""
     return [m for batch in reader.batches(rows) for m in messages(batch)]
 
 
 def name_of(footer: Footer) -> SegmentName:
-    """The name of a file whose digest nobody looks at."""
+    """Return the name of a file with a digest that nobody checks."""
     return SegmentName(footer.chain, footer.level, footer.coverage, "0" * 16)
 
 
@@ -108,7 +108,7 @@ def forge(
     row_group_size: int | None = None,
     **options: Any,
 ) -> None:
-    """A Parquet file such as anybody could put into the bucket, as near to a segment as its maker likes."""
+    """Write a Parquet file as anybody could put it into the bucket, as near to a segment as its maker likes."""
     settings: dict[str, Any] = {
         "compression": "zstd",
         "use_dictionary": ["subject"] if "subject" in table.schema.names else False,
@@ -125,5 +125,5 @@ def forge(
 
 
 def table_of(rows: Sequence[Message]) -> pa.Table:
-    """The rows as a table of the segment's schema."""
+    """Return the rows as a table of the segment's schema."""
     return pa.Table.from_batches([batch_of(rows)], SCHEMA)

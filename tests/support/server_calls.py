@@ -18,7 +18,7 @@ from common.errors import FloeError
 from common.jetstream.client import FloeClient, RawSubscription, connect, frame
 from common.jetstream.headers import build_block
 from common.jetstream.kv import KeyValue
-from common.jetstream.requests import NOBODY
+from common.jetstream.requests import NO_RESPONDERS_CODE
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from tests.sim.nats import SimNats
@@ -28,18 +28,18 @@ from tests.support.basics import PATIENCE
 
 STREAM = "CALLS"  # the stream of most scripts
 SUBJECTS = "calls.>"
-SETTLED = 0.05  # seconds in which more may come than was expected, or what was done shows
-SETTLED_ALONE = 0.5  # the same where a real server is asked without knowing what it will answer
-ANSWERED = 5.0  # in which it answers then, if it does
-SHORT = 0.25  # seconds of a pull request for which nothing comes
-LONG = 30.0  # seconds of one that ends before
+SETTLED = 0.05  # seconds for more than the expected messages, or for an effect to show
+SETTLED_ALONE = 0.5  # the same for a real server, without known answers
+ANSWERED = 5.0  # seconds for its answer then
+SHORT = 0.25  # seconds of a pull request without messages
+LONG = 30.0  # seconds of a pull request that ends before
 PLAYED = 12  # scripts at once, which mostly wait
 
 Steps = list[tuple[str, Any]]  # the name of each step and its answer
 Texts = dict[str, str]  # the same as text, by number and name of each step
 Script = Callable[["Caller"], Awaitable[None]]
 CASES: dict[str, Script] = {}
-NEWEST_ONLY: set[str] = set()  # of them, those of what older servers lack
+NEWEST_ONLY: set[str] = set()  # of these scripts, those of features that older servers lack
 
 
 def case(script: Script) -> Script:
@@ -62,7 +62,7 @@ def texts(steps: Steps) -> Texts:
     return {f"{number} {step}": repr(answer) for number, (step, answer) in enumerate(steps, 1)}
 
 
-# Of a server or a moment: no part of an answer. Names are those that were asked for.
+# Fields of a server or a moment: no part of an answer. Names are those that were asked for.
 OWN = {
     *("created", "ts", "time", "cluster", "first_ts", "last_ts", "last_active"),
     *("type", "domain", "name", "limit", "offset"),
@@ -73,27 +73,27 @@ INVALID_JSON = 10025  # its description is that of a parser
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One message that a consumer delivered. `reply`: where its acknowledgement goes."""
+    """One message that a consumer delivered. `reply`: the subject for its acknowledgement."""
 
     shown: tuple[Any, ...]
     reply: bytes
 
 
-Pull = tuple[asyncio.Task[tuple[list[Delivery], RawSubscription]], list[Any]]  # under way, and what has come
+Pull = tuple[asyncio.Task[tuple[list[Delivery], RawSubscription]], list[Any]]  # under way, and the received messages
 
 
 class Caller:
     """One connection of a script. Each call notes its answer under the name of its step.
 
-    `expected`: the answers, until which is asked again where a server may need a moment; without them, that is
-    waited for `settled` seconds.
+    `expected`: the answers. A call repeats until it gets them, if a server may need a moment; without them, it
+    waits for `settled` seconds.
     """
 
     def __init__(self, client: FloeClient, expected: Texts | None = None, settled: float = SETTLED) -> None:
         self.client, self._expected, self._settled = client, expected, settled
         self.steps: Steps = []
         self._asked: dict[str, set[str]] = {}
-        self._is_other = False  # an answer stayed another than was expected: no more patience
+        self._is_other = False  # an answer stayed other than expected: no more waiting
 
     def note(self, step: str, answer: Any) -> None:
         self.steps.append((step, answer))
@@ -102,7 +102,7 @@ class Caller:
         return f"{len(self.steps) + 1} {step}"
 
     async def gathered(self, step: str, ask: Callable[[], Awaitable[Any]] | list[Any], settled: float = 0.0) -> None:
-        """Note what `ask` returns, or what comes into a list, as soon as it is as expected."""
+        """Note the result of `ask`, or the items that come into a list, as soon as it is as expected."""
         number, loop = self._number(step), asyncio.get_running_loop()
         until = loop.time() + (0.0 if self._is_other else PATIENCE / 4)
         if self._expected is None:
@@ -120,7 +120,7 @@ class Caller:
     # The API
 
     async def api(self, step: str, name: str, request: Any = None) -> dict[str, Any]:
-        """Ask the API, and note the answer where `step` has a name."""
+        """Ask the API, and note the answer if `step` has a name."""
         words = name.split(".")
         if words[:2] in (["STREAM", "CREATE"], ["STREAM", "UPDATE"]) and isinstance(request, dict):
             self._asked.setdefault(words[2], set()).update(request)
@@ -172,7 +172,7 @@ class Caller:
     # Messages
 
     async def publish(self, step: str, subject: str = "calls.a", payload: bytes = b"x", *lines: str) -> None:
-        """Publish one message and note the answer where `step` has a name."""
+        """Publish one message and note the answer if `step` has a name."""
         block = build_block([line.encode() for line in lines]) if lines else None
         answer = await self._request(step, subject.encode(), payload, block)
         if step:
@@ -197,7 +197,7 @@ class Caller:
             self.client.send(frame(b"calls.a", b"x", block, reply))
             await self.client.round_trip(PATIENCE)
         await self.gathered(step, answers)
-        await asyncio.sleep(SETTLED)  # more than was expected
+        await asyncio.sleep(SETTLED)  # more than expected
         await subscription.unsubscribe()
 
     async def pull(
@@ -232,7 +232,7 @@ class Caller:
                 found.append(Delivery((subject, payload, headers, numbers), reply))
                 shown.append(found[-1].shown)
             elif (status := _headers(headers))[0].startswith("NATS/1.0 100"):
-                shown.extend([status] if status not in shown[-1:] else [])  # how many is a matter of time
+                shown.extend([status] if status not in shown[-1:] else [])  # their number is a matter of time
             else:
                 shown.append(status)
                 over.set()
@@ -258,17 +258,17 @@ class Caller:
     async def _request(
         self, step: str, subject: bytes, payload: bytes, headers: bytes | None = None
     ) -> tuple[bytes, bytes | None] | str:
-        """Ask, with patience unless no answer is expected."""
+        """Send a request, with patience unless no answer is expected."""
         timeout = ANSWERED
         if self._expected is not None:
             timeout = SHORT if self._expected.get(self._number(step)) == repr(SILENCE) else PATIENCE
         try:
             return await self.client.request_raw(subject, payload, headers, timeout=timeout)
         except FloeError as error:
-            return "nobody answers" if error.code == NOBODY else SILENCE
+            return "nobody answers" if error.code == NO_RESPONDERS_CODE else SILENCE
 
     def _shown(self, document: dict[str, Any]) -> Any:
-        """An answer without what no script asked for."""
+        """Return an answer without the fields that no script asked for."""
         shown = _plain(document)
         if "config" in shown and "state" in document:
             asked = self._asked.get(document["config"]["name"], set())
@@ -295,7 +295,7 @@ def _document(payload: bytes) -> Any:
 
 
 def _plain(value: Any, keep: tuple[str, ...] = ()) -> Any:
-    """Without times, names of servers, and what is empty."""
+    """Return a value without times, names of servers, and empty fields."""
     if isinstance(value, list):
         return [_plain(each, keep) for each in value]
     if not isinstance(value, dict):
@@ -318,16 +318,16 @@ def _headers(block: bytes | None) -> tuple[str, ...]:
 
 
 def cases_of(version: str) -> list[str]:
-    """The names of the scripts that are played on a server; `version`: empty for the newest."""
+    """Return the names of the scripts that are played on a server; `version`: empty for the newest."""
     return [name for name in CASES if not version or name not in NEWEST_ONLY]
 
 
 def real_answers(
     binary: Path | None, names: list[str], expected: Mapping[str, Texts] | None = None
 ) -> dict[str, Steps]:
-    """The answers of a nats-server to the scripts of these names, several at a time, each in an account of its own.
+    """Return the answers of a nats-server to these scripts, several at a time, each in an account of its own.
 
-    `expected`: those to a script, by its name; without it, each state is left to settle.
+    `expected`: those to a script, by its name; without it, each state gets time to settle.
     """
     users = "\n".join(f"{name} {{ jetstream: enabled, users: [{{user: {name}, password: x}}] }}" for name in names)
 
@@ -347,7 +347,7 @@ def real_answers(
 
 @cache
 def simulated_answers(name: str) -> Steps:
-    """The answers of the model to a script, in a world of its own."""
+    """Return the answers of the model to a script, in a world of its own."""
     world = World(1, Carriers())
     settings = NatsSettings(url=(f"nats://127.0.0.1:{SimNats(world).port}",))
     process = world.spawn("caller", lambda: _played(settings, CASES[name]))
@@ -372,5 +372,5 @@ async def _played(
 
 
 async def bucket(caller: Caller, name: str = "calls") -> KeyValue:
-    """A bucket of the product."""
+    """Open a bucket of the product."""
     return await KeyValue(caller.client, name, ttl=None).ensure()

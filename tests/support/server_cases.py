@@ -135,13 +135,13 @@ RESTORED = {"name": STREAM, "subjects": [SUBJECTS], "duplicate_window": ns(120),
 
 @newest_case
 async def restored(c: Caller) -> None:
-    """An archive that ends too early, one in two pieces, and the name of a stream that is there."""
+    """An archive that ends too early, one in two pieces, and the name of an existing stream."""
     state, writer = ArchiveState(3, 100, 4, ns(1_700_000_000), 9, ns(1_700_000_007)), LogicalWriter()
     blocks = {4: None, 5: b"NATS/1.0\r\nA: b\r\n\r\n", 7: None}
     rows = [message(n, b"row %d" % n, subject=b"calls.%d" % (n % 2), headers=block) for n, block in blocks.items()]
     pieces = [
-        b"".join([*writer.head(RESTORED, "", state, []), *writer.rows(batch_of(rows[:2]))]),
-        b"".join([*writer.rows(batch_of(rows[2:])), *writer.tail()]),
+        b"".join([*writer.encode_head(RESTORED, "", state, []), *writer.encode_rows(batch_of(rows[:2]))]),
+        b"".join([*writer.encode_rows(batch_of(rows[2:])), *writer.encode_tail()]),
     ]
     asked = {"config": RESTORED, "state": state.to_json(0)}
     for step, sent in {"too early": pieces[:1], "whole": pieces}.items():
@@ -190,7 +190,7 @@ CASES.update({name: partial(limits, config) for name, config in LIMITS.items()})
 async def max_age(c: Caller) -> None:
     await c.make({"max_age": ns(0.2), "duplicate_window": ns(0.1)}, step="made")
     await c.fill(2)
-    await c.state("all too old", settled=3.0)  # older servers look once a second
+    await c.state("all too old", settled=3.0)  # older servers check once a second
     await c.publish("then")
 
 
@@ -298,7 +298,7 @@ async def keys_and_values(c: Caller) -> None:
 @case
 async def listening_to_a_bucket(c: Caller) -> None:
     kv, seen = await bucket(c), []
-    subscription = await kv.listen("a.*", lambda key, value: seen.append((key, value)))
+    subscription = await kv.subscribe("a.*", lambda key, value: seen.append((key, value)))
     await kv.put("a.b", b"1")
     await kv.put("b.b", b"2")
     await kv.delete("a.b")

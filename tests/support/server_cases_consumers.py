@@ -75,7 +75,7 @@ async def new_behind_a_start(c: Caller) -> None:
     await c.consumer_state("beyond", "B")
 
 
-# For these a server has a second to give what there is: that is over soon, and then they wait.
+# These give a server a second to send the messages at hand: it sends them soon, and the pull then waits.
 LESS_THERE = {"batch": 5, "expires": ns(1)}
 BEATING = {"batch": 5, "expires": ns(1.5), "idle_heartbeat": ns(0.3)}
 
@@ -226,7 +226,7 @@ async def delivered_too_often(c: Caller) -> None:
 
 @case
 async def in_progress(c: Caller) -> None:
-    """Its time begins anew, where the word came before that was over: else it is tried again."""
+    """Its ack wait restarts if the word came before its end; else the message is delivered again."""
     await c.make()
     await c.fill(1)
     now, took = asyncio.get_running_loop().time, IN_PROGRESS
@@ -236,11 +236,11 @@ async def in_progress(c: Caller) -> None:
         began = now()
         (delivery,), _ = await c.begin_pull("C")[0]
         await c.pause(IN_PROGRESS / 2)
-        said = now()
+        sent = now()
         await c.acknowledge(delivery, b"+WPI")
         took = now() - began
         (again,), _ = await c.begin_pull("C")[0]
-    c.note("not before its time", now() - said > IN_PROGRESS * 0.9)
+    c.note("not before its time", now() - sent > IN_PROGRESS * 0.9)
     c.note("again", again.shown)
     await c.consumer_state("still pending", "C")
 

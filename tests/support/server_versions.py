@@ -1,4 +1,4 @@
-"""How older nats-servers answer otherwise. `python -m tests.support.server_versions` records it anew."""
+"""Differences of older nats-servers. `python -m tests.support.server_versions` records them again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infra.local.nats import nats_server_binary
 from tests.support import server_cases, server_cases_consumers, server_cases_publishing
 from tests.support.server_calls import Texts, cases_of, real_answers, simulated_answers, texts
 
-MODULES = (server_cases, server_cases_publishing, server_cases_consumers)  # which list their cases
+MODULES = (server_cases, server_cases_publishing, server_cases_consumers)  # modules that list their cases
 
 DIFFERENCES = Path(__file__).parents[1] / "contract" / "older_servers.json"
 
@@ -17,7 +17,7 @@ OLDER = ("2.14", "2.12", "2.11", "2.10")
 
 
 def expected_of(version: str, name: str) -> Texts:
-    """The answers of a server to a script: those of the model, but for what is listed of older ones."""
+    """Return the answers of a server to a script: those of the model, except the listed ones of older servers."""
     return texts(simulated_answers(name)) | json.loads(DIFFERENCES.read_text()).get(version, {}).get(name, {})
 
 

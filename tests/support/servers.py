@@ -36,11 +36,11 @@ async def connected(url: str | Sequence[str], name: str = "test") -> FloeClient:
 
 
 def placing(cluster: NatsCluster) -> NatsCluster:
-    """The cluster, once a stream can have a replica on every member.
+    """Return the cluster, once a stream can have a replica on every member.
 
-    A member can be healthy while the leader has not yet heard that it serves JetStream; streams are then
-    refused with "no suitable peers". An older server can also leave a member out of the group for good where
-    all start at once on a busy machine; such a cluster begins anew. Nothing but a creation tells.
+    A member can be healthy while the leader has not yet learned that it serves JetStream; streams are then
+    refused with "no suitable peers". An older server can also leave a member out of the group for good if
+    all start at once on a busy machine; such a cluster is started again. Only a creation shows it.
     """
     deadline = time.monotonic() + PATIENCE
     while answer := _refusal(cluster):
@@ -54,7 +54,7 @@ def placing(cluster: NatsCluster) -> NatsCluster:
 
 
 def _refusal(cluster: NatsCluster) -> dict[str, Any] | None:
-    """Why the cluster places no stream, after a while; None once it has placed one."""
+    """Return why the cluster places no stream, after a while; None once it has placed one."""
     config = {"name": "_READY", "storage": "memory", "num_replicas": len(cluster.servers)}
     settled = time.monotonic() + SETTLED
     while "error" in (answer := _ask(cluster.servers[0], "STREAM.CREATE._READY", config)):
@@ -65,8 +65,8 @@ def _refusal(cluster: NatsCluster) -> dict[str, Any] | None:
 
 
 def _ask(server: NatsServer, request: str, document: dict[str, Any]) -> dict[str, Any]:
-    """What the JetStream API answers one request, on a connection of its own; an error where it never does: a server
-    that loses its leader meanwhile forgets the request.
+    """Return the answer of the JetStream API to one request, on a connection of its own; an error if there is none: a
+    server that loses its leader meanwhile forgets the request.
     """
     body = json.dumps(document).encode()
     with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as link, link.makefile("rwb") as io:
@@ -86,14 +86,14 @@ def _ask(server: NatsServer, request: str, document: dict[str, Any]) -> dict[str
 
 
 async def place(client: FloeClient, config: dict[str, Any]) -> None:
-    """Create a stream; asks again where no answer comes, as while a cluster chooses a leader: the same configuration
+    """Create a stream. Retries without an answer, as while a cluster chooses a leader: the same configuration
     again changes nothing.
     """
     await answered(lambda: create_stream(client, config), Unavailable, OutcomeUnknown)
 
 
 async def save_disk(server: NatsServer, folder: Path) -> Path:
-    """A copy of the server's store as it is now."""
+    """Copy the server's store as it is now; return the copy."""
     saved = folder / "saved"
 
     def save() -> None:
@@ -106,7 +106,7 @@ async def save_disk(server: NatsServer, folder: Path) -> Path:
 
 
 async def restore_disk(server: NatsServer, saved: Path) -> None:
-    """Put the copy back in place of what the server has now."""
+    """Replace the server's present store by the copy."""
 
     def restore() -> None:
         server.kill()
@@ -123,7 +123,7 @@ _RUN = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p',
 
 
 class SqsServer:
-    """Started by `with`; `url` is its address on loopback."""
+    """A server of SQS, started by `with`; `url` is its address on loopback."""
 
     def __init__(self) -> None:
         [self.port] = free_ports(1)
@@ -149,18 +149,18 @@ class SqsServer:
         eventually(self._answers)
 
     def stop(self) -> None:
-        """SIGKILL; what it held is gone."""
+        """Kill it (SIGKILL); its queues are gone."""
         if self._process:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def client(self) -> Any:
-        """A client of the test's own."""
+        """Return a client of the test's own."""
         return boto3.session.Session().client("sqs", endpoint_url=self.url, **CREDENTIALS)
 
     def new_queue(self, name: str = "", **attributes: str) -> str:
-        """Make a queue; its name."""
+        """Make a queue; return its name."""
         name = name or unique("floe-events")
         self.client().create_queue(QueueName=name, Attributes=attributes)
         return name
@@ -172,7 +172,7 @@ class SqsServer:
             client.send_message(QueueUrl=url, MessageBody=body)
 
     def left_in(self, name: str) -> int:
-        """How many messages the queue holds, those received and not deleted included."""
+        """Return the number of messages in the queue, those received and not deleted included."""
         client, url = self._queue(name)
         names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
         answer = client.get_queue_attributes(QueueUrl=url, AttributeNames=names)
@@ -193,7 +193,7 @@ class SqsServer:
 
 
 def notification(bucket: str, key: str, size: int = 1) -> dict[str, Any]:
-    """MinIO's document for an object that was put; the key stands in it as in a form."""
+    """Return MinIO's document for an object that was put; the key in it is form-encoded."""
     name = "s3:ObjectCreated:Put"
     return {
         "EventName": name,
@@ -216,7 +216,7 @@ def notification(bucket: str, key: str, size: int = 1) -> dict[str, Any]:
 
 
 class Notifying:
-    """`url` is an S3 server: the one at `upstream`, with a notification on `subject` after each put."""
+    """An S3 server at `url`: the one at `upstream`, with a notification on `subject` after each put."""
 
     def __init__(self, upstream: str, nats_url: str, subject: str) -> None:
         self._proxy, self._publisher = FaultProxy(upstream), _Publisher(nats_url, subject)
@@ -244,7 +244,7 @@ class Notifying:
 
 
 class _Publisher:
-    """The least of a NATS client: publishes from any thread, answers pings."""
+    """A minimal NATS client: publishes from any thread, answers pings."""
 
     def __init__(self, url: str, subject: str) -> None:
         address = urlsplit(url)

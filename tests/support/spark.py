@@ -24,7 +24,7 @@ from common.settings.root import Settings, StoreSettings
 from compaction import source
 from compaction.source import FloeDataSource
 from compaction.source_options import ReadOptions
-from compaction.spark import Spark, start
+from compaction.spark import Spark, start_session
 from tests.support.basics import PATIENCE
 from tests.support.stores import CountingObjects
 
@@ -41,14 +41,14 @@ CONF = {
 
 @cache
 def spark_session() -> SparkSession:
-    """The session, started on first use with the settings that Floe itself starts one with."""
+    """Return the session, started on first use with the settings that Floe itself starts one with."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # py4j and pyspark warn of what is theirs
-        return start("local[2]", CONF)
+        warnings.simplefilter("ignore")  # py4j and pyspark warn about their own code
+        return start_session("local[2]", CONF)
 
 
 class SharedSpark(Spark):
-    """What a run takes for its own session; it does not stop it."""
+    """A session that a run uses as its own; the run does not stop it."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -59,7 +59,7 @@ class SharedSpark(Spark):
 
 
 def counting_source(counts: Path) -> type[FloeDataSource]:
-    """The source `floe` as `floe_counted`: it notes the bytes that are read, planning included, in folder `counts`."""
+    """Return the source `floe` as `floe_counted`: it counts the bytes that are read, planning included, in `counts`."""
 
     class Counted(FloeDataSource):
         @classmethod
@@ -78,7 +78,7 @@ def counting_source(counts: Path) -> type[FloeDataSource]:
 
 
 def counted_bytes(counts: Path) -> int:
-    """What was read since the last call."""
+    """Return the bytes that were read since the last call."""
     files = list(counts.glob("*.count"))
     total = sum(int(path.read_text()) for path in files)
     for path in files:
@@ -87,7 +87,7 @@ def counted_bytes(counts: Path) -> int:
 
 
 class CountedReader(DataSourceReader):
-    """A reader of a store in a folder that notes how many bytes of objects it reads."""
+    """A reader of a store in a folder that counts the bytes of objects that it reads."""
 
     _opened: ClassVar[defaultdict[Path, list[CountingObjects]]] = defaultdict(list)
 
@@ -121,17 +121,17 @@ class CountedReader(DataSourceReader):
 
 
 class CountedFilteringReader(CountedReader):
-    """One that filters are pushed down to: Spark looks whether there is such a method."""
+    """A reader that takes filters: Spark checks if there is such a method."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         return self._reader.pushFilters(filters)
 
 
-# Work for executors, who import it from here.
+# Work for executors, which import it from here.
 
 
 def wait_for_file(_store: SegmentStore, path: str) -> str:
-    """Work that ends at once where `path` is empty, else once that file exists."""
+    """Return at once if `path` is empty, else once that file exists."""
     deadline = time.monotonic() + PATIENCE
     while path and not Path(path).exists():
         if time.monotonic() > deadline:
@@ -141,7 +141,7 @@ def wait_for_file(_store: SegmentStore, path: str) -> str:
 
 
 def kill_once(_store: SegmentStore, marker: Path) -> str:
-    """The first executor to try this dies as a killed one does."""
+    """Kill the first executor that tries this, as by SIGKILL."""
     try:
         marker.touch(exist_ok=False)
     except FileExistsError:
@@ -151,5 +151,5 @@ def kill_once(_store: SegmentStore, marker: Path) -> str:
 
 
 def failing(_store: SegmentStore, _item: int) -> None:
-    """An error that nobody foresaw."""
+    """Raise an error that nobody expects."""
     raise RuntimeError("something nobody foresaw")

@@ -25,7 +25,7 @@ from tests.support.basics import PATIENCE, eventually, has_stopped
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(pyspark.__file__).parents[1]
 SPARK_HOME = Path(pyspark.__file__).parent
-# What compiles little and uses one thread starts soonest.
+# A JVM that compiles little and uses one thread starts soonest.
 JAVA_OPTIONS = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
 ENVIRONMENT = "environment"
 ARCHIVE = f"{ENVIRONMENT}.tar.gz"  # others are unpacked without the right to execute
@@ -34,7 +34,7 @@ ARCHIVE = f"{ENVIRONMENT}.tar.gz"  # others are unpacked without the right to ex
 class SparkCluster:
     """`with SparkCluster(folder) as cluster:`; its logs, working folders and event logs are in `folder`.
 
-    `failpoints`: FLOE_FAILPOINTS of what the first worker starts.
+    `failpoints`: FLOE_FAILPOINTS of the first worker's processes.
     """
 
     def __init__(self, folder: Path, failpoints: str = "") -> None:
@@ -60,7 +60,7 @@ class SparkCluster:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def conf(self, more: Mapping[str, str]) -> dict[str, str]:
-        """`compaction.spark.conf` of a job on this cluster, with `more` of it."""
+        """Return `compaction.spark.conf` of a job on this cluster, with the keys of `more`."""
         return {
             "spark.authenticate.secret.file": str(self.secret_file),
             "spark.archives": f"{environment(self.folder)}#{ENVIRONMENT}",
@@ -93,19 +93,19 @@ class SparkCluster:
         self.stop()
 
     def start_worker(self, number: int, failpoints: str = "") -> None:
-        """Workers have addresses of their own, so that Spark takes them for two hosts."""
+        """Start a worker. Workers have addresses of their own, so that Spark takes them for two hosts."""
         words = ["org.apache.spark.deploy.worker.Worker", "--webui-port", "0", "--cores", "1", "--memory", "1g"]
         words += ["--work-dir", str(self.work(number)), self.url]
         self._start(f"worker{number}", f"127.0.0.{number}", words, FLOE_FAILPOINTS=failpoints)
 
     def kept(self) -> dict[Path, str]:
-        """What is in files of the cluster: logs, events, what executors print; but for what holds the secret for it."""
+        """Return the text of the cluster's files: logs, events, output of executors; not of those with its secret."""
         ours = (self.secret_file, self._conf, self.folder / ARCHIVE)
         files = [path for path in self.folder.rglob("*") if path.is_file() and ENVIRONMENT not in path.parts]
         return {path: path.read_text(errors="replace") for path in files if path not in ours}
 
     def work(self, number: int) -> Path:
-        """Where a worker runs its executors, with what they print."""
+        """Return the folder of a worker's executors, with their output."""
         return self.folder / f"work{number}"
 
     def _start(self, name: str, host: str, words: list[str], **env: str) -> None:
@@ -124,22 +124,22 @@ class SparkCluster:
             )
 
     def alive(self) -> int:
-        """How many workers the master knows to be alive; 0 while it does not answer."""
+        """Return how many workers the master knows to be alive; 0 while it does not answer."""
         with suppress(OSError, ValueError):
             return int(json.loads(self.page("/json/"))["aliveworkers"])
         return 0
 
     def page(self, path: str) -> str:
-        """A page of the master."""
+        """Return a page of the master."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.web}{path}", timeout=PATIENCE) as answer:
             return str(answer.read().decode())
 
     def processes_of(self, number: int) -> list[int]:
-        """A worker and all that it has started, the youngest last."""
+        """Return a worker and all its descendants, the youngest last."""
         return list(_tree(self._processes[f"worker{number}"].pid))
 
     def kill_worker(self, number: int) -> None:
-        """SIGKILL to a worker and all that it has started, as if its host were gone; nothing if there is none."""
+        """Send SIGKILL to a worker and all its descendants, as if its host were gone; nothing if there is none."""
         if (process := self._processes.pop(f"worker{number}", None)) is not None:
             with _held(process.pid) as all_of_it:
                 for each in all_of_it:
@@ -153,7 +153,7 @@ class SparkCluster:
         eventually(lambda: self.alive() == 2)
 
     def stopped(self, number: int) -> list[int]:
-        """What a worker has started, Python processes above all, that has stopped itself at a failpoint."""
+        """Return the worker's descendants, mainly Python processes, that have stopped themselves at a failpoint."""
         return [pid for pid in self.processes_of(number) if has_stopped(pid)]
 
     def stop(self) -> None:
@@ -168,7 +168,7 @@ class SparkCluster:
 
 @contextmanager
 def _held(pid: int) -> Iterator[list[int]]:
-    """A process and all that it has started, as descriptors: a number might be another process's a moment later."""
+    """Open a process and all its descendants as descriptors: a number might be another process's a moment later."""
     held = []
     try:
         for each in list(_tree(pid)):
@@ -194,7 +194,7 @@ def _tree(pid: int) -> Iterator[int]:
 
 
 class Wire:
-    """`with Wire(port) as wire:` 127.0.0.3 at that port is 127.0.0.1 at the same, and all that passes is recorded."""
+    """`with Wire(port) as wire:` 127.0.0.3 at that port is 127.0.0.1 at the same, and all bytes are recorded."""
 
     HOST = "127.0.0.3"
 
@@ -259,7 +259,7 @@ class CommandLines:
 
 
 def environment(folder: Path) -> Path:
-    """The archive that executors unpack: a Python environment with what a task of Floe needs, and nothing else.
+    """Return the archive that executors unpack: a Python environment with the needs of a task of Floe only.
 
     Made once in a folder. PySpark is not in it: the executors' Spark brings it along.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-# Most of the processor time of a worker that does little.
+# These imports take most of the processor time of a worker that does little.
 for name in ("pyarrow.parquet", "pandas", "pyspark.sql.pandas.serializers", "compaction.run", "compaction.source"):
     import_module(name)
 

@@ -1,4 +1,4 @@
-"""An object store that misbehaves as a test says; everything else goes to the real one behind it."""
+"""An object store with faults that a test chooses; everything else goes to the real one behind it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from common.clock import Clock
-from common.errors import Unforeseen
+from common.errors import UnexpectedError
 from common.jetstream.client import FloeClient
 from common.objects.local import LocalObjects
-from common.objects.port import Body, ConditionsRefused, ObjectInfo, ObjectStore
+from common.objects.port import Body, ConditionalPutRefused, ObjectInfo, ObjectStore
 from common.tasks import unexpected
 from tests.support.basics import PATIENCE, counted
 
@@ -23,7 +23,7 @@ Fault = Callable[..., Any]
 
 
 class FaultyStore:
-    """Passes each verb on, unless `faults` has something to do instead on that pass (1 is the first).
+    """A store that passes each verb on, unless `faults` has a fault for that call (1 is the first).
 
     A fault is called with the real verb and its arguments. `calls` counts every verb.
     """
@@ -35,12 +35,12 @@ class FaultyStore:
         self.keys: list[tuple[str, str]] = []
 
     def on(self, verb: str, fault: Fault, *, nth: int | None = None) -> FaultyStore:
-        """Let `fault` answer pass `nth` of `verb`, or every pass."""
+        """Let `fault` answer call `nth` of `verb`, or every call."""
         self._faults[verb, nth] = fault
         return self
 
     def heal(self) -> None:
-        """No more of them."""
+        """Remove all faults."""
         self._faults.clear()
 
     def __getattr__(self, verb: str) -> Any:
@@ -56,7 +56,7 @@ class FaultyStore:
 
 
 def raising(error: BaseException, *, after: bool = False) -> Fault:
-    """A fault that raises `error`, having done the work before if `after`."""
+    """Return a fault that raises `error`, after the work if `after`."""
 
     def fault(real: Fault, *args: Any, **kwargs: Any) -> Any:
         if after:
@@ -67,8 +67,8 @@ def raising(error: BaseException, *, after: bool = False) -> Fault:
 
 
 def refusing_conditions(objects: ObjectStore) -> FaultyStore:
-    """`objects` as a store that takes no put with a condition."""
-    refused = raising(ConditionsRefused("this store takes no conditions"))
+    """Return `objects` as a store that takes no put with a condition."""
+    refused = raising(ConditionalPutRefused("this store takes no conditions"))
     return FaultyStore(objects).on("put_if_absent", refused).on("put_if_match", refused)
 
 
@@ -89,12 +89,12 @@ class ClaimsInMemory:
 
 
 def answering(value: Any) -> Fault:
-    """A fault that answers `value`, without the work."""
+    """Return a fault that answers `value`, without the work."""
     return lambda *_args, **_named: value
 
 
 class DatedObjects:
-    """Tells of each object that it was stored when `clock` said so; what others have put there keeps the store's time.
+    """A store that dates each object by `clock` at its put. Objects that others put keep the store's time.
 
     Everything else goes to the real store behind it.
     """
@@ -139,7 +139,7 @@ class DatedObjects:
 
 
 class CountingObjects(LocalObjects):
-    """Counts the bytes of objects that are read."""
+    """A store that counts the bytes of objects that are read."""
 
     read = 0
 
@@ -155,12 +155,12 @@ class CountingObjects(LocalObjects):
 
 
 def count(part: str) -> float:
-    """How many errors have ended `part` so far."""
+    """Return how many errors have ended `part` so far."""
     return counted(unexpected.labels(part))
 
 
 class Throw:
-    """Has `owner.name` raise the next `times` times, where `where` holds of its arguments."""
+    """A patch: `owner.name` raises the next `times` times that `where` is true of its arguments."""
 
     def __init__(
         self,
@@ -196,17 +196,17 @@ def no_room(*_: object) -> None:
 
 
 def break_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every subscription from now on throws at its first message; its owner is told as it was to be."""
+    """Make every later subscription raise at its first message; its owner is informed as usual."""
     real = FloeClient.subscribe_raw
 
-    async def subscribe(client: FloeClient, subject: str, _sink: Any, *tell: Any) -> Any:
-        return await real(client, subject, no_room, *tell)
+    async def subscribe(client: FloeClient, subject: str, _sink: Any, *args: Any) -> Any:
+        return await real(client, subject, no_room, *args)
 
     monkeypatch.setattr(FloeClient, "subscribe_raw", subscribe)
 
 
 async def fails(work: Awaitable[Any]) -> None:
-    """Wait for what ends by what was thrown, wrapped or not."""
+    """Wait for the error of a `Throw`, wrapped or not."""
     with pytest.raises(Exception) as caught:
         await asyncio.wait_for(work, PATIENCE)
-    assert "no room" in Unforeseen.of(caught.value).message
+    assert "no room" in UnexpectedError.wrap(caught.value).message

@@ -1,4 +1,4 @@
-"""`python -m tests.support.suite [--busy]`: run `make test` and add what came of it to docs/evidence/suite.json.
+"""`python -m tests.support.suite [--busy]`: run `make test` and add the results to docs/evidence/suite.json.
 
 `--busy`: beside four processes that burn processor time.
 """
@@ -22,7 +22,7 @@ BURNERS = 4
 
 
 def counted(output: str, seconds: float) -> dict[str, Any]:
-    """The numbers of a run: of its last line with sums, which pytest writes."""
+    """Return the numbers of a run, from the last line with sums that pytest writes."""
     sums = {
         name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|errors?)\b", output.splitlines()[-1])
     }

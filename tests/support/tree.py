@@ -13,13 +13,13 @@ BEGIN, END = "<!-- tree: begin -->", "<!-- tree: end -->"
 
 
 def first_line(path: Path) -> str:
-    """The first sentence of what a file says of itself; empty where it says nothing."""
+    """Return the first sentence of a file's docstring; empty without one."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
     return re.split(r"(?<=[.])\s", text)[0]
 
 
 def tree() -> str:
-    """Every folder and file of the product, with the first sentence of what it says of itself, in Markdown."""
+    """Return every folder and file of the product, with the first sentence of its docstring, in Markdown."""
     lines: list[str] = []
     for top in TOPS:
         if top.endswith(".py"):
@@ -41,7 +41,7 @@ def _folder(folder: Path, depth: int = 0) -> list[str]:
 
 
 def with_tree(page: str) -> str:
-    """`page` with the tree between its two marks brought up to date."""
+    """Return `page` with the tree between its two marks brought up to date."""
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n\n{tree()}\n\n{END}{tail}"

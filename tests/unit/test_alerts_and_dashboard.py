@@ -1,4 +1,4 @@
-"""Counters begin at 0; alerts, runbooks and the dashboard name metrics that exist, and each other."""
+"""Counters that begin at 0; alerts, runbooks and the dashboard, which name metrics that exist, and each other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import yaml
 from prometheus_client import Counter, Gauge, Histogram
 
-from common.metrics import COUNTED, REGISTRY, begin, counter
-from egress.acks import REASONS
+from common.metrics import DECLARED_METRICS, REGISTRY, counter, show_zeros
+from egress.acks import RESET_REASONS
 from egress.advisories.outbox import SendResult
 from egress.metrics import ADVISORY_RESULTS
 from infra import dashboards
@@ -29,12 +29,12 @@ RULES = yaml.safe_load((PROMETHEUS / "floe.rules.yml").read_text())
 TESTS = yaml.safe_load((PROMETHEUS / "floe.rules.test.yml").read_text())["tests"]
 RUNBOOKS = (ROOT / "docs" / "runbooks.md").read_text()
 ALERTS: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in group["rules"]]
-BASE = "https://floe.example.com/docs"  # of the addresses of the runbooks; for each reader to set
+BASE = "https://floe.example.com/docs"  # of the runbooks' addresses; each reader sets it
 NOT_FLOES = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
 
 
 def named(expression: str) -> set[str]:
-    """The metrics that an expression reads."""
+    """Return the metrics that an expression reads."""
     return set(re.findall(r"\b(?:floe_|process_)\w+|\bup\b", re.sub(r'"[^"]*"', "", expression)))
 
 
@@ -43,7 +43,7 @@ SERIES = NAMES | {f"{name}{end}" for name in NAMES for end in ("_bucket", "_coun
 
 
 def labels_of() -> dict[str, set[str]]:
-    """The labels of each of Floe's metrics."""
+    """Return the labels of each of Floe's metrics."""
     metrics = [
         each for each in REGISTRY._collector_to_names.items() if isinstance(each[0], Counter | Gauge | Histogram)
     ]
@@ -98,7 +98,7 @@ def test_promtool_finds_that_each_alert_fires_where_it_must_and_only_there() -> 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_without_promtool_the_check_says_so_aloud(tmp_path: Path) -> None:
+def test_without_promtool_the_check_reports_it(tmp_path: Path) -> None:
     for tool in ("bash", "dirname"):
         (tmp_path / tool).symlink_to(str(shutil.which(tool)))
     check, found = ["bash", PROMETHEUS / "check.sh"], {"PATH": str(tmp_path)}
@@ -107,14 +107,14 @@ def test_without_promtool_the_check_says_so_aloud(tmp_path: Path) -> None:
     assert (done.returncode, "SKIPPED" in done.stderr) == (0, True)
 
 
-def test_the_committed_dashboard_is_what_the_script_makes_and_shows_every_metric_or_says_why_not() -> None:
+def test_the_committed_dashboard_is_what_the_script_makes_and_shows_or_excuses_every_metric() -> None:
     found = expressions()
     shown = {re.sub("_(bucket|count|sum)$", "", name) for expression in found for name in named(expression)}
-    left_out = [name for each in dashboards.LEFT_OUT.values() for name in each]
+    left_out = [name for each in dashboards.METRICS_WITHOUT_PANEL.values() for name in each]
     labels = labels_of()
     selected = [each for expression in found for each in re.findall(r"(floe_\w+)\{([^}]*)\}", expression)]
 
-    assert dashboards.PLACE.read_text() == dashboards.text(), "python -m infra.dashboards"
+    assert dashboards.DASHBOARD_PATH.read_text() == dashboards.render(), "python -m infra.dashboards"
     assert len(found) > 50
     assert {name for expression in found for name in named(expression)} - SERIES == set()
     assert sorted(left_out) == sorted(NAMES - shown)
@@ -125,26 +125,26 @@ def test_the_committed_dashboard_is_what_the_script_makes_and_shows_every_metric
 
 def test_no_panel_lies_upon_another() -> None:
     taken: set[tuple[int, int]] = set()
-    panels = json.loads(dashboards.text())["panels"]
+    panels = json.loads(dashboards.render())["panels"]
     for panel in panels:
         x, y, w, h = (panel["gridPos"][key] for key in "xywh")
         cells = {*itertools.product(range(x, x + w), range(y, y + h))}
         assert not cells & taken, panel["title"]
-        assert x + w <= dashboards.WIDTH
+        assert x + w <= dashboards.GRID_WIDTH
         taken |= cells
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
-# Counters: what they are declared with is what they are counted with
+# Counters: the declared label values are the counted ones
 
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """What the metrics of a test begin with; they are gone behind it."""
+    """Yield a prefix for the names of metrics, and remove the metrics that have it."""
     name = unique("c")
     yield name
-    for each in [each for each in COUNTED if each.name.startswith(name)]:
-        COUNTED.remove(each)
+    for each in [each for each in DECLARED_METRICS if each.name.startswith(name)]:
+        DECLARED_METRICS.remove(each)
         REGISTRY.unregister(each.metric)
 
 
@@ -152,12 +152,12 @@ def test_a_counter_shows_0_for_every_value_of_its_fixed_sets(name: str) -> None:
     counter(f"{name}_made", "Made.", ("site", "how"), how=("well", "badly"))
     counter(f"{name}_other", "Others.", ("site",), kind="other")
 
-    begin(f"{name}_", site="x")
+    show_zeros(f"{name}_", site="x")
 
     made = [metric_value(f"floe_{name}_made_total", {"site": "x", "how": how}) for how in ("well", "badly")]
     assert made == [0, 0]
     assert metric_value(f"floe_{name}_other_total", {"site": "x"}) is None
-    begin(f"{name}_", "other", site="x")
+    show_zeros(f"{name}_", "other", site="x")
     assert metric_value(f"floe_{name}_other_total", {"site": "x"}) == 0
 
 
@@ -169,8 +169,8 @@ def test_a_set_of_a_label_that_there_is_not_is_an_error() -> None:
 def test_fixed_sets_are_what_is_counted() -> None:
     assert set(ADVISORY_RESULTS) == {each.value for each in SendResult}
     text = "".join(path.read_text() for path in (ROOT / "egress").rglob("*.py"))
-    assert set(re.findall(r'(?:ReaderResetError|_doubt)\(\s*"(\w+)"', text)) == set(REASONS)
-    sets = {(each.name, label): values for each in COUNTED for label, values in each.sets.items()}
+    assert set(re.findall(r'(?:ReaderResetError|_reset)\(\s*"(\w+)"', text)) == set(RESET_REASONS)
+    sets = {(each.name, label): values for each in DECLARED_METRICS for label, values in each.sets.items()}
     assert ingress_metrics.__name__, "its counters are declared"
     text += "".join(path.read_text() for path in (ROOT / "ingress").rglob("*.py"))
     for metric, name in re.findall(r'metrics\.(\w+)\.labels\([^)]*, "(\w+)"\)', text):

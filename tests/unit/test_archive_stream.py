@@ -1,4 +1,4 @@
-"""How far a stream over the archive may go: positions of chains, and the cover between two of them. Without Spark."""
+"""A stream over the archive, without Spark: positions of chains, limits, and the cover between two positions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read(archive: Archive, stream: ArchiveStream, start: Positions, end: Positio
 def test_where_a_query_begins_is_an_option(archive: Archive, options: dict[str, str], position: int) -> None:
     archive.put(1, 20)
     assert stream_of(archive, **options).latest({}) == {**FORMAT, NAME: position}
-    documents(archive).write_tail(CHAIN, 500)  # a copy of a bucket may have it before the segments
+    documents(archive).write_tail(CHAIN, 500)  # a copy of a bucket may have the tail before the segments
     assert stream_of(archive, **options).latest({}) == {**FORMAT, NAME: position}
 
 
@@ -148,7 +148,7 @@ def test_a_batch_holds_no_more_than_its_limit_and_chains_share_it(archive: Archi
 def test_trigger_available_now_reads_what_was_there_when_it_began(archive: Archive) -> None:
     archive.put(1, 10)
     stream = stream_of(archive)
-    stream.bound()
+    stream.limit_to_present()
     first = stream.latest({**FORMAT, NAME: 1}, rows=4)
     archive.put(11, 20)
     documents(archive).create_chain(OTHER, ChainDocument((), 1, 1))
@@ -157,7 +157,7 @@ def test_trigger_available_now_reads_what_was_there_when_it_began(archive: Archi
     assert stream.latest({**FORMAT, NAME: 5}) == {**FORMAT, NAME: 11}
     assert stream.latest({**FORMAT, NAME: 11}) == {**FORMAT, NAME: 11}
     again = stream_of(archive)
-    again.bound()
+    again.limit_to_present()
     begins = again.latest({**FORMAT, NAME: 11})
     assert begins == {**FORMAT, OTHER_NAME: 1, NAME: 21}
     assert again.latest(begins) == {**FORMAT, OTHER_NAME: 5, NAME: 21}
@@ -189,7 +189,7 @@ def test_a_chain_that_has_nothing_new_is_not_listed_again_while_its_tail_stays(t
 
 @pytest.mark.parametrize("seed", range(2))
 def test_every_row_once_and_in_order_through_compaction_and_restarts(tmp_path: Path, seed: int) -> None:
-    """Against what was put: random segments, some late or twice, merges that delete their inputs, limits, restarts."""
+    """Compare with the rows put: random segments, some late or twice, merges that delete inputs, limits, restarts."""
     rng, archive = random.Random(seed), begun(tmp_path, CHAIN, OTHER)
     waiting: list[tuple[Chain, int, int]] = []
     ends: dict[Chain, int] = {CHAIN: 0, OTHER: 0}

@@ -1,4 +1,4 @@
-"""The canary run itself: a secret that is shown is found, wherever it comes out."""
+"""The search for canary secrets: a secret that is shown is found in every kind of output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_command_or_a_service_that_shows_one_fails(tmp_path: Path):
 
 
 def test_a_test_whose_output_shows_one_fails(pytester: pytest.Pytester):
-    """As a run of its own, with the hook of this suite."""
+    """Run pytest in a process of its own, with the hook of this suite."""
     pytester.makeconftest(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         "from tests.conftest import pytest_runtest_makereport\n"

@@ -1,4 +1,4 @@
-"""Captures: one object for each, the newest at or below a sequence, read with doubt."""
+"""Captures: one object for each, found by sequence or time, and validated when read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from common.segments.captures import (
     CaptureStore,
     check_config,
     deleted_ranges,
-    elsewhere,
+    outside_effects,
     to_json,
 )
 from common.segments.keys import CAPTURES, CaptureName, Layout
@@ -82,13 +82,13 @@ def test_captures_come_back_as_they_were_made(captures: CaptureStore, objects: L
 def test_the_newest_at_or_below_a_sequence_is_meant(captures: CaptureStore, objects: LocalObjects) -> None:
     for end, second in ((5, 0), (100, 3), (100, 9), (20, 0)):
         captures.put(CHAIN, config(end, second))
-    objects.put(f"{LAYOUT.captures_prefix(CHAIN, 'config')}{900:020d}-junk.json", b"{}")  # is no capture
+    objects.put(f"{LAYOUT.captures_prefix(CHAIN, 'config')}{900:020d}-junk.json", b"{}")  # not a capture
     assert captures.config(CHAIN) == config(100, 9)
     assert captures.config(CHAIN, 99) == config(20)
     assert captures.config(CHAIN, None, parse_time(at(8))) == config(100, 3), "of egress, where the server told none"
     assert captures.config(CHAIN, 4) is captures.consumers(CHAIN) is None
     assert captures.config(Chain("us-east", "NODES", 2)) is None
-    assert [ref.end for ref in captures.ls(CHAIN, "config")] == [5, 20, 100, 100]
+    assert [ref.end for ref in captures.list_captures(CHAIN, "config")] == [5, 20, 100, 100]
 
 
 def test_a_capture_of_another_feed_is_refused_and_one_that_names_none_is_read(
@@ -96,7 +96,7 @@ def test_a_capture_of_another_feed_is_refused_and_one_that_names_none_is_read(
 ) -> None:
     other = Chain("us-east", "OTHER", 1)
     captures.put(other, config(5))
-    [ref] = captures.ls(other, "config")
+    [ref] = captures.list_captures(other, "config")
     raw = objects.get(ref.key) or b""
     stored(objects, 5, raw)
     with pytest.raises(DataError, match=f"expected chain {NAME} of its name, found us-east/OTHER/0001/0"):
@@ -108,10 +108,10 @@ def test_a_capture_of_another_feed_is_refused_and_one_that_names_none_is_read(
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=40), st.integers(-1, 200), st.integers(0, 50))
-def test_of_many_captures_the_newest_is_found_of_at_or_before_a_moment(
+def test_the_newest_of_many_captures_is_found_at_or_before_a_moment(
     steps: list[tuple[int, int]], moment: int, upto: int
 ) -> None:
-    """Where the store tells whole seconds and a quiet stream has many of one end."""
+    """Compare with a brute force on a store with whole seconds and a quiet stream with many captures of one end."""
     clock, put, end = ManualClock(BEGIN), list[CapturedDeletions](), 0
     with tempfile.TemporaryDirectory() as folder:
         captures = CaptureStore(LAYOUT, DatedObjects(LocalObjects(Path(folder)), clock))
@@ -144,7 +144,7 @@ def test_deletions_count_from_where_the_archive_has_what_the_stream_had(captures
     assert captures.deletions(CHAIN, 99) is None
     assert captures.deletions(CHAIN, 100) == captures.deletions(CHAIN, 199) == early
     assert captures.deletions(CHAIN, 200) == captures.deletions(CHAIN) == late
-    # A restore to 150 lost what is behind it: the stream has others there since, also up to 200 and further.
+    # A restore to 150 lost all later messages: the stream has others there since, also up to 200 and further.
     captures.put(CHAIN, CapturedRestore(at(2), 150, CREATED, CREATED, {}))
     assert captures.deletions(CHAIN, 300) == early
     since = deletions(3, 160, 1, 300, (7, 7))
@@ -175,7 +175,7 @@ FOREIGN = f"expected chain {NAME} of its name, found us-east/NODES/0000/0"
         (GOOD, GOOD, "digest of its name"),
     ],
 )
-def test_a_spoiled_capture_is_never_acted_on(
+def test_a_corrupt_capture_is_never_acted_on(
     captures: CaptureStore, objects: LocalObjects, right: bytes, wrong: bytes, why: str
 ) -> None:
     stored(objects, 5, GOOD.replace(right, wrong), digest="0" * 16 if right == wrong else "")
@@ -231,18 +231,18 @@ def test_a_key_that_is_almost_one_of_a_capture_is_foreign(kind: str) -> None:
             LAYOUT.capture(wrong)
 
 
-def test_a_restored_stream_is_known_by_each_time_that_a_cluster_may_say(captures: CaptureStore) -> None:
+def test_a_restored_stream_is_known_by_each_time_a_cluster_may_report(captures: CaptureStore) -> None:
     alone = CapturedRestore(at(9), 10, created=at(5), was=at(2), ends={0: 10})
     clustered = msgspec.structs.replace(alone, seen=at(8), chain=NAME)
     assert captures.put(CHAIN, clustered)
     assert captures.restored(CHAIN) == clustered
-    assert [second for second in range(10) if alone.is_of(at(second))] == [5]
-    # That of the lost one, and of those before it, is no time of this one; nor is what was made later.
-    assert [second for second in range(10) if clustered.is_of(at(second))] == [3, 4, 5, 6, 7]
+    assert [second for second in range(10) if alone.has_created(at(second))] == [5]
+    # The creation time of the lost stream or of an earlier one does not match this one; nor does a later time.
+    assert [second for second in range(10) if clustered.has_created(at(second))] == [3, 4, 5, 6, 7]
     with pytest.raises(ValueError, match="expected"):
         CapturedRestore(at(9), 10, at(5), at(2), {0: 10}, "soon")
 
 
 def test_a_stream_name_of_a_bucket_that_is_not_the_feeds_is_an_effect_elsewhere() -> None:
-    assert [*elsewhere("other", {"name": "KV_R"}, {})] == ["stream 'KV_R': the name of a bucket, expected other"]
-    assert [*elsewhere("KV_R", {"name": "KV_R"}, {})] == [*elsewhere("other", {"name": "R"}, {})] == []
+    assert [*outside_effects("other", {"name": "KV_R"}, {})] == ["stream 'KV_R': the name of a bucket, expected other"]
+    assert [*outside_effects("KV_R", {"name": "KV_R"}, {})] == [*outside_effects("other", {"name": "R"}, {})] == []

@@ -1,4 +1,4 @@
-"""Signs of life, and what the centre and a check make of them: which count, the four states, the line."""
+"""Heartbeats, their use by the centre and by a check: the ones that count, the four states, the line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from common.chain import Chain
 from common.check_cli import (
     CheckedChain,
-    CheckFigure,
     CheckResult,
     CheckState,
+    PerformanceValue,
     judge_archive,
     judge_egress,
     judge_ingress,
@@ -21,118 +21,130 @@ from common.check_cli import (
 )
 from common.errors import UsageError
 from common.objects.port import ObjectInfo
-from common.segments.alive import FORGOTTEN, Alive, ChainSign, Sighting, newest, process_name, to_read
-from ingress.operator.status import ChainStatus, by_newest_incarnation
+from common.segments.alive import (
+    HEARTBEAT_EXPIRY_S,
+    ChainHeartbeat,
+    HeartbeatObject,
+    StoredHeartbeat,
+    drop_outdated,
+    newest_by_partition,
+    process_name,
+)
+from ingress.operator.status import ChainStatus, by_incarnation
 
 CHAIN = Chain("us-east", "NODES", 2)
 PARTITION = Chain("us-east", "NODES")
 
 
-def sign(state: str = "reading", **fields: Any) -> ChainSign:
-    return ChainSign(state, fields.pop("since", 900.0), chain=fields.pop("chain", CHAIN), **fields)
+def heartbeat(state: str = "reading", **fields: Any) -> ChainHeartbeat:
+    return ChainHeartbeat(state, fields.pop("since", 900.0), chain=fields.pop("chain", CHAIN), **fields)
 
 
-def sighting(made: ChainSign, modified: float = 1000.0, age: float = 10.0, time: float = 1000.0) -> Sighting:
-    return Sighting(made, modified, age, time)
+def sighting(
+    made: ChainHeartbeat, modified: float = 1000.0, age: float = 10.0, time: float = 1000.0
+) -> StoredHeartbeat:
+    return StoredHeartbeat(made, modified, age, time)
 
 
-def standing(made: ChainSign | None = None, **fields: Any) -> ChainStatus:
+def status_of(made: ChainHeartbeat | None = None, **fields: Any) -> ChainStatus:
     egress = made and sighting(made, age=fields.pop("age", 10.0), time=fields.pop("time", 1000.0))
     return ChainStatus("T", "fast", CHAIN, 50, 51, egress=egress, silent_after=300.0, **fields)
 
 
 def test_it_comes_back_as_it_was_and_later_versions_may_add_fields() -> None:
-    alive = Alive("us-east", "a/b/1/2", 1000.5, (sign("stopped", code="E-X", why="…", end=7, source_last=9), sign()))
-    assert Alive.from_json(alive.to_json()) == alive
+    alive = HeartbeatObject(
+        "us-east", "a/b/1/2", 1000.5, (heartbeat("stopped", code="E-X", why="…", end=7, source_last=9), heartbeat())
+    )
+    assert HeartbeatObject.from_json(alive.to_json()) == alive
 
     later = json.loads(alive.to_json())
     later["new"] = later["chains"][0]["new"] = {"x": 1}
-    assert Alive.from_json(json.dumps(later).encode()) == alive
+    assert HeartbeatObject.from_json(json.dumps(later).encode()) == alive
 
 
 def test_what_is_not_one_is_refused() -> None:
-    document = json.loads(Alive("us-east", "o", 1.0, ()).to_json())
+    document = json.loads(HeartbeatObject("us-east", "o", 1.0, ()).to_json())
     chain = {"feed": "F", "partition": 0, "incarnation": 0, "state": "s", "since": 1}
     chains = [{"chains": [chain | wrong]} for wrong in ({"feed": "a b"}, {"partition": -1}, {"end": -1})]
     for change in ({"format_version": 2}, {"time": "now"}, *chains):
         with pytest.raises(ValueError, match=r"expected|Expected"):
-            Alive.from_json(json.dumps(document | change).encode())
-    assert Alive.from_json(json.dumps(document | {"chains": [chain]}).encode()).chains
+            HeartbeatObject.from_json(json.dumps(document | change).encode())
+    assert HeartbeatObject.from_json(json.dumps(document | {"chains": [chain]}).encode()).chains
 
 
 def test_names_stay_and_objects_of_processes_that_never_came_back_are_not_read_and_a_dead_site_is() -> None:
     assert [process_name("h"), process_name("h", "a"), process_name("h", "a", 1)] == ["h", "h.a", "h.a.1"]
-    live, old = ObjectInfo("a", 1, 10 * FORGOTTEN, "e"), ObjectInfo("b", 1, 8 * FORGOTTEN, "e")
-    assert to_read([("s", live), ("s", old), ("dead", old)]) == [live, old]
-    assert to_read([("s", old), ("s", live)]) == [live]
+    live, old = ObjectInfo("a", 1, 10 * HEARTBEAT_EXPIRY_S, "e"), ObjectInfo("b", 1, 8 * HEARTBEAT_EXPIRY_S, "e")
+    assert drop_outdated([("s", live), ("s", old), ("dead", old)]) == [live, old]
+    assert drop_outdated([("s", old), ("s", live)]) == [live]
 
 
-def test_of_a_chain_the_newest_process_that_has_it_counts() -> None:
-    dead = sighting(sign("stopped"), modified=10)
-    taken, standby = sighting(sign("reading"), modified=20), sighting(sign("standby"), modified=30)
+def test_the_newest_process_that_has_a_chain_counts() -> None:
+    dead = sighting(heartbeat("stopped"), modified=10)
+    taken, standby = sighting(heartbeat("reading"), modified=20), sighting(heartbeat("standby"), modified=30)
     for found, counts in (([standby, dead], dead), ([taken, standby, dead], taken), ([standby], standby)):
-        assert newest(found) == {PARTITION: counts}
+        assert newest_by_partition(found) == {PARTITION: counts}
 
 
 def test_what_is_not_archived_is_counted() -> None:
     found = {
-        (sign(end=50, source_last=597), 2, 50): 547,
-        (sign(end=50, source_last=40), 2, 50): 0,
-        (sign(end=50), 2, 50): None,
-        # It has begun the next incarnation, and the centre has not heard of it.
-        (sign(end=5, source_last=9), 1, 1000): 4,
-        # The chain begins behind what the stream had before: that is not owed.
-        (sign(end=0, source_last=597, first=598), 2, 0): 0,
-        (sign(end=600, source_last=610, first=598), 2, 0): 10,
-        # It stopped before it looked which incarnation it is in.
-        (sign(chain=PARTITION, source_last=597), 2, 50): 547,
+        (heartbeat(end=50, source_last=597), 2, 50): 547,
+        (heartbeat(end=50, source_last=40), 2, 50): 0,
+        (heartbeat(end=50), 2, 50): None,
+        # It has begun the next incarnation, and the centre does not know that yet.
+        (heartbeat(end=5, source_last=9), 1, 1000): 4,
+        # The chain begins after messages that the stream had before: they need not be archived.
+        (heartbeat(end=0, source_last=597, first=598), 2, 0): 0,
+        (heartbeat(end=600, source_last=610, first=598), 2, 0): 10,
+        # It stopped before it determined its incarnation.
+        (heartbeat(chain=PARTITION, source_last=597), 2, 50): 547,
     }
-    assert {each: each[0].not_archived(*each[1:]) for each in found} == found
+    assert {each: each[0].unarchived_count(*each[1:]) for each in found} == found
 
 
 def test_the_source_is_at_least_as_far_as_its_archive_unless_it_was_rolled_back() -> None:
     found = {
-        (sign(end=50, source_last=597), 2, 80): 597,
-        (sign(end=50, source_last=50), 2, 80): 80,  # archived since it was asked
-        (sign(end=50, source_last=40), 2, 80): 40,  # rolled back, and seen to be
-        (sign(end=50, source_last=50), 1, 80): 50,  # of another history
-        (sign(end=50), 2, 50): None,
+        (heartbeat(end=50, source_last=597), 2, 80): 597,
+        (heartbeat(end=50, source_last=50), 2, 80): 80,  # archived since the source was asked
+        (heartbeat(end=50, source_last=40), 2, 80): 40,  # rolled back, and recognised
+        (heartbeat(end=50, source_last=50), 1, 80): 50,  # of another history
+        (heartbeat(end=50), 2, 50): None,
     }
-    assert {each: each[0].source_at_least(*each[1:]) for each in found} == found
+    assert {each: each[0].last_known_sequence(*each[1:]) for each in found} == found
 
 
-def test_what_egress_says_belongs_to_the_newest_incarnation() -> None:
-    said, ahead = sighting(sign(chain=PARTITION)), sighting(sign())
-    assert by_newest_incarnation([PARTITION, CHAIN], {PARTITION: said}) == {CHAIN: said}
-    assert by_newest_incarnation([PARTITION], {PARTITION: ahead}) == {CHAIN: ahead}
-    assert by_newest_incarnation([CHAIN], {}) == {}
+def test_a_heartbeat_counts_for_the_newest_incarnation() -> None:
+    seen, ahead = sighting(heartbeat(chain=PARTITION)), sighting(heartbeat())
+    assert by_incarnation([PARTITION, CHAIN], {PARTITION: seen}) == {CHAIN: seen}
+    assert by_incarnation([PARTITION], {PARTITION: ahead}) == {CHAIN: ahead}
+    assert by_incarnation([CHAIN], {}) == {}
 
 
 @pytest.mark.parametrize(
     ("made", "fields", "state", "alarm"),
     [
         (None, {}, None, False),
-        (sign(), {}, "reading", False),
-        (sign(), {"age": 46.0}, "overdue", False),
-        (sign(), {"age": 301.0}, "silent", True),
-        (sign("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
-        (sign("waiting", since=900.0), {}, "waiting", False),
-        (sign("waiting", since=600.0), {}, "waiting", True),
-        (sign("standby", since=1.0), {}, "standby", False),
-        (sign(), {"phase": "late", "lag_seconds": 200.0}, "reading", False),
-        (sign(), {"phase": "late", "lag_seconds": 400.0}, "reading", True),
-        (sign(), {"phase": "lost"}, "reading", True),
+        (heartbeat(), {}, "reading", False),
+        (heartbeat(), {"age": 46.0}, "overdue", False),
+        (heartbeat(), {"age": 301.0}, "silent", True),
+        (heartbeat("stopped", code="E-FORKED"), {"age": 46.0}, "stopped E-FORKED", True),
+        (heartbeat("waiting", since=900.0), {}, "waiting", False),
+        (heartbeat("waiting", since=600.0), {}, "waiting", True),
+        (heartbeat("standby", since=1.0), {}, "standby", False),
+        (heartbeat(), {"phase": "late", "lag_seconds": 200.0}, "reading", False),
+        (heartbeat(), {"phase": "late", "lag_seconds": 400.0}, "reading", True),
+        (heartbeat(), {"phase": "lost"}, "reading", True),
         (None, {"phase": "stopped"}, None, True),
     ],
 )
 def test_what_is_stopped_or_late_or_silent_for_long_is_an_alarm(
-    made: ChainSign | None, fields: dict[str, Any], state: str | None, alarm: bool
+    made: ChainHeartbeat | None, fields: dict[str, Any], state: str | None, alarm: bool
 ) -> None:
-    found = standing(made, **fields)
-    assert (found.egress_state, found.alarm) == (state, alarm)
+    found = status_of(made, **fields)
+    assert (found.egress_state, found.needs_operator) == (state, alarm)
 
 
-def test_a_threshold_that_is_not_given_gives_way_and_inverted_ones_are_refused() -> None:
+def test_a_threshold_by_default_yields_to_a_given_one_and_inverted_are_refused() -> None:
     most = {(None, None): (900, 3600), (60, 120): (60, 120), (60, 60): (60, 60), (None, 60): (60, 60)}
     least = {(None, None): (3600, 900), (120, 60): (120, 60), (None, 7200): (7200, 7200), (60, None): (60, 60)}
     most[7200, None] = (7200, 7200)
@@ -153,7 +165,7 @@ def egress(problems: tuple[str, ...] = (), age: float = 0.1, **feed: Any) -> dic
 
 
 @pytest.mark.parametrize(
-    ("document", "expiry", "state", "said"),
+    ("document", "expiry", "state", "shown"),
     [
         (egress(), math.inf, OK, "1 chain, 10 sequences not archived"),
         (egress(end=0, first=15, source_last=14), math.inf, OK, "1 chain, 0 sequences not archived"),
@@ -164,11 +176,11 @@ def egress(problems: tuple[str, ...] = (), age: float = 0.1, **feed: Any) -> dic
         (egress(age=45.0), math.inf, CRITICAL, "hangs"),
     ],
 )
-def test_egress(document: dict[str, Any], expiry: float, state: CheckState, said: str) -> None:
+def test_egress(document: dict[str, Any], expiry: float, state: CheckState, shown: str) -> None:
     for found in (document, {**document, "parts": {}, "workers": {"0": document}}):
         result = judge_egress(found, expiry, 86_400, 21_600)
         assert result.state is state
-        assert said in result.line().partition(" | ")[0]
+        assert shown in result.line().partition(" | ")[0]
 
 
 def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = (), **chain: Any) -> dict[str, Any]:
@@ -178,7 +190,7 @@ def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = ()
 
 
 @pytest.mark.parametrize(
-    ("document", "state", "said"),
+    ("document", "state", "shown"),
     [
         (ingress(), OK, "1 target, 1 chain, 3 s behind"),
         (ingress(lag_seconds=1000), WARNING, "us-east/NODES/0000/0 into target FLEET: 1000 s behind"),
@@ -189,19 +201,19 @@ def ingress(target: dict[str, Any] | None = None, problems: tuple[str, ...] = ()
         (ingress(source={"state": "reading", "code": ""}), OK, "3 s behind"),
     ],
 )
-def test_ingress(document: dict[str, Any], state: CheckState, said: str) -> None:
+def test_ingress(document: dict[str, Any], state: CheckState, shown: str) -> None:
     result = judge_ingress(document, 900, 3600)
-    assert (result.state, said in result.line()) == (state, True)
+    assert (result.state, shown in result.line()) == (state, True)
 
 
 def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> CheckedChain:
-    sign = ChainSign(state, 0.0, "E-FORKED" if state == "stopped" else "", "", 90, 100, 0.0, chain=PARTITION)
-    sighting = None if age is None else Sighting(sign, 0.0, age, 0.0)
+    heartbeat = ChainHeartbeat(state, 0.0, "E-FORKED" if state == "stopped" else "", "", 90, 100, 0.0, chain=PARTITION)
+    sighting = None if age is None else StoredHeartbeat(heartbeat, 0.0, age, 0.0)
     return CheckedChain(PARTITION, end=90, egress=sighting, **fields)
 
 
 @pytest.mark.parametrize(
-    ("found", "state", "said"),
+    ("found", "state", "shown"),
     [
         ([chain()], OK, "1 chain, 10 sequences not archived"),
         ([chain(None)], OK, "1 chain, 0 sequences not archived"),
@@ -214,17 +226,21 @@ def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> Ch
         ([chain(recreated=90_000.0)], OK, "1 chain"),
     ],
 )
-def test_archive(found: list[CheckedChain], state: CheckState, said: str) -> None:
+def test_archive(found: list[CheckedChain], state: CheckState, shown: str) -> None:
     result = judge_archive(found, 300, 3600)
-    assert (result.state, said in result.line()) == (state, True)
+    assert (result.state, shown in result.line()) == (state, True)
 
 
-def test_the_line_has_one_bar_and_no_line_ends_whatever_is_said() -> None:
-    figures = [CheckFigure("a", 1), CheckFigure("b", 2.5, "s", "3", "4"), CheckFigure("c", math.inf, "s")]
+def test_the_line_has_one_bar_and_no_line_ends_with_any_text() -> None:
+    figures = [
+        PerformanceValue("a", 1),
+        PerformanceValue("b", 2.5, "s", "3", "4"),
+        PerformanceValue("c", math.inf, "s"),
+    ]
     result = CheckResult("fine", figures)
     assert result.line() == "OK - fine | a=1 b=2.5s;3;4"
     for number in range(5):
-        result.add(WARNING, f"{number}: a|b\nc")
-    result.add(CRITICAL, "worst")
+        result.add_problem(WARNING, f"{number}: a|b\nc")
+    result.add_problem(CRITICAL, "worst")
 
     assert result.line() == "CRITICAL - worst; 0: a/b; c; 1: a/b; c; and 3 more | a=1 b=2.5s;3;4"

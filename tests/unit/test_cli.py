@@ -1,4 +1,4 @@
-"""The command: how it starts, how it ends, what it prints."""
+"""The command line: start, exit codes, options, output."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ import common.cli as cli_module
 import floe
 from common import exits
 from common.cli import (
+    ChainSelector,
     Duration,
-    Moment,
-    Named,
+    RequestedTime,
     SequenceType,
     Size,
     TimeType,
@@ -37,15 +37,15 @@ from common.cli import (
     confirm,
     json_option,
     print_json,
+    print_table,
     run_async,
     run_command,
-    table,
 )
 from common.clock import parse_time
 from common.errors import ConfigError, LeaseLost, SegmentCorrupt, Stopped, UsageError
 from common.open import load_settings
-from common.service.progress import Teller, share_text
-from egress.workers.supervisor import command
+from common.service.progress import Progress, format_share
+from egress.workers.supervisor import worker_command
 from tests.support.basics import PATIENCE
 from tests.support.commands import Done, run_here
 
@@ -64,7 +64,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def end(fn: Any, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command with the body `fn`."""
+    """Return exit code, stdout and stderr of a command with the body `fn`."""
     result = CliRunner().invoke(click.command("test")(run_command(fn)), list(arguments))
     return result.exit_code, result.stdout, result.stderr
 
@@ -80,7 +80,7 @@ def raising(error: BaseException) -> Any:
 
 
 def test_help_names_all_commands_and_loads_none_of_them():
-    """Nothing that takes long to import is imported for it."""
+    """Check that the help imports no module that takes long to import."""
     code = "import sys, floe; floe.cli(['--help'], standalone_mode=False); print(*sys.modules, file=sys.stderr)"
     shown = python("-c", code)
     slow = "boto3 botocore pyarrow pyspark pydantic nats structlog numpy google_crc32c msgspec yaml rich"
@@ -104,8 +104,8 @@ def test_help_names_all_commands_and_loads_none_of_them():
         ("drill us/NODES --partition 1 -c no", "found both"),
     ],
 )
-def test_a_wrong_call_ends_with_2_and_says_what_was_expected(words: str, message: str):
-    """An empty name is what `--site "$SITE"` gives where the variable is not set."""
+def test_a_wrong_call_ends_with_2_and_names_the_expected(words: str, message: str):
+    """Include an empty name: `--site "$SITE"` gives it if the variable is not set."""
     ended = run_here(*shlex.split(words))
     assert (ended.code, ended.out, message in ended.err) == (2, "", True), ended.err
 
@@ -113,8 +113,8 @@ def test_a_wrong_call_ends_with_2_and_says_what_was_expected(words: str, message
 @click.command()
 @chain_options
 @run_command
-def of_chain(named: Named) -> None:
-    click.echo(repr((named.site, named.feed, named.incarnation, named.partition)))
+def of_chain(selector: ChainSelector) -> None:
+    click.echo(repr((selector.site, selector.feed, selector.incarnation, selector.partition)))
 
 
 @pytest.mark.parametrize(
@@ -150,22 +150,22 @@ TAKING_CHAINS = (
 
 @pytest.mark.parametrize("words", TAKING_CHAINS)
 def test_every_command_names_a_chain_in_one_way(words: str, tmp_path: Path):
-    """Texts that name no chain: one line that says what is expected."""
+    """Check that a text that names no chain gives one line with the expected form."""
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us-east\n{FEED_OF_SITE}")
     (tmp_path / "store").mkdir()
     is_check = words.startswith("check ")
     for text in ODD_CHAINS:
         ended = run_here(*(word.format(text) for word in words.split()), "-c", f"{tmp_path}/c.yaml")
-        told = ended.out if is_check else ended.err
+        shown = ended.out if is_check else ended.err
         assert ended.code == (3 if is_check else 2), (text, ended)
-        assert "expected SITE/FEED[/INCARNATION[/PARTITION]]" in told, (text, told)
+        assert "expected SITE/FEED[/INCARNATION[/PARTITION]]" in shown, (text, shown)
 
 
 @pytest.mark.parametrize(
     ("file", "closed", "code"), [("c.yaml", ">&-", 0), ("c.yaml", "<&- >&- 2>&-", 0), ("none.yaml", ">&- 2>&-", 78)]
 )
 def test_closed_streams_do_no_harm_and_do_not_change_the_exit_code(file: str, closed: str, code: int, tmp_path: Path):
-    """As some supervisors and shells start a command: what it opens first must not take their place."""
+    """Start a command without them, as some supervisors do: the first files it opens must not take their numbers."""
     (tmp_path / "c.yaml").write_text(f"store: {{url: file://{tmp_path}/store}}\nsite: us\n")
     command = f"{sys.executable} {ROOT / 'floe.py'} config check -c {tmp_path}/{file} {closed}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, timeout=PATIENCE)
@@ -182,7 +182,7 @@ def test_floe_refuses_to_start_with_the_common_of_another_distribution(tmp_path:
     )
 
 
-def test_poor_surroundings_do_no_harm(tmp_path: Path):
+def test_a_poor_locale_does_no_harm(tmp_path: Path):
     file = tmp_path / "f.yaml"
     file.write_text("site: é\n", encoding="utf-8")
     poor = {"PATH": "/usr/bin", "COLUMNS": "0", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -204,7 +204,7 @@ def test_poor_surroundings_do_no_harm(tmp_path: Path):
         (Stopped("forged\nline"), 1, "error[E-STOPPED]: forged\\nline"),
         (OSError(errno.ENOSPC, "No space left", "/spool/x"), 1, "error[E-DISK]: /spool/x: No space left"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "error[E-OS]: /x: Permission denied"),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "error[E-OS]: Broken pipe"),  # of a connection
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "error[E-OS]: Broken pipe"),  # a broken connection
         (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a bug; --debug or FLOE_DEBUG=1 shows where"),
         (BaseExceptionGroup("tasks", [asyncio.CancelledError(), Stopped("c")]), 1, "error[E-STOPPED]: c"),
         (KeyboardInterrupt(), 130, ""),
@@ -215,11 +215,11 @@ def test_an_error_is_a_line_on_stderr_and_an_exit_code(error: BaseException, cod
     assert end(raising(error)) == (code, "", line and line + "\n")
 
 
-def test_errors_of_several_tasks_are_told_each_once_and_the_first_decides():
+def test_errors_of_several_tasks_are_each_shown_once_the_first_decides():
     inner = ExceptionGroup("inner", [LeaseLost("a"), ValueError("b")])
-    code, _, told = end(raising(ExceptionGroup("tasks", [LeaseLost("a"), inner, Stopped("c")])))
+    code, _, err = end(raising(ExceptionGroup("tasks", [LeaseLost("a"), inner, Stopped("c")])))
     expected = ["error[E-LEASE]: a", "error[E-UNEXPECTED]: ValueError: b", "error[E-STOPPED]: c"]
-    assert (code, [line.split(";")[0] for line in told.splitlines()]) == (75, expected)
+    assert (code, [line.split(";")[0] for line in err.splitlines()]) == (75, expected)
 
 
 def test_what_the_body_returns_is_the_exit_code():
@@ -349,37 +349,37 @@ def test_commands_and_options_are_completed_in_each_shell():
 @pytest.mark.parametrize(
     ("text", "moment"),
     [
-        ("2026-01-02T03:04:05+01:00", Moment("2026-01-02T03:04:05+01:00")),
-        ("-2h", Moment(ago=7200)),
-        ("1h 30m ago", Moment(ago=5400)),
-        ("2026-01-02 03:04", Moment("2026-01-02T03:04:00+02:00", zone="EET")),
-        ("2026-01-02", Moment("2026-01-02T00:00:00+02:00", zone="EET")),
+        ("2026-01-02T03:04:05+01:00", RequestedTime("2026-01-02T03:04:05+01:00")),
+        ("-2h", RequestedTime(seconds_ago=7200)),
+        ("1h 30m ago", RequestedTime(seconds_ago=5400)),
+        ("2026-01-02 03:04", RequestedTime("2026-01-02T03:04:00+02:00", zone="EET")),
+        ("2026-01-02", RequestedTime("2026-01-02T00:00:00+02:00", zone="EET")),
     ],
 )
-def test_a_time_is_said_in_many_ways(text: str, moment: Moment):
-    assert Moment.parse(text, timezone(timedelta(hours=2), "EET")) == moment
-    assert moment.at(10_000) == (parse_time(moment.text) if moment.text else (10_000 - moment.ago) * 10**9)
+def test_a_time_has_many_forms(text: str, moment: RequestedTime):
+    assert RequestedTime.parse(text, timezone(timedelta(hours=2), "EET")) == moment
+    assert moment.at(10_000) == (parse_time(moment.text) if moment.text else (10_000 - moment.seconds_ago) * 10**9)
 
 
 def test_what_is_no_time_is_refused():
     assert parse_time("0001-01-01T00:00:00Z") == -62_135_596_800 * 10**9, "as servers write that there is none"
     for text in ("", "yesterday", "2h from now", "5", "2026-13-01", "2026-01-02 25:00", "ago", "--2h"):
         with pytest.raises(ValueError, match="expected a time such as 2026-01-02T03:04:05Z"):
-            Moment.parse(text)
+            RequestedTime.parse(text)
 
 
 @pytest.mark.parametrize(
-    ("zone", "told"),
+    ("zone", "read"),
     [
         ("nonsense", "2026-01-02T03:04:00+00:00 (UTC: there is no zone TZ=nonsense)"),
         ("XYZ-3", "2026-01-02T03:04:00+03:00 (XYZ, the zone of this host)"),
         ("GMT0", "2026-01-02T03:04:00+00:00 (GMT, the zone of this host)"),
     ],
 )
-def test_the_zone_that_a_time_was_read_by_is_said(zone: str, told: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_zone_of_a_time_without_one_is_shown(zone: str, read: str, monkeypatch: pytest.MonkeyPatch):
     @click.command()
     @click.option("--since", type=TimeType())
-    def timed(since: Moment) -> None:
+    def timed(since: RequestedTime) -> None:
         click.echo(since.text)
 
     monkeypatch.setenv("TZ", zone)
@@ -389,8 +389,8 @@ def test_the_zone_that_a_time_was_read_by_is_said(zone: str, told: str, monkeypa
     finally:
         monkeypatch.undo()
         time.tzset()
-    assert result.stdout == told.split()[0] + "\n"
-    assert result.stderr == f"2026-01-02 03:04 is taken as {told}\n"
+    assert result.stdout == read.split()[0] + "\n"
+    assert result.stderr == f"2026-01-02 03:04 is taken as {read}\n"
 
 
 @click.command()
@@ -435,8 +435,8 @@ def test_a_table_is_aligned_harmless_and_plain_and_without_rows_its_header(
 ):
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.setenv(name, "1")
-    table([["a\x1b[31m", 5, None], {"CHAIN": "long name", "LAG": 1200, "WHY": "x"}], ["CHAIN", "LAG", "WHY"])
-    table([], ["A", "B"])
+    print_table([["a\x1b[31m", 5, None], {"CHAIN": "long name", "LAG": 1200, "WHY": "x"}], ["CHAIN", "LAG", "WHY"])
+    print_table([], ["A", "B"])
     assert capsys.readouterr().out == "CHAIN       LAG  WHY\na\\x1b[31m     5  -\nlong name  1200  x\nA  B\n"
 
 
@@ -448,16 +448,20 @@ def test_progress_is_a_line_every_ten_seconds_or_one_that_is_rewritten_on_a_term
 ):
     shown = {}
     for is_terminal in (False, True):
-        teller = Teller(is_terminal=is_terminal)
+        progress = Progress(is_terminal=is_terminal)
         for at in range(25):
-            teller.progress(f"at {at}", 100.0 + at)
-        teller.say("a note\x1b")
-        teller.end_line()
+            progress.update(f"at {at}", 100.0 + at)
+        progress.print("a note\x1b")
+        progress.end_line()
         out, shown[is_terminal] = capsys.readouterr()
         assert out == ""
     assert shown[False] == "at 10\nat 20\na note\\x1b\n"
     assert ("at 24" in shown[True], "\n" in shown[True].partition("at 24")[0]) == (True, False)
-    assert (share_text(25, 100, 60), share_text(0, 100, 60), share_text(0, 0, 0)) == (" 25%, 3m left", "  0%", "100%")
+    assert (format_share(25, 100, 60), format_share(0, 100, 60), format_share(0, 0, 0)) == (
+        " 25%, 3m left",
+        "  0%",
+        "100%",
+    )
 
 
 # floe config check
@@ -475,27 +479,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_config_check_says_ok_or_tells_all_problems_of_each_document(folder: Path):
+def test_config_check_prints_ok_or_all_problems_of_each_document(folder: Path):
     ok = "f.yaml:1: ok (site us-east, 1 feed, 0 targets)\nf.yaml:5: ok (site us-east, 0 feeds, 0 targets)\n"
     assert check(folder, f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n---\n{HEAD}") == (0, ok, "")
-    code, shown, told = check(folder, f"{HEAD}sites: x\n---\n{HEAD}egress: {{lease_ttl: 1}}\n")
-    first, second = told.splitlines()
+    code, shown, err = check(folder, f"{HEAD}sites: x\n---\n{HEAD}egress: {{lease_ttl: 1}}\n")
+    first, second = err.splitlines()
     assert (code, shown) == (78, "")
     assert first == "error[E-CONFIG]: f.yaml:3:1: sites: unknown key; did you mean site?"
     assert second.startswith("error[E-CONFIG]: f.yaml:7:21: egress.lease_ttl: expected a duration")
     target = "create: {subjects: [o.>]}, sources: [{site: a, feed: f, subject_prefix: 'fleet.{site}'}]"
-    told = check(folder, f"{HEAD}ingress: {{targets: [{{stream: T, {target}}}]}}\n")[2]
-    assert "f.yaml:3:52: ingress.targets.0.create.subjects: expected subjects that take what sources.0 makes" in told
+    err = check(folder, f"{HEAD}ingress: {{targets: [{{stream: T, {target}}}]}}\n")[2]
+    assert "f.yaml:3:52: ingress.targets.0.create.subjects: expected subjects that take what sources.0 makes" in err
 
 
 def test_config_check_warns_and_takes_warnings_for_errors_where_it_is_strict(folder: Path):
     insecure = HEAD + "nats: {tls: {insecure: true}}\n"
-    code, _, told = check(folder, insecure)
+    code, _, err = check(folder, insecure)
     first = "warning: egress.nats.tls.insecure: the server's certificate is not checked"
-    assert (code, told.splitlines()[0]) == (0, first)
-    code, shown, told = check(folder, insecure, "--strict")
+    assert (code, err.splitlines()[0]) == (0, first)
+    code, shown, err = check(folder, insecure, "--strict")
     assert (code, shown) == (78, "")
-    assert told.startswith("error[E-CONFIG-STRICT]: egress.nats.tls.insecure: ")
+    assert err.startswith("error[E-CONFIG-STRICT]: egress.nats.tls.insecure: ")
     assert check(folder, HEAD, "--strict")[0] == 0
 
 
@@ -520,7 +524,7 @@ def test_hints_and_workers_go_on_in_the_context_of_the_command_line(folder: Path
         settings = load_settings(config, quiet=True)
         for nats in (settings.nats, settings.nats_for("egress"), settings.nats_for("ingress")):
             seen.append((nats.context, nats.url, nats.user, nats.connect_timeout))
-        seen.append((exits.command("status"), command(config)[-4:]))
+        seen.append((exits.floe_command("status"), worker_command(config)[-4:]))
 
     assert CliRunner().invoke(shown, ["-c", "f y", "--context", "a b"]).exit_code == 0
     hint = f"floe status -c '{folder}/f y' --context 'a b'"

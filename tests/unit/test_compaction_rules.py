@@ -1,4 +1,4 @@
-"""What a policy makes of a listing, which segments replace which, what may be deleted; items made ahead in a thread."""
+"""Plans of compaction for a listing, replaced segments, deletions by tombstones, and items made ahead in a thread."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.logs import RESERVED
+from common.logs import RESERVED_KEYS
 from common.segments.store import SegmentRef
 from common.segments.table import SegmentTable
-from compaction.merge import ahead
-from compaction.plan import Output, Planner, blocks, overlapping, unite
-from compaction.supersede import contained, made_by, may_supersede, outstanding
+from compaction.merge import prefetch
+from compaction.plan import Output, Planner, blocks, unite, unsuperseded_overlaps
+from compaction.supersede import find_supersessions, may_supersede, supersession_of_merge, unsuperseded
 from compaction.tombstones import StoredTombstone, Tombstone, TombstoneIndex
 from tests.support.basics import PATIENCE
 from tests.support.compaction import CHAIN, LAYOUT, NOW, TestPolicy, index_of, plan, ref
@@ -29,7 +29,7 @@ def ranges(outputs: list[Output]) -> list[str]:
 
 
 def tens(count: int, **how: float) -> list:
-    """Adjacent segments of ten sequences each."""
+    """Return adjacent segments of ten sequences each."""
     return [ref(i * 10 + 1, i * 10 + 10, **how) for i in range(count)]
 
 
@@ -37,17 +37,17 @@ def test_overlapping_segments_stay_together_past_max_size():
     segments = [ref(1, 60, size=600), ref(50, 100, size=600), ref(101, 200, size=600)]
     [output] = plan(segments, TestPolicy(max_size=1000), NOW)
     assert str(output.coverage) == "1..100"
-    assert not made_by(output.inputs[0], output.inputs).is_disjoint
+    assert not supersession_of_merge(output.inputs[0], output.inputs).is_disjoint
 
 
-def test_of_twins_only_the_larger_name_is_merged():
+def test_only_the_larger_name_of_twins_is_merged():
     twins = [ref(1, 10, twin=n) for n in range(3)]
     [output] = plan([*twins, *tens(10)[1:]], TestPolicy(), NOW)
     assert output.inputs[0] == max(twins, key=lambda s: s.name)
 
 
 HUNDREDS = [ref(i * 100 + 1, i * 100 + 100, level=1, size=500) for i in range(4)]
-# By what it shows: segments, settings of the policy that differ from TestPolicy's, coverages of the outputs.
+# By the case: segments, settings of the policy that differ from TestPolicy's, coverages of the outputs.
 DUE = {
     "an empty chain": ([], {}, ""),
     "a run below min_size": (tens(9), {}, ""),
@@ -77,7 +77,7 @@ def test_what_is_due_is_merged_and_nothing_else(segments: list[SegmentRef], sett
 def test_an_output_names_its_level_and_inputs_and_leaves_the_level_of_its_log_line_alone():
     [output] = plan(tens(10), TestPolicy(min_size=1000), NOW)
     assert (output.level, len(output.inputs), output.log_context()["segment_level"]) == (1, 10, 1)
-    assert not RESERVED & output.log_context().keys()
+    assert not RESERVED_KEYS & output.log_context().keys()
 
 
 def test_a_damaged_segment_ends_the_runs_beside_it_and_accounts_for_nothing_below():
@@ -103,7 +103,7 @@ def test_late_segments_of_different_chains_or_above_level_9_are_not_united():
 def test_late_segments_that_overlap_in_part_are_united_one_level_above_once_all_of_them_are_old():
     pair = ref(1, 40, 1), ref(33, 90, 1, age=100)
     planner = Planner(TestPolicy(min_age=60), NOW)
-    [found] = unite([pair], planner.old)
+    [found] = unite([pair], planner.old_before)
     assert (found.level, str(found.coverage), found.inputs) == (2, "1..90", pair)
     assert unite([pair], NOW - 101) == []
 
@@ -112,9 +112,9 @@ def test_what_overlaps_is_found_on_all_levels_but_not_below_what_supersedes_it()
     apart, first, second, third = ref(200, 210, 1), ref(1, 40, 1), ref(33, 60), ref(55, 90, 1)
     twin = ref(33, 60, twin=1)
     named = max(second, twin, key=lambda s: s.name)
-    found = overlapping(blocks([apart, third, ref(5, 9), second, twin, first]))
+    found = unsuperseded_overlaps(blocks([apart, third, ref(5, 9), second, twin, first]))
     assert list(found) == [(first, named, third)]
-    assert list(overlapping(blocks([first, second, ref(1, 60, 2)]))) == []
+    assert list(unsuperseded_overlaps(blocks([first, second, ref(1, 60, 2)]))) == []
 
 
 def test_what_is_united_is_left_out_of_the_runs_beside_it():
@@ -128,7 +128,7 @@ def test_what_is_united_is_left_out_of_the_runs_beside_it():
 # Replacing
 
 
-def test_a_higher_level_stands_above_a_lower_one_and_of_one_level_the_larger_name_of_the_same_coverage():
+def test_a_higher_level_ranks_above_a_lower_one_and_of_one_level_the_larger_name_of_the_same_coverage():
     small, large = sorted([ref(1, 10, 1, twin=1), ref(1, 10, 1, twin=2)], key=lambda s: s.name)
     upper, lower, foreign = ref(1, 100, 1), ref(1, 10), ref(1, 100, 1, chain=Chain("eu-west", "NODES"))
     assert may_supersede(upper, lower)
@@ -147,35 +147,37 @@ def test_the_order_has_no_cycles():
 
 def test_the_inputs_of_a_merge_are_found_again_by_its_output():
     inputs, output = [ref(1, 50), ref(51, 100)], ref(1, 100, 1)
-    [found] = contained([*inputs, output])
-    assert replace(found, exact=True) == made_by(output, reversed(inputs))
+    [found] = find_supersessions([*inputs, output])
+    assert replace(found, is_exact=True) == supersession_of_merge(output, reversed(inputs))
 
 
 def test_two_segments_together_may_contain_a_third_unless_there_is_a_hole_or_it_reaches_beyond():
     upper = [ref(1, 60, 1), ref(61, 100, 1)]
-    [found] = contained([ref(50, 70), *upper])
+    [found] = find_supersessions([ref(50, 70), *upper])
     assert found.superseding == tuple(upper)
     assert [str(s.rows) for s in found.stretches] == ["50..60", "61..70"]
-    assert contained([ref(50, 70), upper[0], ref(62, 100, 1)]) == contained([ref(91, 110), *upper]) == []
+    assert (
+        find_supersessions([ref(50, 70), upper[0], ref(62, 100, 1)]) == find_supersessions([ref(91, 110), *upper]) == []
+    )
 
 
 def test_a_segment_is_replaced_by_what_stays_and_of_equal_ones_by_the_largest_name():
     lower, middle, upper = ref(1, 10), ref(1, 100, 1), ref(1, 1000, 2)
-    [found] = contained([lower, middle, upper])
+    [found] = find_supersessions([lower, middle, upper])
     assert (found.superseded, found.superseding) == ((lower, middle), (upper,))
-    assert outstanding([lower, ref(11, 20), middle, ref(101, 110)], 0) == [ref(101, 110)]
+    assert unsuperseded([lower, ref(11, 20), middle, ref(101, 110)], 0) == [ref(101, 110)]
     twins = sorted((ref(1, 10, twin=n) for n in range(3)), key=lambda s: s.name)
-    [found] = contained(twins)
+    [found] = find_supersessions(twins)
     assert (found.superseded, found.superseding) == (tuple(twins[:2]), (twins[2],))
 
 
 def test_a_supersession_is_cut_into_parts_with_what_concerns_each():
-    whole = made_by(ref(1, 100, 1), [ref(1, 30), ref(31, 60), ref(61, 100)])
+    whole = supersession_of_merge(ref(1, 100, 1), [ref(1, 30), ref(31, 60), ref(61, 100)])
     assert whole.parts(3) == [whole]
     parts = whole.parts(2)
     assert [[str(s.coverage) for s in p.superseded] for p in parts] == [["1..30", "31..60"], ["61..100"]]
     assert [str(p.stretches[0].rows) for p in parts] == ["1..60", "61..100"]
-    assert not any(p.exact for p in parts)
+    assert not any(p.is_exact for p in parts)
 
 
 # Tombstones
@@ -186,13 +188,13 @@ BEYOND = ref(101, 150)
 LISTING = [*INPUTS, OUTPUT, BEYOND]
 
 
-def standing(output=OUTPUT, inputs=INPUTS, *, age: float = 1000) -> StoredTombstone:
-    stone = Tombstone.of(made_by(output, inputs))
+def stored(output=OUTPUT, inputs=INPUTS, *, age: float = 1000) -> StoredTombstone:
+    stone = Tombstone.of(supersession_of_merge(output, inputs))
     return StoredTombstone(stone, stone.name, NOW - age)
 
 
 def going(listing=LISTING, stones=None, *, grace: float = 100) -> list[str]:
-    found = index(listing, *(stones or [standing()])).deletable(NOW, grace)
+    found = index(listing, *(stones or [stored()])).deletable(NOW, grace)
     return [str(s.coverage) for each in found for s in each.superseded]
 
 
@@ -201,12 +203,12 @@ def index(listing, *stones: StoredTombstone) -> TombstoneIndex:
 
 
 def changed(**fields: object) -> bytes:
-    return json.dumps(json.loads(standing().tombstone.to_json()) | fields).encode()
+    return json.dumps(json.loads(stored().tombstone.to_json()) | fields).encode()
 
 
 def test_two_jobs_write_the_same_bytes_under_the_same_name_which_are_read_back():
-    one = Tombstone.of(made_by(OUTPUT, INPUTS))
-    other = Tombstone.of(made_by(ref(1, 100, 1, age=3), [ref(51, 100, age=7), ref(1, 50, age=9)]))
+    one = Tombstone.of(supersession_of_merge(OUTPUT, INPUTS))
+    other = Tombstone.of(supersession_of_merge(ref(1, 100, 1, age=3), [ref(51, 100, age=7), ref(1, 50, age=9)]))
     assert (one.to_json(), one.name) == (other.to_json(), other.name)
     assert Tombstone.from_json(one.to_json(), LAYOUT, CHAIN) == one
     assert one.name.endswith(f"-{hashlib.sha256(one.to_json()).hexdigest()[:16]}.json")
@@ -232,8 +234,8 @@ def test_an_unsound_tombstone_is_refused(raw, message):
 
 
 def test_nothing_goes_before_the_grace_is_over_or_while_what_replaces_it_is_not_there_as_it_was():
-    assert going(stones=[standing(age=99)], grace=100) == []
-    assert going(stones=[standing(age=100)], grace=100) == ["1..50", "51..100"]
+    assert going(stones=[stored(age=99)], grace=100) == []
+    assert going(stones=[stored(age=100)], grace=100) == ["1..50", "51..100"]
     assert going([*INPUTS, BEYOND]) == going([*INPUTS, ref(1, 100, 1, size=99), BEYOND]) == []
     assert going([*INPUTS, OUTPUT]) == ["1..50"], "the greatest end of a chain stays"
     assert going([ref(1, 50, size=101), INPUTS[1], OUTPUT, BEYOND]) == ["51..100"], "another length than it says"
@@ -241,21 +243,21 @@ def test_nothing_goes_before_the_grace_is_over_or_while_what_replaces_it_is_not_
 
 def test_nothing_goes_when_what_replaces_it_is_condemned_itself():
     upper = ref(1, 1000, 2)
-    stones = [standing(), standing(upper, [OUTPUT])]
+    stones = [stored(), stored(upper, [OUTPUT])]
     assert going([*LISTING, upper], stones) == ["1..100"]
-    assert [stone.key for stone in index([*LISTING, upper], *stones).valid()] == [stones[1].key]
-    assert [*index([*LISTING, upper], *stones).buried()] == [0, 0, 0, 1, 0]
+    assert [stone.key for stone in index([*LISTING, upper], *stones).valid_matches()] == [stones[1].key]
+    assert [*index([*LISTING, upper], *stones).superseded_mask()] == [0, 0, 0, 1, 0]
 
 
 def test_a_tombstone_is_done_when_all_it_names_is_gone():
-    assert index(LISTING, standing()).done() == []
-    assert index([INPUTS[1], OUTPUT], standing()).done() == []
-    assert index([OUTPUT], standing()).done() == [standing().key]
+    assert index(LISTING, stored()).finished_keys() == []
+    assert index([INPUTS[1], OUTPUT], stored()).finished_keys() == []
+    assert index([OUTPUT], stored()).finished_keys() == [stored().key]
 
 
 def test_a_tombstone_names_segments_of_its_own_chain_only():
     foreign = Chain("eu-west", "NODES")
-    stone = Tombstone.from_json(standing().tombstone.to_json(), LAYOUT, foreign)
+    stone = Tombstone.from_json(stored().tombstone.to_json(), LAYOUT, foreign)
     assert {s.chain for s in (*stone.superseded, *stone.superseding)} == {foreign}
 
 
@@ -275,17 +277,17 @@ def threads() -> list[str]:
 
 def test_all_items_come_in_their_order_and_an_error_after_those_before_it():
     for count in (0, 1, 100):
-        assert list(ahead(counting(count))) == list(range(count))
+        assert list(prefetch(counting(count))) == list(range(count))
     taken = []
     with pytest.raises(ValueError, match="at 7"):
-        for item in ahead(counting(100, fail_at=7)):
+        for item in prefetch(counting(100, fail_at=7)):
             taken.append(item)
     assert (taken, threads()) == (list(range(7)), [])
 
 
 def test_the_source_is_closed_when_the_caller_stops_early():
     closed: list[int] = []
-    items = ahead(counting(100, closed))
+    items = prefetch(counting(100, closed))
     assert next(items) == 0
     items.close()
     assert (closed, threads()) == ([1], [])
@@ -302,7 +304,7 @@ def test_no_more_than_the_depth_is_made_ahead():
                 released.set()
             yield number
 
-    items = ahead(source(), depth=4)
+    items = prefetch(source(), depth=4)
     assert next(items) == 0
     assert released.wait(PATIENCE)
     assert len(made) <= 7

@@ -1,4 +1,4 @@
-"""Files: read strictly, every problem told with its place, secrets never."""
+"""Configuration files: strict reading, problems with their places, and secrets that are never shown."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import ConfigError, Refused
-from common.jetstream.context import with_context
-from common.jetstream.credentials import credential, tls_context
+from common.jetstream.context import apply_context
+from common.jetstream.credentials import load_credential, tls_context
 from common.objects.open import open_objects
 from common.service.monitor import Health, Monitor
 from common.settings.loader import load, load_document, parse, parse_documents
@@ -25,7 +25,7 @@ HEAD = "site: us-east\nstore: {url: s3://floe}\n"
 
 
 def problems(text: str | bytes, environment: dict[str, str] | None = None) -> list[str]:
-    """What is wrong with a file f.yaml that holds `text`."""
+    """Return the problems of a file f.yaml that holds `text`."""
     data = text if isinstance(text, bytes) else textwrap.dedent(text).encode()
     with pytest.raises(ConfigError) as caught:
         parse_documents(data, "f.yaml", environment or {})
@@ -34,12 +34,12 @@ def problems(text: str | bytes, environment: dict[str, str] | None = None) -> li
 
 
 def one(text: str, environment: dict[str, str] | None = None) -> Settings:
-    """The only document of `text`."""
+    """Return the only document of `text`."""
     [document] = parse_documents(textwrap.dedent(text).encode(), "f.yaml", environment or {})
     return document.settings
 
 
-def test_all_problems_are_told_at_once_with_file_line_column_path_expected_and_found():
+def test_all_problems_come_at_once_with_file_line_column_path_expected_and_found():
     assert problems(
         """\
         site: a b
@@ -65,7 +65,7 @@ def test_all_problems_are_told_at_once_with_file_line_column_path_expected_and_f
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "keys"),
     [
         ("site: a\nSTORE: {URL: 'file:///b'}\n", ["2:1: STORE: store", "2:9: store.URL: url"]),
         ("sites: x\n", ["1:1: sites: site"]),
@@ -74,9 +74,9 @@ def test_all_problems_are_told_at_once_with_file_line_column_path_expected_and_f
         (HEAD + "egress: {defaults: {segmnt: {}}, feeds: [{stream: A}]}\n", ["3:21: egress.defaults.segmnt: segment"]),
     ],
 )
-def test_a_mistyped_key_is_told_once_with_what_was_meant(text: str, told: list[str]):
+def test_a_mistyped_key_is_named_once_with_a_suggestion(text: str, keys: list[str]):
     unknown = [line for line in problems(text) if "unknown key" in line]
-    assert [line.replace("unknown key; did you mean ", "") for line in unknown] == [f"f.yaml:{each}?" for each in told]
+    assert [line.replace("unknown key; did you mean ", "") for line in unknown] == [f"f.yaml:{each}?" for each in keys]
 
 
 def feed(keys: str) -> str:
@@ -96,12 +96,12 @@ WRONG = [
     # Text and variables
     *((f"site: {text}", f"3:7: site: expected text; quote it, found {text}") for text in ("true", "1e3", "12")),
     *((f"site: {name}", NO_NAME) for name in ("a/b", "x" * 64, "\U0001f680", '"${PASS}"')),
-    # A file of a password may hold the secret itself, by a slip.
+    # `password_file` may hold the secret itself by mistake.
     ('nats: {user: u, password_file: "${PASS}"}', "3:32: nats.password_file: expected a file that can be read"),
     ('nats: {user: u, password: "${PW:-}"}', "3:27: nats.password: expected a secret in ${PW:-}, found nothing"),
     ('site: "${NOT_SET}"', "3:7: site: expected the environment variable NOT_SET, found it not set"),
     *((f'site: "{text}"', NOT_A_VARIABLE) for text in ("${A:-${B}}", "${A", "${1A}")),
-    # What does not go together
+    # Keys that exclude each other
     ("nats: {token: t}\ningress: {nats: {credentials_file: /c}}", "3:15: nats.token: expected one way to authenticate"),
     ("egress: {feeds: [{stream: A}, {stream: A}]}", "3:31: egress.feeds.1.name: expected a name of its own"),
     # Stores and servers
@@ -114,20 +114,20 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("text", "told"), WRONG, ids=[text[:40] for text, _ in WRONG])
-def test_each_problem_is_told_once_where_it_stands(text: str, told: str):
+@pytest.mark.parametrize(("text", "rest"), WRONG, ids=[text[:40] for text, _ in WRONG])
+def test_each_problem_is_shown_once_at_its_place(text: str, rest: str):
     lines = HEAD.splitlines(keepends=True)
     head = "".join("\n" if text.startswith(line.partition(":")[0]) else line for line in lines)
     [found] = problems(f"{head}{text}\n", {"PASS": "SEKRET 77"})
-    assert (found[: len(f"f.yaml:{told}")], "SEKRET" in found) == (f"f.yaml:{told}", False)
+    assert (found[: len(f"f.yaml:{rest}")], "SEKRET" in found) == (f"f.yaml:{rest}", False)
 
 
 def test_control_characters_of_a_value_and_the_line_of_a_syntax_error_do_not_reach_the_terminal():
-    [told] = problems('nats: {password: "hunter2}\n')
-    assert "hunter2" not in told
+    [found] = problems('nats: {password: "hunter2}\n')
+    assert "hunter2" not in found
     with pytest.raises(ConfigError) as caught:
         parse('site: "\\e[31mred\\nerror[E-OTHER]: forged"\nstore: {url: s3://floe}\n', "f.yaml")
-    assert not {"\n", "\x1b"} & {*caught.value.line()}
+    assert not {"\n", "\x1b"} & {*caught.value.as_text()}
 
 
 def test_text_that_only_yaml_1_1_would_change_stays_text_and_a_number_is_written_in_decimal_without_quotes():
@@ -135,8 +135,8 @@ def test_text_that_only_yaml_1_1_would_change_stays_text_and_a_number_is_written
         assert one(f"site: {value}\nstore: {{url: s3://floe}}\n").site == value
     shown = {"[]": "an empty list", "{a: 1}": "a mapping"}
     for value in ('"5"', "1.0", "1:30", "0x10", "[]", "{a: 1}"):
-        told = [f"f.yaml:3:23: egress.kv_replicas: expected a whole number, found {shown.get(value, value)}"]
-        assert problems(HEAD + f"egress: {{kv_replicas: {value}}}\n") == told
+        expected = [f"f.yaml:3:23: egress.kv_replicas: expected a whole number, found {shown.get(value, value)}"]
+        assert problems(HEAD + f"egress: {{kv_replicas: {value}}}\n") == expected
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_text_that_only_yaml_1_1_would_change_stays_text_and_a_number_is_written
         (b"\xff\xfes\x00i\x00", "f.yaml: expected UTF-8 text, found UTF-16"),
         (b"\x89PNG\r\n", "f.yaml: expected UTF-8 text, found other bytes at offset 0"),
         (b"#" * (1024 * 1024 + 1), "f.yaml: expected at most 1048576 bytes, found more"),
-        # A parser that went through these would take minutes, and a reader that calls itself would end.
+        # A parser would need minutes to expand these, and a recursive reader would exceed the recursion limit.
         ("a: " + "[" * 500_000, "f.yaml:1:36: expected at most 32 levels, found more"),
         ("a: {" + "? {" * 300_000, "expected at most 32 levels, found more"),
         ("a: [" + "[]," * 60_000, "expected at most 50000 keys and values, found more"),
@@ -173,14 +173,14 @@ def test_what_is_not_plain_yaml_is_refused_with_its_place_before_all_of_it_is_pa
 
 
 def test_secrets_and_passwords_in_urls_are_never_shown():
-    told = problems(
+    found = problems(
         'nats: {url: "nats://me:hunter2@host:4222", password: 12345678, user: [hunter2]}\n'
         'store: {url: s3://floe, secret_access_key: [hunter2], endpoint_url: "https://k:hun/ter2@minio"}\n'
         "compaction: {spark: {conf: {spark.hadoop.fs.s3a.secret.key: 5551234}}}\n"
     )
-    assert len(told) == 6
-    assert not [line for line in told if "hun" in line or "12345678" in line or "5551234" in line]
-    assert any(line.endswith("found a secret") for line in told)
+    assert len(found) == 6
+    assert not [line for line in found if "hun" in line or "12345678" in line or "5551234" in line]
+    assert any(line.endswith("found a secret") for line in found)
 
 
 # Variables and files
@@ -200,7 +200,7 @@ def test_variables_are_put_in_after_parsing_and_a_byte_order_mark_does_no_harm()
     assert settings.instance == "${not} $5 default"
 
 
-def test_a_secret_may_stand_in_a_file_without_its_line_end(tmp_path: Path):
+def test_a_secret_is_read_from_a_file_without_its_line_end(tmp_path: Path):
     (tmp_path / "pw").write_text("  p: #w\n\n")
     (tmp_path / "s3").write_bytes(b"s3\r\n")
     settings = one(
@@ -213,11 +213,11 @@ def test_a_secret_may_stand_in_a_file_without_its_line_end(tmp_path: Path):
     assert settings.nats_for("ingress").token.get_secret_value() == "s3"
 
 
-def test_a_secret_file_that_cannot_be_read_is_told_without_its_content(tmp_path: Path):
+def test_an_unreadable_secret_file_is_named_without_its_content(tmp_path: Path):
     (tmp_path / "empty").touch()
     (tmp_path / "binary").write_bytes(b"\xff\xfehunter2")
     os.mkfifo(tmp_path / "pipe")
-    told = problems(
+    found = problems(
         f"""\
         nats: {{user: u, password_file: {tmp_path}/missing}}
         egress: {{nats: {{user: '', password: '', token_file: {tmp_path}/empty}}}}
@@ -229,7 +229,7 @@ def test_a_secret_file_that_cannot_be_read_is_told_without_its_content(tmp_path:
         store: {{url: s3://floe, access_key_id: a, secret_access_key_file: /dev/zero}}
         """
     )
-    assert [line.split(": ", 1)[1] for line in told] == [
+    assert [line.split(": ", 1)[1] for line in found] == [
         f"nats.password_file: expected a file that can be read, found {tmp_path}/missing: No such file or directory",
         f"egress.nats.token_file: expected a secret in {tmp_path}/empty, found nothing",
         "ingress.nats.password_file: expected either password or password_file, found both",
@@ -241,7 +241,7 @@ def test_a_secret_file_that_cannot_be_read_is_told_without_its_content(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "why"),
     [
         ("pipe", "expected a mapping, found an empty file"),
         ("/dev/zero", "expected a file that can be read, found: is no regular file"),
@@ -249,9 +249,9 @@ def test_a_secret_file_that_cannot_be_read_is_told_without_its_content(tmp_path:
         ("x.yaml", "x.yaml: expected a file that can be read, found: no such file or directory"),
     ],
 )
-def test_a_configuration_that_is_no_file_is_refused_at_once(name: str, told: str, tmp_path: Path):
+def test_a_configuration_that_is_no_file_is_refused_at_once(name: str, why: str, tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=why):
         load(str(tmp_path / name))
 
 
@@ -262,14 +262,14 @@ def _monitor_tls(**files: str) -> None:
 @pytest.mark.parametrize(
     ("use", "keys"),
     [
-        (lambda **files: credential(NatsSettings(**files), SystemClock()), "credentials_file"),
-        (lambda **files: credential(NatsSettings(**files), SystemClock()), "nkey_seed_file"),
-        (lambda **files: credential(NatsSettings(nkey_seed_file="/no", **files), SystemClock()), "jwt_file"),
+        (lambda **files: load_credential(NatsSettings(**files), SystemClock()), "credentials_file"),
+        (lambda **files: load_credential(NatsSettings(**files), SystemClock()), "nkey_seed_file"),
+        (lambda **files: load_credential(NatsSettings(nkey_seed_file="/no", **files), SystemClock()), "jwt_file"),
         (lambda **files: tls_context(NatsSettings(tls=files)), "ca"),
         (lambda **files: tls_context(NatsSettings(tls=files)), "cert key"),
         (_monitor_tls, "cert key"),
         (lambda **files: open_objects(StoreSettings(url="s3://floe", tls=files)), "ca"),
-        (lambda context: with_context(NatsSettings(context=context)), "context"),
+        (lambda context: apply_context(NatsSettings(context=context)), "context"),
     ],
     ids=["credentials", "seed", "jwt", "nats ca", "nats cert", "monitor", "store ca", "context"],
 )
@@ -277,7 +277,7 @@ def _monitor_tls(**files: str) -> None:
 def test_what_is_no_file_is_refused_wherever_the_configuration_names_one(
     use: Callable[..., object], keys: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A pipe that nobody writes would hold whoever opens it for ever."""
+    """Refuse a pipe, for example: opening one that has no writer would block for ever."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (path := tmp_path / "nats" / "context" / "it.json").parent.mkdir(parents=True)
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
@@ -301,7 +301,7 @@ def test_a_configuration_may_come_through_a_pipe_as_a_shell_makes_it():
 # Files
 
 
-def test_load_takes_a_file_with_one_document_and_says_what_checks_several(tmp_path: Path):
+def test_load_takes_a_file_with_one_document_and_points_to_check(tmp_path: Path):
     (file := tmp_path / "site.yaml").write_text(f"{HEAD}---\n{HEAD}")
     with pytest.raises(ConfigError, match=f"expected one document, found 2; floe config check {file} checks them all"):
         load(str(file))
@@ -314,9 +314,9 @@ def test_times_of_compaction_that_take_segments_from_readers_are_refused_or_warn
     grace, age = "compaction.delete_grace: expected a time", "compaction.levels.0.min_age: expected at least 1m, found"
     refused = {"delete_grace: 0s": [grace], QUICK_LEVEL: [age], f"delete_grace: 0s, {QUICK_LEVEL}": [grace, age]}
     for text, wrong in refused.items():
-        told = problems(f"{HEAD}compaction: {{{text}}}\n")
-        assert [each for each, line in zip(wrong, told, strict=True) if each not in line] == []
-        assert all("allow_short_times: true" in line for line in told)
+        found = problems(f"{HEAD}compaction: {{{text}}}\n")
+        assert [each for each, line in zip(wrong, found, strict=True) if each not in line] == []
+        assert all("allow_short_times: true" in line for line in found)
     taken = {f"delete_grace: 0s, allow_short_times: true, {QUICK_LEVEL}": 0, "delete_grace: 0s, delete: false": 0}
     for text, cautions in {**taken, "delete_grace: 1h": 1, "delete_grace: 6h": 0}.items():
         (file := tmp_path / "site.yaml").write_text(f"{HEAD}compaction: {{{text}}}\n")
@@ -358,7 +358,7 @@ def test_secrets_that_others_may_read_are_warned_of_with_the_command_to_paste(
     assert warnings("nats: {user: u, password: '${SECRET}'}\n", 0o644) == ()
     assert warnings("nats: {user: u, password: p}\n", 0o600) == ()
     assert warnings(f"ingress: {{nats: {{nkey_seed_file: {nkey}}}}}\n", 0o644) == (f"{nkey}: {exposed} {nkey}",)
-    monkeypatch.setattr(os, "getegid", lambda: -1)  # another group than the owner's was chosen
+    monkeypatch.setattr(os, "getegid", lambda: -1)  # not the group of the file
     assert warnings(f"nats: {{token_file: {secret}}}\n", 0o640) == ()
     assert warnings(f"nats: {{token_file: {secret}}}\n", 0o644)[0].endswith(f"chmod 640 {secret}")
 

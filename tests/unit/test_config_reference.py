@@ -1,4 +1,4 @@
-"""What is written about the configuration is what the models say: the reference file, the page, the example."""
+"""The reference file, the page and the example of the configuration, compared with the models."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import pytest
 
 from common.errors import ConfigError
 from common.settings.ingress import CreateSettings
-from common.settings.loader import ConfigDocument, load, note_unbuilt, parse, parse_documents, refuse_unrunnable
+from common.settings.loader import ConfigDocument, add_unbuilt_problems, check_runnable, load, parse, parse_documents
 from common.settings.root import Settings, default_of, fields_of, sections_of
 from common.settings.types import Section
-from common.settings.yaml import Items, Keys, Node, Problems, parse_yaml, refuse
+from common.settings.yaml import ListNode, MappingNode, Node, Problems, parse_yaml, raise_problems
 from tests.support.config_tables import every_key, with_tables
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "floe.reference.yaml").read_text()
 
-# No default, or an entry of a list that shows a form.
+# Keys without a default, or an entry of a list that shows the form.
 EXAMPLES = {
     *(("site",), ("store", "url"), ("egress", "feeds"), ("egress", "feeds", "name"), ("egress", "feeds", "stream")),
     *(("ingress", "targets"), ("ingress", "targets", "stream"), ("ingress", "targets", "sources")),
     *(("ingress", "targets", "sources", key) for key in ("site", "feed")),
 }
-LEVELS = ("compaction", "levels")  # both entries together are the default, judged below
+LEVELS = ("compaction", "levels")  # both entries together are the default, checked below
 
 
-def tree(text: str) -> Keys:
+def tree(text: str) -> MappingNode:
     problems = Problems("floe.reference.yaml")
     [root] = parse_yaml(text.encode(), problems)
-    refuse(problems)
+    raise_problems(problems)
     return root
 
 
 def differences(node: Node, section: type[Section], path: tuple[str, ...] = ()) -> list[str]:
-    """Keys that only one side has, and defaults that differ."""
-    assert isinstance(node, Keys), path
+    """Return keys that only one side has, and defaults that differ."""
+    assert isinstance(node, MappingNode), path
     fields = fields_of(section)
     found = [f"{'.'.join((*path, name))}: only in one" for name in fields.keys() ^ node.entries.keys()]
     for name in fields.keys() & node.entries.keys():
@@ -47,9 +47,9 @@ def differences(node: Node, section: type[Section], path: tuple[str, ...] = ()) 
 
 def _key_differences(node: Node, section: type[Section], name: str, path: tuple[str, ...]) -> list[str]:
     below = sections_of(fields_of(section)[name].annotation)
-    if isinstance(node, Items) and below:
+    if isinstance(node, ListNode) and below:
         return [difference for item in node.items for difference in differences(item, below[0], path)]
-    if isinstance(node, Keys) and node.entries and below:
+    if isinstance(node, MappingNode) and node.entries and below:
         return differences(node, below[0], path)
     if path in EXAMPLES or path[:2] == LEVELS or default_of(section, name) == _read(node, section, name):
         return []
@@ -57,16 +57,16 @@ def _key_differences(node: Node, section: type[Section], name: str, path: tuple[
 
 
 def _read(node: Node, section: type[Section], name: str) -> Any:
-    """The value of a file, as the program sees it."""
+    """Return the value of a file as the program reads it."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(fields_of(section)[name].rebuild_annotation()).validate_python(_plain(node))
 
 
 def _plain(node: Node) -> Any:
-    if isinstance(node, Keys):
+    if isinstance(node, MappingNode):
         return {name: _plain(value) for name, value in node.entries.items()}
-    if isinstance(node, Items):
+    if isinstance(node, ListNode):
         return [_plain(item) for item in node.items]
     return node.value()
 
@@ -94,7 +94,7 @@ def test_the_page_on_configuration_is_up_to_date_and_gives_every_key_a_meaning()
     assert [key.path for key in every_key() if not key.meaning] == []
 
 
-# Keys that are agreed and not built yet
+# Keys that are specified and not built yet
 
 HEAD = "site: s\nstore: {url: s3://floe}\n"
 NOT_BUILT = "not built yet in this version; remove it or leave it at its default"
@@ -107,8 +107,8 @@ def document(text: str) -> ConfigDocument:
 
 def refuse_unbuilt(found: ConfigDocument) -> None:
     problems = Problems(found.name)
-    note_unbuilt(found, problems)
-    refuse(problems)
+    add_unbuilt_problems(found, problems)
+    raise_problems(problems)
 
 
 def example() -> list[ConfigDocument]:
@@ -123,13 +123,13 @@ def test_both_documents_of_the_example_are_valid_and_nothing_in_them_is_refused(
     [target] = centre.ingress.targets
     assert (target.stream, target.subjects_to_create()) == ("FLEET", ("fleet.>",))
     pairs = [(site, feed) for site in ("us-east", "eu-west") for feed in ("NODE_DATA", "NODE_DATA_ADVISORIES")]
-    assert target.sources[0].pairs() == pairs
+    assert target.sources[0].site_feed_pairs() == pairs
     for found in example():
         refuse_unbuilt(found)
-        refuse_unrunnable(found)
+        check_runnable(found)
 
 
-def test_a_key_is_refused_where_it_stands_unless_at_its_default_and_others_beside_it_are_not(
+def test_a_key_is_refused_at_its_place_unless_at_its_default_and_others_beside_it_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("common.settings.loader.UNBUILT", ("compaction.delete_grace",))
@@ -138,11 +138,11 @@ def test_a_key_is_refused_where_it_stands_unless_at_its_default_and_others_besid
     (tmp_path / "f.yaml").write_text(others + "compaction: {delete_grace: 30d}\n")
     with pytest.raises(ConfigError) as caught:
         load(str(tmp_path / "f.yaml"))
-    told = f"{tmp_path}/f.yaml:5:28: compaction.delete_grace: {NOT_BUILT} (24h)"
-    assert list(caught.value.problems) == [told]
+    problem = f"{tmp_path}/f.yaml:5:28: compaction.delete_grace: {NOT_BUILT} (24h)"
+    assert list(caught.value.problems) == [problem]
 
 
 def test_a_target_that_flows_into_itself_cannot_be_run():
     targets = "ingress: {targets: [{stream: A, sources: [{site: s, feed: A}]}]}\n"
     with pytest.raises(ConfigError, match=r"4:43: ingress.targets.0.sources.0: expected another stream"):
-        refuse_unrunnable(document(f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n{targets}"))
+        check_runnable(document(f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n{targets}"))

@@ -1,5 +1,7 @@
-"""Documents decoded for the first time by several threads at once: a type that msgspec builds only then ends
-the process (SIGSEGV), about once in 200 starts, and in two of five of the rounds here.
+"""Documents decoded for the first time by several threads at once.
+
+A type that msgspec builds only then crashes the process (SIGSEGV): about once in 200 starts, and in two of five of the
+rounds here.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.basics import at_length
+from tests.support.basics import soak_only
 
 ROOT = Path(__file__).parents[2]
 
-# Each round is a fresh process, forked behind the imports and before anything was decoded.
+# Each round is a new process, forked after the imports and before the first decoding.
 ROUNDS = """
 import os, sys, threading
 from common.chain import Chain
@@ -23,7 +25,7 @@ from common.segments.documents import AcceptedGap
 from common.sequences import SequenceRange
 from egress.incarnations import CLOSING, Closing, EndDecision, End, NextStream
 from egress.identity import ACCEPTANCE, Acceptance
-from ingress.chains.starts import Start
+from ingress.chains.starts import FeedStart
 
 def begin(start, works):
     start.wait()
@@ -39,7 +41,7 @@ made = [
     (CLOSING.decode, CLOSING.encode(Closing({0: End(1, 1, at)}, EndDecision(at, {0: 1})))),
     (CLOSING.decode, CLOSING.encode(Closing(next=NextStream(at, {})))),
     (ACCEPTANCE.decode, ACCEPTANCE.encode(Acceptance(at, 1))),
-    (Start.from_json, Start(1, 1, {"a": 1}).to_json()),
+    (FeedStart.from_json, FeedStart(1, 1, {"a": 1}).to_json()),
 ]
 crashed = 0
 for number in range(int(sys.argv[1])):
@@ -58,7 +60,7 @@ print(crashed)
 """
 
 
-@pytest.mark.parametrize("rounds", ["12", at_length("500")])
+@pytest.mark.parametrize("rounds", ["12", soak_only("500")])
 def test_no_document_ends_a_process_whose_threads_decode_it_first_at_the_same_time(rounds: str) -> None:
     done = subprocess.run([sys.executable, "-c", ROUNDS, rounds], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0", done.stderr

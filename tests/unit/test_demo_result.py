@@ -1,4 +1,4 @@
-"""The demo's verdict, and its view of advisories: it must be able to fail, and notice a story that cannot be true."""
+"""The demo's verdict and its view of advisories: it can fail, and it notices an impossible sequence of events."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
 from common.segments.segment import Message
-from infra.demo.compare import COLUMNS, DemoResult, Readings, Stories, worst
+from infra.demo.compare import COLUMNS, AdvisoryHistories, ChainReadings, DemoResult, worst_comparison
 from infra.demo.demo import DemoOptions, run_demo
-from infra.demo.publish import Load
-from infra.demo.view import QuietView
-from infra.oracle import Comparison, Trace
+from infra.demo.publish import PublishLoad
+from infra.demo.view import StepView
+from infra.oracle import OracleResult, Trace
 
 CHAIN = Chain("us-east", "NODES")
 
@@ -24,25 +24,25 @@ def trace(*sequences: int) -> Trace:
     return Trace.of(Message(sequence, sequence, b"s", None, b"%d" % sequence) for sequence in sequences)
 
 
-def result(readings: Readings, *problems: str) -> DemoResult:
+def result(readings: ChainReadings, *problems: str) -> DemoResult:
     return DemoResult((readings,), published=3, publishing_seconds=1.0, seconds=2.0, problems=problems)
 
 
-def whole(**changes: Trace) -> Readings:
+def whole(**changes: Trace) -> ChainReadings:
     places = {"source": trace(1, 2, 3), "archive": trace(1, 2, 3), "target": trace(1, 2, 3), **changes}
-    return Readings(CHAIN, *places.values(), delays=(500, 100, 300), stored_bytes=3)
+    return ChainReadings(CHAIN, *places.values(), delays=(500, 100, 300), stored_bytes=3)
 
 
-def sampled(left_out: int, *target: int) -> Readings:
-    return Readings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(*target), left_out=left_out)
+def sampled(left_out: int, *target: int) -> ChainReadings:
+    return ChainReadings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(*target), left_out=left_out)
 
 
 def test_is_well_where_all_three_places_agree_whatever_the_source_deleted_later() -> None:
-    assert result(whole()).ok
-    assert result(whole()).comparison().line() == "lost 0, repeated 0, out of order 0, altered 0"
+    assert result(whole()).is_ok
+    assert result(whole()).comparison().summary() == "lost 0, repeated 0, out of order 0, altered 0"
     deleted = result(whole(source=trace(1, 3)))
-    assert deleted.ok
-    assert "1 of them the sources no longer hold" in " ".join(deleted.figures())
+    assert deleted.is_ok
+    assert "1 of them the sources no longer hold" in " ".join(deleted.summary_lines())
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_is_well_where_all_three_places_agree_whatever_the_source_deleted_later(
     ],
 )
 def test_names_the_damage_between_any_two_places(changes: dict[str, Trace], line: str) -> None:
-    assert not result(whole(**changes)).ok
-    assert result(whole(**changes)).comparison().line() == line
+    assert not result(whole(**changes)).is_ok
+    assert result(whole(**changes)).comparison().summary() == line
 
 
 def test_fails_for_other_problems_and_for_nothing_at_all_and_counts_the_most_damage() -> None:
-    assert not result(whole(), "us-east/NODES/0000/0: a hole in the archive: 5..6").ok
-    assert not DemoResult((), 0, 0.0, 0.0).ok
-    assert worst([Comparison(repeated=1), Comparison(lost_middle=2), Comparison()]).lost == 2
+    assert not result(whole(), "us-east/NODES/0000/0: a hole in the archive: 5..6").is_ok
+    assert not DemoResult((), 0, 0.0, 0.0).is_ok
+    assert worst_comparison([OracleResult(repeated=1), OracleResult(lost_middle=2), OracleResult()]).lost == 2
 
 
 def test_a_program_reads_the_same_verdict_and_how_far_behind_half_and_all_were() -> None:
@@ -71,50 +71,50 @@ def test_a_program_reads_the_same_verdict_and_how_far_behind_half_and_all_were()
 
     assert (document["ok"], document["lost"], document["repeated"]) == (False, 1, 1)
     assert document["chains"][0]["seconds_behind"] == {"median": 0.3, "most": 0.5}
-    assert Readings(CHAIN, trace(), trace(), trace()).delay(0.5) == 0
+    assert ChainReadings(CHAIN, trace(), trace(), trace()).delay_quantile(0.5) == 0
 
 
 def test_what_the_ledger_left_out_is_not_lost_and_another_number_than_is_missing_is_damage() -> None:
     found = sampled(1, 1, 3)
 
-    assert result(found).ok
-    assert "1 of them were sampled out" in " ".join(result(found).figures())
+    assert result(found).is_ok
+    assert "1 of them were sampled out" in " ".join(result(found).summary_lines())
     assert (found.row()[1:5], len(found.row())) == (("3", "1", "2", "2"), len(COLUMNS))
-    assert not result(sampled(1, 1)).ok, "one is missing at the target"
+    assert not result(sampled(1, 1)).is_ok, "one is missing at the target"
     for left_out in (0, 2):
         wrong = result(sampled(left_out, 1, 3))
-        assert not wrong.ok
+        assert not wrong.is_ok
         assert f"missing 1, expected {left_out} by the ledger" in " ".join(wrong.comparison().examples)
 
 
-async def test_without_pyspark_the_demo_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a server starts; it took 20 s, and the line was that of a compaction that had failed."""
+async def test_without_pyspark_the_demo_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail before a server starts: it once took 20 s, and the line named a failed compaction."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyspark" else found(name))
-    options = DemoOptions(Load(seconds=1, seed=1, rate=1))
+    options = DemoOptions(PublishLoad(seconds=1, seed=1, rate=1))
     with pytest.raises(ConfigError, match="expected pyspark, found none; in a checkout of Floe: pip install"):
-        await run_demo(options, QuietView(), SystemClock())
+        await run_demo(options, StepView(), SystemClock())
 
 
 # The view of advisories
 
 
-def told(*events: tuple[str, str]) -> Stories:
-    """The stories of (event, id) of one node."""
-    stories = Stories()
+def histories(*events: tuple[str, str]) -> AdvisoryHistories:
+    """Return the histories of one node's advisories, given as (event, id)."""
+    read_histories = AdvisoryHistories()
     for event, identity in events:
         document = {"event": event, "value": "n1", "event_id": identity}
-        stories.take(Message(1, 1, b"s", None, json.dumps(document).encode()))
-    return stories
+        read_histories.add(Message(1, 1, b"s", None, json.dumps(document).encode()))
+    return read_histories
 
 
-def test_a_life_is_told_without_problems() -> None:
+def test_a_valid_history_has_no_problems() -> None:
     events = ("new", "timeout", "recover", "timeout", "expire", "new")
-    stories = told(*((event, str(number)) for number, event in enumerate(events)))
-    assert (stories.problems, stories.counts) == ([], {"new": 2, "timeout": 2, "recover": 1, "expire": 1})
+    read_histories = histories(*((event, str(number)) for number, event in enumerate(events)))
+    assert (read_histories.problems, read_histories.counts) == ([], {"new": 2, "timeout": 2, "recover": 1, "expire": 1})
 
 
 @pytest.mark.parametrize("events", ["timeout", "new recover", "new new", "new expire", "new timeout new"])
 def test_what_cannot_follow_and_one_id_twice_are_problems(events: str) -> None:
-    assert told(*((event, str(number)) for number, event in enumerate(events.split()))).problems
-    assert "twice under one id" in told(("new", "a"), ("timeout", "a")).problems[0]
+    assert histories(*((event, str(number)) for number, event in enumerate(events.split()))).problems
+    assert "twice under one id" in histories(("new", "a"), ("timeout", "a")).problems[0]

@@ -1,4 +1,4 @@
-"""Docs that drift are bugs: what they name exists, and what exists they name."""
+"""The docs agree with the code: every name in them exists, and every metric, error code and command is in them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_configurations_of_the_readme_and_of_a_tree_of_sites_parse(monkeypat
         loader.parse(text, "README.md")
 
 
-def test_every_command_stands_in_the_table_of_operations() -> None:
+def test_every_command_is_in_the_table_of_operations() -> None:
     documented = set()
     for row in re.findall(r"^\| (`floe [^|]+`) \|", OPERATIONS, re.MULTILINE):
         first, *others = re.findall("`([^`]+)`", row)
@@ -133,19 +133,19 @@ ELLIPSIS = "…"
 
 
 def joined(text: str) -> list[str]:
-    """Lines, with those that end in a backslash put together."""
+    """Return the lines, each joined with the next one if it ends in a backslash."""
     return [line.strip() for line in re.sub(r"\\\n\s*", "", text).splitlines()]
 
 
 def whole_commands(text: str) -> list[str]:
-    """Commands that stand on lines of their own, in fences or indented, as somebody would paste them."""
+    """Return commands on lines of their own, in fences or indented, as somebody would paste them."""
     indented = "".join(re.findall(r"^    (?: *)(?:floe .*\n(?:(?<=\\\n) .*\n)*)", FENCED.sub("", text), re.MULTILINE))
     lines = [line for block in [*FENCED.findall(text), indented] for line in joined(block)]
     return [line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?floe [a-z]", line)]
 
 
 def words_of(line: str) -> list[str]:
-    """The arguments of the first `floe` of a line, optional ones too, up to what belongs to the shell."""
+    """Return the arguments of the first `floe` of a line, optional ones too, up to the syntax of the shell."""
     lexer = shlex.shlex(re.sub(r"\[(\S[^]]*)\]", r"\1", line), posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     words = list(itertools.takewhile(lambda word: not set(word) <= set("|&;<>"), lexer))
@@ -153,7 +153,7 @@ def words_of(line: str) -> list[str]:
 
 
 def problem(line: str, *, is_whole: bool) -> str:
-    """Why `floe` would not take the command; empty if it would. `is_whole`: it says all that is required."""
+    """Return why `floe` would refuse the command; empty if it would not. `is_whole`: it has all that is required."""
     command: click.Command = floe.cli
     words = words_of(line)
     while isinstance(command, click.Group) and words:
@@ -175,7 +175,7 @@ def problem(line: str, *, is_whole: bool) -> str:
 
 
 def has_placeholder(error: click.UsageError, words: list[str]) -> bool:
-    """Whether what is wrong is only that a value is a name in capitals, as `--sequence N`."""
+    """True if the only problem is a value that is a name in capitals, as `--sequence N`."""
     names = (word for word in words if re.fullmatch(r"[A-Z]+(\+1)?", word))
     return isinstance(error, click.BadParameter) and any(f"'{name}'" in error.message for name in names)
 
@@ -189,15 +189,13 @@ def test_a_command_that_floe_would_not_take_is_found() -> None:
 
 
 def examples_of(words: tuple[str, ...]) -> Iterator[str]:
-    """The lines that a help shows as examples; each is whole, so that it can be pasted."""
+    """Return the lines that a help shows as examples; each is complete, so that it can be pasted."""
     text = inspect.cleandoc(command_at(*words).help or "")
     return itertools.takewhile(lambda line: line.startswith("floe "), joined(re.split(r"Examples?:\s+", text)[-1]))
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_every_help_has_examples_that_are_taken_as_they_stand_and_that_no_terminal_folds(
-    command: tuple[str, ...],
-) -> None:
+def test_every_help_has_examples_that_are_valid_as_written_and_that_no_terminal_folds(command: tuple[str, ...]) -> None:
     shown = CliRunner().invoke(floe.cli, [*command, "--help"], prog_name="floe", terminal_width=60)
     lines = {re.sub(r"^\s*(Examples?: +)?", "", line) for line in shown.output.splitlines()[1:]}
     examples = re.findall(r"^\s*(?:Examples?: +)?(floe .*)$", command_at(*command).help or "", re.MULTILINE)
@@ -208,12 +206,12 @@ def test_every_help_has_examples_that_are_taken_as_they_stand_and_that_no_termin
     assert [found for line in examples_of(command) if (found := problem(line, is_whole=True))] == []
 
 
-#: Commands whose examples need neither NATS nor Spark: they are run.
+#: Commands with examples that need neither NATS nor Spark: these examples are run.
 RUN = ("segments ls", "segments info", "segments cat", "segments verify", "config check", "version", "completion")
 
 
 @pytest.mark.parametrize("command", RUN)
-def test_the_examples_of_what_reads_only_the_store_do_what_they_say(
+def test_the_examples_of_what_reads_only_the_store_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -234,8 +232,8 @@ def test_the_examples_of_what_reads_only_the_store_do_what_they_say(
         assert (result.exit_code, bool(result.stdout)) == (0, True), (line, result.output)
 
 
-def test_the_page_of_the_commands_is_what_they_say() -> None:
-    # In a process of its own: click remembers the help option of a command that was run without its group.
+def test_the_page_of_the_commands_is_their_help() -> None:
+    # In a process of its own: click caches the help option of a command that was run without its group.
     script = "from tests.support.commands_page import page; print(page(), end='')"
     made = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
 
@@ -247,7 +245,7 @@ def test_the_page_of_the_commands_is_what_they_say() -> None:
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
-def test_the_tree_of_the_architecture_is_the_tree_and_each_file_says_in_one_sentence_what_it_is() -> None:
+def test_the_tree_of_the_architecture_is_the_tree_and_one_sentence_describes_each_file() -> None:
     page = ARCHITECTURE.read_text()
     lines = [line.strip() for line in page.partition(tree.BEGIN)[2].partition(tree.END)[0].strip().splitlines()]
 
@@ -255,9 +253,9 @@ def test_the_tree_of_the_architecture_is_the_tree_and_each_file_says_in_one_sent
     assert [line for line in lines if not line.endswith((".", "?")) or len(line) > 160] == []
 
 
-# Decisions name what was there when they were taken.
+# Decisions name files and functions of their time.
 def missing_code(text: str) -> Iterator[str]:
-    """The files and names of the code that a page names and that are not there."""
+    """Return the files and names of the code that a page names and that do not exist."""
     tops = "|".join((*ROLES, "infra", "bench", "tests"))
     for name, symbol in re.findall(rf"`((?:{tops})/[\w/.]*)`(?: `([\w.]+)`)?", " ".join(text.split())):
         if not (ROOT / name).exists() and name != "bench/results.json":  # which `make bench` makes
@@ -269,7 +267,7 @@ def missing_code(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_what_a_page_names_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that it links to, commands, metrics, and of the code files with their classes and functions."""
+    """Check links to files, commands, metrics, and files of the code with their classes and functions."""
     monkeypatch.setenv("FLOE_CONFIG", "floe.yaml")
     text = path.read_text()
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
@@ -281,11 +279,11 @@ def test_what_a_page_names_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [link for link in links if not (path.parent / link).exists()] == []
     assert [each for each in wrong if each] == []
     assert {name for name in named if re.sub("_(total|bucket|sum|count)$", "", name) not in known} == set()
-    if path.name != "decisions.md":  # which names what was there when a decision was taken
+    if path.name != "decisions.md":  # it names the files of the time of a decision
         assert list(missing_code(text)) == []
 
 
-# The table of what is found, in docs/delivery.md
+# The table of findings, in docs/delivery.md
 
 DELIVERY = (ROOT / "docs" / "delivery.md").read_text()
 FOUND = DELIVERY[DELIVERY.index("## What is found") : DELIVERY.index("### What cannot be known")]

@@ -1,4 +1,4 @@
-"""What `floe doctor` amounts to, and that its page has every check."""
+"""Findings of `floe doctor`: the exit code, the rules of buckets, and the page, which has every check."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 from common.doctor import (
     CHECKS,
-    MOST_WAIT,
+    CONNECT_TIMEOUT_S,
     DoctorFinding,
     Examination,
+    cap_timeout,
     failed,
-    is_bad,
-    is_over,
-    promptly,
+    ok,
+    prefixes_overlap,
+    problem,
     skipped,
-    warns,
-    well,
+    warning,
 )
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.port import LifecycleRule
@@ -27,8 +27,11 @@ from common.settings.service import NatsSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
-GOOD, WARNED = well("nats", "version", "2.15.1"), warns("nats", "version", "2.9.0", "old")
-BAD, LEFT_OUT = is_bad("nats", "target", "none", "nothing is carried"), skipped("nats", "jetstream", "not told")
+GOOD, WARNED = ok("nats", "version", "2.15.1"), warning("nats", "version", "2.9.0", "old")
+BAD, LEFT_OUT = (
+    problem("nats", "target", "none", "nothing is carried"),
+    skipped("nats", "jetstream", "not told"),
+)
 AWAY = failed("nats", "connection", Unavailable("no answer"))
 
 
@@ -36,7 +39,7 @@ def test_the_page_has_every_check_and_no_other() -> None:
     rows = re.findall(r"^\| (store|nats|spark|disk) \| ([\w ]+) \| .+ \| .+ \|$", PAGE.read_text(), re.MULTILINE)
     assert rows == [(part, what) for part, checks in CHECKS.items() for what in checks]
     with pytest.raises(AssertionError):
-        well("store", "version", "1")
+        ok("store", "version", "1")
 
 
 @pytest.mark.parametrize(
@@ -44,9 +47,9 @@ def test_the_page_has_every_check_and_no_other() -> None:
     [((), 0), ((GOOD, WARNED, LEFT_OUT), 0), ((GOOD, AWAY), 1), ((AWAY, BAD, GOOD), 3), ((BAD,), 3)],
 )
 def test_the_worst_finding_decides(findings: tuple[DoctorFinding, ...], code: int) -> None:
-    assert Examination(("egress",), findings).code == code
-    waits = [promptly(NatsSettings(connect_timeout=seconds)).connect_timeout for seconds in (300.0, 0.5)]
-    assert waits == [MOST_WAIT, 0.5], "a long timeout is that of services"
+    assert Examination(("egress",), findings).exit_code == code
+    waits = [cap_timeout(NatsSettings(connect_timeout=seconds)).connect_timeout for seconds in (300.0, 0.5)]
+    assert waits == [CONNECT_TIMEOUT_S, 0.5], "a long timeout is that of services"
 
 
 @pytest.mark.parametrize(
@@ -81,15 +84,15 @@ def test_rules_of_a_bucket_are_read_in_all_their_forms() -> None:
     ]
     assert enabled_rules({"Rules": rules}) == [
         LifecycleRule("all", "", deletes=True),
-        LifecycleRule("old form", "data/", archives="GLACIER"),
+        LifecycleRule("old form", "data/", archive_class="GLACIER"),
         LifecycleRule("warm", ""),
-        LifecycleRule("", "x", is_partial=True, drops_versions=True),
+        LifecycleRule("", "x", is_partial=True, deletes_versions=True),
         LifecycleRule("", ""),
-        LifecycleRule("", "", aborts=True),
+        LifecycleRule("", "", aborts_uploads=True),
     ]
     assert enabled_rules({}) == []
 
 
 def test_a_rule_counts_where_it_may_meet_keys_of_floe() -> None:
     found = {"": True, "data/": True, "data/site=a": True, "da": True, "logs/": False}
-    assert {prefix: is_over(prefix, "data/") for prefix in found} == found
+    assert {prefix: prefixes_overlap(prefix, "data/") for prefix in found} == found

@@ -1,4 +1,4 @@
-"""The small objects beside the segments: made once, read with doubt."""
+"""The small objects beside the segments: created once, and validated when read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from common.chain import Chain
 from common.documents import MAX_DEPTH, check_depth, is_too_deep
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
-from common.objects.port import ConditionsRefused
-from common.segments.archive import history
+from common.objects.port import ConditionalPutRefused
+from common.segments.archive import chain_ends
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
 from common.segments.keys import CaptureName, Layout
 from common.sequences import MAX_SEQUENCE, SequenceRange
@@ -43,8 +43,8 @@ def chains(objects: LocalObjects) -> ChainStore:
 
 def test_what_an_incarnation_continues_is_read_again_and_passed_over_by_older_readers(chains: ChainStore) -> None:
     assert (chains.read_stream(CHAIN), chains.read_chain(CHAIN)) == (None, None)
-    assert (chains.tails(), chains.chains()) == ({}, [])
-    for previous in (None, {}):  # of the first, and of one after one of no partitions
+    assert (chains.tail_etags(), chains.chains()) == ({}, [])
+    for previous in (None, {}):  # the first, and one after an incarnation without partitions
         assert StreamDocument.from_json(StreamDocument({}, "", previous).to_json()).previous == previous
     one = ChainDocument((), 1, 7)
     made = StreamDocument({}, "", {0: 9}, (one,), continues_from={0: 7}, continued=3, stream_first=2)
@@ -53,11 +53,11 @@ def test_what_an_incarnation_continues_is_read_again_and_passed_over_by_older_re
     assert (old["continues_from"], old["continued"], old["stream_first"]) == ({"0": 7}, 3, 2)
     assert not {"continues_from", "continued", "stream_first"} & json.loads(STREAM.to_json()).keys()
     cut = StreamDocument({}, "", {0: 9}, (ChainDocument((), 1, 10),), continues=True)
-    assert (made.joins, STREAM.joins, cut.joins) == ({0: 7}, {}, {0: 10})
+    assert (made.join_sequences, STREAM.join_sequences, cut.join_sequences) == ({0: 7}, {}, {0: 10})
 
 
 def chained(chains: ChainStore, number: int, firsts: list[int], **keys: Any) -> None:
-    """Make an incarnation whose partitions begin at `firsts`, of the subjects that `cut` has for each of them."""
+    """Make an incarnation with partitions that begin at `firsts` and have the subjects in `cut`."""
     cut = keys.pop("cut", [f"{n}.>" for n in range(len(firsts))])
     own = tuple(ChainDocument((text,), len(firsts), first) for text, first in zip(cut, firsts, strict=True))
     chain = Chain("site", "F", number)
@@ -67,14 +67,14 @@ def chained(chains: ChainStore, number: int, firsts: list[int], **keys: Any) -> 
 
 
 def ends(chains: ChainStore, number: int) -> dict[tuple[int, int], int]:
-    return {(c.incarnation, c.partition): end for c, end in history(chains, Chain("site", "F", number)).items()}
+    return {(c.incarnation, c.partition): end for c, end in chain_ends(chains, Chain("site", "F", number)).items()}
 
 
 def test_a_history_follows_what_was_compared_and_ends_where_nothing_was(chains: ChainStore) -> None:
     chained(chains, 0, [1])
     chained(chains, 1, [31], continues=True)
-    chained(chains, 2, [25], continues_from={0: 25})  # set back behind the cut, before anything of it was archived
-    chained(chains, 3, [1])  # made anew
+    chained(chains, 2, [25], continues_from={0: 25})  # rolled back after the cut, before any of it was archived
+    chained(chains, 3, [1])  # recreated
     chained(chains, 4, [40], continues_from={0: 40}, continued=2)
     assert ends(chains, 1) == {(1, 0): MAX_SEQUENCE, (0, 0): 30}
     assert ends(chains, 2) == {(2, 0): MAX_SEQUENCE, (1, 0): 24, (0, 0): 24}
@@ -93,7 +93,7 @@ def test_partitions_continue_each_from_its_own_sequence_unless_they_were_cut_oth
     assert ends(chains, 2) == {(2, n): MAX_SEQUENCE for n in range(3)}
 
 
-def test_who_comes_second_gets_what_the_first_made_also_where_the_store_ignores_the_condition(
+def test_the_second_writer_gets_what_the_first_made_also_if_the_store_ignores_the_condition(
     chains: ChainStore, objects: LocalObjects
 ) -> None:
     chains.create_chain(CHAIN, DOCUMENT)
@@ -128,16 +128,16 @@ def test_an_unknown_outcome_is_settled_by_reading(objects: LocalObjects, was_don
         assert [body for body, _ in claims.held.values()] == [DOCUMENT.to_json()] * is_claimed
 
 
-# Documents that are not what they must be
+# Invalid documents
 
 
-def spoiled(document: ChainDocument | StreamDocument, **fields: Any) -> bytes:
+def corrupt(document: ChainDocument | StreamDocument, **fields: Any) -> bytes:
     return json.dumps({n: v for n, v in {**json.loads(document.to_json()), **fields}.items() if v != "absent"}).encode()
 
 
 def nested(levels: int) -> bytes:
-    """A stream document whose configuration has so many levels; the document itself is one more."""
-    return spoiled(STREAM, config="here").replace(b'"here"', b'{"a":' * levels + b'"[{"' + b"}" * levels)
+    """Return a stream document with a configuration of so many levels; the document itself is one more."""
+    return corrupt(STREAM, config="here").replace(b'"here"', b'{"a":' * levels + b'"[{"' + b"}" * levels)
 
 
 NO_SEQUENCES = (0, -1, MAX_SEQUENCE + 1, 10**30, "1", 1.5, True, None, "absent")
@@ -153,10 +153,10 @@ BAD_STREAM_FIELDS: tuple[dict[str, Any], ...] = (
 BAD_CHAINS = [
     *(b"", b"\xff", b"null", b"[]", b"<html>", b"[" * 100_000, b'{"a":' * 100_000, DOCUMENT.to_json() + b"x"),
     b" " * (1024 * 1024) + DOCUMENT.to_json(),
-    *(spoiled(DOCUMENT, format_version=each) for each in (2, "absent")),
-    *(spoiled(DOCUMENT, first=each) for each in NO_SEQUENCES),
-    *(spoiled(DOCUMENT, partitions=each) for each in (0, 65537)),
-    *(spoiled(DOCUMENT, filters=each) for each in ("nodes.>", [1])),
+    *(corrupt(DOCUMENT, format_version=each) for each in (2, "absent")),
+    *(corrupt(DOCUMENT, first=each) for each in NO_SEQUENCES),
+    *(corrupt(DOCUMENT, partitions=each) for each in (0, 65537)),
+    *(corrupt(DOCUMENT, filters=each) for each in ("nodes.>", [1])),
 ]
 
 
@@ -168,14 +168,14 @@ def refusal(read: Callable[[Chain], object]) -> DataError:
 
 
 @pytest.mark.parametrize("raw", BAD_CHAINS, ids=lambda raw: repr(raw[:60]))
-def test_a_spoiled_chain_document_is_never_acted_on(objects: LocalObjects, chains: ChainStore, raw: bytes) -> None:
+def test_a_corrupt_chain_document_is_never_acted_on(objects: LocalObjects, chains: ChainStore, raw: bytes) -> None:
     objects.put(LAYOUT.chain_document(CHAIN), raw)
     assert refusal(chains.read_chain).message.startswith(f"{LAYOUT.chain_document(CHAIN)}: ")
     refusal(lambda chain: chains.create_chain(chain, DOCUMENT))
 
 
-def test_a_spoiled_stream_document_or_floor_is_never_acted_on(objects: LocalObjects, chains: ChainStore) -> None:
-    for raw in (b"", *(spoiled(STREAM, **each) for each in BAD_STREAM_FIELDS), nested(MAX_DEPTH), nested(5000)):
+def test_a_corrupt_stream_document_or_floor_is_never_acted_on(objects: LocalObjects, chains: ChainStore) -> None:
+    for raw in (b"", *(corrupt(STREAM, **each) for each in BAD_STREAM_FIELDS), nested(MAX_DEPTH), nested(5000)):
         objects.put(LAYOUT.stream_document(CHAIN), raw)
         refusal(chains.read_stream)
     objects.put(LAYOUT.stream_document(CHAIN), nested(MAX_DEPTH - 1))
@@ -261,16 +261,16 @@ def test_the_floor_rises_and_never_falls_whoever_raises_it_in_between(
 # Tails and lists of chains
 
 
-def test_a_tail_tells_the_end_changes_its_etag_when_it_moves_and_is_none_where_it_is_spoiled(
+def test_a_tail_holds_the_end_changes_its_etag_when_it_moves_and_is_none_if_corrupt(
     objects: LocalObjects, chains: ChainStore
 ) -> None:
     chains.write_tail(CHAIN, 100)
     objects.put(f"{LAYOUT.tails_prefix()}us-east/NODES/notes.txt", b"")  # a foreign key
-    before = chains.tails()
-    assert (list(before), chains.tails()) == ([CHAIN], before)
+    before = chains.tail_etags()
+    assert (list(before), chains.tail_etags()) == ([CHAIN], before)
     chains.write_tail(CHAIN, 200)
     assert chains.read_tail(CHAIN) == 200
-    assert chains.tails() != before
+    assert chains.tail_etags() != before
     for raw in (b"", b"x", b'{"end":-1,"format_version":1}', b" " * 2_000_000):
         objects.put(LAYOUT.tail(CHAIN), raw)
         assert chains.read_tail(CHAIN) is None
@@ -303,7 +303,7 @@ def test_chains_are_found_by_their_documents_behind_thousands_of_captures_withou
 # Runs of compaction
 
 
-def test_of_a_chain_the_last_run_and_success_count_whichever_chains_they_were_for_and_a_spoiled_one_is_none(
+def test_the_last_run_and_success_of_a_chain_count_whichever_chains_they_were_for_and_a_corrupt_one_is_none(
     chains: ChainStore,
 ) -> None:
     runs = {
@@ -354,7 +354,7 @@ def test_what_a_writer_claimed_before_it_died_is_put_by_the_next_and_what_is_the
     chain = CHAIN.next_incarnation()
 
     def lost(real: Any, key: str, body: bytes) -> Any:
-        ChainStore(objects, LAYOUT).create_chain(chain, DOCUMENT)  # by a writer whose claim went with the bucket
+        ChainStore(objects, LAYOUT).create_chain(chain, DOCUMENT)  # by a writer that lost its claim with the bucket
         return real(key, body)
 
     late = ChainStore(refusing_conditions(objects), LAYOUT, FaultyStore(claims).on("claim", lost))  # type: ignore[arg-type]
@@ -365,14 +365,14 @@ def test_what_a_writer_claimed_before_it_died_is_put_by_the_next_and_what_is_the
 def test_what_has_no_arbiter_is_refused_and_changes_nothing_but_a_gap_is_accepted(objects: LocalObjects) -> None:
     store = ChainStore(refusing_conditions(objects), LAYOUT)
     for work in (lambda: store.create_chain(CHAIN, DOCUMENT), lambda: store.raise_floor(CHAIN, 7)):
-        with pytest.raises(ConditionsRefused) as refused:
+        with pytest.raises(ConditionalPutRefused) as refused:
             work()
         assert refused.value.code == "E-STORE-CONDITIONS"
     objects.put(LAYOUT.floor_document(CHAIN), b'{"format_version":1,"first":3}')
-    with pytest.raises(ConditionsRefused):
+    with pytest.raises(ConditionalPutRefused):
         store.raise_floor(CHAIN, 7)
     assert (store.read_floor(CHAIN), store.read_chain(CHAIN)) == (3, None)
-    # Its range stands in its name; who accepts it too only leaves another note.
+    # Its name holds its range; accepting it again only leaves another note.
     gap = AcceptedGap(SequenceRange(3, 9), "gone", "me", "2026-11-20T10:00:00Z")
     assert store.accept_gap(CHAIN, gap) == store.accept_gap(CHAIN, AcceptedGap(gap.range, "again")) == gap
     assert store.gaps(CHAIN) == [gap]

@@ -1,4 +1,4 @@
-"""The open segment: when it closes, what it covers, what it leaves out; and what a sampled session folds only."""
+"""The open segment: its closing, its coverage, its ledger; and the fold of a sampled session that reads again."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
 from egress import builder as building
-from egress.advisories.advisory import Advisory, Event
-from egress.batch import SAMPLED_OUT, TOO_OLD, MessageBatch
-from egress.builder import Builder, Close, Emitted, Piece, attribute, unread
+from egress.advisories.advisory import Advisory, AdvisoryEvent
+from egress.batch import CODE_SAMPLED_OUT, CODE_TOO_OLD, MessageBatch
+from egress.builder import ClosedBy, Emitted, Piece, SegmentBuilder, ledger_of, unread
 from egress.memory import MemoryBudget
 from egress.partition import Position
-from egress.sampling.filters import PreFilter, SampledStretch, SamplingStage, Tracking
+from egress.sampling.filters import AdvisoryTracker, FeedFilter, SampledRange, SamplingStage
 from egress.sampling.sampler import SampledBatch
 from tests.support.basics import is_gapless
 from tests.support.clock import ManualClock
 from tests.support.segments import columns_of
 
 
-def sifted(sequences: Iterable[int], *, kept: set[int], code: int = SAMPLED_OUT) -> MessageBatch:
+def sifted(sequences: Iterable[int], *, kept: set[int], code: int = CODE_SAMPLED_OUT) -> MessageBatch:
     examined = columns_of(sequences)
     selected = [s in kept for s in examined.sequences]
     codes = bytes(0 if each else code for each in selected)
-    return MessageBatch(examined, codes, examined.chosen(selected, [f"k{s}" for s in examined.sequences]))
+    return MessageBatch(examined, codes, examined.select(selected, [f"k{s}" for s in examined.sequences]))
 
 
 class Bench:
-    """A builder, its clock and what it emitted."""
+    """A builder, its clock and the pieces that it emitted."""
 
     def __init__(self, *, first: int = 1, until: int | None = None, sampled: bool = False, **closing: float) -> None:
         self.clock = ManualClock()
@@ -43,7 +43,7 @@ class Bench:
         limits: dict[str, float] = {"max_messages": 1_000_000, "max_size": 1 << 30, "max_age": 60.0, **closing}
         given = SegmentSettings.model_construct(**limits)  # type: ignore[arg-type]
         position = Position(first, until)
-        self.builder = Builder(given, self.clock, self.account, self.emitted.append, position, sampled=sampled)
+        self.builder = SegmentBuilder(given, self.clock, self.account, self.emitted.append, position, sampled=sampled)
 
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -53,8 +53,8 @@ class Bench:
     def pieces(self) -> list[Piece]:
         return [item for item in self.emitted if isinstance(item, Piece)]
 
-    def segments(self) -> list[tuple[SequenceRange, list[int], Close]]:
-        """Coverage, rows and cause of each closed segment."""
+    def segments(self) -> list[tuple[SequenceRange, list[int], ClosedBy]]:
+        """Return coverage, rows and cause of each closed segment."""
         found, pieces = [], []
         for item in self.emitted:
             if isinstance(item, Piece):
@@ -70,61 +70,61 @@ def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
     bench = Bench(max_age=60)
     bench.pass_time(1_000)
     assert bench.builder.due_in == math.inf
-    bench.builder.messages(columns_of([1]))
+    bench.builder.add_messages(columns_of([1]))
     for passed, left in ((0, 60), (59, 1)):
         bench.pass_time(passed)
         assert (bench.builder.due_in, bench.segments()) == (left, [])
     bench.pass_time(1)
-    assert bench.segments() == [(SequenceRange(1, 1), [1], Close.AGE)]
+    assert bench.segments() == [(SequenceRange(1, 1), [1], ClosedBy.AGE)]
     assert bench.builder.due_in == math.inf
 
 
 def test_what_holds_no_row_still_becomes_a_segment_and_what_covers_nothing_none() -> None:
     bench = Bench(first=11)
-    bench.builder.passed(10)
-    bench.builder.close(Close.DRAIN)
+    bench.builder.skip_to(10)
+    bench.builder.close(ClosedBy.DRAIN)
     bench.pass_time(600)
     assert bench.emitted == []
-    bench.builder.sifted(sifted([11, 12, 40], kept=set()))
+    bench.builder.add_batch(sifted([11, 12, 40], kept=set()))
     bench.pass_time(60)
-    assert bench.segments() == [(SequenceRange(11, 40), [], Close.AGE)]
+    assert bench.segments() == [(SequenceRange(11, 40), [], ClosedBy.AGE)]
     assert bench.pieces[0].last.sequence == 40
 
 
 def test_what_is_left_out_is_examined_and_accounted_for_by_its_reason() -> None:
     bench = Bench()
-    bench.builder.sifted(sifted([1, 2, 4, 7], kept={2}, code=TOO_OLD))
-    bench.builder.sifted(sifted([8, 9], kept={9}, code=SAMPLED_OUT))
-    bench.builder.close(Close.DRAIN)
+    bench.builder.add_batch(sifted([1, 2, 4, 7], kept={2}, code=CODE_TOO_OLD))
+    bench.builder.add_batch(sifted([8, 9], kept={9}, code=CODE_SAMPLED_OUT))
+    bench.builder.close(ClosedBy.DRAIN)
     (piece,) = bench.pieces
     assert (piece.examined, piece.rows.sequences) == ([1, 2, 4, 7, 8, 9], [2, 9])
     counts = {Reason.TOO_OLD: 3, Reason.SAMPLED_OUT: 1, Reason.GONE_BEFORE_READ: 1, Reason.DELETED: 2}
-    assert attribute(piece, 4, filtered=False).counts == counts
+    assert ledger_of(piece, 4, filtered=False).counts == counts
 
 
 def test_rows_of_a_sampled_feed_have_their_sample_keys() -> None:
     bench = Bench(sampled=True, max_messages=2)
-    bench.builder.sifted(sifted(range(1, 9), kept={1, 4, 6}))
-    bench.builder.close(Close.DRAIN)
+    bench.builder.add_batch(sifted(range(1, 9), kept={1, 4, 6}))
+    bench.builder.close(ClosedBy.DRAIN)
     assert [piece.rows.sample_keys for piece in bench.pieces] == [["k1", "k4"], ["k6"]]
 
 
 def test_what_is_left_out_is_charged_too_and_handed_over_in_bounded_pieces() -> None:
-    """99 % sampled out: neither the lists nor the queue of pieces grow behind the budget's back."""
+    """Sample out 99 %: neither the lists nor the queue of pieces may grow without a charge to the budget."""
     bench = Bench()
     for first in range(1, 100_001, 1_000):
-        bench.builder.sifted(sifted(range(first, first + 1_000), kept=set(range(first, first + 10))))
-    bench.builder.close(Close.DRAIN)
+        bench.builder.add_batch(sifted(range(first, first + 1_000), kept=set(range(first, first + 10))))
+    bench.builder.close(ClosedBy.DRAIN)
     assert max(len(piece.examined) for piece in bench.pieces) < building.PIECE_MESSAGES + 1_000
     assert bench.account.used == sum(piece.memory for piece in bench.pieces) > 99_000 * 40
 
 
 def test_a_piece_with_gaps_is_handed_over_early() -> None:
     bench = Bench()
-    bench.builder.messages(columns_of([1, 3]))
-    bench.pass_time(building.GAP_AGE)
-    bench.builder.messages(columns_of([4, 5]))
-    bench.pass_time(building.GAP_AGE)
+    bench.builder.add_messages(columns_of([1, 3]))
+    bench.pass_time(building.GAP_MAX_AGE_S)
+    bench.builder.add_messages(columns_of([4, 5]))
+    bench.pass_time(building.GAP_MAX_AGE_S)
     assert [piece.coverage for piece in bench.pieces] == [SequenceRange(1, 3)]
 
 
@@ -141,8 +141,8 @@ STEP = st.one_of(
 def test_segments_account_for_everything_once(
     steps: list[tuple[str, object]], max_messages: int, max_size: int, until: int | None
 ) -> None:
-    """Coverages are gapless from the first sequence on, hold every message once, and no segment is too
-    full."""
+    """Check that coverages are gapless from the first sequence on and hold every message once, and no segment is
+    too full."""
     bench = Bench(max_messages=max_messages, max_size=max_size, until=until)
     sent, received, reached = [], [], 0
     for what, value in steps:
@@ -152,15 +152,15 @@ def test_segments_account_for_everything_once(
                 reached += distance
                 batch.append(reached)
             kept = {s for s in batch if what == "messages" or s % 3 == 0}
-            bench.builder.sifted(sifted(batch, kept=kept))
+            bench.builder.add_batch(sifted(batch, kept=kept))
             sent += sorted(kept)
             received += batch
         elif what == "passed":
             reached += value  # type: ignore[operator]
-            bench.builder.passed(reached)
+            bench.builder.skip_to(reached)
         else:
             bench.pass_time(value)  # type: ignore[arg-type]
-    bench.builder.close(Close.DRAIN)
+    bench.builder.close(ClosedBy.DRAIN)
     segments = bench.segments()
     last = reached if until is None else min(reached, until)
     assert [s for _, rows, _ in segments for s in rows] == [s for s in sent if s <= last]
@@ -171,11 +171,11 @@ def test_segments_account_for_everything_once(
         assert all(s in coverage for s in rows)
         assert len(rows) <= max_messages
         assert 11 * (len(rows) - 1) < max_size
-        assert (reason is Close.MESSAGES) is (len(rows) == max_messages), "closed with the message that fills it"
-        assert reason in (Close.MESSAGES, Close.HOLE) or (reason is Close.SIZE) is (11 * len(rows) >= max_size)
+        assert (reason is ClosedBy.MESSAGES) is (len(rows) == max_messages), "closed with the message that fills it"
+        assert reason in (ClosedBy.MESSAGES, ClosedBy.HOLE) or (reason is ClosedBy.SIZE) is (11 * len(rows) >= max_size)
     assert bench.builder.is_done is (until is not None and reached >= until)
-    assert not bench.builder.is_done or segments[-1][2] not in (Close.AGE, Close.DRAIN)
-    ledgers = [attribute(piece, 1, filtered=False).counts for piece in bench.pieces]
+    assert not bench.builder.is_done or segments[-1][2] not in (ClosedBy.AGE, ClosedBy.DRAIN)
+    ledgers = [ledger_of(piece, 1, filtered=False).counts for piece in bench.pieces]
     within = [s for s in received if s <= last]
     counts = {reason: sum(ledger.get(reason, 0) for ledger in ledgers) for reason in Reason}
     assert counts[Reason.SAMPLED_OUT] == len(within) - len([s for s in sent if s <= last])
@@ -188,13 +188,13 @@ def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
 
 @given(st.sets(st.integers(1, 30)), st.integers(1, 40))
 @settings(max_examples=150)
-def test_the_ledger_agrees_with_looking_at_every_sequence(received: set[int], source_first: int) -> None:
+def test_the_ledger_agrees_with_checking_every_sequence(received: set[int], source_first: int) -> None:
     found = piece(SequenceRange(1, 30), sorted(received))
     missing = [s for s in range(1, 31) if s not in received]
     gone = sum(s < source_first for s in missing)
     assert building.gone_before_read(found, source_first) == gone
     for filtered, reason in ((False, Reason.DELETED), (True, Reason.NOT_MATCHED)):
-        ledger = attribute(found, source_first, filtered=filtered)
+        ledger = ledger_of(found, source_first, filtered=filtered)
         assert ledger.counts.get(Reason.GONE_BEFORE_READ, 0) == gone
         assert ledger.counts.get(reason, 0) == len(missing) - gone
         assert ledger.total() + len(received) == 30
@@ -209,9 +209,9 @@ def test_the_part_before_the_first_gap() -> None:
 
 
 def test_a_batch_that_fails_halfway_is_never_closed_as_if_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the half that was appended, nor the messages before it beside a coverage that lies."""
+    """Emit neither the appended half, nor the messages before it with a coverage that includes missing ones."""
     bench, real = Bench(max_messages=3), Columns.extend
-    bench.builder.messages(columns_of([1]))
+    bench.builder.add_messages(columns_of([1]))
 
     def fails_halfway(rows: Columns, more: Columns) -> None:
         if 6 not in more.sequences:
@@ -221,28 +221,28 @@ def test_a_batch_that_fails_halfway_is_never_closed_as_if_whole(monkeypatch: pyt
 
     monkeypatch.setattr(Columns, "extend", fails_halfway)
     with pytest.raises(MemoryError):
-        bench.builder.messages(columns_of([2, 3, 4, 5, 6, 7]))
+        bench.builder.add_messages(columns_of([2, 3, 4, 5, 6, 7]))
     monkeypatch.undo()
     bench.pass_time(3600)
-    bench.builder.close(Close.DOUBT)
+    bench.builder.close(ClosedBy.RESET)
     assert [(piece.coverage, piece.rows.sequences) for piece in bench.pieces] == [(SequenceRange(1, 3), [1, 2, 3])]
-    for call in (lambda: bench.builder.passed(100), lambda: bench.builder.messages(columns_of([5]))):
+    for call in (lambda: bench.builder.skip_to(100), lambda: bench.builder.add_messages(columns_of([5]))):
         with pytest.raises(RuntimeError, match="after an error"):
             call()
 
 
-def test_the_open_segment_says_what_it_holds_and_when_it_closes() -> None:
+def test_the_open_segment_shows_its_content_and_when_it_closes() -> None:
     bench = Bench(first=5, max_age=60.0, max_messages=1_000, max_size=1 << 20)
     assert bench.builder.open_segment is None
-    bench.builder.sifted(sifted([5, 6, 7, 9], kept={5, 6, 9}))
+    bench.builder.add_batch(sifted([5, 6, 7, 9], kept={5, 6, 9}))
     bench.clock.advance(20)
-    bench.builder.passed(12)
+    bench.builder.skip_to(12)
     found = bench.builder.open_segment
     assert (found.first, found.last, found.messages, found.size) == (5, 12, 3, 33)
-    assert (found.age, found.due_in, found.told()["max_size"]) == (20.0, 40.0, 1 << 20)
-    bench.builder.close(Close.FLUSH)
+    assert (found.age, found.due_in, found.as_dict()["max_size"]) == (20.0, 40.0, 1 << 20)
+    bench.builder.close(ClosedBy.FLUSH)
     assert bench.builder.open_segment is None
-    assert bench.segments() == [(SequenceRange(5, 12), [5, 6, 9], Close.FLUSH)]
+    assert bench.segments() == [(SequenceRange(5, 12), [5, 6, 9], ClosedBy.FLUSH)]
 
 
 @pytest.mark.parametrize(
@@ -258,37 +258,37 @@ def test_sequences_that_a_restore_left_out_are_deleted_and_what_went_behind_them
     source_first: int, counts: dict[str, int], gone: SequenceRange | None
 ) -> None:
     found = piece(SequenceRange(6, 30), [18, 19, 22])
-    assert attribute(found, source_first, filtered=False, given=16).to_json() == counts
-    assert unread(found, source_first, given=16) == gone
+    assert ledger_of(found, source_first, filtered=False, restored=16).to_json() == counts
+    assert unread(found, source_first, restored=16) == gone
 
 
 SECOND = 1_000_000_000
 
 
 class Stage:
-    """An intake; its own sampler, which keeps everything and tells that every message is new; and its own outbox."""
+    """An intake; its own sampler, which keeps everything and reports every message as new; and its own outbox."""
 
     has_room, watermark_ns = True, 0
 
-    def __init__(self, stretch: SampledStretch, again: tuple[int, int] | None = None, *, keep: int = 0) -> None:
+    def __init__(self, stretch: SampledRange, again: tuple[int, int] | None = None, *, keep: int = 0) -> None:
         self.emitted: list[Emitted] = []
         self.folded: list[int] = []
-        self.told_again, self.told_new = list[str](), list[str]()
+        self.reported_again, self.reported_new = list[str](), list[str]()
         self.settled = 0
         self.written_from: list[tuple[int, bool]] = []
         self.batches_at: list[int] = []
         account = MemoryBudget(1 << 30).account(lambda: None)
         closing = SegmentSettings.model_construct(max_messages=1_000, max_size=1 << 30, max_age=60.0)
         position = Position(stretch.write_from, stretch.until)
-        self.builder = Builder(closing, ManualClock(), account, self.emitted.append, position, sampled=True)
+        self.builder = SegmentBuilder(closing, ManualClock(), account, self.emitted.append, position, sampled=True)
         self.intake = SamplingStage(
             self.builder,
-            PreFilter("here", keep_ns=keep * SECOND, sampler=self),
-            Tracking(self, self, *(again or (stretch.write_from - 1, 0))),
+            FeedFilter("here", max_age_ns=keep * SECOND, sampler=self),
+            AdvisoryTracker(self, self, *(again or (stretch.write_from - 1, 0))),
             stretch,
-            on_writing=lambda is_news: self.written_from.append((self.intake.end + 1, is_news)),
-            on_batch=lambda: self.batches_at.append(self.intake.end + 1),
-            on_choices=lambda _: None,
+            on_writing=lambda is_new_time: self.written_from.append((self.intake.last_sequence + 1, is_new_time)),
+            on_batch=lambda: self.batches_at.append(self.intake.last_sequence + 1),
+            on_sampled=lambda _: None,
         )
         self.intake.begin()
 
@@ -296,75 +296,75 @@ class Stage:
         self.folded += columns.sequences
         self.watermark_ns = columns.timestamps_ns[-1]
         count = len(columns.sequences)
-        found = [Advisory(Event.NEW, str(s), 0, 0) for s in columns.sequences]
+        found = [Advisory(AdvisoryEvent.NEW, str(s), 0, 0) for s in columns.sequences]
         return SampledBatch(bytearray(b"\1" * count), ["k"] * count, 0, 0, found)
 
     def advance(self, now_ns: int) -> list[Advisory]:
-        return [Advisory(Event.TIMEOUT, f"at {now_ns // SECOND}", 0, now_ns)]
+        return [Advisory(AdvisoryEvent.TIMEOUT, f"at {now_ns // SECOND}", 0, now_ns)]
 
-    def take(self, advisories: list[Advisory], *, again: bool) -> None:
-        (self.told_again if again else self.told_new).extend(each.value for each in advisories)
+    def enqueue(self, advisories: list[Advisory], *, may_be_sent: bool) -> None:
+        (self.reported_again if may_be_sent else self.reported_new).extend(each.value for each in advisories)
 
-    def settle(self) -> None:
-        assert not self.told_new
+    def finish_reread(self) -> None:
+        assert not self.reported_new
         self.settled += 1
 
     def read(self, *batches: list[int]) -> None:
         for batch in batches:
-            self.intake.messages(columns_of(batch))
+            self.intake.add_messages(columns_of(batch))
 
     def rows(self) -> list[int]:
-        self.builder.close(Close.DRAIN)
+        self.builder.close(ClosedBy.DRAIN)
         return [s for piece in self.emitted if isinstance(piece, Piece) for s in piece.rows.sequences]
 
 
-def test_what_is_archived_is_folded_and_not_written_and_each_written_batch_is_told_of_before() -> None:
-    bench = Stage(SampledStretch(5, 8))
+def test_archived_messages_are_folded_only_and_each_written_batch_is_announced_before() -> None:
+    bench = Stage(SampledRange(5, 8))
     assert bench.written_from == []
     bench.read([5, 6], [7, 8, 9])
     assert (bench.folded, bench.rows()) == ([5, 6, 7, 8, 9], [8, 9])
-    assert (bench.told_again, bench.told_new) == (["5", "6", "7", "at 7"], ["8", "9"])
+    assert (bench.reported_again, bench.reported_new) == (["5", "6", "7", "at 7"], ["8", "9"])
     assert (bench.settled, bench.written_from) == (1, [(8, False)])
-    bench.intake.passed(12)
+    bench.intake.skip_to(12)
     bench.read([14])
     assert bench.batches_at == [8, 13]
 
 
 def test_with_nothing_to_read_again_writing_begins_at_once() -> None:
-    bench = Stage(SampledStretch(8, 8))
+    bench = Stage(SampledRange(8, 8))
     assert (bench.written_from, bench.settled) == ([(8, False)], 1)
     bench.read([8])
-    assert (bench.told_again[1:], bench.told_new, len(bench.written_from)) == ([], ["8"], 1)
+    assert (bench.reported_again[1:], bench.reported_new, len(bench.written_from)) == ([], ["8"], 1)
 
 
 def test_what_is_archived_and_gone_from_the_source_ends_reading_again_too() -> None:
-    by_heartbeat, by_message = Stage(SampledStretch(5, 8)), Stage(SampledStretch(5, 8))
-    by_heartbeat.intake.passed(20)
+    by_heartbeat, by_message = Stage(SampledRange(5, 8)), Stage(SampledRange(5, 8))
+    by_heartbeat.intake.skip_to(20)
     by_message.read([12])
     assert by_heartbeat.written_from == by_message.written_from == [(8, False)]
-    assert (by_heartbeat.intake.end, by_message.intake.end, by_message.rows()) == (20, 12, [12])
+    assert (by_heartbeat.intake.last_sequence, by_message.intake.last_sequence, by_message.rows()) == (20, 12, [12])
 
 
 def test_what_a_crashed_session_may_have_read_is_in_doubt_up_to_the_sources_end_and_time() -> None:
-    bench = Stage(SampledStretch(5, 8), (10, 30 * SECOND))
+    bench = Stage(SampledRange(5, 8), (10, 30 * SECOND))
     bench.read([6, 7, 8])
     assert (bench.settled, bench.rows()) == (0, [8])
     bench.read([9, 10])
-    assert bench.told_again == ["6", "7", "8", "9", "10", "at 30"]
+    assert bench.reported_again == ["6", "7", "8", "9", "10", "at 30"]
     bench.read([11])
-    assert (bench.told_new, bench.settled) == (["11"], 1)
+    assert (bench.reported_new, bench.settled) == (["11"], 1)
 
 
 def test_the_newest_message_of_the_source_counts_only_from_where_messages_are_written() -> None:
-    bench = Stage(SampledStretch(5, 8, None, 100 * SECOND), keep=91)
+    bench = Stage(SampledRange(5, 8, None, 100 * SECOND), keep=91)
     bench.read([5, 6, 7, 8, 9, 10])
     assert (bench.folded, bench.rows(), bench.written_from) == ([5, 6, 7, 9, 10], [9, 10], [(8, True)])
 
 
 def test_a_hole_is_filled_and_nothing_behind_it_is_folded() -> None:
-    bench = Stage(SampledStretch(5, 8, 10), (50, 0))
+    bench = Stage(SampledRange(5, 8, 10), (50, 0))
     bench.read([6, 8, 9, 12, 13], [14])
-    bench.intake.passed(40)
-    assert (bench.folded, bench.rows(), bench.intake.end) == ([6, 8, 9], [8, 9], 10)
+    bench.intake.skip_to(40)
+    assert (bench.folded, bench.rows(), bench.intake.last_sequence) == ([6, 8, 9], [8, 9], 10)
     coverages = [each.coverage for each in bench.emitted if isinstance(each, Piece)]
     assert (coverages, bench.builder.is_done) == ([SequenceRange(8, 10)], True)

@@ -1,4 +1,4 @@
-"""Consumers of Floe, which captures are put, which acknowledgements are sent and when they count as taken."""
+"""Durable consumers of Floe, captures that are put, and acknowledgements: their sending and their confirmation."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 from common.clock import NS_PER_S
 from common.errors import DataError, OutcomeUnknown, Refused
 from common.jetstream.api import ConsumerInfo, StreamInfo
-from common.jetstream.durables import ACK_WAIT
+from common.jetstream.durables import ACK_WAIT_S
 from common.segments.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions
 from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
 from common.settings.types import Range, Section, parse_duration
 from egress import acks as acknowledging
-from egress.acks import Acknowledging, ReaderResetError, archived, is_settled
-from egress.captures import captured_consumers, check_size, config_differs, consumers_are_due, deletions_differ
-from egress.consumers import WantedMessages, durable, ephemeral, filters, first, unfit
+from egress.acks import Acknowledger, ReaderResetError, archived_ranges, is_settled
+from egress.captures import are_consumers_due, captured_consumers, check_size, config_differs, deletions_differ
+from egress.consumers import WantedMessages, durable, ephemeral, filter_subjects, first_of_durable, limits_error
 from egress.memory import MemoryBudget
-from egress.partition import Partition, Position, is_of_site, is_own, partitions_of
+from egress.partition import Partition, Position, is_durable_of_site, is_floe_consumer, partitions_of
 from tests.support.clock import ManualClock
 
 
@@ -44,9 +44,9 @@ ALIKE = [
 
 def test_a_durable_has_a_legal_name_each_time_and_belongs_to_one_slice_however_alike_names_look() -> None:
     for one in ALIKE:
-        owners = [other for other in ALIKE if WantedMessages(other, "interest").is_ours(name(one))]
+        owners = [other for other in ALIKE if WantedMessages(other, "interest").is_own_durable(name(one))]
         assert owners == [one]
-        assert all(is_of_site(name(one), other.site) == (other.site == one.site) for other in ALIKE)
+        assert all(is_durable_of_site(name(one), other.site) == (other.site == one.site) for other in ALIKE)
         assert name(one) != name(one)
         assert (len(name(one)) <= 255, name(one).isascii(), {*name(one)} & {*" .*>/\\\t\r\n"}) == (True, True, set())
 
@@ -54,22 +54,22 @@ def test_a_durable_has_a_legal_name_each_time_and_belongs_to_one_slice_however_a
 def test_a_former_partition_is_recognised_by_its_number() -> None:
     settings = {"partitions": {"count": 2, "subject": "s.{partition}.>"}}
     wanted = WantedMessages(part(partition=0, **settings), "workqueue")
-    assert wanted.is_former(name(part(partition=5, **settings)))
-    assert not wanted.is_former(name(part(partition=1, **settings)))
-    assert not wanted.is_former(name(part(feed="OTHER", partition=5)))
-    assert not wanted.is_former("worker")
+    assert wanted.is_former_durable(name(part(partition=5, **settings)))
+    assert not wanted.is_former_durable(name(part(partition=1, **settings)))
+    assert not wanted.is_former_durable(name(part(feed="OTHER", partition=5)))
+    assert not wanted.is_former_durable("worker")
     cut = partitions_of("alpha", wanted.partition.settings)
     assert [each.partition_of(name(each)) for each in cut] == [0, 1]
 
 
 def test_a_durable_waits_for_its_acknowledgements_longer_than_anything_takes() -> None:
-    """A message delivered again while it is still read would put the reader in doubt."""
+    """Check `ack_wait`: a message delivered again while it is still being read would make the reader doubt."""
 
     def longest(section: type[Section], key: str) -> float:
         (limits,) = [each for each in section.model_fields[key].metadata if isinstance(each, Range)]
         return parse_duration(str(limits.maximum))
 
-    assert longest(SegmentSettings, "max_age") + longest(ServiceSettings, "lease_ttl") < ACK_WAIT / 2
+    assert longest(SegmentSettings, "max_age") + longest(ServiceSettings, "lease_ttl") < ACK_WAIT_S / 2
 
 
 def test_consumers_are_configured_by_the_retention_and_the_version_of_the_server() -> None:
@@ -77,7 +77,7 @@ def test_consumers_are_configured_by_the_retention_and_the_version_of_the_server
     interest = durable(WantedMessages(replace(part(), filter_subject="s.a"), "interest", 7), (2, 15, 1))
     for each in (queue, interest):
         fields = (each["max_ack_pending"], each["max_deliver"], each["ack_wait"])
-        assert fields == (-1, -1, int(ACK_WAIT * NS_PER_S))
+        assert fields == (-1, -1, int(ACK_WAIT_S * NS_PER_S))
         assert not {"inactive_threshold", "mem_storage", "num_replicas"} & set(each)
     assert not {"opt_start_seq", "filter_subject"} & set(queue)
     assert queue.items() >= {"deliver_policy": "all", "ack_policy": "explicit"}.items()
@@ -88,13 +88,13 @@ def test_consumers_are_configured_by_the_retention_and_the_version_of_the_server
     passing = ephemeral(WantedMessages(part(), "limits", 7, inactive=60))
     assert passing.items() >= {"ack_policy": "none", "opt_start_seq": 7, "inactive_threshold": 60 * NS_PER_S}.items()
     configs = ({}, {"filter_subject": "a"}, {"filter_subjects": ["a", "b"]})
-    assert [filters(config) for config in configs] == [[""], ["a"], ["a", "b"]]
+    assert [filter_subjects(config) for config in configs] == [[""], ["a"], ["a", "b"]]
 
 
 def test_a_durable_begins_behind_a_former_one() -> None:
     def begins(begin: int, acknowledged: tuple[int, ...]) -> int:
         former = [ConsumerInfo("c", "", {}, 0, 0, 0, acknowledged=each) for each in acknowledged]
-        return first(WantedMessages(part(), "interest", 101, begin), former)
+        return first_of_durable(WantedMessages(part(), "interest", 101, begin), former)
 
     found = {(1, ()): 101, (1, (100,)): 101, (1, (0, 50)): 51, (60, (50,)): 60, (1, (300,)): 101, (101, (0,)): 101}
     assert {each: begins(*each) for each in found} == found
@@ -102,9 +102,9 @@ def test_a_durable_begins_behind_a_former_one() -> None:
 
 def test_what_a_stream_imposes_on_durables_is_refused() -> None:
     queue, interest = (WantedMessages(part(), retention) for retention in ("workqueue", "interest"))
-    assert unfit(interest, {"max_ack_pending": -1}) is unfit(queue, {"inactive_threshold": 60}) is None
+    assert limits_error(interest, {"max_ack_pending": -1}) is limits_error(queue, {"inactive_threshold": 60}) is None
     for wanted, key, value in ((interest, "inactive_threshold", 60), (queue, "max_ack_pending", 1000)):
-        found = unfit(wanted, {key: value})
+        found = limits_error(wanted, {key: value})
         assert (found.code, f"{key} to {value}" in found.message) == ("E-RETENTION", True)
 
 
@@ -144,10 +144,10 @@ MOVED, MORE = altered(delivered_stream=6), {**APP.config, "max_deliver": 3}
 )
 def test_consumers_are_put_when_they_were_changed_or_moved_for_a_while(found: CapturedConsumers, is_due: bool) -> None:
     newest = consumers(0, APP)
-    assert consumers_are_due(newest, found, EVERY, False) is is_due
-    assert consumers_are_due(newest, found, EVERY, True) is (found.consumers != newest.consumers)
-    assert consumers_are_due(None, found, EVERY, False)
-    assert consumers_are_due(consumers(100, APP), consumers(0, MOVED), EVERY, False), "a clock that was set back"
+    assert are_consumers_due(newest, found, EVERY, False) is is_due
+    assert are_consumers_due(newest, found, EVERY, True) is (found.consumers != newest.consumers)
+    assert are_consumers_due(None, found, EVERY, False)
+    assert are_consumers_due(consumers(100, APP), consumers(0, MOVED), EVERY, False), "a clock that was set back"
 
 
 def test_a_configuration_and_deletions_are_put_where_they_differ() -> None:
@@ -165,8 +165,10 @@ def test_consumers_are_captured_by_name_without_those_of_floe() -> None:
     partition = Partition("site", FeedSettings(stream="S"))
     wanted = WantedMessages(partition, "workqueue")
     own = [durable(wanted, (2, 15, 0))["durable_name"], ephemeral(wanted)["name"], f"floe-start-{'0' * 16}"]
-    assert all(map(is_own, own))
-    assert not any(map(is_own, ("floe", "floe_app_1", "floe-0123", "app", f"{own[0]}x", f"floe-start-{'0' * 15}")))
+    assert all(map(is_floe_consumer, own))
+    assert not any(
+        map(is_floe_consumer, ("floe", "floe_app_1", "floe-0123", "app", f"{own[0]}x", f"floe-start-{'0' * 15}"))
+    )
     answer = {
         "name": "b",
         "created": CREATED,
@@ -183,9 +185,9 @@ def test_consumers_are_captured_by_name_without_those_of_floe() -> None:
         CapturedConsumer({"name": "a"}, CREATED),
         CapturedConsumer(config, CREATED, 7, 6, 5, 4, 2, 1, paused=True),
     )
-    for spoiled in ({}, {**bare, "created": None}, {**bare, "delivered": {"stream_seq": "x"}}, {**bare, "config": 3}):
+    for corrupt in ({}, {**bare, "created": None}, {**bare, "delivered": {"stream_seq": "x"}}, {**bare, "config": 3}):
         with pytest.raises(DataError, match=r"CONSUMER\.LIST: expected consumers"):
-            captured_consumers([spoiled])
+            captured_consumers([corrupt])
 
 
 def test_deletions_that_one_answer_does_not_hold_are_not_asked_for() -> None:
@@ -196,16 +198,16 @@ def test_deletions_that_one_answer_does_not_hold_are_not_asked_for() -> None:
     assert "capture_deletes: never" in str(refusal.value.hint)
 
 
-def test_deletions_are_looked_at_where_deleting_leaves_no_message_and_how_often_is_never_or_a_duration() -> None:
+def test_deletions_are_checked_where_deleting_leaves_no_message_and_how_often_is_never_or_a_duration() -> None:
     def period(stream: str, retention: str = "limits", **keys: str) -> float:
-        return FeedSettings.model_validate({"stream": stream, **keys}).deletes_period(retention)
+        return FeedSettings.model_validate({"stream": stream, **keys}).capture_deletes_s(retention)
 
     assert period("S") == period("S", "interest") == period("KV_S") == 0
     assert period("OBJ_S") == period("S", "workqueue") == 600
     assert period("OBJ_S", "workqueue", capture_deletes="never") == 0
     assert period("S", capture_deletes="1h") == 3600
-    assert FeedSettings(stream="S").consumers_period == 60
-    assert FeedSettings(stream="S", capture_consumers="never").consumers_period == 0
+    assert FeedSettings(stream="S").capture_consumers_s == 60
+    assert FeedSettings(stream="S", capture_consumers="never").capture_consumers_s == 0
     consumers, deletes = ("", "0s", "500ms"), ("2d", "always")
     for wrong in [{"capture_consumers": each} for each in consumers] + [{"capture_deletes": each} for each in deletes]:
         with pytest.raises(ValueError, match="expected"):
@@ -221,7 +223,7 @@ def info(floor: int = 0, delivered: int = 0, pending: int = 0, created: str = "n
 
 
 class Server:
-    """A consumer that takes acknowledgements, but for those of `deaf` (by the consumer's numbers)."""
+    """A consumer that takes acknowledgements, except those of `deaf` (consumer sequences)."""
 
     def __init__(self) -> None:
         self.generation, self.sent, self.deaf, self.whole = 0, [], set[int](), False
@@ -239,7 +241,7 @@ class Server:
     async def flush_writes(self) -> None:
         return None
 
-    def refusal(self, subject: bytes) -> Refused | None:
+    def permission_error(self, subject: bytes) -> Refused | None:
         return Refused("no right to publish") if self.refused else None
 
     async def info(self, *_: Any) -> ConsumerInfo:
@@ -254,14 +256,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return made
 
 
-def acks(server: Any, **settings: Any) -> Acknowledging:
+def acks(server: Any, **settings: Any) -> Acknowledger:
     account = MemoryBudget(10**9).account(lambda: None)
     consumer = replace(info(), config={"ack_policy": "all" if server.whole else "explicit"})
-    return Acknowledging(server, "S", consumer, account, **{"first": 1, **settings})
+    return Acknowledger(server, "S", consumer, account, **{"first": 1, **settings})
 
 
-def deliver(server: Server, made: Acknowledging, *sequences: int, reply: bytes = SHORT) -> None:
-    made.delivered(reply % (sequences[0], server.delivered + 1), sequences)
+def deliver(server: Server, made: Acknowledger, *sequences: int, reply: bytes = SHORT) -> None:
+    made.record_delivered(reply % (sequences[0], server.delivered + 1), sequences)
     server.delivered += len(sequences)
 
 
@@ -270,12 +272,12 @@ async def test_each_message_is_acknowledged_up_to_the_last_one(server: Server, r
     made = acks(server)
     deliver(server, made, 3, 5, 9, reply=reply)
     deliver(server, made, 10, 12, reply=reply)
-    await made.upto(10)
+    await made.acknowledge_up_to(10)
     assert sorted(set(server.sent)) == [(3, 1), (5, 2), (9, 3), (10, 4)]
     server.sent.clear()
-    await made.upto(11)
+    await made.acknowledge_up_to(11)
     assert server.sent == []
-    await made.upto(20)
+    await made.acknowledge_up_to(20)
     assert server.sent == [(12, 5)]
 
 
@@ -283,17 +285,17 @@ async def test_all_up_to_a_message_are_acknowledged_by_one(server: Server) -> No
     server.whole = True
     made = acks(server)
     deliver(server, made, *range(1, 5001))
-    await made.upto(4000)
+    await made.acknowledge_up_to(4000)
     assert set(server.sent) <= {(1, 1), (4000, 4000)}
     assert server.acked == set(range(1, 4001))
 
 
 async def test_what_is_kept_is_charged_and_given_back(server: Server) -> None:
     budget = MemoryBudget(10**9)
-    made = Acknowledging(server, "S", info(), budget.account(lambda: None), first=1)  # type: ignore[arg-type]
+    made = Acknowledger(server, "S", info(), budget.account(lambda: None), first=1)  # type: ignore[arg-type]
     deliver(server, made, *range(1, 1001))
     for upto, used in ((0, 8_000), (400, 4_800), (1000, 0)):
-        await made.upto(upto)
+        await made.acknowledge_up_to(upto)
         assert budget.used == used
 
 
@@ -302,23 +304,23 @@ async def test_what_is_not_taken_is_unknown_and_sent_again(server: Server) -> No
     deliver(server, made, 1, 2, 3)
     server.deaf = {2}
     with pytest.raises(OutcomeUnknown, match="expected message 3 acknowledged, found 1 pending from 2 on"):
-        await made.upto(3)
+        await made.acknowledge_up_to(3)
     server.deaf, server.sent = set(), []
-    await made.upto(3)
+    await made.acknowledge_up_to(3)
     assert [number for _, number in server.sent] == [1, 2, 3]
     assert server.acked == {1, 2, 3}
 
 
 async def test_only_what_a_segment_accounts_for_is_acknowledged_below_the_position(server: Server) -> None:
-    """What lies before the chain or in a hole stays in the stream, and is counted."""
-    ranges = archived(3, Position(20, lost=(SequenceRange(8, 9),)))
+    """Leave messages before the chain or in a hole in the stream, and count them."""
+    ranges = archived_ranges(3, Position(20, lost=(SequenceRange(8, 9),)))
     assert ranges == (SequenceRange(3, 7), SequenceRange(10, 19))
-    assert (archived(5, Position(5)), archived(5, Position(6))) == ((), (SequenceRange(5, 5),))
+    assert (archived_ranges(5, Position(5)), archived_ranges(5, Position(6))) == ((), (SequenceRange(5, 5),))
     made = acks(server, first=20, archived=ranges)
     deliver(server, made, 1, 2, 3, 7, 8, 9, 10, 19, 20, 21)
     for upto, sent in ((19, [3, 7, 10, 19]), (21, [3, 7, 10, 19, 20, 21])):
-        await made.upto(upto)
-        assert (sorted({sequence for sequence, _ in server.sent}), made.left) == (sent, 4)
+        await made.acknowledge_up_to(upto)
+        assert (sorted({sequence for sequence, _ in server.sent}), made.unacknowledged) == (sent, 4)
 
 
 @pytest.mark.parametrize("changed", [{"found": "later"}, {"generation": 1}], ids=["consumer", "connection"])
@@ -327,15 +329,15 @@ async def test_another_consumer_or_connection_is_a_doubt_at_once(server: Server,
     deliver(server, made, 1)
     vars(server).update(changed)
     with pytest.raises(ReaderResetError):
-        await made.upto(1)
+        await made.acknowledge_up_to(1)
 
 
-async def test_a_missing_right_is_told_after_one_message(server: Server) -> None:
+async def test_a_missing_right_shows_after_one_message(server: Server) -> None:
     made = acks(server)
     deliver(server, made, *range(1, 1001))
     server.refused = True
     with pytest.raises(Refused):
-        await made.upto(1000)
+        await made.acknowledge_up_to(1000)
     assert len(server.sent) == 1
 
 

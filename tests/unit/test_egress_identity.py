@@ -1,4 +1,4 @@
-"""The identity table, row by row with the edges between its rows; and what an operator is offered, with each price."""
+"""The identity table, row by row with the edges between rows; and the options of an operator, each with its price."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import pytest
 
 from common.segments.segment import Tip
 from egress import identity
-from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness, judge, parting
+from egress.identity import (
+    Evidence,
+    HeldMessage,
+    SourceStream,
+    SourceVerdict,
+    VerdictKind,
+    Witness,
+    first_difference_text,
+    judge,
+)
 
 OLD, NEW = "2026-01-01T00:00:00Z", "2026-02-02T00:00:00Z"
 EQUAL, DIFFERENT, ABSENT = HeldMessage.EQUAL, HeldMessage.DIFFERENT, HeldMessage.ABSENT
@@ -49,12 +58,12 @@ def verdict(found: SourceStream | None, *tips: tuple[int, HeldMessage], end: int
         (source(200, NEW), [(100, DIFFERENT)], RECREATED, ""),
         (source(3, NEW), [(100, ABSENT)], RECREATED, ""),
         (source(200), [(100, DIFFERENT)], UNKNOWN, ""),
-        # All that is held is later, nothing is held; or it is not later than the newest tip.
+        # All held messages are later, or none is held; or they are not later than the newest tip.
         (source(150, OLD, 101, 1_001), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
         (source(150, OLD, 101, None), [(100, ABSENT)], VerdictKind.UNVERIFIED, ""),
         (source(150), [(100, ABSENT)], UNKNOWN, ""),
-        (source(150, OLD, 60, 2_000), [(100, ABSENT)], UNKNOWN, ""),  # later, in the place of an earlier one
-        # Nothing that is held tells more.
+        (source(150, OLD, 60, 2_000), [(100, ABSENT)], UNKNOWN, ""),  # a later time at an earlier sequence
+        # No held message gives more evidence.
         (source(150, NEW, 101, 2_000), [(100, ABSENT)], UNKNOWN, ""),
         (source(60, OLD, 61, None), [(100, ABSENT)], UNKNOWN, "the archive ends at 100, the stream holds 61..60"),
     ],
@@ -63,8 +72,8 @@ def test_a_source_is_judged_by_what_it_still_holds_of_the_archive(
     found: SourceStream, tips: list[tuple[int, HeldMessage]], kind: VerdictKind, why: str
 ) -> None:
     answer = verdict(found, *tips)
-    assert (answer.kind, answer.drifted) == (kind, kind is SAME and found.created == NEW)
-    assert why in answer.why
+    assert (answer.kind, answer.has_drifted) == (kind, kind is SAME and found.created == NEW)
+    assert why in answer.reason
 
 
 def test_where_nothing_is_archived_creation_times_decide() -> None:
@@ -74,18 +83,18 @@ def test_where_nothing_is_archived_creation_times_decide() -> None:
 
 @pytest.mark.parametrize("tips", [[], [(100, DIFFERENT)]])
 def test_forked_when_an_older_incarnation_matches(tips: list[tuple[int, HeldMessage]]) -> None:
-    answer = verdict(source(200, NEW), *tips, older=2, end=100 if tips else 0)
-    assert (answer.kind, "incarnation 0002" in answer.why) == (VerdictKind.FORKED, True)
+    answer = verdict(source(200, NEW), *tips, older_match=2, end=100 if tips else 0)
+    assert (answer.kind, "incarnation 0002" in answer.reason) == (VerdictKind.FORKED, True)
 
 
 def test_a_received_message_shows_the_same_history_but_makes_no_rollback_and_overrules_no_archived_one() -> None:
     drifted = verdict(source(20, NEW), end=0, received=witness(7, EQUAL))
-    assert (drifted.kind, drifted.drifted) == (SAME, True)
+    assert (drifted.kind, drifted.has_drifted) == (SAME, True)
     assert verdict(source(100), (100, EQUAL), received=witness(120, ABSENT)).kind is SAME
     assert verdict(source(200), (100, DIFFERENT), received=witness(150, EQUAL)).kind is UNKNOWN
 
 
-# What is offered
+# Options for the operator
 
 
 def evidence(first: int, *tips: tuple[int, HeldMessage]) -> Evidence:
@@ -93,22 +102,25 @@ def evidence(first: int, *tips: tuple[int, HeldMessage]) -> Evidence:
 
 
 def offered(found: Evidence, kind: VerdictKind, proposal: int | None, **more: bool) -> list[tuple[str, str]]:
-    return [(each.options, each.meaning) for each in identity.choices(found, SourceVerdict(kind, ""), proposal, **more)]
+    return [
+        (each.options, each.meaning)
+        for each in identity.choices(found, SourceVerdict(kind, ""), proposal, **{"has_partitions": False, **more})
+    ]
 
 
 def test_where_rows_agree_up_to_a_sequence_nothing_is_repeated_or_lost() -> None:
     found = evidence(1, (100, DIFFERENT), (1, EQUAL))
     [(options, meaning)] = offered(found, ROLLED_BACK, 51)
     assert options == "--new-incarnation --from 51"
-    assert parting(found, 51) == "; the first sequence that is not as archived is 51"
+    assert first_difference_text(found, 51) == "; the first sequence that is not as archived is 51"
     assert meaning.endswith("up to 50 it is as archived, so nothing is repeated or lost")
-    # The first sequence of this partition would be repeated or left out in another.
-    [(options, meaning)] = offered(found, ROLLED_BACK, 51, is_cut=True)
+    # With this first sequence, another partition would repeat messages or leave them out.
+    [(options, meaning)] = offered(found, ROLLED_BACK, 51, has_partitions=True)
     assert (options, meaning.startswith("freeze what it is now, from 51 on")) == ("--new-incarnation", True)
     # The archive cannot be read.
     [(_, meaning)] = offered(found, ROLLED_BACK, None)
     assert meaning.endswith("100 sequences, up to 100, that could not be compared may come twice")
-    assert parting(found, None) == ""
+    assert first_difference_text(found, None) == ""
 
 
 def test_the_same_is_never_offered_where_a_message_differs() -> None:
@@ -117,7 +129,7 @@ def test_the_same_is_never_offered_where_a_message_differs() -> None:
     assert meaning.endswith("nothing that it holds is archived, so nothing is repeated or lost")
 
 
-def test_where_nothing_can_be_compared_both_prices_are_named_and_the_one_that_loses_stands_last() -> None:
+def test_where_nothing_can_be_compared_both_prices_are_named_and_the_one_that_loses_is_last() -> None:
     new, same = offered(evidence(81, (100, ABSENT)), UNKNOWN, 81)
     assert (new[0], same[0]) == ("--new-incarnation --from 81", "--same")
     assert new[1].endswith("nothing is lost; 20 sequences, up to 100, come twice if it is the same stream")

@@ -1,4 +1,4 @@
-"""What `/status` tells of a feed, and its words; confirmed answers, stalls, shares, one budget, requests to freeze."""
+"""The status of a feed and its words; confirmed answers, stalls, shares, one budget, requests to freeze."""
 
 from __future__ import annotations
 
@@ -16,25 +16,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from common.clock import DELAYS, Backoff
+from common.clock import RETRY_DELAYS_S, Backoff
 from common.errors import Stopped, Unavailable
-from common.jetstream.lease import new_owner, owner_text
+from common.jetstream.lease import format_owner, new_owner
 from common.leasing import fair_share, group_name, surplus
 from common.segments.segment import Footer, Ledger, Reason
 from common.segments.writer import SpooledSegment
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.egress import SegmentSettings
-from common.tasks import Stop, first_of, unless
+from common.tasks import Stop, first_of, run_until_stopped
 from egress import metrics
 from egress.builder import OpenSegment
 from egress.deps import Tuning
 from egress.evidence import confirm
 from egress.flush import FlushAnswer, FlushRequests
 from egress.incarnations import filters_text
-from egress.memory import LARGEST_WINDOW, MemoryBudget
-from egress.report import FeedReport, LeftOut, Unmatched, log
-from egress.watchdog import Liveness, ProgressCheck, Rise, SessionStanding, StreamLimits, left_by_age, left_by_size
+from egress.memory import MAX_WINDOW_BYTES, MemoryBudget
+from egress.report import FeedReport, NewlyUnmatched, Unmatched, log
+from egress.watchdog import (
+    FirstSequenceRate,
+    Liveness,
+    ProgressCheck,
+    SessionProgress,
+    StreamLimits,
+    seconds_left_by_age,
+    seconds_left_by_size,
+)
 from tests.support.basics import counted, unique
 from tests.support.clock import ManualClock
 
@@ -72,24 +80,24 @@ def feed() -> Feed:
 
 def test_the_position_is_the_first_sequence_that_is_not_accounted_for(feed: Feed) -> None:
     chain, report = feed.chain, feed.report
-    report.reading(chain, 5, 0, 5)
+    report.set_reading(chain, 5, 0, 5)
     assert feed.status("position", "end") == (5, 0)
     assert feed.count(metrics.end_sequence) == 4, "what was before is not owed"
-    report.reading(chain, 5, 4)
+    report.set_reading(chain, 5, 4)
     assert feed.status("position", "end") == (5, 4)
     for first, last in ((5, 9), (10, 30)):
-        report.put(spooled(chain, first, last), 0.1)
+        report.record_put(spooled(chain, first, last), 0.1)
         assert feed.status("position", "end") == (last + 1, last)
 
 
 def test_the_source_is_not_behind_the_archive_unless_it_was_rolled_back(feed: Feed) -> None:
-    feed.report.reading(feed.chain, 5, 4)
-    feed.report.source(9, None)
+    feed.report.set_reading(feed.chain, 5, 4)
+    feed.report.record_source(9, None)
     ends = [feed.status("end", "source_last")]
-    feed.report.put(spooled(feed.chain, 5, 30), 0.1)
-    ends.append(feed.status("end", "source_last"))  # what was archived since it was asked is in the stream
-    for _ in range(2):  # asked before the put and answered behind it; then it was rolled back
-        feed.report.source(25, None)
+    feed.report.record_put(spooled(feed.chain, 5, 30), 0.1)
+    ends.append(feed.status("end", "source_last"))  # messages archived since the request are in the stream
+    for _ in range(2):  # asked before the put and answered after it; then it was rolled back
+        feed.report.record_source(25, None)
         ends.append(feed.status("end", "source_last"))
         assert feed.count(metrics.source_sequence) == ends[-1][1]
     assert ends == [(4, 9), (30, 30), (30, 30), (30, 25)]
@@ -97,102 +105,102 @@ def test_the_source_is_not_behind_the_archive_unless_it_was_rolled_back(feed: Fe
 
 def test_the_open_segment_is_asked_for_whenever_the_page_is(feed: Feed) -> None:
     figures = metrics.open_messages, metrics.open_bytes, metrics.open_age
-    feed.report.reading(feed.chain, 5, 4)
+    feed.report.set_reading(feed.chain, 5, 4)
     assert (feed.status("open_segment"), feed.count(metrics.open_age)) == ((None,), 0)
     held = OpenSegment(5, 8, 3, 120, 12.5, 287.5, SegmentSettings())
-    feed.report.opens(lambda: held)
+    feed.report.set_open_segment(lambda: held)
     [shown] = feed.status("open_segment")
     found = {"messages": 3, "bytes": 120, "last": 8, "age_seconds": 12.5, "closes_in_seconds": 287.5}
     assert shown.items() >= {**found, "max_messages": 1_000_000, "max_size": 100 * 2**20}.items()
     assert [*map(feed.count, figures)] == [3, 120, 12.5]
-    feed.report.opens()
+    feed.report.set_open_segment()
     assert (feed.status("open_segment"), feed.count(metrics.open_messages)) == ((None,), 0)
 
 
-def test_a_stop_names_the_incarnation_that_was_looked_at_and_a_recreated_source_is_counted(feed: Feed) -> None:
+def test_a_stop_names_the_incarnation_that_was_checked_and_a_recreated_source_is_counted(feed: Feed) -> None:
     assert feed.count(metrics.recreated) == 0, "an alert needs a beginning"
-    feed.report.recreated()
+    feed.report.count_recreated()
     feed.report.follow(feed.chain.next_incarnation())
-    feed.report.stopped(Stopped("why", code="E-FORKED"))
-    assert feed.report.sign().chain == feed.chain.next_incarnation()
+    feed.report.set_stopped(Stopped("why", code="E-FORKED"))
+    assert feed.report.heartbeat().chain == feed.chain.next_incarnation()
     assert (feed.count(metrics.recreated), feed.count(metrics.incarnation)) == (1, 1)
 
 
 def test_a_chain_waits_while_the_store_is_silent_unless_another_works_on_it(feed: Feed) -> None:
-    feed.report.reading(feed.chain, 5, 4)
+    feed.report.set_reading(feed.chain, 5, 4)
     assert feed.count(metrics.waiting) == 0
     for is_ready in (False, True):
         feed.health.set_ready("objects", is_ready)
         assert feed.count(metrics.waiting) == (not is_ready)
-    feed.report.waits(Unavailable("away"))
+    feed.report.set_waiting(Unavailable("away"))
     assert feed.count(metrics.waiting) == 1
-    feed.report.standby("another")
+    feed.report.set_standby("another")
     feed.health.set_ready("objects", False)
     assert feed.count(metrics.waiting) == 0
 
 
-def test_a_chain_is_not_ready_while_a_stop_is_confirmed_and_keeps_one_that_stands(feed: Feed) -> None:
-    feed.report.reading(feed.chain, 5, 4)
-    feed.report.confirms("sequence 4 is not as archived")
+def test_a_chain_is_not_ready_while_a_stop_is_confirmed_and_keeps_one_it_has(feed: Feed) -> None:
+    feed.report.set_reading(feed.chain, 5, 4)
+    feed.report.set_checking("sequence 4 is not as archived")
     assert feed.health.problems() == [f"egress {feed.chain.feed}: sequence 4 is not as archived"]
-    feed.report.works()
+    feed.report.set_working()
     assert feed.health.problems() == []
-    feed.report.stopped(Stopped("it differs", code="E-FORKED"))
-    feed.report.confirms("sequence 4 is not as archived")
+    feed.report.set_stopped(Stopped("it differs", code="E-FORKED"))
+    feed.report.set_checking("sequence 4 is not as archived")
     assert feed.health.problems() == [f"egress {feed.chain.feed}: it differs"]
 
 
 # Stalls
 
 
-HALF = SessionStanding(count=50, received=50, archived=50, source=100)
+HALF = SessionProgress(count=50, received=50, archived=50, source=100)
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def errors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(log, "error", lambda _, **fields: found.append(fields["code"]))
     return found
 
 
-async def test_a_stall_is_told_once_and_taken_back(feed: Feed, told: list[str]) -> None:
+async def test_a_stall_is_logged_once_and_cleared(feed: Feed, errors: list[str]) -> None:
     waits = iter([True, True, False])
 
     async def waiting(_: int) -> bool:
         return next(waits)
 
     liveness = feed.watched(waiting)
-    assert await liveness.look(HALF) is None
+    assert await liveness.check(HALF) is None
     feed.clock.advance(60)
     for _ in range(2):
-        doubt = await liveness.look(HALF)
+        doubt = await liveness.check(HALF)
         assert doubt.reason == "stalled"
-    assert (feed.count(metrics.stalled), told) == (1, ["E-STALLED"])
-    assert (await liveness.look(HALF), feed.count(metrics.stalled)) == (None, 0)
+    assert (feed.count(metrics.stalled), errors) == (1, ["E-STALLED"])
+    assert (await liveness.check(HALF), feed.count(metrics.stalled)) == (None, 0)
 
 
-async def test_a_stall_that_lasts_over_several_readers_is_told_once(feed: Feed, told: list[str]) -> None:
+async def test_a_stall_that_lasts_over_readers_is_logged_once(feed: Feed, errors: list[str]) -> None:
     async def waiting(_: int) -> bool:
         return True
 
     fresh = replace(HALF, count=0)
-    for standings in ([fresh] * 3, [fresh] * 3, [HALF] * 3):  # the third has received something
+    for states in ([fresh] * 3, [fresh] * 3, [HALF] * 3):  # the third has received something
         liveness = feed.watched(waiting)
-        for standing in standings:
-            doubt = await liveness.look(standing)
+        for state in states:
+            doubt = await liveness.check(state)
             feed.clock.advance(30)
         assert doubt is not None
-    assert told == ["E-STALLED"] * 2
+    assert errors == ["E-STALLED"] * 2
 
 
 def test_time_goes_on_while_nobody_can_be_asked(feed: Feed) -> None:
     left = [feed.count(metrics.expiry)]
     at = feed.clock.monotonic() + 100
-    feed.report.expires(lambda: max(0.0, at - feed.clock.monotonic()))
+    feed.report.set_expiry(lambda: max(0.0, at - feed.clock.monotonic()))
     for passed in (40, 100):
         feed.clock.advance(passed)
         left.append(feed.count(metrics.expiry))
-    feed.report.standby("another")
+    feed.report.set_standby("another")
     assert [*left, feed.count(metrics.expiry)] == [math.inf, 60, 0, math.inf]
 
 
@@ -207,8 +215,8 @@ def test_an_owner_is_a_host_and_a_process() -> None:
         "somebody else": "somebody else",
         "": "",
     }
-    assert {owner: owner_text(owner) for owner in owners} == owners
-    assert owner_text(new_owner("")).startswith(new_owner("").split("/")[1] + " (process ")
+    assert {owner: format_owner(owner) for owner in owners} == owners
+    assert format_owner(new_owner("")).startswith(new_owner("").split("/")[1] + " (process ")
 
 
 def test_filters_and_what_is_left_out_are_words() -> None:
@@ -219,10 +227,13 @@ def test_filters_and_what_is_left_out_are_words() -> None:
         "10 partitions (n0, n1, n2, n3, n4, n5, n6, n7 and 2 more)": [f"n{i}" for i in range(10)],
     }
     assert [filters_text(filters) for filters in texts.values()] == [*texts]
-    many = LeftOut("nodes.3.>", Unmatched(11, 4, "nodes.3.n11"))
+    many = NewlyUnmatched("nodes.3.>", Unmatched(11, 4, "nodes.3.n11"))
     assert str(many) == "nodes.3.>: 11 messages on 4 subjects, such as nodes.3.n11, belong to no partition any more"
-    assert str(LeftOut("", Unmatched(1, 1, "a"))) == ">: 1 message on 1 subject, a, belongs to no partition any more"
-    some = LeftOut("", Unmatched(5, 2, "a", is_complete=False))
+    assert (
+        str(NewlyUnmatched("", Unmatched(1, 1, "a")))
+        == ">: 1 message on 1 subject, a, belongs to no partition any more"
+    )
+    some = NewlyUnmatched("", Unmatched(5, 2, "a", is_complete=False))
     assert str(some).startswith(">: at least 5 messages on 2 subjects, such as a,")
 
 
@@ -232,15 +243,15 @@ async def confirmed(answers: str, clock: ManualClock) -> str:
     async def ask(_: None) -> str:
         return waiting.pop(0) if len(waiting) > 1 else waiting[0]
 
-    deps: Any = SimpleNamespace(clock=clock, tuning=Tuning(), freshly=lambda question: question(None))
-    return await confirm(deps, ask, harmless=lambda a: a == "same", outline=lambda a: a[0])
+    deps: Any = SimpleNamespace(clock=clock, tuning=Tuning(), with_fresh_client=lambda query: query(None))
+    return await confirm(deps, ask, is_acceptable=lambda a: a == "same", key=lambda a: a[0])
 
 
 async def test_only_an_answer_with_consequences_is_asked_three_times_and_those_that_never_agree_are_given_up() -> None:
     found = {
         "same": ("same", 0),
         "recreated1 recreated2 recreated3": ("recreated3", 20),
-        "gone gone recreated recreated recreated": ("recreated", 40),  # those that differ begin again
+        "gone gone recreated recreated recreated": ("recreated", 40),  # a different answer restarts the count
         "gone gone same": ("same", 20),
     }
     clocks = {answers: ManualClock() for answers in found}
@@ -257,11 +268,11 @@ async def test_work_is_dropped_when_the_stop_comes_first_and_what_it_raises_is_r
             raise error
         return 7
 
-    assert await unless(stop, work()) == 7
+    assert await run_until_stopped(stop, work()) == 7
     with pytest.raises(Unavailable, match="down"):
-        await unless(stop, work(Unavailable("down")))
+        await run_until_stopped(stop, work(Unavailable("down")))
     stop.set()
-    assert await unless(stop, asyncio.sleep(30)) is None
+    assert await run_until_stopped(stop, asyncio.sleep(30)) is None
 
 
 async def test_the_first_of_several_waits_ends_the_others_and_may_be_time() -> None:
@@ -281,33 +292,33 @@ async def test_the_first_of_several_waits_ends_the_others_and_may_be_time() -> N
 
 def test_delays_grow_with_jitter_and_begin_again() -> None:
     backoff = Backoff(random.Random(1))
-    delays = [backoff.next() for _ in range(20)]
-    assert all(longest / 2 <= delay <= longest for delay, longest in zip(delays, DELAYS, strict=False))
-    assert max(delays) <= DELAYS[-1]
+    delays = [backoff.next_delay() for _ in range(20)]
+    assert all(longest / 2 <= delay <= longest for delay, longest in zip(delays, RETRY_DELAYS_S, strict=False))
+    assert max(delays) <= RETRY_DELAYS_S[-1]
     backoff.reset()
-    assert backoff.next() <= DELAYS[0]
+    assert backoff.next_delay() <= RETRY_DELAYS_S[0]
 
 
-def test_a_budget_is_shared_and_tells_when_there_is_room_again() -> None:
-    told: list[str] = []
+def test_a_budget_is_shared_and_calls_when_there_is_room_again() -> None:
+    woken: list[str] = []
     budget = MemoryBudget(100, chains=2)
     assert budget.has_room(1_000), "for one message of any size where it is empty"
-    one, other = budget.account(lambda: told.append("one")), budget.account(lambda: told.append("other"))
+    one, other = budget.account(lambda: woken.append("one")), budget.account(lambda: woken.append("other"))
     one.charge(70)
     assert (budget.has_room(30), budget.has_room(31)) == (True, False)
     assert (one.is_largest(), other.is_largest()) == (True, False)
     one.release(50)
-    assert (told, budget.used) == (["one", "other"], 20)
+    assert (woken, budget.used) == (["one", "other"], 20)
     one.close()
     assert budget.used == 0
 
 
 def test_pull_requests_of_many_chains_fit_together() -> None:
-    assert MemoryBudget(128 << 20).window == LARGEST_WINDOW
-    assert MemoryBudget(128 << 20, chains=100).window * 100 <= 128 << 20
+    assert MemoryBudget(128 << 20).window_bytes == MAX_WINDOW_BYTES
+    assert MemoryBudget(128 << 20, chains=100).window_bytes * 100 <= 128 << 20
 
 
-# Fair shares: enough for every lease to be held, and no more than that
+# Fair shares: enough for every lease to be held, and no more
 
 
 @given(st.integers(0, 10_000), st.integers(1, 100))
@@ -320,10 +331,10 @@ def test_all_shares_together_reach_and_one_less_of_each_does_not(chains: int, me
 
 @given(st.sets(st.text(max_size=5), max_size=20), st.integers(0, 25))
 def test_the_surplus_is_what_is_above_the_share_and_always_the_same(held: set[str], share: int) -> None:
-    given_back = surplus(held, share)
-    assert len(held - set(given_back)) == min(len(held), share)
-    assert surplus(sorted(held, reverse=True), share) == given_back
-    assert surplus(held - set(given_back), share) == []
+    released = surplus(held, share)
+    assert len(held - set(released)) == min(len(held), share)
+    assert surplus(sorted(held, reverse=True), share) == released
+    assert surplus(held - set(released), share) == []
 
 
 def test_members_with_the_same_leases_in_any_order_are_one_circle() -> None:
@@ -340,81 +351,85 @@ NOTHING = FlushRequests({})
 
 
 def asked(found: FlushRequests) -> list[int]:
-    return [chain.partition for chain in FEED if found.feeds["NODES"].asks(chain.partition)]
+    return [chain.partition for chain in FEED if found.feeds["NODES"].needs_flush(chain.partition)]
 
 
 def stored(found: FlushRequests, *partitions: int) -> FlushRequests:
     number = found.feeds["NODES"].id
-    return found.answered({FEED[each]: (number, FlushAnswer(0, 9, is_stored=True)) for each in partitions})
+    return found.with_answers({FEED[each]: (number, FlushAnswer(0, 9, is_stored=True)) for each in partitions})
 
 
 def test_a_partition_is_asked_alone_and_a_feed_whole():
-    assert asked(NOTHING.asking(FEED[1:2], COUNTS, "a", 0)) == [1]
-    whole = NOTHING.asking(FEED, COUNTS, "a", 0)
+    assert asked(NOTHING.with_request(FEED[1:2], COUNTS, "a", 0)) == [1]
+    whole = NOTHING.with_request(FEED, COUNTS, "a", 0)
     assert (asked(whole), whole.feeds["NODES"].only) == ([0, 1, 2], ())
     assert asked(stored(whole, 0, 2)) == [1]
 
 
 def test_what_another_command_waits_for_stays_asked():
-    first = NOTHING.asking(FEED[:1], COUNTS, "a", 0)
-    assert asked(first.asking(FEED[1:2], COUNTS, "b", 1)) == [0, 1]
-    assert asked(stored(NOTHING.asking(FEED, COUNTS, "a", 0), 0).asking(FEED[:1], COUNTS, "b", 1)) == [0, 1, 2]
+    first = NOTHING.with_request(FEED[:1], COUNTS, "a", 0)
+    assert asked(first.with_request(FEED[1:2], COUNTS, "b", 1)) == [0, 1]
+    assert asked(stored(NOTHING.with_request(FEED, COUNTS, "a", 0), 0).with_request(FEED[:1], COUNTS, "b", 1)) == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_what_was_answered_to_another_command_stays_until_it_is_asked_again():
-    done = stored(NOTHING.asking(FEED[:1], COUNTS, "a", 0), 0)
-    again = done.asking(FEED[1:2], COUNTS, "b", 1)
+    done = stored(NOTHING.with_request(FEED[:1], COUNTS, "a", 0), 0)
+    again = done.with_request(FEED[1:2], COUNTS, "b", 1)
     assert asked(again) == [1]
     assert again.feeds["NODES"].answers.keys() == {0}
-    assert again.asking(FEED[:1], COUNTS, "c", 2).feeds["NODES"].answers == {}
+    assert again.with_request(FEED[:1], COUNTS, "c", 2).feeds["NODES"].answers == {}
 
 
 SECOND = 10**9
 
 
 def progress() -> ProgressCheck:
-    return ProgressCheck(patience=60, segment_age=300, now=0.0)
+    return ProgressCheck(timeout=60, segment_age=300, now=0.0)
 
 
 def test_messages_that_wait_for_a_minute_are_a_stall_that_a_fresh_reader_may_heal_unless_there_is_no_room() -> None:
     for asks in (True, False):
-        judge, standing = progress().judge, replace(HALF, asks=asks)
-        assert [judge(standing, now) for now in (0.0, 30.0, 59.9)] == [None] * 3
-        stall = judge(replace(standing, source=200), 60.0)
-        assert (stall.pending, stall.since, stall.heals) == ("sequences 51..200 are not received", 60.0, asks)
+        judge, state = progress().judge, replace(HALF, can_pull=asks)
+        assert [judge(state, now) for now in (0.0, 30.0, 59.9)] == [None] * 3
+        stall = judge(replace(state, source=200), 60.0)
+        assert (stall.pending, stall.since, stall.is_healable) == ("sequences 51..200 are not received", 60.0, asks)
 
 
 @pytest.mark.parametrize("change", [{"count": 51}, {"received": 51}, {"archived": 51, "received": 51}])
-def test_whatever_moves_begins_the_minute_anew(change: dict[str, int]) -> None:
+def test_any_progress_restarts_the_minute(change: dict[str, int]) -> None:
     judge, moved = progress().judge, replace(HALF, **change)
     judge(HALF, 0.0)
     assert [judge(moved, now) is None for now in (59.0, 118.0, 119.0)] == [True, True, False]
 
 
-@pytest.mark.parametrize("standing", [replace(HALF, source=50), replace(HALF, source=7), replace(HALF, is_done=True)])
-def test_where_nothing_waits_nothing_stalls_and_the_next_message_has_a_minute(standing: SessionStanding) -> None:
+@pytest.mark.parametrize("state", [replace(HALF, source=50), replace(HALF, source=7), replace(HALF, is_done=True)])
+def test_where_nothing_waits_nothing_stalls_and_the_next_message_has_a_minute(state: SessionProgress) -> None:
     judge = progress().judge
 
-    assert [judge(standing, now) for now in (0.0, 1000.0, 2000.0)] == [None] * 3
+    assert [judge(state, now) for now in (0.0, 1000.0, 2000.0)] == [None] * 3
     assert [judge(HALF, now) is None for now in (2030.0, 2059.0, 2060.0)] == [True, True, False]
 
 
 def test_what_is_received_and_not_archived_stalls_after_its_segment_had_to_close() -> None:
     judge = progress().judge
-    received = SessionStanding(count=50, received=50, archived=10, source=50)
+    received = SessionProgress(count=50, received=50, archived=10, source=50)
 
     assert [judge(received, now) for now in (0.0, 300.0, 359.0)] == [None] * 3
     stall = judge(replace(received, count=60, received=60, source=60), 360.0)
-    assert (stall.pending, stall.heals) == ("sequences 11..60 are received and not archived", False)
+    assert (stall.pending, stall.is_healable) == ("sequences 11..60 are received and not archived", False)
 
 
 def test_a_chain_that_archives_at_each_check_never_stalls() -> None:
     judge = progress().judge
-    for archived in range(30):  # also where it reads nothing more, for want of memory
-        assert judge(SessionStanding(count=50, received=50, archived=archived, source=100), archived * 59.0) is None
+    for archived in range(30):  # also while it reads no more, for lack of memory
+        assert judge(SessionProgress(count=50, received=50, archived=archived, source=100), archived * 59.0) is None
 
 
-# How long the source keeps it
+# The time until the source deletes a message
 
 
 def test_limits_of_a_stream() -> None:
@@ -430,16 +445,20 @@ def test_it_is_kept_as_long_as_the_oldest_waiting_message_has_left_or_the_pace_t
     day, full = StreamLimits(86_400 * SECOND), StreamLimits(by_size=True)
     ages = ((100 * SECOND, 100 * SECOND), (100 * SECOND, 86_400 * SECOND), (0, 10 * 86_400 * SECOND))
 
-    assert [left_by_age(day, *each) for each in ages] == [86_400, 100, 0]
-    assert left_by_age(StreamLimits(), *ages[2]) == math.inf
+    assert [seconds_left_by_age(day, *each) for each in ages] == [86_400, 100, 0]
+    assert seconds_left_by_age(StreamLimits(), *ages[2]) == math.inf
     paces = ((400, 6), (1000, 6), (400, 0))
-    assert [left_by_size(full, waiting=1000, first=first, pace=pace) for first, pace in paces] == [100, 0, math.inf]
-    assert left_by_size(StreamLimits(max_age_ns=1), waiting=1000, first=400, pace=6) == math.inf
+    assert [seconds_left_by_size(full, waiting=1000, first=first, rate=rate) for first, rate in paces] == [
+        100,
+        0,
+        math.inf,
+    ]
+    assert seconds_left_by_size(StreamLimits(max_age_ns=1), waiting=1000, first=400, rate=6) == math.inf
 
 
-def test_the_pace_is_that_of_the_last_looks() -> None:
-    rise = Rise()
+def test_the_pace_follows_the_last_samples() -> None:
+    rise = FirstSequenceRate()
 
-    assert [rise.look(at, last) for at, last in ((0.0, 1), (30.0, 301), (60.0, 301))] == [0, 10, 5]
-    paces = [rise.look(float(now), 301) for now in range(90, 600, 30)]
-    assert (paces[-1], rise.look(600.0, 1)) == (0, 0), "what rose was long ago; another stream"
+    assert [rise.add_sample(at, last) for at, last in ((0.0, 1), (30.0, 301), (60.0, 301))] == [0, 10, 5]
+    paces = [rise.add_sample(float(now), 301) for now in range(90, 600, 30)]
+    assert (paces[-1], rise.add_sample(600.0, 1)) == (0, 0), "what rose was long ago; another stream"

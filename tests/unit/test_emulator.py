@@ -1,4 +1,4 @@
-"""The fleet that the emulator publishes: plausible, varied, and the same again for the same seed."""
+"""The fleet that the emulator publishes: plausible, varied, and repeatable by its seed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from click.testing import CliRunner
 from common.errors import UsageError
 from infra.cli import emulate
 from infra.emulator import PublishSchedule, subject_filter
-from infra.fleet import Facts, Fleet, Sizes, describe, read_facts
+from infra.fleet import Fleet, MachineFacts, Sizes, describe, read_facts
 
 NOW = 1_700_000_000.0
 FACTS = read_facts()
 
 
-def documents(turn: int = 0, seed: int = 1, facts: Facts = FACTS) -> list[dict[str, object]]:
+def documents(turn: int = 0, seed: int = 1, facts: MachineFacts = FACTS) -> list[dict[str, object]]:
     made = Fleet(facts, seed=seed, nodes=200)
     return [json.loads(made.document(node, turn, NOW)) for node in range(200)]
 
@@ -31,15 +31,15 @@ def test_a_document_names_its_sender_its_time_this_machines_facts_and_status(tmp
     assert {"agents", "classes", "facts", "status"} <= document.keys()
     assert set(document["facts"]["packages"]) <= set(FACTS.packages)
     assert len({made.sender(node) for node in range(5000)}) == 5000
-    nothing = read_facts(tmp_path)  # of a machine that shows nothing
+    nothing = read_facts(tmp_path)  # of a machine without readable facts
     assert (len(documents(facts=nothing)), "packages" in describe(nothing)) == (200, True)
 
 
 def test_documents_are_of_many_sizes_and_of_those_that_are_asked_for() -> None:
-    for asked, least, most in ((None, 800, 48 * 1024), (Sizes(2000, 3000), 1500, 3300)):
+    for asked, min_bytes, max_bytes in ((None, 800, 48 * 1024), (Sizes(2000, 3000), 1500, 3300)):
         made = Fleet(FACTS, seed=1, nodes=200, sizes=asked)
         sizes = {len(made.document(node, 0, NOW)) for node in range(200)}
-        assert (least <= min(sizes) <= max(sizes) <= most, len(sizes) > 30) == (True, True)
+        assert (min_bytes <= min(sizes) <= max(sizes) <= max_bytes, len(sizes) > 30) == (True, True)
 
 
 def test_the_same_seed_makes_the_same_fleet_which_changes_from_turn_to_turn_and_another_seed_another() -> None:
@@ -52,9 +52,9 @@ def test_the_same_seed_makes_the_same_fleet_which_changes_from_turn_to_turn_and_
 
 
 def test_each_node_publishes_once_in_an_interval_or_all_by_a_rate_until_a_count_or_a_duration() -> None:
-    assert [PublishSchedule(nodes=300, interval=60).due(elapsed) for elapsed in (0, 0.5, 1, 60)] == [1, 3, 6, 301]
-    assert PublishSchedule(nodes=10, rate=200).due(0.5) == 101
-    assert PublishSchedule(nodes=10, rate=0, count=77).due(0.001) == 77, "as fast as possible"
+    assert [PublishSchedule(nodes=300, interval=60).due_count(elapsed) for elapsed in (0, 0.5, 1, 60)] == [1, 3, 6, 301]
+    assert PublishSchedule(nodes=10, rate=200).due_count(0.5) == 101
+    assert PublishSchedule(nodes=10, rate=0, count=77).due_count(0.001) == 77, "as fast as possible"
     pace = PublishSchedule(nodes=10, rate=100, count=50, duration=2)
     assert [pace.is_over(*each) for each in ((49, 1.9), (50, 0.1), (0, 2))] == [False, True, True]
     assert not PublishSchedule(nodes=1).is_over(10**9, 10**9)

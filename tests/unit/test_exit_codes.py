@@ -1,4 +1,4 @@
-"""A fault that passes by itself never ends a service with a code that keeps it down (78)."""
+"""Exit codes of faults that pass by themselves: never the one that keeps a service down (78)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from common.settings.ingress import TargetSettings
 from common.settings.service import NatsSettings
 from ingress import preflight
 
-# OpenSSL's words, and the exit code of a start that meets them.
+# OpenSSL's texts, and the exit code of a start that fails with them.
 CERTIFICATES = [
     ("certificate has expired", 75),
     ("certificate is not yet valid", 75),
@@ -34,7 +34,7 @@ def store_error(words: str, *, has_answered: bool = False) -> FloeError:
     objects = S3Objects("archive", S3Account("key", "secret", endpoint_url="https://store:9000"))
     objects._has_answered = has_answered
     text = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {words}"
-    return objects._unanswered("list", "data/", SSLError(endpoint_url="https://store:9000/", error=text), False)
+    return objects._no_answer_error("list", "data/", SSLError(endpoint_url="https://store:9000/", error=text), False)
 
 
 @pytest.mark.parametrize(("words", "code"), CERTIFICATES)
@@ -44,10 +44,10 @@ def test_a_certificate_that_is_renewed_elsewhere_is_waited_for(words: str, code:
     error: Any = ssl.SSLError(1, "certificate verify failed")
     error.verify_message = words
     auth: Any = SimpleNamespace(label="the user")
-    of_nats = credentials.explain(error, "tls://nats:4222", auth, NatsSettings())
+    of_nats = credentials.connect_error(error, "tls://nats:4222", auth, NatsSettings())
     assert isinstance(of_nats, FloeError)
     assert (of_nats.code, of_nats.exit_code) == ("E-NATS-TLS", code)
-    # Of a store that has answered before it is no fault of the configuration.
+    # If the store has answered before, the configuration is not at fault.
     assert isinstance(store_error(words, has_answered=True), Unavailable)
 
 
@@ -64,7 +64,7 @@ async def test_a_target_that_an_account_has_no_room_for_now_is_tried_again(
     async def refuse(*_: object) -> None:
         raise ApiError(status, err_code, "refused")
 
-    monkeypatch.setattr(preflight, "unguarded_info", no_stream)
+    monkeypatch.setattr(preflight, "ready_stream_info", no_stream)
     monkeypatch.setattr(preflight, "create_stream", refuse)
     source = {"site": "us-east", "feed": "NODES", "subject_prefix": "fleet"}
     settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source], "create": {}})

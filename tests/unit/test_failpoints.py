@@ -1,4 +1,4 @@
-"""Failpoints act where and when the environment says; that they kill and stop, the crash tests show."""
+"""Failpoints: the place and the pass that the environment names; the crash tests show that they kill and stop."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from common.failpoints import FailpointRaised, failpoint
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
-    failpoints.enable("")
+    failpoints.set_failpoints("")
     failpoints._passes.clear()
 
 
 def raised(points: str, times: int = 5) -> list[int]:
-    """At which passes of `here` it raised."""
+    """Return the passes of `here` at which it raised."""
     failpoints._passes.clear()
-    failpoints.enable(points)
+    failpoints.set_failpoints(points)
     found = []
     for number in range(1, times + 1):
         try:

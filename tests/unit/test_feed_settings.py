@@ -1,4 +1,4 @@
-"""What may stand under `partitions` and `ingress.events`, and what is wrong with what may not."""
+"""The keys `partitions` and `ingress.events`: valid values, and the problems of invalid ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from common.segments.documents import ChainDocument
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
-from egress.incarnations import configured, outline
+from egress.incarnations import configured_layout, partition_layout
 from egress.partition import partitions_of
 from egress.repartition import settings_of
 from egress.report import Unmatched, unmatched
@@ -60,13 +60,13 @@ def test_partitions_that_cannot_be_are_refused_with_both_sides(partitions: Any, 
     ],
 )
 def test_a_cut_can_be_read_back_into_settings(keys: dict[str, Any]) -> None:
-    """An old incarnation is closed under the filters that it was begun with."""
+    """Read the filters back: an old incarnation is closed with the filters of its beginning."""
     [*parts] = partitions_of("site", feed(**keys))
-    cut = configured(parts[0], 5)
+    cut = configured_layout(parts[0], 5)
 
     back = settings_of(cut, feed(partitions=["x", "y"]))
 
-    assert outline(configured(partitions_of("site", back)[0])) == outline(cut)
+    assert partition_layout(configured_layout(partitions_of("site", back)[0])) == partition_layout(cut)
     assert cut[0] == ChainDocument(parts[0].filters, len(parts), 5, back.relay)
 
 
@@ -77,7 +77,7 @@ def test_what_no_partition_takes_is_counted_with_an_example() -> None:
     assert unmatched(subjects, [">"]) == Unmatched()
 
 
-# `ingress.events`, and how long a poll may wait beside it
+# `ingress.events`, and the poll interval beside it
 
 
 def test_a_subject_a_queue_or_its_whole_address() -> None:

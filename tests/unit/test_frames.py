@@ -1,4 +1,4 @@
-"""What is written to the wire is checked, what is read from it is split whatever it carries; replies and statuses."""
+"""The NATS protocol: checks before writing, splitting of any bytes that are read, replies and status frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.jetstream import protocol
-from common.jetstream.protocol import ConsumerTrouble, FrameParser, Heartbeat, RequestOver, WireError, frame, parse_acks
+from common.jetstream.protocol import (
+    ConsumerError,
+    FrameParser,
+    IdleHeartbeat,
+    PullEnd,
+    WireError,
+    frame,
+    parse_replies,
+)
 from tests.support.basics import AckReply, parse_ack
 
 BLOCK = b"NATS/1.0\r\nA: 1\r\n\r\n"
@@ -40,7 +48,7 @@ def test_refuses_what_the_server_would_take_for_something_else(message: tuple[by
 
 
 class Received:
-    """Collects what a parser hands out."""
+    """The messages and lines that a parser hands out."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[bytes | None, ...]] = []
@@ -122,8 +130,8 @@ def test_a_reset_within_a_chunk_drops_the_rest_of_the_old_connection():
 
 @pytest.mark.parametrize("line", [b"MSG s 1 %d", b"MSG s 1 r %d", b"HMSG s 1 12 %d", b"HMSG s 1 r 12 %d"])
 async def test_a_message_that_no_server_could_have_stored_ends_the_connection_at_once(line: bytes) -> None:
-    """The largest is an answer of the API that holds a message of 64 MiB in base64."""
-    most = protocol.MAX_SERVER_MESSAGE
+    """End the connection: the largest possible message is an API answer with a message of 64 MiB in base64."""
+    most = protocol.SERVER_MESSAGE_BYTES
     assert len(base64.b64encode(bytes(64 << 20))) < most <= (64 << 20) * 4 / 3 + (1 << 20)
     await Received().parser.parse(line % most + b"\r\n")
     with pytest.raises(WireError, match="a message of 90527062 bytes, more than 90527061"):
@@ -146,14 +154,14 @@ def reply(sequence: int, number: int, *, consumer: str = "c1", domain: bool = Fa
 def test_reads_sequences_and_times_of_both_layouts(front: str, end: str) -> None:
     replies = [f"$JS.ACK.{front}S.c1.1.{sequence}.{sequence - 4}.1{sequence}.5{end}".encode() for sequence in (7, 8)]
     assert parse_ack(replies[0]) == AckReply("S", "c1", 7, 3, 17, 5)
-    acks = parse_acks(replies, b"c1", 3)
+    acks = parse_replies(replies, b"c1", 3)
     assert (acks.sequences, acks.timestamps_ns, acks.contiguous) == ([7, 8], [17, 18], 2)
 
 
 @pytest.mark.parametrize(("numbers", "contiguous"), [([3, 4, 6], 2), ([4, 5, 6], 0), ([3, 4, 5], 3), ([3, 3, 4], 1)])
 def test_counts_only_messages_that_continue_the_consumer_sequence(numbers: list[int], contiguous: int) -> None:
     replies = [reply(10 + i, number) for i, number in enumerate(numbers)]
-    assert parse_acks(replies, b"c1", 3).contiguous == contiguous
+    assert parse_replies(replies, b"c1", 3).contiguous == contiguous
 
 
 @pytest.mark.parametrize(
@@ -170,23 +178,23 @@ def test_counts_only_messages_that_continue_the_consumer_sequence(numbers: list[
 )
 def test_refuses_replies_of_another_form_or_consumer_or_out_of_order(replies: list[bytes]) -> None:
     with pytest.raises(ValueError, match=r"expected|reply|replies|sequences|invalid literal"):
-        parse_acks(replies, b"c1", 3)
+        parse_replies(replies, b"c1", 3)
 
 
 @pytest.mark.parametrize(
     ("block", "status"),
     [
-        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 8\r\nNats-Last-Stream: 10\r\n\r\n", Heartbeat(8, 10)),
-        (b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 9\r\nNats-Pending-Bytes: 0\r\n\r\n", RequestOver(9)),
-        (b"NATS/1.0 409 Message Size Exceeds MaxBytes\r\n" + PENDING, RequestOver(4, too_small=True)),
-        (b"NATS/1.0 409 Exceeded MaxRequestBatch of 256\r\n\r\n", RequestOver(0, most=256)),
-        (b"NATS/1.0 409 Exceeded MaxRequestBatch of 0\r\n\r\n", ConsumerTrouble("409 Exceeded MaxRequestBatch of 0")),
-        (b"NATS/1.0 409 Consumer Deleted\r\n\r\n", ConsumerTrouble("409 Consumer Deleted")),
-        (b"NATS/1.0 503\r\nNats-Subject: x\r\n\r\n", ConsumerTrouble("503")),
-        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: x\r\n\r\n", ConsumerTrouble("100 Idle Heartbeat")),
-        (b"NATS/1.0\r\n\r\n", ConsumerTrouble("an empty status")),
-        (None, ConsumerTrouble("an empty status")),
+        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 8\r\nNats-Last-Stream: 10\r\n\r\n", IdleHeartbeat(8, 10)),
+        (b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 9\r\nNats-Pending-Bytes: 0\r\n\r\n", PullEnd(9)),
+        (b"NATS/1.0 409 Message Size Exceeds MaxBytes\r\n" + PENDING, PullEnd(4, is_too_small=True)),
+        (b"NATS/1.0 409 Exceeded MaxRequestBatch of 256\r\n\r\n", PullEnd(0, max_batch=256)),
+        (b"NATS/1.0 409 Exceeded MaxRequestBatch of 0\r\n\r\n", ConsumerError("409 Exceeded MaxRequestBatch of 0")),
+        (b"NATS/1.0 409 Consumer Deleted\r\n\r\n", ConsumerError("409 Consumer Deleted")),
+        (b"NATS/1.0 503\r\nNats-Subject: x\r\n\r\n", ConsumerError("503")),
+        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: x\r\n\r\n", ConsumerError("100 Idle Heartbeat")),
+        (b"NATS/1.0\r\n\r\n", ConsumerError("an empty status")),
+        (None, ConsumerError("an empty status")),
     ],
 )
-def test_tells_status_frames_apart(block: bytes | None, status: object) -> None:
+def test_separates_status_frames(block: bytes | None, status: object) -> None:
     assert protocol.parse_status(block) == status

@@ -1,4 +1,4 @@
-"""What Floe wrote once it reads for ever; and it passes over what a newer version adds."""
+"""Archives of all earlier versions, which Floe must still read; it ignores fields that a newer version adds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from common.segments.reader import open_file
 from common.segments.segment import Ledger, Reason, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from compaction.tombstones import Tombstone, Tombstones
+from compaction.tombstones import Tombstone, TombstoneStore
 from tests.support import golden as golden
 from tests.support.golden import CHAIN, LAYOUT
 from tests.support.segments import footer_of, forge, message, name_of, table_of
@@ -35,7 +35,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 @pytest.fixture(params=sorted(path.name for path in GOLDEN.iterdir()))
 def objects(request: pytest.FixtureRequest, tmp_path: Path) -> LocalObjects:
-    """The archive of one version, where tests may write beside it."""
+    """Return the archive of one version, as a copy to which tests may write."""
     return LocalObjects(shutil.copytree(GOLDEN / request.param, tmp_path / "store"))
 
 
@@ -45,7 +45,7 @@ def test_documents_and_captures_of_every_version_are_read(objects: LocalObjects)
     assert (chains.read_stream(CHAIN), chains.read_chain(CHAIN)) == (golden.STREAM, golden.DOCUMENT)
     assert (chains.read_floor(CHAIN), chains.read_tail(CHAIN)) == (golden.FLOOR, golden.END)
     assert chains.gaps(CHAIN) == [golden.ACCEPTED]
-    assert chains.passed_gaps(golden.TARGET, CHAIN) == [golden.PASSED]
+    assert chains.skipped_gaps(golden.TARGET, CHAIN) == [golden.PASSED]
     reads = (captures.config, captures.consumers, captures.deletions)
     assert [read(CHAIN) for read in reads] == [golden.CONFIG, golden.CONSUMERS, golden.DELETIONS]
 
@@ -65,7 +65,7 @@ def test_segments_and_tombstones_of_every_version_are_read(objects: LocalObjects
     assert store.footer(first).ledger == Ledger(golden.LEDGERS[0])
     assert store.footer(first).unread == store.footer(merged).unread == golden.UNREAD
     assert (store.footer(merged).inputs.count, store.footer(second).unread) == (2, None)
-    tombstones = Tombstones(objects, LAYOUT)
+    tombstones = TombstoneStore(objects, LAYOUT)
     [stone] = [tombstones.read(CHAIN, info).tombstone for info in tombstones.names(CHAIN)]
     assert [ref.name for ref in (*stone.superseded, *stone.superseding)] == [first.name, second.name, merged.name]
 
@@ -112,7 +112,7 @@ def test_a_segment_of_a_newer_minor_version_is_read_with_its_reasons_as_counts(t
 
 
 def test_the_archive_of_this_version_is_as_it_would_be_made_now(tmp_path: Path) -> None:
-    """All but the bytes of Parquet, which its writer's version changes."""
+    """Compare all except the bytes of Parquet, which depend on the version of its writer."""
     golden.make(tmp_path / "now")
     kept = {p.relative_to(GOLDEN / "1") for p in (GOLDEN / "1").rglob("*.json")}
     made = {p.relative_to(tmp_path / "now") for p in (tmp_path / "now").rglob("*.json")}

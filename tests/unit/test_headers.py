@@ -1,13 +1,21 @@
-"""Header blocks: what is escaped, what acts, what a reader gets back, and which messages claim to be copies."""
+"""Header blocks: escaping, headers that act, values that a reader gets back, and messages that claim to be copies."""
 
 from __future__ import annotations
 
 import pytest
 
 from common.chain import Chain
-from common.jetstream.headers import Provenance, build_block, header, hops, parse_block, restore, status
+from common.jetstream.headers import (
+    Provenance,
+    build_block,
+    header_value,
+    parse_block,
+    parse_provenances,
+    parse_status_line,
+    split_provenance,
+)
 from common.segments.columns import Columns
-from egress.loops import MOST_CLAIMS, Claims
+from egress.loops import MAX_CLAIMS, LoopMarkers
 from tests.support.headers import escape
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 3, 42, 1_700_000_000_000_000_001)
@@ -23,7 +31,7 @@ def test_headers_that_act_or_that_are_floes_travel_escaped_in_any_case():
     escaped = escape(block(b"A: 1", *acting, b"A: 2"), HERE, first_lines=(b"Nats-Batch-Id: b",))
     own = (b"Nats-Batch-Id: b", SOURCE, b"A: 1")
     assert escaped == block(*own, *(b"Floe-Original: " + line for line in acting), b"A: 2")
-    assert restore(escaped) == (HERE, block(b"A: 1", *acting, b"A: 2"))
+    assert split_provenance(escaped) == (HERE, block(b"A: 1", *acting, b"A: 2"))
 
 
 def test_named_control_headers_act_again():
@@ -32,7 +40,7 @@ def test_named_control_headers_act_again():
     assert escaped == block(
         SOURCE, b"Nats-TTL: 5s", b"Floe-Original: Nats-Msg-Id: x", b"Floe-Original: Floe-Original: y"
     )
-    assert restore(escaped) == (HERE, original)
+    assert split_provenance(escaped) == (HERE, original)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +57,12 @@ def test_what_some_reader_could_take_for_other_headers_travels_as_text(odd: byte
     escaped = escape(odd, HERE)
     assert [name for name, _ in parse_block(escaped)] == [b"Floe-Source", b"Floe-Block"]
     assert b"Rollup" not in escaped
-    assert restore(escaped) == (HERE, odd)
+    assert split_provenance(escaped) == (HERE, odd)
 
 
 def test_malformed_lines_pass_as_they_are():
     original = block(b"no colon", b": no name", b"  spaced : x  ", b"caf\xe9: \xff\x00", b"A:")
-    assert restore(escape(original, HERE)) == (HERE, original)
+    assert split_provenance(escape(original, HERE)) == (HERE, original)
     assert escape(original, HERE).endswith(original.removeprefix(b"NATS/1.0\r\n"))
 
 
@@ -68,30 +76,32 @@ def test_a_control_header_that_acted_at_a_relay_acts_no_further_unless_named():
 def test_a_message_that_nobody_escaped_is_given_back_as_it_is():
     damaged, forged = block(SOURCE, b"Floe-Block: not base64!"), block(SOURCE, b"A: 1")
     for plain in (None, b"", b"garbage", block(), block(b"A: 1"), block(b"A: 1", SOURCE), damaged):
-        assert restore(plain) == (None, plain)
-        assert plain is damaged or hops(plain) == []
+        assert split_provenance(plain) == (None, plain)
+        assert plain is damaged or parse_provenances(plain) == []
     there = Provenance("b", "F", 0, 0, 1, 1)
-    assert hops(escape(forged, there)) == [there], "where the stream is no relay, a forged one is no hop"
+    assert parse_provenances(escape(forged, there)) == [there], "where the stream is no relay, a forged one is no hop"
 
 
 @pytest.mark.parametrize("line", [b"", b"a b 0 0 1", b"a b 0 0 1 x", b"\xff b 0 0 1 1", b"a b 0 0 -1 1"])
 def test_a_provenance_that_cannot_be_read_is_none(line: bytes):
     plain = block(b"Floe-Source: " + line, b"A: 1")
-    assert restore(plain) == (None, plain)
+    assert split_provenance(plain) == (None, plain)
 
 
 def test_values_are_as_the_publisher_gave_them_and_a_header_is_found_in_any_case():
     parsed = parse_block(block(b"A: 1", b"a:2", b"A:  3 ", b"B", b"C:", b"D: x: y"))
     assert parsed == [(b"A", b"1"), (b"a", b"2"), (b"A", b" 3 "), (b"B", b""), (b"C", b""), (b"D", b"x: y")]
-    assert header(block(b"X: 1", b"nats-TTL:  5s ", b"Nats-TTL: 6s"), b"Nats-TTL") == b"5s"
-    assert header(block(b"X: 1"), b"Y") is header(None, b"Y") is None
+    assert header_value(block(b"X: 1", b"nats-TTL:  5s ", b"Nats-TTL: 6s"), b"Nats-TTL") == b"5s"
+    assert header_value(block(b"X: 1"), b"Y") is header_value(None, b"Y") is None
 
 
 def test_reads_status_lines():
     beat = b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Stream: 7\r\n\r\n"
-    assert (status(beat), header(beat, b"nats-last-stream")) == ((100, b"Idle Heartbeat"), b"7")
-    assert status(b"NATS/1.0 503\r\n\r\n") == (503, b"")
-    assert [status(other) for other in (None, b"", block(), block(b"A: 1"), b"NATS/1.0 x\r\n\r\n")] == [None] * 5
+    assert (parse_status_line(beat), header_value(beat, b"nats-last-stream")) == ((100, b"Idle Heartbeat"), b"7")
+    assert parse_status_line(b"NATS/1.0 503\r\n\r\n") == (503, b"")
+    assert [parse_status_line(other) for other in (None, b"", block(), block(b"A: 1"), b"NATS/1.0 x\r\n\r\n")] == [
+        None
+    ] * 5
 
 
 @pytest.mark.parametrize("line", [b"", b"A: 1\r\nNats-Rollup: all", b"A: \n", b"A: \r"])
@@ -102,7 +112,7 @@ def test_builds_no_block_with_a_line_break_in_a_line(line: bytes):
 
 OURS = Provenance("here", "FEED", 2, 1, 7, 1_700_000_000_000_000_001)
 THEIRS = Provenance("there", "FEED", 0, 0, 9, 1_700_000_000_000_000_002)
-CLAIMS = Claims(Chain("here", "FEED", 2, 0))
+CLAIMS = LoopMarkers(Chain("here", "FEED", 2, 0))
 REPLAYED = b"Floe-Replay: 3f0c9a1be27d4455"
 
 
@@ -113,12 +123,12 @@ REPLAYED = b"Floe-Replay: 3f0c9a1be27d4455"
         escape(build_block([b"A: 1"]), OURS, first_lines=(b"Nats-Expected-Last-Sequence: 41",)),
         escape(escape(escape(None, OURS), THEIRS), THEIRS),
         escape(escape(None, OURS), THEIRS, relay=True),
-        # A replay at another site, or an older one here, does not stand beside the newest hop.
+        # The mark of a replay at another site, or of an older one here, is not beside the newest hop.
         escape(build_block([OURS.line(), REPLAYED]), THEIRS),
     ],
 )
 def test_a_hop_of_this_feed_is_found_however_deep_it_was_escaped(block: bytes) -> None:
-    assert [CLAIMS.of(sequence, block) for sequence in (8, 7, 6)] == [[OURS], [], []]  # older ones only
+    assert [CLAIMS.claims_of(sequence, block) for sequence in (8, 7, 6)] == [[OURS], [], []]  # older messages only
 
 
 @pytest.mark.parametrize(
@@ -137,17 +147,17 @@ def test_a_hop_of_this_feed_is_found_however_deep_it_was_escaped(block: bytes) -
     ],
 )
 def test_what_names_no_older_message_of_this_feed_claims_nothing(block: bytes) -> None:
-    assert CLAIMS.of(8, block) == []
+    assert CLAIMS.claims_of(8, block) == []
 
 
-def test_of_a_thousand_forged_hops_a_few_are_asked_about() -> None:
+def test_a_few_of_a_thousand_forged_hops_are_asked_about() -> None:
     hops = [Provenance("here", "FEED", 2, 0, sequence, 1).line() for sequence in range(1, 1_000)]
-    assert [claim.sequence for claim in CLAIMS.of(5_000, build_block(hops))] == [*range(1, MOST_CLAIMS + 1)]
+    assert [claim.sequence for claim in CLAIMS.claims_of(5_000, build_block(hops))] == [*range(1, MAX_CLAIMS + 1)]
 
 
 def test_the_places_of_a_batch_are_those_that_claim_something() -> None:
     blocks = [None, escape(None, OURS), build_block([b"A: 1"]), escape(None, THEIRS), escape(None, OURS)]
     count = len(blocks)
     rows = Columns([5, 6, 8, 9, 10], [1] * count, [b"s"] * count, blocks, [b"x"] * count)
-    assert CLAIMS.places(rows) == [4]
-    assert CLAIMS.places(Columns([1], [1], [b"s"], [None], [b"x"])) == []
+    assert CLAIMS.indexes(rows) == [4]
+    assert CLAIMS.indexes(Columns([1], [1], [b"s"], [None], [b"x"])) == []

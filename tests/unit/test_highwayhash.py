@@ -1,4 +1,4 @@
-"""HighwayHash-64 in columns: the vectors of the reference; beside others a value has the hash that it has alone."""
+"""HighwayHash-64 in columns: the vectors of the reference; a value has the same hash alone and beside others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command of every hint stands alone on its line, and the parser of `floe` takes it to the end of that line."""
+"""Commands in hints: each is alone on its line, and the parser of `floe` accepts the whole line."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from egress import identity, partition
 from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness
 from ingress import checkpoint_store, errors
 from ingress.chains.chain_state import ChainRegistry
-from ingress.chains.prefetch import with_way_out
+from ingress.chains.prefetch import with_command
 from ingress.chains.recall import Recall
-from ingress.publishers.choose import choose
+from ingress.publishers.choose import choose_publisher
 from ingress.replay import receipt, survey, target
-from ingress.replay.replay import ReplayChoices, held_error
-from ingress.replay.request import Advice, ReplayOptions, Request
+from ingress.replay.replay import ReplayTargetErrors, target_held_error
+from ingress.replay.request import ReplayHints, ReplayOptions, ReplayRequest
 from ingress.replay.source import hole_error
 from ingress.rows import prepare
-from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, Origin, TargetErrors, TargetReading, Unread
+from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, NoOrigin, Origin, TargetErrors, TargetReading
 from tests.support.basics import commands_of, problems_of
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("common", "egress", "ingress", "compaction")
-# In the middle of a line nobody can paste it; words about a command name it without its options.
+# A command within a line cannot be pasted; a text about a command names it without its options.
 INSIDE = re.compile(r"\S.*\bfloe [a-z]+ .*-c ")
 
 CHAIN, PLAIN = Chain("us-east", "IT'S", 3, 2), Chain("us-east", "NODES")
@@ -45,13 +45,13 @@ HOLE = SequenceRange(11, 20)
 SETTINGS = TargetSettings.model_validate(
     {"stream": "FLEET", "sources": [{"site": "us-east", "feed": "NODES"}], "on_new_incarnation": "halt"}
 )
-REQUEST = Request(
+REQUEST = ReplayRequest(
     *("us-east", "NODES", "A'TARGET", 1, 0, 3),
     to_time="2026-01-02T03:04:05Z",
     subjects=("a.*", "b.>"),
     into_source=True,
 )
-ADVICE = Advice(REQUEST, ReplayOptions(create=True, append=True, allow_lossy=True, skip_holes=True))
+HINTS = ReplayHints(REQUEST, ReplayOptions(create=True, append=True, allow_lossy=True, skip_holes=True))
 INFO = StreamInfo("BACK", "t0", {}, 1, 9, 9, "", "", "")
 
 
@@ -68,7 +68,7 @@ PARTS = [
 
 
 def verdicts() -> Iterator[str]:
-    """The hints of all verdicts that stop, for feeds of all kinds."""
+    """Return the hints of all verdicts that stop, for feeds of all kinds."""
     source = SourceStream("2026", 81, 300, 1_000)
     for part in PARTS:
         for kind in identity.CODES:
@@ -77,7 +77,7 @@ def verdicts() -> Iterator[str]:
                 found = None if kind is VerdictKind.GONE else source
                 for end in (100, 400):
                     evidence = Evidence(found, "2025", end, tips)
-                    yield identity.stopped_error(part, part.chain, evidence, SourceVerdict(kind, "why"), 90).hint
+                    yield identity.verdict_error(part, part.chain, evidence, SourceVerdict(kind, "why"), 90).hint
 
 
 def hint_of(call: Callable[[], object]) -> str:
@@ -87,70 +87,81 @@ def hint_of(call: Callable[[], object]) -> str:
 
 
 def of_targets() -> Iterator[str]:
-    yield errors.set_command("A TARGET", "--forget")
-    for choices in (TargetErrors("A TARGET"), ReplayChoices(ADVICE)):
+    yield errors.checkpoint_command("A TARGET", "--forget")
+    for choices in (TargetErrors("A TARGET"), ReplayTargetErrors(HINTS)):
         for finding in Finding:
             for last in (0, 7):
-                for tail in (Unread.GONE, Origin(CHAIN, 7)):
+                for tail in (NoOrigin.GONE, Origin(CHAIN, 7)):
                     for doubt in (None, Doubt(3, 7, 9)):
                         seen = [TargetReading(last, "t0", tail)] * 3
                         yield choices.error(IntentVerdict(finding, detail="x", doubt=doubt), seen).hint
-        for reading in (None, TargetReading(7, "t0", Unread.GONE)):
+        for reading in (None, TargetReading(7, "t0", NoOrigin.GONE)):
             yield choices.no_checkpoint(reading).hint
-    yield prepare.oversize_hint("A TARGET")
+    yield prepare.oversize_remedies("A TARGET")
     yield hint_of(lambda: checkpoint_store.from_json("A TARGET", b"[]"))
-    yield hint_of(lambda: choose("A TARGET", "fast", {"fast": "the stream says allow_batched false"}))
+    yield hint_of(lambda: choose_publisher("A TARGET", "fast", {"fast": "the stream says allow_batched false"}))
 
 
 def of_chains() -> Iterator[str]:
-    registry = ChainRegistry(SETTINGS, prepare.TargetLimits(prepare.Accepting([">"]), 1000))
+    registry = ChainRegistry(SETTINGS, prepare.TargetLimits(prepare.SubjectFilters([">"]), 1000))
     yield hint_of(lambda: registry.preparer(CHAIN))
     later = Chain("us-east", "NODES", 1)
     yield hint_of(lambda: registry.check_may_begin(later, 7))
-    registry.set_previous(later, {0: 7})
+    registry.set_previous_ends(later, {0: 7})
     yield hint_of(lambda: registry.check_may_begin(later, 7))
     for code in ("E-SUBJECT", "E-MSG-TOO-LARGE"):
-        yield prepare.way_out(CHAIN, "A TARGET", code, 7)
-        yield Recall(None, None, None, registry, None).refused(Stopped("x", code=code)).hint
+        yield prepare.row_remedies(CHAIN, "A TARGET", code, 7)
+        yield Recall(None, None, None, registry, None).refused_row_error(Stopped("x", code=code)).hint
     for hint in ("", "mend it"):
-        yield with_way_out(FloeError("x", hint=hint), errors.resume("A TARGET", CHAIN)).hint
-    yield from (errors.set_position("A TARGET", CHAIN, 5), errors.resume("A TARGET", PLAIN))
+        yield with_command(FloeError("x", hint=hint), errors.resume_command("A TARGET", CHAIN)).hint
+    yield from (errors.position_command("A TARGET", CHAIN, 5), errors.resume_command("A TARGET", PLAIN))
 
 
 def of_replays() -> Iterator[str]:
     former = receipt.Receipt(REQUEST, (), 0, 0, True, 0.0)
-    yield from (target.missing(ADVICE).hint, target.not_empty(ADVICE, INFO).hint, ADVICE.source(""))
-    yield from (ADVICE.source("NODES"), ADVICE.anew(), ADVICE.holes(CHAIN, (HOLE, HOLE)), ADVICE.same("--again"))
-    yield from (ADVICE.refused("E-SUBJECT"), ADVICE.refused("E-MSG-TOO-LARGE"))
-    yield from (ADVICE.not_created(is_taken=True), ADVICE.not_created(is_taken=False))
-    yield from (receipt.other(ADVICE, former).hint, receipt.unreadable(ADVICE, "x").hint)
-    yield hole_error(ADVICE, CHAIN, HOLE).hint
-    yield hint_of(lambda: target.recipe(REQUEST, None))
+    yield from (target.missing_error(HINTS).hint, target.not_empty_error(HINTS, INFO).hint, HINTS.source_hint(""))
+    yield from (
+        HINTS.source_hint("NODES"),
+        HINTS.restart_hint(),
+        HINTS.hole_hint(CHAIN, (HOLE, HOLE)),
+        HINTS.command("--again"),
+    )
+    yield from (HINTS.refused_hint("E-SUBJECT"), HINTS.refused_hint("E-MSG-TOO-LARGE"))
+    yield from (HINTS.not_created_hint(is_taken=True), HINTS.not_created_hint(is_taken=False))
+    yield from (receipt.other_replay_error(HINTS, former).hint, receipt.unreadable_replay_error(HINTS, "x").hint)
+    yield hole_error(HINTS, CHAIN, HOLE).hint
+    yield hint_of(lambda: target.template(REQUEST, None))
     for key in (receipt.receipt_key("BACK"), "ingress.BACK"):
-        yield held_error(ADVICE, key, "somebody").hint
+        yield target_held_error(HINTS, key, "somebody").hint
     yield from (survey.vanishing_error(CHAIN).hint, survey.damaged_error(CHAIN, ["a"]).hint)
 
 
-# By the function that builds a command: texts in which such commands stand.
+# By the function that builds a command: texts with such commands.
 SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
-    "common/segments/archive.py:carry": lambda: [archive.ways_on(each, HOLE) for each in (CHAIN, PLAIN)],
-    "common/segments/documents.py:accept_command": lambda: [documents.way_out(each, HOLE) for each in (CHAIN, PLAIN)],
-    "common/segments/documents.py:carry_late": lambda: [documents.carry_late(each, HOLE) for each in (CHAIN, PLAIN)],
+    "common/segments/archive.py:replay_command": lambda: [
+        archive.leftover_remedies(each, HOLE) for each in (CHAIN, PLAIN)
+    ],
+    "common/segments/documents.py:accept_command": lambda: [
+        documents.hole_remedies(each, HOLE) for each in (CHAIN, PLAIN)
+    ],
+    "common/segments/documents.py:late_rows_remedies": lambda: [
+        documents.late_rows_remedies(each, HOLE) for each in (CHAIN, PLAIN)
+    ],
     "common/segments/store.py:quarantine_command": lambda: [store.quarantine_command("a b.parquet")],
     "egress/identity.py:_hint": verdicts,
-    "egress/partition.py:resolve": lambda: [
-        partition.resolve("IT'S", "--new-incarnation --from 3", 0),
-        partition.believe_listing(CHAIN),
+    "egress/partition.py:resolve_command": lambda: [
+        partition.resolve_command("IT'S", "--new-incarnation --from 3", 0),
+        partition.believe_command(CHAIN),
     ],
-    "egress/partition.py:repartition": lambda: [partition.repartition("IT'S")],
-    "egress/partition.py:bring_back": lambda: [
-        partition.bring_back(chain, reaches=reaches) for chain in (CHAIN, PLAIN) for reaches in (True, False)
+    "egress/partition.py:repartition_command": lambda: [partition.repartition_command("IT'S")],
+    "egress/partition.py:restore_command": lambda: [
+        partition.restore_command(chain, elsewhere=reaches) for chain in (CHAIN, PLAIN) for reaches in (True, False)
     ],
-    "ingress/errors.py:set_command": of_targets,
-    "ingress/errors.py:resume": of_chains,
-    "ingress/replay/request.py:Advice.same": of_replays,
+    "ingress/errors.py:checkpoint_command": of_targets,
+    "ingress/errors.py:resume_command": of_chains,
+    "ingress/replay/request.py:ReplayHints.command": of_replays,
 }
-# Made in the middle of what needs servers; the text after `command(` is a literal, or held by other tests.
+# Built in code that needs servers; the text after `floe_command(` is a literal, or other tests check it.
 ELSEWHERE = {
     *("egress/flush.py", "egress/report.py", "ingress/delivery.py", "ingress/chains/pauses.py"),
     *("ingress/operator/parked_cli.py", "ingress/replay/drill.py", "ingress/replay/survey.py"),
@@ -159,12 +170,12 @@ ELSEWHERE = {
 
 
 def builders() -> set[str]:
-    """The functions of the product that call `exits.command`."""
+    """Return the functions of the product that call `exits.floe_command`."""
     found = set()
     for path in joined.from_iterable((ROOT / each).rglob("*.py") for each in PRODUCT):
         tree = ast.parse(path.read_text())
         imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-        if any(n.module == exits.__name__ and "command" in [a.name for a in n.names] for n in imports):
+        if any(n.module == exits.__name__ and "floe_command" in [a.name for a in n.names] for n in imports):
             name = str(path.relative_to(ROOT))
             found |= {f"{name}:{function}" for function in _calling(tree, "")}
     return found
@@ -175,7 +186,7 @@ def _calling(node: ast.AST, within: str) -> Iterator[str]:
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield from _calling(child, f"{within}.{child.name}".strip("."))
         else:
-            if isinstance(child, ast.Call) and getattr(child.func, "id", "") == "command":
+            if isinstance(child, ast.Call) and getattr(child.func, "id", "") == "floe_command":
                 yield within
             yield from _calling(child, within)
 
@@ -186,7 +197,7 @@ def test_each_function_that_builds_a_command_is_tried_here() -> None:
 
 
 def problems(hint: str) -> list[str]:
-    """A line for each command that cannot be pasted; empty where all can."""
+    """Return a line for each command that cannot be pasted."""
     found = problems_of(hint)
     for line in hint.split("\n"):
         if INSIDE.search(line):
@@ -197,7 +208,7 @@ def problems(hint: str) -> list[str]:
 
 
 @pytest.mark.parametrize("builder", SAMPLES)
-def test_each_command_stands_alone_and_is_taken_as_it_stands(builder: str) -> None:
+def test_each_command_is_alone_on_its_line_and_is_valid(builder: str) -> None:
     texts = [*SAMPLES[builder]()]
     assert any(map(commands_of, texts))
     assert [problem for text in texts for problem in problems(text)] == []
@@ -205,9 +216,9 @@ def test_each_command_stands_alone_and_is_taken_as_it_stands(builder: str) -> No
 
 @pytest.mark.parametrize(("before", "after"), [("", "BACK_ALL"), ("BACK_ALL", "BACK_ALL_2")])
 def test_a_prefix_of_its_own_is_proposed_where_another_stream_has_the_subjects(before: str, after: str) -> None:
-    """`nats stream add` with these subjects would be refused as well."""
-    request = Request("s", "F", "BACK", prefix=before)
-    hint = Advice(request, ReplayOptions(create=True)).not_created(is_taken=True)
+    """Propose a prefix: the server would refuse `nats stream add` with these subjects as well."""
+    request = ReplayRequest("s", "F", "BACK", prefix=before)
+    hint = ReplayHints(request, ReplayOptions(create=True)).not_created_hint(is_taken=True)
 
     assert "nats stream add" not in hint
     assert f"--subject-prefix {after} --create" in hint

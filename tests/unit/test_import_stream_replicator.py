@@ -1,4 +1,4 @@
-"""`floe config import-stream-replicator`: what becomes of each key, and of what is no configuration."""
+"""`floe config import-stream-replicator`: the result for each key, and for files that are no configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 import floe
 from common.migration import entries, read
-from common.migration.read import FILE, Shape, convert
+from common.migration.read import FILE, Shape, convert_duration
 from common.migration.write import Imported, import_stream_replicator
 from common.settings.loader import parse_documents
 from common.settings.root import Settings
@@ -29,7 +29,7 @@ def imported(text: str) -> Imported:
 
 
 def settings(found: Imported) -> dict[str, Settings]:
-    """What each file says, its variables set to `value`."""
+    """Return the settings in each file, with its variables set to `value`."""
     return {
         file.name: parse_documents(file.text.encode(), file.name, dict.fromkeys(file.variables, "value"))[0].settings
         for file in found.files
@@ -45,7 +45,7 @@ def central(text: str) -> Settings:
 
 
 def stream(*lines: str, name: str = "S") -> str:
-    """One entry of `streams`."""
+    """Return one entry of `streams`."""
     return f"  - stream: {name}\n{WAY}" + "".join(f"    {line}\n" for line in lines)
 
 
@@ -72,7 +72,7 @@ def importing(folder: Path, text: str, *arguments: str) -> Result:
     return run("import-stream-replicator", str(folder / "sr.yaml"), *arguments)
 
 
-# What passes
+# Valid files
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
@@ -84,7 +84,7 @@ def test_the_documented_becomes_files_that_pass(name: str, tmp_path: Path, monke
     assert (made.exit_code, [str(file) for file in files]) == (0, sorted(made.stdout.split())), made.output
     for variable in re.findall(r"\$\{(\w+)\}", printed.stdout):
         monkeypatch.setenv(variable, "value")
-    for file in (*files, tmp_path / "both.yaml"):  # the printed documents together are one
+    for file in (*files, tmp_path / "both.yaml"):  # also as one file of all documents
         checked = run("check", str(file))
         assert checked.exit_code == 0, checked.output
     if name == "registration":
@@ -131,7 +131,7 @@ def test_copies_that_differ_are_named_apart(one: list[str], other: list[str], fe
     assert sources == [(name,) for name, _ in feeds]
 
 
-def test_each_source_is_a_site_and_each_target_a_centre_in_whatever_order_their_servers_stand() -> None:
+def test_each_source_is_a_site_and_each_target_a_centre_in_whatever_order_their_servers_are() -> None:
     centres = settings(imported(config(stream(), stream("target_stream: T2", "name: b").replace("t:4222", "u:4222"))))
     assert list(centres) == ["site.yaml", "central.yaml", "central-2.yaml"]
     assert [feed.name for feed in centres["site.yaml"].egress.feeds] == ["S"], "archived once"
@@ -146,7 +146,7 @@ def test_each_source_is_a_site_and_each_target_a_centre_in_whatever_order_their_
     assert [file.name for file in imported(config(one, two)).files] == ["site.yaml", "central.yaml"]
 
 
-def test_a_name_that_no_site_may_have_is_changed_and_said() -> None:
+def test_a_name_no_site_may_have_is_changed_and_noted() -> None:
     text = config(stream(), head='name: "us east/1"\n')
 
     assert site(text).site == "us-east-1"
@@ -240,10 +240,10 @@ def test_of_several_starts_the_one_counts_that_counted(lines: tuple[str, ...], k
 
 
 def test_durations() -> None:
-    """Parts of an hour of a day are dropped, as there."""
+    """Drop fractions of an hour after days, as stream-replicator does."""
     theirs = ["1M", "1Y", "1.5d", "0.01d", "1W", "90s", "1m30s", "1500ms", " 5m ", ""]
     ours = ["4w2d", "52w1d", "1d12h", "0s", "1w", "1m30s", "1m30s", "1s500ms", "5m", "0s"]
-    assert [convert(each) for each in theirs] == ours
+    assert [convert_duration(each) for each in theirs] == ours
 
 
 @pytest.mark.parametrize("text", ["5", "-5m", "1x", "1d2h", "nan", "infd", "1e3d", "5 m", "100us", "999Y", "١d"])
@@ -253,21 +253,21 @@ def test_durations_that_cannot_be_converted(text: str) -> None:
     assert problem.startswith("sr.yaml:6:14: streams.0.max_age: expected ")
 
 
-def test_sampling_that_never_took_place_is_told_apart() -> None:
-    told = notes(config(stream("inspect_subject_token: -1", "inspect_duration: 1h")))
-    told |= notes(config(stream("inspect_field: x", "size_trigger: 5")))
+def test_sampling_that_never_took_place_is_noted() -> None:
+    found = notes(config(stream("inspect_subject_token: -1", "inspect_duration: 1h")))
+    found |= notes(config(stream("inspect_field: x", "size_trigger: 5")))
     words = {"inspect_subject_token": "never sampled by this key", "inspect_field": "copies every message"}
     for key, part in {**words, "size_trigger": "no effect"}.items():
-        assert part in told[f"streams.0.{key}"]
+        assert part in found[f"streams.0.{key}"]
 
 
 def test_every_key_is_carried_over_or_named() -> None:
     lines = ["ephemeral: true", "no_target_create: true", "leader_election_name: L"]
     lines += ["choria: {seed_file: a, jwt_file: b}", "source_tls: {cert: only}"]
     top = ["profiling: false\n", "logfile: l\n", "state_store: s\n", "loglevel: loud\n"]
-    told = notes(config(stream(*lines), head="".join(top) + "name: A\n"))
+    found = notes(config(stream(*lines), head="".join(top) + "name: A\n"))
     names = [*top, *(f"streams.0.{line}" for line in lines)]
-    assert set(told) == {name.split(":")[0] for name in names}
+    assert set(found) == {name.split(":")[0] for name in names}
 
 
 def test_heartbeats_go_where_their_server_is_read() -> None:
@@ -281,14 +281,14 @@ def test_heartbeats_go_where_their_server_is_read() -> None:
     assert found["site-A-2.yaml"].egress.heartbeats.interval == 60
 
 
-def test_what_floe_would_refuse_is_told_of_the_imported_file() -> None:
+def test_what_floe_refuses_is_named_in_the_imported_file() -> None:
     [problem] = problems(config(stream("inspect_field: x", "inspect_duration: 1h", "warn_duration: 2h")))
 
     assert problem.startswith("sr.yaml:8:20: streams.0.warn_duration: expected less than inspect_duration")
     assert problem.endswith("(site.yaml: egress.feeds.0.warn_duration)")
 
 
-# What is no configuration
+# Files that are no configuration
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_what_is_no_text_is_refused(data: bytes) -> None:
     assert all(problem.startswith("sr.yaml") for problem in problems(data))
 
 
-def test_a_byte_order_mark_is_no_matter_and_a_number_with_a_zero_before_it_is_a_name() -> None:
+def test_a_byte_order_mark_is_ignored_and_a_number_with_a_leading_zero_is_a_name() -> None:
     assert [site(f"{text}\nstreams: []\n").site for text in ("\ufeffname: A", "name: 012")] == ["A", "012"]
 
 
@@ -351,7 +351,7 @@ def test_json_holds_all_and_no_file_is_overwritten_nor_written_where_it_cannot_b
 
 
 def every_key(shape: Shape = FILE, prefix: str = "") -> Iterator[str]:
-    """Every key by its path, such as `streams.advisory.subject`; sections too."""
+    """Return every key by its path, such as `streams.advisory.subject`; sections too."""
     for key, kind in shape.items():
         yield prefix + key
         for below in kind if isinstance(kind, list) else [kind]:
@@ -360,14 +360,14 @@ def every_key(shape: Shape = FILE, prefix: str = "") -> Iterator[str]:
 
 
 def test_the_keys_are_those_of_the_program() -> None:
-    # Sections that stand in several places have their keys named once.
+    # The keys of sections that occur in several places are named once.
     repeated = re.compile(r"^(streams|heartbeats)\.((source_|target_)?(tls|choria))\.")
 
     assert {key for key in every_key() if not repeated.match(key)} == set(KEYS)
     assert set(read.PARAMETERS) == set(PARAMETERS)
 
 
-def test_the_page_on_migration_tells_of_every_key() -> None:
+def test_the_page_on_migration_names_every_key() -> None:
     table = PAGE.read_text().split("<!-- keys: begin -->")[1].split("<!-- keys: end -->")[0]
     rows = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
     assert set(re.findall(r"`([^`]+)`", " ".join(rows))) == {*KEYS, *(f"?{name}" for name in PARAMETERS)}

@@ -1,4 +1,4 @@
-"""Blocks account for every sequence once and are found again so, within a budget of bytes."""
+"""Blocks that account for every sequence once, also when read again, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -16,53 +16,56 @@ from common.segments import reader
 from common.segments.parquet_guard import ParquetLimits
 from common.segments.segment import Ledger, Reason, SegmentRef
 from common.sequences import SequenceRange
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.ingress import TargetSettings
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import from_json, to_json
 from ingress.parked import ParkedStore
-from ingress.rows.decoder import KEPT, Decoder, KeptOpen, Relays
-from ingress.rows.prepare import Accepting, TargetLimits
+from ingress.rows.decoder import MAX_OPEN_SEGMENTS, Decoder, OpenSegments, RelayFlags
+from ingress.rows.prepare import SubjectFilters, TargetLimits
 from ingress.rows.rows import Block, ByteBudget, Rows
 from tests.support.basics import seeded, soon
 from tests.support.ingress import CHAIN, Archive
 from tests.support.segments import message
 
 SETTINGS = TargetSettings.model_validate({"stream": "T", "sources": [{"site": CHAIN.site, "feed": CHAIN.feed}]})
-SMALL, LARGE = (TargetLimits(Accepting([">"]), 1000, parks=True), TargetLimits(Accepting([">"]), 1 << 20, parks=True))
-NARROW, TIGHT = TargetLimits(Accepting(["other.>"]), 1 << 20), TargetLimits(Accepting([">"]), 1000)
+SMALL, LARGE = (
+    TargetLimits(SubjectFilters([">"]), 1000, parks=True),
+    TargetLimits(SubjectFilters([">"]), 1 << 20, parks=True),
+)
+NARROW, TIGHT = TargetLimits(SubjectFilters(["other.>"]), 1 << 20), TargetLimits(SubjectFilters([">"]), 1000)
 
 
 @pytest.fixture
-async def threads() -> AsyncIterator[Threads]:
-    threads = Threads("test", 2)
+async def threads() -> AsyncIterator[ThreadPool]:
+    threads = ThreadPool("test", 2)
     yield threads
     threads.close()
 
 
 class Bench:
-    """An archive, and whoever reads it: at first, and again for an open intent."""
+    """An archive and its readers: for the first time, and again for an open intent."""
 
-    def __init__(self, folder: Path, threads: Threads, budget: ByteBudget | None = None) -> None:
+    def __init__(self, folder: Path, threads: ThreadPool, budget: ByteBudget | None = None) -> None:
         self.archive, self.threads = Archive(folder), threads
         self.budget = budget or ByteBudget(1 << 30)
         self.parked = ParkedStore(self.archive.objects, self.archive.documents.layout, "T", "t0")
         self.decoder = Decoder(self.archive.store, threads, self.budget, self.parked.park)
 
     async def read(self, ref: SegmentRef, limits: TargetLimits = LARGE) -> tuple[list[Block], FloeError | None]:
-        """All blocks of a segment up to the first problem."""
+        """Return all blocks of a segment up to the first problem."""
         blocks, preparer = list[Block](), ChainRegistry(SETTINGS, limits).preparer(CHAIN)
-        problem = await self.decoder.read(self.decoder.begin(ref, ref.coverage), preparer, blocks.append)
+        problem = await self.decoder.read(self.decoder.open(ref, ref.coverage), preparer, blocks.append)
         return blocks, problem
 
     def recall(self, limits: TargetLimits = LARGE) -> Recall:
-        registry, relays = ChainRegistry(SETTINGS, limits), Relays(self.archive.documents, self.threads)
+        registry, relays = ChainRegistry(SETTINGS, limits), RelayFlags(self.archive.documents, self.threads)
         return Recall(self.archive.store, self.threads, self.budget, registry, relays, self.parked)
 
     async def again(self, blocks: list[Block]) -> list[int]:
-        """The rows of an intent over these, written down, read back, and carried by somebody who takes everything."""
+        """Return the rows of an intent over the blocks, after its state was stored and read back, for any size."""
         intent = Intent(0, tuple(Rows(blocks).pieces()))
         state = from_json("T", to_json("T", TargetState(Checkpoint(0, "t0"), intent)))
         assert state.intent is not None
@@ -74,7 +77,7 @@ def carried(blocks: list[Block]) -> list[int]:
     return [s for block in blocks if block.batch for s in block.batch.sequences]
 
 
-async def test_what_is_left_out_is_accounted_for_and_found_again(tmp_path: Path, threads: Threads) -> None:
+async def test_what_is_left_out_is_accounted_for_and_found_again(tmp_path: Path, threads: ThreadPool) -> None:
     rng = seeded()
     for number in range(6):
         bench = Bench(tmp_path / str(number), threads)
@@ -86,15 +89,15 @@ async def test_what_is_left_out_is_accounted_for_and_found_again(tmp_path: Path,
         blocks, problem = await bench.read(bench.archive.put(rows, SequenceRange(1, last), batch_rows=7), SMALL)
 
         [piece] = Rows(blocks).pieces()
-        assert (problem, piece.rows, list(piece.left_out)) == (None, SequenceRange(1, last), large)
-        assert [name.sequence for name in bench.parked.entries()] == large
+        assert (problem, piece.rows, list(piece.parked)) == (None, SequenceRange(1, last), large)
+        assert [name.sequence for name in bench.parked.list_entries()] == large
         assert carried(blocks) == [s for s in held if s not in large]
         assert bench.budget.used == sum(block.size for block in blocks)
         assert await bench.again(blocks) == carried(blocks)
 
 
-async def test_an_open_intent_is_finished_from_the_segments_that_it_names(tmp_path: Path, threads: Threads) -> None:
-    """B did not read 1..50; twin A's segment had come when the intent was made, and a third comes after."""
+async def test_an_open_intent_is_finished_from_the_segments_that_it_names(tmp_path: Path, threads: ThreadPool) -> None:
+    """Read again with B's segment, 1..50 unread, twin A's from before the intent, and a third from after it."""
     bench = Bench(tmp_path, threads)
     archive, rows = bench.archive, [message(s) for s in range(1, 121)]
     unread: Any = {"ledger": Ledger({Reason.GONE_BEFORE_READ: 49}), "unread": SequenceRange(2, 50)}
@@ -111,7 +114,7 @@ async def test_an_open_intent_is_finished_from_the_segments_that_it_names(tmp_pa
     expected = [1, *range(10, 41), *range(51, 121)]
     assert await bench.again(blocks) == expected
 
-    # Gone by its name, its rows are where the cover has them: behind `unread` of what masks them.
+    # The named segment is gone: its rows are in the cover, in `unread` of the segment that masks them.
     archive.put(rows[9:40], SequenceRange(5, 60), ledger=Ledger({Reason.DELETED: 25}), level=1)
     archive.store.delete(late)
     archive.store.delete(next(ref for ref in archive.store.list(CHAIN) if ref.coverage.last == 100))
@@ -119,12 +122,12 @@ async def test_an_open_intent_is_finished_from_the_segments_that_it_names(tmp_pa
 
 
 @pytest.mark.parametrize("gone", ["segment", "parked"])
-async def test_a_message_out_of_turn_is_found_in_either_place(tmp_path: Path, threads: Threads, gone: str) -> None:
+async def test_a_message_out_of_turn_is_found_in_either_place(tmp_path: Path, threads: ThreadPool, gone: str) -> None:
     bench = Bench(tmp_path, threads)
     ref = bench.archive.put([message(s, b"L" * 2000 if s == 3 else b"x") for s in range(1, 6)])
     await bench.read(ref, SMALL)
     name = bench.parked.name(CHAIN, 3)
-    block = await bench.recall().again(name)
+    block = await bench.recall().prepare_parked(name)
     bench.archive.objects.delete(ref.key if gone == "segment" else bench.parked.keys.key(name, "message"))
 
     rows = await bench.recall().rows(Intent(4, (block.piece,)), 0)
@@ -135,7 +138,7 @@ async def test_a_message_out_of_turn_is_found_in_either_place(tmp_path: Path, th
 
 @pytest.mark.parametrize(("limits", "code"), [(NARROW, "E-SUBJECT"), (TIGHT, "E-OVERSIZE-INTENT")])
 async def test_a_row_that_is_taken_no_more_names_what_works(
-    tmp_path: Path, threads: Threads, limits: TargetLimits, code: str
+    tmp_path: Path, threads: ThreadPool, limits: TargetLimits, code: str
 ) -> None:
     bench = Bench(tmp_path, threads)
     ref = bench.archive.put([message(s, b"L" * 2000 if s == 3 else b"x", subject=b"a.b") for s in range(1, 6)])
@@ -144,7 +147,7 @@ async def test_a_row_that_is_taken_no_more_names_what_works(
         await bench.recall(limits).rows(Intent(0, (IntentPiece(ref.segment, ref.coverage, 5),)), 0)
 
     assert (stop.value.code, bench.budget.used) == (code, 0)
-    # Neither moving the chain nor looking at it again helps while the intent is open.
+    # Neither moving nor resuming the chain helps while the intent is open.
     hint = stop.value.hint
     assert [part in hint for part in ("floe checkpoint set -c ", "--sequence", "chain resume")] == [True, False, False]
     assert hint.endswith("--target T --accept --yes")
@@ -154,39 +157,39 @@ async def test_a_row_that_is_taken_no_more_names_what_works(
 
 
 class Open:
-    """An open segment that holds `held` bytes between two turns."""
+    """An open segment that keeps `held_bytes` between two turns."""
 
-    def __init__(self, site: str, held: int = 1) -> None:
+    def __init__(self, site: str, held_bytes: int = 1) -> None:
         self.segment: Any = SimpleNamespace(chain=Chain(site, "F"))
-        self.held, self.is_closed = held, False
+        self.held_bytes, self.is_closed = held_bytes, False
 
     def close(self) -> None:
         self.is_closed = True
 
 
 def test_of_too_many_open_segments_one_of_the_site_with_most_is_closed_and_what_is_kept_of_another_plan() -> None:
-    kept, sources = KeptOpen[Any](1000), dict[str, Any]()
+    kept, sources = OpenSegments[Any](1000), dict[str, Any]()
     for number, site in enumerate("aaaabbbbcc"):
         sources[f"{site}{number}"] = source = Open(site)
         kept.keep(f"{site}{number}", source, source)
     sources["b9"] = large = Open("b", 998)
     kept.keep("b9", large, large)
-    assert len(kept.kept) == KEPT
+    assert len(kept.segments) == MAX_OPEN_SEGMENTS
     assert [name for name, source in sources.items() if source.is_closed] == ["a3", "b7", "b9"]
     assert kept.take("a0", "another plan") is None
     assert sources["a0"].is_closed
     kept.drop()
-    assert (sources["a1"].is_closed, kept.kept) == (True, {})
+    assert (sources["a1"].is_closed, kept.segments) == (True, {})
 
 
 async def read_turns(bench: Bench, ref: SegmentRef) -> list[Block]:
-    """All blocks of a segment; their bytes are given back at once, as if they were published."""
-    blocks, source = list[Block](), bench.decoder.begin(ref, ref.coverage)
+    """Return all blocks of a segment; their bytes are released at once, as if they were published."""
+    blocks, source = list[Block](), bench.decoder.open(ref, ref.coverage)
     preparer = ChainRegistry(SETTINGS, LARGE).preparer(CHAIN)
 
     def emit(block: Block) -> None:
         blocks.append(block)
-        bench.budget.give(block.size)
+        bench.budget.release(block.size)
 
     while not source.is_done:
         assert await bench.decoder.turn(source, preparer, emit) is None
@@ -196,33 +199,33 @@ async def read_turns(bench: Bench, ref: SegmentRef) -> list[Block]:
 
 
 @pytest.fixture
-def measured(tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, list[int]]:
-    """A budget of 1 MiB, and what is taken of it whenever a batch was decoded and its text is to be expanded."""
-    bench, used, real = Bench(tmp_path, threads, ByteBudget(1 << 20)), list[int](), reader._expanded
+def measured(tmp_path: Path, threads: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, list[int]]:
+    """Return a bench with a budget of 1 MiB, and the use of the budget before the text of each batch is expanded."""
+    bench, used, real = Bench(tmp_path, threads, ByteBudget(1 << 20)), list[int](), reader._expand
 
     def expanded(*args: Any) -> Any:
         used.append(bench.budget.used)
         return real(*args)
 
-    monkeypatch.setattr(reader, "_expanded", expanded)
+    monkeypatch.setattr(reader, "_expand", expanded)
     return bench, used
 
 
 async def test_nothing_is_decoded_before_its_bytes_are_free(measured: tuple[Bench, list[int]]) -> None:
     bench, used = measured
     ref = bench.archive.put([message(s, b"x" * 1000) for s in range(1, 1001)])
-    await bench.budget.take(1 << 20)
+    await bench.budget.acquire(1 << 20)
     reading = asyncio.create_task(read_turns(bench, ref))
     await soon(lambda: bench.budget._waiting)
     assert used == []
 
-    bench.budget.give(1 << 20)
+    bench.budget.release(1 << 20)
     assert len(carried(await reading)) == 1000
     assert min(used) >= 1000 * 1000
 
 
 async def test_a_repeated_text_is_expanded_within_the_budget_only(measured: tuple[Bench, list[int]]) -> None:
-    """1,000 rows with one long subject: a file of some thousand bytes."""
+    """Expand 1,000 rows with one long subject from a file of some thousand bytes."""
     bench, used = measured
     ref = bench.archive.put([message(s, b"", subject=b"x" * 3_800) for s in range(1, 1001)])
     assert ref.size < 30_000
@@ -231,7 +234,7 @@ async def test_a_repeated_text_is_expanded_within_the_budget_only(measured: tupl
 
 
 async def test_a_message_that_is_too_large_is_not_damage_though_its_page_is_beyond_all_limits(
-    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, threads: ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingress.rows.decoder.MAX_MESSAGE_BYTES", 1 << 20)
     monkeypatch.setattr("common.segments.reader.open_file.__defaults__", (ParquetLimits(row_group_bytes=35 << 20),))
@@ -247,7 +250,7 @@ async def test_a_message_that_is_too_large_is_not_damage_though_its_page_is_beyo
 async def test_segments_that_are_united_take_what_they_need_together(
     measured: tuple[Bench, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thirty segments overlap in what one did not read: all of them are open at the same time."""
+    """Open thirty segments at the same time: they overlap in the unread range of one."""
     bench, used = measured
     rows, gone = [message(s, b"x" * 1000) for s in range(1, 301)], Ledger({Reason.GONE_BEFORE_READ: 299})
     early = bench.archive.put([rows[0]], SequenceRange(1, 300), ledger=gone, unread=SequenceRange(2, 300))
@@ -256,7 +259,7 @@ async def test_segments_that_are_united_take_what_they_need_together(
     assert carried(await read_turns(bench, early)) == list(range(1, 301))
     assert max(used) >= 30 * 270 * 1000
 
-    monkeypatch.setattr("ingress.rows.decoder.MOST_DECODED", 2_000_000)
+    monkeypatch.setattr("ingress.rows.decoder.MAX_DECODED_BYTES", 2_000_000)
     with pytest.raises(DataError, match="at most 2000000 bytes at a time"):
         await read_turns(bench, early)
 
@@ -270,37 +273,37 @@ async def test_whoever_asked_first_is_served_first_and_what_is_larger_than_the_b
     budget, served = ByteBudget(100), list[str]()
 
     async def take(name: str, size: int) -> None:
-        await budget.take(size)
+        await budget.acquire(size)
         served.append(name)
 
-    await budget.take(80)
+    await budget.acquire(80)
     tasks = [asyncio.create_task(take(name, size)) for name, size in (("large", 60), ("small", 10), ("huge", 1000))]
     await turn()
     assert served == []
-    budget.give(80)
+    budget.release(80)
     await turn()
     assert (served, budget.used) == (["large", "small"], 70)
-    budget.give(70)
+    budget.release(70)
     await asyncio.gather(*tasks)
     assert (served[2:], budget.used) == (["huge"], 1000)
-    budget.force(50)  # waits for nothing
-    budget.give(1050)
+    budget.acquire_unchecked(50)  # waits for nothing
+    budget.release(1050)
     assert budget.used == 0
 
 
 async def test_a_cancelled_wait_takes_nothing_and_holds_nobody_up() -> None:
     budget = ByteBudget(100)
-    await budget.take(90)
-    first, second = (asyncio.create_task(budget.take(size)) for size in (50, 10))
+    await budget.acquire(90)
+    first, second = (asyncio.create_task(budget.acquire(size)) for size in (50, 10))
     await turn()
     first.cancel()
     await second
     assert budget.used == 100
 
-    served = asyncio.create_task(budget.take(50))
+    served = asyncio.create_task(budget.acquire(50))
     await turn()
-    budget.give(100)
-    served.cancel()  # right after it was served
+    budget.release(100)
+    served.cancel()  # just after it was served
     await asyncio.gather(served, return_exceptions=True)
     assert budget.used == 0
 
@@ -311,7 +314,7 @@ async def test_what_is_larger_than_a_budget_is_decoded_alone_in_the_process_and_
     began, go_on = list[str](), asyncio.Event()
 
     async def decode(name: str, budget: ByteBudget, size: int, *, wait: bool = True) -> None:
-        async with budget.decoding(size, wait=wait):
+        async with budget.reserve_for_decoding(size, wait=wait):
             began.append(name)
             await go_on.wait()
 
@@ -331,8 +334,8 @@ async def test_what_is_larger_than_a_budget_is_decoded_alone_in_the_process_and_
     assert [budget.used for budget in budgets] == [0, 0, 0]
     budget = budgets[0]
     with pytest.raises(ValueError, match="damaged"):
-        async with budget.decoding(1000, wait=True):
+        async with budget.reserve_for_decoding(1000, wait=True):
             raise ValueError("damaged")
     assert budget.used == 0
-    async with budget.decoding(1000, wait=True):
+    async with budget.reserve_for_decoding(1000, wait=True):
         assert budget.used == 1000

@@ -1,4 +1,4 @@
-"""What to carry next: looks of bounded length, plans, holes, the rows of an intent, whose turn it is."""
+"""Plans of ingress: searches of bounded length, holes, the rows of an intent, and the order of turns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,17 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.settings.ingress import SourceSettings
-from ingress.chains.plan import ChainPlan, Phase, TurnQueue, decide, first_position, plan_chain
-from ingress.chains.search import FIRST_PAGE, LISTED, NEXT_PAGE, SearchState, StoreClock, covering, look, survey
+from ingress.chains.plan import ChainPlan, Phase, TurnQueue, decide_hole, first_position, plan_chain
+from ingress.chains.search import (
+    COVER_FIRST_PAGE,
+    COVER_NEXT_PAGE,
+    SEARCH_PAGE,
+    SearchState,
+    StoreClock,
+    plan_from_listings,
+    search_whole_chain,
+    stretches_for,
+)
 from tests.support.clock import ManualClock
 from tests.support.ingress import CHAIN
 
@@ -56,12 +65,12 @@ def test_a_hole_is_late_since_the_first_segment_behind_it_came() -> None:
 
 
 def test_a_hole_stays_late_since_it_was_but_the_time_of_damage_does_not_count() -> None:
-    """Compaction writes what stands behind a hole anew; a damaged segment that was removed may still be put back."""
+    """Keep it, as compaction rewrites later segments; not that of damage: a removed segment may be put back."""
     now, elsewhere = late(2000.0), ChainPlan(Phase.LATE, (), SequenceRange(12, 20), 500.0)
-    found = [now.since(former).waiting_since for former in (late(), late(None), late(3000.0))]
+    found = [now.with_wait_of(former).waiting_since for former in (late(), late(None), late(3000.0))]
     assert found == [1000.0, 2000.0, 2000.0]
     for former in (late(phase=Phase.DAMAGED), elsewhere, ChainPlan(Phase.READY)):
-        assert now.since(former) == now
+        assert now.with_wait_of(former) == now
 
 
 def test_a_damaged_segment_is_left_out_where_another_covers_and_stops_the_chain_where_none_does() -> None:
@@ -77,16 +86,16 @@ def test_a_damaged_segment_is_left_out_where_another_covers_and_stops_the_chain_
 def test_an_incarnation_is_carried_from_where_it_begins_to_its_end_and_not_beyond() -> None:
     plan = plan_chain([ref(1, 10), ref(11, 30)], 5, 20)
 
-    assert (taken(plan), plan.beyond) == ([(0, 5, 10), (0, 11, 20)], 30)
-    assert plan_chain([ref(1, 10), ref(11, 30)], 21, 20) == ChainPlan(Phase.DONE, beyond=30)
+    assert (taken(plan), plan.late_end) == ([(0, 5, 10), (0, 11, 20)], 30)
+    assert plan_chain([ref(1, 10), ref(11, 30)], 21, 20) == ChainPlan(Phase.DONE, late_end=30)
     found = [first_position(1, None), *(first_position(500, floor) for floor in (None, 900, 100))]
     assert found == [1, 500, 900, 500], "its first sequence, or what retention left"
 
 
-# What becomes of a hole
+# The states of a hole
 
 
-def test_of_a_hole_the_leading_part_is_accepted_that_gaps_cover_without_a_break() -> None:
+def test_the_leading_part_of_a_hole_that_gaps_cover_without_a_break_is_accepted() -> None:
     def accepted(*gaps: tuple[int, int]) -> SequenceRange | None:
         return accepted_part(SequenceRange(11, 20), [SequenceRange(*each) for each in gaps])
 
@@ -96,36 +105,44 @@ def test_of_a_hole_the_leading_part_is_accepted_that_gaps_cover_without_a_break(
     assert accepted((12, 13), (11, 11), (1, 5)) == SequenceRange(11, 13)
 
 
-def test_a_hole_is_late_until_the_time_out_and_lost_then_but_for_damage_and_what_nothing_stands_behind() -> None:
-    assert decide(late(), [], 1099.9, SKIP) is None
-    halted, lost = (decide(late(), [], 1100.0, source) for source in (HALT, SKIP))
-    assert halted.halts
-    assert (lost.halts, lost.part, lost.why) == (False, SequenceRange(11, 20), "no segment within 1m40s")
-    assert decide(late(phase=Phase.DAMAGED), [], 10**9, SKIP) is decide(late(since=None), [], 10**9, SKIP) is None
+def test_a_hole_is_late_until_the_time_out_and_then_lost_except_damage_and_a_hole_that_nothing_follows() -> None:
+    assert decide_hole(late(), [], 1099.9, SKIP) is None
+    halted, lost = (decide_hole(late(), [], 1100.0, source) for source in (HALT, SKIP))
+    assert halted.needs_operator
+    assert (lost.needs_operator, lost.part, lost.reason) == (False, SequenceRange(11, 20), "no segment within 1m40s")
+    assert (
+        decide_hole(late(phase=Phase.DAMAGED), [], 10**9, SKIP)
+        is decide_hole(late(since=None), [], 10**9, SKIP)
+        is None
+    )
 
 
 @pytest.mark.parametrize("phase", [Phase.LATE, Phase.DAMAGED])
 def test_what_is_accepted_is_given_up_at_once_and_no_more_than_that(phase: Phase) -> None:
-    decided = decide(late(phase=phase), [AcceptedGap(SequenceRange(9, 14), "why", "ops")], 0.0, HALT)
+    decided = decide_hole(late(phase=phase), [AcceptedGap(SequenceRange(9, 14), "why", "ops")], 0.0, HALT)
 
-    assert (decided.halts, decided.part, decided.why) == (False, SequenceRange(11, 14), "accepted by ops: why")
+    assert (decided.needs_operator, decided.part, decided.reason) == (
+        False,
+        SequenceRange(11, 14),
+        "accepted by ops: why",
+    )
 
 
 @pytest.mark.parametrize("at", ["yesterday", "2026-01-01", "2026-01-01T00:00:00", "2026-13-01T00:00:00Z"])
-def test_a_gap_with_a_time_that_is_none_a_long_note_or_spoiled_is_refused(at: str) -> None:
-    good = AcceptedGap(SequenceRange(1, 2), at="2026-01-01T00:00:00.123456789Z")
+def test_a_corrupt_gap_or_one_with_a_bad_time_or_a_long_note_is_refused(at: str) -> None:
+    good = AcceptedGap(SequenceRange(1, 2), decided_at="2026-01-01T00:00:00.123456789Z")
 
     assert AcceptedGap.from_json(good.to_json()) == good
     with pytest.raises(ValueError, match="expected a time with its zone"):
-        AcceptedGap.from_json(good.to_json().replace(good.at.encode(), at.encode()))
+        AcceptedGap.from_json(good.to_json().replace(good.decided_at.encode(), at.encode()))
     with pytest.raises(ValueError, match="note: expected at most"):
         AcceptedGap(SequenceRange(1, 2), "x" * 1001)
-    for spoiled in (b"", b"{}", b"[]", b"null", good.to_json().replace(b'"first":1', b'"first":50')):
+    for corrupt in (b"", b"{}", b"[]", b"null", good.to_json().replace(b'"first":1', b'"first":50')):
         with pytest.raises(ValueError):
-            AcceptedGap.from_json(spoiled)
+            AcceptedGap.from_json(corrupt)
 
 
-def test_the_key_of_a_gap_tells_its_range_and_gaps_that_end_before_a_position_are_not_listed() -> None:
+def test_the_key_of_a_gap_holds_its_range_and_gaps_that_end_before_a_position_are_not_listed() -> None:
     layout, prefix = Layout("p"), "p/_floe/x/gaps/"
     key = layout.gap(prefix, SequenceRange(5, 9))
 
@@ -140,7 +157,7 @@ def test_the_key_of_a_gap_tells_its_range_and_gaps_that_end_before_a_position_ar
 
 
 class Objects:
-    """A store whose clock is what the test says; `error`: what a put raises, which takes `seconds`."""
+    """A store with a clock set by the test; `error`: raised by a put, which takes `seconds`."""
 
     def __init__(self, error: Exception | None = None, seconds: float = 0.0) -> None:
         self.time, self.puts, self.error, self.seconds = 5000.0, 0, error, seconds
@@ -176,16 +193,16 @@ def test_the_stores_clock_is_asked_once_a_minute_and_never_the_hosts() -> None:
 
 def test_where_ingress_may_not_write_nothing_is_later_than_what_is_there() -> None:
     store_clock = Objects(Refused("no")).asked()
-    assert (store_clock.now(123.0), store_clock.stamp()) == (123.0, ManualClock().now())
+    assert (store_clock.now(123.0), store_clock.now_or_host()) == (123.0, ManualClock().now())
     with pytest.raises(Unavailable):
         Objects(OutcomeUnknown("lost")).asked().now(123.0)
 
 
-# Whose turn it is
+# The order of turns
 
 
 def queue_of(*names: str, most: int = 3) -> TurnQueue[str]:
-    """Who waits; the first letter of a name is its site."""
+    """Return the queue of these names; the first letter of a name is its site."""
     queue = TurnQueue[str](most)
     for name in names:
         queue.put(name[0], name)
@@ -193,9 +210,9 @@ def queue_of(*names: str, most: int = 3) -> TurnQueue[str]:
 
 
 async def next_of(queue: TurnQueue[str]) -> str:
-    """The next turn, which is over before another begins."""
-    site, waiting = await queue.get()
-    queue.done(site)
+    """Return the next turn, which ends before another begins."""
+    site, waiting = await queue.begin_turn()
+    queue.end_turn(site)
     return waiting
 
 
@@ -204,7 +221,7 @@ async def test_turns_are_fair_by_site_and_then_in_order() -> None:
     assert [await next_of(queue) for _ in range(6)] == ["a1", "b1", "c1", "a2", "c2", "a3"]
 
     queue, found = queue_of("a1", "a2", "a3", "b1"), list[str]()
-    for _ in range(8):  # both want every turn
+    for _ in range(8):  # both wait for every turn
         found.append(await next_of(queue))
         queue.put(found[-1][0], found[-1])
     assert found == ["a1", "b1", "a2", "b1", "a3", "b1", "a1", "b1"]
@@ -212,33 +229,33 @@ async def test_turns_are_fair_by_site_and_then_in_order() -> None:
 
 async def test_one_turn_is_left_for_a_site_that_begins_to_wait() -> None:
     queue = queue_of("a1", "a2", "a3", "a4", "a5")
-    assert [(await queue.get())[1] for _ in range(3)] == ["a1", "a2", "a3"]
-    waiting = asyncio.create_task(queue.get())
+    assert [(await queue.begin_turn())[1] for _ in range(3)] == ["a1", "a2", "a3"]
+    waiting = asyncio.create_task(queue.begin_turn())
     for _ in range(2):
         await asyncio.sleep(0)
     assert not waiting.done(), "the site has three turns"
     queue.put("b", "b1")
     assert await waiting == ("b", "b1")
-    queue.done("a")
-    assert await queue.get() == ("a", "a4")
+    queue.end_turn("a")
+    assert await queue.begin_turn() == ("a", "a4")
 
 
 async def test_nobody_waits_any_more_once_the_turns_are_cleared() -> None:
     queue = queue_of("a1", "a2", most=1)
-    assert await queue.get() == ("a", "a1")
+    assert await queue.begin_turn() == ("a", "a1")
     queue.waiting.clear()
     queue.put("b", "b1")
-    assert await queue.get() == ("b", "b1")
+    assert await queue.begin_turn() == ("b", "b1")
     queue.put("a", "a3")
-    queue.done("a")
-    assert await queue.get() == ("a", "a3")
+    queue.end_turn("a")
+    assert await queue.begin_turn() == ("a", "a3")
 
 
 LAYOUT, NONE = Layout("data"), frozenset[str]()
 
 
 class Counted:
-    """A listing of `keys`; counts what is asked for."""
+    """A listing of `keys` that counts its requests."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self.keys = sorted(keys)
@@ -260,36 +277,40 @@ def store_of(*keys: str) -> tuple[SegmentStore, Counted]:
 
 
 def small(first: int, last: int) -> list[str]:
-    """Level 0 in segments of one sequence."""
+    """Return level 0 in segments of one sequence."""
     return [key(each, each) for each in range(first, last + 1)]
 
 
-def test_levels_above_are_asked_only_where_level_0_does_not_lead_on_and_until_one_does() -> None:
+def test_levels_above_are_listed_only_if_level_0_does_not_continue_and_until_one_does() -> None:
     store, objects = store_of(*small(1, 500), key(1, 500, 1))
-    found = look(store, CHAIN, 5, None, NONE).stretches
-    assert (found[0].rows.first, found[-1].rows.last, objects.entries) == (5, 4 + LISTED, LISTED)
+    found = plan_from_listings(store, CHAIN, 5, None, NONE).stretches
+    assert (found[0].rows.first, found[-1].rows.last, objects.entries) == (
+        5,
+        4 + SEARCH_PAGE,
+        SEARCH_PAGE,
+    )
 
     store, objects = store_of(*small(501, 900), key(1, 500, 2), *[key(n, n, 7) for n in range(1, 500)])
-    [above, *_] = look(store, CHAIN, 42, None, NONE).stretches
-    assert (above.segment.level, above.rows, objects.entries) == (2, SequenceRange(42, 500), LISTED + 1)
+    [above, *_] = plan_from_listings(store, CHAIN, 42, None, NONE).stretches
+    assert (above.segment.level, above.rows, objects.entries) == (2, SequenceRange(42, 500), SEARCH_PAGE + 1)
 
 
-def test_a_look_reads_one_page_of_each_level_however_much_there_is() -> None:
+def test_a_pass_reads_one_page_of_each_level_however_much_there_is() -> None:
     store, objects = store_of(*small(11, 5000), *[key(n, n, 1) for n in range(11, 5000)])
 
-    plan = look(store, CHAIN, 10, None, NONE, search=(search := SearchState()))
+    plan = plan_from_listings(store, CHAIN, 10, None, NONE, search=(search := SearchState()))
 
     assert (plan.phase, plan.hole) == (Phase.LATE, SequenceRange(10, 10))
-    assert objects.entries <= 3 * LISTED
+    assert objects.entries <= 3 * SEARCH_PAGE
     assert search.frontier
 
 
-def test_a_segment_that_reaches_over_a_whole_page_of_later_ones_is_found_by_looking_on() -> None:
-    """Egress reads again above a hole: what it writes then overlaps everything that was there."""
+def test_a_segment_that_reaches_over_a_whole_page_of_later_ones_is_found_by_reading_on() -> None:
+    """Find it: a segment that egress writes when it reads again above a hole overlaps all earlier ones."""
     store, _ = store_of(*small(11, 1000), key(5, 990))
     search, looks = SearchState(), 0
 
-    while (plan := look(store, CHAIN, 10, None, NONE, search=search)).phase is Phase.LATE:
+    while (plan := plan_from_listings(store, CHAIN, 10, None, NONE, search=search)).phase is Phase.LATE:
         looks += 1
         assert looks < 20, "not found"
     assert plan.stretches[0].rows == SequenceRange(10, 990)
@@ -300,24 +321,24 @@ def test_a_search_begins_again_when_it_came_to_the_end_and_sees_what_arrived_mea
     store, objects = store_of(*small(11, 1000))
     search = SearchState()
     for _ in range(15):
-        assert look(store, CHAIN, 10, None, NONE, search=search).phase is Phase.LATE
+        assert plan_from_listings(store, CHAIN, 10, None, NONE, search=search).phase is Phase.LATE
     objects.keys = sorted([*objects.keys, key(1, 500)])
 
-    assert any(look(store, CHAIN, 10, None, NONE, search=search).phase is Phase.READY for _ in range(15))
+    assert any(plan_from_listings(store, CHAIN, 10, None, NONE, search=search).phase is Phase.READY for _ in range(15))
 
 
 def test_a_survey_sees_everything_before_something_is_given_up() -> None:
     hole = SequenceRange(10, 40)
-    assert survey(*store_of()[:1], CHAIN, hole, NONE) == hole
+    assert search_whole_chain(*store_of()[:1], CHAIN, hole, NONE) == hole
     store, _ = store_of(*small(41, 3000), key(30, 2900))
-    assert survey(store, CHAIN, hole, NONE) == SequenceRange(10, 29)
-    assert survey(store, CHAIN, hole, {key(30, 2900)}) == hole
+    assert search_whole_chain(store, CHAIN, hole, NONE) == SequenceRange(10, 29)
+    assert search_whole_chain(store, CHAIN, hole, {key(30, 2900)}) == hole
     store, _ = store_of(*small(41, 3000), key(30, 2900), key(1, 2950, 3))
-    leads_on = survey(store, CHAIN, hole, NONE)
-    assert isinstance(leads_on, SegmentRef)
-    assert leads_on.coverage == SequenceRange(1, 2950)
+    found = search_whole_chain(store, CHAIN, hole, NONE)
+    assert isinstance(found, SegmentRef)
+    assert found.coverage == SequenceRange(1, 2950)
     store, _ = store_of(key(15, 20), key(10, 12), key(41, 50))
-    assert survey(store, CHAIN, hole, {key(10, 12)}) == SequenceRange(10, 14)
+    assert search_whole_chain(store, CHAIN, hole, {key(10, 12)}) == SequenceRange(10, 14)
 
 
 # The rows of an open intent
@@ -325,34 +346,34 @@ def test_a_survey_sees_everything_before_something_is_given_up() -> None:
 WANTED = SequenceRange(5, 50)
 
 
-def test_what_is_covered_needs_one_page_whatever_stands_behind() -> None:
+def test_what_is_covered_needs_one_page_whatever_follows() -> None:
     store, objects = store_of(*small(1, 5_000))
 
-    assert [each.rows.first for each in covering(store, CHAIN, WANTED, NONE)] == list(range(5, 51))
-    assert objects.entries == FIRST_PAGE
+    assert [each.rows.first for each in stretches_for(store, CHAIN, WANTED, NONE)] == list(range(5, 51))
+    assert objects.entries == COVER_FIRST_PAGE
 
 
-def test_a_damaged_segment_is_made_up_for_by_a_level_above() -> None:
+def test_a_damaged_segment_is_replaced_by_a_level_above() -> None:
     store, objects = store_of(*small(1, 5_000), key(1, 1000, 2))
 
-    found = covering(store, CHAIN, WANTED, {key(7, 7)})
+    found = stretches_for(store, CHAIN, WANTED, {key(7, 7)})
 
     assert (found[-1].segment.level, found[-1].rows.last) == (2, 50)
-    assert objects.entries <= 2 * FIRST_PAGE + 1
+    assert objects.entries <= 2 * COVER_FIRST_PAGE + 1
 
 
 def test_a_segment_that_ends_pages_behind_the_range_is_found() -> None:
     others = [key(n, n) for n in range(1, 3000) if n != 7]
     store, objects = store_of(*others, key(6, 2500), *small(4000, 6000))
 
-    found = covering(store, CHAIN, WANTED, NONE)
+    found = stretches_for(store, CHAIN, WANTED, NONE)
 
     assert [(each.rows.first, each.rows.last) for each in found] == [(5, 5), (6, 50)]
-    assert objects.entries <= FIRST_PAGE + 3 * NEXT_PAGE
+    assert objects.entries <= COVER_FIRST_PAGE + 3 * COVER_NEXT_PAGE
 
 
 def test_a_hole_in_the_range_leaves_nothing() -> None:
     store, _ = store_of(*[key(n, n) for n in range(1, 3000) if n != 7])
 
-    assert covering(store, CHAIN, WANTED, NONE) == []
-    assert covering(store, CHAIN, WANTED, {key(5, 5)}) == []
+    assert stretches_for(store, CHAIN, WANTED, NONE) == []
+    assert stretches_for(store, CHAIN, WANTED, {key(5, 5)}) == []

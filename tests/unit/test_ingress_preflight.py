@@ -1,4 +1,4 @@
-"""The target before anything is published: how it is made, what speaks against it, its publisher."""
+"""Checks of the target before anything is published: its creation, its problems, its publisher."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from common.errors import ConfigError
 from common.settings.ingress import IngressSettings, TargetSettings
-from ingress.preflight import add_command, contradictions, problems, stream_config
-from ingress.publishers.choose import choose, offered
+from ingress.preflight import add_command, config_problems, settings_problems, stream_config
+from ingress.publishers.choose import choose_publisher, objections
 
 
 def target(control_headers: Sequence[str] = (), **keys: Any) -> TargetSettings:
@@ -57,7 +57,7 @@ def moved(before: str, after: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("sources", "told"),
+    ("sources", "rest"),
     [
         ([source(subject_prefix="fleet", subject_remove="nodes.")], "--subjects 'fleet.>' "),
         ([source(subject_prefix="b"), source(subject_prefix="a")], "--subjects 'a.>,b.>' "),
@@ -68,23 +68,23 @@ def moved(before: str, after: str) -> dict[str, Any]:
         ([source(subject_prefix="f.{site}.r{incarnation}-{partition}")], "--subjects 'f.us-east.*.>' "),
         ([moved("nodes.*", "fleet.{{partition(4,1)}}.$1")], "--subjects 'fleet.*.*' "),
         ([moved("nodes.*", "fleet.$1"), source(subject_prefix="fleet")], "--subjects 'fleet.>' "),
-        # What may be anything is asked for by `nats`.
+        # `nats` asks for values that may be anything.
         ([source()], "--storage"),
         ([source(subject_prefix="fleet", subject_remove="fleet.")], "--storage"),
         ([source(subject_prefix="{site}", subject_remove="east.")], "--storage"),
         ([source(subject_prefix="f.{partition}", subject_remove="7.nodes.")], "--storage"),
     ],
 )
-def test_the_line_that_makes_a_target_names_its_subjects(sources: list[dict[str, Any]], told: str) -> None:
+def test_the_line_that_makes_a_target_names_its_subjects(sources: list[dict[str, Any]], rest: str) -> None:
     line = add_command(target(sources=[{**each, "feed": f"F{n}"} for n, each in enumerate(sources)]))
 
-    assert line.startswith(f"nats stream add FLEET {told}")
+    assert line.startswith(f"nats stream add FLEET {rest}")
 
 
 def test_what_floe_creates_it_also_takes_and_a_target_of_the_operators_own_may_forget() -> None:
-    assert list(problems(created(), target(create={}))) == []
+    assert list(config_problems(created(), target(create={}))) == []
     config = {**created(), "retention": "workqueue", "max_age": 5, "storage": "memory"}
-    assert list(problems(config, target())) == []
+    assert list(config_problems(config, target())) == []
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ def test_what_floe_creates_it_also_takes_and_a_target_of_the_operators_own_may_f
 def test_a_dangerous_difference_is_named_with_both_values(changes: dict[str, Any], problem: str) -> None:
     keys = {"create": {"replicas": 3}, "control_headers": ["Nats-TTL", "Nats-Rollup"]}
 
-    (found,) = problems({**created(**keys), **changes}, target(**keys))
+    (found,) = config_problems({**created(**keys), **changes}, target(**keys))
 
     assert found.startswith(problem)
 
 
 def test_a_control_header_that_none_may_be_is_named() -> None:
-    (found,) = problems(created(), target(control_headers=["Nats-Schedule"]))
+    (found,) = config_problems(created(), target(control_headers=["Nats-Schedule"]))
     assert found.startswith("control_headers: expected some of nats-marker-reason, nats-rollup, nats-ttl, found")
 
 
@@ -141,11 +141,11 @@ def test_a_source_rolls_up_only_its_own_subjects(sources: list[dict[str, Any]], 
     settings = target(sources=sources)
     config = {"subjects": [">"], "allow_rollup_hdrs": True}
 
-    found = list(problems(config, settings))
+    found = list(config_problems(config, settings))
 
     assert all("control_headers: expected nats-rollup only where no other site" in each for each in found)
     assert [int(each.split(".")[1]) for each in found] == meeting
-    keys = [key for key, _ in contradictions(IngressSettings(targets=(settings,)))]
+    keys = [key for key, _ in settings_problems(IngressSettings(targets=(settings,)))]
     assert keys == [f"ingress.targets.0.sources.{index}.control_headers" for index in meeting]
 
 
@@ -167,23 +167,23 @@ def test_a_source_rolls_up_only_its_own_subjects(sources: list[dict[str, Any]], 
 )
 def test_a_source_that_could_store_nothing_is_found(source: dict[str, Any], found: str | None) -> None:
     settings = target(sources=[{"site": "us-east", "feed": "NODES", **source}])
-    told = [f"sources.0: expected subjects that the target takes (other.>, more.*), found {found}"] if found else []
+    expected = [f"sources.0: expected subjects that the target takes (other.>, more.*), found {found}"] if found else []
 
-    assert list(problems({"subjects": ["other.>", "more.*"]}, settings)) == told
+    assert list(config_problems({"subjects": ["other.>", "more.*"]}, settings)) == expected
 
 
 ATOMIC, BOTH = {"allow_atomic": True}, {"allow_atomic": True, "allow_batched": True}
 
 
 def test_each_publisher_has_its_reason_and_a_refusal_names_the_key_and_the_command() -> None:
-    against = offered((2, 15, 1), BOTH, frozenset(), exclusive=False)
-    assert choose("FLEET", "auto", against) == "atomic"
+    against = objections((2, 15, 1), BOTH, frozenset(), exclusive=False)
+    assert choose_publisher("FLEET", "auto", against) == "atomic"
     assert against["fast"] == "exclusive is false, and a foreign message ends a whole batch"
     reasons = {"fast": "nats-server 2.13.0 is older than 2.14", "atomic": "the stream says allow_atomic false"}
-    assert offered((2, 13, 0), {}, frozenset()) == {**reasons, "single": ""}
+    assert objections((2, 13, 0), {}, frozenset()) == {**reasons, "single": ""}
     for name in ("fast", "atomic"):
         with pytest.raises(ConfigError, match=f"expected one that it offers, found {name}: the stream says") as error:
-            choose("FLEET", name, offered((2, 15, 1), {}, frozenset()))
+            choose_publisher("FLEET", name, objections((2, 15, 1), {}, frozenset()))
         assert (error.value.code, "nats stream edit FLEET --allow-" in error.value.hint) == ("E-PUBLISHER", True)
 
 
@@ -206,4 +206,4 @@ def test_the_publisher_follows_the_server_and_what_the_stream_echoes(
     version: tuple[int, int, int], config: dict[str, Any], control: str, name: str
 ) -> None:
     acting = frozenset({control.encode()} if control else ())
-    assert choose("FLEET", "auto", offered(version, config, acting)) == name
+    assert choose_publisher("FLEET", "auto", objections(version, config, acting)) == name

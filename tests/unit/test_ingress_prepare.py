@@ -1,4 +1,4 @@
-"""Rows are made ready: subjects, headers, sizes; what the target would refuse is found before an intent holds it."""
+"""Preparation of rows: subjects, headers, sizes; messages that a target would refuse are found before an intent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import Layout
 from common.segments.segment import Message
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from ingress.rows import prepare
-from ingress.rows.decoder import Relays
-from ingress.rows.prepare import Accepting, Prepared, Preparer, SubjectRule, TargetLimits
+from ingress.rows.decoder import RelayFlags
+from ingress.rows.prepare import Prepared, Preparer, SubjectFilters, SubjectRule, TargetLimits
 from tests.support.headers import escape
 from tests.support.segments import batch_of, message
 
@@ -37,8 +37,8 @@ def preparer_of(
     chain: Chain = CHAIN,
     **more: Any,
 ) -> Preparer:
-    limits = TargetLimits(Accepting([subjects]), most, **more)
-    return Preparer(chain, SubjectRule(b"fleet"), limits, *([line] if line else []), acting=control)
+    limits = TargetLimits(SubjectFilters([subjects]), most, **more)
+    return Preparer(chain, SubjectRule(b"fleet"), limits, *([line] if line else []), active=control)
 
 
 def prepared(*rows: Message, **more: Any) -> Prepared:
@@ -65,7 +65,7 @@ def block(*lines: bytes) -> bytes:
 @pytest.mark.parametrize("relay", [False, True])
 @pytest.mark.parametrize("chain", [CHAIN, Chain("us", "a%d%b")])
 def test_each_message_carries_its_provenance_as_the_headers_module_writes_it(chain: Chain, relay: bool) -> None:
-    """Former hops stay hops on a relay only, as the tests of that module hold."""
+    """Keep former hops as hops on a relay only, as the tests of the headers module require."""
     hop = escape(block(b"A: 1", b"Nats-TTL: 5m"), Provenance("city", "NODES", 0, 0, 41, 1), TTL)
     rows = [
         message(7),
@@ -73,7 +73,7 @@ def test_each_message_carries_its_provenance_as_the_headers_module_writes_it(cha
         message(13, headers=hop),
     ]
     preparer = preparer_of(chain=chain, control=TTL)
-    preparer.relay = relay
+    preparer.is_relay = relay
 
     for row, found in zip(rows, ready(preparer.prepare(batch_of(rows))), strict=True):
         origin = Provenance(chain.site, chain.feed, chain.incarnation, chain.partition, row.sequence, row.timestamp_ns)
@@ -86,8 +86,8 @@ def test_rows_up_to_the_first_that_has_no_place_at_the_target_are_ready_and_the_
     for _ in range(2):
         result = preparer.prepare(batch_of(rows))
         assert (carried(result), refusal(result).code) == ([1, 2], "E-SUBJECT")
-        told = "at sequence 3: subject 'a..b c' becomes 'fleet.a.b c': it holds a space, tab, CR, LF or NUL"
-        assert refusal(result).message == f"chain us-east/NODES/0001/2 stops {told}"
+        why = "at sequence 3: subject 'a..b c' becomes 'fleet.a.b c': it holds a space, tab, CR, LF or NUL"
+        assert refusal(result).message == f"chain us-east/NODES/0001/2 stops {why}"
     assert "floe chain resume -c " in refusal(result).hint
     assert "--site us-east --feed NODES --incarnation 1 --partition 2 --sequence 4 --yes" in refusal(result).hint
 
@@ -105,22 +105,22 @@ def test_what_is_too_large_is_named_with_both_sizes_and_of_several_problems_the_
     lines = [b"Nats-X%d: 1" % number for number in range(3000)]
     error = refusal(prepared(message(1), message(2, headers=block(*lines))))
     assert "the header block needs" in error.message
-    assert error.message.endswith(f"the target takes {prepare.MAX_HEADER_BLOCK}")
+    assert error.message.endswith(f"the target takes {prepare.MAX_HEADER_BLOCK_BYTES}")
 
 
 def test_a_message_above_what_is_archived_stops_the_chain_and_is_not_parked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingress.rows.prepare.MOST_CARRIED", 1300)
+    monkeypatch.setattr("ingress.rows.prepare.MAX_PUBLISHED_BYTES", 1300)
     rows = [message(1), message(2, b"x" * 700), message(3, b"x" * 1100), message(4)]
     result = prepared(*rows, most=900, parks=True)
 
-    assert (result.left_out, [each.message.sequence for each in result.oversize]) == ((2,), [2])
+    assert (result.excluded, [each.message.sequence for each in result.oversize]) == ((2,), [2])
     assert "stops at sequence 3: it needs 13" in refusal(result).message
     assert "--sequence 4 --yes" in refusal(result).hint
     assert "on_oversize" not in refusal(result).hint
 
-    # An intent that holds it is finished as it stands.
+    # An intent that holds it is finished unchanged.
     again = preparer_of()
-    again.leaves_out = frozenset()
+    again.excluded = frozenset()
     assert again.prepare(batch_of(rows)).problem is None
 
 
@@ -129,9 +129,9 @@ def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
 
     result = prepared(*rows)
 
-    sizes = [end - begin for begin, end in pairwise([0, *result.batch.ends])]
+    sizes = [end - begin for begin, end in pairwise([0, *result.batch.byte_ends])]
     for (_, tail, payload), size in zip(ready(result), sizes, strict=True):
-        assert len(VERSION) + len(tail) + len(payload) + prepare.PUBLISHER_LINES - 20 <= size
+        assert len(VERSION) + len(tail) + len(payload) + prepare.PUBLISHER_LINES_BYTES - 20 <= size
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_what_acts_is_named_valid_and_harmless(line: bytes, control: bytes, is_s
     assert (b"\r\nFloe-Original: " + line + b"\r\n" in tail) is not acts
 
 
-def test_one_more_line_stands_behind_the_provenance_of_each_message() -> None:
+def test_one_more_line_follows_the_provenance_of_each_message() -> None:
     rows = batch_of([message(7), message(8, headers=block(b"A: 1"))])
 
     found, bare = (ready(preparer_of(line=line).prepare(rows)) for line in (b"Floe-Replay: x", b""))
@@ -170,7 +170,7 @@ def test_one_more_line_stands_behind_the_provenance_of_each_message() -> None:
 
 def parking(*rows: Message, leaves_out: frozenset[int] | None = None) -> Prepared:
     preparer = preparer_of(2000, parks=True)
-    preparer.leaves_out = leaves_out
+    preparer.excluded = leaves_out
     return preparer.prepare(batch_of(rows))
 
 
@@ -180,51 +180,51 @@ def test_messages_that_are_too_large_are_left_out_where_they_are_parked() -> Non
 
     assert carried(result) == [1, 3, 5]
     assert [bytes(payload) for _, _, payload in ready(result)] == [b"payload"] * 3
-    assert (result.left_out, result.problem) == ((2, 4), None)
+    assert (result.excluded, result.problem) == ((2, 4), None)
     assert [each.message for each in result.oversize] == [large, block_too_large]
-    whats = [each.why.removeprefix("the ").partition(" needs ")[0] for each in result.oversize]
+    whats = [each.reason.removeprefix("the ").partition(" needs ")[0] for each in result.oversize]
     assert whats == ["message with its headers", "header block"]
 
     nothing = parking(large, replace(large, sequence=3))
-    assert (nothing.batch, nothing.left_out, nothing.problem) == (None, (2, 3), None)
+    assert (nothing.batch, nothing.excluded, nothing.problem) == (None, (2, 3), None)
 
 
 def test_a_subject_that_is_refused_stops_and_nothing_behind_it_is_parked() -> None:
     bad = message(3, b"x" * 3000, subject=b"a b")
     result = parking(message(1, b"x" * 3000), message(2), bad, message(4, b"x" * 3000))
-    assert (refusal(result).code, result.left_out, carried(result)) == ("E-SUBJECT", (1,), [2])
+    assert (refusal(result).code, result.excluded, carried(result)) == ("E-SUBJECT", (1,), [2])
 
 
-def test_an_intent_leaves_out_exactly_what_it_says_whatever_the_limits_are() -> None:
+def test_an_intent_leaves_out_exactly_what_it_names_for_any_limits() -> None:
     rows = [message(1), message(2), message(3, b"x" * 3000), message(4)]
 
     result = parking(*rows, leaves_out=frozenset({2}))
-    assert (result.left_out, result.oversize, carried(result)) == ((2,), (), [1])
+    assert (result.excluded, result.oversize, carried(result)) == ((2,), (), [1])
     assert refusal(result).code == "E-MSG-TOO-LARGE"
 
     result = parking(*rows, leaves_out=frozenset({3, 99}))
-    assert (carried(result), result.left_out, result.problem) == ([1, 2, 4], (3,), None)
+    assert (carried(result), result.excluded, result.problem) == ([1, 2, 4], (3,), None)
 
 
 # Which streams are relays
 
 
-async def test_the_document_of_a_chain_says_it_and_without_a_good_one_nothing_is_guessed(tmp_path: Path) -> None:
-    documents, threads = ChainStore(LocalObjects(tmp_path), Layout("data")), Threads("test", 1)
+async def test_a_chains_document_decides_it_and_without_a_good_one_nothing_is_guessed(tmp_path: Path) -> None:
+    documents, threads = ChainStore(LocalObjects(tmp_path), Layout("data")), ThreadPool("test", 1)
     for partition, relay in ((0, True), (1, False)):
-        chain, relays = Chain("city", "NODES", 0, partition), Relays(documents, threads)
+        chain, relays = Chain("city", "NODES", 0, partition), RelayFlags(documents, threads)
         with pytest.raises(Unavailable):
-            await relays.of(chain)
+            await relays.is_relay(chain)
         documents.create_chain(chain, ChainDocument((), 2, 1, relay=relay))
-        assert await asyncio.gather(relays.of(chain), relays.of(chain)) == [relay, relay]
+        assert await asyncio.gather(relays.is_relay(chain), relays.is_relay(chain)) == [relay, relay]
         documents.objects.put(documents.layout.chain_document(chain), b"{}")
-        assert await relays.of(chain) is relay
+        assert await relays.is_relay(chain) is relay
         with pytest.raises(DataError):
-            await Relays(documents, threads).of(chain)
+            await RelayFlags(documents, threads).is_relay(chain)
     threads.close()
 
 
-# Subjects: the rules of stream-replicator, what may be published, what a stream takes
+# Subjects: the rules of stream-replicator, publishable subjects, subjects that a stream takes
 
 
 def test_prefix_then_remove_then_one_dot_for_two() -> None:
@@ -242,14 +242,14 @@ def test_prefix_then_remove_then_one_dot_for_two() -> None:
 
 def test_what_cannot_be_published_to_is_named_and_what_the_wire_can_carry_is_taken() -> None:
     wrong = {"empty": [b""], "space": [b"a b", b"a\r\nPUB x 0", b"a\tb", b"a\x00b"]}
-    wrong |= {"empty token": [b".a", b"a.", b"a..b"], "3901 bytes": [b"a" * (prepare.MAX_SUBJECT + 1)]}
+    wrong |= {"empty token": [b".a", b"a.", b"a..b"], "3901 bytes": [b"a" * (prepare.MAX_SUBJECT_BYTES + 1)]}
     for why, subjects in wrong.items():
-        assert [subject for subject in subjects if why not in prepare.problem(subject)] == []
-    taken = (b"a", b"a.b-c_d$", b"a*b.c>d", b"a.*.>", b"\x01.\xff.\xc3\xa4", b"x" * prepare.MAX_SUBJECT)
-    assert {subject: prepare.problem(subject) for subject in taken} == dict.fromkeys(taken, "")
+        assert [subject for subject in subjects if why not in prepare.subject_problem(subject)] == []
+    taken = (b"a", b"a.b-c_d$", b"a*b.c>d", b"a.*.>", b"\x01.\xff.\xc3\xa4", b"x" * prepare.MAX_SUBJECT_BYTES)
+    assert {subject: prepare.subject_problem(subject) for subject in taken} == dict.fromkeys(taken, "")
 
 
 def test_a_stream_takes_what_one_of_its_subjects_matches_or_covers() -> None:
-    accepting = Accepting(["fleet.>", "a.*.c"])
+    accepting = SubjectFilters(["fleet.>", "a.*.c"])
     assert [subject in accepting for subject in (b"fleet.a", b"a.b.c", b"a.b")] == [True, True, False]
     assert [accepting.covers(p) for p in ("fleet.*.b", "a.b.c", "a.*.>", ">")] == [True, True, False, False]

@@ -1,4 +1,4 @@
-"""Which chains may flow in, and in which order incarnations begin."""
+"""The chains that are carried, and the order in which incarnations begin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.chain import MAX_INCARNATION, Chain
 from common.errors import ConfigError, Stopped
 from common.settings.ingress import TargetSettings
 from ingress.chains.chain_state import ChainRegistry
-from ingress.rows.prepare import Accepting, TargetLimits
+from ingress.rows.prepare import SubjectFilters, TargetLimits
 from tests.support.ingress import CHAIN
 
 NEXT, LATEST = CHAIN.next_incarnation(), Chain("us-east", "NODES", MAX_INCARNATION)
@@ -20,7 +20,7 @@ NEXT, LATEST = CHAIN.next_incarnation(), Chain("us-east", "NODES", MAX_INCARNATI
 def new_registry(max_chains: int = 4096, **keys: Any) -> ChainRegistry:
     source = {"site": ["us-east", "eu-west"], "feed": ["NODES", "LOGS"], "max_chains": max_chains}
     settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source], **keys})
-    return ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
+    return ChainRegistry(settings, TargetLimits(SubjectFilters([">"]), 1 << 20))
 
 
 def obstacle(registry: ChainRegistry, positions: dict[Chain, int], chain: Chain = NEXT) -> str:
@@ -44,29 +44,29 @@ def test_a_lane_begins_and_ends() -> None:
     for positions, chain, found in (
         ({CHAIN: 42}, CHAIN, (42, True, None)),
         ({CHAIN: 11, NEXT: 5}, CHAIN, (11, True, 10)),  # the next incarnation has begun
-        ({LATEST: 7}, LATEST, (7, True, None)),  # the last incarnation that there can be
+        ({LATEST: 7}, LATEST, (7, True, None)),  # the last possible incarnation
         ({}, partition(5), (0, False, 0)),  # the next one does not know this partition
     ):
         registry = new_registry()
         registry.positions = positions
         state = registry.add(chain)
         if not positions:
-            registry.set_previous(NEXT, {0: 10})
+            registry.set_previous_ends(NEXT, {0: 10})
         assert (state.position, state.has_begun, state.end) == found
 
 
 def test_an_incarnation_waits_for_stream_json_then_for_the_ends_of_the_one_before() -> None:
     registry = new_registry()
     before, *_ = registry.add(CHAIN), registry.add(NEXT), registry.add(LATEST)
-    assert registry.needs_previous(CHAIN) == registry.needs_previous(NEXT) == [NEXT]
-    assert registry.needs_previous(LATEST) == [LATEST]
+    assert registry.stream_documents_to_read(CHAIN) == registry.stream_documents_to_read(NEXT) == [NEXT]
+    assert registry.stream_documents_to_read(LATEST) == [LATEST]
     assert obstacle(registry, {}) == "stream.json is not there yet"
-    registry.cannot_read(NEXT, "stream.json is spoiled")
+    registry.record_unread(NEXT, "stream.json is spoiled")
     assert obstacle(registry, {}) == "stream.json is spoiled"
 
-    registry.set_previous(NEXT, {0: 10})
+    registry.set_previous_ends(NEXT, {0: 10})
 
-    assert registry.needs_previous(CHAIN) == registry.needs_previous(NEXT) == []
+    assert registry.stream_documents_to_read(CHAIN) == registry.stream_documents_to_read(NEXT) == []
     assert before.end == 10
     assert obstacle(registry, {CHAIN: 10}) == "us-east/NODES/0000/0 stands at 10 and ends at 10"
     assert obstacle(registry, {CHAIN: 11}) == obstacle(registry, {}, CHAIN) == ""
@@ -76,7 +76,7 @@ def test_an_incarnation_waits_until_all_partitions_before_it_have_reached_their_
     registry, other = new_registry(), partition(1)
     for chain in (CHAIN, other, NEXT):
         registry.add(chain)
-    registry.set_previous(NEXT, {0: 10, 1: 20, 2: 0})  # the third never covered anything
+    registry.set_previous_ends(NEXT, {0: 10, 1: 20, 2: 0})  # the third never covered anything
 
     first = "us-east/NODES/0000/0 stands at 1 and ends at 10; at most 2 more partitions have not ended"
     assert obstacle(registry, {}) == first
@@ -87,10 +87,10 @@ def test_an_incarnation_waits_until_all_partitions_before_it_have_reached_their_
     assert "us-east/NODES/0000/0 stands at 5" in registry.obstacle(NEXT)
 
 
-def test_an_incarnation_waits_for_partitions_that_it_has_not_seen_yet_and_says_so_in_short() -> None:
+def test_an_incarnation_waits_for_partitions_it_has_not_seen_yet_and_reports_it_briefly() -> None:
     registry = new_registry()
     registry.add(NEXT)
-    registry.set_previous(NEXT, dict.fromkeys(range(1024), 9))
+    registry.set_previous_ends(NEXT, dict.fromkeys(range(1024), 9))
     assert len(registry.obstacle(NEXT)) < 200
     assert registry.unknown_before(NEXT) == list(range(1024))
     registry.add(CHAIN)
@@ -100,7 +100,7 @@ def test_an_incarnation_waits_for_partitions_that_it_has_not_seen_yet_and_says_s
 def test_an_incarnation_whose_stream_json_names_no_ends_stops() -> None:
     registry = new_registry()
     registry.add(NEXT)
-    registry.set_previous(NEXT, None)
+    registry.set_previous_ends(NEXT, None)
 
     with pytest.raises(Stopped, match="expected the ends of the incarnation before, found none") as caught:
         registry.check_may_begin(NEXT, 7)
@@ -110,7 +110,7 @@ def test_an_incarnation_whose_stream_json_names_no_ends_stops() -> None:
 def test_a_new_incarnation_can_be_made_to_wait_for_an_operator_once_the_one_before_is_done() -> None:
     registry = new_registry(on_new_incarnation="halt")
     registry.add(NEXT)
-    registry.set_previous(NEXT, {0: 5})
+    registry.set_previous_ends(NEXT, {0: 5})
 
     assert obstacle(registry, {}) == "us-east/NODES/0000/0 stands at 1 and ends at 5"
     assert obstacle(registry, {CHAIN: 6}) == ""
@@ -121,10 +121,10 @@ def test_a_new_incarnation_can_be_made_to_wait_for_an_operator_once_the_one_befo
     registry.check_may_begin(CHAIN, 1)
 
 
-def test_a_reset_makes_lanes_anew_and_keeps_what_is_known_of_the_store() -> None:
+def test_a_reset_makes_new_lanes_and_keeps_what_is_known_of_the_store() -> None:
     registry = new_registry()
     former = registry.add(CHAIN)
-    registry.archive(CHAIN, 99)
+    registry.set_archived_end(CHAIN, 99)
     registry.reset({CHAIN: 50})
     state = registry.get(CHAIN)
 
@@ -132,7 +132,7 @@ def test_a_reset_makes_lanes_anew_and_keeps_what_is_known_of_the_store() -> None
 
 
 class Positions(dict[Chain, int]):
-    """Positions that count how often they are looked through, and how often they are asked for one of them."""
+    """Positions that count how often they are iterated, and how often one of them is read."""
 
     through = asked = 0
 
@@ -155,8 +155,8 @@ def test_the_work_of_a_start_grows_with_the_chains_only(incarnations: int, parti
         registry.add(chain)
     registry.reset(positions)
     for chain in chains:
-        for whole in registry.needs_previous(chain):
-            registry.set_previous(whole, dict.fromkeys(range(partitions), 9))
+        for whole in registry.stream_documents_to_read(chain):
+            registry.set_previous_ends(whole, dict.fromkeys(range(partitions), 9))
 
     assert [registry.obstacle(chain) for chain in chains] == [""] * len(chains)
     ends = {chain: state.end for chain in chains if (state := registry.get(chain)) is not None}
@@ -174,11 +174,11 @@ def test_a_feed_with_too_many_chains_stops_and_no_other_does(caplog: pytest.LogC
     asked = positions.asked
     assert [registry.add(partition(number)) for number in range(100, 300)] == [None] * 200  # as each poll does
     assert positions.asked - asked <= 400
-    error = registry.stop_of(CHAIN)
+    error = registry.feed_error(CHAIN)
     assert (error.code, "expected at most 100 chains" in error.message) == ("E-CHAINS", True)
     assert caplog.text.count("feed stopped") == 1
     for other in (Chain("us-east", "LOGS", 0, 0), Chain("eu-west", "NODES", 0, 0)):
-        assert (registry.add(other) is None, registry.stop_of(other)) == (False, None)
+        assert (registry.add(other) is None, registry.feed_error(other)) == (False, None)
 
 
 def test_chains_that_are_carried_to_their_end_do_not_count() -> None:
@@ -186,9 +186,9 @@ def test_chains_that_are_carried_to_their_end_do_not_count() -> None:
     chains = [Chain("us-east", "NODES", n) for n in range(20)]
     registry.positions = dict.fromkeys(chains[:-2], 10)
     assert all(registry.add(chain) is not None for chain in chains)
-    assert registry.stop_of(CHAIN) is None
+    assert registry.feed_error(CHAIN) is None
 
     assert [registry.add(Chain("us-east", "NODES", 19, n)) is not None for n in (1, 2)] == [False, False]
-    assert registry.stop_of(CHAIN) is not None
+    assert registry.feed_error(CHAIN) is not None
     registry.reset({**dict.fromkeys(chains, 10), Chain("us-east", "NODES", 20): 1})
-    assert (registry.stop_of(CHAIN), len(list(registry))) == (None, 22)
+    assert (registry.feed_error(CHAIN), len(list(registry))) == (None, 22)

@@ -1,4 +1,4 @@
-"""A delivery at a stop, a correction, a defect; what becomes of a target after an error, and its gauges."""
+"""Delivery to a target at a stop, a correction, a defect; the target after an error, and its gauges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from common import errors
 from common.chain import Chain
-from common.clock import SystemClock, doubling
+from common.clock import SystemClock, doubling_delays
 from common.jetstream.requests import ApiError
 from common.sequences import SequenceRange
 from common.service.monitor import Health
@@ -21,14 +21,14 @@ from common.settings.ingress import TargetSettings
 from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry, ChainState
 from ingress.chains.plan import ChainPlan, Phase
-from ingress.checkpoint import Checkpoint, CheckpointConflict, Intent, TargetState, open_intent
-from ingress.checkpoint_store import StateMoved, Stored
+from ingress.checkpoint import Checkpoint, Intent, StateConflict, TargetState, open_intent
+from ingress.checkpoint_store import StateChanged, StoredState
 from ingress.delivery import Delivery
 from ingress.deps import IngressTuning
-from ingress.errors import ends_target, leading, passes_by_itself
+from ingress.errors import is_fatal_for_target, is_transient, most_important_error
 from ingress.publishers.publisher import Outcome
 from ingress.report import Lags, TargetReport
-from ingress.rows.prepare import Accepting, Preparer, SubjectRule, TargetLimits
+from ingress.rows.prepare import Preparer, SubjectFilters, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from ingress.target import TargetSupervisor
 from ingress.verdict.verdict import Sending, Settled
@@ -42,15 +42,15 @@ def state(position: int, sequence: int = 0) -> TargetState:
 
 
 class World:
-    """Everything around a delivery: a target that takes all, a backlog without end, a state of its own.
+    """The surroundings of a delivery: a target that takes all, a backlog without end, a state of its own.
 
-    `moves`: what somebody else stores, one at each look at the state.
+    `moves`: messages stored by another publisher, one at each read of the state.
     """
 
-    steps_over, name = False, "fake"
+    is_shared, name = False, "fake"
 
     def __init__(self, moves: list[TargetState] | None = None, first: int = 1) -> None:
-        self.stored, self.moves = Stored(state(1), 1), moves or []
+        self.stored, self.moves = StoredState(state(1), 1), moves or []
         self.next, self.published, self.stop_at = first, 0, 5
         self.stop = Stop()
         self.recall, self.sending = self, Sending()
@@ -62,19 +62,19 @@ class World:
     def delivery(self, limits: Any = None) -> Delivery:
         return Delivery("T", self, self, self, self, ManualClock(), limits=limits)
 
-    async def first(self) -> tuple[Stored, None]:
+    async def load_first(self) -> tuple[StoredState, None]:
         return self.stored, None
 
-    async def save(self, after: TargetState, revision: int) -> Stored:
-        self.stored = Stored(after, revision + 1)
+    async def save(self, after: TargetState, revision: int) -> StoredState:
+        self.stored = StoredState(after, revision + 1)
         return self.stored
 
-    async def settle(self, known: Stored, _: Rows | None) -> Settled:
+    async def settle(self, known: StoredState, _: Rows | None) -> Settled:
         return Settled(self.state.checkpoint.target_sequence, 0)
 
-    async def check_moved(self, known: Stored) -> None:
+    async def check_moved(self, known: StoredState) -> None:
         if self.moves:
-            raise StateMoved(Stored(self.moves.pop(0), known.revision + 1))
+            raise StateChanged(StoredState(self.moves.pop(0), known.revision + 1))
 
     def check_lease(self) -> None: ...
 
@@ -85,20 +85,20 @@ class World:
         return Outcome(rows.count)
 
     async def take(self, stop: Stop, seconds: float) -> Rows | None:
-        """As the real ones: nothing is waited for where rows are ready."""
+        """Return at once if rows are ready, as the real ones do."""
         assert self.published < 50, "it never stops"
         self.next += 1
         return Rows([Block(piece(self.next - 1, self.next - 1))])
 
     def release(self, rows: Rows) -> None: ...
-    def closed(self, positions: Any) -> None: ...
+    def record_stored(self, positions: Any) -> None: ...
     def reset(self, positions: Any) -> None: ...
 
 
 class Shared(World):
-    """`exclusive: false`; nothing is sent of an intent that does not say so."""
+    """A world with `exclusive: false`; it sends an intent only if the intent records this."""
 
-    steps_over = True
+    is_shared = True
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
         assert self.state.intent.is_shared
@@ -109,23 +109,23 @@ class Shared(World):
 
 
 @pytest.mark.parametrize("before", [state(1), open_intent(state(1), [piece(1, 1)])])
-async def test_an_intent_that_others_may_stand_in_says_so_and_a_stop_in_a_backlog_closes_it(before: Any) -> None:
-    """Also one that was opened with `exclusive: true`: whoever switches back must not count its rows."""
+async def test_an_intent_that_others_may_share_records_it_and_a_stop_in_a_backlog_closes_it(before: Any) -> None:
+    """Include one opened with `exclusive: true`: after a switch back, its rows must not be counted."""
     world = Shared(first=before.intent.pieces[-1].rows.last + 1 if before.intent else 1)
-    world.stored = Stored(before, 1)
+    world.stored = StoredState(before, 1)
     await asyncio.wait_for(world.delivery().run(world.stop), PATIENCE)
     assert (world.published, world.state.checkpoint.positions) == (5, {CHAIN: 6})
 
 
 class Limits:
-    """A server that takes less at the first look; `refuses`: what an open intent holds too."""
+    """A server that takes less at the first read; `refuses`: it also refuses the rows of an open intent."""
 
     def __init__(self, world: World, *, refuses: bool = False) -> None:
-        self.world, self.refuses, self.renewed, self.are_outdated = world, refuses, 0, True
+        self.world, self.refuses, self.renewed, self.has_changed = world, refuses, 0, True
 
     async def renew(self, positions: Any) -> None:
         assert self.world.state.intent is None
-        self.renewed, self.are_outdated = self.renewed + 1, False
+        self.renewed, self.has_changed = self.renewed + 1, False
         self.world.next = positions[CHAIN]
 
     def check(self, rows: Rows, stored: int) -> None:
@@ -149,13 +149,15 @@ async def test_rows_made_ready_for_another_server_get_into_no_intent_and_what_it
 @pytest.mark.parametrize(("limit", "stored", "found"), [(99, 0, (CHAIN, 2, 100)), (99, 2, None), (100, 0, None)])
 def test_the_first_row_above_a_limit_is_found(limit: int, stored: int, found: tuple[object, int, int] | None) -> None:
     payloads = pa.array([b"", b"", b""], pa.binary())
-    batch = PreparedBatch([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
+    batch = PreparedBatch(
+        [1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], largest_message_bytes=100
+    )
     rows = Rows([Block(piece(1, 3), batch)])
-    assert (rows.most, rows.above(limit, stored)) == (100, found)
+    assert (rows.largest_message_bytes, rows.first_above(limit, stored)) == (100, found)
 
 
-async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_look_at() -> None:
-    with pytest.raises(CheckpointConflict) as error:
+async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_check() -> None:
+    with pytest.raises(StateConflict) as error:
         await World(first=7).delivery().run(Stop())
     assert "floe status -c " in error.value.hint
 
@@ -164,16 +166,16 @@ async def test_corrections_of_single_chains_in_a_row_do_not_end_a_target() -> No
     delivery = World(moves=[state(n) for n in (100, 200, 300, 400, 500)]).delivery()
     await delivery.begin()
     for _ in range(5):
-        await delivery.wait_for_quiet()
+        await delivery.wait_for_other_instance()
     assert delivery.state.checkpoint.positions == {CHAIN: 500}
 
 
-async def test_who_carries_on_and_on_is_another_writer() -> None:
+async def test_endless_changes_show_another_writer() -> None:
     for moves in [state(n + 1, n) for n in (1, 2, 3)], [open_intent(state(1), [piece(1, n)]) for n in (1, 2, 3)]:
         delivery = World(moves).delivery()
         await delivery.begin()
-        with pytest.raises(errors.AnotherWriter) as error:
-            await delivery.wait_for_quiet()
+        with pytest.raises(errors.OtherWriter) as error:
+            await delivery.wait_for_other_instance()
         assert (error.value.exit_code, "floe checkpoint ls -c " in error.value.hint) == (4, True)
 
 
@@ -182,10 +184,10 @@ async def test_after_a_defect_a_target_begins_again_after_pauses_that_grow(monke
 
     async def occupy(stop: Stop) -> None: ...
 
-    # Whoever gives a lease back needs more of the sharing than this.
-    sharing = SimpleNamespace(owner="me", slot=lambda key, told: SimpleNamespace(occupy=occupy))
+    # Releasing a lease needs more of the sharing than this.
+    sharing = SimpleNamespace(owner="me", slot=lambda key, observer: SimpleNamespace(wait_for_lease=occupy))
     near = {"health": health, "clock": clock, "sharing": sharing, "discovery": SimpleNamespace(sites=None)}
-    deps = SimpleNamespace(**near, pace=IngressTuning())
+    deps = SimpleNamespace(**near, tuning=IngressTuning())
     settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
     stop, began = Stop(), []
 
@@ -195,8 +197,8 @@ async def test_after_a_defect_a_target_begins_again_after_pauses_that_grow(monke
             stop.set()
         raise KeyError("nobody foresaw this")
 
-    monkeypatch.setattr("ingress.target.PAUSES", doubling(0.05, 30.0))
-    monkeypatch.setattr("ingress.target.Target", lambda *_: SimpleNamespace(check=check))
+    monkeypatch.setattr("ingress.target.TARGET_PAUSES_S", doubling_delays(0.05, 30.0))
+    monkeypatch.setattr("ingress.target.TargetRunner", lambda *_: SimpleNamespace(check=check))
     await TargetSupervisor(deps, settings).run(stop)
 
     assert all(b - a >= least for (a, b), least in zip(pairwise(began), (0.05, 0.1, 0.2), strict=True))
@@ -213,27 +215,27 @@ def test_what_ends_a_target_and_what_passes_by_itself() -> None:
         *((kind("x"), False, [False, False]) for kind in (errors.Stopped, errors.DataError)),
         (errors.ConfigError("x", code="E-TARGET"), False, [True, False]),
         (errors.ConfigError("x", code="E-SOURCES"), False, [True, True]),
-        (errors.AnotherWriter("x"), False, [True, True]),
+        (errors.OtherWriter("x"), False, [True, True]),
     ):
-        assert passes_by_itself(error) is passes
-        assert [ends_target(error, was_checked=each) for each in (False, True)] == ends
+        assert is_transient(error) is passes
+        assert [is_fatal_for_target(error, was_checked=each) for each in (False, True)] == ends
 
 
-def test_of_several_errors_the_one_for_an_operator_leads() -> None:
+def test_the_error_for_an_operator_comes_first() -> None:
     stop = errors.Stopped("x")
     within = BaseExceptionGroup("", [stop, ValueError("bug")])
-    assert leading(BaseExceptionGroup("", [errors.Unavailable("a"), within])) is stop
+    assert most_important_error(BaseExceptionGroup("", [errors.Unavailable("a"), within])) is stop
 
 
 def chain_state(position: int, archived: int, plan: ChainPlan | None = None) -> ChainState:
-    preparer = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1024))
+    preparer = Preparer(CHAIN, SubjectRule(), TargetLimits(SubjectFilters([">"]), 1024))
     found = ChainState(CHAIN, preparer, position, archived=archived)
     found.plan = plan or ChainPlan(Phase.IDLE)
     return found
 
 
 class Gauges(Lags):
-    """The lags of one target, and what its gauges show."""
+    """The lags of one target, and the values of its gauges."""
 
     def __init__(self) -> None:
         self.target = unique("T")
@@ -277,13 +279,13 @@ def test_the_lag_stays_until_another_instance_carries() -> None:
     clock, lags = SystemClock(), Gauges()
     report = TargetReport(lags.target, Health(clock), clock, owner="me")
     report.lags.measure([chain_state(101, 300)], {CHAIN: 101}, [], None, 1090.0)
-    report.gives_back()
+    report.report_released()
     for nobody in (None, "me"):
-        report.standby(nobody)
+        report.set_standby(nobody)
         assert lags.shown("lag_sequences") == [200]
     asked = metric_value("floe_ingress_lag_last_success_timestamp_seconds", {"target": lags.target})
     assert asked == 1090
-    report.standby("another")
+    report.set_standby("another")
     assert lags.shown("lag_sequences") == [None]
 
 
@@ -298,13 +300,13 @@ def test_the_lag_of_rows_that_are_being_sent_is_theirs_and_exact_as_soon_as_a_ti
 
 
 def test_the_lag_grows_while_the_store_cannot_be_read(lags: Gauges) -> None:
-    """What was archived meanwhile nobody knows; 0 would say that all of it is carried."""
+    """Let the lag grow: the messages archived meanwhile are unknown, and 0 would mean that all are carried."""
     state = chain_state(301, 300)
     for now in (1000.0, 1060.0):
-        lags.notice(is_read=False, now=now)
+        lags.record_store_state(is_read=False, now=now)
     lags.at(1060.0, state, 301)
-    assert (lags.shown("lag_seconds"), lags.of(state, {CHAIN: 301}, 1090.0)) == ([60], 90)
-    lags.notice(is_read=True, now=1100.0)
+    assert (lags.shown("lag_seconds"), lags.age(state, {CHAIN: 301}, 1090.0)) == ([60], 90)
+    lags.record_store_state(is_read=True, now=1100.0)
     lags.at(1100.0, state, 301)
     assert lags.shown("lag_seconds") == [0]
 
@@ -324,39 +326,41 @@ def test_a_paused_chain_is_shown_as_paused() -> None:
     assert state.status({CHAIN: 101}).items() >= {"phase": "paused", "paused": True, "position": 101}.items()
 
 
-def test_an_end_and_a_publisher_of_a_target_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_end_and_a_publisher_of_a_target_count_once(caplog: pytest.LogCaptureFixture) -> None:
     target, clock = unique("T"), SystemClock()
     health = Health(clock)
     report = TargetReport(target, health, clock, owner="me")
 
-    def told() -> int:
+    def count() -> int:
         return sum(record.name == "ingress.report" for record in caplog.records)
 
     with caplog.at_level("INFO", logger="ingress.report"):
-        for _ in range(2):  # by the check at the start, and by who carries
-            report.publishes("single", {"fast": "nats-server 2.10"})
-        assert told() == 1
-        report.publishes("fast", {})
-        assert told() == 2
-        report.standby("other")
-        report.publishes("fast", {})
-        assert told() == 3
-        report.ended(errors.ConfigError(f"target {target}: wrong", code="E-TARGET"))
-        assert (told(), health.problems()) == (4, [f"target {target}: wrong"])
+        for _ in range(2):  # by the check at the start, and by the process that carries
+            report.report_publisher("single", {"fast": "nats-server 2.10"})
+        assert count() == 1
+        report.report_publisher("fast", {})
+        assert count() == 2
+        report.set_standby("other")
+        report.report_publisher("fast", {})
+        assert count() == 3
+        report.report_ended(errors.ConfigError(f"target {target}: wrong", code="E-TARGET"))
+        assert (count(), health.problems()) == (4, [f"target {target}: wrong"])
 
 
 def carried(chains: list[Chain], unready: str = "", *, is_settled: bool = True) -> tuple[str, Health]:
-    """The name of a target that carries these, and what it reported."""
+    """Report the progress of a target that carries these chains; return its name and the health."""
     target, clock = unique("T"), SystemClock()
     health = Health(clock)
     sources = [{"site": sorted({chain.site for chain in chains}), "feed": "NODES"}]
     settings = TargetSettings.model_validate({"stream": target, "sources": sources})
-    registry = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1024))
+    registry = ChainRegistry(settings, TargetLimits(SubjectFilters([">"]), 1024))
     assert all(registry.add(chain) for chain in chains)
     state = SimpleNamespace(checkpoint=SimpleNamespace(positions={}, target_sequence=0), intent=None)
-    delivery: Any = SimpleNamespace(state=state, is_settled=is_settled, trouble="", unready=unready, sending_times={})
+    delivery: Any = SimpleNamespace(
+        state=state, is_settled=is_settled, trouble="", unready_reason=unready, sending_times={}
+    )
     prefetcher: Any = SimpleNamespace(chains=registry, positions={}, ahead=[])
-    TargetReport(target, health, clock).carries(delivery, prefetcher)
+    TargetReport(target, health, clock).report_progress(delivery, prefetcher)
     return target, health
 
 
@@ -368,6 +372,6 @@ def test_a_site_with_many_chains_hides_no_other_from_the_status() -> None:
 
 
 @pytest.mark.parametrize("why", ["", "compared with its state"])
-def test_a_target_is_ready_where_nothing_speaks_against_it(why: str) -> None:
+def test_a_target_is_ready_unless_it_gives_a_reason(why: str) -> None:
     target, health = carried([CHAIN], why, is_settled=False)
     assert health.problems() == ([f"target {target}: {why}"] if why else [])

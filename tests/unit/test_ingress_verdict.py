@@ -1,4 +1,4 @@
-"""The intent and the checkpoint: transitions, their stored form, and what the target's last message says of them."""
+"""The intent and the checkpoint: transitions, stored form, and the verdict from the target's last message."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.errors import AnotherWriter, FloeError, Stopped
+from common.errors import FloeError, OtherWriter, Stopped
 from common.sequences import SequenceRange
 from ingress import checkpoint
-from ingress.checkpoint import Checkpoint, CheckpointConflict, Ending, Intent, TargetState, open_intent
-from ingress.checkpoint_store import Stored, from_json, to_json
+from ingress.checkpoint import Checkpoint, Intent, LastMessage, StateConflict, TargetState, open_intent
+from ingress.checkpoint_store import StoredState, from_json, to_json
 from ingress.verdict import verdict as judging
-from ingress.verdict.settle import Reconciler, SharedSettler
-from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, Origin, Sent, TargetReading, Unread, judge
+from ingress.verdict.settle import SharedTargetReconciler, TargetReconciler
+from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, NoOrigin, Origin, Sent, TargetReading, judge
 from tests.support.ingress import CHAIN, OTHER, piece, reading
 
 A, B = CHAIN, OTHER
@@ -35,14 +35,14 @@ def test_an_intent_begins_after_the_checkpoint_and_closing_it_is_the_next_checkp
 
     assert opened.intent == Intent(100, tuple(pieces))
     assert (opened.intent.count, opened.expected_sequence, closed.expected_sequence) == (9, 109, 109)
-    assert closed.checkpoint == Checkpoint(109, "t0", {A: 21, B: 6}, ending=Ending(B, SequenceRange(1, 5)))
+    assert closed.checkpoint == Checkpoint(109, "t0", {A: 21, B: 6}, last_message=LastMessage(B, SequenceRange(1, 5)))
 
 
 def test_a_checkpoint_ends_with_the_last_message_of_the_last_piece_that_has_one() -> None:
     closed = checkpoint.close_intent(open_intent(state({A: 11}, 100), [piece(11, 20, 4), piece(1, 5, 0, B)]))
     again = checkpoint.close_intent(open_intent(closed, [piece(21, 30, 0)]))
 
-    assert closed.checkpoint.ending == again.checkpoint.ending == Ending(A, SequenceRange(11, 20))
+    assert closed.checkpoint.last_message == again.checkpoint.last_message == LastMessage(A, SequenceRange(11, 20))
     assert from_json("T", to_json("T", again)) == again
 
 
@@ -53,8 +53,8 @@ def test_each_message_is_found_in_its_piece_and_the_ends_of_those_that_are_store
     assert [intent.piece_at(index) for index in range(5)] == [first, first, first, last, last]
     with pytest.raises(IndexError):
         intent.piece_at(5)
-    assert [list(intent.ends(stored)) for stored in (2, 4)] == [[], [103]]
-    assert intent.ends(5) == {103: pieces[0], 105: pieces[2]}
+    assert [list(intent.pieces_by_end(stored)) for stored in (2, 4)] == [[], [103]]
+    assert intent.pieces_by_end(5) == {103: pieces[0], 105: pieces[2]}
 
 
 def test_an_intent_continues_what_is_there() -> None:
@@ -64,23 +64,28 @@ def test_an_intent_continues_what_is_there() -> None:
         (state({A: 11}), [piece(12, 20)], "us-east/NODES/0000/0: expected rows from 11, got 12"),
         (state(), [piece(1, 5), piece(7, 9)], "expected rows from 6, got 7"),
     ):
-        with pytest.raises(CheckpointConflict, match=why):
+        with pytest.raises(StateConflict, match=why):
             open_intent(before, pieces)
 
 
 def test_an_intent_without_messages_moves_positions_only_and_none_cannot_be_closed() -> None:
     assert checkpoint.close_intent(open_intent(state({A: 1}, 7), [piece(1, 500, 0)])) == state({A: 501}, 7)
-    with pytest.raises(CheckpointConflict, match="expected an open intent, found none"):
+    with pytest.raises(StateConflict, match="expected an open intent, found none"):
         checkpoint.close_intent(state())
 
 
 def test_neighbours_of_one_segment_become_one_piece() -> None:
     pieces = [piece(1, 3), piece(4, 9, 0), piece(1, 2, 2, B), piece(10, 12), piece(13, 14, digest="1")]
 
-    assert checkpoint.merged(pieces) == [piece(1, 9, 3), piece(1, 2, 2, B), piece(10, 12), piece(13, 14, digest="1")]
+    assert checkpoint.merge_pieces(pieces) == [
+        piece(1, 9, 3),
+        piece(1, 2, 2, B),
+        piece(10, 12),
+        piece(13, 14, digest="1"),
+    ]
 
 
-def test_the_stored_form_comes_back_as_it_was_and_says_whether_others_may_stand_in_the_intent() -> None:
+def test_the_stored_form_comes_back_as_it_was_and_shows_if_others_may_share_the_intent() -> None:
     before = state({A: 11, Chain("a", "b", 3, 7): 2**63 - 1}, 100)
     opened = open_intent(before, [piece(11, 20, 4)])
     shared = open_intent(before, [piece(11, 20)], 130, is_shared=True)
@@ -89,7 +94,7 @@ def test_the_stored_form_comes_back_as_it_was_and_says_whether_others_may_stand_
         assert from_json("FLEET", to_json("FLEET", each)) == each
     assert b"shared" not in to_json("T", opened)
     assert checkpoint.share_intent(opened) == replace(opened, intent=replace(opened.intent, is_shared=True))
-    with pytest.raises(CheckpointConflict):
+    with pytest.raises(StateConflict):
         checkpoint.share_intent(state())
 
 
@@ -105,7 +110,7 @@ def stored(**changes: Any) -> bytes:
     return json.dumps({**document, **changes}).encode()
 
 
-def test_a_spoiled_state_stops_the_target_and_says_why() -> None:
+def test_a_corrupt_state_stops_the_target_and_is_named() -> None:
     for raw, why in (
         (b"", "Expecting value"),
         (b"[]", "expected an object, found list"),
@@ -129,7 +134,7 @@ def test_a_spoiled_state_stops_the_target_and_says_why() -> None:
         assert caught.value.code == "E-STATE-KV"
 
 
-# What the target says
+# Evidence in the target
 
 
 CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))
@@ -138,19 +143,19 @@ OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
 
 @pytest.mark.parametrize("stored", [1, 4, 9])
 def test_a_row_that_nobody_can_read_counts_only_where_something_explains_it(stored: int) -> None:
-    """A purge up to a sequence beyond the end moves the last sequence, and nothing was stored."""
+    """Consider a purge up to a sequence beyond the end: it moves the last sequence, and nothing was stored."""
     gone, known = reading(100 + stored, forgets=False), IntentVerdict(Finding.STORED, stored)
     assert judge(OPEN, reading(100 + stored)) == known
     found = judge(OPEN, gone)
     assert (found.finding, found.doubt) == (Finding.UNREAD, Doubt(0, stored, 9))
-    # What is empty alone says nothing, nor what was acknowledged, read, or accepted by an operator.
+    # An empty target alone proves nothing, nor do rows acknowledged, read, or accepted by an operator.
     for state in (OPEN, CLOSED):
         assert judge(state, reading(100, forgets=False)) == IntentVerdict(Finding.STORED, 0)
     assert judge(OPEN, gone, sent=Sent(stored)) == known
     assert judge(OPEN, gone, sent=Sent(stored - 1)).finding is Finding.UNREAD
     at = OPEN.intent.piece_at(stored - 1)[1]
     assert judge(OPEN, reading(100 + stored, Origin(at.chain, at.rows.last), forgets=False)) == known
-    accepted = replace(OPEN, checkpoint=replace(CLOSED.checkpoint, begins=100 + stored))
+    accepted = replace(OPEN, checkpoint=replace(CLOSED.checkpoint, foreign_upto=100 + stored))
     assert judge(accepted, gone) == known
 
 
@@ -167,27 +172,27 @@ def test_what_the_process_that_sends_never_sent_is_not_ours(forgets: bool) -> No
 
 def test_what_was_sent_is_remembered_of_one_intent_only() -> None:
     sending = judging.Sending()
-    sending.opens(7)
-    assert (sending.of(7), sending.of(8)) == (Sent(0, 0), None)
-    before = sending.begins()
-    assert sending.of(7) == Sent(0, None)  # any of them may be on its way
-    sending.ends(before, 3, 5)
-    assert sending.of(7) == Sent(3, 5)
-    sending.settled(7, 4)
-    sending.ends(sending.begins(), 4, 0)
-    assert sending.of(7) == Sent(4, 5)
-    sending.settled(9, 2)  # taken over
-    assert sending.of(9) == Sent(2, None)
+    sending.open(7)
+    assert (sending.sent_of(7), sending.sent_of(8)) == (Sent(0, 0), None)
+    before = sending.begin()
+    assert sending.sent_of(7) == Sent(0, None)  # any of them may be on its way
+    sending.end(before, 3, 5)
+    assert sending.sent_of(7) == Sent(3, 5)
+    sending.record_settled(7, 4)
+    sending.end(sending.begin(), 4, 0)
+    assert sending.sent_of(7) == Sent(4, 5)
+    sending.record_settled(9, 2)  # taken over
+    assert sending.sent_of(9) == Sent(2, None)
 
 
-def test_a_last_message_that_stands_there_by_the_intent_agrees_and_another_one_speaks_against_going_on() -> None:
+def test_a_last_message_that_the_intent_puts_there_agrees_and_another_one_is_a_reason_to_stop() -> None:
     ours = [(101, Origin(A, 11)), (104, Origin(A, 20)), (105, Origin(B, 5)), (109, Origin(B, 9)), (100, Origin(B, 4))]
     for last, origin in ours:
         assert judge(OPEN, reading(last, origin)).finding is Finding.STORED, (last, origin)
-    others = [(104, Unread.FOREIGN), (104, Origin(B, 5)), (105, Origin(A, 20)), (104, Origin(A, 21))]
-    for last, tail in [*others, (100, Origin(A, 11)), (100, Unread.FOREIGN)]:
+    others = [(104, NoOrigin.FOREIGN), (104, Origin(B, 5)), (105, Origin(A, 20)), (104, Origin(A, 21))]
+    for last, tail in [*others, (100, Origin(A, 11)), (100, NoOrigin.FOREIGN)]:
         assert judge(OPEN, reading(last, tail)).finding is Finding.FOREIGN, (last, tail)
-    # Where the exact sequence is known, it must be that one.
+    # If the exact sequence is known, it must match.
     assert judge(OPEN, reading(102, Origin(A, 13)), 13).finding is Finding.STORED
     other = "message 102 is us-east/NODES/0000/0 13, expected us-east/NODES/0000/0 14"
     assert judge(OPEN, reading(102, Origin(A, 13)), 14) == IntentVerdict(Finding.FOREIGN, detail=other)
@@ -195,20 +200,20 @@ def test_a_last_message_that_stands_there_by_the_intent_agrees_and_another_one_s
 
 @pytest.mark.parametrize("base", [100, 130])
 @pytest.mark.parametrize("stored", [0, 4, 9])
-def test_an_intent_that_others_may_stand_in_is_never_counted(base: int, stored: int) -> None:
-    """`exclusive: false` became `true` while it was open: what stands behind the checkpoint may be theirs."""
+def test_an_intent_that_others_may_share_is_never_counted(base: int, stored: int) -> None:
+    """Change `exclusive: false` to `true` while it is open: messages after the checkpoint may be of others."""
     pieces = [piece(11, 20, 4), piece(5, 9, 5, B)]
     shared = open_intent(CLOSED, pieces, base, is_shared=True)
 
     assert judge(shared, reading(base + stored)).finding is Finding.MIXED
     assert judge(shared, reading(base + 9, Origin(B, 9))).finding is Finding.MIXED
-    # Another stream is not vouched for either.
+    # It does not vouch for another stream either.
     assert judge(shared, reading(base + 9, Origin(B, 9), "t1")).finding is Finding.RECREATED
-    # A state of a version that did not write down for whom it was.
+    # A state of a version that did not record its target.
     assert judge(open_intent(CLOSED, pieces, 130), reading(130)).finding is Finding.MIXED
 
 
-def test_a_target_beyond_the_intent_before_the_checkpoint_or_created_at_another_time_is_told_apart() -> None:
+def test_a_target_beyond_the_intent_before_the_checkpoint_or_created_at_another_time_is_recognised() -> None:
     assert judge(OPEN, reading(110)).finding is Finding.AHEAD
     assert judge(CLOSED, reading(101, Origin(A, 11))).finding is Finding.AHEAD
     behind = IntentVerdict(Finding.BEHIND, detail="last sequence: expected at least 100, found 99")
@@ -230,14 +235,14 @@ def test_a_message_of_ours_in_its_place_vouches_for_a_creation_time_that_drifted
     assert judge(CLOSED, reading(100, Origin(A, 10), "t1")).finding is Finding.STORED
     assert judge(CLOSED, reading(100, Origin(A, 11), "t1")).finding is Finding.RECREATED
     # At or below `begins` it vouches for nothing.
-    begun = TargetState(Checkpoint(100, "t0", {A: 11}, begins=100))
-    assert judge(begun, reading(100, Unread.FOREIGN)).finding is Finding.STORED
+    begun = TargetState(Checkpoint(100, "t0", {A: 11}, foreign_upto=100))
+    assert judge(begun, reading(100, NoOrigin.FOREIGN)).finding is Finding.STORED
     assert judge(begun, reading(100, Origin(A, 10), "t1")).finding is Finding.RECREATED
 
 
 def test_a_checkpoint_knows_which_message_it_ends_with() -> None:
-    """An old copy of the state, and a target that was filled anew in another order, to the same length."""
-    ended = TargetState(Checkpoint(100, "t0", {A: 51, B: 51}, ending=Ending(B, SequenceRange(41, 50))))
+    """Compare an old copy of the state with a target refilled in another order, to the same length."""
+    ended = TargetState(Checkpoint(100, "t0", {A: 51, B: 51}, last_message=LastMessage(B, SequenceRange(41, 50))))
 
     assert judge(ended, reading(100, Origin(B, 45))).finding is Finding.STORED
     assert judge(ended, reading(100, Origin(B, 20), "t1")).finding is Finding.RECREATED
@@ -246,48 +251,48 @@ def test_a_checkpoint_knows_which_message_it_ends_with() -> None:
 
 
 def test_the_ends_of_the_pieces_before_the_last_message_must_be_ours_too_and_the_newest_of_ours_is_stored() -> None:
-    """Two ingresses with a state bucket each, on one target: the last message agrees by chance."""
+    """Let the last message agree by chance: two ingresses with a state bucket each, on one target."""
     intent = open_intent(CLOSED, [piece(11, 15, 5), piece(5, 9, 5, B), piece(16, 20, 5)]).intent
     first, last = Origin(A, 15), Origin(A, 20)
 
-    assert judging.contradiction(intent, {105: first, 110: Unread.GONE, 115: last}) is None
-    other = judging.contradiction(intent, {105: first, 110: Origin(Chain("eu-west", "OTHER"), 9)})
+    assert judging.piece_contradiction(intent, {105: first, 110: NoOrigin.GONE, 115: last}) is None
+    other = judging.piece_contradiction(intent, {105: first, 110: Origin(Chain("eu-west", "OTHER"), 9)})
     why = "message 110 is eu-west/OTHER/0000/0 9, expected eu-west/NODES/0000/0 5..9"
     assert other == IntentVerdict(Finding.FOREIGN, detail=why)
-    assert judging.contradiction(intent, {105: Unread.FOREIGN}).finding is Finding.FOREIGN
-    read = {105: first, 110: Origin(B, 9), 111: first, 112: Unread.GONE, 113: Unread.FOREIGN}
-    assert judging.newest(intent, read) == 10
-    assert judging.newest(intent, {107: Unread.GONE, 99: Origin(A, 10)}) == 0
+    assert judging.piece_contradiction(intent, {105: NoOrigin.FOREIGN}).finding is Finding.FOREIGN
+    read = {105: first, 110: Origin(B, 9), 111: first, 112: NoOrigin.GONE, 113: NoOrigin.FOREIGN}
+    assert judging.least_stored(intent, read) == 10
+    assert judging.least_stored(intent, {107: NoOrigin.GONE, 99: Origin(A, 10)}) == 0
 
 
-def test_which_streams_let_go_of_their_last_message() -> None:
+def test_which_streams_may_drop_their_last_message() -> None:
     stays = {"max_msgs": 5, "max_msgs_per_subject": 1, "max_bytes": 10**7, "allow_msg_ttl": True}
     goes = ({"retention": "workqueue"}, {"retention": "interest"}, {"max_age": 10**9}, {"max_bytes": 1000})
-    assert [judging.forgets(config, frozenset(), 2**20) for config in (stays, *goes)] == [False, *[True] * 4]
-    assert judging.forgets({"allow_msg_ttl": True}, frozenset({b"nats-ttl"}), 2**20)
+    assert [judging.may_drop_last(config, frozenset(), 2**20) for config in (stays, *goes)] == [False, *[True] * 4]
+    assert judging.may_drop_last({"allow_msg_ttl": True}, frozenset({b"nats-ttl"}), 2**20)
 
 
-class Looked:
-    """A target that says one thing after the other, and everything else that a reconciler needs."""
+class Staged:
+    """A target with one answer after the other, and the other dependencies of a reconciler."""
 
     def __init__(self, *lasts: int) -> None:
-        self.lasts, self.asked, self.said, self.states = lasts, 0, list[str](), []
-        self.reconciler = Reconciler(judging.TargetErrors("FLEET"), self, self, self, self)
+        self.lasts, self.asked, self.reasons, self.states = lasts, 0, list[str](), []
+        self.reconciler = TargetReconciler(judging.TargetErrors("FLEET"), self, self, self, self)
 
     async def read(self) -> TargetReading:
         self.asked += 1
-        return reading(self.lasts[min(self.asked, len(self.lasts)) - 1], Unread.FOREIGN)
+        return reading(self.lasts[min(self.asked, len(self.lasts)) - 1], NoOrigin.FOREIGN)
 
     read_fresh = read
 
-    async def described(self, place: int) -> str:
+    async def describe(self, place: int) -> str:
         return f"message {place} has subject 'x'"
 
-    async def load(self) -> Stored:
-        return Stored(self.states.pop(0) if self.states else CLOSED, 1)
+    async def load(self) -> StoredState:
+        return StoredState(self.states.pop(0) if self.states else CLOSED, 1)
 
     async def sleep(self, seconds: float) -> None:
-        self.said.append(self.reconciler.confirming)
+        self.reasons.append(self.reconciler.pending_reason)
 
     def is_usable(self) -> bool:
         return True
@@ -300,46 +305,48 @@ class Looked:
     ("lasts", "code", "asked"),
     [((101, 103, 103, 103), 1, 4), ((103, 103, 103), 1, 3), ((101, 103, 105), 4, 3), ((103, 103, 104), 4, 3)],
 )
-async def test_only_what_moved_since_the_look_before_still_moves(lasts: tuple[int, ...], code: int, asked: int) -> None:
-    looked = Looked(*lasts)
+async def test_only_what_moved_since_the_last_check_still_moves(lasts: tuple[int, ...], code: int, asked: int) -> None:
+    staged = Staged(*lasts)
     with pytest.raises(FloeError) as raised:
-        await looked.reconciler.settle(Stored(CLOSED, 1), None)
-    assert (raised.value.exit_code, raised.value.code, looked.asked) == (code, "E-TARGET-SHARED", asked)
-    assert isinstance(raised.value, AnotherWriter) is (code == 4)
+        await staged.reconciler.settle(StoredState(CLOSED, 1), None)
+    assert (raised.value.exit_code, raised.value.code, staged.asked) == (code, "E-TARGET-SHARED", asked)
+    assert isinstance(raised.value, OtherWriter) is (code == 4)
     why = "target FLEET: the target is further than this state explains: last sequence: expected at most 100, found "
     assert raised.value.message.startswith(why)
     assert "message 101 has subject 'x'" in raised.value.message
-    assert len(looked.said) == asked - 1
-    assert all(each.startswith("looked at again before it stops: ") for each in looked.said)
+    assert len(staged.reasons) == asked - 1
+    assert all(each.startswith("looked at again before it stops: ") for each in staged.reasons)
 
 
 @pytest.mark.parametrize("stored", [CLOSED, None])  # by another instance meanwhile
-async def test_a_target_with_messages_and_no_state_is_looked_at_three_times(stored: TargetState | None) -> None:
-    looked = Looked(103)
-    looked.states = [None, None, stored]
+async def test_a_target_with_messages_and_no_state_is_checked_three_times(stored: TargetState | None) -> None:
+    staged = Staged(103)
+    staged.states = [None, None, stored]
     with nullcontext() if stored else pytest.raises(Stopped, match="found last sequence 103 and no checkpoint"):
-        assert (await looked.reconciler.first())[0].state == CLOSED
-    assert looked.asked == 3
+        assert (await staged.reconciler.load_first())[0].state == CLOSED
+    assert staged.asked == 3
 
 
-class MadeAgain(Looked):
-    """A stream of another creation time that holds `origin` where the checkpoint ends."""
+class MadeAgain(Staged):
+    """A stream of another creation time that holds `origin` at the end of the checkpoint."""
 
-    origin: Origin | Unread = Unread.GONE
+    origin: Origin | NoOrigin = NoOrigin.GONE
 
     async def read(self) -> TargetReading:
         return reading(105, created="t1")
 
     read_fresh = read
 
-    async def origins(self, places: Collection[int]) -> dict[int, Origin | Unread]:
+    async def read_origins(self, places: Collection[int]) -> dict[int, Origin | NoOrigin]:
         return dict.fromkeys(places, self.origin)
 
 
-@pytest.mark.parametrize("origin", [Origin(A, 10), Origin(A, 11), Unread.FOREIGN, Unread.GONE])
-async def test_only_a_row_of_ours_vouches_for_a_shared_target_of_another_creation_time(origin: Origin | Unread) -> None:
-    looked = MadeAgain()
-    looked.origin = origin
-    settler = looked.reconciler = SharedSettler(judging.TargetErrors("FLEET"), looked, looked, looked, looked)
+@pytest.mark.parametrize("origin", [Origin(A, 10), Origin(A, 11), NoOrigin.FOREIGN, NoOrigin.GONE])
+async def test_only_a_row_of_ours_vouches_for_a_shared_target_of_another_creation_time(
+    origin: Origin | NoOrigin,
+) -> None:
+    staged = MadeAgain()
+    staged.origin = origin
+    settler = staged.reconciler = SharedTargetReconciler(judging.TargetErrors("FLEET"), staged, staged, staged, staged)
     with nullcontext() if origin == Origin(A, 10) else pytest.raises(Stopped, match="created: expected t0, found t1"):
-        assert await settler.settle(Stored(CLOSED, 1), None) == judging.Settled(105, 0)
+        assert await settler.settle(StoredState(CLOSED, 1), None) == judging.Settled(105, 0)

@@ -1,4 +1,4 @@
-"""A typed document under a key: read, written where nobody else did, and told of where it is none."""
+"""A typed document under a key: reading, writing without loss of other writes, and reports of invalid values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.documents import JsonForm
+from common.documents import JsonCodec
 from common.errors import DataError, OutcomeUnknown, Refused
 from common.jetstream.kv import KvDocument, KvEntry
 from common.objects.local import LocalObjects
 from compaction import sign_off
-from compaction.sign_off import SignOff, SignOffs, mark
+from compaction.sign_off import SignOff, SignOffStore, fingerprint
 from ingress.checkpoint import Checkpoint, TargetState
-from ingress.checkpoint_store import StateStore, Stored
+from ingress.checkpoint_store import StateStore, StoredState
 from tests.support.compaction import CHAIN, LAYOUT, OTHER, ref
 from tests.support.stores import FaultyStore, raising
 
@@ -25,8 +25,8 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="f
     ends: dict[int, int] = {}
 
 
-FORM = JsonForm(Mark)
-SPOILED = [
+FORM = JsonCodec(Mark)
+CORRUPT = [
     b"",
     b"[]",
     b'{"end":1}',
@@ -38,7 +38,7 @@ SPOILED = [
 
 
 class Bucket:
-    """A key-value bucket in memory; `between` is stored by somebody else right before the next write."""
+    """A key-value bucket in memory; another writer stores `between` just before the next write."""
 
     def __init__(self, value: bytes | None = None) -> None:
         self.entry = None if value is None else KvEntry(value, 1)
@@ -78,17 +78,19 @@ async def test_reads_what_was_written_with_its_revision() -> None:
     assert await kept.get() == (Mark(4), 3)
 
 
-@pytest.mark.parametrize(("value", "anew"), [(FORM.encode(Mark(1)), False), (b"no mark", True)])
-async def test_a_change_is_made_again_where_somebody_else_was_first(value: bytes, anew: bool) -> None:
-    """Also where it stands in the place of what is none."""
+@pytest.mark.parametrize(("value", "bad"), [(FORM.encode(Mark(1)), False), (b"no mark", True)])
+async def test_a_change_is_made_again_where_somebody_else_was_first(value: bytes, bad: bool) -> None:
+    """Make the change again, also if the other value replaced an invalid one."""
     bucket = Bucket(value)
     bucket.between = FORM.encode(Mark(5))
-    assert await document(bucket).change(lambda mark: Mark(mark.end + 1 if mark else 1), anew=anew) == Mark(6)
+    assert await document(bucket).change(lambda mark: Mark(mark.end + 1 if mark else 1), allow_unreadable=bad) == Mark(
+        6
+    )
     assert bucket.entry == KvEntry(FORM.encode(Mark(6)), 3)
 
 
-@pytest.mark.parametrize("raw", SPOILED)
-async def test_a_value_that_is_none_is_told_and_not_replaced(raw: bytes) -> None:
+@pytest.mark.parametrize("raw", CORRUPT)
+async def test_an_invalid_value_is_named_and_not_replaced(raw: bytes) -> None:
     bucket = Bucket(raw)
     for attempt in (document(bucket).get(), document(bucket).change(lambda _: Mark(1))):
         with pytest.raises(DataError, match=r"mark: .* \(begins b'") as caught:
@@ -97,11 +99,11 @@ async def test_a_value_that_is_none_is_told_and_not_replaced(raw: bytes) -> None
     assert bucket.entry == KvEntry(raw, 1)
 
 
-# The state of a target: never two writers, and a lost answer is no guess
+# The state of a target: never two writers, and no guess after a lost answer
 
 
 class LosingBucket(Bucket):
-    """Loses a write ("lost") or its answer alone ("unanswered"), in the order of `fates`."""
+    """A bucket that loses a write ("lost") or its answer alone ("unanswered"), in the order of `fates`."""
 
     def __init__(self, *fates: str) -> None:
         super().__init__()
@@ -120,12 +122,15 @@ async def test_a_lost_answer_is_settled_by_reading_and_what_somebody_else_change
     first, second, rival = (TargetState(Checkpoint(0, "t0", {CHAIN: at})) for at in (5, 6, 7))
     store = StateStore(LosingBucket(fate, "done"), "key", "FLEET")
     saved = await store.save(first, 0)
-    assert (saved, await store.load()) == (Stored(first, 1), saved)
+    assert (saved, await store.load()) == (StoredState(first, 1), saved)
 
     for revision in (0, 1):
         store = StateStore(LosingBucket("done", "done", fate, "done"), "key", "FLEET")
-        assert [await store.save(first, 0), await store.save(second, 1)] == [Stored(first, 1), Stored(second, 2)]
-        assert (await store.save(rival, revision), await store.load()) == (None, Stored(second, 2))
+        assert [await store.save(first, 0), await store.save(second, 1)] == [
+            StoredState(first, 1),
+            StoredState(second, 2),
+        ]
+        assert (await store.save(rival, revision), await store.load()) == (None, StoredState(second, 2))
 
 
 # Sign-offs
@@ -137,26 +142,26 @@ def objects(tmp_path: Path) -> LocalObjects:
 
 
 def marks(*refs) -> array[int]:
-    return array("Q", map(mark, refs))
+    return array("Q", map(fingerprint, refs))
 
 
 def test_what_is_signed_off_is_known_again_until_anything_of_it_is_another(objects: LocalObjects):
-    sign_offs, known = SignOffs(objects, LAYOUT, deep=True), [ref(n, n + 9) for n in range(1, 500, 10)]
+    sign_offs, known = SignOffStore(objects, LAYOUT, deep=True), [ref(n, n + 9) for n in range(1, 500, 10)]
     assert sign_offs.read(CHAIN) == SignOff()
     assert sign_offs.write(CHAIN, SignOff(), 500, marks(*known))
     found = sign_offs.read(CHAIN)
-    assert (found.end, len(found.marks), list(found.marks)) == (500, 50, sorted(marks(*known)))
-    assert found.at > 0
+    assert (found.end, len(found.fingerprints), list(found.fingerprints)) == (500, 50, sorted(marks(*known)))
+    assert found.written_at > 0
     assert all(each in found for each in known)
     one = known[7]
     others = [one._replace(size=one.size + 1), one._replace(modified=one.modified + 0.5), ref(71, 80, 1), ref(71, 81)]
     assert not any(other in found for other in (*others, ref(71, 80, twin=1), ref(71, 80, chain=OTHER)))
-    assert SignOffs(objects, LAYOUT, deep=False).read(CHAIN) == SignOff()
+    assert SignOffStore(objects, LAYOUT, deep=False).read(CHAIN) == SignOff()
     assert sign_offs.read(OTHER) == SignOff()
 
 
-def test_of_two_runs_at_once_the_second_signs_nothing_off(objects: LocalObjects):
-    sign_offs = SignOffs(objects, LAYOUT, deep=False)
+def test_the_second_of_two_runs_at_once_signs_nothing_off(objects: LocalObjects):
+    sign_offs = SignOffStore(objects, LAYOUT, deep=False)
     first, second = sign_offs.read(CHAIN), sign_offs.read(CHAIN)
     assert sign_offs.write(CHAIN, first, 10, marks(ref(1, 10)))
     assert not sign_offs.write(CHAIN, second, 20, marks(ref(11, 20)))
@@ -165,11 +170,11 @@ def test_of_two_runs_at_once_the_second_signs_nothing_off(objects: LocalObjects)
     assert not sign_offs.write(CHAIN, first, 20, marks(ref(11, 20)))
     assert sign_offs.read(CHAIN).end == 30
     assert sign_offs.write(CHAIN, sign_offs.read(CHAIN), 0, marks())
-    assert list(sign_offs.read(CHAIN).marks) == []
+    assert list(sign_offs.read(CHAIN).fingerprints) == []
 
 
-def test_what_is_spoiled_signs_nothing_off_and_is_written_anew(objects: LocalObjects, monkeypatch: pytest.MonkeyPatch):
-    sign_offs = SignOffs(objects, LAYOUT, deep=True)
+def test_a_corrupt_value_signs_nothing_off_and_is_replaced(objects: LocalObjects, monkeypatch: pytest.MonkeyPatch):
+    sign_offs = SignOffStore(objects, LAYOUT, deep=True)
     for deep, version, marked in (
         ("false", 1, ""),
         ("true", 2, ""),
@@ -177,22 +182,22 @@ def test_what_is_spoiled_signs_nothing_off_and_is_written_anew(objects: LocalObj
         ("true", 1, "?"),
         ("", "", ""),
     ):
-        spoiled = f'{{"deep":{deep},"end":1,"format_version":{version},"marks":"{marked}"}}'
-        objects.put(LAYOUT.sign_off(CHAIN, deep=True), spoiled.encode())
+        corrupt = f'{{"deep":{deep},"end":1,"format_version":{version},"marks":"{marked}"}}'
+        objects.put(LAYOUT.verify_result(CHAIN, deep=True), corrupt.encode())
         found = sign_offs.read(CHAIN)
-        assert (found.end, len(found.marks)) == (0, 0)
+        assert (found.end, len(found.fingerprints)) == (0, 0)
     assert sign_offs.write(CHAIN, found, 10, marks(ref(1, 10)))
     assert ref(1, 10) in sign_offs.read(CHAIN)
-    monkeypatch.setattr(sign_off, "MAX_BYTES", 20)
+    monkeypatch.setattr(sign_off, "SIGN_OFF_MAX_BYTES", 20)
     found = sign_offs.read(CHAIN)
-    assert len(found.marks) == 0
+    assert len(found.fingerprints) == 0
     assert not sign_offs.write(CHAIN, found, 10, marks(ref(1, 10)))
 
 
-def test_the_object_tells_what_became_of_a_write(objects: LocalObjects):
+def test_the_object_shows_what_became_of_a_write(objects: LocalObjects):
     for is_stored in (True, False):
         lost = FaultyStore(objects).on("put_if_absent", raising(OutcomeUnknown("no answer"), after=is_stored))
-        assert SignOffs(lost, LAYOUT, deep=is_stored).write(CHAIN, SignOff(), 10, marks(ref(1, 10))) is is_stored
+        assert SignOffStore(lost, LAYOUT, deep=is_stored).write(CHAIN, SignOff(), 10, marks(ref(1, 10))) is is_stored
     refused = FaultyStore(objects).on("put_if_absent", raising(Refused("no right")))
     with pytest.raises(Refused):
-        SignOffs(refused, LAYOUT, deep=False).write(CHAIN, SignOff(), 10, marks())  # type: ignore[arg-type]
+        SignOffStore(refused, LAYOUT, deep=False).write(CHAIN, SignOff(), 10, marks())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a local store lists: in key order, from any key on, and while objects come and go."""
+"""Listings of a local store: in key order, from any key on, and while objects come and go."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_moves_to_a_later_folder_while_it_is_listed_is_seen(tmp_path: Path,
 
 
 def test_what_is_deleted_while_it_is_listed_makes_no_page_shorter(tmp_path: Path, monkeypatch: Any) -> None:
-    """Whoever lists page by page takes a short page for the last one."""
+    """Keep pages full: a caller takes a short page for the last one."""
     objects, look_up = LocalObjects(tmp_path), Path.lstat
     for name in "abcd":
         objects.put(f"p/{name}", b"1")

@@ -1,4 +1,4 @@
-"""What is installed where: both locks are of one mind, and a site's holds what a site imports and no more."""
+"""The lock files: both agree, and the lock of a site holds the imports of a site and no more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ELSEWHERE = {"pyspark", "pandas", "pytest", "moto", "duckdb", "polars", "mypy", 
 
 @cache
 def locked(path: Path) -> dict[str, tuple[str, frozenset[str]]]:
-    """Version and hashes by the name of the package."""
+    """Return version and hashes by the name of the package."""
     found: dict[str, tuple[str, frozenset[str]]] = {}
     for entry in re.split(r"\n(?=\S)", path.read_text()):
         name, version = re.match(r"(\S+)==(\S+)", entry).groups()  # type: ignore[union-attr]
@@ -36,7 +36,7 @@ def locked(path: Path) -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def packages(*roots: str) -> set[str]:
-    """What the files below `roots` import at all, at the top or when it is needed."""
+    """Return all imports of the files below `roots`, at the top or within functions."""
     names: set[str] = set()
     for path in (path for root in roots for path in (ROOT / root).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -70,12 +70,12 @@ def test_a_lock_holds_hashes_and_no_addresses(path: Path):
     assert not re.search(r"://|--(extra-)?index-url|--find-links", path.read_text())
 
 
-# What is loaded
+# Loaded modules
 
 
 @pytest.mark.parametrize("role", ["egress", "ingress"])
 def test_a_service_loads_nothing_that_only_shows(role: str, tmp_path: Path) -> None:
-    """Every file of the service is imported, `rich` and what a restore needs by none, and pyarrow behind its pool."""
+    """Import every file of the service: none imports `rich` or modules of a restore, and pyarrow has its pool."""
     script = f"import sys, floe; sys.argv = ['floe', '{role}', 'run', '-c', '{tmp_path}/none.yaml']\n"
     script += (
         f"try:\n    floe.main()\nfinally:\n    import {role}.service, pyarrow\n    pool = pyarrow.default_memory_pool()"
@@ -89,7 +89,9 @@ def test_a_service_loads_nothing_that_only_shows(role: str, tmp_path: Path) -> N
 def test_it_is_known_beforehand_which_commands_may_start_spark() -> None:
     known = {"compact": True, "compact --engine local": False, "segments verify": False}
     known |= {f"segments verify {option}": True for option in ("--engine spark", "--engine=spark")}
-    assert {each: floe._uses_spark(floe._words(["-v", *each.split(), "-c", "none.yaml"])) for each in known} == known
+    assert {
+        each: floe._uses_spark(floe._command_words(["-v", *each.split(), "-c", "none.yaml"])) for each in known
+    } == known
 
 
 @pytest.mark.parametrize("engine", ["spark", "local"])
@@ -108,13 +110,13 @@ def test_compose_takes_the_image_that_make_minio_takes() -> None:
     assert services["minio"]["image"] == services["bucket"]["image"] == expected
 
 
-def test_minio_is_looked_for_from_place_to_place_and_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch, capsys):
+def test_minio_is_searched_from_place_to_place_and_one_line_shows_how_to_get_it(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.delenv("FLOE_MINIO", raising=False)
     for variable, value in {"PATH": "path", "HOME": "home", "GOBIN": "gobin", "GOPATH": "go"}.items():
         monkeypatch.setenv(variable, str(tmp_path / value))
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "venv"))
     assert minio.main() == 78
-    assert f"go install {minio.MODULE}" in capsys.readouterr().err
+    assert f"go install {minio.GO_MODULE}" in capsys.readouterr().err
     for folder in ("venv", "home/go/bin", "go/bin", "gobin", "path"):
         program = tmp_path / folder / "minio"
         program.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Logs: one line for each event, the same keys everywhere, and nobody waits for the reader."""
+"""Logs: one line for each event, the same keys everywhere, and no wait for the reader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from common.chain import Chain
 from common.errors import Stopped, Unavailable
 from common.logs import LineHandler, configure, flush, get_logger
 from common.metrics import version
-from common.service.life import MINUTE, Life
+from common.service.life import LOG_INTERVAL_S, ProcessLog
 from common.service.monitor import Health
 from common.settings.root import Settings
 from egress.report import FeedReport
@@ -162,9 +162,9 @@ def test_before_configuring_nothing_goes_to_stdout_and_the_last_lines_before_the
     assert later[-1].endswith("line 499")
 
 
-def test_nobody_reading_the_log_delays_nothing_and_dropped_lines_are_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_log_that_nobody_reads_delays_nothing_and_drops_are_counted(monkeypatch: pytest.MonkeyPatch):
     # Given a pipe that is full, and a short queue
-    monkeypatch.setattr(log_writer, "FLUSH_TIMEOUT", 0.5)
+    monkeypatch.setattr(log_writer, "FLUSH_TIMEOUT_S", 0.5)
     reader, writer = os.pipe()
     with os.fdopen(reader) as pipe, os.fdopen(writer, "w") as stream:
         handler = log_writer.LineHandler(stream, capacity=10)
@@ -178,9 +178,9 @@ def test_nobody_reading_the_log_delays_nothing_and_dropped_lines_are_told(monkey
         assert handler.dropped >= 80
         # Then a reader that comes back sees whole lines, and how many are missing
         lines = [pipe.readline() for _ in range(100 - handler.dropped + 1)]
-        told = [line for line in lines if line.startswith("log lines dropped: ")]
-        assert [len(line) for line in lines if line not in told] == [10_000] * (100 - handler.dropped)
-        assert sum(int(line.split(": ")[1]) for line in told) == handler.dropped
+        counts = [line for line in lines if line.startswith("log lines dropped: ")]
+        assert [len(line) for line in lines if line not in counts] == [10_000] * (100 - handler.dropped)
+        assert sum(int(line.split(": ")[1]) for line in counts) == handler.dropped
         handler.close()
 
 
@@ -209,8 +209,8 @@ def test_a_closed_stream_is_no_error(stream: Stream):
     eventually(lambda: handler.dropped >= 1)
 
 
-def test_a_field_cannot_take_the_place_of_what_the_line_says_of_itself(stream: Stream):
-    """A segment has a level too: such a line was dropped, or came without the level of the log."""
+def test_a_field_cannot_take_the_place_of_the_lines_own_keys(stream: Stream):
+    """Log the level of a segment: such a line was once dropped, or came without the level of the log."""
     for form in ("json", "text"):
         configure("info", form, stream=stream)
         log.info("merged", level=1, ts=2, logger="x")
@@ -230,8 +230,8 @@ def test_long_addresses_are_cut_behind_the_host(stream: Stream):
     assert event["key"] == "k" * 300
 
 
-# Of which the code has only parts
-MADE_UP = {"gap_ignored", "sign_of_life_ignored", "compaction_run_ignored", "parked_refused"}
+# Actions that the code builds from parts
+MADE_UP = set[str]()
 
 
 def test_the_page_has_each_action_and_no_other():
@@ -262,60 +262,60 @@ def test_start_minutes_and_end(lines: Lines) -> None:
     clock, counted = ManualClock(), {"messages": 5.0}
     health = Health(clock)
     counters = {"messages": lambda: counted["messages"]}
-    with Life("egress", SETTINGS, clock, counters, health, feeds=["A"], monitor="") as life:
+    with ProcessLog("egress", SETTINGS, clock, counters, health, feeds=["A"], monitor="") as life:
         for messages, is_ready in ((5.0, True), (12.0, True), (12.0, False)):  # at first nothing, and all is well
             counted["messages"] = messages
             health.set_ready("nats", is_ready, "no answer")
-            clock.advance(MINUTE)
-            life.look()
-        life.results(drained=True)
+            clock.advance(LOG_INTERVAL_S)
+            life.log_amounts()
+        life.add_end_fields(drained=True)
     begins, *later = lines()
     assert begins.pop("configuration")
-    own = {"level": "info", "event": "egress started", "action": "started", "version": version()}
-    assert begins == {**own, "site": "us-east", "store": "s3://floe/data", "feeds": ["A"]}
-    names = ("action", "seconds", "messages", "waits", "drained", "error")
+    own = {"level": "info", "event": "process started", "action": "process_started", "process": "egress"}
+    assert begins == {**own, "version": version(), "site": "us-east", "store": "s3://floe/data", "feeds": ["A"]}
+    names = ("action", "seconds", "messages", "problems", "drained", "error")
     assert [tuple(line.get(name) for name in names) for line in later] == [
-        ("carried", 60.0, 7, None, None, None),
-        ("carried", 60.0, 0, ["nats: no answer"], None, None),
-        ("ended", 180.0, 7, None, True, None),
+        ("messages_processed", 60.0, 7, None, None, None),
+        ("messages_processed", 60.0, 0, ["nats: no answer"], None, None),
+        ("process_ended", 180.0, 7, None, True, None),
     ]
 
 
-def test_a_process_that_fails_says_why_at_its_end(lines: Lines) -> None:
+def test_a_process_that_fails_logs_why_at_its_end(lines: Lines) -> None:
     def fail(error: Exception) -> None:
-        with Life("ingress", SETTINGS, ManualClock(), {}):
+        with ProcessLog("ingress", SETTINGS, ManualClock(), {}):
             raise error
 
     for error in (Stopped("no right", hint="grant it", code="E-X"), KeyError("k")):
         with pytest.raises(type(error)):
             fail(error)
-    first, second = (line for line in lines() if line["action"] == "ended")
+    first, second = (line for line in lines() if line["action"] == "process_ended")
     assert (first["code"], first["error"]) == ("E-X", "no right")
     assert second["error"] == "KeyError: 'k'"
 
 
-def test_a_feed_that_goes_on_says_so_once_and_what_it_was_unless_another_process_has_it(lines: Lines) -> None:
+def test_a_feed_that_recovers_is_logged_once_with_its_trouble_unless_a_standby(lines: Lines) -> None:
     clock = ManualClock()
     report = FeedReport(Chain("s", unique("F")), "S", Health(clock), clock)
-    report.works()
-    report.waits(Unavailable("no answer"))
+    report.set_working()
+    report.set_waiting(Unavailable("no answer"))
     clock.advance(10)
-    report.waits(Unavailable("no answer"))
-    report.works()
-    report.works()
-    report.stopped(Stopped("forked", code="E-FORKED"))
+    report.set_waiting(Unavailable("no answer"))
+    report.set_working()
+    report.set_working()
+    report.set_stopped(Stopped("forked", code="E-FORKED"))
     clock.advance(5)
-    report.reading(report.sign().chain or Chain("s", "F"), 7, 6)
+    report.set_reading(report.heartbeat().chain or Chain("s", "F"), 7, 6)
     found = [(line["action"], line.get("error"), line.get("trouble"), line.get("seconds")) for line in lines()]
     assert found == [
-        ("waiting", "no answer", None, None),
-        ("over", None, "no answer", 10.0),
+        ("chain_waiting", "no answer", None, None),
+        ("chain_recovered", None, "no answer", 10.0),
         ("chain_stopped", "forked", None, None),
-        ("over", None, "forked", 5.0),
-        ("reading", None, None, None),
+        ("chain_recovered", None, "forked", 5.0),
+        ("reading_begun", None, None, None),
     ]
     other = FeedReport(Chain("s", unique("F")), "S", Health(clock), clock)
-    other.stopped(Stopped("forked", code="E-FORKED"))
-    other.standby("other")
-    other.works()
+    other.set_stopped(Stopped("forked", code="E-FORKED"))
+    other.set_standby("other")
+    other.set_working()
     assert [line["action"] for line in lines()][5:] == ["chain_stopped"]

@@ -1,4 +1,4 @@
-"""The monitor answers from memory and threads, whatever its clients and the event loop do."""
+"""The monitor: answers from memory and threads, independent of its clients and the event loop."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from prometheus_client import CollectorRegistry, Counter
 from common.clock import SystemClock
 from common.errors import ConfigError, Unavailable
 from common.service import monitor as monitor_http
-from common.service.monitor import MAX_BEAT_AGE, Health, Monitor, Pages, fetch
-from common.service.process import SystemdNotifier, hangups
+from common.service.monitor import MAX_BEAT_AGE_S, Health, Monitor, Pages, fetch
+from common.service.process import SystemdNotifier, on_hangup
 from common.settings.egress import EgressMonitorSettings
 from common.settings.service import MonitorTlsSettings
 from common.tasks import Stop, unexpected
@@ -55,7 +55,7 @@ def monitor(health: Health) -> Iterator[Monitor]:
 
 
 def get(monitor: Monitor, path: str, method: str = "GET", accept: str = "") -> tuple[int, str, str]:
-    """Status, content type and body."""
+    """Return status, content type and body."""
     with closing(http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=10)) as connection:
         connection.request(method, path, headers={"Accept": accept})
         answer = connection.getresponse()
@@ -69,7 +69,7 @@ def test_a_process_is_ready_when_every_part_is_and_a_reason_forges_no_lines(heal
     health.set_ready("lease", False)
     assert get(monitor, "/readyz")[::2] == (503, "lease: not ready\nnats: bad\\nobjects: fine\n")
     health.set_ready("nats", True)
-    health.forget("lease")
+    health.remove("lease")
     assert get(monitor, "/readyz")[::2] == (200, "ready\n")
     assert not health.problems()
 
@@ -95,15 +95,15 @@ def test_status_is_json_and_the_page_escapes_what_it_shows(health: Health, monit
     assert ["&lt;script&gt;" in body, "<script>" in body] == [True, False]
 
 
-def test_only_who_reads_the_page_counts_as_a_reader(health: Health, monitor: Monitor, clock: ManualClock):
-    """For whom coverage is looked at, by requests to the store."""
+def test_only_requests_of_the_page_count_as_readers(health: Health, monitor: Monitor, clock: ManualClock):
+    """Count readers of the page only: for them, coverage is read with requests to the store."""
     for path in ("/status", "/metrics", "/readyz"):
         get(monitor, path)
-    assert health.read_age() == float("inf")
+    assert health.seconds_since_read() == float("inf")
     for path in ("/", "/status?coverage"):
         clock.advance(5)
         get(monitor, path)
-        assert health.read_age() == 0
+        assert health.seconds_since_read() == 0
 
 
 def test_metrics_are_those_of_the_process(monitor: Monitor):
@@ -124,7 +124,7 @@ def test_unknown_paths_and_methods_are_refused_and_head_is_answered_without_a_bo
 
 
 def test_a_port_in_use_and_an_address_that_the_host_does_not_have_may_come_later(health: Health, monitor: Monitor):
-    """A restart may overlap with the process before; after boot an interface may get its address late."""
+    """Exit with 75: a restart may overlap with the former process; after boot an interface may get its address late."""
     taken, missing = f"127.0.0.1:{monitor.port}", "192.0.2.1:1"
     free = '; choose another address, or "" for none'
     with closing(Monitor("", health)) as none:
@@ -143,7 +143,7 @@ def connected(monitor: Monitor) -> socket.socket:
 
 
 def test_clients_that_send_nothing_or_too_much_are_dropped(monitor: Monitor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 0.3)
+    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT_S", 0.3)
     with connected(monitor) as silent:
         assert silent.recv(1) == b""
     with connected(monitor) as slow, pytest.raises(OSError):
@@ -172,31 +172,31 @@ def test_a_scraper_that_never_reads_holds_neither_others_nor_the_shutdown(health
         assert time.monotonic() - started < PATIENCE, "it waits for no part of the answer to be taken"
 
 
-IDLE = 64  # connections, several times as many as have a place
+IDLE = 64  # connections, several times the limit
 
 
 @contextmanager
-def idle(monitor: Monitor, said: bytes = b"") -> Iterator[None]:
-    """While others hold connections and say no more than that."""
+def idle(monitor: Monitor, sent: bytes = b"") -> Iterator[None]:
+    """Hold connections of other clients open, which send only `sent`."""
     with ExitStack() as stack:
         for _ in range(IDLE):
             client = stack.enter_context(connected(monitor))
-            with suppress(OSError):  # it has made room for another already
-                client.sendall(said)
+            with suppress(OSError):  # the monitor has closed it already for another
+                client.sendall(sent)
         yield
 
 
-def test_who_holds_a_connection_takes_one_of_few_places_and_turns_nobody_away(health, monitor, monkeypatch):
-    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
+def test_an_idle_connection_takes_one_of_few_places_and_turns_nobody_away(health, monitor, monkeypatch):
+    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT_S", 10 * PATIENCE)
     health.set_ready("objects", True)
     before = set(threading.enumerate())  # one of them may end meanwhile
     with idle(monitor, b"GET /healthz HTTP/1.1\r\n"):
-        eventually(lambda: len(set(threading.enumerate()) - before) == monitor_http.MAX_REQUESTS)
+        eventually(lambda: len(set(threading.enumerate()) - before) == monitor_http.MAX_PARALLEL_REQUESTS)
         for path in ("/healthz", "/readyz", "/metrics", "/status"):
             assert get(monitor, path)[0] == 200
 
 
-def test_a_page_that_cannot_be_made_is_told_and_the_next_one_is_served(health: Health):
+def test_a_page_that_fails_is_logged_and_the_next_one_is_served(health: Health):
     class Broken(Pages):
         def document(self) -> dict[str, Any]:
             raise KeyError("nobody foresaw this")
@@ -232,7 +232,7 @@ def served(health: Health, folder: Path, **more: str) -> Iterator[Monitor]:
 
 
 def fetched(monitor: Monitor, folder: Path, client: str = "", ca: str = "ca") -> int:
-    """The status of /healthz, as a client that checks the server and shows a certificate, if any."""
+    """Return the status of /healthz for a client that checks the server and shows a certificate, if any."""
     context = ssl.create_default_context(cafile=str(folder / f"{ca}.pem"))
     if client:
         context.load_cert_chain(folder / f"{client}.pem", folder / f"{client}.key")
@@ -245,7 +245,7 @@ def fetched(monitor: Monitor, folder: Path, client: str = "", ca: str = "ca") ->
 def test_pages_are_served_over_tls_only_and_who_begins_no_handshake_turns_nobody_away(
     health, certificates, monkeypatch
 ):
-    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 10 * PATIENCE)
+    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT_S", 10 * PATIENCE)
     with served(health, certificates) as monitor, idle(monitor, b"\x16\x03"):
         assert fetched(monitor, certificates) == 200
         with pytest.raises(ssl.SSLError):
@@ -275,7 +275,7 @@ def test_commands_ask_a_monitor_with_tls_and_believe_its_own_certificate_only(he
 
 
 def test_a_client_that_sends_its_handshake_slowly_is_cut_off(health: Health, certificates: Path, monkeypatch: Any):
-    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 0.3)
+    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT_S", 0.3)
     with served(health, certificates) as monitor, connected(monitor) as slow:
         slow.sendall(b"\x16\x03\x01\x10\x00")  # a record of 4,096 bytes
         with pytest.raises(OSError):
@@ -293,19 +293,19 @@ def test_a_certificate_that_was_replaced_is_used_without_a_restart(health, certi
         assert fetched(monitor, tmp_path) == 200
         (tmp_path / "server.pem").write_text("no certificate yet")
         assert fetched(monitor, tmp_path) == 200
-        assert caplog.text.count("certificate not read again") == 1
+        assert caplog.text.count("certificate reload failed") == 1
         certificate(tmp_path, "server", "IP:127.0.0.1", "later")
         assert fetched(monitor, tmp_path, ca="later") == 200
 
 
-def test_files_that_cannot_be_used_are_told_at_the_start(health: Health, certificates: Path):
-    for files, said in (
+def test_unusable_files_are_named_at_the_start(health: Health, certificates: Path):
+    for files, error in (
         ({"cert": "/no.pem", "key": "/no.key"}, "monitor.tls.cert /no.pem with key /no.key: no such file or directory"),
         ({"cert": "server.pem", "key": "client.key"}, "key values mismatch"),
         ({"cert": "server.pem", "key": "server.key", "client_ca": "/no.pem"}, "monitor.tls.client_ca /no.pem: no such"),
     ):
         tls = MonitorTlsSettings(**{key: str(certificates / name) for key, name in files.items()})
-        with pytest.raises(ConfigError, match=re.escape(said)):
+        with pytest.raises(ConfigError, match=re.escape(error)):
             Monitor("127.0.0.1:0", health, tls=tls).start()
     with pytest.raises(ValueError, match="expected cert and key beside it"):
         MonitorTlsSettings(client_ca="/ca.pem")
@@ -322,7 +322,9 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceM
 
 
 def notifier(manager: Any, health: Health, **environment: str) -> SystemdNotifier:
-    return SystemdNotifier(Monitor("", health).says, SystemClock(), {"NOTIFY_SOCKET": manager.address, **environment})
+    return SystemdNotifier(
+        Monitor("", health).page_text, SystemClock(), {"NOTIFY_SOCKET": manager.address, **environment}
+    )
 
 
 async def test_it_is_ready_at_once_and_stopping_when_asked_to_and_feeds_no_other_watchdog(
@@ -341,12 +343,12 @@ async def test_it_is_ready_at_once_and_stopping_when_asked_to_and_feeds_no_other
     assert "WATCHDOG=1" not in manager.lines()
 
 
-async def test_the_watchdog_is_fed_while_healthz_says_that_the_loop_turns(manager, health: Health, clock: ManualClock):
+async def test_the_watchdog_is_fed_while_healthz_shows_a_live_loop(manager, health: Health, clock: ManualClock):
     stop = Stop()
     async with notifier(manager, health, WATCHDOG_USEC="40000").while_running(stop):
         await soon(lambda: manager.lines().count("WATCHDOG=1") > 3)
-        clock.advance(MAX_BEAT_AGE + 1)  # no beat: the loop that serves hangs
-        await asyncio.sleep(0.1)  # what was under way
+        clock.advance(MAX_BEAT_AGE_S + 1)  # no heartbeat: the serving loop hangs
+        await asyncio.sleep(0.1)  # for notifications that are on their way
         manager.forget()
         await asyncio.sleep(0.2)
         assert manager.lines() == []
@@ -369,16 +371,16 @@ async def test_a_status_is_one_line_and_cannot_forge_others(manager: ServiceMana
 
 
 async def test_a_hangup_is_a_reload(manager: ServiceManager, health: Health):
-    before = list(hangups)
+    before = list(on_hangup)
     async with notifier(manager, health).while_running(Stop()):
         manager.forget()
-        for call in hangups:
+        for call in on_hangup:
             call()
         lines = [line for line in manager.lines() if not line.startswith("STATUS=")]
 
     assert [line.partition("=")[0] for line in lines] == ["RELOADING", "MONOTONIC_USEC", "READY", "MAINPID"]
     assert int(lines[1].partition("=")[2]) > 0
-    assert hangups == before
+    assert on_hangup == before
 
 
 @pytest.mark.parametrize("address", ["", "vsock:2:1234", "relative", "/nowhere/notify"])

@@ -1,4 +1,4 @@
-"""What a name means among the chains that there are; what is not there is an error that says what is."""
+"""Names of sites, feeds and chains, resolved among the existing chains; an unknown name is an error that lists them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import pytest
 
 from common.chain import Chain
 from common.errors import UsageError
-from common.segments.keys import MOST_NAMES, chosen, configured, one, parse, suggestion
+from common.segments.keys import (
+    MAX_LISTED_NAMES,
+    configured_feeds,
+    filter_chains,
+    parse_chain_name,
+    resolve_chain,
+    suggestion,
+)
 from common.settings.root import Settings
 
 OLD, NEW = Chain("us-east", "NODES"), Chain("us-east", "NODES", 1)
@@ -17,18 +24,18 @@ FEEDS = {("us-east", "LATER")}
 
 def refused(*named: object) -> str:
     with pytest.raises(UsageError) as refusal:
-        chosen(KNOWN, FEEDS, *named)  # type: ignore[arg-type]
+        filter_chains(KNOWN, FEEDS, *named)  # type: ignore[arg-type]
     return str(refusal.value)
 
 
 def test_what_is_not_named_is_all() -> None:
-    assert chosen(KNOWN, FEEDS, None) == sorted(KNOWN)
-    assert chosen(KNOWN, FEEDS, "us-east") == chosen(KNOWN, FEEDS, "us-east", "NODES") == [OLD, NEW]
-    assert chosen(KNOWN, FEEDS, None, "NODES", None, 1) == [PARTS[1]]
-    assert chosen([], (), None) == []
+    assert filter_chains(KNOWN, FEEDS, None) == sorted(KNOWN)
+    assert filter_chains(KNOWN, FEEDS, "us-east") == filter_chains(KNOWN, FEEDS, "us-east", "NODES") == [OLD, NEW]
+    assert filter_chains(KNOWN, FEEDS, None, "NODES", None, 1) == [PARTS[1]]
+    assert filter_chains([], (), None) == []
 
 
-def test_a_name_that_is_not_there_is_an_error_that_says_what_is() -> None:
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
     there = "there are eu-west/NODES, us-east/LATER, us-east/NODES"
     assert f"did you mean us-east/NODES? {there}" in refused("us-esat", "NODES")
     assert "did you mean us-east? there are eu-west, us-east" in refused("us-esat")
@@ -38,35 +45,35 @@ def test_a_name_that_is_not_there_is_an_error_that_says_what_is() -> None:
     assert "partition 9" in refused(None, None, None, 9)
     assert "did you mean" not in refused("somewhere")
     with pytest.raises(UsageError, match="there are none"):
-        chosen([], (), "us-east")
+        filter_chains([], (), "us-east")
 
 
 def test_a_feed_of_the_configuration_may_be_empty() -> None:
-    assert chosen(KNOWN, FEEDS, "us-east", "LATER") == []
-    assert one(KNOWN, FEEDS, "us-east", "LATER") == Chain("us-east", "LATER")
+    assert filter_chains(KNOWN, FEEDS, "us-east", "LATER") == []
+    assert resolve_chain(KNOWN, FEEDS, "us-east", "LATER") == Chain("us-east", "LATER")
     feeds, sources = [{"stream": "A"}, {"stream": "A", "name": "B"}], [{"site": ["c", "d"], "feed": "E"}]
     roles = {"egress": {"feeds": feeds}, "ingress": {"targets": [{"stream": "T", "sources": sources}]}}
     settings = Settings(site="us-east", store={"url": "file:///bucket"}, **roles)
-    assert configured(settings) == {("us-east", "A"), ("us-east", "B"), ("c", "E"), ("d", "E")}
+    assert configured_feeds(settings) == {("us-east", "A"), ("us-east", "B"), ("c", "E"), ("d", "E")}
 
 
 def test_one_chain_is_that_of_the_newest_incarnation() -> None:
-    assert one(KNOWN, (), "us-east", "NODES") == NEW
-    assert one(KNOWN, (), "us-east", "NODES", 0) == OLD
-    assert one(KNOWN, (), "eu-west", "NODES", None, 1) == PARTS[1]
+    assert resolve_chain(KNOWN, (), "us-east", "NODES") == NEW
+    assert resolve_chain(KNOWN, (), "us-east", "NODES", 0) == OLD
+    assert resolve_chain(KNOWN, (), "eu-west", "NODES", None, 1) == PARTS[1]
     with pytest.raises(UsageError, match=r"name the partition, such as eu-west/NODES/[0-9]{4}/1$"):
-        one(KNOWN, (), "eu-west", "NODES")
+        resolve_chain(KNOWN, (), "eu-west", "NODES")
 
 
 def test_a_name_is_read_part_by_part() -> None:
-    assert parse("us-east") == ("us-east", None, None, None)
-    assert parse("us-east/NODES/1") == ("us-east", "NODES", 1, None)
-    assert parse("us-east/NODES/0001/2") == ("us-east", "NODES", 1, 2)
+    assert parse_chain_name("us-east") == ("us-east", None, None, None)
+    assert parse_chain_name("us-east/NODES/1") == ("us-east", "NODES", 1, None)
+    assert parse_chain_name("us-east/NODES/0001/2") == ("us-east", "NODES", 1, 2)
     for text in ("", "a//0", "a/b/x", "a/b/0/0/0", "a b", "a/b/10000"):
         with pytest.raises(UsageError):
-            parse(text)
+            parse_chain_name(text)
 
 
-def test_of_many_names_some_are_listed() -> None:
+def test_some_of_many_names_are_listed() -> None:
     names = [f"site-{number:03d}" for number in range(100)]
-    assert suggestion("other", names) == f"there are {', '.join(names[:MOST_NAMES])} and 80 more"
+    assert suggestion("other", names) == f"there are {', '.join(names[:MAX_LISTED_NAMES])} and 80 more"

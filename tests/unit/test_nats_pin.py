@@ -1,6 +1,6 @@
-"""The client is built on internals of nats-py; an upgrade must not pass unread.
+"""The internals of nats-py on which the client is built: an upgrade must be reviewed.
 
-Where a test here fails after an upgrade: read what changed in the named methods against
+If a test here fails after an upgrade: review the changes in the named methods against
 `common/jetstream/client.py`, run the integration tests, then take over the new digests.
 """
 
@@ -17,7 +17,7 @@ from nats.aio.transport import TcpTransport
 
 from common.jetstream.client import FloeClient
 
-# Overridden, called, or relied upon for what they do to the attributes below.
+# Overridden, called, or relied upon for their effects on the attributes below.
 METHODS = {
     Client: {
         "connect": "a333807745c3", "_attempt_reconnect": "2bbc96e0f2f7", "_close": "9a92d3aca1b2",
@@ -40,8 +40,8 @@ ATTRIBUTES = [
     "_flusher_task", "_max_payload",
 ]  # fmt: skip
 OURS = {
-    "_abort", "_came_up", "_check_loopback", "_on_broken", "_on_error", "_on_line", "_on_message", "_on_reconnected",
-    "_on_server_error", "_stop_tasks", "_tell", "_went_down", "_wire", "_with_prefix",
+    "_abort", "_check_loopback", "_mark_down", "_mark_up", "_notify_listeners", "_on_error", "_on_line", "_on_message",
+    "_on_reconnected", "_on_server_error", "_on_sink_error", "_sent_subject", "_stop_tasks", "_wire",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Notifications as Amazon and MinIO document them, and everything else that may arrive instead."""
+"""Bucket notifications as Amazon and MinIO document them, other documents, and heartbeats."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import Unavailable
 from common.objects.local import LocalObjects
-from common.segments.alive import Alive, ChainSign
+from common.segments.alive import ChainHeartbeat, HeartbeatObject
 from common.segments.documents import ChainStore
 from common.segments.keys import Layout, SegmentName
 from common.sequences import SequenceRange
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.tasks import Stop
-from egress.deps import EgressTuning, Tuning
-from egress.heartbeats import SignOfLife
-from ingress.discovery.notifications import MAX_BYTES, Written, chain_of, chains_in, written
-from ingress.discovery.sites import Sites
+from egress.deps import Intervals, Tuning
+from egress.heartbeats import ProcessHeartbeat
+from ingress.discovery.notifications import (
+    MAX_NOTIFICATION_BYTES,
+    WrittenObject,
+    chain_of,
+    chains_in,
+    parse_notification,
+)
+from ingress.discovery.sites import Heartbeats
 from tests.support.basics import soon
 from tests.support.clock import ManualClock
 from tests.support.stores import FaultyStore
@@ -47,7 +53,7 @@ def segment_key(chain: Chain = CHAIN, level: int = 0) -> str:
 
 
 def amazon(key: str, name: str = "ObjectCreated:Put", bucket: str = BUCKET, **more: Any) -> dict[str, Any]:
-    """Amazon's event message structure, version 2.1, key as its documentation says: url-encoded."""
+    """Return Amazon's event message structure, version 2.1, with the key url-encoded as documented."""
     stored = {"key": quote_plus(key), "size": 1024, "eTag": "d41d8cd98f00b204e9800998ecf8427e", "sequencer": "0055AE"}
     owned = {"name": bucket, "ownerIdentity": {"principalId": "A3NL1KOZZKExample"}, "arn": f"arn:aws:s3:::{bucket}"}
     head = {"eventVersion": "2.1", "eventSource": "aws:s3", "awsRegion": "us-west-2", "eventName": name}
@@ -56,19 +62,19 @@ def amazon(key: str, name: str = "ObjectCreated:Put", bucket: str = BUCKET, **mo
 
 
 def minio(key: str, name: str = "s3:ObjectCreated:Put", bucket: str = "floe") -> dict[str, Any]:
-    """MinIO's notification, as its guide shows it on NATS."""
+    """Return MinIO's notification, as its guide shows it on NATS."""
     more = {"eventVersion": "2.0", "eventSource": "minio:s3", "source": {"userAgent": "MinIO (linux; amd64)"}}
     return {"EventName": name, "Key": f"{bucket}/{key}", "Records": [amazon(key, name, bucket, **more)]}
 
 
 def event_bridge(key: str, kind: str = "Object Created") -> dict[str, Any]:
-    """Amazon's EventBridge message structure: the key as it is."""
+    """Return Amazon's EventBridge message structure: the key is not encoded."""
     detail = {"version": "0", "bucket": {"name": BUCKET}, "object": {"key": key, "size": 5}, "reason": "PutObject"}
     return {"version": "0", "detail-type": kind, "source": "aws.s3", "region": "ca-central-1", "detail": detail}
 
 
 def sns(document: Any) -> dict[str, Any]:
-    """The document as SNS hands it to a queue without raw delivery."""
+    """Return the document as SNS hands it to a queue without raw delivery."""
     head = {"Type": "Notification", "TopicArn": "arn:aws:sns:us-west-2:123456789012:MyTopic"}
     return {**head, "Subject": "Amazon S3 Notification", "Message": json.dumps(document), "SignatureVersion": "1"}
 
@@ -77,7 +83,7 @@ TEST_EVENT = {"Service": "Amazon S3", "Event": "s3:TestEvent", "Bucket": BUCKET,
 
 
 def named(document: Any, bucket: str = BUCKET) -> set[Chain] | None:
-    notice = written(json.dumps(document).encode())
+    notice = parse_notification(json.dumps(document).encode())
     return None if notice is None else chains_in(notice, bucket, LAYOUT)
 
 
@@ -97,8 +103,8 @@ def test_keys_may_be_encoded_as_the_server_likes_and_a_space_is_a_plus() -> None
         record = amazon("")
         record["s3"]["object"]["key"] = as_written
         assert ODD in (named({"Records": [record]}) or ())
-    [found] = written(json.dumps({"Records": [amazon("red flower.jpg")]}).encode()) or []
-    assert found == Written(BUCKET, ("red flower.jpg", "red+flower.jpg"))
+    [found] = parse_notification(json.dumps({"Records": [amazon("red flower.jpg")]}).encode()) or []
+    assert found == WrittenObject(BUCKET, ("red flower.jpg", "red+flower.jpg"))
 
 
 def test_an_accepted_gap_wakes_its_chain_and_several_records_name_several_chains() -> None:
@@ -108,7 +114,7 @@ def test_an_accepted_gap_wakes_its_chain_and_several_records_name_several_chains
     assert named({"Records": [amazon(segment_key(chain)) for chain in chains]}) == chains
 
 
-def test_what_says_nothing_new_names_nothing() -> None:
+def test_what_is_no_news_names_nothing() -> None:
     for document in (
         TEST_EVENT,
         sns(TEST_EVENT),
@@ -125,7 +131,7 @@ def test_what_says_nothing_new_names_nothing() -> None:
         assert named(document) == set()
 
 
-def test_garbage_is_told_from_notifications_and_raises_nothing() -> None:
+def test_garbage_is_no_notification_and_raises_nothing() -> None:
     for raw in (
         *(b"", b"null", b"5", b"[]", b"{}", b"{", b"\xff\xfe", b'{"Records": {}}', b'{"Message": 5}'),
         b'{"Message": "\\ud800"}',
@@ -134,8 +140,8 @@ def test_garbage_is_told_from_notifications_and_raises_nothing() -> None:
         b'{"Records":' * 80_000,
         b'{"Records":[{"eventName":"ObjectCreated:Put","s3":' + b"[" * 100_000,
     ):
-        assert written(raw) is None
-        assert written(b" " * (MAX_BYTES + 1)) is None
+        assert parse_notification(raw) is None
+        assert parse_notification(b" " * (MAX_NOTIFICATION_BYTES + 1)) is None
 
 
 def test_envelopes_in_envelopes_are_opened_to_a_depth() -> None:
@@ -157,10 +163,10 @@ JSON = st.recursive(
 @given(JSON, st.binary(max_size=200))
 def test_no_document_and_no_bytes_raise(document: Any, raw: bytes) -> None:
     named(document)
-    written(raw)
+    parse_notification(raw)
 
 
-# Signs of life
+# Heartbeats
 
 SEEN = Chain("us-east", "NODES")
 PAIRS = frozenset({(SEEN.site, SEEN.feed)})
@@ -173,8 +179,10 @@ def away(*_args: Any, **_kwargs: Any) -> Any:
 async def test_while_the_store_is_away_or_hangs_nobody_becomes_silent_and_the_dead_stay_so(tmp_path: Path) -> None:
     store, clock = FaultyStore(LocalObjects(tmp_path)), ManualClock(time.time())
     documents = ChainStore(store, Layout(""))  # type: ignore[arg-type]
-    documents.write_alive("host", Alive(SEEN.site, "o", 0.0, (ChainSign("reading", 0.0, chain=SEEN),)))
-    sites = Sites(documents, Threads("test", 1), clock, 300.0)
+    documents.write_heartbeat(
+        "host", HeartbeatObject(SEEN.site, "o", 0.0, (ChainHeartbeat("reading", 0.0, chain=SEEN),))
+    )
+    sites = Heartbeats(documents, ThreadPool("test", 1), clock, 300.0)
     is_away, hangs = False, 0.0
 
     def listed(real: Any, *args: Any, **more: Any) -> Any:
@@ -185,8 +193,8 @@ async def test_while_the_store_is_away_or_hangs_nobody_becomes_silent_and_the_de
 
     async def look(seconds: float) -> bool:
         clock.advance(seconds)
-        await sites.look(PAIRS)
-        return sites.is_silent(sites.of(SEEN))
+        await sites.read(PAIRS)
+        return sites.is_silent(sites.heartbeat_of(SEEN))
 
     assert not await look(0)
     assert not await look(60)
@@ -207,40 +215,45 @@ async def test_while_the_store_is_away_or_hangs_nobody_becomes_silent_and_the_de
 
 
 @asynccontextmanager
-async def living(store: Any, alive: float, told: list[bool]) -> AsyncIterator[ChainStore]:
-    """While signs of life are put into `store`."""
+async def living(store: Any, alive: float, missed: list[bool]) -> AsyncIterator[ChainStore]:
+    """Put heartbeats into `store` during the context."""
     documents = ChainStore(store, Layout(""))
-    deps: Any = SimpleNamespace(chains=documents, clock=SystemClock(), tuning=Tuning(pace=EgressTuning(alive=alive)))
-    sign, stop = SignOfLife(SEEN.site, "host", "o", (), deps, cast(Any, None), partial(told.append, False)), Stop()
+    deps: Any = SimpleNamespace(chains=documents, clock=SystemClock(), tuning=Tuning(intervals=Intervals(alive=alive)))
+    sign, stop = (
+        ProcessHeartbeat(SEEN.site, "host", "o", (), deps, cast(Any, None), partial(missed.append, False)),
+        Stop(),
+    )
     running = asyncio.create_task(sign.run(stop))
     yield documents
-    await soon(lambda: len(documents.listed_alive()) == 1)
+    await soon(lambda: len(documents.list_heartbeats()) == 1)
     stop.set()
     await running
 
 
-async def test_a_sign_of_life_without_an_answer_is_told(tmp_path: Path) -> None:
-    go, told = threading.Event(), list[bool]()
+async def test_a_heartbeat_without_an_answer_is_noted(tmp_path: Path) -> None:
+    go, missed = threading.Event(), list[bool]()
     store = FaultyStore(LocalObjects(tmp_path)).on("put", lambda *_args, **_kwargs: go.wait(), nth=1)
-    async with living(store, 0.6, told):
-        await soon(lambda: told == [False])
+    async with living(store, 0.6, missed):
+        await soon(lambda: missed == [False])
         go.set()
 
 
-async def test_a_sign_of_life_that_could_not_be_put_is_put_soon(tmp_path: Path) -> None:
+async def test_a_heartbeat_that_could_not_be_put_is_put_soon(tmp_path: Path) -> None:
     async with living(FaultyStore(LocalObjects(tmp_path)).on("put", away, nth=1), 12.0, []):
         pass
 
 
-async def test_a_site_with_thousands_of_signs_of_life_makes_nobody_silent(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ingress.discovery.sites.MOST_READ", 8)
-    documents, threads = ChainStore(LocalObjects(tmp_path), Layout("data")), Threads("t", 2)
-    sites = Sites(documents, threads, ManualClock(time.time()), 300.0)
+async def test_a_site_with_thousands_of_heartbeats_makes_nobody_silent(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ingress.discovery.sites.MAX_READS_PER_CHECK", 8)
+    documents, threads = ChainStore(LocalObjects(tmp_path), Layout("data")), ThreadPool("t", 2)
+    sites = Heartbeats(documents, threads, ManualClock(time.time()), 300.0)
     pairs = {(SEEN.site, SEEN.feed), ("a-site", "NODES")}
     for turn in range(5):
         for number in range(40):
-            documents.write_alive(f"p{number}", Alive("a-site", "o", turn, ()))
-        documents.write_alive("host", Alive(SEEN.site, "o", turn, (ChainSign("reading", turn, chain=SEEN),)))
-        await sites.look(pairs)
-        assert sites.of(SEEN).time == turn
+            documents.write_heartbeat(f"p{number}", HeartbeatObject("a-site", "o", turn, ()))
+        documents.write_heartbeat(
+            "host", HeartbeatObject(SEEN.site, "o", turn, (ChainHeartbeat("reading", turn, chain=SEEN),))
+        )
+        await sites.read(pairs)
+        assert sites.heartbeat_of(SEEN).time == turn
     threads.close()

@@ -1,4 +1,4 @@
-"""Every class of damage, fed to the oracle and named by it."""
+"""The oracle of the tests: each class of damage is found and named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from common.chain import Chain
 from common.segments.segment import Message
-from infra.oracle import Comparison, Trace, compare, fingerprint, prefixed, total
+from infra.oracle import OracleResult, Trace, compare, fingerprint, prefix_subject, sum_comparisons
 from tests.scenarios.simulated import added
 from tests.support.kinds import verdict as second_try
 from tests.support.oracle import CLASSES, classes, compare_target
@@ -29,7 +29,7 @@ def messages(*sequences: int) -> list[Message]:
     return [message(sequence) for sequence in sequences]
 
 
-def verdict(found: list[Message], *, expected: list[Message] | None = None, may_be_gone: bool = False) -> Comparison:
+def verdict(found: list[Message], *, expected: list[Message] | None = None, may_be_gone: bool = False) -> OracleResult:
     whole = messages(*range(1, 11)) if expected is None else expected
     return compare(Trace.of(whole), Trace.of(found), may_be_gone=may_be_gone)
 
@@ -38,7 +38,7 @@ def test_sees_what_changed_and_two_messages_that_changed_places_under_each_other
     contents = {"subject": b"a.c"}, {"payload": b""}, {"headers": None}, {"headers": b"NATS/1.0\r\nA:1\r\n\r\n"}
     for change in (*contents, {"headers": b"NATS/1.0\r\nA: 1\r\nA: 1\r\n\r\n"}):
         result = verdict([*messages(1, 2, 3, 4), message(5, **change), *messages(6, 7, 8, 9, 10)])
-        assert result.line() == "lost 0, repeated 0, out of order 0, altered 1", change
+        assert result.summary() == "lost 0, repeated 0, out of order 0, altered 1", change
         assert result.examples == ("altered: sequence 5: subject, headers or payload differ",)
     result = verdict([*messages(*range(1, 10)), message(10, timestamp_ns=10_001)])
     assert (result.altered, result.examples) == (1, ("altered: sequence 10: timestamp 10000 became 10001",))
@@ -50,10 +50,10 @@ def test_takes_what_the_source_deleted_since_for_gone_and_not_for_damage() -> No
     held = messages(1, 2, 3, 7, 8, 9, 10)
     assert verdict(messages(*range(1, 11)), expected=held).unexpected == 3
     gone = verdict(messages(*range(1, 11)), expected=held, may_be_gone=True)
-    assert (gone.ok, gone.gone) == (True, 3)
+    assert (gone.is_ok, gone.gone) == (True, 3)
     twice = verdict(messages(1, 2, 2, 3), expected=messages(1, 3), may_be_gone=True)
     assert (twice.gone, twice.repeated) == (1, 1)
-    # What lies behind all that the source ever had is not excused.
+    # Sequences after the last one of the source are not excused.
     behind = verdict(messages(1, 2, 3), expected=messages(1, 2), may_be_gone=True)
     assert (behind.gone, behind.unexpected) == (0, 1)
 
@@ -62,16 +62,16 @@ def test_compares_under_the_subject_that_the_target_gives() -> None:
     source = messages(1, 2)
     target = [replace(one, subject=b"fleet." + one.subject) for one in source]
 
-    assert compare(Trace.of(source, prefixed("fleet")), Trace.of(target)).ok
+    assert compare(Trace.of(source, prefix_subject("fleet")), Trace.of(target)).is_ok
     assert compare(Trace.of(source), Trace.of(target)).altered == 2
 
 
-def test_sums_up_chains_and_says_which_chain_an_example_is_of() -> None:
+def test_sums_up_chains_and_names_the_chain_of_an_example() -> None:
     whole = Trace.of(messages(1, 2, 3))
     found = {"us-east/NODES": messages(1, 2), "eu-west/NODES": messages(1, 1, 2, 3)}
-    both = total([compare(whole, Trace.of(held), name=name) for name, held in found.items()])
+    both = sum_comparisons([compare(whole, Trace.of(held), name=name) for name, held in found.items()])
 
-    assert both.line() == "lost 1, repeated 1, out of order 0, altered 0"
+    assert both.summary() == "lost 1, repeated 1, out of order 0, altered 0"
     assert both.examples == ("us-east/NODES: lost: sequence 3", "eu-west/NODES: repeated: sequence 1 came again")
 
 
@@ -84,7 +84,7 @@ def test_a_fingerprint_keeps_the_parts_of_a_message_apart_and_a_trace_takes_24_b
     parts = [(b"ab", None, b"c"), (b"a", None, b"bc"), (b"a", b"", b"bc"), (b"a", b"b", b"c"), (b"a", b"bc", b"")]
     assert len({fingerprint(*each) for each in parts}) == 5
     trace = Trace.of([message(1, payload=b"x" * 100_000), message(2)])
-    assert sum(part.itemsize for part in (trace.sequences, trace.timestamps, trace.prints)) == 24
+    assert sum(part.itemsize for part in (trace.sequences, trace.timestamps, trace.fingerprints)) == 24
     assert trace.raw_bytes > 100_000
 
 
@@ -92,18 +92,18 @@ ALPHA, BETA = Chain("alpha", "NODES"), Chain("beta", "NODES")
 HELD = {ALPHA: [*range(1, 11)], BETA: [2, 5, 7]}
 
 
-def of_target(found: dict[Chain, list[Message]], foreign: int = 0) -> Comparison:
-    """A target that holds `found` where `HELD` was expected."""
+def of_target(found: dict[Chain, list[Message]], foreign: int = 0) -> OracleResult:
+    """Compare a target that holds `found` with the expected `HELD`."""
     expected = {chain: Trace.of(messages(*held)) for chain, held in HELD.items()}
     return compare_target(expected, {chain: Trace.of(held) for chain, held in found.items()}, foreign)
 
 
 def whole(**changed: list[Message]) -> dict[Chain, list[Message]]:
-    """What a target holds where all is well, but for the chains of the sites in `changed`."""
+    """Return the content of an undamaged target, except for the chains of the sites in `changed`."""
     return {chain: changed.get(chain.site, messages(*held)) for chain, held in HELD.items()}
 
 
-def test_tells_every_class_of_damage_of_a_whole_target_apart() -> None:
+def test_names_every_class_of_damage_of_a_whole_target() -> None:
     for found, kind, count, example in (
         (whole(alpha=messages(*range(3, 11))), "lost_prefix", 2, "0/0: lost: sequence 1"),
         (whole(beta=messages(2, 7)), "lost_middle", 1, "lost: sequence 5"),
@@ -118,18 +118,18 @@ def test_tells_every_class_of_damage_of_a_whole_target_apart() -> None:
     ):
         result = of_target(found)
 
-        assert not result.ok
+        assert not result.is_ok
         assert classes(result) == {name: count if name == kind else 0 for name in CLASSES}
         assert example in result.report()
 
 
 def test_a_whole_target_without_damage_is_exact_and_what_has_no_or_another_provenance_is_not() -> None:
-    assert (of_target(whole()).ok, of_target(whole()).found) == (True, 13)
+    assert (of_target(whole()).is_ok, of_target(whole()).found) == (True, 13)
     foreign = of_target(whole(), foreign=2)
-    assert (foreign.ok, foreign.unexpected) == (False, 2)
+    assert (foreign.is_ok, foreign.unexpected) == (False, 2)
     assert "2 messages without provenance" in foreign.report()
     swapped = of_target({ALPHA: messages(*HELD[BETA]), BETA: messages(*HELD[ALPHA])})
-    assert (swapped.lost, swapped.unexpected, swapped.ok) == (7, 7, False)
+    assert (swapped.lost, swapped.unexpected, swapped.is_ok) == (7, 7, False)
 
 
 # Evidence
@@ -139,7 +139,7 @@ SOAK = ROOT / "tests" / "soak" / "__main__.py"
 
 
 def counted() -> set[str]:
-    """The paths that every run counts as its own, read without running anything."""
+    """Return the paths that every run counts as its own, read without running anything."""
     for node in ast.parse(SOAK.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "BESIDE":
             return {str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)}

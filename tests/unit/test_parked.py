@@ -1,4 +1,4 @@
-"""Parked messages: their keys, their bytes, and what may be delivered."""
+"""Parked messages: their keys, their bytes, and the conditions of their delivery."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from common.objects.port import ObjectInfo
 from common.segments.keys import Layout, SegmentName
 from common.segments.segment import Message
 from common.sequences import SequenceRange
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.tasks import Stop
 from ingress.chains.pauses import Pause, Pauses
-from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedAs, TargetState
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedNames, TargetState
 from ingress.checkpoint_store import StateStore, to_json
-from ingress.parked import ParkedKeys, ParkedName, ParkedStore, State, from_bytes, to_bytes, waiting
-from ingress.redelivery import EVERYTHING, ParkedSource, Retries
+from ingress.parked import ParkedKeys, ParkedName, ParkedState, ParkedStore, count_waiting, from_bytes, to_bytes
+from ingress.redelivery import FULL_LISTING_INTERVAL_S, ParkedSource, Retries
 from ingress.rows.prepare import Oversize
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from tests.support.basics import PATIENCE
@@ -45,34 +45,34 @@ names = st.builds(ParkedName, chains, st.integers(1, 2**63 - 1), times)
 
 
 @given(names, st.integers(1, 9999))
-def test_a_listing_gives_back_what_the_keys_say(name: ParkedName, number: int) -> None:
+def test_a_listing_returns_what_the_keys_hold(name: ParkedName, number: int) -> None:
     keys = ParkedKeys(Layout("p"), "FLEET")
     made = [keys.key(name, "message"), keys.key(name, "left_out"), keys.key(name, "asked", number)]
     listing = [ObjectInfo(key, 7, 5.0, "") for key in [*made, f"{keys.folder(name)}other", f"{keys.prefix}x/y"]]
 
-    ((found, entry),) = keys.entries(listing).items()
+    ((found, entry),) = keys.parse_entries(listing).items()
 
     assert found == name
-    assert (entry.size, entry.since, entry.asked, entry.state) == (7, 5.0, number, State.ASKED)
+    assert (entry.size, entry.since, entry.asked, entry.state) == (7, 5.0, number, ParkedState.REQUESTED)
     assert made[0].startswith(keys.created_prefix(name.created))
 
 
 def test_the_state_follows_from_the_names_alone() -> None:
     for marks, state, waits in (
-        ("message asked-0001", State.PENDING, 0),
-        ("message left_out", State.PARKED, 1),
-        ("message left_out asked-0001", State.ASKED, 1),
-        ("message left_out asked-0001 answered-0001", State.PARKED, 1),
-        ("message left_out asked-0001 answered-0001 asked-0002", State.ASKED, 1),
-        ("message left_out asked-0001 delivered", State.DELIVERED, 0),
+        ("message asked-0001", ParkedState.PENDING, 0),
+        ("message left_out", ParkedState.PARKED, 1),
+        ("message left_out asked-0001", ParkedState.REQUESTED, 1),
+        ("message left_out asked-0001 answered-0001", ParkedState.PARKED, 1),
+        ("message left_out asked-0001 answered-0001 asked-0002", ParkedState.REQUESTED, 1),
+        ("message left_out asked-0001 delivered", ParkedState.DELIVERED, 0),
     ):
         keys, name = ParkedKeys(Layout(), "FLEET"), ParkedName(CHAIN, 7, CREATED)
         listing = [ObjectInfo(keys.folder(name) + mark, 1, 0.0, "") for mark in marks.split()]
 
-        entries = keys.entries(listing)
+        entries = keys.parse_entries(listing)
 
         assert entries[name].state is state
-        assert waiting(entries) == waits
+        assert count_waiting(entries) == waits
 
 
 blocks = st.one_of(st.none(), st.binary(max_size=40))
@@ -86,13 +86,13 @@ def test_a_message_comes_back_as_it_was(subject: bytes, headers: Any, payload: b
 
 
 @given(st.data())
-def test_a_spoiled_object_or_another_message_in_its_place_is_never_taken(data: st.DataObject) -> None:
+def test_a_corrupt_object_or_another_message_in_its_place_is_never_taken(data: st.DataObject) -> None:
     raw = to_bytes(CHAIN, message(7, b"payload", headers=b"NATS/1.0\r\nA: 1\r\n\r\n"))
     at = data.draw(st.integers(raw.index(b"\n") + 1, len(raw) - 1))
-    spoiled = data.draw(st.sampled_from([raw[:at], raw + b"x", raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]]))
+    corrupt = data.draw(st.sampled_from([raw[:at], raw + b"x", raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]]))
 
     with pytest.raises(DataError, match="expected a parked message"):
-        from_bytes("k", spoiled, CHAIN, 7)
+        from_bytes("k", corrupt, CHAIN, 7)
     for chain, sequence in ((CHAIN, 8), (Chain("us-east", "NODES"), 7)):
         with pytest.raises(DataError, match="expected version 1"):
             from_bytes("k", raw, chain, sequence)
@@ -107,13 +107,13 @@ def test_what_is_parked_twice_is_the_same_object(parked: ParkedStore) -> None:
     for takes in (10, 20):
         parked.park(CHAIN, Oversize(message(7), f"the message needs 30 bytes, the target takes {takes}"))
 
-    ((name, entry),) = parked.entries().items()
+    ((name, entry),) = parked.list_entries().items()
     assert parked.read(name) == message(7)
-    assert parked.why(entry) == WHY
+    assert parked.read_reason(entry) == WHY
 
 
 class Forgetful(LocalObjects):
-    """A store that says yes and keeps other bytes, so many times."""
+    """A store that confirms a put but keeps other bytes, `lies` times."""
 
     lies = 0
 
@@ -133,7 +133,7 @@ def test_nothing_is_left_out_before_the_store_gives_it_back(tmp_path: Path, lies
 
 
 class FakePrefetcher:
-    """Gives out what was offered."""
+    """A prefetcher that returns the offered items."""
 
     def __init__(self, recall: Any = None) -> None:
         self.recall, self.released, self.ready = recall, 0, list[Block]()
@@ -166,36 +166,36 @@ class World:
 
     async def reshape(self) -> None: ...
 
-    async def again(self, name: ParkedName) -> Block:
+    async def prepare_parked(self, name: ParkedName) -> Block:
         self.tried.append(name.sequence)
         if name.sequence in self.failing:
             raise Unavailable("chain.json is gone")
         return again(name.sequence)
 
 
-def retries_of(parked: ParkedStore, threads: Threads) -> tuple[Retries, World]:
+def retries_of(parked: ParkedStore, threads: ThreadPool) -> tuple[Retries, World]:
     editor: Any = World()
     source = ParkedSource(FakePrefetcher(editor), parked, threads)  # type: ignore[arg-type]
     return Retries(parked, source, threads, editor, editor.reshape, editor), editor
 
 
 def again(sequence: int) -> Block:
-    """A parked message that is tried again."""
+    """Return a parked message that is retried."""
     rows = SequenceRange(sequence, sequence)
     payload = pa.array([b"x"], pa.binary())
     batch = PreparedBatch([sequence], [1], [b"a"], b"O: ", None, payload, [10])
-    piece = IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, out_of_turn=True)
+    piece = IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, is_retry=True)
     return Block(piece, batch, 100)
 
 
 @pytest.fixture
-async def threads() -> AsyncIterator[Threads]:
-    threads = Threads("parked", 2)
+async def threads() -> AsyncIterator[ThreadPool]:
+    threads = ThreadPool("parked", 2)
     yield threads
     threads.close()
 
 
-async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(parked: Any, threads: Threads) -> None:
+async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(parked: Any, threads: ThreadPool) -> None:
     prefetcher = FakePrefetcher()
     source = ParkedSource(prefetcher, parked, threads)  # type: ignore[arg-type]
     parked.park(CHAIN, Oversize(message(7), WHY))
@@ -208,12 +208,12 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(par
 
     assert ([block.piece.rows.first for block in rows.blocks], prefetcher.released) == ([5], 300)
     await source.before_close(Intent(0, tuple(rows.pieces())))
-    assert parked.entries()[parked.name(CHAIN, 5)].state is State.DELIVERED
+    assert parked.list_entries()[parked.name(CHAIN, 5)].state is ParkedState.DELIVERED
     assert source.offered_bytes == 0
     source.offer(again(5))
     assert (await source.take(Stop(), 1.0), prefetcher.released) == (None, 400)
 
-    # What a reset drops may be offered again.
+    # A message that a reset drops may be offered again.
     source.offer(again(5))
     assert source.is_offered(parked.name(CHAIN, 5))
     source.reset({})
@@ -222,17 +222,17 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(par
 
 
 async def test_marks_are_put_side_by_side(parked: ParkedStore) -> None:
-    """An intent may leave out thousands, and stays open until all of them are marked."""
-    threads, together = Threads("parked", 8), Barrier(8)
+    """Put marks concurrently: an intent may leave out thousands, and stays open until all are marked."""
+    threads, together = ThreadPool("parked", 8), Barrier(8)
     parked.mark_left_out = lambda _name: together.wait(PATIENCE) and None  # type: ignore[method-assign]
     piece = IntentPiece(SegmentName(CHAIN, 0, SequenceRange(1, 9), "0" * 16), SequenceRange(1, 9), 0)
     source = ParkedSource(FakePrefetcher(), parked, threads)  # type: ignore[arg-type]
-    await source.before_close(Intent(0, (replace(piece, left_out=tuple(range(1, 9))),)))
+    await source.before_close(Intent(0, (replace(piece, parked=tuple(range(1, 9))),)))
     threads.close()
 
 
 class Counting(LocalObjects):
-    """Counts listings of more than one message."""
+    """A store that counts listings of more than one message."""
 
     listings = 0
 
@@ -247,7 +247,7 @@ def left_out(parked: ParkedStore, *sequences: int) -> None:
         parked.mark_left_out(parked.name(CHAIN, sequence))
 
 
-async def test_what_nobody_asks_for_is_not_listed_again_and_again(tmp_path: Path, threads: Threads) -> None:
+async def test_what_nobody_asks_for_is_not_listed_again_and_again(tmp_path: Path, threads: ThreadPool) -> None:
     objects = Counting(tmp_path)
     parked = ParkedStore(objects, Layout("p"), "FLEET", CREATED)
     left_out(parked, 7, 8)
@@ -255,18 +255,18 @@ async def test_what_nobody_asks_for_is_not_listed_again_and_again(tmp_path: Path
     editor.pauses = Pauses({CHAIN: Pause("2026-01-01T00:00:00Z")})
 
     for _ in range(3):
-        await retries.look()
+        await retries.check()
     assert objects.listings == 1
-    parked.ask(*parked.entries().values())
+    parked.request_retry(*parked.list_entries().values())
     before = objects.listings
     for _ in range(3):
-        await retries.look()
+        await retries.check()
     assert (objects.listings, editor.tried) == (before + 1, [])  # paused
     editor.pauses = Pauses()
-    await retries.look()
+    await retries.check()
     assert (objects.listings, editor.tried) == (before + 1, [7, 8])
-    editor.now += EVERYTHING
-    await retries.look()
+    editor.now += FULL_LISTING_INTERVAL_S
+    await retries.check()
     assert objects.listings == before + 2
 
 
@@ -274,25 +274,25 @@ async def test_one_message_that_cannot_be_tried_keeps_no_other_waiting(parked: A
     left_out(parked, 7, 8)
     retries, editor = retries_of(parked, threads)
     editor.failing = {7}
-    parked.ask(*parked.entries().values())
+    parked.request_retry(*parked.list_entries().values())
     for _ in range(3):
-        await retries.look()
+        await retries.check()
     assert editor.tried == [7, 8, 7, 7]
-    assert caplog.text.count("parked message not tried") == 1
+    assert caplog.text.count("parked retry deferred") == 1
 
 
 async def test_messages_are_kept_under_the_name_of_the_stored_state(parked: ParkedStore) -> None:
-    """A server may report another creation time after a restart; an operator may have a chain begin anew."""
-    state = TargetState(Checkpoint(9, "drifted", {}, parked=ParkedAs("t9", ((CHAIN, 5),))))
+    """Use the stored name: a restarted server may report another creation time, and an operator may restart a chain."""
+    state = TargetState(Checkpoint(9, "drifted", {}, parked=ParkedNames("t9", ((CHAIN, 5),))))
 
     class Bucket:
         async def get(self, key: str) -> KvEntry:
             return KvEntry(to_json("FLEET", state), 3)
 
-    await StateStore(Bucket(), "key", "FLEET", parked.adopt).load()  # type: ignore[arg-type]
+    await StateStore(Bucket(), "key", "FLEET", parked.adopt_state).load()  # type: ignore[arg-type]
     left_out(parked, 4, 5)
 
-    assert [name.created for name in parked.entries()] == ["t9", "t9+1"]
-    parked.kept_as = ParkedAs("t9", ((CHAIN, 4), (CHAIN, 5)))
-    assert parked.entries() == {}  # carried again: what was parked before stands for nothing
+    assert [name.created for name in parked.list_entries()] == ["t9", "t9+1"]
+    parked.names = ParkedNames("t9", ((CHAIN, 4), (CHAIN, 5)))
+    assert parked.list_entries() == {}  # carried again: messages parked before do not count
     assert not parked.may_be_delivered(parked.name(CHAIN, 5))

@@ -1,4 +1,4 @@
-"""What reports are made of: which rows are new, which hour and reason a missing sequence has, the page, the CSV."""
+"""Parts of reports: new rows, hour and reason of a missing sequence, the page, the CSV."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 from common.chain import Chain
 from common.errors import UsageError
 from common.segments.segment import Ledger, Reason
-from common.sequences import Covered, SequenceRange
+from common.sequences import CoverageSet, SequenceRange
 from common.settings.root import Settings
 from compaction import traffic as reporting
-from compaction.reports import ReportState, open_place, operation_of, unaccounted
-from compaction.traffic import HOUR_NS, TRAFFIC, HourOfRows, missing_by_hour, rendered, write_csv
+from compaction.reports import ReportState, open_place, operation_of, uncovered
+from compaction.traffic import HOUR_NS, TRAFFIC, HourCount, missing_by_hour, render_page, write_csv
 from tests.support.basics import seeded
 from tests.support.compaction import ref
 from tests.support.segments import footer_of, message
@@ -28,15 +28,15 @@ from tests.support.segments import footer_of, message
 CHAIN = Chain("us-east", "NODES")
 
 
-def covered(*ranges: tuple[int, int]) -> Covered:
-    found = Covered()
+def covered(*ranges: tuple[int, int]) -> CoverageSet:
+    found = CoverageSet()
     for first, last in ranges:
         found.add(SequenceRange(first, last))
     return found
 
 
-def taken(refs: list[Any], accounted: Covered, *, finest: bool) -> list[str]:
-    found = unaccounted(refs, accounted, finest=finest)
+def taken(refs: list[Any], accounted: CoverageSet, *, finest: bool) -> list[str]:
+    found = uncovered(refs, accounted, finest=finest)
     return [f"{stretch.segment.level}:{stretch.rows}" for stretch in found]
 
 
@@ -57,8 +57,8 @@ def test_what_a_report_accounts_for_is_read_back_as_it_was_written():
         ReportState.from_json(grown.to_json().replace(b'"format_version":1', b'"format_version":2'))
 
 
-def hour(number: int, sequences: list[int]) -> HourOfRows:
-    return HourOfRows(number, len(sequences), 0, min(sequences), max(sequences), 0, number * HOUR_NS)
+def hour(number: int, sequences: list[int]) -> HourCount:
+    return HourCount(number, len(sequences), 0, min(sequences), max(sequences), 0, number * HOUR_NS)
 
 
 def test_a_missing_sequence_counts_in_the_hour_of_the_next_row():
@@ -84,7 +84,7 @@ def test_missing_sequences_are_counted_once_also_where_time_runs_backwards():
 def test_reasons_are_those_of_the_ledger_and_shared_out_where_there_are_several():
     def of(missing: dict[int, int], **ledger: int) -> dict[int, dict[str, int]]:
         footer = footer_of([message(1)], SequenceRange(1, 1 + sum(ledger.values())), ledger=Ledger(ledger))
-        return reporting.by_reason(missing, footer)
+        return reporting.reasons_by_hour(missing, footer)
 
     assert of({1: 3, 2: 4}, sampled_out=7) == {1: {"sampled_out": 3}, 2: {"sampled_out": 4}}
     assert of({1: 3}, sampled_out=7) == {1: {"sampled_out": 3}}
@@ -107,13 +107,13 @@ def test_lag_is_known_at_level_0_only_and_messages_are_those_that_egress_had():
     segment = ref(1, 10)
     put = int(segment.modified)
     began = put // 3600
-    at = HourOfRows(began, 4, 400, 1, 8, 2_000, began * 3600 * 10**9 + 10**9)
+    at = HourCount(began, 4, 400, 1, 8, 2_000, began * 3600 * 10**9 + 10**9)
     left_out = Ledger({Reason.SAMPLED_OUT: 5, Reason.DELETED: 1})
     footer = footer_of([message(n) for n in (1, 3, 5, 8)], SequenceRange(1, 10), ledger=left_out)
 
     def hours(of: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        [stretch] = unaccounted([of], covered(), finest=True)
-        found = reporting.hours_of(stretch, [at], footer)
+        [stretch] = uncovered([of], covered(), finest=True)
+        found = reporting.hour_rows(stretch, [at], footer)
         [kept] = [each for each in found if each["kept"]]
         return found, kept
 
@@ -125,14 +125,14 @@ def test_lag_is_known_at_level_0_only_and_messages_are_those_that_egress_had():
     assert (kept["lag_known"], kept["lag_max_ms"]) == (0, None)
 
 
-def test_a_marker_is_told_from_a_value():
+def test_a_marker_is_not_a_value():
     blocks = {b"X: y": None, b"KV-Operation: DEL": "DEL", b"KV-Operation: PURGE\r\nNats-Rollup: sub": "PURGE"}
     blocks[b"Nats-Marker-Reason: MaxAge"] = "MaxAge"
     found = {lines: operation_of(b"NATS/1.0\r\n" + lines + b"\r\n\r\n") for lines in blocks}
     assert (found, operation_of(None)) == (blocks, None)
 
 
-def test_a_report_stands_beside_the_archive_or_in_a_directory():
+def test_a_report_is_put_beside_the_archive_or_in_a_directory():
     outputs = [("s3://other/reports", "data"), ("s3://archive", "data"), ("s3://archive/data/reports", "data")]
     outputs += [("s3://archive/reports", ""), ("gs://archive/reports", "data")]
     stores = [(output, "s3://archive", prefix) for output, prefix in outputs]
@@ -142,7 +142,7 @@ def test_a_report_stands_beside_the_archive_or_in_a_directory():
             open_place(output, settings)
 
 
-# For people
+# Output for people
 
 BEGIN = 1_700_000_000 // 3600 * 3600  # seconds
 
@@ -168,7 +168,9 @@ def test_csv_holds_no_text_that_a_spreadsheet_takes_for_a_formula():
 def test_csv_has_a_header_hours_in_utc_and_nothing_for_what_is_not_known(tmp_path: Path):
     file = io.StringIO()
     write_csv(
-        reporting.within(traffic(row(0), row(1, lag_known=4, lag_max_ms=1500), row(2)), None, (BEGIN + 7200) * 10**9),
+        reporting.select_hours(
+            traffic(row(0), row(1, lag_known=4, lag_max_ms=1500), row(2)), None, (BEGIN + 7200) * 10**9
+        ),
         file,
     )
     read = list(csv.DictReader(io.StringIO(file.getvalue())))
@@ -179,7 +181,7 @@ def test_csv_has_a_header_hours_in_utc_and_nothing_for_what_is_not_known(tmp_pat
 
 def test_the_page_is_one_file_that_a_strict_policy_allows():
     evil = "<script>alert(1)</script>"
-    page = rendered(traffic(row(0, feed=evil), row(5, feed=evil, lag_known=4, lag_max_ms=90_000)), None, None, BEGIN)
+    page = render_page(traffic(row(0, feed=evil), row(5, feed=evil, lag_known=4, lag_max_ms=90_000)), None, None, BEGIN)
     text = page.decode()
     assert "<script" not in text
     assert "&lt;script&gt;" in text
@@ -191,10 +193,10 @@ def test_the_page_is_one_file_that_a_strict_policy_allows():
     assert "1m30s" in text
 
 
-def test_the_page_of_nothing_says_so_and_that_of_a_long_time_and_many_feeds_stays_small():
-    assert b"no messages" in rendered(traffic(), None, None, BEGIN)
+def test_an_empty_page_states_it_and_that_of_a_long_time_and_many_feeds_stays_small():
+    assert b"no messages" in render_page(traffic(), None, None, BEGIN)
     rows = [row(number, feed=f"F{feed}") for number in range(0, 24 * 60, 31) for feed in range(300)]
-    page = rendered(traffic(*rows), BEGIN * 10**9, None, BEGIN)
+    page = render_page(traffic(*rows), BEGIN * 10**9, None, BEGIN)
     assert page.count(b"<svg") == 200
     assert all(text in page for text in (b"feeds with most messages", b"a day"))
     assert len(page) < 2_000_000

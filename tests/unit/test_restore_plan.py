@@ -1,4 +1,4 @@
-"""What a restore will do: folds, limits, merges, configurations and consumers."""
+"""The plan of a restore: filters, limits, merges, configurations and consumers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.clock import NS_PER_S
 from common.errors import Unavailable
-from common.jetstream.api import MARKER
+from common.jetstream.api import RESTORE_KEY
 from common.jetstream.requests import ApiError
 from common.segments.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions, source_key
 from common.segments.segment import Message
@@ -22,12 +22,26 @@ from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
 from ingress.restore import compare
 from ingress.restore import plan as planning
-from ingress.restore.archive import ArchiveConsumer, bounded, muted, unmuted, with_replicas
-from ingress.restore.compare import SIZE, Digests, SentRows, block_of, settle, state_differences, unlike
-from ingress.restore.fold import Fold, SourcedRow, sourced_rows
-from ingress.restore.history import merged, same_command
+from ingress.restore.archive import (
+    ArchiveConsumer,
+    restorable_consumers,
+    with_guard_subject,
+    with_replicas,
+    without_guard_subject,
+)
+from ingress.restore.compare import (
+    DIGEST_BYTES,
+    Digests,
+    SentRows,
+    config_differences,
+    digest_block,
+    state_differences,
+    wait_replicated,
+)
+from ingress.restore.fold import RetentionFilter, SourcedRow, sourced_rows
+from ingress.restore.history import merge_rows, repeat_command
 from ingress.restore.plan import RestorePlan, RestoreRequest
-from ingress.restore.preflight import no_room, out_of_room
+from ingress.restore.preflight import as_room_error, room_shortage
 from tests.support import compaction
 from tests.support.clock import ManualClock
 from tests.support.segments import CHAIN, batch_of, footer_of, message
@@ -40,17 +54,17 @@ def row(sequence: int, subject: bytes = b"a", rollup: str = "") -> Message:
     return Message(sequence, sequence, subject, headers, b"%d" % sequence)
 
 
-def folded(rows: Sequence[Message], size: int, fold: Fold) -> list[int]:
+def filtered(rows: Sequence[Message], size: int, row_filter: RetentionFilter) -> list[int]:
     batches = [batch_of(rows[at : at + size]) for at in range(0, len(rows), size)]
-    while fold.passes:
+    while row_filter.passes_left:
         for batch in batches:
-            fold.see(batch)
-        fold.end_pass()
-    return [s for batch in batches for s in fold.left(batch).column("sequence").to_pylist()]
+            row_filter.observe(batch)
+        row_filter.end_pass()
+    return [s for batch in batches for s in row_filter.filter(batch).column("sequence").to_pylist()]
 
 
 def test_schedules_that_fired_for_the_last_time_are_gone_and_rollups_mean_nothing_where_they_are_off() -> None:
-    assert folded([row(1), row(2, rollup="all")], 1, Fold({"max_msgs_per_subject": 5})) == [1, 2]
+    assert filtered([row(1), row(2, rollup="all")], 1, RetentionFilter({"max_msgs_per_subject": 5})) == [1, 2]
     for size in (1, 3, 20):
 
         def fired(sequence: int, of: bytes, following: bytes = b"purge") -> Message:
@@ -59,27 +73,27 @@ def test_schedules_that_fired_for_the_last_time_are_gone_and_rollups_mean_nothin
 
         rows = [row(1, b"once"), row(2, b"often"), row(3, b"\xff"), fired(4, b"often", b"2026-01-02T03:04:05Z")]
         rows += [fired(5, b"once"), fired(6, b"\xff"), row(7, b"once"), fired(8, b"unknown")]
-        fold = Fold({"allow_msg_schedules": True})
-        assert folded(rows, size, fold) == [2, 4, 5, 6, 7, 8]
-        assert fold.rows == 6
-        assert folded(rows, size, Fold({})) == [*range(1, 9)]
+        row_filter = RetentionFilter({"allow_msg_schedules": True})
+        assert filtered(rows, size, row_filter) == [2, 4, 5, 6, 7, 8]
+        assert row_filter.rows_left == 6
+        assert filtered(rows, size, RetentionFilter({})) == [*range(1, 9)]
 
 
 def expiring(rows: Sequence[tuple[bytes, int, str]]) -> list[Message]:
-    """Rows of a subject, a time in seconds and a `Nats-TTL`, which may be empty."""
+    """Return rows, each of a subject, a time in seconds and a `Nats-TTL`, which may be empty."""
     blocks = [f"NATS/1.0\r\nNats-TTL: {ttl}\r\n\r\n".encode() if ttl else None for _, _, ttl in rows]
     return [Message(n, rows[n - 1][1] * NS_PER_S, rows[n - 1][0], blocks[n - 1], b"x") for n in range(1, len(rows) + 1)]
 
 
-def test_of_a_history_nothing_goes_for_a_message_that_had_expired() -> None:
+def test_nothing_of_a_history_goes_for_a_message_that_had_expired() -> None:
     for size in (1, 5):
         rows = [(b"a", 0, ""), (b"a", 1, "3s"), (b"b", 2, "3s"), (b"a", 4, ""), (b"b", 4, ""), (b"b", 4, "")]
         rows += [(b"c", 5, "1s")]
-        fold = Fold({"max_msgs_per_subject": 2, "allow_msg_ttl": True})
-        # Of b the first had not expired when the next came.
-        assert folded(expiring(rows), size, fold) == [1, 4, 5, 6, 7]
-        assert fold.rows == 5
-        assert folded(expiring(rows), size, Fold({"max_msgs_per_subject": 2})) == [2, 4, 5, 6, 7]
+        row_filter = RetentionFilter({"max_msgs_per_subject": 2, "allow_msg_ttl": True})
+        # The first of b had not expired when the next came.
+        assert filtered(expiring(rows), size, row_filter) == [1, 4, 5, 6, 7]
+        assert row_filter.rows_left == 5
+        assert filtered(expiring(rows), size, RetentionFilter({"max_msgs_per_subject": 2})) == [2, 4, 5, 6, 7]
 
 
 @given(st.lists(st.lists(st.integers(1, 60), max_size=30, unique=True).map(sorted), max_size=4), st.integers(1, 7))
@@ -89,7 +103,7 @@ def test_partitions_are_merged_by_sequence_each_once(chains: list[list[int]], si
             yield batch_of([row(s) for s in sequences[at : at + size]])
 
     sources = [(1, lambda chain=chain: batches(chain)) for chain in chains]
-    found = [s for batch in merged(sources) for s in batch.column("sequence").to_pylist()]  # type: ignore[arg-type]
+    found = [s for batch in merge_rows(sources) for s in batch.column("sequence").to_pylist()]  # type: ignore[arg-type]
     assert found == sorted({s for chain in chains for s in chain})
 
 
@@ -103,7 +117,7 @@ def test_a_source_is_opened_when_its_rows_come() -> None:
 
         return first, rows
 
-    rows = merged([source(1), source(10)])
+    rows = merge_rows([source(1), source(10)])
     next(rows)
     assert opened == [1]
     assert [batch.num_rows for batch in rows] == [2]
@@ -114,12 +128,14 @@ def test_the_guarded_configuration_reaches_no_producer_and_the_promoted_one_is_a
     kept = {"subjects": ["s.>"], "max_age": 10, "sealed": True, **elsewhere}
     left = {"placement": {"cluster": "c"}, "mirror": {"name": "up"}}
     config = {"name": "S", "num_replicas": 3, **kept, **left}
-    promoted = planning.promoted_config({**config, "metadata": {"_nats.level": "5", "own": "x", MARKER: "old"}}, "T", 1)
+    promoted = planning.promoted_config(
+        {**config, "metadata": {"_nats.level": "5", "own": "x", RESTORE_KEY: "old"}}, "T", 1
+    )
     assert promoted == {"name": "T", "num_replicas": 1, **kept, "metadata": {"own": "x"}}
     guard = {"name": "T", "subjects": ["_floe.restore.T"], "num_replicas": 1}
-    assert planning.guarded_config(promoted, "m") == {**guard, "metadata": {"own": "x", MARKER: "m"}}
-    assert [line.split()[0] for line in planning.left_out(config, "T")] == ["mirror", "placement"]
-    assert "gives the stream T as its only one" in [*planning.left_out({"mirror": {"name": "up"}}, "T")][-1]
+    assert planning.guarded_config(promoted, "m") == {**guard, "metadata": {"own": "x", RESTORE_KEY: "m"}}
+    assert [line.split()[0] for line in planning.unrestored_keys(config, "T")] == ["mirror", "placement"]
+    assert "gives the stream T as its only one" in [*planning.unrestored_keys({"mirror": {"name": "up"}}, "T")][-1]
 
 
 def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_again() -> None:
@@ -127,7 +143,7 @@ def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_aga
     ahead = CapturedConsumer({"durable_name": "ahead"}, AT, 60, 60, 55, 58)
     pending = CapturedConsumer({"durable_name": "open"}, AT, 30, 31, 20, 21, 9, 1)
     passing = CapturedConsumer({"name": "passing"}, AT)
-    found, notes = bounded(CapturedConsumers(AT, 50, (clean, ahead, pending, passing)), 50)
+    found, notes = restorable_consumers(CapturedConsumers(AT, 50, (clean, ahead, pending, passing)), 50)
     assert found == [
         ArchiveConsumer(name, {"durable_name": name, "metadata": {}}, AT, delivered, acknowledged, {}, {})
         for name, delivered, acknowledged in (
@@ -141,16 +157,16 @@ def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_aga
 
 def test_a_push_consumer_is_quiet_until_the_stream_is_in_use_and_is_read_back_as_it_was() -> None:
     pushed = ArchiveConsumer("p", {"durable_name": "p", "deliver_subject": "a.b"}, AT, (0, 0), (0, 0), {}, {})
-    quiet = muted(pushed, "S")
+    quiet = with_guard_subject(pushed, "S")
     assert quiet.config == {"durable_name": "p", "deliver_subject": "_floe.restore.S.a.b"}
-    assert [unmuted(each.config["deliver_subject"]) for each in (pushed, quiet)] == ["a.b", "a.b"]
+    assert [without_guard_subject(each.config["deliver_subject"]) for each in (pushed, quiet)] == ["a.b", "a.b"]
     pull = ArchiveConsumer("q", {"durable_name": "q"}, AT, (0, 0), (0, 0), {}, {})
-    assert muted(pull, "S") is pull
+    assert with_guard_subject(pull, "S") is pull
     captured = CapturedConsumers(AT, 1, (CapturedConsumer(dict(quiet.config), AT),))
-    assert bounded(captured, 1)[0][0].config["deliver_subject"] == "a.b"
+    assert restorable_consumers(captured, 1)[0][0].config["deliver_subject"] == "a.b"
 
 
-def test_a_source_is_known_by_what_its_messages_say() -> None:
+def test_a_source_is_known_by_its_messages() -> None:
     for source, key in (
         ({"name": "UP"}, "UP > >"),
         ({"name": "UP", "filter_subject": "up.a"}, "UP up.a >"),
@@ -168,17 +184,17 @@ def test_a_source_is_known_by_what_its_messages_say() -> None:
 def test_a_source_begins_behind_the_archived_ones_only_where_no_message_of_it_came_back() -> None:
     config = {"name": "S", "sources": [{"name": "HELD"}, {"name": "LOST", "opt_start_seq": 3}, {"name": "NONE"}]}
     sourced = {"HELD > >": SourcedRow(10, 1, 20), "LOST > >": SourcedRow(9, 1, 30)}
-    found = planning.begun_behind(config, sourced, lambda row: row.sequence == 10)
+    found = planning.with_source_starts(config, sourced, lambda row: row.sequence == 10)
     assert found["sources"] == [{"name": "HELD"}, {"name": "LOST", "opt_start_seq": 31}, {"name": "NONE"}]
     assert config["sources"][1] == {"name": "LOST", "opt_start_seq": 3}
-    assert planning.begun_behind({"name": "S"}, {}, lambda row: False) == {"name": "S"}
+    assert planning.with_source_starts({"name": "S"}, {}, lambda row: False) == {"name": "S"}
 
 
 def test_each_command_for_a_plan_with_effects_elsewhere_permits_them_and_a_drills_has_none() -> None:
-    request = RestoreRequest("us", "S", reaches=True)
-    assert "--allow-elsewhere" in same_command(request)
-    assert "--allow-elsewhere" not in same_command(replace(request, reaches=False))
-    assert "--allow-elsewhere" not in same_command(replace(request, promote=False))
+    request = RestoreRequest("us", "S", has_effects_elsewhere=True)
+    assert "--allow-elsewhere" in repeat_command(request)
+    assert "--allow-elsewhere" not in repeat_command(replace(request, has_effects_elsewhere=False))
+    assert "--allow-elsewhere" not in repeat_command(replace(request, promote=False))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -190,13 +206,13 @@ def test_a_digest_is_the_same_however_the_rows_are_batched(sizes: list[int]) -> 
         digests.add(batch_of(rows[at : at + size]))
         at += size
     digests.close()
-    assert digests.blocks == [block_of([batch_of(rows)])]
+    assert digests.blocks == [digest_block([batch_of(rows)])]
     rows[-1] = Message(at, at * 7 + 1, rows[-1].subject, rows[-1].headers, rows[-1].payload)
-    assert digests.blocks != [block_of([batch_of(rows)])]
+    assert digests.blocks != [digest_block([batch_of(rows)])]
 
 
 def test_the_state_is_judged_by_what_the_configuration_lets_the_server_drop() -> None:
-    expected = SentRows([block_of([batch_of([row(3), row(5)])])], 2, 9, {})
+    expected = SentRows([digest_block([batch_of([row(3), row(5)])])], 2, 9, {})
     right = {"messages": 2, "first_seq": 3, "last_seq": 9, "num_deleted": 5}
     assert list(state_differences(expected, right)) == []
     for wrong in ({"last_seq": 8}, {"messages": 3}, {"first_seq": 2}, {"num_deleted": 4}):
@@ -211,30 +227,30 @@ def part_of(first: int, last: int, *held: int) -> ReplayPart:
 def test_max_age_cuts_only_where_no_message_may_outlive_it() -> None:
     for own, begin in (({}, 11), ({"allow_msg_ttl": True}, 0), ({"subject_delete_marker_ttl": 9}, 0)):
         parts = [part_of(1, 10, *range(1, 11)), part_of(11, 20, *range(11, 21))]
-        assert planning.begin_of(parts, {"max_age": 5, **own}, 16, counts=True)[0] == begin
+        assert planning.retained_from(parts, {"max_age": 5, **own}, 16, counts=True)[0] == begin
 
 
 def test_segments_that_end_before_the_archive_did_are_named() -> None:
     here, there = CHAIN, replace(CHAIN, partition=1)
-    assert list(planning.lost_ends({here: 400, there: 600}, {here: 400, there: 650})) == []
-    assert "401..600 is missing" in next(planning.lost_ends({here: 600, there: 0}, {here: 400, there: 0}))
+    assert list(planning.lost_end_lines({here: 400, there: 600}, {here: 400, there: 650})) == []
+    assert "401..600 is missing" in next(planning.lost_end_lines({here: 600, there: 0}, {here: 400, there: 0}))
 
 
 def test_what_an_older_server_does_not_know_is_a_difference_and_what_a_newer_adds_is_none() -> None:
     sent = {"sources": [{"name": "a"}], "allow_msg_ttl": True, "consumer_limits": {}, "metadata": {"own": "x"}}
-    newer = {**sent, "metadata": {"own": "x", "_nats.level": "5", MARKER: "m"}, "more": True}
+    newer = {**sent, "metadata": {"own": "x", "_nats.level": "5", RESTORE_KEY: "m"}, "more": True}
     newer["sources"] = [{"name": "a", "more": 1}]
-    assert list(unlike(sent, newer)) == []
+    assert list(config_differences(sent, newer)) == []
     older = {key: value for key, value in newer.items() if key != "allow_msg_ttl"}
-    assert list(unlike(sent, older)) == ["expected allow_msg_ttl True, found None"]
+    assert list(config_differences(sent, older)) == ["expected allow_msg_ttl True, found None"]
     for found in ([], None, [{"name": "b"}], [{"name": "a"}, {"name": "b"}]):
-        assert len(list(unlike(sent, {**newer, "sources": found}))) == 1
+        assert len(list(config_differences(sent, {**newer, "sources": found}))) == 1
 
 
 def test_a_digest_of_large_rows_ends_by_their_bytes() -> None:
     digests = Digests()
     for s in range(1, 21):
-        digests.add(batch_of([Message(s, s, b"s", None, b"x" * (SIZE // 4))]))
+        digests.add(batch_of([Message(s, s, b"s", None, b"x" * (DIGEST_BYTES // 4))]))
     digests.close()
     assert [(block.first, block.last) for block in digests.blocks] == [(n, n + 3) for n in range(1, 21, 4)]
 
@@ -262,15 +278,15 @@ def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_ha
         (0, 101, 1, 51, None, ALL_GONE, None, None),
         (0, 1, 101, 51, None, ALL_GONE, None, None),
     ):
-        chain, deleted = replace(CHAIN, incarnation=incarnation), Fold({}, gone).deleted
-        found = list(planning.before_begin(chain, first, floor, least, join, deleted))
+        chain, deleted = replace(CHAIN, incarnation=incarnation), RetentionFilter({}, gone).count_deleted
+        found = list(planning.late_begins(chain, first, floor, least, join, deleted))
         assert [(each.is_known, text in each.line) for each in found] == [(is_known, True)] * (text is not None)
 
 
 def test_nothing_is_missing_before_a_message_that_is_too_old_itself() -> None:
     own = {"max_age": 5, "allow_msg_ttl": True}
     for config, now_ns, gone in (({}, 99, 0), ({"max_age": 5}, 16, 11), ({"max_age": 5}, 26, 11), (own, 26, 0)):
-        assert planning.gone_below([part_of(11, 20, *range(10, 20))], config, now_ns, 0) == gone
+        assert planning.dropped_below([part_of(11, 20, *range(10, 20))], config, now_ns, 0) == gone
 
 
 def test_a_consumer_has_no_more_replicas_than_its_stream_allows() -> None:
@@ -283,7 +299,7 @@ def test_a_consumer_has_no_more_replicas_than_its_stream_allows() -> None:
 
 
 def plan_of(*parts: ReplayPart, **config: Any) -> RestorePlan:
-    """Of a stream of 20 sequences, of which each partition has one part."""
+    """Return the plan of a stream of 20 sequences with one part for each partition."""
     ranges = [ChainRange(replace(CHAIN, partition=n), each.stretch.rows) for n, each in enumerate(parts)]
     chains = tuple(ReplayChain(of, (part,)) for of, part in zip(ranges, parts, strict=True))
     return RestorePlan(RestoreRequest("s", "f"), chains, CHAIN, 1, 20, 20, AT, {"name": "S", **config})
@@ -292,34 +308,34 @@ def plan_of(*parts: ReplayPart, **config: Any) -> RestorePlan:
 PUSHED = "what was deleted and comes back may push out others that lived: "
 
 
-def test_the_plan_says_what_limits_do_where_deletions_are_not_known() -> None:
+def test_the_plan_shows_what_limits_do_if_deletions_are_not_known() -> None:
     for limits, note in (
         ({"max_msgs": 15}, PUSHED + "up to 5 messages (max_msgs 15)"),
         ({"max_msgs_per_subject": 2}, PUSHED + "some of their subjects (max_msgs_per_subject 2)"),
         ({"max_msgs": 15, "discard": "new"}, "max_msgs 15 with discard new: nothing is dropped, and while there is"),
         ({"max_msgs": 20}, None),
     ):
-        notes = planning.forecast(plan_of(part_of(1, 20, *range(1, 21)), **limits), 0, captured=None, skipped=())
-        said = [each for each in notes if "max_msgs" in each and "drops the oldest" not in each]
-        assert [each.startswith(note or "") for each in said] == [True] * (note is not None)
+        notes = planning.deviations(plan_of(part_of(1, 20, *range(1, 21)), **limits), 0, captured=None, skipped=())
+        limit_notes = [each for each in notes if "max_msgs" in each and "drops the oldest" not in each]
+        assert [each.startswith(note or "") for each in limit_notes] == [True] * (note is not None)
 
 
-def test_a_partition_is_not_said_to_have_lost_what_another_one_has() -> None:
+def test_a_partition_has_not_lost_what_another_one_has() -> None:
     for others, is_lost in ((range(11, 21), False), (range(12, 21), True)):
         plan = plan_of(part_of(1, 10, *range(1, 11)), part_of(1, 20, *others))
-        assert any("is lost" in each for each in planning.forecast(plan, 0, captured=None, skipped=())) is is_lost
+        assert any("is lost" in each for each in planning.deviations(plan, 0, captured=None, skipped=())) is is_lost
 
 
-def test_the_plan_says_up_to_how_many_come_back_of_what_a_raised_limit_had_dropped() -> None:
+def test_the_plan_bounds_how_many_come_back_of_what_a_raised_limit_had_dropped() -> None:
     plan = plan_of(part_of(1, 20, *range(1, 21)))
     old = CapturedConfig(AT, 5, AT, {"max_msgs_per_subject": 1}, 5, 5, 1)
     for limit, last, most in ((5, 20, 10), (0, 20, 10), (-1, 21, 15), (1, 20, 0)):
         new = CapturedConfig(AT, 20, AT, {"max_msgs_per_subject": limit}, 5, last, 6)
         changed = replace(plan, configs=(old, new))
         text = "max_msgs_per_subject 1 applied at least until sequence 5"
-        found = [text in each and f"up to {most} messages" in each for each in planning.unfolded(changed)]
+        found = [text in each and f"up to {most} messages" in each for each in planning.resurrected_lines(changed)]
         assert found == [True] * bool(most)
-        assert [*planning.unfolded(replace(changed, deletions=CapturedDeletions(AT, 20, 5, 20, ())))] == []
+        assert [*planning.resurrected_lines(replace(changed, deletions=CapturedDeletions(AT, 20, 5, 20, ())))] == []
 
 
 # Room
@@ -332,7 +348,7 @@ def planned(consumers: int = 0, deletions: CapturedDeletions | None = None, **co
     rows = [message(n, b"x" * 99, subject=b"s", headers=None) for n in range(1, MANY + 1)]
     part = ReplayPart(Stretch(compaction.ref(1, MANY), SequenceRange(1, MANY)), footer_of(rows))
     several = (ArchiveConsumer("c", {}, AT, (0, 0), (0, 0), {}, {}),) * consumers
-    plan = replace(plan_of(part, **{"storage": "file", **config}), request=REQUEST, end=MANY, archived=MANY)
+    plan = replace(plan_of(part, **{"storage": "file", **config}), request=REQUEST, end=MANY, archived_end=MANY)
     return replace(plan, consumers=several, deletions=deletions)
 
 
@@ -343,25 +359,28 @@ def test_room_is_counted_as_the_server_does() -> None:
     for plan, stored in (
         (planned(), 10 * 130),
         (planned(storage="memory"), 10 * 116),
-        (planned(deletions=GONE), 5 * 130),  # all below 3, and three behind
+        (planned(deletions=GONE), 5 * 130),  # all below 3, and three later ones
         (planned(max_msgs=4), 4 * 130),
         (planned(max_bytes=700), 700),
         (planned(max_bytes=700, discard="new"), 10 * 130),
         (planned(max_msgs_per_subject=1), 0),
     ):
-        assert plan.stored == stored
+        assert plan.stored_bytes == stored
 
 
-def test_deleted_sequences_of_a_range_are_those_that_a_fold_takes_off() -> None:
+def test_deleted_sequences_of_a_range_are_those_that_a_filter_removes() -> None:
     gone = {1, 2, 5, 8, 9}
-    fold = Fold({}, GONE)
+    row_filter = RetentionFilter({}, GONE)
     for first in range(1, 13):
         for last in range(first, 13):
-            assert fold.deleted(SequenceRange(first, last)) == len(gone & {*range(first, last + 1)}), (first, last)
+            assert row_filter.count_deleted(SequenceRange(first, last)) == len(gone & {*range(first, last + 1)}), (
+                first,
+                last,
+            )
 
 
-def test_the_limit_of_the_account_that_stands_in_the_way_is_named() -> None:
-    for plan, limits, used, told in (
+def test_the_limit_of_the_account_that_is_in_the_way_is_named() -> None:
+    for plan, limits, used, expected in (
         (planned(), {"max_storage": 1299}, {}, "room for 1.3 KiB, found a limit of 1.3 KiB (max_file), of which 0 B"),
         (planned(), {"max_storage": 1300}, {}, None),
         (planned(), {"max_storage": 1300}, {"storage": 1}, "of which 1 B are used"),
@@ -377,29 +396,29 @@ def test_the_limit_of_the_account_that_stands_in_the_way_is_named() -> None:
         (planned(2), {"max_consumers": 3}, {}, None),
         (planned(2, max_consumers=2), {"max_consumers": 5}, {}, "stream: expected 2 consumers and one that reads"),
     ):
-        error = no_room(plan, {"limits": limits, **used}, copies=1, streams=2)
-        found = error and (error.code, error.exit_code, told in error.message, "floe restore" in error.hint)
-        assert found == (told and ("E-RESTORE-ROOM", 78, True, True))
+        error = room_shortage(plan, {"limits": limits, **used}, copies=1, streams=2)
+        found = error and (error.code, error.exit_code, expected in error.message, "floe restore" in error.hint)
+        assert found == (expected and ("E-RESTORE-ROOM", 78, True, True))
 
 
 def test_only_where_consumers_are_too_many_there_is_a_way_without_them() -> None:
     for limits, words in ((1, "--no-consumers"), (2, "--verify state")):
-        error = no_room(planned(2), {"limits": {"max_consumers": limits}}, copies=1, streams=1)
+        error = room_shortage(planned(2), {"limits": {"max_consumers": limits}}, copies=1, streams=1)
         assert error.hint.splitlines()[-1].endswith(words)
-    assert no_room(planned(), {"limits": {"max_storage": 2000}}, copies=3, streams=1) is not None
+    assert room_shortage(planned(), {"limits": {"max_storage": 2000}}, copies=3, streams=1) is not None
 
 
 FULL = "restore failed: failed to store message sequence 9: write /s/2.blk: no space left on device"
 TOO_MANY = 'restore failed: failed to add consumer "odd": maximum consumers limit reached (10026)'
 
 
-def test_what_a_server_without_room_answers_is_told_as_that_and_a_cluster_may_find_resources_by_itself() -> None:
-    for said, is_clustered in (
+def test_an_answer_of_a_server_without_room_is_named_so_and_a_cluster_may_find_resources_by_itself() -> None:
+    for cause, is_clustered in (
         (ApiError(503, 10023, "insufficient resources"), True),
         (ApiError(500, 10062, "restore failed: unexpected content"), False),
     ):
-        assert out_of_room(said, REQUEST, "S", is_clustered=is_clustered) is None
-    for number, description, told in (
+        assert as_room_error(cause, REQUEST, "S", is_clustered=is_clustered) is None
+    for number, description, expected in (
         (10023, "insufficient resources", "insufficient resources"),
         (10062, FULL, "the disk of the server is full"),
         (10062, TOO_MANY, "max_consumers of the account is reached"),
@@ -408,16 +427,16 @@ def test_what_a_server_without_room_answers_is_told_as_that_and_a_cluster_may_fi
         (10027, "maximum number of streams reached", "max_streams of the account is reached"),
         (10113, "account requires a stream config to have max bytes set", "(max_bytes_required)"),
     ):
-        said, limits = ApiError(500, number, description), [{"max_storage": -1}]
-        error = out_of_room(said, REQUEST, "S", is_clustered=False, limits=limits if number == 10047 else None)
-        drill = out_of_room(said, replace(REQUEST, promote=False), "S", is_clustered=False)
-        assert (error.code, error.exit_code, told in error.message) == ("E-RESTORE-ROOM", 78, True)
+        cause, limits = ApiError(500, number, description), [{"max_storage": -1}]
+        error = as_room_error(cause, REQUEST, "S", is_clustered=False, limits=limits if number == 10047 else None)
+        drill = as_room_error(cause, replace(REQUEST, promote=False), "S", is_clustered=False)
+        assert (error.code, error.exit_code, expected in error.message) == ("E-RESTORE-ROOM", 78, True)
         assert ("--no-consumers" in error.hint) is ("consumer" in description)
         assert [line.split()[1] for line in drill.hint.splitlines() if line.startswith("floe")] == ["drill"]
 
 
 async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_yet(monkeypatch: Any) -> None:
-    """A server that has not begun the group of the stream yet describes it as one that is alone."""
+    """Wait: a server that has not started the stream's group yet reports a stream without replicas."""
     here, behind = ({"name": "b", "current": True}, {"name": "c", "current": True}), {"name": "c", "lag": 3}
     answers = [(), here[:1], (here[0], behind)]
 
@@ -428,9 +447,9 @@ async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_y
     async def no_consumers(*_: object) -> list[Any]:
         return []
 
-    monkeypatch.setattr(compare, "raw_info", info)
+    monkeypatch.setattr(compare, "stream_info_json", info)
     monkeypatch.setattr(compare, "list_consumers", no_consumers)
-    assert await settle(None, "S", [], ManualClock()) == ["a", "b", "c"]  # type: ignore[arg-type]
+    assert await wait_replicated(None, "S", [], ManualClock()) == ["a", "b", "c"]  # type: ignore[arg-type]
     answers += [()] * 1000
     with pytest.raises(Unavailable, match="found 2 not there or behind"):
-        await settle(None, "S", [], ManualClock())  # type: ignore[arg-type]
+        await wait_replicated(None, "S", [], ManualClock())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A restore on its way to the server, which ends it after five seconds without a byte."""
+"""The upload of a restore to the server, which ends it after five seconds without a byte."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from common.jetstream.protocol import Sink
 from common.objects.port import ObjectStore
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.store import SegmentStore
-from common.service.progress import Teller
+from common.service.progress import Progress
 from common.settings.root import Settings
-from common.tasks import Stop, Tell
-from ingress.restore.archive import KEEP_ALIVE, archive_writer
+from common.tasks import ReportError, Stop
+from ingress.restore.archive import KEEP_ALIVE_FRAME, archive_writer
 from ingress.restore.plan import RestoreRequest
-from ingress.restore.preflight import Ready
+from ingress.restore.preflight import PreflightResult
 from ingress.restore.restore import Restore
-from ingress.restore.upload import WINDOW, ArchiveUpload
+from ingress.restore.upload import WINDOW_BYTES, ArchiveUpload
 from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, Archive
 from tests.support.restore import entries, unframed
 from tests.support.stores import FaultyStore
 
-MOST_QUIET = 3.0  # seconds: two, and what is read of the store until the event loop has its turn
+MOST_QUIET = 3.0  # seconds: two, and the reads of the store until the event loop runs again
 SUBJECT = "$JS.SNAPSHOT.RESTORE.S.X"
 
 
 class ChainedClock(ManualClock):
-    """Who sleeps on it wakes when somebody else has moved it far enough."""
+    """A clock that wakes a sleeper once another user has advanced it far enough."""
 
     async def sleep(self, seconds: float) -> None:
         until = self.monotonic() + seconds
@@ -43,9 +43,9 @@ class ChainedClock(ManualClock):
 
 
 class RestoringServer:
-    """The server's end of a restore, and of the connection to it, by a clock that the test moves.
+    """The server's end of a restore and of the connection to it, with a clock that the test moves.
 
-    `answers`: whether it answers what it takes. `received`: all bytes; `pauses`: seconds before each message.
+    `answers`: True if it answers received messages. `received`: all bytes; `pauses`: seconds before each message.
     """
 
     max_payload, generation, is_up = 1024 * 1024, 0, True
@@ -80,7 +80,7 @@ class RestoringServer:
         try:
             self._sink(b"", b"", b"", b"NATS/1.0 503\r\n\r\n" if self.has_given_up else None)
         except FloeError as error:
-            self._tell(error)
+            self._report_error(error)
 
     def _take(self, payload: bytes) -> None:
         now = self._clock.monotonic()
@@ -91,14 +91,14 @@ class RestoringServer:
     def new_inbox(self) -> str:
         return "_INBOX.x"
 
-    async def subscribe_raw(self, _subject: str, sink: Sink, tell: Tell) -> RestoringServer:
-        self._sink, self._tell = sink, tell
+    async def subscribe_raw(self, _subject: str, sink: Sink, report_error: ReportError) -> RestoringServer:
+        self._sink, self._report_error = sink, report_error
         return self
 
     async def unsubscribe(self) -> None:
-        """Nothing more comes."""
+        """End the subscription; no further message arrives."""
 
-    def refusal(self, _subject: bytes) -> None: ...
+    def permission_error(self, _subject: bytes) -> None: ...
 
 
 @asynccontextmanager
@@ -131,7 +131,7 @@ async def test_what_waits_for_more_of_the_archive_sends_a_frame_that_is_skipped(
         assert (max(server.pauses), clock.monotonic()) == (2.0, 60.0)
         work.set_result(None)
         assert await upload.wait_for(work)
-    assert bytes(server.received).startswith(b"head" + KEEP_ALIVE * 29)
+    assert bytes(server.received).startswith(b"head" + KEEP_ALIVE_FRAME * 29)
 
 
 async def test_nothing_is_sent_to_keep_alive_while_the_server_owes_answers_for_all_that_may_be_on_its_way() -> None:
@@ -139,14 +139,14 @@ async def test_nothing_is_sent_to_keep_alive_while_the_server_owes_answers_for_a
     async with uploading() as (upload, server, _):
         await upload.send(b"x" * 512 * 1024)  # the first is a request
         server.answers = False
-        await upload.send(b"x" * WINDOW)
+        await upload.send(b"x" * WINDOW_BYTES)
         sent = len(server.pauses)
         for _ in range(5):
             assert not await upload.wait_for(work)
         assert len(server.pauses) == sent
         server.answer()
         assert not await upload.wait_for(work)
-        assert bytes(server.received[-len(KEEP_ALIVE) :]) == KEEP_ALIVE
+        assert bytes(server.received[-len(KEEP_ALIVE_FRAME) :]) == KEEP_ALIVE_FRAME
         work.cancel()
 
 
@@ -161,7 +161,7 @@ async def test_a_host_that_slept_is_named_as_the_cause() -> None:
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> Archive:
-    """A stream that rarely has a message: 120 segments of three sequences."""
+    """Return a stream that rarely has a message: 120 segments of three sequences."""
     archive = Archive(tmp_path_factory.mktemp("quiet"))
     chains = ChainStore(archive.objects, archive.layout)
     config = {"name": CHAIN.feed, "subjects": ["nodes.>", "bad.>"], "retention": "limits"}
@@ -172,15 +172,15 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Archive:
     return archive
 
 
-def restore(archive: Archive, objects: ObjectStore, clock: ManualClock, teller: Teller | None = None) -> Restore:
+def restore(archive: Archive, objects: ObjectStore, clock: ManualClock, progress: Progress | None = None) -> Restore:
     feeds = [{"stream": CHAIN.feed}]
     settings = Settings(site=CHAIN.site, store={"url": f"file://{archive.folder}"}, egress={"feeds": feeds})
     store = SegmentStore(objects, archive.layout, spool_dir=archive.folder / "spool", clock=clock)
     chains = ChainStore(objects, archive.layout)
-    return Restore(settings, RestoreRequest(CHAIN.site, CHAIN.feed), store, chains, clock, teller or Teller(False))
+    return Restore(settings, RestoreRequest(CHAIN.site, CHAIN.feed), store, chains, clock, progress or Progress(False))
 
 
-@pytest.mark.parametrize("version", ["2.14.5", "2.15.1"])  # the older form is held back by the block, of 8 MB
+@pytest.mark.parametrize("version", ["2.14.5", "2.15.1"])  # the older form waits for a whole block of 8 MB
 async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, version: str) -> None:
     clock, slow = ChainedClock(), FaultyStore(quiet.objects)
     server, work = RestoringServer(clock), restore(quiet, slow, clock)
@@ -191,7 +191,7 @@ async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, ver
         return real(*args, **more)
 
     slow.on("get", late)
-    ready = Ready(plan, archive_writer(plan.name, version), ())
+    ready = PreflightResult(plan, archive_writer(plan.name, version), ())
     sent, _ = await work._fill(server, ready, "marker")
     assert (sent.rows, clock.monotonic()) == (360, pytest.approx(120 * 0.1))
     assert max(server.pauses) < MOST_QUIET
@@ -207,34 +207,34 @@ async def test_segments_behind_the_one_that_is_read_are_fetched_meanwhile_and_on
     slow.calls.clear()
     rows = work._history.rows(plan, 1, ("sequence",), Stop())
     assert next(rows).column("sequence").to_pylist() == [1, 2, 3]
-    await soon(lambda: slow.calls["get"] >= 9)  # the first, the second, whose rows are at hand, and those behind it
+    await soon(lambda: slow.calls["get"] >= 9)  # the first, the second with its rows in memory, and later ones
     assert slow.calls["get"] == 9
     assert [s for batch in rows for s in batch.column("sequence").to_pylist()] == [*range(4, 361)]
     assert slow.calls["get"] == 120
 
 
-class Watched(Teller):
-    """Sets `wanted` with the first progress that has `text`."""
+class Watched(Progress):
+    """A progress display that sets `wanted` at the first line with `text`."""
 
     def __init__(self, text: str) -> None:
         super().__init__(is_terminal=False)
         self._text, self.wanted = text, threading.Event()
 
-    def progress(self, text: str, at: float) -> None:
-        super().progress(text, at)
+    def update(self, text: str, at: float) -> None:
+        super().update(text, at)
         if self._text in text:
             self.wanted.set()
 
 
-async def test_planning_that_takes_a_while_says_so_with_its_progress(quiet: Archive, capsys: Any) -> None:
-    slow, teller, shown = FaultyStore(quiet.objects), Watched("53%, "), list[bool]()
+async def test_planning_that_takes_a_while_shows_its_progress(quiet: Archive, capsys: Any) -> None:
+    slow, progress, shown = FaultyStore(quiet.objects), Watched("53%, "), list[bool]()
 
     def late(real: Any, *args: Any, **named: Any) -> Any:
-        shown.append(teller.wanted.wait(PATIENCE))
+        shown.append(progress.wanted.wait(PATIENCE))
         return real(*args, **named)
 
     slow.on("get", late, nth=100)
-    await restore(quiet, slow, ManualClock(), teller).plan()
+    await restore(quiet, slow, ManualClock(), progress).plan()
     assert shown == [True]
     first, *others = capsys.readouterr().err.splitlines()
     assert first == "planning: reading the archive of us-east/NODES"

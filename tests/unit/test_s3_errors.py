@@ -1,4 +1,4 @@
-"""Each answer of an S3 store: the error that it becomes, its code, the next step, and the wait before another try."""
+"""Answers of an S3 store: the error of each, its code, the next step, and the wait before a retry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import pytest
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.port import ChecksumMismatch
-from common.objects.s3_errors import CODES, MOST_ASKED, PAUSES, STATUSES, explain, is_conflict, pause_before
+from common.objects.s3_errors import (
+    CODE_MEANINGS,
+    MAX_RETRY_AFTER_S,
+    S3_RETRY_PAUSES_S,
+    STATUS_MEANINGS,
+    answer_error,
+    is_conflict,
+    pause_before,
+)
 
 KINDS = {Unavailable: 75, ChecksumMismatch: 75, Refused: 77, ConfigError: 78}
 LATER = (Unavailable, "E-S3-LATER", "")
@@ -26,7 +34,7 @@ UNABLE = (ConfigError, "E-S3-REQUEST", "this store cannot do it; see store.check
 SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
 OTHER_SECRET = "the secret key is not the one of this access key, or a proxy changes requests"
 
-# Status and code as stores send them, by the answer that they get. Codes that nobody listed go by their status;
+# Status and code as stores send them, by the resulting error. The status decides for codes that are not listed;
 # digits are the code of an answer without a body.
 ANSWERS: list[tuple[tuple[type[FloeError], str, str], str]] = [
     (
@@ -82,14 +90,14 @@ def answer(status: int, code: str, message: str = "", **headers: str) -> dict[st
 
 @pytest.mark.parametrize(("given", "expected"), ROWS.items(), ids=[f"{status}-{code}" for status, code in ROWS])
 def test_each_answer_has_its_error_its_code_and_its_next_step(given: tuple[int, str], expected: Any) -> None:
-    found = explain("put", "s3://archive/k", answer(*given))
+    found = answer_error("put", "s3://archive/k", answer(*given))
     assert (type(found), found.code, found.hint) == expected
     assert found.exit_code == KINDS[expected[0]]
 
 
 def test_the_rows_hold_every_code_and_every_status_of_the_table() -> None:
-    assert {code.removeprefix("KMS.") for _, code in ROWS} >= CODES.keys()
-    assert {status for status, _ in ROWS} >= STATUSES.keys()
+    assert {code.removeprefix("KMS.") for _, code in ROWS} >= CODE_MEANINGS.keys()
+    assert {status for status, _ in ROWS} >= STATUS_MEANINGS.keys()
 
 
 def test_a_cap_that_is_reached_is_no_missing_right() -> None:
@@ -98,23 +106,23 @@ def test_a_cap_that_is_reached_is_no_missing_right() -> None:
         ("Transaction cap exceeded, see the Caps & Alerts page to increase your cap.", "AccessDenied"),
         ("Your request was denied: the quota of the project is exceeded", "Novel"),
     ):
-        found = explain("put", "s3://archive/k", answer(403, code, message))
+        found = answer_error("put", "s3://archive/k", answer(403, code, message))
         assert (type(found), found.code, found.hint) == CAPPED
 
 
-def test_a_key_that_may_not_be_used_is_told_from_a_key_that_is_busy() -> None:
+def test_a_forbidden_key_and_a_busy_key_have_their_own_codes() -> None:
     message = "User is not authorized to perform: kms:GenerateDataKey"
-    assert explain("put", "s3://archive/k", answer(403, "AccessDenied", message)).code == "E-S3-KMS"
-    assert explain("put", "s3://archive/k", answer(503, "SlowDown", "kms is busy")).code == "E-S3-LATER"
+    assert answer_error("put", "s3://archive/k", answer(403, "AccessDenied", message)).code == "E-S3-KMS"
+    assert answer_error("put", "s3://archive/k", answer(503, "SlowDown", "kms is busy")).code == "E-S3-LATER"
 
 
-def test_a_conflict_is_told_by_its_status() -> None:
+def test_a_conflict_is_seen_by_its_status() -> None:
     for code, is_one in (("ConcurrentModification", True), ("409", True), ("Novel", True), ("QuotaExceeded", False)):
         assert is_conflict(answer(409, code)) is is_one
         assert not is_conflict(answer(503, code))
 
 
-# The wait before another try
+# The wait before a retry
 
 DAY = "Thu, 26 Nov 2026"
 
@@ -122,17 +130,17 @@ DAY = "Thu, 26 Nov 2026"
 def test_the_wait_is_the_one_that_the_answer_names() -> None:
     for status, code, headers, expected in (
         (429, "TooManyRequests", {"retry_after": "7"}, 7.0),
-        (503, "SlowDown", {"retry_after": "3600"}, MOST_ASKED),
+        (503, "SlowDown", {"retry_after": "3600"}, MAX_RETRY_AFTER_S),
         (503, "SlowDown", {"retry_after": f"{DAY} 10:00:09 GMT", "date": f"{DAY} 10:00:00 GMT"}, 9.0),
         (503, "SlowDown", {"retry_after": f"{DAY} 09:00:00 GMT", "date": f"{DAY} 10:00:00 GMT"}, 0.0),
-        (408, "408", {}, PAUSES[0]),
-        (400, "RequestExpired", {}, PAUSES[0]),
-        (400, "KMS.ThrottlingException", {}, PAUSES[0]),
-        # boto3 sends these again by itself, and who writes what is in conflict.
+        (408, "408", {}, S3_RETRY_PAUSES_S[0]),
+        (400, "RequestExpired", {}, S3_RETRY_PAUSES_S[0]),
+        (400, "KMS.ThrottlingException", {}, S3_RETRY_PAUSES_S[0]),
+        # boto3 retries these by itself, and the writer resolves a conflict.
         (503, "SlowDown", {}, None),
         (503, "SlowDown", {"retry_after": f"{DAY} 10:00:09 GMT"}, None),
         (409, "ConcurrentModification", {"retry_after": "7"}, None),
-        # Nothing to wait for.
+        # No wait helps.
         (200, "", {"retry_after": "7"}, None),
         (404, "404", {"retry_after": "7"}, None),
         (507, "XMinioStorageFull", {"retry_after": "7"}, None),
@@ -142,5 +150,8 @@ def test_the_wait_is_the_one_that_the_answer_names() -> None:
 
 def test_the_wait_grows_and_is_bounded_by_the_patience_of_who_asks() -> None:
     busy = answer(408, "408")
-    assert [pause_before(attempt, busy, 60.0) for attempt in (1, 2, 3, 4)] == [*PAUSES, PAUSES[-1]]
+    assert [pause_before(attempt, busy, 60.0) for attempt in (1, 2, 3, 4)] == [
+        *S3_RETRY_PAUSES_S,
+        S3_RETRY_PAUSES_S[-1],
+    ]
     assert pause_before(1, answer(429, "429", retry_after="7"), 5.0) == 5.0

@@ -14,7 +14,7 @@ from common.segments.columns import Columns
 from common.settings.egress import FeedSettings
 from egress.sampling.key_reader import KeyReader, parse_path
 from egress.sampling.key_table import period_ns
-from egress.sampling.settings import MAX_LEVELS, Sampling
+from egress.sampling.settings import MAX_JSON_DEPTH, SamplingSettings
 from tests.support.sampling import HOUR, SECOND, sampling
 
 # Payloads
@@ -35,7 +35,7 @@ def beside(value: bytes) -> bytes:
     return b'{"sender": "a", "x": ' + value + b"}"
 
 
-# What the page cannot show as it is
+# Payloads and keys that the page cannot show verbatim
 PAYLOADS = {
     "space around": b' \n{ "sender" : "a" }\t',
     "empty payload": b"",
@@ -45,8 +45,8 @@ PAYLOADS = {
     "not UTF-8 elsewhere": beside(b'"\xff"'),
     "a key of 1,024 bytes": sender("é" * 512),
     "a longer key": sender("é" * 512 + "a"),
-    "500 levels": beside(levels(MAX_LEVELS - 1)),
-    "501 levels": beside(levels(MAX_LEVELS)),
+    "500 levels": beside(levels(MAX_JSON_DEPTH - 1)),
+    "501 levels": beside(levels(MAX_JSON_DEPTH)),
     "10,000 levels elsewhere": beside(levels(DEEP)),
     "10,000 levels as the field": b'{"sender": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}",
     "10,000 levels on the way": b'{"node": ' + levels(DEEP) + b"}",
@@ -58,7 +58,7 @@ TABLE = (
 CASES = [row[2:-2].split(" | ") for row in TABLE.splitlines()]
 
 
-def read(how: Sampling, *payloads: bytes, subject: bytes = b"s", blocks: Any = None) -> list[str | None]:
+def read(how: SamplingSettings, *payloads: bytes, subject: bytes = b"s", blocks: Any = None) -> list[str | None]:
     count = len(payloads)
     rows = Columns([*range(1, count + 1)], [0] * count, [subject] * count, blocks or [None] * count, list(payloads))
     return KeyReader(how).read(rows)[0]
@@ -70,13 +70,13 @@ def test_the_table_of_the_documentation(what: str, path: str, payload: str, key:
     found = KEYS.get(what, None if key == "none" else key.strip("`"))
     how = sampling(inspect_field=path)
     assert read(how, raw) == [found]
-    # Whatever was read before: a number turns the reader to another way, which must give the same.
+    # Payloads read before make no difference: after a number the reader uses another method, with the same result.
     number = b'{"sender": 5, "node": {"name": 5}, "nodes": [{"name": 1}, 5], "node.name": 5, "a\\"b": 5}'
     assert read(how, number, raw, b"{", raw)[1::2] == [found] * 2
-    # With a force field beside it the decoder is another one.
+    # With a force field, another decoder is used.
     both = sampling(inspect_field=path, inspect_force_field="force.copy")
     assert read(both, raw, number, raw)[::2] == [found] * 2
-    # One path for both leaves only the walk.
+    # With one path for both, only the walk is possible.
     assert read(sampling(inspect_field=path, inspect_force_field=path), raw) == [found]
 
 
@@ -106,13 +106,13 @@ def test_depth_ends_no_other_thread() -> None:
 
     thread = threading.Thread(target=recurse)
     thread.start()
-    # When: documents are read that are too deep
+    # When: too deep documents are read
     try:
         assert read(sampling(), *[beside(levels(DEEP)), sender("a")] * 100) == [None, "a"] * 100
     finally:
         stop.set()
         thread.join()
-    # Then: the limit is what it was, for everybody
+    # Then: the limit is unchanged for all threads
     assert (sys.getrecursionlimit(), {*turns}) == (limit, {limit // 2})
 
 
@@ -124,7 +124,7 @@ OTHERS += [b'{"sender": "a"}', b'{"force_copy": true', b""]
 
 @pytest.mark.parametrize("by", ["inspect_field", "inspect_subject_token"])
 def test_only_true_forces_and_another_value_costs_no_key(by: str) -> None:
-    # stream-replicator forces where the field merely exists, even where it is false
+    # stream-replicator forces if the field merely exists, even if it is false
     value = {"inspect_field": "sender", "inspect_subject_token": 1}[by]
     how = sampling(**{"inspect_field": ""} | {by: value, "inspect_force_field": "force_copy"})
     for payload in (*TRUE, *OTHERS):
@@ -185,7 +185,9 @@ def test_a_token_of_the_subject() -> None:
 
 
 def test_a_feed_without_a_key_is_not_sampled_and_values_are_in_nanoseconds() -> None:
-    assert Sampling.of(FeedSettings.model_validate({"stream": "S", "max_age": 60.0, "relay": True})) is None
+    assert (
+        SamplingSettings.from_feed(FeedSettings.model_validate({"stream": "S", "max_age": 60.0, "relay": True})) is None
+    )
     how = sampling(inspect_duration=90.5, warn_duration=0.0, size_trigger="1K", max_age=30.0, relay=True)
     assert (how.duration_ns, how.warn_ns) == (90_500_000_000, 45_250_000_000)
     assert (how.size_trigger, how.max_age_ns, how.relay) == (1024, 30 * SECOND, True)
@@ -204,7 +206,7 @@ def test_the_digest_follows_what_changes_choices_and_nothing_else() -> None:
 
 
 def test_the_digest_is_that_of_every_release() -> None:
-    # A change of it makes every site rebuild its samplers: raise FOLD for that, never by accident.
+    # A change of the digest makes every site rebuild its samplers: change it only by raising FOLD.
     text = (
         '{"fold":1,"inspect_duration_ns":3600000000000,"inspect_field":"sender","inspect_force_field":"",'
         '"inspect_header":"","inspect_subject_token":0,"max_age_ns":0,"relay":false,"size_trigger":0}'

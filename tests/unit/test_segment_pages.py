@@ -27,7 +27,7 @@ def varint(value: int) -> bytes:
 
 
 def encoded(fields: dict[int, Any]) -> bytes:
-    """A struct of i32 numbers, strings, nested structs and lists of i32."""
+    """Return a struct of i32 numbers, strings, nested structs and lists of i32."""
     out, last = bytearray(), 0
     for number, value in fields.items():
         kind = {int: 5, bytes: 8, dict: 12, list: 9}[type(value)]
@@ -61,7 +61,7 @@ def walked(data: bytes, rows: int, column: str = "payload", data_at: int = 0, **
     return parquet_guard.decoding_cost([found], rows, ParquetLimits()).size
 
 
-def test_pages_add_up_to_what_they_decode_to_or_are_stored_as_and_bytes_behind_them_are_not_looked_at() -> None:
+def test_pages_add_up_to_what_they_decode_to_or_are_stored_as_and_bytes_behind_them_are_not_read() -> None:
     assert walked(page(3, plain=100) + page(2, plain=50), rows=5) == 150
     assert walked(page(1, plain=1, stored=90), rows=1) == 90
     assert walked(page(1) + b"rubbish", rows=1) == 10
@@ -87,8 +87,8 @@ def test_pages_that_the_writer_does_not_make_are_refused() -> None:
         assert cause in caught.value.message
 
 
-def test_a_subject_may_have_one_dictionary_first_and_the_first_data_page_is_where_the_metadata_says() -> None:
-    """Else a reader that passes over the dictionary would meet pages that nobody walked."""
+def test_a_subject_may_have_one_dictionary_first_and_the_first_data_page_is_where_metadata_puts_it() -> None:
+    """Refuse others: a reader that skips the dictionary would find pages that were not checked."""
     dictionary, coded = page(2, kind=2), page(5, coding=DICTIONARY_CODED)
     assert walked(dictionary + coded, 5, "subject", data_at=len(dictionary)) == 20
     for data, data_at, cause in (
@@ -100,26 +100,26 @@ def test_a_subject_may_have_one_dictionary_first_and_the_first_data_page_is_wher
             walked(data, 5, "subject", data_at=data_at)
 
 
-# What decoding costs
+# The cost of decoding
 
 MIB = 2**20
 
 
-def test_a_batch_costs_the_pages_that_its_rows_may_stand_in() -> None:
+def test_a_batch_costs_the_pages_that_its_rows_may_be_in() -> None:
     for columns, rows, batch_rows, held, batch in (
         ([[(8, 800)]], 8, 8, 800, 800),
         # A column with a dictionary holds both.
         ([[(0, 300), (8, 100)], [(8, 50)]], 8, 8, 450, 150),
-        # Batches of 8 MiB: in the one with the large message its page counts whole, with its neighbours.
+        # Batches of 8 MiB: the whole page of the large message counts, with its neighbours.
         ([[(1, 4 * MIB)] * 8], 8, 2, 4 * MIB, 8 * MIB),
         ([[(4, 30 * MIB), (4, 2 * MIB)]], 8, 2, 30 * MIB, 30 * MIB),
-        # A batch never has more rows than that, whatever they cost.
+        # A batch never has more rows, also if they cost little.
         ([[(40_000, 40_000)]], 40_000, 16_384, 40_000, 40_000),
     ):
         cost = parquet_guard.decoding_cost(columns, rows, ParquetLimits())
         assert (cost.rows, cost.held, cost.batch) == (batch_rows, held, batch)
         assert cost.size == sum(size for pages in columns for _, size in pages)
-        assert cost.need == held + batch + 256 * batch_rows
+        assert cost.peak_bytes == held + batch + 256 * batch_rows
 
 
 def test_pages_that_only_cost_time_are_refused() -> None:
@@ -160,7 +160,7 @@ def test_a_structure_that_readers_would_not_agree_on_or_with_too_many_values_is_
             read_struct(data, BOUNDS)
 
 
-# Metadata that end the process when pyarrow looks at them
+# Metadata that crash the process when pyarrow reads them
 
 
 GOOD = {1: 6, 4: 6, 5: 1, 7: 10, 9: 4}

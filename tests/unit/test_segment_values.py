@@ -1,4 +1,4 @@
-"""The values of a segment, rows in memory, and what the writer makes of them."""
+"""The values of a segment, rows in memory, and the file that the writer makes of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.errors import Unavailable
 from common.segments.columns import SCHEMA, messages, record_batch
 from common.segments.parquet_guard import Bounds, read_struct, row_group_bytes
 from common.segments.reader import open_file
-from common.segments.segment import Footer, Inputs, Ledger, Message, Reason, Tip, decode_subject, message_digest
+from common.segments.segment import Footer, Ledger, MergeInputs, Message, Reason, Tip, decode_subject, message_digest
 from common.segments.store import object_metadata
 from common.segments.writer import SegmentWriter
 from common.sequences import MAX_SEQUENCE, SequenceRange
@@ -54,7 +54,7 @@ def test_microseconds_are_rounded_down() -> None:
 # Values
 
 
-def test_a_digest_tells_apart_what_runs_together() -> None:
+def test_a_digest_keeps_adjacent_values_apart() -> None:
     parts = [(b"ab", None, b"c"), (b"a", None, b"bc"), (b"ab", b"", b"c"), (b"ab", b"c", b"")]
     digests = {message_digest(Message(1, 1, *part)) for part in parts}
     assert len(digests) == len(parts)
@@ -72,7 +72,13 @@ def test_a_tip_is_written_in_bounded_length_and_read_back_and_other_text_is_refu
 
 def test_a_footer_is_read_back_as_it_was_written() -> None:
     ledger, sampling = Ledger({Reason.SAMPLED_OUT: 7, Reason.LOST: 1}), {"inspect_field": "id", "inspect_duration": 3.5}
-    more = {"level": 1, "ledger": ledger, "sampling": sampling, "sampling_digest": "ab", "inputs": Inputs.of(["x"])}
+    more = {
+        "level": 1,
+        "ledger": ledger,
+        "sampling": sampling,
+        "sampling_digest": "ab",
+        "inputs": MergeInputs.of(["x"]),
+    }
     footer = footer_of([message(5), message(7)], SequenceRange(1, 10), **more)
     assert Footer.from_json(footer.to_json()) == footer
     assert footer.is_balanced()
@@ -118,7 +124,7 @@ def test_raw_bytes_and_times_are_taken_from_the_rows(path: Path) -> None:
 
 
 def groups_of(path: Path, rows: list[Message], level: int = 0) -> list[int]:
-    """The raw bytes of the payloads in each row group of the file."""
+    """Return the raw bytes of the payloads in each row group of the file."""
     spooled = write_segment(path, rows, level=level, batch_rows=7)
     assert read_segment(path, spooled.segment_name) == rows
     with open_file(path, spooled.segment_name) as reader:
@@ -150,7 +156,7 @@ def test_many_empty_messages_are_not_one_row_group(path: Path) -> None:
 
 
 def test_a_segment_of_256_gib_would_still_be_read(path: Path) -> None:
-    """As many row groups as that has, of one row each."""
+    """Read as many row groups as it would have, of one row each."""
     count = 256 * 1024 * MIB // row_group_bytes(2)
     rows = [message(n, b"x", subject=b"nodes.%d.a-subject-of-ordinary-length" % n) for n in range(1, count + 1)]
     writer = SegmentWriter(path, level=2, compression_level=1, group_bytes=1)
@@ -163,7 +169,7 @@ def test_a_segment_of_256_gib_would_still_be_read(path: Path) -> None:
 
 @pytest.mark.parametrize(("level", "size"), [(0, 2 * MIB), (1, 4 * MIB)])
 def test_large_messages_make_pages_of_bounded_size(path: Path, level: int, size: int) -> None:
-    """So that a reader holds a page of a few messages, not a row group; larger ones where segments are merged."""
+    """Bound pages: a reader holds a page of a few messages, not a row group; merged segments have larger pages."""
     write_segment(path, [message(n, bytes([n]) * (2 * MIB)) for n in range(1, 13)], level=level)
     payload = pq.read_metadata(path).row_group(0).column(6)
     assert payload.has_offset_index
@@ -173,7 +179,7 @@ def test_large_messages_make_pages_of_bounded_size(path: Path, level: int, size:
 
 
 def test_what_repeats_after_a_megabyte_is_stored_once_in_a_merged_segment(path: Path) -> None:
-    """As the documents of one node do, which all others of its fleet lie between."""
+    """Store repeated documents of one node once: those of all others in its fleet come between them."""
     documents = [seeded().randbytes(300_000) for _ in range(4)]
     rows = [message(n, documents[n % 4]) for n in range(1, 13)]
     sizes = list[int]()
@@ -255,7 +261,7 @@ def test_row_groups_that_are_written_aside_make_the_same_file(tmp_path: Path, le
     rows = [message(n, bytes([n]) * MIB) for n in range(1, 100)]
 
     def written(name: str, aside: ThreadPoolExecutor | None) -> str:
-        writer = SegmentWriter(tmp_path / name, level=level, compression_level=1, aside=aside)
+        writer = SegmentWriter(tmp_path / name, level=level, compression_level=1, pool=aside)
         for n in range(0, len(rows), 10):
             writer.append(batch_of(rows[n : n + 10]))
         return writer.finish(footer_of(rows)).sha256
@@ -267,7 +273,7 @@ def test_row_groups_that_are_written_aside_make_the_same_file(tmp_path: Path, le
 def test_what_fails_aside_is_raised_by_a_later_call_and_can_be_aborted(path: Path) -> None:
     path.symlink_to("/dev/full")
     with ThreadPoolExecutor(1) as pool:
-        writer = SegmentWriter(path, level=0, compression_level=1, aside=pool)
+        writer = SegmentWriter(path, level=0, compression_level=1, pool=pool)
         noise = seeded(7).randbytes
         with pytest.raises(Unavailable, match="No space left") as caught:
             for n in range(1, 9):

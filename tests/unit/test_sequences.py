@@ -1,4 +1,4 @@
-"""Ranges, holes and gaplessness."""
+"""Sequence ranges, tables of many segments, and segments that have an unread range."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.segments.archive import read_cover, search
 from common.segments.segment import Reason, SegmentRef
 from common.segments.table import SegmentTable
 from common.segments.unread import open_stretch
-from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, choose, cover
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, choose_segment, cover
 from compaction.source import read_stretch
 from tests.support.basics import PATIENCE
 from tests.support.compaction import CHAIN, Archive, ref, refs, rows
@@ -60,20 +60,20 @@ def test_what_is_put_in_comes_out(segments: list[SegmentRef]) -> None:
     table = SegmentTable.listing(segments)
     assert table == listed(segments)
     assert table != [*segments, ref(1000, 1000)]
-    assert [table.place(s) for s in listed(segments)] == list(range(len(segments)))
-    assert table.place(ref(1000, 1001)) is None
-    assert table.place(ref(1, 1, 9)) is None
+    assert [table.index_of(s) for s in listed(segments)] == list(range(len(segments)))
+    assert table.index_of(ref(1000, 1001)) is None
+    assert table.index_of(ref(1, 1, 9)) is None
     assert table.end == max((s.coverage.last for s in segments), default=0)
     assert table.newest == max((s.modified for s in segments), default=0.0)
     for place, segment in enumerate(table):
         assert table[place] == segment
-        assert (table.size_of(place), table.end_of(place)) == (segment.size, segment.coverage.last)
+        assert (table.size_at(place), table.end_at(place)) == (segment.size, segment.coverage.last)
 
 
 @given(SEGMENTS, st.integers(1, 200))
 def test_the_chosen_segment_is_the_one_that_a_cover_takes(segments: list[SegmentRef], position: int) -> None:
     found = cover(segments, position, position)
-    assert choose(segments, position) == (found[0].segment if found else None)
+    assert choose_segment(segments, position) == (found[0].segment if found else None)
 
 
 def test_the_greatest_values_are_kept_exactly() -> None:
@@ -107,11 +107,11 @@ def test_what_was_taken_in_any_order_and_of_many_levels_can_be_gone_through() ->
     table = SegmentTable()
     table.extend(refs)
     assert (list(table), len(table)) == ([refs[0], refs[2], refs[1]], 3)
-    table.absorb(SegmentTable([ref(31, 40), ref(1, 10, 2)]))
+    table.move_from(SegmentTable([ref(31, 40), ref(1, 10, 2)]))
     assert [str(s.coverage) for s in table] == ["21..30", "1..10", "31..40", "1..10", "1..10"]
 
 
-# Segments that did not read everything
+# Segments with an unread range
 
 
 @pytest.fixture
@@ -120,13 +120,13 @@ def archive(tmp_path: Path) -> Archive:
 
 
 def unread(archive: Archive) -> SegmentRef:
-    """A segment of 1..120 that did not read 1..50."""
+    """Put a segment of 1..120 with 1..50 unread."""
     counts = {Reason.GONE_BEFORE_READ: 50}
     return archive.put(1, 120, rows(range(51, 121)), ledger=counts, unread=SequenceRange(1, 50))
 
 
 def cover_of(archive: Archive, first: int, last: int) -> tuple[list[int], list[str]]:
-    """The sequences of all rows, and what was reported."""
+    """Return the sequences of all rows, and the reported problems."""
     problems: list[str] = []
     refs = archive.store.list(CHAIN)
     batches = read_cover(archive.store, refs, SequenceRange(first, last), problems.append)
@@ -134,7 +134,7 @@ def cover_of(archive: Archive, first: int, last: int) -> tuple[list[int], list[s
 
 
 def test_rows_of_a_late_segment_are_not_masked(archive: Archive):
-    """Twin A was paused with 1..100; the source let go of 1..50; B covers 1..120; then A's put lands."""
+    """Pause twin A with 1..100; the source deletes 1..50; B covers 1..120; then A's put succeeds."""
     early = unread(archive)
     assert len(cover_of(archive, 1, 120)[0]) == 70
     late = archive.put(1, 100)
@@ -143,7 +143,7 @@ def test_rows_of_a_late_segment_are_not_masked(archive: Archive):
     assert sum(batch.num_rows for batch in read_stretch(archive.store, stretch, ["payload"])) == 120
     with open_stretch(archive.store, stretch) as reader:
         assert [(part.segment, part.batch.num_rows) for part in reader.parts()] == [(late, 50), (early, 70)]
-        assert reader.still_missing(SequenceRange(1, 120)) == 0
+        assert reader.max_missing(SequenceRange(1, 120)) == 0
     assert search(archive.store, CHAIN, 1_700_000_000_000_000_000 + 7 * 1_001)[0] == 7
 
 
@@ -200,7 +200,7 @@ SOME = st.sets(st.integers(1, 20))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(own=SOME, others=st.lists(SOME, max_size=3), bounds=st.tuples(st.integers(1, 20), st.integers(1, 20)))
 def test_each_part_is_found_again_by_its_segment_and_range(tmp_path_factory, own: set[int], others, bounds):
-    """An intent names segment, first, last and count: these give the very same rows, whatever came since."""
+    """Read by the names in an intent (segment, first, last, count): later segments do not change the rows."""
     archive = Archive(tmp_path_factory.mktemp("archive"))
     gone = SequenceRange(min(bounds), max(bounds))
     missing = {s for s in range(gone.first, gone.last + 1) if s not in own}

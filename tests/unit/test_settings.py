@@ -1,4 +1,4 @@
-"""The models: what goes together, what is merged, what is never shown."""
+"""The models of settings: valid combinations, merging of defaults, and secrets, which are never shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from common.clock import parse_time
-from common.settings.loader import changed, load, parse
+from common.settings.loader import changed_keys, load, parse
 from common.settings.root import Settings
 from common.settings.service import NatsSettings
 from common.settings.types import format_duration, format_size, parse_duration, parse_listen, parse_size
@@ -29,7 +29,7 @@ def centre(*targets: dict[str, Any], **ingress: Any) -> Settings:
 
 
 def problem(make: Any, **keys: Any) -> str:
-    """What is wrong, `path: problem` joined by `; `."""
+    """Return the problems as `path: problem`, joined by `; `."""
     with pytest.raises(ValidationError) as caught:
         make(**keys)
     errors = caught.value.errors(include_url=False)
@@ -46,7 +46,7 @@ def test_entries_win_over_defaults_nested_keys_one_by_one():
     assert (b.max_age, b.segment.max_age, b.segment.max_size) == (7200.0, 10.0, 2**21)
 
 
-def test_defaults_of_ingress_stand_under_every_source():
+def test_defaults_of_ingress_apply_to_every_source():
     target = {"stream": "T", "sources": [SOURCE, SOURCE | {"feed": "g", "subject_prefix": "x"}]}
     settings = centre(target, defaults={"subject_prefix": "p"})
     assert [s.subject_prefix for s in settings.ingress.targets[0].sources] == ["p", "x"]
@@ -70,7 +70,7 @@ def test_models_given_in_code_are_merged_as_files_are():
     assert settings.nats_for("egress").url == ("nats://a:1",)
 
 
-def test_secrets_stand_in_no_representation():
+def test_secrets_are_in_no_representation():
     settings = Settings(
         store=STORE | {"access_key_id": "id", "secret_access_key": "canary-1"},
         nats={"user": "u", "password": "canary-2"},
@@ -94,7 +94,7 @@ def test_settings_with_secrets_of_files_and_variables_travel_to_executors(tmp_pa
     assert (arrived.spool_dir, arrived.store.secret_access_key.get_secret_value()) == ("/spool", "hidden")
 
 
-# What SIGHUP finds changed
+# Changes that SIGHUP finds
 
 SECRET, VALUE = ("a secret", "a secret"), ("a value", "a value")
 
@@ -132,9 +132,9 @@ def test_each_key_that_changed_is_named_once_and_no_secret_is_shown(tmp_path: Pa
         assert old in BEFORE
         [now] = parse(BEFORE.replace(old, new.replace("FILE", str(file))), "now")
         wanted = {key: tuple(str(file) if each == "FILE" else each for each in pair) for key, pair in found.items()}
-        assert changed(before, now) == wanted
-        assert changed(now, before).keys() == {key.replace("_file", "") for key in wanted}
-        assert changed(now, now) == {}
+        assert changed_keys(before, now) == wanted
+        assert changed_keys(now, before).keys() == {key.replace("_file", "") for key in wanted}
+        assert changed_keys(now, now) == {}
 
 
 def test_a_secret_in_a_file_is_no_change_and_another_file_is(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_a_secret_in_a_file_is_no_change_and_another_file_is(tmp_path: Path) -> 
         return found
 
     before, paths = settings("one", "the-first-secret"), (str(tmp_path / "one"), str(tmp_path / "other"))
-    assert changed(before, settings("one", "the-second-secret")) == {}
-    assert changed(before, settings("other", "the-first-secret")) == {"nats.password_file": paths}
+    assert changed_keys(before, settings("one", "the-second-secret")) == {}
+    assert changed_keys(before, settings("other", "the-first-secret")) == {"nats.password_file": paths}
 
 
 def test_the_subjects_of_a_new_stream_are_given_or_follow_from_the_prefixes():
@@ -231,8 +231,8 @@ def test_what_does_not_go_together_or_is_out_of_range_is_refused_with_both_sides
         ({"egress": {"lease_ttl": "500ms"}}, "expected 1s to 10m (it is renewed every third of it)"),
     ):
         assert expected in problem(Settings, **{"store": STORE, "site": "us-east", **keys})
-    told = problem(NatsSettings, credentials_file="/c", token="t", jwt_file="/j", password="p")
-    assert all(part in told for part in ("token: ", "jwt_file: ", "password: ")), "all at once"
+    found = problem(NatsSettings, credentials_file="/c", token="t", jwt_file="/j", password="p")
+    assert all(part in found for part in ("token: ", "jwt_file: ", "password: ")), "all at once"
 
 
 def test_urls_of_servers_and_stores_and_names_of_sites_are_taken():
@@ -254,9 +254,9 @@ def test_other_nats_urls_are_refused_with_the_reason():
         ("nats://user:hunter2@h:1", "without user and password (they belong into user and password_file)"),
         ([], "at least one entry"),
     ):
-        told = problem(NatsSettings, url=url)
-        assert why in told
-        assert "hunter2" not in told
+        found = problem(NatsSettings, url=url)
+        assert why in found
+        assert "hunter2" not in found
 
 
 def test_other_stores_are_refused_with_the_reason():
@@ -297,7 +297,7 @@ def test_a_stream_that_flows_into_itself_is_a_loop():
     for elsewhere in ({}, {"nats": {"url": "nats://other:1"}}):
         ingress = {"targets": [target(stream="A")], **elsewhere}
         settings = Settings(site="s", store=STORE, ingress=ingress, **feed(name="f"))
-        assert [key for key, _ in settings.loops()] == ["ingress.targets.0.sources.0"] * (not elsewhere)
+        assert [key for key, _ in settings.loop_problems()] == ["ingress.targets.0.sources.0"] * (not elsewhere)
 
 
 # Durations, sizes, times and addresses

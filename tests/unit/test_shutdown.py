@@ -1,4 +1,4 @@
-"""Signals, on a real process: the first drains, the second ends it at once."""
+"""Signals on a real process: the first drains, the second ends it at once; children end with their owner."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_first_signal_drains_and_the_second_ends_it_at_once_also_where_the_l
         assert process.wait(PATIENCE) == code
 
 
-def test_sigquit_logs_where_a_blocked_event_loop_stands_and_ends_nothing(tmp_path: Path):
+def test_sigquit_logs_where_a_blocked_event_loop_hangs_and_ends_nothing(tmp_path: Path):
     log = tmp_path / "log"
 
     def stacks() -> dict[str, list[str]]:
@@ -95,7 +95,7 @@ async def test_a_hang_up_stops_nothing_and_has_secrets_read_again(tmp_path: Path
     assert "later" not in f"{secret!r} {secret}"
 
 
-# Children end with whoever started them
+# Children end with the process that started them
 
 # The child is started by a thread that ends at once; with `nested` it has a child of its own; with `unguarded` the
 # process that would end it was killed before.
@@ -129,7 +129,7 @@ def owner(program: str, kind: str = "") -> subprocess.Popen[str]:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """True if the process exists and is no zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -146,7 +146,7 @@ def test_what_was_spawned_ends_when_its_owner_does_however_that_ends(kind: str, 
             assert len(pids) == (2 if kind == "nested" else 1)
             assert all(map(runs, pids)), "the thread that started it has ended, and it went with it"
             if number is None:
-                process.stdin.close()  # it ends by itself
+                process.stdin.close()  # the owner ends by itself
             else:
                 process.send_signal(number)
             process.wait(PATIENCE)

@@ -1,4 +1,4 @@
-"""What `spark.read.format("floe")` may be asked: times as the commands take them, filters, what only streams have."""
+"""The options of `spark.read.format("floe")`: times as in commands, filters, options of streams only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 
 from common.clock import parse_time
 from common.errors import UsageError
-from common.segments.archive import MARGIN_NS
+from common.segments.archive import SKEW_MARGIN_NS
 from common.segments.columns import SCHEMA, record_batch
 from common.segments.reader import RowFilter
 from common.segments.segment import SegmentRef
-from common.segments.views import address, duckdb_view, polars_frame
+from common.segments.views import duckdb_view, object_address, polars_frame
 from common.sequences import Stretch, cover
 from common.settings.root import StoreSettings
 from compaction.source_options import OPTIONS, parse_options
@@ -36,12 +36,12 @@ def parsed(**options: str):  # type: ignore[no-untyped-def]
 
 def test_times_are_read_as_the_commands_read_them() -> None:
     ago = (int(NOW) - 7200) * 10**9
-    assert parsed(since="2h").wanted.begin == parsed(from_time="2h ago").wanted.begin == ago
-    asked = parsed(since="2026-01-02T03:04:05Z", until="2026-01-02T03:04:06.5+00:00").wanted
+    assert parsed(since="2h").row_filter.begin == parsed(from_time="2h ago").row_filter.begin == ago
+    asked = parsed(since="2026-01-02T03:04:05Z", until="2026-01-02T03:04:06.5+00:00").row_filter
     assert (asked.begin, asked.end) == (parse_time("2026-01-02T03:04:05Z"), parse_time("2026-01-02T03:04:06.5Z"))
-    assert parsed().wanted == RowFilter()
-    assert (parsed().margin_ns, parsed(time_margin="2h").margin_ns) == (MARGIN_NS, 7200 * 10**9)
-    assert parsed(until="9999-01-01T00:00:00Z").wanted.end == 2**63 - 1
+    assert parsed().row_filter == RowFilter()
+    assert (parsed().margin_ns, parsed(time_margin="2h").margin_ns) == (SKEW_MARGIN_NS, 7200 * 10**9)
+    assert parsed(until="9999-01-01T00:00:00Z").row_filter.end == 2**63 - 1
 
 
 def test_wrong_options_are_named() -> None:
@@ -65,10 +65,10 @@ def test_wrong_options_are_named() -> None:
 
 def test_what_only_one_way_of_reading_has_is_refused_by_the_other() -> None:
     with pytest.raises(UsageError, match="option max_rows_per_batch: only for readStream"):
-        parsed(max_rows_per_batch="5").refuse(streams=False)
+        parsed(max_rows_per_batch="5").check_allowed(streams=False)
     with pytest.raises(UsageError, match="option until: only for read"):
-        parsed(until="2h").refuse(streams=True)
-    parsed(since="2h", subject="a.>").refuse(streams=True)
+        parsed(until="2h").check_allowed(streams=True)
+    parsed(since="2h", subject="a.>").check_allowed(streams=True)
 
 
 def test_the_page_has_a_row_for_every_option_and_column() -> None:
@@ -110,7 +110,7 @@ def test_rows_by_time_and_subject() -> None:
     ):
         times, nothing = [10 * n for n in range(5)], [None] * 5
         batch = record_batch([1, 2, 3, 4, 5], times, SUBJECTS, nothing, [b""] * 5)
-        assert asked.selected(batch).column("sequence").to_pylist() == sequences
+        assert asked.select(batch).column("sequence").to_pylist() == sequences
 
 
 def test_row_groups_that_cannot_have_such_rows_are_left_out() -> None:
@@ -152,7 +152,7 @@ def test_files_are_named_as_they_are_called(tmp_path: Path, folder: str):
     archive.put(5, 20)
     store = StoreSettings(url=f"file://{archive.folder}/store".replace("%", "%25"))
     found = cover(archive.listed(), 1)
-    assert Path(address(store, found[0].segment.key)).exists()
+    assert Path(object_address(store, found[0].segment.key)).exists()
     assert in_duckdb(found, store) == list(range(1, 21))
     frame = in_polars(found, store)
     assert frame["sequence"].to_list() == list(range(1, 21))
@@ -178,7 +178,7 @@ def test_more_cut_segments_than_a_statement_may_have_parts(tmp_path: Path):
     archive = Archive(tmp_path)
     for first in range(1, 13):
         archive.put(first, first + 1)
-    found = cover(archive.listed(), 1) * 30  # of another archive it would be another segment each time
+    found = cover(archive.listed(), 1) * 30  # other archives would have a different segment each time
     store = StoreSettings(url=f"file://{tmp_path}/store")
     text = duckdb_view(found, store, "archive")
     assert max(part.count("UNION ALL") for part in text.split("SELECT * FROM (")) <= 100

@@ -1,4 +1,4 @@
-"""What `floe status` shows: sizes and times for people, colours and the width of a terminal, how a partition does."""
+"""The output of `floe status`: sizes and times for people, colours, terminal width, the state of a partition."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.cli import Styled, ago, table
-from common.segments.alive import ChainSign, Sighting
+from common.cli import StyledCell, format_age, print_table
+from common.segments.alive import ChainHeartbeat, StoredHeartbeat
 from common.settings.egress import FeedSettings
 from common.settings.types import duration_words, size_words
 from egress.partition import partitions_of
-from egress.status import PartitionStatus, SiteAnswers, closes, of_chains, opened
+from egress.status import NatsState, PartitionStatus, chains_of_status, closing_text, open_segment_text
 from ingress.operator.status import ChainStatus
 from tests.support.basics import problems_of
 
@@ -26,24 +26,24 @@ ROOT = Path(__file__).parents[2]
 SHOW = """
 import fcntl, struct, sys, termios
 fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
-from common.cli import Styled, table, terminal_width
+from common.cli import StyledCell, print_table, terminal_width
 why = "no segment covers " + "9" * 30 + " of it"
-rows = [[Styled("stopped", "red"), 5, why, 1], ["fine", 1200, None, 2]]
-table(rows, ["state", "n", "why", "seq" * 9], terminal_width())
+rows = [[StyledCell("stopped", "red"), 5, why, 1], ["fine", 1200, None, 2]]
+print_table(rows, ["state", "n", "why", "seq" * 9], terminal_width())
 """
 
 
-def test_sizes_and_durations_are_told_in_units_for_people():
+def test_sizes_and_durations_have_units_for_people():
     sizes = [0, 1023, 2150, 1 << 20, 100 << 20, 3 << 39, 1 << 51]
     words = ["0 B", "1,023 B", "2.1 KiB", "1 MiB", "100 MiB", "1.5 TiB", "2,048 TiB"]
     assert [size_words(size) for size in sizes] == words
     durations = {0: "0.0 s", 1.1: "1.1 s", 9.97: "10 s", 271: "4m31s", 3605: "1h", 11_520: "3h12m", 93_784: "1d2h"}
     assert {each: duration_words(each) for each in durations} == durations
-    assert [ago(each) for each in (271, None)] == ["4m31s ago", None]
+    assert [format_age(each) for each in (271, None)] == ["4m31s ago", None]
 
 
 def on_a_terminal(**environment: str) -> str:
-    """What the script prints to a terminal of 30 columns."""
+    """Return the output of the script on a terminal of 30 columns."""
     leader, follower = pty.openpty()
     kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "TERM")}
     env = {**kept, "TERM": "xterm", **environment}
@@ -57,7 +57,7 @@ def on_a_terminal(**environment: str) -> str:
 
 
 def test_a_narrow_terminal_gets_colours_keeps_why_in_whole_words_and_leaves_other_columns_out():
-    """A word that is wider than the terminal stays whole: it may be a key to copy."""
+    """Keep a word whole that is wider than the terminal: it may be a key to copy."""
     printed = on_a_terminal()
     assert "\x1b[31mstopped\x1b[0m     5\n" in printed
     assert "\x1b[1mstate" in printed
@@ -67,11 +67,11 @@ def test_a_narrow_terminal_gets_colours_keeps_why_in_whole_words_and_leaves_othe
 
 def test_a_terminal_that_is_wide_enough_and_a_program_get_all_of_it(capsys: pytest.CaptureFixture[str]):
     rows = [["stopped", "no segment"], ["fine", None]]
-    table(rows, ["state", "why"], 19)
+    print_table(rows, ["state", "why"], 19)
     assert capsys.readouterr().out == "state    why\nstopped  no segment\nfine     -\n"
-    table(rows, ["state", "why"], 18)
+    print_table(rows, ["state", "why"], 18)
     assert capsys.readouterr().out == "state\nstopped\n    no segment\nfine\n"
-    table([[Styled("stopped", "red"), 5, "x" * 200]], ["state", "n", "why"])
+    print_table([[StyledCell("stopped", "red"), 5, "x" * 200]], ["state", "n", "why"])
     assert capsys.readouterr().out.splitlines()[1] == "stopped  5  " + "x" * 200
 
 
@@ -79,10 +79,12 @@ def test_a_terminal_that_is_wide_enough_and_a_program_get_all_of_it(capsys: pyte
 
 
 def test_the_centre_makes_up_no_lag_where_a_tail_cannot_be_read():
-    sign = Sighting(ChainSign("reading", 0.0, source_last=90, end=0, chain=Chain("us-east", "NODES")), 1.0, 5.0, 1.0)
-    spoiled = ChainStatus("FLEET", "", Chain("us-east", "NODES"), None, 41, last_archived=1.0, egress=sign)
-    assert (spoiled.lag_sequences, spoiled.source_lag_sequences) == (None, None)
-    without = replace(spoiled, position=None, last_archived=None)
+    sign = StoredHeartbeat(
+        ChainHeartbeat("reading", 0.0, source_last=90, end=0, chain=Chain("us-east", "NODES")), 1.0, 5.0, 1.0
+    )
+    partial = ChainStatus("FLEET", "", Chain("us-east", "NODES"), None, 41, last_archived=1.0, egress=sign)
+    assert (partial.lag_sequences, partial.source_lag_sequences) == (None, None)
+    without = replace(partial, position=None, last_archived=None)
     assert (without.lag_sequences, without.source_lag_sequences) == (0, 90)
 
 
@@ -90,7 +92,7 @@ def test_the_centre_makes_up_no_lag_where_a_tail_cannot_be_read():
 
 [PARTITION] = partitions_of("us-east", FeedSettings(stream="NODES"))
 CHAIN = PARTITION.chain
-HELD = SiteAnswers({CHAIN: "-/host/7/ab"}, {"NODES": 90})
+HELD = NatsState({CHAIN: "-/host/7/ab"}, {"NODES": 90})
 OPEN = {"messages": 12, "bytes": 2150, "age_seconds": 29.4, "closes_in_seconds": 270.6, "max_size": 100 << 20}
 
 
@@ -98,35 +100,40 @@ def partition_status(**fields: Any) -> PartitionStatus:
     return replace(PartitionStatus(PARTITION, CHAIN, {}, None, HELD, (70, 1000.0), 180.0), **fields)
 
 
-def sighting(state: str, *, age: float = 5.0, **fields: Any) -> Sighting:
-    return Sighting(ChainSign(state, 0.0, chain=CHAIN, **fields), 1000.0, age, 1000.0)
+def stored(state: str, *, age: float = 5.0, **fields: Any) -> StoredHeartbeat:
+    return StoredHeartbeat(ChainHeartbeat(state, 0.0, chain=CHAIN, **fields), 1000.0, age, 1000.0)
 
 
 def test_the_process_that_has_the_partition_knows_most():
-    told = {"state": "reading", "end": 80, "source_last": 85, "open_segment": OPEN, "why": "", "code": "", "hint": ""}
-    status = partition_status(told=told, sighting=sighting("reading", end=60))
+    page = {"state": "reading", "end": 80, "source_last": 85, "open_segment": OPEN, "why": "", "code": "", "hint": ""}
+    status = partition_status(shown=page, stored=stored("reading", end=60))
     assert (status.state, status.archived, status.source, status.lag) == ("reading", 80, 90, 10)
-    assert (status.known_from, status.holder, status.alarm) == ("monitor", "host (process 7)", False)
+    assert (status.known_from, status.holder, status.is_alarming) == ("monitor", "host (process 7)", False)
     cells, row = status.cells(1200.0), status.row()
     assert (cells["open segment"], cells["closes"]) == ("12 messages, 2.1 KiB, 29 s", "in 4m31s or at 100 MiB")
     assert cells["last archived"] == "3m20s ago"
     assert (row["last_archived"], row["open_segment"]) == ("1970-01-01T00:16:40Z", OPEN)
-    assert opened({**OPEN, "messages": 1}).startswith("1 message, ")
-    assert closes(OPEN) == cells["closes"]
+    assert open_segment_text({**OPEN, "messages": 1}).startswith("1 message, ")
+    assert closing_text(OPEN) == cells["closes"]
 
 
-def test_without_it_the_sign_of_life_and_the_archive_say_what_they_can():
-    status = partition_status(sighting=sighting("stopped", code="E-FORKED", why="an older history", source_last=75))
-    assert (status.state, status.code, status.why, status.archived) == ("stopped", "E-FORKED", "an older history", 70)
-    assert (status.alarm, status.cells(0.0)["open segment"]) == (True, None)
+def test_without_it_the_heartbeat_and_the_archive_show_what_they_can():
+    status = partition_status(stored=stored("stopped", code="E-FORKED", why="an older history", source_last=75))
+    assert (status.state, status.code, status.reason, status.archived) == (
+        "stopped",
+        "E-FORKED",
+        "an older history",
+        70,
+    )
+    assert (status.is_alarming, status.cells(0.0)["open segment"]) == (True, None)
     assert "egress resolve" in status.hint
     assert problems_of(status.hint) == []
-    unasked = replace(status, answers=SiteAnswers(failure="down"))
+    unasked = replace(status, answers=NatsState(failure="down"))
     assert (unasked.source, unasked.lag, unasked.cells(0.0)["holder"]) == (75, 5, "?")
-    assert partition_status(sighting=sighting("reading", age=600.0)).why == "no sign of life for 10m"
-    assert partition_status(answers=SiteAnswers(failure="down")).state == "unknown"
-    left = partition_status(sighting=sighting("reading"), answers=SiteAnswers({CHAIN: None}, {"NODES": 90}))
-    assert (left.state, left.alarm) == ("not held", True)
+    assert partition_status(stored=stored("reading", age=600.0)).reason == "no sign of life for 10m"
+    assert partition_status(answers=NatsState(failure="down")).state == "unknown"
+    left = partition_status(stored=stored("reading"), answers=NatsState({CHAIN: None}, {"NODES": 90}))
+    assert (left.state, left.is_alarming) == ("not held", True)
 
 
 def test_where_what_is_archived_is_not_known_no_lag_is_made_up():
@@ -135,24 +142,24 @@ def test_where_what_is_archived_is_not_known_no_lag_is_made_up():
     assert (unread.row()["lag_sequences"], unread.cells(0.0)["lag"]) == (None, None)
     assert partition_status(tail=(None, 1000.0)).lag is None, "a tail that cannot be read"
     assert partition_status(tail=None).lag == 90, "the store was read, and holds nothing"
-    told = {"state": "reading", "code": "", "why": "", "end": 0}
-    assert partition_status(tail=None, store_read=False, told=told).lag == 90, "the process knows that nothing is"
+    page = {"state": "reading", "code": "", "why": "", "end": 0}
+    assert partition_status(tail=None, store_read=False, shown=page).lag == 90, "the process knows that nothing is"
 
 
 def test_what_the_stream_had_before_the_chain_begins_is_not_owed():
-    told = {"state": "reading", "code": "", "why": "", "end": 0, "first": 91}
-    status = partition_status(tail=None, told=told)
+    page = {"state": "reading", "code": "", "why": "", "end": 0, "first": 91}
+    status = partition_status(tail=None, shown=page)
     assert (status.archived, status.source, status.lag) == (None, 90, 0)
-    assert partition_status(tail=None, sighting=sighting("reading", first=81)).lag == 10
+    assert partition_status(tail=None, stored=stored("reading", first=81)).lag == 10
 
 
-def test_of_the_pages_of_several_workers_those_count_that_have_the_partition():
+def test_those_pages_of_several_workers_count_that_have_the_partition():
     one = {"site": "us-east", "state": "reading"}
     pages = {
         "0": {"parts": {"egress NODES": one, "egress NODES/1": {**one, "state": "standby"}, "egress heartbeats": {}}},
         "1": {"parts": {"egress NODES/1": {**one, "state": "stopped"}, "egress X": {**one, "site": "eu-west"}}},
         "2": {"pid": 0},
     }
-    found = of_chains({"workers": pages, "version": "1"}, "us-east")
-    assert {chain.partition: told["state"] for chain, told in found.items()} == {0: "reading", 1: "stopped"}
-    assert of_chains(pages["0"], "us-east") == {CHAIN: one}
+    found = chains_of_status({"workers": pages, "version": "1"}, "us-east")
+    assert {chain.partition: page["state"] for chain, page in found.items()} == {0: "reading", 1: "stopped"}
+    assert chains_of_status(pages["0"], "us-east") == {CHAIN: one}

@@ -1,4 +1,4 @@
-"""Which subjects a filter takes: the rules of NATS."""
+"""Subject filters by the rules of NATS, and subject transforms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.settings.ingress import SourceSettings
 from common.settings.loader import load
 from common.subjects import covers, matches, overlaps
 from common.transforms import TransformError, compile_transform
-from ingress.rows.prepare import Accepting, SubjectRule, patterns_of, rule_of
+from ingress.rows.prepare import SubjectFilters, SubjectRule, patterns_of, rule_of
 
 
 def test_inside_a_token_a_wildcard_is_a_letter_case_counts_and_what_is_not_text_is_taken_by_its_bytes() -> None:
@@ -38,7 +38,7 @@ filters = st.tuples(st.lists(tokens | st.just("*"), max_size=4), st.booleans()).
 
 
 @given(filters, subjects)
-def test_as_a_regular_expression_says(filter_subject: str, subject: str) -> None:
+def test_as_a_regular_expression_does(filter_subject: str, subject: str) -> None:
     parts = [{"*": r"[^.]+", ">": r".+"}.get(token, token) for token in filter_subject.split(".")]
     expected = not filter_subject or re.fullmatch(r"\.".join(parts), subject) is not None
     assert matches(filter_subject, subject) == matches(filter_subject, subject.encode()) == expected
@@ -106,7 +106,7 @@ def test_a_transform_of_the_configuration_is_applied(tmp_path: Path) -> None:
     assert loaded(tmp_path, "nodes.*.>", "fleet.{{wildcard(1)}}.>") == "fleet.one.x"
 
 
-def test_a_mistake_is_told_with_its_place(tmp_path: Path) -> None:
+def test_a_mistake_has_its_place(tmp_path: Path) -> None:
     for source, destination, problem in (
         ("nodes.*", "fleet.$2", r"9:63: .*destination: \$2: expected the number of a \* of the source, source has 1"),
         ("nodes.*", "fleet.{{random(3)}}", "expected a function that gives the same each time"),
@@ -136,7 +136,7 @@ values = st.sampled_from(["a", "b", "x-y", "abcd"])
 
 @given(st.lists(pieces, min_size=1, max_size=3), st.lists(functions, min_size=1, max_size=3), st.booleans(), st.data())
 def test_the_pattern_takes_whatever_is_made(source: list[str], destination: list[str], rest: bool, data: Any) -> None:
-    """So a start is never refused for subjects that the target would have taken."""
+    """Match all results, so that no start is refused for subjects that the target would have taken."""
     end = [">"] if rest else []
     try:
         ours = compile_transform(".".join(source + end), ".".join(destination + end))
@@ -148,7 +148,7 @@ def test_the_pattern_takes_whatever_is_made(source: list[str], destination: list
 
     assert matches(ours.source, raw)
     assert matches(ours.pattern, ours.apply(raw))
-    assert Accepting([ours.apply(raw).decode()]).meets(ours.pattern)
+    assert SubjectFilters([ours.apply(raw).decode()]).overlaps(ours.pattern)
 
 
 affixes = st.text("ab.", min_size=1, max_size=4)

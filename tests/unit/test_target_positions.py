@@ -1,4 +1,4 @@
-"""How far a target is, as ingress says it to those who delete."""
+"""The positions of a target, which ingress writes for retention, and the rules of retention."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from common.objects.local import LocalObjects
 from common.segments.documents import ChainStore, Floor, TargetPositions
 from common.segments.keys import Layout
 from common.sequences import MAX_SEQUENCE
-from common.service.process import Threads
+from common.service.process import ThreadPool
 from common.settings.loader import parse
 from common.settings.root import RetentionSettings
 from compaction.retention import read_needs
-from ingress.report import PositionsReport
+from ingress.report import PositionsWriter
 from tests.support.basics import metric_value
 from tests.support.clock import ManualClock
 
@@ -33,10 +33,10 @@ def documents(tmp_path: Path) -> ChainStore:
 
 
 def test_positions_are_read_back_as_they_were_written(documents: ChainStore) -> None:
-    said = TargetPositions("FLEET", 1000.5, {A: 31, B: 2**63}, ("us-east/NODES",))
-    documents.write_positions(said)
+    put = TargetPositions("FLEET", 1000.5, {A: 31, B: 2**63}, ("us-east/NODES",))
+    documents.write_positions(put)
 
-    assert documents.read_positions("FLEET") == said
+    assert documents.read_positions("FLEET") == put
     assert documents.read_positions("OTHER") is None
     assert documents.targets_with_positions() == ["FLEET"]
     raw = documents.objects.get("data/_floe/ingress/FLEET/positions.json")
@@ -45,7 +45,7 @@ def test_positions_are_read_back_as_they_were_written(documents: ChainStore) -> 
     assert json.loads(raw) == {**rest, "positions": positions}
     # A later version may add fields.
     later = json.dumps({**json.loads(raw), "more": [1]}).encode()
-    assert TargetPositions.from_json(later) == said
+    assert TargetPositions.from_json(later) == put
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_positions_that_are_not_as_they_must_be_are_never_acted_on(documents: Ch
 
 
 class Refusing(LocalObjects):
-    """A store that takes nothing as long as `refuses`."""
+    """A store that refuses every put while `refuses` is true."""
 
     refuses, puts = False, 0
 
@@ -77,41 +77,41 @@ def errors() -> float:
 
 
 async def test_positions_are_put_when_they_changed_and_at_most_once_a_minute(tmp_path: Path, caplog: Any) -> None:
-    objects, clock, threads = Refusing(tmp_path / "store"), ManualClock(), Threads("test", 1)
+    objects, clock, threads = Refusing(tmp_path / "store"), ManualClock(), ThreadPool("test", 1)
     documents = ChainStore(objects, Layout("data"))
     now: dict[Chain, int] | None = None
     stopped: dict[Chain, str] = {}
-    report = PositionsReport("T", ("us-east/NODES",), lambda: now, lambda: stopped, documents, threads, clock)
+    report = PositionsWriter("T", ("us-east/NODES",), lambda: now, lambda: stopped, documents, threads, clock)
     large = "E-MSG-TOO-LARGE: too large; raise max_payload" + "x" * 2000
-    for seconds, positions, stops, puts, said in (
-        (0, None, {}, 0, None),  # target and state did not agree yet
+    for seconds, positions, stops, puts, held in (
+        (0, None, {}, 0, None),  # target and state do not agree yet
         (0, {A: 31}, {}, 1, {A: 31}),
         (59, {A: 40}, {}, 1, {A: 31}),
         (1, {A: 40}, {}, 2, {A: 40}),
-        (1, {A: 7, B: 1}, {}, 3, {A: 7, B: 1}),  # moved back: something may be deleted by what was said
+        (1, {A: 7, B: 1}, {}, 3, {A: 7, B: 1}),  # moved back: retention may delete by the old position
         (600, {A: 7, B: 1}, {}, 3, {A: 7, B: 1}),  # nothing changed
         (0, {A: 7, B: 1}, {A: large}, 4, {A: 7, B: 1}),
-        (60, {A: 7, B: 1}, {A: large}, 4, {A: 7, B: 1}),  # it stays stopped
+        (60, {A: 7, B: 1}, {A: large}, 4, {A: 7, B: 1}),  # remains stopped
         (0, {A: 7, B: 1}, {A: large, B: "E-GAP: a hole"}, 5, {A: 7, B: 1}),  # at once
-        (1, {A: 7, B: 1}, {A: large}, 5, {A: 7, B: 1}),  # that it is over, within a minute
+        (1, {A: 7, B: 1}, {A: large}, 5, {A: 7, B: 1}),  # the end of the stop, within a minute
         (60, {A: 7, B: 1}, {A: large}, 6, {A: 7, B: 1}),
     ):
         now, stopped = positions, stops
         clock.advance(seconds)
-        await report.look()
+        await report.write_if_due()
         found = documents.read_positions("T")
-        assert (objects.puts, found and found.positions) == (puts, said)
+        assert (objects.puts, found and found.positions) == (puts, held)
     assert found.stopped == {A: large[:1000]}
 
     before, objects.refuses, now = errors(), True, {A: 8, B: 1}
     for _ in range(3):
         clock.advance(60)
-        await report.look()
+        await report.write_if_due()
     assert (objects.puts, errors() - before) == (9, 3)
-    assert sum("positions not stored" in record.message for record in caplog.records) == 1
+    assert sum("positions write failed" in record.message for record in caplog.records) == 1
     objects.refuses = False
     clock.advance(60)
-    await report.look()
+    await report.write_if_due()
     assert documents.read_positions("T").positions == now
     threads.close()
 
@@ -124,7 +124,7 @@ def invoke(tmp_path: Path, *arguments: str) -> Any:
     return CliRunner().invoke(floe.cli, command, prog_name="floe")
 
 
-def test_a_target_is_let_go_only_where_that_is_said(tmp_path: Path, documents: ChainStore) -> None:
+def test_a_target_is_released_only_on_request(tmp_path: Path, documents: ChainStore) -> None:
     documents.write_positions(TargetPositions("FLEET", 1.0, {A: 31}, ("us-east/NODES",)))
 
     unknown, asked = invoke(tmp_path, "FLEAT", "--yes"), invoke(tmp_path, "FLEET")
@@ -138,7 +138,7 @@ def test_a_target_is_let_go_only_where_that_is_said(tmp_path: Path, documents: C
     released = documents.read_positions("FLEET")
     assert (released.released, released.positions) == (True, {})
     assert "was released already" in invoke(tmp_path, "FLEET", "--yes").output
-    # What cannot be read holds everything; it may be released too.
+    # Unreadable positions hold everything; the target may be released too.
     documents.objects.put("data/_floe/ingress/SPOILED/positions.json", b"[]")
     assert invoke(tmp_path, "SPOILED", "--yes").exit_code == 0
 
@@ -154,9 +154,9 @@ def settings_of(text: str) -> RetentionSettings:
     return found.compaction.retention
 
 
-def test_nothing_is_deleted_unless_that_is_said_nor_at_once():
-    assert settings_of("{}").of("us-east", "NODES") == (0.0, 0, None)
-    assert settings_of("{max_age: 30d}").of("us-east", "NODES") == (30 * DAY, 0, None)
+def test_nothing_is_deleted_unless_configured_nor_at_once():
+    assert settings_of("{}").limits_of("us-east", "NODES") == (0.0, 0, None)
+    assert settings_of("{max_age: 30d}").limits_of("us-east", "NODES") == (30 * DAY, 0, None)
     with pytest.raises(ConfigError, match="delete_after"):
         settings_of("{delete_after: 30d}")
     for text in ("{max_age: 1h}", "{max_bytes: 5K}", "{feeds: [{max_age: 2d}]}"):  # at once, or of no feed
@@ -164,27 +164,27 @@ def test_nothing_is_deleted_unless_that_is_said_nor_at_once():
             settings_of(text)
 
 
-def test_an_entry_of_a_feed_stands_in_place_of_what_is_said_of_all_and_that_of_a_site_before_it():
+def test_an_entry_of_a_feed_replaces_the_general_limits_and_one_of_a_site_precedes_it():
     found = settings_of(
         "{max_age: 90d, max_bytes: 10G, feeds: [{feed: NODES, max_age: 365d}, "
         "{site: us-east, feed: NODES, max_bytes: 1G}, {feed: KEPT}]}"
     )
-    assert found.of("eu-west", "OTHER") == (90 * DAY, 10 << 30, None)
-    assert found.of("eu-west", "NODES") == (365 * DAY, 0, None)
-    assert found.of("us-east", "NODES") == (0.0, 1 << 30, None)
-    assert found.of("us-east", "KEPT") == (0.0, 0, None)
-    with pytest.raises(ConfigError, match=r"one entry for each feed, found us-east/NODES in feeds.0 and feeds.1"):
+    assert found.limits_of("eu-west", "OTHER") == (90 * DAY, 10 << 30, None)
+    assert found.limits_of("eu-west", "NODES") == (365 * DAY, 0, None)
+    assert found.limits_of("us-east", "NODES") == (0.0, 1 << 30, None)
+    assert found.limits_of("us-east", "KEPT") == (0.0, 0, None)
+    with pytest.raises(ConfigError, match=r"one entry per feed, found us-east/NODES in feeds.0 and feeds.1"):
         settings_of("{feeds: [{site: us-east, feed: NODES}, {site: us-east, feed: NODES, max_age: 2d}]}")
 
 
-def test_of_two_times_from_which_on_all_is_kept_the_earlier_one_counts():
+def test_the_earlier_of_two_times_from_which_on_all_is_kept_counts():
     found = settings_of(
         "{max_age: 90d, keep_from: '2026-01-02T03:04:05Z', "
         "feeds: [{feed: EAST, keep_from: '1970-01-01T00:00:01Z'}, {feed: WEST, max_age: 1d}]}"
     )
     held = 1_767_323_045 * 10**9
-    assert found.of("s", "OTHER")[2] == found.of("s", "WEST")[2] == held
-    assert found.of("s", "EAST") == (0.0, 0, 10**9)
+    assert found.limits_of("s", "OTHER")[2] == found.limits_of("s", "WEST")[2] == held
+    assert found.limits_of("s", "EAST") == (0.0, 0, 10**9)
     with pytest.raises(ConfigError, match="keep_from: expected a time"):
         settings_of("{keep_from: yesterday}")
 
@@ -197,29 +197,27 @@ def test_a_target_needs_what_lies_behind_its_position_and_all_of_a_chain_that_it
     documents.write_positions(TargetPositions("COPY", 1.0, {EAST: 11}, ("us-east/NODES",)))
 
     needs = read_needs(documents, {})
-    assert needs.of(EAST, 1) == (11, "COPY")
-    assert needs.of(LATER, 5) == (5, "COPY")
-    assert needs.of(WEST, 1) == (MAX_SEQUENCE, "")
-    # The configuration lists another source by now, and ingress was not started again.
-    assert read_needs(documents, {"FLEET": ["eu-west/NODES"]}).of(WEST, 3) == (3, "FLEET")
+    assert needs.earliest(EAST, 1) == (11, "COPY")
+    assert needs.earliest(LATER, 5) == (5, "COPY")
+    assert needs.earliest(WEST, 1) == (MAX_SEQUENCE, "")
+    # The configuration lists another source by now, and ingress was not restarted.
+    assert read_needs(documents, {"FLEET": ["eu-west/NODES"]}).earliest(WEST, 3) == (3, "FLEET")
 
 
-def test_a_target_that_says_nothing_or_cannot_be_read_needs_everything_and_a_released_one_nothing(
-    documents: ChainStore,
-):
+def test_a_target_without_readable_positions_needs_everything_and_a_released_one_nothing(documents: ChainStore):
     needs = read_needs(documents, {"FLEET": ["us-east/NODES"]})
-    assert needs.of(WEST, 7) == (0, "FLEET")
+    assert needs.earliest(WEST, 7) == (0, "FLEET")
     assert needs.unknown == {"FLEET": "it has not said yet how far it is"}
     documents.objects.put("data/_floe/ingress/SPOILED/positions.json", b"[]")
     needs = read_needs(documents, {})
-    assert needs.of(EAST, 1) == (0, "SPOILED")
+    assert needs.earliest(EAST, 1) == (0, "SPOILED")
     assert "positions.json" in needs.unknown["SPOILED"]
     documents.objects.delete("data/_floe/ingress/SPOILED/positions.json")
     documents.write_positions(TargetPositions("FLEET", 1.0, released=True))
-    assert read_needs(documents, {"FLEET": ["us-east/NODES"]}).of(EAST, 1) == (MAX_SEQUENCE, "")
+    assert read_needs(documents, {"FLEET": ["us-east/NODES"]}).earliest(EAST, 1) == (MAX_SEQUENCE, "")
 
 
-def test_a_floor_says_since_when(documents: ChainStore):
+def test_a_floor_has_its_time(documents: ChainStore):
     assert documents.floor(EAST) is None
     documents.raise_floor(EAST, 21)
     info = documents.objects.head(documents.layout.floor_document(EAST))

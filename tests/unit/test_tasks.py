@@ -1,4 +1,4 @@
-"""Tasks that run side by side and end for certain, also where a cancellation is swallowed on the way."""
+"""Concurrent tasks that always end, even if a cancellation is swallowed on the way."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 
 from common import tasks
 from common.cli import run_async
-from common.errors import Stopped, Unavailable, Unforeseen
-from common.service.process import Threads, busy_threads
-from common.tasks import Stop, StopReason, beside, guarded, together, unexpected, wait_for, watched, within
+from common.errors import Stopped, Unavailable, UnexpectedError
+from common.service.process import ThreadPool, count_running_calls
+from common.tasks import Stop, StopReason, report_errors, run_all, run_with, spawn, unexpected, wait_for, wait_result
 from tests.support.basics import PATIENCE, cancelled, counted, soon
 from tests.support.clock import ManualClock
 from tests.support.stores import no_room
 
 
 async def swallows(times: int, ended: Stop) -> None:
-    """Goes on after so many cancellations, as code over `asyncio.wait_for` of Python 3.11 may."""
+    """Continue after so many cancellations, as code over `asyncio.wait_for` of Python 3.11 may."""
     try:
         while True:
             try:
@@ -44,7 +44,7 @@ async def fails(after: float = 0.01) -> None:
 
 async def test_sides_end_with_the_main_work_even_where_they_lose_a_cancellation() -> None:
     ended = Stop()
-    await asyncio.wait_for(beside(asyncio.sleep(0.01), swallows(1, ended)), PATIENCE)
+    await asyncio.wait_for(run_with(asyncio.sleep(0.01), swallows(1, ended)), PATIENCE)
     assert ended.is_set
 
 
@@ -55,10 +55,10 @@ async def test_a_side_that_comes_to_its_end_does_not_end_the_main_work_and_one_t
         await asyncio.sleep(0.05)
         done.append(1)
 
-    await beside(main(), asyncio.sleep(0))
+    await run_with(main(), asyncio.sleep(0))
     assert done == [1]
-    await together(asyncio.sleep(0.01), asyncio.sleep(0.02))
-    for group in (beside, together):
+    await run_all(asyncio.sleep(0.01), asyncio.sleep(0.02))
+    for group in (run_with, run_all):
         ended = Stop()
         with pytest.raises(BaseExceptionGroup) as caught:
             await asyncio.wait_for(group(swallows(1, ended), fails()), PATIENCE)
@@ -68,7 +68,7 @@ async def test_a_side_that_comes_to_its_end_does_not_end_the_main_work_and_one_t
 
 async def test_a_cancelled_group_leaves_nothing_running() -> None:
     ended = Stop()
-    task = asyncio.create_task(together(swallows(0, ended), asyncio.sleep(60)))
+    task = asyncio.create_task(run_all(swallows(0, ended), asyncio.sleep(60)))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -79,7 +79,7 @@ async def test_a_cancelled_group_leaves_nothing_running() -> None:
 async def test_a_cancellation_that_comes_together_with_the_result_is_not_lost() -> None:
     for wait in ("event", "future"):
         event, future = asyncio.Event(), asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(wait_for(event, 60) if wait == "event" else within(future, 60))
+        task = asyncio.create_task(wait_for(event, 60) if wait == "event" else wait_result(future, 60))
         await asyncio.sleep(0.01)
         event.set()
         future.set_result(1)
@@ -91,11 +91,11 @@ async def test_a_cancellation_that_comes_together_with_the_result_is_not_lost() 
 async def test_within_raises_in_time_and_cancels_what_it_waited_for() -> None:
     future = asyncio.get_running_loop().create_future()
     with pytest.raises(TimeoutError):
-        await within(future, 0.01)
+        await wait_result(future, 0.01)
     assert future.cancelled()
 
 
-# Errors that nobody awaits
+# Errors of tasks that are not awaited
 
 
 async def breaks() -> None:
@@ -113,7 +113,7 @@ WAYS: dict[str, Callable[[asyncio.AbstractEventLoop], object]] = {
     "from a thread": lambda loop: loop.run_in_executor(None, loop.call_soon_threadsafe, no_room),
     "when done": lambda loop: asyncio.create_task(asyncio.sleep(0)).add_done_callback(no_room),
     "in a task": in_a_task_nobody_awaits,
-    "to nobody": lambda loop: tasks.orphaned(MemoryError("no room")),
+    "to nobody": lambda loop: tasks.raise_fatal(MemoryError("no room")),
 }
 
 
@@ -125,7 +125,7 @@ def test_an_error_without_an_owner_ends_the_service(way: str) -> None:
         WAYS[way](asyncio.get_running_loop())
         await asyncio.sleep(60)
 
-    with pytest.raises(Unforeseen, match="MemoryError: no room") as caught:
+    with pytest.raises(UnexpectedError, match="MemoryError: no room") as caught:
         run_async(service())
     assert (caught.value.code, caught.value.exit_code) == ("E-UNEXPECTED", 1)
     assert counted(unexpected.labels("service")) == count + 1
@@ -147,13 +147,13 @@ def test_an_error_of_a_transport_ends_nothing(error: Exception) -> None:
     assert run_async(service()) == "goes on"
 
 
-def test_the_owner_of_a_callback_or_a_task_is_told() -> None:
+def test_the_owner_of_a_callback_or_a_task_knows() -> None:
     async def service() -> list[str]:
         found: list[Exception] = []
-        guarded(no_room, found.append)()
-        task = watched(breaks(), found.append, name="x")
+        report_errors(no_room, found.append)()
+        task = spawn(breaks(), found.append, name="x")
         await asyncio.wait({task})
-        ended = watched(asyncio.sleep(60), found.append, name="y")
+        ended = spawn(asyncio.sleep(60), found.append, name="y")
         await asyncio.sleep(0)
         await cancelled(ended)
         return list(map(str, found))
@@ -167,7 +167,7 @@ async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None
     async def work() -> None:
         began.append(clock.monotonic())
         if len(began) == 4:
-            clock.advance(60)  # it ran for a while: its end counts as the first
+            clock.advance(60)  # it ran for a while: its failure counts as the first
         if len(began) < 6:
             no_room()
 
@@ -175,18 +175,18 @@ async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None
         raise Stopped("an operator has to look")
 
     with pytest.raises(Stopped):
-        await tasks.again("expiry", stops, clock)
+        await tasks.restart_on_error("expiry", stops, clock)
     count = counted(unexpected.labels("expiry"))
-    await tasks.again("expiry", work, clock)
+    await tasks.restart_on_error("expiry", work, clock)
     assert began == [0, 1, 3, 7, 68, 70]
     assert counted(unexpected.labels("expiry")) == count + 5
 
 
-def test_a_group_is_told_by_what_nobody_foresaw() -> None:
+def test_a_group_is_named_by_its_defect() -> None:
     inner = ExceptionGroup("inner", [Unavailable("a"), KeyError("x")])
-    told = Unforeseen.of(ExceptionGroup("group", [Unavailable("b"), inner]), "chain s/f")
-    assert told.message == "chain s/f: KeyError: 'x'"
-    assert isinstance(told.__cause__, KeyError)
+    found = UnexpectedError.wrap(ExceptionGroup("group", [Unavailable("b"), inner]), "chain s/f")
+    assert found.message == "chain s/f: KeyError: 'x'"
+    assert isinstance(found.__cause__, KeyError)
 
 
 async def test_a_stop_keeps_its_first_reason_and_is_waited_for_no_longer_than_asked() -> None:
@@ -212,7 +212,7 @@ async def test_a_child_stops_with_its_parents_for_their_reason_and_never_stops_t
     lease.set(StopReason.GIVE_BACK)
     assert (child.reason, grandchild.reason) == (StopReason.GIVE_BACK, StopReason.GIVE_BACK)
     service.set(StopReason.SHUTDOWN)
-    # A lease to be given back leaves time, and gives way to what leaves none.
+    # Giving back a lease leaves time, so a reason that leaves none replaces it.
     assert (child.reason, child_of_its_own.reason) == (StopReason.SHUTDOWN, StopReason.DECISION)
     assert Stop(child).reason is StopReason.SHUTDOWN
 
@@ -229,27 +229,27 @@ async def test_a_child_that_nobody_needs_any_more_is_forgotten() -> None:
 
 
 @pytest.fixture
-def threads() -> Iterator[Threads]:
-    pool = Threads("test", 1)
+def threads() -> Iterator[ThreadPool]:
+    pool = ThreadPool("test", 1)
     yield pool
     pool.close()
 
 
-async def test_the_event_loop_turns_while_a_call_runs_which_cancelling_idle_does_not_cancel(threads: Threads):
-    before, release = busy_threads(), threading.Event()
+async def test_the_event_loop_turns_while_a_call_runs_which_cancelling_idle_does_not_cancel(threads: ThreadPool):
+    before, release = count_running_calls(), threading.Event()
     call = asyncio.create_task(threads.run(release.wait, PATIENCE))
     await soon(lambda: threads.busy)
-    await soon(lambda: busy_threads() == before + 1)
-    idle = asyncio.create_task(threads.idle())
+    await soon(lambda: count_running_calls() == before + 1)
+    idle = asyncio.create_task(threads.wait_idle())
     await asyncio.sleep(0)
     await cancelled(idle)
     release.set()
     assert await call
-    await soon(lambda: busy_threads() == before)
+    await soon(lambda: count_running_calls() == before)
 
 
-async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: Threads):
-    # Given an upload that was cancelled and runs on
+async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: ThreadPool):
+    # Given a cancelled upload that still runs
     release, done = threading.Event(), threading.Event()
 
     def upload() -> None:
@@ -261,8 +261,8 @@ async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: Threads)
     await soon(lambda: threads.busy)
     await cancelled(call)
     assert call.cancelled()
-    # When somebody waits for the pool
-    idle = asyncio.create_task(threads.idle())
+    # When a task waits for the pool
+    idle = asyncio.create_task(threads.wait_idle())
     await asyncio.sleep(0.05)
     assert not idle.done()
     release.set()
@@ -271,7 +271,7 @@ async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: Threads)
     assert (done.is_set(), threads.busy) == (True, 0)
 
 
-async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threads: Threads):
+async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threads: ThreadPool):
     release, ran = threading.Event(), threading.Event()
     first = asyncio.create_task(threads.run(release.wait, 10))
     await soon(lambda: threads.busy)
@@ -280,7 +280,7 @@ async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threa
     await cancelled(second)
     release.set()
     await first
-    await threads.idle()
+    await threads.wait_idle()
     assert not ran.is_set()
 
 
@@ -289,12 +289,12 @@ def test_a_thread_that_never_returns_does_not_keep_the_command_from_ending():
 import asyncio, sys, threading
 import click, floe
 from common.cli import run_command
-from common.service.process import Threads
+from common.service.process import ThreadPool
 
 @floe.cli.command("hang")
 @run_command
 async def hang():
-    call = asyncio.create_task(Threads("t", 1).run(threading.Event().wait))
+    call = asyncio.create_task(ThreadPool("t", 1).run(threading.Event().wait))
     await asyncio.sleep(0.1)
     call.cancel()
     return 75

@@ -1,4 +1,4 @@
-"""Files that are not what their key says: each is refused, by name and cause, in bounded memory."""
+"""Files that do not match their key: each is refused, with key and cause, in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refusal(path: Path, name: SegmentName = NAME, **options: Any) -> SegmentCorrupt:
-    """The error that reading the whole file ends in; it names the key."""
+    """Return the error from reading the whole file, which must name the key."""
     with pytest.raises(SegmentCorrupt) as caught:
         read_segment(path, name, **options)
     assert caught.value.message.startswith(f"segment {options.get('key', Layout().segment(name))}: ")
@@ -45,7 +45,7 @@ def forged(path: Path, table: pa.Table | None = None, footer: Any = None, **opti
 
 
 def changed(**fields: Any) -> bytes:
-    """The footer as JSON with other values in it; a field that is None is taken out."""
+    """Return the footer as JSON with other values; a field that is None is removed."""
     document = {**json.loads(footer_of(ROWS).to_json()), **fields}
     return json.dumps({name: value for name, value in document.items() if value is not None}).encode()
 
@@ -64,7 +64,7 @@ def changed(**fields: Any) -> bytes:
         b"PARE" + b"\x00" * 100 + b"\x10\x00\x00\x00PARE",
     ],
 )
-def test_what_is_not_parquet_is_refused_and_an_encrypted_footer_told_from_rubbish(path: Path, content: bytes) -> None:
+def test_what_is_not_parquet_is_refused_and_an_encrypted_footer_is_named(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     error = refusal(path)
     assert error.code == ("E-SEG-CODEC" if content.endswith(b"PARE") else "E-SEG-CORRUPT")
@@ -174,7 +174,7 @@ def test_a_footer_that_is_wrong_is_refused_in_one_line(path: Path) -> None:
         (changed(raw_bytes=10), "E-SEG-BOMB", "expected 10 raw bytes as in the footer, found more"),
     ):
         error = forged(path, footer=footer)
-        assert "\n" not in error.line()
+        assert "\n" not in error.as_text()
         assert (error.code, cause in error.message) == (code, True), error.message
 
 
@@ -281,7 +281,7 @@ def test_a_page_that_inflates_beyond_the_limit_is_refused_before_it_is_inflated(
 
 
 def dictionary_bomb(path: Path, column: str, size: int, rows: int) -> Footer:
-    """`rows` rows that all use one value of `size` bytes: a file of 3 KB that decodes to size * rows."""
+    """Write `rows` rows that all use one value of `size` bytes: a file of 3 KB that decodes to size * rows."""
     found = [message(n, b"") for n in range(1, rows + 1)]
     kind = SCHEMA.field(column).type
     value = pa.array([b"x" * size], pa.binary()).cast(kind)
@@ -295,7 +295,7 @@ def dictionary_bomb(path: Path, column: str, size: int, rows: int) -> Footer:
 
 
 def _bomb_reader(path: Path, footer: Footer) -> str:
-    """A program that reads the bomb and prints by how many MiB its memory peaked above its beginning."""
+    """Return a program that reads the bomb and prints its peak memory in MiB above its start."""
     return f"""
 import resource
 from pathlib import Path
@@ -324,7 +324,7 @@ def test_a_dictionary_bomb_costs_no_more_than_its_dictionary(path: Path, column:
     assert int(mebibytes) < most
 
 
-# Whose fault it is
+# Errors that are not the file's fault
 
 
 def test_an_outage_a_missing_file_and_columns_that_there_are_not_are_not_the_file_s_fault(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One monitor for several processes: one page, one verdict, one exit code."""
+"""The monitor of several worker processes: one page, one verdict, one exit code."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.chain import Chain
 from common.errors import UsageError
-from common.segments.coverage import MOST_RANGES, summed
+from common.segments.coverage import MAX_DRAWN_RANGES, sum_coverage
 from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from common.service import page
-from common.service.monitor import MAX_BEAT_AGE, Health
-from egress.workers.pages import Said, WorkerPages, ask_all, merged
-from egress.workers.process import WorkerPlace, WorkerProcess, exit_code, worst
+from common.service.monitor import MAX_BEAT_AGE_S, Health
+from egress.workers.pages import WorkerAnswer, WorkerPages, fetch_from_all, merge_metrics
+from egress.workers.process import WorkerIdentity, WorkerProcess, shell_exit_code, worst_exit_code
 from tests.support.browser import bars, table_rows
 from tests.support.clock import ManualClock
 
@@ -38,9 +38,9 @@ def metrics_page(count: float, awkward: str = "a") -> str:
     return generate_latest(registry).decode()
 
 
-def test_each_family_stands_once_and_each_sample_names_its_worker() -> None:
+def test_each_family_comes_once_and_each_sample_names_its_worker() -> None:
     own = "# HELP own 1\n# TYPE own gauge\nown 1.0\n"
-    text = merged(own, {"0": metrics_page(1), "1": metrics_page(2)})
+    text = merge_metrics(own, {"0": metrics_page(1), "1": metrics_page(2)})
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert text.count("# TYPE messages_total") == 1
     assert text.count("# HELP put_seconds ") == 1
@@ -54,7 +54,7 @@ def test_each_family_stands_once_and_each_sample_names_its_worker() -> None:
 
 def test_a_label_keeps_its_value_whatever_it_holds() -> None:
     for value in ('a{b}"c', "a b", "a\\b\nc", "}", ""):
-        text = merged("", {"3": metrics_page(1, value)})
+        text = merge_metrics("", {"3": metrics_page(1, value)})
         families = {family.name: family for family in text_string_to_metric_families(text)}
         assert families["messages"].samples[0].labels == {"worker": "3", "feed": value}
 
@@ -62,14 +62,14 @@ def test_a_label_keeps_its_value_whatever_it_holds() -> None:
 # Pages
 
 
-def pages(*said: Said) -> tuple[WorkerPages, ManualClock, list[str]]:
+def pages(*reply: WorkerAnswer) -> tuple[WorkerPages, ManualClock, list[str]]:
     clock, asked = ManualClock(), []
 
-    def ask(path: str) -> list[Said]:
+    def fetch(path: str) -> list[WorkerAnswer]:
         asked.append(path)
-        return list(said)
+        return list(reply)
 
-    return WorkerPages(Health(clock), ask, CollectorRegistry()), clock, asked
+    return WorkerPages(Health(clock), fetch, CollectorRegistry()), clock, asked
 
 
 def answer(found: WorkerPages, path: str) -> tuple[int, str]:
@@ -77,37 +77,37 @@ def answer(found: WorkerPages, path: str) -> tuple[int, str]:
     return status, body.decode()
 
 
-def said(index: int, status: int, text: str, port: int = 1) -> Said:
-    return Said(index, 100 + index, 0, port, status, text)
+def reply(index: int, status: int, text: str, port: int = 1) -> WorkerAnswer:
+    return WorkerAnswer(index, 100 + index, 0, port, status, text)
 
 
 def test_ready_means_that_all_are_which_who_starts_hangs_or_is_gone_is_not() -> None:
-    assert answer(pages(said(0, 200, "ready\n"), said(1, 200, "ready\n"))[0], "/readyz") == (200, "ready\n")
-    found = pages(said(0, 200, "ready\n"), said(1, 503, "nats: down\nobjects: down\n"))[0]
+    assert answer(pages(reply(0, 200, "ready\n"), reply(1, 200, "ready\n"))[0], "/readyz") == (200, "ready\n")
+    found = pages(reply(0, 200, "ready\n"), reply(1, 503, "nats: down\nobjects: down\n"))[0]
     assert answer(found, "/readyz") == (503, "worker 1: nats: down\nworker 1: objects: down\n")
-    found = pages(Said(0, 7, 0, 0), Said(1, 0, 2, 0), Said(2, 9, 0, 1234))[0]
+    found = pages(WorkerAnswer(0, 7, 0, 0), WorkerAnswer(1, 0, 2, 0), WorkerAnswer(2, 9, 0, 1234))[0]
     assert answer(found, "/readyz") == (503, "worker 0: starting\nworker 1: not running\nworker 2: no answer\n")
 
 
 def test_healthy_is_whoever_does_not_hang_also_who_is_gone_and_not_started_again_yet() -> None:
-    assert answer(pages(said(0, 200, "ok\n"), Said(1, 0, 3, 0))[0], "/healthz")[0] == 200
-    assert answer(pages(said(0, 503, "hangs: 40 s\n"))[0], "/healthz") == (503, "worker 0: hangs: 40 s\n")
-    assert answer(pages(Said(0, 7, 0, 1234))[0], "/healthz") == (503, "worker 0: no answer\n")
-    found, clock, _ = pages(said(0, 200, "ok\n"))
-    clock.advance(MAX_BEAT_AGE + 1)
+    assert answer(pages(reply(0, 200, "ok\n"), WorkerAnswer(1, 0, 3, 0))[0], "/healthz")[0] == 200
+    assert answer(pages(reply(0, 503, "hangs: 40 s\n"))[0], "/healthz") == (503, "worker 0: hangs: 40 s\n")
+    assert answer(pages(WorkerAnswer(0, 7, 0, 1234))[0], "/healthz") == (503, "worker 0: no answer\n")
+    found, clock, _ = pages(reply(0, 200, "ok\n"))
+    clock.advance(MAX_BEAT_AGE_S + 1)
     assert answer(found, "/healthz")[0] == 503, "the parent itself hangs"
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     gone = WorkerProcess(0, 1, [], {})
     gone.pid, gone.port = 7, port
-    [found] = ask_all([gone], "/healthz")
+    [found] = fetch_from_all([gone], "/healthz")
     assert (found.port, found.status) == (0, 0)
     assert answer(pages(found)[0], "/healthz")[0] == 200
 
 
 def test_the_status_holds_each_worker_and_all_problems() -> None:
     child = json.dumps({"ready": False, "problems": ["nats: down"], "parts": {"egress A": {}}})
-    found, _, asked = pages(said(0, 200, child), Said(1, 0, 2, 0))
+    found, _, asked = pages(reply(0, 200, child), WorkerAnswer(1, 0, 2, 0))
     status, text = answer(found, "/status")
     document = json.loads(text)
     assert (status, asked, document["ready"]) == (200, ["/status"], False)
@@ -117,11 +117,11 @@ def test_the_status_holds_each_worker_and_all_problems() -> None:
     assert answer(found, "/")[0] == 200
 
 
-def test_a_reader_of_the_page_has_the_workers_look_at_their_coverage() -> None:
+def test_a_reader_of_the_page_has_the_workers_read_their_coverage() -> None:
     levels = {"0": {"segments": 1, "bytes": 9, "newest": 0.0, "ranges": [[1, 5]]}}
     coverage = {"site/A/0000/0": {"at": 0.0, "first": 1, "last": 5, "levels": levels}}
     child = json.dumps({"ready": True, "problems": [], "parts": {}, "coverage": coverage})
-    found, _, asked = pages(said(0, 200, child), Said(1, 0, 2, 0))
+    found, _, asked = pages(reply(0, 200, child), WorkerAnswer(1, 0, 2, 0))
     status, text = answer(found, "/")
 
     assert (status, asked) == (200, ["/status?coverage"])
@@ -130,7 +130,7 @@ def test_a_reader_of_the_page_has_the_workers_look_at_their_coverage() -> None:
 
 
 def test_only_the_metrics_of_workers_that_answer_are_shown() -> None:
-    found, _, _ = pages(said(0, 200, "a 1.0\n"), said(1, 500, "b 1.0\n"), Said(2, 0, 0, 0))
+    found, _, _ = pages(reply(0, 200, "a 1.0\n"), reply(1, 500, "b 1.0\n"), WorkerAnswer(2, 0, 0, 0))
     assert answer(found, "/metrics") == (200, 'a{worker="0"} 1.0\n')
 
 
@@ -140,15 +140,15 @@ def test_only_the_metrics_of_workers_that_answer_are_shown() -> None:
 def test_the_worst_code_is_the_one_to_act_on_and_a_signal_counts_as_shells_count_it() -> None:
     cases = [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 1], 1), ([75, 137, 1], 137), ([78, 137, 75], 78)]
     for codes, code in [*cases, ([77, 137], 77), ([77, 78], 78), ([2, 137], 2)]:
-        assert worst(codes) == worst(reversed(codes)) == code, codes
-    assert [exit_code(-9), exit_code(75)] == [137, 75]
+        assert worst_exit_code(codes) == worst_exit_code(reversed(codes)) == code, codes
+    assert [shell_exit_code(-9), shell_exit_code(75)] == [137, 75]
 
 
 @pytest.mark.parametrize("text", ["", "a/b/c", "1/2/3/4"])
 def test_a_place_that_is_none_is_refused(text: str) -> None:
-    assert WorkerPlace.parse(str(WorkerPlace(1, 4, 7))) == WorkerPlace(1, 4, 7)
+    assert WorkerIdentity.parse(str(WorkerIdentity(1, 4, 7))) == WorkerIdentity(1, 4, 7)
     with pytest.raises(UsageError):
-        WorkerPlace.parse(text)
+        WorkerIdentity.parse(text)
 
 
 # The status page
@@ -162,7 +162,7 @@ def document(**parts: Any) -> dict[str, Any]:
 
 
 def html(document: dict[str, Any]) -> str:
-    return page.rendered(document, ["/", "/status"]).decode()
+    return page.render_page(document, ["/", "/status"]).decode()
 
 
 def ref(first: int, last: int, level: int = 0, modified: float = 0.0, size: int = 10) -> SegmentRef:
@@ -180,7 +180,7 @@ TARGET |= {"chains": {str(CHAIN): CHAIN_STATE}}
 
 
 class Seen(HTMLParser):
-    """The elements and attributes of a page."""
+    """A parser that collects the elements and attributes of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Seen(HTMLParser):
 
 
 def hostile(value: Any) -> Any:
-    """`value` with every text of it, names too, made hostile."""
+    """Return `value` with every text in it, names too, made hostile."""
     if isinstance(value, dict):
         return {f"{key}{HOSTILE}" if key not in KNOWN else key: hostile(each) for key, each in value.items()}
     return HOSTILE if isinstance(value, str) else value
@@ -203,15 +203,15 @@ KNOWN = {*FEED, *TARGET, *CHAIN_STATE, "owner", "held", "messages", "age", "part
 
 
 @pytest.mark.parametrize("workers", [False, True])
-def test_whatever_a_part_says_is_shown_as_text(workers: bool) -> None:
+def test_any_text_of_a_part_is_shown_as_text(workers: bool) -> None:
     leases = {"owner": "me", "members": 1, "share": 1, "held": ["k"], "failure": ""}
     parts = {"egress NODES": FEED, "target FLEET": TARGET, "egress sharing": leases, "events": {"why": "x"}}
     shown = {name if name.startswith("target ") else f"{name}{HOSTILE}": hostile(part) for name, part in parts.items()}
     found = {"version": HOSTILE, "ready": False, "problems": [HOSTILE], "heartbeat_age_seconds": 0, "parts": shown}
-    found["coverage"] = {HOSTILE: {**summed([ref(1, 5), ref(8, 9)], 0.0)}}
+    found["coverage"] = {HOSTILE: {**sum_coverage([ref(1, 5), ref(8, 9)], 0.0)}}
     if workers:
         found = {**found, "parts": {}, "workers": {"0": {"parts": shown, "coverage": found["coverage"]}}}
-    text = page.rendered(found, ["/"]).decode()
+    text = page.render_page(found, ["/"]).decode()
 
     seen = Seen(text)
     assert "script" not in seen.tags
@@ -225,7 +225,7 @@ def test_the_policy_allows_the_page_its_own_style_and_nothing_else() -> None:
     text = html(document())
     [style] = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = page.HEADERS["Content-Security-Policy"].split("; ")
+    policy = page.PAGE_HEADERS["Content-Security-Policy"].split("; ")
 
     assert policy[:2] == ["default-src 'none'", f"style-src 'sha256-{digest}'"]
     assert not re.search(r"url\(|@import", style)
@@ -240,7 +240,7 @@ def test_a_feed_is_shown_with_its_lag_and_its_stop_with_the_command() -> None:
     assert "<pre>floe egress resolve -c f</pre>" in text
 
 
-def test_durations_sizes_and_times_are_told_in_words() -> None:
+def test_durations_sizes_and_times_are_put_in_words() -> None:
     held = {"messages": 7, "bytes": 2150, "age_seconds": 207.0, "closes_in_seconds": 3393.042, "max_size": 104857600}
     source = {"state": "reading", "code": "", "sequence": 99, "alive": 1795517471.0}
     state = {**CHAIN_STATE, "lag_seconds": 9051, "source": source}
@@ -269,20 +269,20 @@ def test_a_target_is_shown_with_its_chains_and_leases_with_who_shares_them() -> 
 
 def test_coverage_is_summed_by_level_with_the_holes_that_no_level_fills() -> None:
     refs = [ref(1, 10), ref(11, 20), ref(31, 40, modified=5.0), ref(1, 20, level=1, modified=9.0, size=100)]
-    found = summed(refs, 77.0)
+    found = sum_coverage(refs, 77.0)
 
     assert found["levels"]["0"] == {"segments": 3, "bytes": 30, "newest": 5.0, "ranges": [[1, 20], [31, 40]]}
     assert found["levels"]["1"] == {"segments": 1, "bytes": 100, "newest": 9.0, "ranges": [[1, 20]]}
     assert (found["first"], found["last"], found["holes"], found["missing"]) == (1, 40, 1, [[21, 30]])
     assert (found["compacted"], found["at"], found["is_complete"]) == (9.0, 77.0, True)
-    drawn = page.drawing(found)
+    drawn = page.coverage_svg(found)
     assert bars(drawn) == {(0, 1, 20), (0, 31, 40), (1, 1, 20)}
     assert bars(drawn, "hole") == {(0, 21, 30), (1, 21, 30)}
 
 
-def test_the_page_says_when_compaction_last_succeeded_and_how_its_last_run_ended() -> None:
+def test_the_page_shows_compactions_last_success_and_how_its_last_run_ended() -> None:
     def about(**more: object) -> str:
-        return html({**document(), "coverage": {"c": {**summed([ref(1, 10)], 77.0), **more}}})
+        return html({**document(), "coverage": {"c": {**sum_coverage([ref(1, 10)], 77.0), **more}}})
 
     assert "not compacted yet;" in about()
     assert "last compaction 1970-01-01T00:00:09Z;" in about(compacted=9.0)
@@ -292,18 +292,18 @@ def test_the_page_says_when_compaction_last_succeeded_and_how_its_last_run_ended
     assert "not compacted yet, its last run, 1970-01-01T00:01:39Z, ended with exit code 75;" in failed
 
 
-def test_of_very_many_ranges_the_picture_shows_fewer_and_of_no_segments_there_is_none() -> None:
-    found = summed((ref(n, n) for n in range(1, 4001, 2)), 0.0)
+def test_the_picture_shows_fewer_than_very_many_ranges_and_none_without_segments() -> None:
+    found = sum_coverage((ref(n, n) for n in range(1, 4001, 2)), 0.0)
 
-    assert len(found["levels"]["0"]["ranges"]) <= MOST_RANGES
-    assert (found["holes"], len(found["missing"])) == (1999, MOST_RANGES)
+    assert len(found["levels"]["0"]["ranges"]) <= MAX_DRAWN_RANGES
+    assert (found["holes"], len(found["missing"])) == (1999, MAX_DRAWN_RANGES)
     assert found["levels"]["0"]["segments"] == 2000
-    assert "no segments" in html({**document(), "coverage": {"c": summed([], 0.0)}})
+    assert "no segments" in html({**document(), "coverage": {"c": sum_coverage([], 0.0)}})
 
 
-def test_of_a_huge_chain_only_so_many_segments_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.segments.coverage.MOST_SEGMENTS", 3)
+def test_only_so_many_segments_of_a_huge_chain_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.segments.coverage.MAX_SCANNED_SEGMENTS", 3)
     many = iter([ref(n, n) for n in range(1, 100)])
-    found = summed(many, 0.0)
+    found = sum_coverage(many, 0.0)
     assert (found["is_complete"], found["last"], len([*many])) == (False, 3, 95)
     assert "only the first segments" in html({**document(), "coverage": {"c": found}})

@@ -1,4 +1,4 @@
-"""Mistakes of egress where its source changes: identity, what is held, decisions, incarnations."""
+"""Mistakes of egress at a change of its source: identity, held messages, decisions, incarnations."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 
 import egress.evidence
-from egress.evidence import Inquiry, Proposal
+from egress.evidence import IdentityCheck, Proposal
 from egress.identity import SourceVerdict, VerdictKind
-from egress.incarnations import History
-from egress.uploader import Unflushed
+from egress.incarnations import Incarnations
+from egress.uploader import UnputSegments
 from egress.worker import Worker
 from tests.sim.mutants.registry import change, mutant
 
 
 @mutant
 def every_stream_taken_for_the_same() -> None:
-    """Nothing is compared: a stream of the same name is the same."""
+    """Every stream of the same name counts as the same: nothing is compared."""
 
     def judging(judge: Any) -> Any:
         def trusting(evidence: Any, *more: Any) -> SourceVerdict:
@@ -32,34 +32,34 @@ def every_stream_taken_for_the_same() -> None:
 
 @mutant
 def held_messages_thrown_away() -> None:
-    """What was received and not archived is dropped where the stream changes."""
+    """Messages that were received and not archived are dropped at a change of the stream."""
 
     def putting(_put: Any) -> Any:
-        async def dropping(self: Unflushed, *_: Any) -> None:
+        async def dropping(self: UnputSegments, *_: Any) -> None:
             self.discard()
 
         return dropping
 
-    change(Unflushed, "put", putting)
+    change(UnputSegments, "put", putting)
 
 
 @mutant
 def proposal_one_too_far() -> None:
-    """An operator is told to begin one message behind the first that is not archived."""
+    """The hint proposes a first sequence one too high to the operator."""
 
     def proposing(proposal: Any) -> Any:
-        async def careless(self: Inquiry, *more: Any) -> Proposal | None:
+        async def careless(self: IdentityCheck, *more: Any) -> Proposal | None:
             found: Proposal | None = await proposal(self, *more)
             return None if found is None else found._replace(first=found.first + 1)
 
         return careless
 
-    change(Inquiry, "proposal", proposing)
+    change(IdentityCheck, "proposal", proposing)
 
 
 @mutant
 def decision_ignored() -> None:
-    """The next incarnation begins at the first message, wherever an operator wanted it."""
+    """The next incarnation begins at the first message, even if an operator chose another one."""
 
     def beginning(_next_first: Any) -> Any:
         return lambda _self, _archive, _verdict, decision: 1 if decision is not None else None
@@ -69,7 +69,7 @@ def decision_ignored() -> None:
 
 @mutant
 def next_incarnation_behind_the_old_end() -> None:
-    """What a stream that was made anew holds is read from the end of the former one on."""
+    """A recreated stream is read only from behind the end of the former one."""
 
     def beginning(next_first: Any) -> Any:
         def careless(self: Worker, archive: Any, *more: Any) -> int | None:
@@ -83,13 +83,13 @@ def next_incarnation_behind_the_old_end() -> None:
 
 @mutant
 def incarnation_without_its_end() -> None:
-    """The next incarnation names no end of the former one: nobody knows when that is carried."""
+    """The next incarnation names no end of the former one: its delivery can never be known to be complete."""
 
     def opening(open_next: Any) -> Any:
-        async def forgetful(self: History, chain: Any, document: Any) -> None:
+        async def forgetful(self: Incarnations, chain: Any, document: Any) -> None:
             ends = dict.fromkeys(document.previous, 0)
             await open_next(self, chain, msgspec.structs.replace(document, previous=ends))
 
         return forgetful
 
-    change(History, "open_next", opening)
+    change(Incarnations, "open_next", opening)

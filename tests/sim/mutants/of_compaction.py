@@ -10,13 +10,13 @@ import compaction.retention
 import compaction.run
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from compaction.retention import Needs
+from compaction.retention import TargetNeeds
 from tests.sim.mutants.registry import change, mutant
 
 
 @mutant
 def merge_loses_a_row() -> None:
-    """A merge leaves out the last row of a batch where there are several."""
+    """A merge leaves out the last row of each batch of several rows."""
 
     def uniting(union: Any) -> Any:
         def losing(segments: Any, open_segment: Any) -> Any:
@@ -30,7 +30,7 @@ def merge_loses_a_row() -> None:
 
 @mutant
 def inputs_deleted_before_the_output() -> None:
-    """The inputs of a merge go before what replaces them is durable."""
+    """A merge deletes its inputs before its output is durable."""
 
     def merging(merge: Any) -> Any:
         def hasty(store: SegmentStore, output: Any) -> Any:
@@ -45,13 +45,13 @@ def inputs_deleted_before_the_output() -> None:
 
 @mutant
 def retention_without_needs() -> None:
-    """What targets still need is deleted by age."""
-    change(compaction.retention, "read_needs", lambda _: lambda _chains, _sources: Needs())
+    """Retention deletes by age segments that targets still need."""
+    change(compaction.retention, "read_needs", lambda _: lambda _chains, _sources: TargetNeeds())
 
 
 @mutant
 def coverage_of_a_merge_too_wide() -> None:
-    """A merged segment accounts for sequences that its inputs do not."""
+    """A merged segment covers one sequence more than its inputs."""
 
     def covering(merged_footer: Any) -> Any:
         def wide(output: Any, *more: Any) -> Any:

@@ -14,7 +14,7 @@ from common.objects.port import ObjectInfo
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE
-from egress.acks import Acknowledging
+from egress.acks import Acknowledger
 from egress.archive import Archive
 from egress.consumers import WantedMessages
 from egress.reader import Reader
@@ -28,7 +28,7 @@ def acknowledged_before_the_put() -> None:
 
     def putting(put: Any) -> Any:
         async def early(self: Uploader, spooled: Any) -> None:
-            await self._persist(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
+            await self._retry(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
             await put(self, spooled)
 
         return early
@@ -38,20 +38,20 @@ def acknowledged_before_the_put() -> None:
 
 @mutant
 def acknowledged_too_far() -> None:
-    """With a segment everything is acknowledged that was received."""
+    """With a segment, every received message is acknowledged."""
 
     def upto(acknowledge: Any) -> Any:
-        async def everything(self: Acknowledging, _last: int) -> None:
+        async def everything(self: Acknowledger, _last: int) -> None:
             await acknowledge(self, MAX_SEQUENCE)
 
         return everything
 
-    change(Acknowledging, "upto", upto)
+    change(Acknowledger, "acknowledge_up_to", upto)
 
 
 @mutant
 def mark_before_the_put() -> None:
-    """The mark says that a segment is listed before it is durable."""
+    """The mark covers a segment before it is durable."""
 
     def putting(put: Any) -> Any:
         async def early(self: Archive, spooled: Any) -> Any:
@@ -65,7 +65,7 @@ def mark_before_the_put() -> None:
 
 @mutant
 def lost_put_taken_for_done() -> None:
-    """A put whose answer was lost counts as done, without reading back."""
+    """A put with a lost answer counts as done, without reading it back."""
 
     def trusting(_self: SegmentStore, ref: Any, _sha256: str) -> ObjectInfo:
         return ObjectInfo(ref.key, ref.size, 0.0, "")
@@ -84,16 +84,16 @@ def gap_in_deliveries_ignored() -> None:
 
         return lax
 
-    change(egress.reader, "parse_acks", parsing)
+    change(egress.reader, "parse_replies", parsing)
 
 
 @mutant
 def heartbeat_believed() -> None:
-    """What an idle heartbeat has passed counts as received, whatever is still under way."""
+    """Messages up to the sequence of an idle heartbeat count as received, even if they are still under way."""
 
     def beating(_on_heartbeat: Any) -> Any:
         def trusting(self: Reader, heartbeat: Any) -> None:
-            self._target.passed(heartbeat.sequence)
+            self._target.skip_to(heartbeat.sequence)
 
         return trusting
 
@@ -107,18 +107,18 @@ def durable_deleted_first() -> None:
     def taking(take: Any) -> Any:
         async def hasty(client: Any, wanted: Any) -> Any:
             if wanted.is_durable:
-                for name in await egress.consumers.ours(client, wanted):
+                for name in await egress.consumers.own_durables(client, wanted):
                     await delete_consumer(client, wanted.stream, name)
             return await take(client, wanted)
 
         return hasty
 
-    change(egress.reader, "take", taking)
+    change(egress.reader, "open_consumer", taking)
 
 
 @mutant
 def redelivered_written_again() -> None:
-    """What comes again below the position is handed on as if it were new."""
+    """A redelivery below the position is handled as a new message."""
 
     def making(init: Any) -> Any:
         def careless(self: Reader, *more: Any, **named: Any) -> None:
@@ -145,7 +145,7 @@ def read_on_behind_the_source() -> None:
 
 @mutant
 def condition_of_a_key_left_out() -> None:
-    """A key is written whatever its revision is."""
+    """A key is written without a condition on its revision."""
 
     def writing(write: Any) -> Any:
         async def unconditional(self: KeyValue, key: str, value: bytes, expected: int | None, *more: Any) -> Any:
@@ -158,26 +158,26 @@ def condition_of_a_key_left_out() -> None:
 
 @mutant
 def lease_never_ends() -> None:
-    """Whoever once held a lease believes for ever that it is theirs (I9: it guards nothing)."""
+    """A process that once held a lease uses it for ever (I9: it guards nothing)."""
     change(Lease, "is_usable", lambda _: lambda _self: True)
 
 
 @mutant
 def filter_left_out() -> None:
-    """Each partition reads the messages of all."""
+    """Each partition reads the messages of all partitions."""
     change(WantedMessages, "filtering", lambda _: property(lambda _self: {}))
 
 
 @mutant
 def tail_never_written() -> None:
-    """Nothing shows readers that a chain has grown."""
+    """No tail shows readers that a chain has grown."""
     change(ChainStore, "write_tail", lambda _: lambda _self, _chain, _end: None)
 
 
 @mutant
 def acknowledgements_never_sent() -> None:
-    """What is archived stays in a work queue."""
+    """Archived messages are not acknowledged: they stay in a work queue."""
 
-    async def silent(_self: Acknowledging, _last: int) -> None: ...
+    async def silent(_self: Acknowledger, _last: int) -> None: ...
 
-    change(Acknowledging, "upto", lambda _: silent)
+    change(Acknowledger, "acknowledge_up_to", lambda _: silent)

@@ -12,10 +12,10 @@ import ingress.publishers.publisher
 import ingress.rows.prepare
 import ingress.verdict.settle
 from common.jetstream.headers import Provenance
-from common.jetstream.requests import WRONG_LAST_SEQUENCE, Requests
+from common.jetstream.requests import WRONG_LAST_SEQUENCE_CODES, PendingRequests
 from common.sequences import cover
 from ingress.checkpoint import Intent
-from ingress.checkpoint_store import StateStore, Stored
+from ingress.checkpoint_store import StateStore, StoredState
 from ingress.delivery import Delivery
 from ingress.publishers.fast import FastPublisher
 from ingress.publishers.publisher import Replies
@@ -25,12 +25,12 @@ from tests.sim.streams import Stream
 
 @mutant
 def intent_thrown_away() -> None:
-    """Who takes over begins anew behind the checkpoint, though an intent is open."""
+    """A takeover begins again behind the checkpoint, though an intent is open."""
 
     def adopting(adopt: Any) -> Any:
-        def forgetful(self: Delivery, stored: Stored) -> None:
+        def forgetful(self: Delivery, stored: StoredState) -> None:
             state = stored.state
-            adopt(self, stored if state is None else Stored(replace(state, intent=None), stored.revision))
+            adopt(self, stored if state is None else StoredState(replace(state, intent=None), stored.revision))
 
         return forgetful
 
@@ -39,7 +39,7 @@ def intent_thrown_away() -> None:
 
 @mutant
 def intent_taken_for_done() -> None:
-    """Who takes over counts the rows of an open intent as stored."""
+    """A takeover counts the rows of an open intent as stored."""
 
     async def done(_self: Delivery, intent: Intent) -> int:
         return intent.base
@@ -52,9 +52,9 @@ def intent_not_stored() -> None:
     """Rows are published before their intent is durable."""
 
     def saving(save: Any) -> Any:
-        async def lazy(self: StateStore, state: Any, revision: int) -> Stored | None:
+        async def lazy(self: StateStore, state: Any, revision: int) -> StoredState | None:
             if state.intent is not None:
-                return Stored(state, revision)
+                return StoredState(state, revision)
             return await save(self, state, revision)  # type: ignore[no-any-return]
 
         return lazy
@@ -64,7 +64,7 @@ def intent_not_stored() -> None:
 
 @mutant
 def state_written_unconditionally() -> None:
-    """The state is replaced whatever is stored meanwhile."""
+    """The state is replaced even if another write came in between."""
 
     async def overwrite(self: StateStore, value: bytes, _revision: int) -> int | None:
         return await self._bucket.put(self._key, value)  # type: ignore[attr-defined,no-any-return]
@@ -74,12 +74,12 @@ def state_written_unconditionally() -> None:
 
 @mutant
 def lost_save_taken_for_done() -> None:
-    """A save whose answer was lost counts as done, without reading."""
+    """A save with a lost answer counts as done, without reading it back."""
 
-    async def trusting(_self: StateStore, state: Any, _value: bytes, revision: int) -> Stored | None:
-        return Stored(state, revision + 1)
+    async def trusting(_self: StateStore, state: Any, _value: bytes, revision: int) -> StoredState | None:
+        return StoredState(state, revision + 1)
 
-    change(StateStore, "_settle", lambda _: trusting)
+    change(StateStore, "_resolve_lost_answer", lambda _: trusting)
 
 
 @mutant
@@ -99,16 +99,16 @@ def position_one_too_far() -> None:
 
 @mutant
 def rows_sent_again_after_a_doubt() -> None:
-    """After an unclear outcome everything is sent again from the beginning, behind what the target holds."""
+    """After an unclear outcome all rows are sent again from the first, behind the messages of the target."""
 
     def settling(settle: Any) -> Any:
-        async def doubtful(self: Any, known: Stored, rows: Any) -> Any:
+        async def doubtful(self: Any, known: StoredState, rows: Any) -> Any:
             settled = await settle(self, known, rows)
             return replace(settled, base=settled.base + settled.stored, stored=0) if rows is not None else settled
 
         return doubtful
 
-    change(ingress.verdict.settle.Reconciler, "settle", settling)
+    change(ingress.verdict.settle.TargetReconciler, "settle", settling)
 
 
 @mutant
@@ -116,23 +116,23 @@ def one_more_counted_as_stored() -> None:
     """After an unclear outcome one row more counts as stored than the target holds."""
 
     def settling(settle: Any) -> Any:
-        async def generous(self: Any, known: Stored, rows: Any) -> Any:
+        async def generous(self: Any, known: StoredState, rows: Any) -> Any:
             settled = await settle(self, known, rows)
             more = rows is not None and settled.stored < rows.count
             return replace(settled, base=settled.base - 1, stored=settled.stored + 1) if more else settled
 
         return generous
 
-    change(ingress.verdict.settle.Reconciler, "settle", settling)
+    change(ingress.verdict.settle.TargetReconciler, "settle", settling)
 
 
 @mutant
 def foreign_messages_counted_as_rows() -> None:
-    """In a target that others share, whatever stands behind the base counts as rows of the intent."""
+    """In a shared target, every message behind the base counts as a row of the intent."""
 
     def settling(settle: Any) -> Any:
-        async def trusting(self: Any, known: Stored, rows: Any) -> Any:
-            settled, intent = await settle(self, known, rows), known.there.intent
+        async def trusting(self: Any, known: StoredState, rows: Any) -> Any:
+            settled, intent = await settle(self, known, rows), known.existing.intent
             if intent is None:
                 return settled
             last = settled.base + settled.stored
@@ -140,12 +140,12 @@ def foreign_messages_counted_as_rows() -> None:
 
         return trusting
 
-    change(ingress.verdict.settle.SharedSettler, "settle", settling)
+    change(ingress.verdict.settle.SharedTargetReconciler, "settle", settling)
 
 
 @mutant
 def expected_sequence_left_out() -> None:
-    """Rows go out without the sequence that they are expected behind."""
+    """Rows are published without their expected last sequence."""
 
     def checking(check: Any) -> Any:
         def lax(self: Stream, subject: bytes, headers: Any, last: int) -> None:
@@ -158,7 +158,7 @@ def expected_sequence_left_out() -> None:
 
 @mutant
 def silence_taken_for_an_acknowledgement() -> None:
-    """An acknowledgement that never came counts as one."""
+    """A missing acknowledgement counts as a positive one."""
 
     def judging(judged: Any) -> Any:
         async def trusting(self: Replies, reply: Any, expected: Any, timeout: float) -> Any:
@@ -174,7 +174,7 @@ def silence_taken_for_an_acknowledgement() -> None:
 
         return trusting
 
-    change(Replies, "judged", judging)
+    change(Replies, "wait_for_ack", judging)
     change(FastPublisher, "_end", ending)
 
 
@@ -185,12 +185,12 @@ def refusal_taken_for_done() -> None:
     def judging(refusal: Any) -> Any:
         def trusting(error: Any) -> Any:
             unclear = refusal(error)
-            return None if unclear.err_code in WRONG_LAST_SEQUENCE else unclear
+            return None if unclear.err_code in WRONG_LAST_SEQUENCE_CODES else unclear
 
         return trusting
 
     for module in (ingress.publishers.publisher, ingress.publishers.fast):
-        change(module, "refusal", judging)
+        change(module, "refused", judging)
 
 
 @mutant
@@ -198,13 +198,13 @@ def answers_mixed_up() -> None:
     """Two requests under way have the same inbox."""
 
     def opening(_open: Any) -> Any:
-        def alike(self: Requests, subject: bytes, answer: Any) -> bytes:
+        def alike(self: PendingRequests, subject: bytes, answer: Any) -> bytes:
             self._waiting[b"1"] = (subject, answer)
             return b"1"
 
         return alike
 
-    change(Requests, "open", opening)
+    change(PendingRequests, "add", opening)
 
 
 @mutant
@@ -217,12 +217,12 @@ def headers_left_to_act() -> None:
 
         return bare
 
-    change(ingress.rows.prepare, "escaped_lines", escaping)
+    change(ingress.rows.prepare, "escape_lines", escaping)
 
 
 @mutant
 def repeated_headers_dropped() -> None:
-    """Of a header that is repeated only the first comes back."""
+    """Of a repeated header only the first line comes back."""
 
     def escaping(escaped: Any) -> Any:
         def dropping(block: bytes | None, *more: Any, **named: Any) -> bytes:
@@ -231,7 +231,7 @@ def repeated_headers_dropped() -> None:
 
         return dropping
 
-    change(ingress.rows.prepare, "escaped_lines", escaping)
+    change(ingress.rows.prepare, "escape_lines", escaping)
 
 
 @mutant
@@ -250,18 +250,18 @@ def time_in_seconds() -> None:
 
 @mutant
 def cover_skips_a_hole() -> None:
-    """A reader goes on behind a hole as if nothing were missing."""
+    """A reader continues behind a hole as if nothing were missing."""
 
-    change(ingress.chains.plan, "leading", lambda _: cover)
+    change(ingress.chains.plan, "leading_stretches", lambda _: cover)
 
 
 @mutant
 def rows_of_former_positions_kept() -> None:
-    """Who finds another state goes on with the rows that it had made ready before."""
+    """A process that finds another state continues with its prepared rows."""
 
     def adopting(_adopt: Any) -> Any:
-        def stubborn(self: Delivery, stored: Stored) -> None:
-            self._known = stored
+        def stubborn(self: Delivery, stored: StoredState) -> None:
+            self._stored = stored
 
         return stubborn
 
@@ -270,7 +270,7 @@ def rows_of_former_positions_kept() -> None:
 
 @mutant
 def segment_read_from_its_beginning() -> None:
-    """Of a segment that begins below the position all rows are taken."""
+    """All rows of a segment that begins below the position are taken."""
 
     def reading(leading: Any) -> Any:
         def whole(*more: Any) -> Any:
@@ -278,4 +278,4 @@ def segment_read_from_its_beginning() -> None:
 
         return whole
 
-    change(ingress.chains.plan, "leading", reading)
+    change(ingress.chains.plan, "leading_stretches", reading)

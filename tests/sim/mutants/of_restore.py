@@ -1,4 +1,4 @@
-"""Mistakes of a restore: what it takes for whole, what it leaves behind, who may write meanwhile."""
+"""Mistakes of a restore: completeness, leftovers, and writers during the restore."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tests.sim.mutants.registry import change, mutant
 
 @mutant
 def growth_of_the_archive_ignored() -> None:
-    """What egress archives while a stream is filled is left out."""
-    change(ArchivedHistory, "grown", lambda _grown: lambda _self, _plan: "")
+    """Segments that egress archives during a restore are left out."""
+    change(ArchivedHistory, "growth", lambda _growth: lambda _self, _plan: "")
 
 
 @mutant
 def leftover_of_a_restore_kept() -> None:
-    """What a killed restore left is not removed."""
+    """The leftover of a killed restore is not removed."""
 
     async def nothing(*_: Any) -> None:
         return None
 
-    change(GuardedStream, "clear", lambda _clear: nothing)
+    change(GuardedStream, "remove_leftover", lambda _remove_leftover: nothing)
 
 
 @mutant
 def restored_without_a_guard() -> None:
-    """Producers reach the stream while it is filled."""
+    """Producers reach the stream during its restore."""
 
     def made(guarded: Any) -> Any:
         return lambda config, marker: {**guarded(config, marker), "subjects": config["subjects"]}

@@ -1,4 +1,4 @@
-"""Mistakes of a sampled feed: where its sampler goes on, and what becomes of its advisories."""
+"""Mistakes of a sampled feed: the resume of its sampler, and its advisories."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from egress.advisories.outbox import Outbox
 from egress.advisories.senders import ReliableSender
-from egress.sampling.resume import Resumed, Resuming
+from egress.sampling.resume import ResumedSampler, SamplerResume
 from egress.sampling.sampler import Sampler
 from tests.sim.mutants.registry import change, mutant
 
 
-def resume(make: Callable[[Resuming, Resumed], Resumed]) -> None:
-    """Let a sampler go on as `make` makes it of what was found."""
-    change(Resuming, "_run", lambda run: lambda self: make(self, run(self)))
+def resume(make: Callable[[SamplerResume, ResumedSampler], ResumedSampler]) -> None:
+    """Replace the result of a sampler's resume by the result of `make`."""
+    change(SamplerResume, "_run", lambda run: lambda self: make(self, run(self)))
 
 
 @mutant
 def sampler_begins_anew() -> None:
-    """Who takes over knows nothing of what passed before."""
-    resume(lambda self, found: replace(found, sampler=Sampler(self._sampling, tracks=False)))
+    """A takeover knows nothing of the messages before it."""
+    resume(lambda self, found: replace(found, sampler=Sampler(self._sampling, makes_advisories=False)))
 
 
 @mutant
@@ -32,9 +32,9 @@ def nothing_folded_again() -> None:
 
 @mutant
 def folded_twice() -> None:
-    """Messages before the snapshot are shown to the sampler once more."""
+    """Messages before the snapshot are shown to the sampler a second time."""
 
-    def again(self: Resuming, found: Resumed) -> Resumed:
+    def again(self: SamplerResume, found: ResumedSampler) -> ResumedSampler:
         return replace(found, read_from=max(self._archive.first, found.read_from - 20))
 
     resume(again)
@@ -42,35 +42,35 @@ def folded_twice() -> None:
 
 @mutant
 def sampler_rebuilt_always() -> None:
-    """No snapshot is gone by: the memory is built from the rows that passed."""
+    """No snapshot is used: the memory is built from the archived rows."""
 
     def running(_run: Any) -> Any:
         return lambda self: self._rebuild([])
 
-    change(Resuming, "_run", running)
+    change(SamplerResume, "_run", running)
 
 
 @mutant
 def doubtful_advisories_sent_again() -> None:
-    """What may have been told is not looked for before it is sent."""
+    """Doubtful advisories are sent again without looking for them in the stream."""
 
     async def nothing(*_: Any) -> set[str]:
         return set()
 
-    change(ReliableSender, "_stored", lambda _stored: nothing)
+    change(ReliableSender, "_find_stored", lambda _find: nothing)
 
 
 @mutant
 def unknown_advisory_taken_for_told() -> None:
     """An advisory without an answer counts as stored."""
 
-    def put_back(real: Any) -> Any:
+    def requeue(real: Any) -> Any:
         return lambda self, advisory, doubtful: self.remove(advisory) if doubtful else real(self, advisory, doubtful)
 
-    change(Outbox, "put_back", put_back)
+    change(Outbox, "requeue", requeue)
 
 
 @mutant
 def snapshot_without_its_advisories() -> None:
-    """A snapshot forgets what is not told yet."""
+    """A snapshot leaves out the advisories that were not sent yet."""
     change(ReliableSender, "pending", lambda _pending: lambda _self: ())

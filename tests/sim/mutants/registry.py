@@ -1,4 +1,4 @@
-"""The list of mutants, and how they are made."""
+"""The list of mutants, and helpers to make them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 Change = Callable[[], None]
 MUTANTS: dict[str, Change] = {}
 
-#: By mutant, a seed whose world shows it.
+#: By mutant, a seed of a world that shows it.
 FOUND: dict[str, int] = {
     "acknowledged_before_the_put": 24,
     "acknowledged_too_far": 19,
@@ -75,11 +75,11 @@ NOT_FOUND: dict[str, str] = {
 
 
 def mutant(make: Change) -> Change:
-    """List the mutant by its name; the docstring says which rule it breaks."""
+    """List the mutant by its name. Its docstring names the rule that it breaks."""
     MUTANTS[make.__name__] = make
     return make
 
 
 def change(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put what `make` makes of the attribute in its place."""
+    """Replace the attribute by the result of `make`, which gets the original."""
     setattr(owner, name, make(getattr(owner, name)))
