@@ -33,7 +33,7 @@ def hide_package(package: str) -> None:
     """Hide `package` from imports, unless it is already loaded; libraries that use it optionally then work without it.
 
     `pandas`: for every command except those that start Spark; pyarrow would import it needlessly, which costs half a
-    second and 40 to 50 MB. `numpy`: for services, likewise 13 MB; a restore needs it. `rich`: for services, because
+    second and 40 to 50 MB. `numpy`: for services, which saves 13 MB; a restore needs it. `rich`: for services, because
     structlog would import it; commands show tables with it.
     """
     sys.meta_path.insert(0, _HiddenPackageFinder(package))

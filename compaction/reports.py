@@ -228,7 +228,7 @@ class ArchiveReport:
         return f"{self.name}.parquet"
 
     def run(self, wanted: ReportState, chains: Sequence[Chain], *, full: bool) -> ReportRun:
-        """Bring the report up to date. `wanted`: the requested state, `accounted` empty; `full`: make it anew.
+        """Bring the report up to date. `wanted`: the requested state, `accounted` empty; `full`: make it again.
 
         Raises UsageError if the file in its place is of something else, ConfigError if Java or PySpark is missing,
         Unavailable if Spark or the store fails; rows that were read until then stay in the report.

@@ -247,7 +247,7 @@ class Compaction:
     def run(self, selection: Selection, retention: Retention | None = None) -> RunReport:
         """Do all work that is due. Raises the errors of the store if it cannot even be listed.
 
-        `retention`: None: only merged segments are deleted; likewise without a grace, and for parts of feeds.
+        `retention`: None: only merged segments are deleted; the same without a grace, and for parts of feeds.
         """
         chains = self._select(selection)
         self._report = RunReport()

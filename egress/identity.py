@@ -65,7 +65,7 @@ class SourceStream:
     """Present state of the stream.
 
     `first`: its first sequence. `last`: the last one it assigned, even if that message is gone. `first_timestamp_ns`:
-    of the first message held, None if none is. `last_timestamp_ns`: likewise for the last message. `retention`:
+    of the first message held, None if none is. `last_timestamp_ns`: that of the last message. `retention`:
     `limits`, `interest` or `workqueue`. `server_time_ns`: the server's time of the answer, None if it is absent (before
     2.10).
     """

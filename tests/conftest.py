@@ -63,8 +63,8 @@ _LONGEST = (*_SPARK, "test_demo.py")
 _parsed = cache(partial(JSONFileLoader.load_file, JSONFileLoader()))
 JSONFileLoader.load_file = lambda _, path: _parsed(path)  # type: ignore[method-assign]
 # And each session searches its folders again for the services that exist.
-_services = cache(lambda kind: _list_services(Loader(), kind))
 _list_services = Loader.list_available_services
+_services = cache(lambda kind: _list_services(Loader(), kind))
 Loader.list_available_services = lambda _, type_name: _services(type_name)  # type: ignore[method-assign]
 
 canaries.watch()

@@ -139,7 +139,7 @@ def _raise_damaged(ref: SegmentRef) -> Iterator[None]:
 def previous_chains(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
     """Return the last sequences of the chains of the incarnation before, if it archived the same stream; else empty.
 
-    The stream is the same after `floe egress repartition`. A stream that was created anew is another one.
+    The stream is the same after `floe egress repartition`. A stream that was created again is another one.
     """
     if chain.incarnation == 0:
         return {}
