@@ -22,28 +22,28 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
-    "egress": Entry("egress.cli:egress", "Freeze the streams of a site into segments."),
-    "ingress": Entry("ingress.cli:ingress", "Melt segments back into target streams."),
+    "egress": Entry("egress.cli:egress", "Archive the streams of a site as segments."),
+    "ingress": Entry("ingress.cli:ingress", "Publish archived segments into target streams."),
     "compact": Entry("compaction.cli:compact", "Merge small segments into larger ones."),
     "report": Entry("compaction.report_cli:report", "Make tables of the archive: newest messages, traffic."),
-    "advisories": Entry("egress.advisories.cli:advisories", "Show who was seen when, from a stream of advisories."),
-    "state": Entry("egress.sampling.cli:state", "Show what the sampler of a feed knows about its senders."),
+    "advisories": Entry("egress.advisories.cli:advisories", "Show the advisories of samplers, from their stream."),
+    "state": Entry("egress.sampling.cli:state", "Show the senders that the sampler of a feed knows."),
     "segments": Entry("common.segments_cli:segments", "List, show and verify segments."),
-    "consumers": Entry("common.segments_cli:consumers", "Show where the consumers of a stream were."),
-    "checkpoint": Entry("ingress.cli:checkpoint", "Show how far ingress has come."),
-    "gap": Entry("ingress.operator.decisions_cli:gap", "List holes in the archive, and give them up."),
-    "chain": Entry("ingress.operator.decisions_cli:chain", "Pause single chains, and have them carried again."),
+    "consumers": Entry("common.segments_cli:consumers", "Show the captured positions of consumers."),
+    "checkpoint": Entry("ingress.cli:checkpoint", "Show and correct the checkpoints of ingress."),
+    "gap": Entry("ingress.operator.decisions_cli:gap", "List holes in the archive, and accept them as gaps."),
+    "chain": Entry("ingress.operator.decisions_cli:chain", "Pause single chains, and resume them."),
     "parked": Entry("ingress.operator.parked_cli:parked", "Show and deliver messages that were too large."),
-    "restore": Entry("ingress.restore.cli:restore", "Bring a lost stream back from the archive as it was."),
-    "replay": Entry("ingress.replay.cli:replay", "Put what the archive holds of a feed into a stream."),
-    "drill": Entry("ingress.restore.cli:drill", "Bring back into a scratch stream, compare, and remove it."),
+    "restore": Entry("ingress.restore.cli:restore", "Restore a lost stream from the archive, as it was."),
+    "replay": Entry("ingress.replay.cli:replay", "Publish the archived messages of a feed into a stream."),
+    "drill": Entry("ingress.restore.cli:drill", "Test a replay or restore in a scratch stream."),
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),
-    "check": Entry("common.check_cli:check", "Say in one line whether a part works, for Nagios and cron."),
-    "version": Entry("common.about:show_version", "Show the version of Floe and of what it runs on."),
-    "completion": Entry("common.about:completion", "Print what completes commands in a shell."),
-    "doctor": Entry("common.doctor_cli:doctor", "Examine store, NATS, Spark and disk, and say what to do."),
+    "check": Entry("common.check_cli:check", "Report the state of a part in one line, for Nagios and cron."),
+    "version": Entry("common.about:show_version", "Show the versions of Floe, Python and its libraries."),
+    "completion": Entry("common.about:completion", "Print the completion code for a shell."),
+    "doctor": Entry("common.doctor_cli:doctor", "Examine store, NATS, Spark and disk, and name remedies."),
     "config": Entry("common.config_cli:config", "Check a configuration."),
-    "emulate": Entry("infra.cli:emulate", "Publish what a fleet would publish."),
+    "emulate": Entry("infra.cli:emulate", "Publish messages as a fleet of nodes would."),
     "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
 }
 
@@ -164,7 +164,7 @@ def main() -> None:
     if code == EXIT_INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process is already ending
         if words[:1] == ["check"]:  # interrupted while its modules were loading
-            click.echo("UNKNOWN - interrupted before it was known")
+            click.echo("UNKNOWN - interrupted before the check was done")
             code = 3
     _exit_process(code)
 

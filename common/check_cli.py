@@ -135,7 +135,7 @@ class _CheckGroup(click.Group):
             text = error.format_message()
             if isinstance(error, click.exceptions.NoArgsIsHelpError):
                 click.echo(text, err=True)
-                text = f"floe check: expected one of {', '.join(self.commands)}, found nothing"
+                text = f"floe check: expected one of {', '.join(self.commands)}, found none"
             elif error.ctx is not None:
                 click.echo(error.ctx.get_usage(), err=True)
             click.echo(CheckResult("", problems=[(CheckState.UNKNOWN, f"E-USAGE: {text}")]).line())
@@ -166,7 +166,7 @@ def check_command(
             except FloeError as error:
                 result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{error.code}: {error.message}")])
             except KeyboardInterrupt:
-                result = CheckResult("", problems=[(CheckState.UNKNOWN, "interrupted before it was known")])
+                result = CheckResult("", problems=[(CheckState.UNKNOWN, "interrupted before the check was done")])
             except Exception as error:  # a monitor must receive any error as a state
                 result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{type(error).__name__}: {error}")])
             if as_json:
@@ -193,7 +193,7 @@ def check() -> None:
     """Report the state of a part in one line, for Nagios and cron: exit 0, 1, 2 or 3."""
 
 
-@check_command(check, "egress", "1d", "6h", "time until the source expires what is not archived", at_least=True)
+@check_command(check, "egress", "1d", "6h", "time until the source expires unarchived messages", at_least=True)
 def check_egress(settings: Settings, warning: float, critical: float) -> CheckResult:
     """Check the egress that runs on this host, at `egress.monitor.listen`.
 
@@ -210,7 +210,7 @@ def check_egress(settings: Settings, warning: float, critical: float) -> CheckRe
     return judge_egress(document, min(map(float, left), default=math.inf), warning, critical)
 
 
-@check_command(check, "ingress", "15m", "1h", "age of the oldest archived message that is not carried")
+@check_command(check, "ingress", "15m", "1h", "age of the oldest archived message that is not delivered")
 def check_ingress(settings: Settings, warning: float, critical: float) -> CheckResult:
     """Check the ingress that runs on this host, at `ingress.monitor.listen`.
 
@@ -223,7 +223,7 @@ def check_ingress(settings: Settings, warning: float, critical: float) -> CheckR
     return judge_ingress(fetch_status(settings.ingress.monitor, "ingress.monitor.listen"), warning, critical)
 
 
-@check_command(check, "archive", "1m", "1h", "time since egress gave its last sign of life for a chain")
+@check_command(check, "archive", "1m", "1h", "time since the last heartbeat of egress for a chain")
 @click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 def check_archive(settings: Settings, warning: float, critical: float, what: str | None) -> CheckResult:
     """Check the bucket: the end of each chain, holes, damage, and the heartbeats of egress.
@@ -274,13 +274,13 @@ def fetch_page(monitor: MonitorAddress, path: str) -> str:
     try:
         return fetch(monitor, path, MONITOR_TIMEOUT_S)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Unavailable(f"monitor at {monitor.listen}: {error}", hint="does the service run?") from error
+        raise Unavailable(f"monitor at {monitor.listen}: {error}", hint="check that the service runs") from error
 
 
 def fetch_status(monitor: MonitorAddress, key: str) -> dict[str, Any]:
     """Return /status from the address that the configuration names `key`. Raises ConfigError, Unavailable."""
     if not monitor.listen:
-        raise ConfigError(f"{key}: expected an address to ask, found none")
+        raise ConfigError(f"{key}: expected an address to query, found none")
     try:
         found = json.loads(fetch_page(monitor, "/status"))
     except ValueError:
@@ -389,18 +389,18 @@ def judge_archive(found: list[CheckedChain], warning: float, critical: float) ->
         PerformanceValue("silent", max(ages, default=0.0), "s", f"{warning:.0f}", f"{critical:.0f}"),
     ])  # fmt: skip
     if not found:
-        result.add_problem(CheckState.UNKNOWN, "nothing is archived")
+        result.add_problem(CheckState.UNKNOWN, "no chain is archived")
     for each in found:
         for key in each.damaged:
             result.add_problem(CheckState.CRITICAL, f"damaged: {key}")
         if (age := each.recreated) is not None and age < RECREATED_WARNING_S:
-            result.add_problem(CheckState.WARNING, f"{each.chain}: the stream was made again {age:.0f} s ago")
+            result.add_problem(CheckState.WARNING, f"{each.chain}: the stream was recreated {age:.0f} s ago")
         if each.missing:
             result.add_problem(CheckState.CRITICAL, f"{each.chain}: {', '.join(each.missing[:MAX_SHOWN])} missing")
     for chain, stored in heartbeats:
         if stored.heartbeat.state == "stopped":
             result.add_problem(CheckState.CRITICAL, f"{chain}: stopped at its site: {stored.heartbeat.code}")
-        result.check_limit(f"{chain}: no sign of life for {stored.age:.0f} s", stored.age, warning, critical)
+        result.check_limit(f"{chain}: no heartbeat for {stored.age:.0f} s", stored.age, warning, critical)
     return result
 
 

@@ -143,7 +143,7 @@ class TimeType(ParsedType):
         found: RequestedTime = super().convert(value, param, ctx)
         if found.zone and value is not found:
             how = found.zone if UNKNOWN_ZONE_TEXT in found.zone else f"{found.zone}, the zone of this host"
-            click.echo(escape(f"{value} is taken as {found.text} ({how})"), err=True)
+            click.echo(escape(f"{value} is read as {found.text} ({how})"), err=True)
         return found
 
 
@@ -313,7 +313,7 @@ def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
         expose_value=False,
         callback=keep,
         metavar="NAME",
-        help="A context of the `nats` command, for the connections to NATS in place of `nats` of the configuration.",
+        help="A context of the `nats` command; it replaces `nats` of the configuration.",
     )
     file = click.option(
         "-c",
@@ -367,7 +367,7 @@ def _chain_selector(options: dict[str, Any]) -> ChainSelector | None:
 def _require_chain(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """Require the argument, or --site and --feed: click processes arguments after all options that are given."""
     if value is None and None in (ctx.params.get("site"), ctx.params.get("feed")):
-        raise click.MissingParameter("It may also be said as --site and --feed.", ctx, param)
+        raise click.MissingParameter("You can also give it as --site and --feed.", ctx, param)
     return value
 
 
@@ -399,10 +399,10 @@ Command = Callable[..., Any]
 target_option = click.option("--target", required=True, metavar="STREAM", help="The target.")
 
 #: `--yes`; the command gets `yes: bool`.
-yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
+yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 
 #: `--dry-run`; the command gets `dry_run: bool`.
-dry_run_option = click.option("--dry-run", is_flag=True, help="Show only.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Show the changes; make none.")
 
 
 CHAIN_ARG = "chain_named"  # the parameter name of the argument
@@ -413,7 +413,7 @@ def chain_options(command: Command, is_needed: bool = True, is_single: bool = Tr
     """Add `SITE/FEED[/INCARNATION[/PARTITION]]`, or the same as `--site --feed [--incarnation] [--partition]`, as
     `selector`. `is_single`: one chain is meant; else, without incarnation and partition, all chains of the feed.
     """
-    newest, only = ("Else the newest.", "The partition, if several.") if is_single else ("Only this one.",) * 2
+    newest, only = ("Default: the newest.", "Needed if there are several.") if is_single else ("Only this one.",) * 2
     metavar = CHAIN_FORM if is_needed else f"[{CHAIN_FORM}]"
     for decorate in (
         click.option("--partition", type=click.IntRange(0, 65535), help=only),
@@ -487,8 +487,8 @@ class ChainSelector:
         if self.incarnation is None and at and max(at) < found.incarnation:
             raise UsageError(
                 f"{self.site}/{self.feed}: incarnation {found.incarnation:04d} is the newest, and the target "
-                f"still carries {max(at):04d}",
-                hint=f"say --incarnation {max(at)} or --incarnation {found.incarnation}, or name it: "
+                f"is still at {max(at):04d}",
+                hint=f"give --incarnation {max(at)} or --incarnation {found.incarnation}, or name the chain: "
                 f"{self.site}/{self.feed}/{max(at):04d} or {self.site}/{self.feed}/{found.incarnation:04d}",
             )
 
@@ -503,7 +503,7 @@ def confirm(question: str, yes: bool, *, is_needed: bool = True) -> None:
     if not sys.stdin.isatty():
         if not is_needed:
             return
-        raise UsageError("expected --yes where nobody can be asked")
+        raise UsageError("expected --yes without a terminal")
     # The event loop's own handler only cancels a task, and the terminal would still be read.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

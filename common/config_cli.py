@@ -28,19 +28,19 @@ def config() -> None:
 @config.command()
 @click.argument("document", required=False, metavar="FILE", is_eager=True)
 @click.option("-c", "--config", envvar="FLOE_CONFIG", callback=config_file, metavar="FILE", help="The same.")
-@click.option("--strict", is_flag=True, help="What is warned of is an error, too.")
-@click.option("--connect", is_flag=True, help="Connect to NATS and the store, too.")
+@click.option("--strict", is_flag=True, help="Treat warnings as errors.")
+@click.option("--connect", is_flag=True, help="Also connect to NATS and the store.")
 @json_option
 @click.pass_obj
 @run_command
 def check(parts: RoleFunctions, document: str | None, config: str, strict: bool, connect: bool, as_json: bool) -> int:
-    """Check all documents of FILE; touches neither NATS nor the store, unless with --connect.
+    """Check all documents of FILE; connects to neither NATS nor the store, unless with --connect.
 
-    Exit 78 if something is wrong; each problem is a line `file:line:column: key: what`. If egress and ingress of a
+    Exit 78 if there is a problem; each one is a line `file:line:column: key: text`. If egress and ingress of a
     document would feed each other, this command warns, and every command that runs the document refuses it.
     It also warns of secrets that others may read, and of connections without encryption or verification. With
-    --connect a line for each connection shows if it works; the code is that of the first that does not: 75, 77 or 78.
-    `floe doctor` examines more.
+    --connect, one line for each connection shows if it works; the exit code is that of the first that fails: 75, 77
+    or 78. `floe doctor` examines more.
 
     \b
     Example: floe config check /etc/floe/site.yaml
@@ -128,7 +128,7 @@ def _problem_rows(error: ConfigError) -> list[object]:
 
 @config.command("import-stream-replicator")
 @click.argument("file")
-@click.option("--out-dir", metavar="DIR", help="Write the files there, none of which may exist.")
+@click.option("--out-dir", metavar="DIR", help="Write the files into this folder; none may exist yet.")
 @json_option
 @run_command
 def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> int:
@@ -136,7 +136,7 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
     central.yaml for each target.
 
     Comments name every key that is not carried over, and why; secrets become variables and are never
-    printed. Exit 78 if something is wrong; each problem is a line `file:line:column: key: what`.
+    printed. Exit 78 if there is a problem; each one is a line `file:line:column: key: text`.
 
     \b
     Example: floe config import-stream-replicator /etc/stream-replicator/sr.yaml --out-dir /etc/floe

@@ -127,14 +127,14 @@ def failed(part: str, what: str, error: FloeError, meaning: str = "", todo: str 
     found = f"{error.code}: {error.message}"
     todo = "\n".join(filter(None, [error.hint, todo]))
     if error.code in NEEDS_OPERATOR_CODES:
-        return problem(part, what, found, "it answers, and cannot be used: a service would only try again", todo)
+        return problem(part, what, found, "it answers but cannot be used: a service would retry without success", todo)
     if isinstance(error, Unavailable | OutcomeUnknown):
-        meaning = "it does not answer, so nothing is known of it; a service would wait for it and try again"
-        todo = todo or "look at the server, and at what is on the way to it"
+        meaning = "it does not answer, so its state is unknown; a service would wait for it and retry"
+        todo = todo or "check the server, and the network path to it"
         return DoctorFinding(part, what, DoctorState.SKIPPED, found, meaning, todo, unreached=True)
     if not meaning and isinstance(error, Refused):
-        meaning = "the credential is refused, or lacks a right that the role needs: it cannot work"
-    meaning = meaning or "the configuration and what it is for do not fit: it cannot work"
+        meaning = "the credential is refused, or lacks a right that the role needs: the role cannot work"
+    meaning = meaning or "the configuration does not fit the server or the store: the role cannot work"
     return problem(part, what, found, meaning, todo)
 
 
@@ -176,7 +176,7 @@ async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
     except (Unavailable, ApiError) as error:
         if error.code not in (NO_RESPONDERS_CODE, *NO_JETSTREAM):
             raise Unavailable(error.message, hint=error.hint, code=error.code) from error
-        todo = "enable JetStream for the account, or correct nats.jetstream_domain; it is shown by\nnats account info"
+        todo = "enable JetStream for the account, or correct nats.jetstream_domain; to see it:\nnats account info"
         raise ConfigError(f"no JetStream: {error.message}", hint=todo, code=error.code) from error
 
 
@@ -241,8 +241,8 @@ async def _resolving(*addresses: str) -> AsyncIterator[dict[str, asyncio.Task[No
 
 def _unresolved_error(key: str, addresses: Sequence[str], seconds: float) -> Unavailable:
     names = ", ".join(str(urlsplit(address).hostname) for address in addresses)
-    hint = f"look at this host's resolver (/etc/resolv.conf), or have {key} name an address that needs none"
-    return Unavailable(f"{names}: not resolved, the resolver gives no answer within {seconds:g} s", hint=hint)
+    hint = f"check this host's resolver (/etc/resolv.conf), or set {key} to an IP address"
+    return Unavailable(f"{names}: not resolved: no answer from the resolver within {seconds:g} s", hint=hint)
 
 
 async def _try_nats(settings: Settings, role: str) -> ConnectionResult:
@@ -349,7 +349,7 @@ class _StoreProbes:
                 yield "list after write", lambda: self._list_after_write(place)
                 yield "clock", self._clocks
             else:
-                yield from _skip_checks(CHECKS["store"][4:10], "not tried without the right to write")
+                yield from _skip_checks(CHECKS["store"][4:10], "not tested without the right to write")
         if isinstance(self._objects, PolicyStore):  # a folder is not
             yield "lifecycle", partial(self._lifecycle, self._objects)
             yield "versioning", partial(self._versioning, self._objects)
@@ -409,12 +409,12 @@ class _StoreProbes:
         except Refused as error:
             self._may_write = False
             meaning = (
-                "egress and compaction put segments here, and cannot; where this bucket is the copy of a site's own, "
+                "egress and compaction cannot put segments here; if this bucket is a copy of a site's bucket, "
                 "only the site's bucket is written and compacted"
             )
             if is_needed:
                 return failed("store", "write", error, meaning, self._rights())
-            return skipped("store", "write", "refused; ingress writes only under _floe/ingress/, which is not tried")
+            return skipped("store", "write", "refused; ingress writes only under _floe/ingress/, which is not tested")
         self._may_write = True
         return ok("store", "write", f"{place}*")
 
@@ -427,12 +427,12 @@ class _StoreProbes:
             self._objects.delete(self._key)
         except Refused as error:
             if "compaction" not in self._roles:
-                return ok("store", "delete", "refused, and needed only by compaction and operators")
-            meaning = "compaction merges, and cannot delete what it merged: the archive grows with each run"
+                return ok("store", "delete", "refused; only compaction and operators need it")
+            meaning = "compaction cannot delete the segments that it merged: the archive grows with each run"
             return failed("store", "delete", error, meaning, self._rights())
         self._may_delete = True
         needed = "compaction" in self._roles
-        return ok("store", "delete", "allowed" if needed else "allowed, which only compaction and operators need")
+        return ok("store", "delete", "allowed" if needed else "allowed; only compaction and operators need it")
 
     # Behaviour of the store
 
@@ -443,11 +443,11 @@ class _StoreProbes:
         self._objects.put(self._key, body, sha256=hashlib.sha256(body).hexdigest())
         info = self._objects.head(self._key)
         if verifies and info is not None and info.sha256 is not None:
-            return ok("store", "checksum", "a wrong SHA-256 is refused, the right one is kept and told")
-        found = "keeps no SHA-256 that it tells" if verifies else "takes bytes with a wrong SHA-256"
-        meaning = "every segment is read back whole after its put: as safe, and twice the traffic"
+            return ok("store", "checksum", "a wrong SHA-256 is refused, the right one is stored and returned")
+        found = "does not return a SHA-256" if verifies else "accepts bytes with a wrong SHA-256"
+        meaning = "every segment is read back whole after its put: equally safe, but twice the traffic"
         wanted = "" if self._settings.store.checksum == "sha256" else "set store.checksum: sha256"
-        return warning("store", "checksum", found, meaning, wanted or "nothing, or a newer version of the store")
+        return warning("store", "checksum", found, meaning, wanted or "none needed; or a newer version of the store")
 
     def _conditional(self) -> DoctorFinding:
         objects, key = self._objects, self._key
@@ -460,8 +460,8 @@ class _StoreProbes:
             finding = problem if needs else warning
             return finding("store", "conditional put", error.message, _NO_CONDITIONS_MEANING, _OTHER_STORE)
         if isinstance(objects, LinkingStore) and not objects.has_links():
-            found = "the file system has no hard links: only the locks of this host keep two writers apart"
-            meaning = "two hosts that write here may undo each other's change"
+            found = "the file system has no hard links: only locks on this host keep two writers apart"
+            meaning = "two hosts that write here may overwrite each other's changes"
             todo = "write from one host only; else use a file system with hard links, or S3"
             return warning("store", "conditional put", found, meaning, todo)
         if not ignored:
@@ -491,8 +491,8 @@ class _StoreProbes:
             try:
                 winners = sum(pool.map(write, bodies))
             except ConditionalPutRefused:
-                return skipped("store", "concurrent put", "not tried: the store takes no conditions")
-        found = f"{winners} of {CONCURRENT_WRITERS} writers of one key at once were told that they won"
+                return skipped("store", "concurrent put", "not tested: the store supports no conditions")
+        found = f"{winners} of {CONCURRENT_WRITERS} concurrent writers of one key succeeded"
         if winners == 1:
             return ok("store", "concurrent put", found)
         return warning("store", "concurrent put", found, _CONDITIONS_MEANING, _SAME_NAME_REMEDY)
@@ -507,9 +507,9 @@ class _StoreProbes:
                     "store",
                     "list after write",
                     f"put {len(body)} bytes, listed {[info.size for info in found]}",
-                    "a listing that is late looks like a hole in the archive: egress would count as missing what it "
-                    "put, and chains would stop or wait at the centre",
-                    "use a store whose listings are consistent; a cache or a mirror in between must go",
+                    "a late listing looks like a hole in the archive: egress would count its own segments as missing, "
+                    "and chains would stop or wait at the centre",
+                    "use a store with consistent listings; remove any cache or mirror in between",
                 )
         return ok("store", "list after write", "an object is listed at once, with its new size")
 
@@ -527,8 +527,8 @@ class _StoreProbes:
             "clock",
             f"{abs(skew):.0f} s {ahead} this host's",
             "ages are counted by the store's clock: `lost_segment_timeout`, `delete_grace`, `min_age`, `silent_after`; "
-            "what is shown of them here is wrong by the difference, and from 15 minutes on S3 refuses requests",
-            "set the clock that is wrong; on this host:\ntimedatectl set-ntp true",
+            "ages shown on this host are wrong by the difference, and S3 refuses requests from 15 minutes on",
+            "correct the clock that is wrong; on this host:\ntimedatectl set-ntp true",
         )
 
     def _clean(self) -> None:
@@ -557,20 +557,20 @@ class _StoreProbes:
                 "store",
                 "lifecycle",
                 rule_texts,
-                "segments and documents go away, or cannot be read: holes that nothing fills, and chains that stop",
-                f"take these rules off `{self._layout.root or 'the whole bucket'}`; they are shown by\n"
+                "segments and documents disappear or become unreadable: permanent holes, and chains that stop",
+                f"remove these rules from `{self._layout.root or 'the whole bucket'}`; to see them:\n"
                 + self._aws("get-bucket-lifecycle-configuration"),
             )
         if "compaction" in self._roles and not any(rule.aborts_uploads for rule in ours):
             return warning(
                 "store",
                 "lifecycle",
-                "no rule for uploads that never ended",
-                "what a killed process has half uploaded stays, is paid for and is shown by no listing",
-                "add a rule AbortIncompleteMultipartUpload of 7 days; the rules that there are:\n"
+                "no rule for incomplete uploads",
+                "incomplete uploads of killed processes stay, cost money, and no listing shows them",
+                "add a rule AbortIncompleteMultipartUpload of 7 days; to see the existing rules:\n"
                 + self._aws("get-bucket-lifecycle-configuration"),
             )
-        return ok("store", "lifecycle", f"{len(rules) or 'no'} rules, none deletes or moves what Floe keeps")
+        return ok("store", "lifecycle", f"{len(rules) or 'no'} rules; none deletes or moves objects that Floe needs")
 
     def _versioning(self, bucket: PolicyStore) -> DoctorFinding:
         try:
@@ -578,15 +578,15 @@ class _StoreProbes:
         except (Refused, ConfigError) as error:
             return _unknown_settings("versioning", error)
         if status != "Enabled":
-            meaning = "what is deleted or written over by mistake, or with a stolen key, is gone"
-            todo = "switch it on, and have a rule NoncurrentVersionExpiration drop old versions after 30 days or so:\n"
+            meaning = "objects deleted or overwritten by mistake, or with a stolen key, cannot be recovered"
+            todo = "enable it, and add a rule NoncurrentVersionExpiration of about 30 days for old versions:\n"
             todo += self._aws("put-bucket-versioning", "--versioning-configuration Status=Enabled")
             return warning("store", "versioning", status.lower() or "off", meaning, todo)
         if self._rules is None:
-            return ok("store", "versioning", "on; whether old versions are dropped is not told")
+            return ok("store", "versioning", "on; unknown if old versions are deleted")
         if any(rule.deletes_versions and self._layout.root.startswith(rule.prefix) for rule in self._rules):
-            return ok("store", "versioning", "on, and old versions are dropped after a time")
-        return ok("store", "versioning", "on; the bucket grows unless a rule NoncurrentVersionExpiration bounds it")
+            return ok("store", "versioning", "on; old versions are deleted after a time")
+        return ok("store", "versioning", "on; the bucket grows unless a rule NoncurrentVersionExpiration limits it")
 
     def _layout_probe(self) -> DoctorFinding:
         if self._chains is None:
@@ -594,36 +594,36 @@ class _StoreProbes:
         sites = {chain.site for chain in self._chains}
         wanted = {site for target in self._settings.ingress.targets for each in target.sources for site in each.site}
         kind = "one bucket for several sites" if len(sites) > 1 else "one bucket of one site"
-        found = f"{kind}: {', '.join(sorted(sites)[:MAX_SITES_SHOWN])}" if sites else "nothing is archived yet"
+        found = f"{kind}: {', '.join(sorted(sites)[:MAX_SITES_SHOWN])}" if sites else "no chain is archived yet"
         if len(sites) > MAX_SITES_SHOWN:
             found += f" and {len(sites) - MAX_SITES_SHOWN} more"
-        found += "; this credential may only read, as of a copy" if self._may_write is False else ""
+        found += "; this credential may only read, as for a copy" if self._may_write is False else ""
         if "ingress" in self._roles and (missing := sorted(wanted - sites)):
             return warning(
                 "store",
                 "layout",
-                f"{found}; nothing of {', '.join(missing[:MAX_SITES_SHOWN])}",
-                "a target waits for sites of which nothing is in this bucket: they archive nothing yet, under another "
-                "name, or into a bucket of their own of which this one has no copy",
-                "compare `site`, `store.url` and `store.prefix` of the site with this file; a copy must have `_floe/` "
-                "too",
+                f"{found}; no chain of {', '.join(missing[:MAX_SITES_SHOWN])}",
+                "a target waits for sites that have no chain in this bucket: they have not archived yet, use another "
+                "name, or write to a bucket of their own that is not copied here",
+                "compare `site`, `store.url` and `store.prefix` of the site with this file; a copy must include "
+                "`_floe/`",
             )
         return ok("store", "layout", found)
 
 
 MAX_SITES_SHOWN = 5  # names in a line
 _CONDITIONS_MEANING = (
-    "conditions are a second line: names carry the content and all that is put is read back, so segments are safe; "
-    "two processes that write one small document at the same time may undo each other's change"
+    "conditions are a second line of defence: names contain digests and every put is read back, so segments are safe; "
+    "two processes that write one small document at the same time may overwrite each other's changes"
 )
 _NO_CONDITIONS_MEANING = (
-    "segments, captures, snapshots and tombstones carry their content in their names: they are put plainly and read "
-    "back; stream.json, chain.json, starts and passed gaps are claimed in the state bucket of the role before they are "
-    "put. What has no such arbiter is refused with E-STORE-CONDITIONS: retention, which raises floors, and the "
-    "sign-offs of `floe segments verify --since-last`"
+    "segments, captures, snapshots and tombstones have digests in their names: they are put without a condition and "
+    "read back; stream.json, chain.json, starts and accepted gaps are claimed in the state bucket of the role before "
+    "they are put. Writes without such a claim are refused with E-STORE-CONDITIONS: retention, which raises floors, "
+    "and the sign-offs of `floe segments verify --since-last`"
 )
-_OTHER_STORE = "nothing where neither retention nor sign-offs are wanted, else another store: one that takes conditions"
-_SAME_NAME_REMEDY = "never run two sites under one name; use a newer version of the store where there is one"
+_OTHER_STORE = "none needed without retention and sign-offs; else use a store that supports conditions"
+_SAME_NAME_REMEDY = "never run two sites under one name; use a newer version of the store if there is one"
 
 
 def _skip_checks(checks: Sequence[str], reason: str) -> Iterator[tuple[str, Callable[[], DoctorFinding]]]:
@@ -633,7 +633,7 @@ def _skip_checks(checks: Sequence[str], reason: str) -> Iterator[tuple[str, Call
 def _unknown_settings(what: str, error: Refused | ConfigError) -> DoctorFinding:
     """Skip a check: the credential may not read, or the store does not offer, the settings of the bucket."""
     hint = error.hint if isinstance(error, Refused) else ""
-    return skipped("store", what, f"not told: {error.code}", "ask whoever owns the bucket", hint)
+    return skipped("store", what, f"unknown: {error.code}", "ask the owner of the bucket", hint)
 
 
 def prefixes_overlap(prefix: str, root: str) -> bool:
@@ -643,7 +643,7 @@ def prefixes_overlap(prefix: str, root: str) -> bool:
 
 def _rule_text(rule: LifecycleRule) -> str:
     what = "deletes objects" if rule.deletes else f"moves objects to {rule.archive_class}"
-    part = ", of some tags or sizes" if rule.is_partial else ""
+    part = ", with some tags or sizes only," if rule.is_partial else ""
     return f"rule {rule.name or 'without a name'} {what} under {rule.prefix or 'every key'!r}{part}"
 
 
@@ -665,7 +665,7 @@ def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFindi
                 raise spool_error(folder, error) from error
             free = shutil.disk_usage(folder).free
         except FloeError as error:
-            meaning = "segments are built in this folder: without it nothing is archived or merged"
+            meaning = "segments are built in this folder: without it egress cannot archive and compaction cannot merge"
             return [problem("disk", "spool", f"{error.code}: {error.message}", meaning, error.hint)]
     feeds = sum(feed.segment.max_size * len(feed.filters()) for feed in settings.egress.feeds)
     merged = max((level.max_size for level in settings.compaction.levels), default=0)
@@ -674,8 +674,8 @@ def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFindi
     if free >= needed:
         return [ok("disk", "spool", str(folder)), ok("disk", "space", found)]
     meaning = (
-        "the spool has an open segment of each partition, up to `segment.max_size` before compression, or the output "
-        "of a merge; a full disk stops them with E-SPOOL until there is room"
+        "the spool holds an open segment of each partition, up to `segment.max_size` before compression, or the output "
+        "of a merge; a full disk stops them with E-SPOOL until space is free"
     )
-    todo = "make room, set `spool_dir` to a larger disk, or a smaller `segment.max_size` (`max_size` of a level)"
+    todo = "free space, set `spool_dir` to a larger disk, or lower `segment.max_size` (`max_size` of a level)"
     return [ok("disk", "spool", str(folder)), problem("disk", "space", found, meaning, todo)]

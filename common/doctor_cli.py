@@ -65,9 +65,9 @@ PROBE_THREADS = 3  # store, disk, Spark
 def doctor(probes: RoleProbes, roles: tuple[str, ...], config: str, as_json: bool) -> int:
     """Examine the store, NATS, Spark and the disk; explain each result and its remedy.
 
-    Without --role for the roles of the file: egress if it has feeds, ingress if it has targets, else
-    compaction. Nothing of the archive is changed. Exit 0: all is well, or there are only warnings; 1: something
-    did not answer; 3: a problem was found. Every check: docs/doctor.md.
+    Without --role, for the roles of the file: egress if it has feeds, ingress if it has targets, else
+    compaction. The archive is not changed. Exit 0: no problems, perhaps warnings; 1: a server or the store
+    did not answer; 3: a problem was found. docs/doctor.md lists every check.
 
     \b
     Example: floe doctor -c site.yaml
@@ -93,9 +93,9 @@ def _show(found: Examination) -> None:
         if not each.meaning:
             continue
         click.echo(f"\n{each.state}: {each.part}, {each.what}: {escape(each.found)}")
-        click.echo(f"  what it means: {each.meaning}")
+        click.echo(f"  meaning: {each.meaning}")
         if each.todo:
-            click.echo("  what to do: " + "\n    ".join(each.todo.split("\n")))
+            click.echo("  remedy: " + "\n    ".join(each.todo.split("\n")))
 
 
 async def examine(settings: Settings, roles: Collection[str], probes: RoleProbes) -> Examination:
@@ -191,8 +191,8 @@ def _version(client: FloeClient) -> DoctorFinding:
     found = ".".join(map(str, client.server_version))
     if client.server_version >= OLDEST_TESTED_SERVER:
         return ok("nats", "version", found)
-    meaning = "Floe is not tried with servers before 2.10, and what it relies on may be missing"
-    return warning("nats", "version", found, meaning, "upgrade nats-server to 2.10 or newer; 2.14 takes fast batches")
+    meaning = "Floe is not tested with servers before 2.10: features that it needs may be missing"
+    return warning("nats", "version", found, meaning, "upgrade nats-server to 2.10 or newer; 2.14 has fast batches")
 
 
 async def _account(client: FloeClient) -> dict[str, Any] | DoctorFinding:
@@ -200,14 +200,14 @@ async def _account(client: FloeClient) -> dict[str, Any] | DoctorFinding:
     try:
         found = await jetstream_account(client)
     except ConfigError as error:
-        meaning = "there is no JetStream here for this account, or none of this domain or prefix: nothing can work"
+        meaning = "JetStream is not available to this account, or in this domain or prefix: the role cannot work"
         return failed("nats", "jetstream", error, meaning)
     except FloeError as error:
         return failed("nats", "jetstream", error)
     if found is not None:
         return found
     subject = client.api_subject("INFO")
-    return skipped("nats", "jetstream", f"limits are not told: no right to ask {subject}, which no role needs")
+    return skipped("nats", "jetstream", f"limits are unknown: no permission to request {subject}, which no role needs")
 
 
 def _limits(account: Mapping[str, Any]) -> DoctorFinding:
@@ -226,7 +226,7 @@ def _limits(account: Mapping[str, Any]) -> DoctorFinding:
         return ok("nats", "jetstream", ", ".join(texts))
     meaning = "the account is at its limit: targets refuse messages, or buckets and consumers cannot be made"
     return warning(
-        "nats", "jetstream", ", ".join(full), meaning, "raise the limit of the account, or remove what nobody needs"
+        "nats", "jetstream", ", ".join(full), meaning, "raise the limit of the account, or remove unused streams"
     )
 
 
@@ -234,7 +234,7 @@ def _domain(account: Mapping[str, Any], expected: str) -> DoctorFinding:
     found = str(account.get("domain") or "")
     if expected in ("", found):
         return ok("nats", "domain", found or "none")
-    meaning = "another domain answered than was asked for: streams and buckets are made in the wrong place"
+    meaning = "another domain answered than the configured one: streams and buckets are made in the wrong place"
     return problem(
         "nats", "domain", f"expected {expected}, found {found or 'none'}", meaning, "correct nats.jetstream_domain"
     )
@@ -285,17 +285,17 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
         except FloeError:  # the bucket does not exist yet, or the request was authorized
             pass
     if not refused:
-        return ok("nats", "rights", f"{len(calls) + len(buckets)} requests of {role} were let pass")
+        return ok("nats", "rights", f"{len(calls) + len(buckets)} requests of {role} were permitted")
     is_warning = set(refused) <= {client.api_subject(call) for call in lists}
     meaning = f"{role} needs them, and stops with E-NATS-PERMISSION"
     if is_warning:
-        meaning = "consumers are not captured, so a restore of the stream does not bring them back; all else works"
+        meaning = "consumers are not captured, so a restore of the stream does not restore them; everything else works"
     first = sorted(streams | targets)[:1]
     names = [f"{'stream' if role == 'egress' else 'target'}={name}" for name in first]
     names += [f"state_bucket={section.state_bucket}", f"lease_bucket={section.lease_bucket}"]
     names += [f"domain={section.nats.jetstream_domain}"] if section.nats.jetstream_domain else []
     command = shlex.join(["python", "-m", "infra.rights", "rights", *names])
-    todo = f"grant them to the user; the files with the rights of each role:\n{command}"
+    todo = f"grant them to the user; to write the files with the rights of each role:\n{command}"
     if is_warning:
         todo = f"set capture_consumers: never, or {todo}"
     return (warning if is_warning else problem)("nats", "rights", f"refused: {', '.join(refused)}", meaning, todo)
@@ -319,23 +319,23 @@ async def _buckets(client: FloeClient, section: ServiceSettings, sizes: tuple[bo
             answer = await query_or_none(client, f"STREAM.INFO.KV_{bucket}", STREAM_NOT_FOUND)
         except FloeError as error:
             if isinstance(error, Refused):
-                return skipped("nats", "buckets", "refused: see the check of the rights")
+                return skipped("nats", "buckets", "refused: see the check `rights`")
             return failed("nats", "buckets", error)
         used, cap = 0, size if are_demanded else 0
         if answer is not None:
             used, cap = int(answer["state"]["bytes"]), int(answer["config"].get("max_bytes") or 0)
         texts.append(f"{bucket}: {used} bytes" + (f" of {cap}" if cap > 0 else ""))
         if answer is None:
-            texts[-1] = f"{bucket}: not made yet" + (f", max_bytes {cap}, as the account demands" if cap else "")
+            texts[-1] = f"{bucket}: not made yet" + (f", max_bytes {cap}, as the account requires" if cap else "")
             if 0 < allowed < cap:
-                meaning = "the account takes no stream as large as that: the bucket is not made, and nothing is carried"
-                return problem("nats", "buckets", f"{texts[-1]}, and allows {allowed}", meaning, "lower kv_max_bytes")
+                meaning = "the account allows no stream of this size: the bucket cannot be created"
+                return problem("nats", "buckets", f"{texts[-1]}, but allows {allowed}", meaning, "lower kv_max_bytes")
         elif 0 < cap * NEARLY_FULL_RATIO <= used:
             full.append(f"nats stream edit KV_{bucket} --max-bytes {2 * cap}")
     if not full:
         return ok("nats", "buckets", ", ".join(texts))
-    meaning = "a full bucket takes nothing more: chains and targets stop with E-KV-FULL"
-    return warning("nats", "buckets", ", ".join(texts), meaning, "\n".join(["give it more:", *full]))
+    meaning = "a full bucket refuses writes: chains and targets stop with E-KV-FULL"
+    return warning("nats", "buckets", ", ".join(texts), meaning, "\n".join(["enlarge it:", *full]))
 
 
 async def _stream(client: FloeClient, name: str) -> DoctorFinding:
@@ -346,9 +346,9 @@ async def _stream(client: FloeClient, name: str) -> DoctorFinding:
     except FloeError as error:
         return failed("nats", "stream", error)
     if info is None:
-        meaning = "egress has nothing to read: the feed waits, or stops with E-SOURCE-GONE where it was archived before"
+        meaning = "egress has no stream to read: the feed waits, or stops with E-SOURCE-GONE if it was archived before"
         return warning(
-            "nats", "stream", f"{name}: no such stream", meaning, "make the stream, or correct `stream` of the feed"
+            "nats", "stream", f"{name}: no such stream", meaning, "create the stream, or correct `stream` of the feed"
         )
     retention = info.config.get("retention", "limits")
     return ok("nats", "stream", f"{name}: {info.messages} messages, last {info.last_sequence}, retention {retention}")

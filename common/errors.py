@@ -131,7 +131,7 @@ class UnexpectedError(FloeError):
             return error
         known = cls(
             f"{work}: {type(error).__name__}: {error}" if work else f"{type(error).__name__}: {error}",
-            hint="this is a bug, or memory ran out: keep the log; what it ended begins again by itself",
+            hint="this is a bug, or memory ran out: keep the log; the work that ended restarts by itself",
         )
         known.__cause__ = error
         return known
@@ -156,9 +156,9 @@ def certificate_hint(message: str, address: str, server: str) -> str:
     Empty if its authority is unknown, or for any other cause. `address`: the configuration key that names the server.
     """
     if any(text in message for text in ("mismatch", "not valid for", "doesn't match", "no appropriate subjectAltName")):
-        return f"have {address} name the {server} as its certificate does"
+        return f"set {address} to a name of the {server} in its certificate"
     if is_out_of_date(message):
-        return f"renew the certificate of the {server}, or set the clock that is wrong"
+        return f"renew the certificate of the {server}, or correct the clock that is wrong"
     return ""
 
 

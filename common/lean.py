@@ -14,7 +14,7 @@ class _HiddenPackageFinder:
 
     def find_spec(self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None) -> None:
         if name == self._package:
-            raise ModuleNotFoundError(f"Floe does without {name} here", name=name)
+            raise ModuleNotFoundError(f"Floe does not use {name} in this process", name=name)
 
 
 def reduce_memory() -> None:

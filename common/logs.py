@@ -28,7 +28,7 @@ from common.metrics import counter
 QUEUE_LINES = 10_000  # lines in the queue; beyond it lines are dropped and counted
 FLUSH_TIMEOUT_S = 1.0  # seconds
 
-dropped_lines = counter("log_lines_dropped", "Log lines dropped because nobody reads the log fast enough")
+dropped_lines = counter("log_lines_dropped", "Log lines dropped because the log is read too slowly")
 
 
 class LineHandler(QueueHandler):

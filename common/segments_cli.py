@@ -73,7 +73,7 @@ def segments() -> None:
 
 @segments.command("ls")
 @click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
-@click.option("--cover", "is_cover", is_flag=True, help="Only what accounts for each sequence once.")
+@click.option("--cover", "is_cover", is_flag=True, help="Only the segments of the cover: each sequence once.")
 @click.option("--level", type=click.IntRange(0, 9), help="Only this level.")
 @click.option(
     "-o",
@@ -81,8 +81,8 @@ def segments() -> None:
     "form",
     type=click.Choice(["table", "wide", "paths", "json", *VIEWS]),
     default="table",
-    help="wide: rows and times too, by a request for each segment; paths: one path a line; "
-    "duckdb, polars: SQL or Python that makes `messages` of the cover.",
+    help="wide: also rows and times, with a request for each segment; paths: one path per line; "
+    "duckdb, polars: SQL or Python that defines `messages` over the cover.",
 )
 @click.option("--since", type=TimeType(), help="Only segments with messages of that time or later.")
 @click.option("--until", type=TimeType(), help="Only segments with messages before that time.")
@@ -101,8 +101,8 @@ def list_segments(
 ) -> int:
     """List segments, of all chains or of those that the argument names; the totals go to stderr.
 
-    A listing reads no segment. --since and --until read the footers of some segments of each chain, -o wide
-    that of every segment listed: rows, and the time of the first and the last message (with --json too).
+    A listing reads no segment. --since and --until read the footers of some segments of each chain; -o wide
+    reads that of every listed segment: rows, and the times of the first and last message (also with --json).
 
     A glob over the bucket counts every merged row twice; the cover does not. A view holds no secret: its first
     lines explain how it gets keys for S3.
@@ -115,7 +115,7 @@ def list_segments(
     """
     is_wide, form = form == "wide", "json" if as_json else form
     if form in VIEWS and not is_cover:
-        raise click.UsageError(f"--format {form}: expected --cover, without which merged rows count twice")
+        raise click.UsageError(f"--format {form}: expected --cover; without it merged rows count twice")
     settings = load_settings(config, quiet=True)
     store, chains = open_for_view(settings)
 
@@ -139,7 +139,7 @@ def list_segments(
         for each in taken:
             click.echo(object_address(settings.store, each.segment.key))
         if count := sum(each.rows != each.segment.coverage for each in taken):
-            others = "also hold rows that others account for; --json says which rows to take"
+            others = "also hold rows that others account for; --json names the rows to take"
             click.echo(f"{count} of these {others}", err=True)
     for problem in problems:
         click.echo(problem, err=True)
@@ -204,15 +204,15 @@ def _total(refs: Sequence[SegmentRef], rows: Sequence[Mapping[str, Any]]) -> str
 
 @segments.command("quarantine")
 @click.argument("key", metavar="KEY")
-@click.option("--yes", is_flag=True, help="Do not ask, also where nothing else covers its sequences.")
+@click.option("--yes", is_flag=True, help="Do not ask, even if no other segment covers its sequences.")
 @json_option
 @config_option
 @run_command
 def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
-    """Move a damaged or false segment, or an object that Floe did not write, to quarantine.
+    """Move a damaged or wrong segment, or an object that Floe did not write, to quarantine.
 
-    It is copied below _floe/quarantine/, read back, and then deleted; on a terminal the command asks before. Refused
-    for documents that rule a chain, and without --yes if no other undamaged segment covers the sequences.
+    It is copied below _floe/quarantine/, read back, and then deleted; on a terminal the command asks first. Refused
+    for documents that a chain depends on, and without --yes if no other undamaged segment covers the sequences.
 
     \b
     Example:
@@ -223,13 +223,13 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
         check_key(named := _key(settings, key))
     except ConfigError as error:
         raise UsageError(error.message) from None
-    confirm(f"put {escape(key)} away?", yes, is_needed=False)
+    confirm(f"quarantine {escape(key)}?", yes, is_needed=False)
     with closing(open_for_work(settings)[0]) as store:
         done = quarantine(store, named, accept_hole=yes)
     if as_json:
         print_json(asdict(done))
         return
-    click.echo(f"{done.key} is put away: {done.kept_at}")
+    click.echo(f"{done.key} is in quarantine: {done.kept_at}")
     for part in done.uncovered:
         click.echo(f"sequences {part} are in no other undamaged segment", err=True)
     if done.note:
@@ -244,7 +244,7 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
 def info(config: str, what: str, as_json: bool) -> int:
     """Show the footer of one segment, or the state of one chain in the archive.
 
-    Of a feed, the newest incarnation, if none is named. Exit 3 if a chain has holes.
+    For a feed: its newest incarnation, unless one is named. Exit 3 if a chain has holes.
 
     \b
     Examples:
@@ -269,10 +269,10 @@ def info(config: str, what: str, as_json: bool) -> int:
 @click.option("--from-sequence", type=SequenceType(), help="The first sequence to print.")
 @click.option("--to-sequence", type=SequenceType(), help="The last sequence to print.")
 @click.option("--since", type=TimeType(), help="From the first message of that time or later.")
-@click.option("--until", type=TimeType(), help="Up to, and without, the first message of that time or later.")
+@click.option("--until", type=TimeType(), help="Before the first message of that time or later.")
 @click.option("--subject", "subjects", multiple=True, metavar="FILTER", help="Only these; may be repeated.")
-@click.option("--limit", type=click.IntRange(min=1), help="At most so many messages.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is archived later, until Ctrl-C.")
+@click.option("--limit", type=click.IntRange(min=1), help="At most this many messages.")
+@click.option("-f", "--follow", is_flag=True, help="Continue with messages archived later, until Ctrl-C.")
 @json_option
 @config_option
 @run_command
@@ -292,10 +292,10 @@ def cat(
 
     A feed includes the earlier incarnations that the newest one continues.
 
-    Columns, or with --json one object a line: sequence, timestamp, subject, headers (a list of [name, value]),
-    payload. Bytes that are not text come as base64, as `payload_base64` in JSON; on a terminal as their number
-    and the first of them in hex. Exit 3 if a segment is damaged or sequences are not covered; stderr names
-    them. --follow continues until Ctrl-C, and then ends with the same codes.
+    Columns, or with --json one object per line: sequence, timestamp, subject, headers (a list of [name, value]),
+    payload. Binary payloads are printed as base64, in JSON as `payload_base64`; on a terminal as their size and
+    first bytes in hex. Exit 3 if a segment is damaged or sequences are not covered; stderr names them. --follow
+    continues until Ctrl-C, and then ends with the same codes.
 
     \b
     Examples:
@@ -372,7 +372,7 @@ def _refuse_conflicts(
     if first is not None and last is not None and first > last:
         raise click.UsageError(f"--from-sequence {first} is greater than --to-sequence {last}")
     if follow and (last is not None or until is not None):
-        raise click.UsageError("--follow: expected no end, as --to-sequence or --until is")
+        raise click.UsageError("--follow: expected neither --to-sequence nor --until")
     for each in subjects:
         if not is_filter(each):
             raise click.UsageError(f"--subject: expected a filter such as nodes.*.temp, found {each!r:.80}")
@@ -656,15 +656,15 @@ _CONSUMER_COLUMNS = ("consumer", "delivered", "ack_floor", "ack_pending", "redel
 
 @consumers.command("ls")
 @click.argument("feed", metavar="SITE/FEED[/INC]")
-@click.option("--to-sequence", type=SequenceType(), help="As they were when the archive ended there, or before.")
+@click.option("--to-sequence", type=SequenceType(), help="From the last capture at or before this end of the archive.")
 @json_option
 @config_option
 @run_command
 def list_consumers(config: str, feed: str, to_sequence: int | None, as_json: bool) -> None:
     """List the consumers of a feed's stream as egress captured them last; the age of the capture goes to stderr.
 
-    Of the newest incarnation, if none is named. Sequences are those of the stream: the last one delivered, and the
-    one up to which all are acknowledged. Progress of a consumer since the capture is not shown.
+    For the newest incarnation, unless one is named. Sequences are those of the stream: the last one delivered, and
+    the one up to which all are acknowledged. Progress of a consumer since the capture is not shown.
 
     \b
     Examples:

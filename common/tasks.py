@@ -61,7 +61,7 @@ class Stop:
     def check(self) -> None:
         """Raise Unavailable if it is set: for work without an event loop."""
         if self.is_set:
-            raise Unavailable("stopped by a signal before the end", hint="what is done stays; the next run goes on")
+            raise Unavailable("stopped by a signal before the end", hint="finished work stays; the next run continues")
 
     async def wait(self, seconds: float | None = None) -> bool:
         if not self.is_set:
@@ -148,7 +148,7 @@ COMPONENTS = (
     "walk",
     "worker",
 )
-unexpected = counter("unexpected_errors", "Errors that nobody foresaw, by what they ended.", ("part",), part=COMPONENTS)
+unexpected = counter("unexpected_errors", "Unexpected errors, by the part that they ended.", ("part",), part=COMPONENTS)
 show_zeros("unexpected_errors")
 
 

@@ -66,7 +66,7 @@ def compile_transform(source: str, destination: str) -> Transform:
     """Compile a transform. Raises TransformError."""
     wanted, given = _tokens("source", source), _tokens("destination", destination)
     if "*" in given:
-        raise TransformError("destination", "expected $n or {{wildcard(n)}} in the place of *")
+        raise TransformError("destination", "expected $n or {{wildcard(n)}} in place of *")
     if (wanted[-1] == ">") != (given[-1] == ">"):
         raise TransformError("destination", "expected a last > in both or in none of source and destination")
     wildcards = [index for index, each in enumerate(wanted) if each == "*"]
@@ -119,14 +119,14 @@ def _function(text: str) -> tuple[str, list[str]]:
         known = ", ".join(name for name in _PATTERNS if name != "random")
         raise TransformError("destination", f"expected one of {known}, found {text}")
     if name == "random":
-        raise TransformError("destination", f"expected a function that gives the same each time, found {text}")
+        raise TransformError("destination", f"expected a function that always gives the same result, found {text}")
     return name, re.split(r",\s*", found[2])
 
 
 def _function_mapper(text: str, name: str, arguments: list[str], wildcards: Sequence[int]) -> TokenMapper:
     expected = 1 if name == "wildcard" else 2
     if len(arguments) != expected or (expected == 1 and not arguments[0]):
-        raise TransformError("destination", f"{text}: expected {expected} of arguments, found {len(arguments)}")
+        raise TransformError("destination", f"{text}: expected {expected} argument(s), found {len(arguments)}")
     place = _wildcard_index(text, _number(text, arguments[0]), wildcards)
     if name == "wildcard":
         return _wildcard_mapper(place)
@@ -178,7 +178,7 @@ def _bucket(key: bytes, count: int) -> bytes:
 
 def _split(text: str, at: str, place: int) -> TokenMapper:
     if not at or " " in at:
-        raise TransformError("destination", f"{text}: expected a text without spaces to split at, found {at!r}")
+        raise TransformError("destination", f"{text}: expected a separator without spaces, found {at!r}")
     raw = at.encode()
     return lambda tokens: _split_at(tokens[place], raw)
 

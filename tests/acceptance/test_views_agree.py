@@ -311,7 +311,7 @@ async def dead_site(fleet: Fleet, *, is_long: bool) -> float:
 
     async def archive_checked() -> bool:
         code, found = await fleet.check("archive", "centre")
-        return code == 1 and "alpha/NODES/0000/0: no sign of life for " in found["text"]
+        return code == 1 and "alpha/NODES/0000/0: no heartbeat for " in found["text"]
 
     async def overdue() -> bool:
         [row] = [row for row in (await fleet.status("centre")).json() if row["site"] == "alpha"]

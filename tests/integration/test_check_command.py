@@ -104,7 +104,7 @@ def lag(health: Health) -> float:
 async def test_a_wrong_command_line_or_configuration_is_unknown_and_not_critical(tmp_path: Path) -> None:
     config = configured(tmp_path, store={"url": f"file://{tmp_path}"}, ingress={"monitor": {"listen": ""}})
     for wrong, part in (
-        ("", "E-USAGE: floe check: expected one of egress, ingress, archive, compaction, found nothing"),
+        ("", "E-USAGE: floe check: expected one of egress, ingress, archive, compaction, found none"),
         ("egres", "E-USAGE: No such command 'egres'"),
         ("egress --warning soon", "expected a duration such as"),
         ("egress --nothing", "E-USAGE: No such option '--nothing'"),
@@ -128,7 +128,7 @@ def configured(folder: Path, **document: object) -> str:
 async def test_the_archive_is_checked_in_the_bucket(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "store")
     config = configured(tmp_path, store={"url": f"file://{archive.folder}", "prefix": "data"})
-    assert "nothing is archived" in await checked("archive", "-c", config, code=3)
+    assert "no chain is archived" in await checked("archive", "-c", config, code=3)
     never = replace(CHAIN, feed="NEVER")
     stop = ChainHeartbeat("stopped", 0.0, "E-SOURCE-GONE", chain=never)
     archive.documents.write_heartbeat("host", HeartbeatObject(CHAIN.site, "host", 0.0, (stop,)))
@@ -151,7 +151,7 @@ async def test_the_archive_is_checked_in_the_bucket(tmp_path: Path) -> None:
 
     before = alive.modified - 1000
     os.utime(archive.folder / alive.key, (before, before))
-    assert "no sign of life for 1" in await checked("archive", "-c", config, code=1)
+    assert "no heartbeat for 1" in await checked("archive", "-c", config, code=1)
 
     archive.put(rows_of(51, 60))
     done = await floe("check", "archive", "-c", config, "--json")
@@ -236,4 +236,4 @@ def test_ctrl_c_decides_nothing(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.communicate()
-    assert (process.returncode, shown, part) == (3, "UNKNOWN - interrupted before it was known\n", "")
+    assert (process.returncode, shown, part) == (3, "UNKNOWN - interrupted before the check was done\n", "")

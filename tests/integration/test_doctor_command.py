@@ -119,7 +119,7 @@ async def test_a_centre_is_well(nats_url: str, client: FloeClient, s3: SharedS3,
     config = write(tmp_path, s3.store(), {"url": nats_url}, **ingress(target, create={}))
     found = await examined(config, code=0)
     assert states(found, "ok") == found.keys() - {"store layout", "store versioning"}
-    assert found["store layout"]["found"] == f"nothing is archived yet; nothing of {SITE}"
+    assert found["store layout"]["found"] == f"no chain is archived yet; no chain of {SITE}"
     assert found["nats batches"]["found"] == f"{target}: fast"
     assert found["nats target"]["found"] == f"{target}: made at the first start"
     assert await stream_info(client, target) is None
@@ -136,8 +136,8 @@ async def test_people_get_a_table_and_what_to_do(nats_url: str, tmp_path: Path) 
     done = await floe("doctor", "-c", config)
     assert (done.code, done.out.startswith("part   check ")) == (3, True)
     text = done.out.partition("problem: nats, target: ")[2]
-    assert "  what it means: nothing is carried: there is no such stream" in text
-    assert "  what to do: nats stream add " in text
+    assert "  meaning: nothing is carried: there is no such stream" in text
+    assert "  remedy: nats stream add " in text
 
 
 # Servers that do not answer, and refusals
@@ -187,7 +187,7 @@ async def test_each_kind_of_missing_answer_has_a_next_step(
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(doctor, "LOOKUP_TIMEOUT_S", 1.0)
     monkeypatch.setattr("common.objects.open.VIEW_TIMEOUT_S", 0.5)
-    why = "not resolved, the resolver gives no answer within 1 s"
+    why = "not resolved: no answer from the resolver within 1 s"
     with socket.create_server(("127.0.0.1", 0)) as server:
         frozen = f"127.0.0.1:{server.getsockname()[1]}"
         silent = ["nats://a.invalid", "nats://b.invalid"]
@@ -484,4 +484,4 @@ async def test_spark_is_left_out_without_compaction(nats_url: str, tmp_path: Pat
     found = await examined(config, code=0)
     assert not any(name.startswith(("spark", "nats")) for name in found)
     assert found["store write"]["found"].startswith("no chain is archived or configured")
-    assert found["store layout"]["found"] == "nothing is archived yet"
+    assert found["store layout"]["found"] == "no chain is archived yet"

@@ -111,7 +111,7 @@ def test_without_an_incarnation_the_newest_is_meant_unless_an_older_one_has_a_ho
     refused, accepted = (accept(holed, *each, "--yes", is_exact=False) for each in ((8, 14), (5, 10)))
 
     assert refused.code == 2
-    assert "say --incarnation 0 or --incarnation 1" in refused.err
+    assert "give --incarnation 0 or --incarnation 1" in refused.err
     assert accepted.code == 0, accepted.err
     assert [gap.range for gap in holed.documents.gaps(LATER)] == [SequenceRange(5, 10)]
     assert holed.documents.gaps(CHAIN) == []
@@ -207,7 +207,7 @@ async def test_decisions_are_about_the_newest_incarnation(client: FloeClient, ce
     store = StateStore(bucket, state_key("ingress", centre.target), centre.target)
     await store.save(TargetState(Checkpoint(3, "t0", {CHAIN: 4}), None), 0)
     for done in (await paused("us-east"), await moved("us-east", "--sequence", "3")):
-        assert (done.code, "say --incarnation 0 or --incarnation 1" in done.err) == (2, True), done
+        assert (done.code, "give --incarnation 0 or --incarnation 1" in done.err) == (2, True), done
     rows = (await paused("us-east", "--incarnation", "0")).json()
     assert {Chain(r["site"], r["feed"], r["incarnation"]) for r in rows} >= {CHAIN, LATER}
 

@@ -338,7 +338,7 @@ async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre
         await holds(client, centre, numbers((1, 30), (21, 30)))
         again = await set_by_hand(centre, *words, "31", "--yes")
 
-    assert (asked.code, "expected --yes where nobody can be asked" in asked.err) == (2, True)
+    assert (asked.code, "expected --yes without a terminal" in asked.err) == (2, True)
     assert f"{CHAIN}: 21 to 30 are carried again" in asked.out
     assert done.json()["changed"] is True
     assert [each["positions"][0]["position"] for each in (done.json()["before"], done.json()["after"])] == [31, 21]

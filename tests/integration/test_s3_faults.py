@@ -559,7 +559,7 @@ def test_a_certificate_is_trusted_by_name_or_not_checked_if_configured_and_refus
     assert fails(ConfigError, text, lambda: plain.put("k", b"1")) == ["E-S3-TLS"]
     caplog.clear()
     objects = open_objects(settings_of(s3, tls_proxy.url.replace("127.0.0.1", "localhost"), bucket, trusted))
-    text = r"have store\.endpoint_url name the store as its certificate"
+    text = r"set store\.endpoint_url to a name of the store in its certificate"
     assert fails(ConfigError, text, lambda: objects.list("k")) == ["E-S3-TLS"]
     assert [each for each in caplog.records if each.name.startswith("urllib3")] == [], "one line"
 

@@ -149,7 +149,7 @@ async def test_members_wait_at_a_full_bucket_of_leases(bench: Bench) -> None:
 async def test_the_doctor_names_an_account_that_demands_sizes(bench: Bench) -> None:
     for account, state, text in (
         ({}, "ok", "not made yet"),
-        ({"limits": {"max_bytes_required": True}}, "ok", "max_bytes 67108864, as the account demands"),
+        ({"limits": {"max_bytes_required": True}}, "ok", "max_bytes 67108864, as the account requires"),
         ({"tiers": {"R1": {"limits": TINY}}}, "problem", "allows 9"),
     ):
         found = await _buckets(bench.client, bench.settings().egress, _stream_size_limits(account))

@@ -162,7 +162,7 @@ async def test_compaction_ends_in_order_and_the_next_run_resumes(archive: Archiv
     await soon(lambda: any(line["thread"] == "MainThread" and line["stack"] for line in running.lines("thread_dumped")))
     assert running.lines("signal_ignored")
     assert running.lines("configuration_reloaded")
-    assert "error[E-UNAVAILABLE]: stopped by a signal before the end; what is done stays" in service.tail()
+    assert "error[E-UNAVAILABLE]: stopped by a signal before the end; finished work stays" in service.tail()
     again = compacting(archive, services).service
     assert await asyncio.to_thread(again.wait, PATIENCE) == 0, again.tail()
     assert any(each.startswith("1:") for each in archive.ranges())

@@ -217,12 +217,12 @@ def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> Ch
     [
         ([chain()], OK, "1 chain, 10 sequences not archived"),
         ([chain(None)], OK, "1 chain, 0 sequences not archived"),
-        ([chain(400)], WARNING, "no sign of life for 400 s"),
+        ([chain(400)], WARNING, "no heartbeat for 400 s"),
         ([chain(state="stopped")], CRITICAL, "stopped at its site: E-FORKED"),
         ([chain(missing=("4..7",))], CRITICAL, "4..7 missing"),
         ([chain(damaged=("a/b.parquet",))], CRITICAL, "damaged: a/b.parquet"),
-        ([], UNKNOWN, "nothing is archived"),
-        ([chain(recreated=3600.0)], WARNING, "us-east/NODES/0000/0: the stream was made again 3600 s ago"),
+        ([], UNKNOWN, "no chain is archived"),
+        ([chain(recreated=3600.0)], WARNING, "us-east/NODES/0000/0: the stream was recreated 3600 s ago"),
         ([chain(recreated=90_000.0)], OK, "1 chain"),
     ],
 )

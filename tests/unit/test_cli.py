@@ -126,7 +126,7 @@ def of_chain(selector: ChainSelector) -> None:
         ("", 2, "Missing argument 'SITE/FEED[/INCARNATION[/PARTITION]]'"),
         ("us/NODES --site us", 2, "expected us/NODES or --site, found both"),
         ("us/NODES --feed NODES --partition 0", 2, "expected us/NODES or --feed --partition, found both"),
-        ("--site us", 2, "It may also be said as --site and --feed"),
+        ("--site us", 2, "You can also give it as --site and --feed"),
     ],
 )
 def test_a_chain_is_named_by_an_argument_or_by_options_and_not_by_both(words: str, code: int, shown: str):
@@ -205,7 +205,7 @@ def test_a_poor_locale_does_no_harm(tmp_path: Path):
         (OSError(errno.ENOSPC, "No space left", "/spool/x"), 1, "error[E-DISK]: /spool/x: No space left"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "error[E-OS]: /x: Permission denied"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "error[E-OS]: Broken pipe"),  # a broken connection
-        (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a bug; --debug or FLOE_DEBUG=1 shows where"),
+        (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a bug; --debug or FLOE_DEBUG=1 shows details"),
         (BaseExceptionGroup("tasks", [asyncio.CancelledError(), Stopped("c")]), 1, "error[E-STOPPED]: c"),
         (KeyboardInterrupt(), 130, ""),
         (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
@@ -256,7 +256,7 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "out"), [("check", 3, "UNKNOWN - interrupted before it was known\n"), ("status", 130, "")]
+    ("command", "code", "out"), [("check", 3, "UNKNOWN - interrupted before the check was done\n"), ("status", 130, "")]
 )
 def test_ctrl_c_while_a_command_is_loaded(command: str, code: int, out: str):
     loading = "importlib.import_module = lambda _name: signal.raise_signal(signal.SIGINT)"
@@ -390,7 +390,7 @@ def test_the_zone_of_a_time_without_one_is_shown(zone: str, read: str, monkeypat
         monkeypatch.undo()
         time.tzset()
     assert result.stdout == read.split()[0] + "\n"
-    assert result.stderr == f"2026-01-02 03:04 is taken as {read}\n"
+    assert result.stderr == f"2026-01-02 03:04 is read as {read}\n"
 
 
 @click.command()

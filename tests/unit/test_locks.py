@@ -101,7 +101,7 @@ def test_pandas_is_hidden_from_what_starts_no_spark(engine: str, tmp_path: Path)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert (done.returncode == 78) == (engine == "spark"), done.stderr
-    assert ("Floe does without pandas here" in done.stderr) == (engine == "local")
+    assert ("Floe does not use pandas in this process" in done.stderr) == (engine == "local")
 
 
 def test_compose_takes_the_image_that_make_minio_takes() -> None:

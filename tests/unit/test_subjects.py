@@ -109,10 +109,10 @@ def test_a_transform_of_the_configuration_is_applied(tmp_path: Path) -> None:
 def test_a_mistake_has_its_place(tmp_path: Path) -> None:
     for source, destination, problem in (
         ("nodes.*", "fleet.$2", r"9:63: .*destination: \$2: expected the number of a \* of the source, source has 1"),
-        ("nodes.*", "fleet.{{random(3)}}", "expected a function that gives the same each time"),
+        ("nodes.*", "fleet.{{random(3)}}", "expected a function that always gives the same result"),
         ("nodes.*", "fleet.{{wildcard(1}}", "expected one of wildcard, partition, split"),
         ("nodes.*", "fleet.{{left(1,x)}}", "expected a whole number, found 'x'"),
-        ("nodes.*", "fleet.*", r"expected \$n or {{wildcard\(n\)}} in the place of"),
+        ("nodes.*", "fleet.*", r"expected \$n or {{wildcard\(n\)}} in place of"),
         ("nodes.>", "fleet.a", "expected a last > in both or in none"),
         ("nodes.*", "fleet..a", "without empty tokens"),
     ):
