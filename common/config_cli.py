@@ -135,7 +135,7 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
     """Print the configuration FILE of stream-replicator as files of Floe: a site.yaml for each source, a
     central.yaml for each target.
 
-    Comments name every key that is not carried over, and why; secrets become variables and are never
+    Comments name every key that is not imported, and the reason; secrets become variables and are never
     printed. Exit 78 if there is a problem; each one is a line `file:line:column: key: text`.
 
     \b

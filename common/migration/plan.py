@@ -154,7 +154,7 @@ def _centres(sites: Sequence[PlannedSite]) -> list[PlannedCentre]:
 
 #: Keys of an entry without a counterpart, and why.
 STREAM_KEYS_LEFT_OUT = {
-    "ephemeral": "nothing is copied again at a start: Floe goes on where it stood",
+    "ephemeral": "a start copies nothing again: Floe continues at its position",
     "target_initiated": "Floe always runs at both ends: egress at the source, ingress at the target",
     "leader_election_name": "several instances share the work by leases, without a key; see lease_ttl",
 }
@@ -180,7 +180,7 @@ def feed_of(stream: FileKeys) -> tuple[Entries, list[Note]]:
 def _start(stream: FileKeys, notes: list[Note]) -> list[YamlEntry]:
     found = [key for key in _STARTS if stream.get(key) and stream.get(key) != _ZERO_TIME]
     for key in found[1:]:
-        reason = f"stream-replicator goes by {found[0]} where both are set, and so does this file"
+        reason = f"stream-replicator uses {found[0]} if both are set, and so does this file"
         notes.append(stream.note(key, reason))
     return stream.duration("start_delta") if found[:1] == ["start_delta"] else [stream.entry(key) for key in found[:1]]
 
@@ -210,7 +210,7 @@ def _sampling(stream: FileKeys, mode: str, notes: list[Note]) -> list[YamlEntry]
         notes.append(stream.note(mode, reason))
     entries = [stream.entry(mode)]
     if stream.text("inspect_force_field"):
-        reason = "stream-replicator forced a copy where the field was there at all, Floe where it is true"
+        reason = "stream-replicator forced a copy if the field was present, Floe if it is true"
         notes.append(stream.note("inspect_force_field", reason))
         entries.append(stream.entry("inspect_force_field"))
     entries += [*stream.duration("inspect_duration"), *stream.duration("warn_duration")]
@@ -228,9 +228,9 @@ PlannedHeartbeats = tuple[PlannedSite | None, Entries, list[Note]]
 
 _SECRET = re.compile(r"auth|token|secret|passw|credential|cookie|api-?key", re.IGNORECASE)
 HEARTBEAT_KEYS_LEFT_OUT = {
-    "leader_election": "one of all instances publishes them, without a key",
-    "choria": "Choria's login is not carried over; heartbeats go through the connection of egress",
-    "tls": "heartbeats go through the connection of egress",
+    "leader_election": "one of the instances publishes them, without a key for it",
+    "choria": "Choria's login is not imported; heartbeats use the connection of egress",
+    "tls": "heartbeats use the connection of egress",
 }
 
 
@@ -256,7 +256,7 @@ def _site(given: FileKeys, sites: Sequence[PlannedSite], notes: list[Note]) -> P
     found, _ = read_url(given, "url", {})
     own = next((site for site in sites if found and {*found.servers} & {*site.connection.servers}), None)
     if own is None:
-        notes.append(given.note("url", f"heartbeats go where egress reads, here {sites[0].connection.host}"))
+        notes.append(given.note("url", f"heartbeats go to egress' server, here {sites[0].connection.host}"))
     return own or sites[0]
 
 

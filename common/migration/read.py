@@ -254,7 +254,7 @@ def read_connection(stream: FileKeys, top: FileKeys, side: Side) -> tuple[Replic
         stream.add_problem(key, "expected a URL (required), found nothing")
         return None, []
     for place, name in _inherited(stream, top, side, "choria"):
-        reason = "Choria's login is not carried over: issue a NATS credential for Floe and set credentials_file"
+        reason = "Choria's login is not imported: issue a NATS credential for Floe and set credentials_file"
         notes.append(place.note(name, reason))
     for place, name in _inherited(stream, top, side, "tls"):
         section: FileKeys = place.get(name)
@@ -298,7 +298,7 @@ def _server(part: SplitResult) -> str:
     if part.scheme not in ("nats", "tls"):
         raise ValueError("expected a URL that begins with nats:// or tls://, found another")
     if not host or part.path not in ("", "/") or part.fragment:
-        raise ValueError(f"expected {URL_FORM}; a / ? # or @ in a password as %2F %3F %23 %40")
+        raise ValueError(f"expected {URL_FORM}; write / ? # @ in a password as %2F %3F %23 %40")
     return f"{part.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
@@ -338,7 +338,7 @@ def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[Repli
     elif options.get("credentials"):
         login = (("credentials_file", options["credentials"]),)
     if users and login:
-        remarks.append("the user of the URL is left out: the credential takes its place")
+        remarks.append("the user of the URL is left out: the credential replaces it")
     for user, password in users if not login else ():
         if password is None:  # a user alone is a token
             secret_key, secret = "token", user

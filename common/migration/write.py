@@ -16,12 +16,12 @@ _LEVELS = {"debug": "debug", "info": "info", "warn": "warning"}
 
 #: Keys of the file as a whole without a counterpart, and why.
 FILE_KEYS_LEFT_OUT = {
-    "state_store": "samplers keep their state in the bucket (snapshot_interval); nothing stays on the host",
+    "state_store": "samplers keep state in the bucket (snapshot_interval), none on the host",
     "logfile": "the log goes to stderr; the supervisor keeps it",
-    "profiling": "there is no profiler on the monitor; py-spy looks into a running process",
+    "profiling": "the monitor has no profiler; use py-spy on the running process",
 }
 
-_NO_CREATE = "without `create`, as here, Floe stops with the `nats stream add` of the target to paste"
+_NO_CREATE = "without `create`, as here, Floe stops and prints the `nats stream add` of the target"
 _SITE_HEAD = "the site: floe egress run -c {name}"
 _CENTRE_HEAD = "the centre: floe ingress run -c {name}; cron: floe compact -c {name}"
 
@@ -46,7 +46,7 @@ def _file(name: str, site: str, entries: Entries, notes: Iterable[Note], source:
     head = (_SITE_HEAD if site else _CENTRE_HEAD).format(name=name)
     lines = [f"{name}, made from {source} by floe config import-stream-replicator", head]
     if general := [f" {note}" for note in unique if not note.path.startswith("streams.")]:
-        lines += ["", "not carried over, or otherwise than there:", *general]
+        lines += ["", "not imported, or changed:", *general]
     text = "".join(f"{line}\n" for line in comment(lines)) + render(entries)
     return ImportedFile(name, site, text, unique, origins(entries))
 
@@ -59,7 +59,7 @@ def _store() -> YamlEntry:
         ("secret_access_key", "${FLOE_S3_SECRET}"),
     )
     notes = ["the bucket between site and centre: set the variables, or write the values here;"]
-    notes += ["FLOE_S3_ENDPOINT only where the store is not Amazon's"]
+    notes += ["FLOE_S3_ENDPOINT only if the store is not Amazon's"]
     return YamlEntry("store", Entries(YamlEntry(key, Variable(value)) for key, value in keys), notes=notes)
 
 
@@ -88,7 +88,7 @@ def _site_file(
     if is_one_of_many:
         remarks.append(f"the site of {site.connection.host}; unique over all sites of the bucket")
     if site.name != top.text("name"):
-        remarks.append("other than there: choose a name, and the same in the centre's sources")
+        remarks.append("changed: choose a name, and use it in the centre's sources too")
     own = YamlEntry("site", site.name, top.mark_of("name"), remarks)
     nats = site.connection.entry("source", site.feeds[0].paths[0].given)
     name = f"site-{site.name}.yaml" if is_one_of_many else "site.yaml"
@@ -101,7 +101,7 @@ def _monitor(top: FileKeys) -> list[YamlEntry]:
         return []
     port, mark = top.get("monitor_port"), top.mark_of("monitor_port")
     listen = YamlEntry("listen", f":{port}" if port else "", mark)
-    notes = ["ingress has a port of its own: ingress.monitor.listen, 127.0.0.1:9465 unless set"]
+    notes = ["ingress has its own port: ingress.monitor.listen, default 127.0.0.1:9465"]
     return [YamlEntry("monitor", Entries([listen]), mark, notes)]
 
 
@@ -123,7 +123,7 @@ def _centre_file(top: FileKeys, centre: plan.PlannedCentre, number: int, source:
     created = _subjects_to_create(centre)
     targets = [_target(target, created.get(target.stream, []), notes) for target in centre.targets]
     nats = centre.connection.entry("target", centre.targets[0].sources[0][2].given)
-    new = "new and empty streams that only Floe writes to; docs/migration.md says how to change over"
+    new = "new and empty streams that only Floe writes to; docs/migration.md describes the change-over"
     ingress = Entries([YamlEntry("targets", targets, notes=[new])])
     entries = Entries([nats, _store(), *_log(top, []), YamlEntry("ingress", ingress)])
     return _file("central.yaml" if number == 1 else f"central-{number}.yaml", "", entries, notes, source)
@@ -241,7 +241,7 @@ def _path(stream: FileKeys, top: FileKeys) -> plan.ImportedStream | None:
     if source is None or target is None:
         return None
     if stream.get("no_target_create"):
-        reason = "the target is not created: without `create` Floe stops with the `nats stream add` to paste"
+        reason = "the target is not created: without `create` Floe stops and prints the `nats stream add`"
         target_notes.append(stream.note("no_target_create", reason))
     return plan.ImportedStream(stream, source, target, feed, [*source_notes, *notes], target_notes)
 

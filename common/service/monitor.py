@@ -212,7 +212,7 @@ def fetch(settings: MonitorAddress, path: str, timeout: float = FETCH_TIMEOUT_S)
         if isinstance(connection.sock, ssl.SSLSocket):
             own = _CERTIFICATE.search(regular_file(tls.cert).read_text())
             if own is None or connection.sock.getpeercert(binary_form=True) != ssl.PEM_cert_to_DER_cert(own[0]):
-                raise ssl.SSLError(f"another certificate than {tls.cert} is shown")
+                raise ssl.SSLError(f"a certificate other than {tls.cert} is shown")
         connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
         return connection.getresponse().read().decode()
 
@@ -324,7 +324,7 @@ class Health:
         """
         with self._lock:
             if not self._not_ready:
-                return ["starting: nothing has reported yet"]
+                return ["starting: no part has reported yet"]
             return [f"{part}: {reason}" for part, reason in sorted(self._not_ready.items()) if reason]
 
     def set_status(self, component: str, status: Mapping[str, Any]) -> None:
@@ -443,7 +443,7 @@ def _cannot_listen(listen: str, error: OSError) -> FloeError:
     kind = Unavailable if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) else ConfigError
     return kind(
         f"monitor.listen: cannot listen on {listen}: {reason}",
-        hint='choose another address, or "" for none',
+        hint='choose another address, or "" for no monitor',
         code="E-LISTEN",
     )
 

@@ -119,7 +119,7 @@ def _with_chains(name: str, part: Part) -> Iterator[tuple[str, Part]]:
 
 
 def _feeds(feeds: Mapping[str, Part]) -> Iterator[str]:
-    yield "<h2>Chains that are archived</h2>"
+    yield "<h2>Archived chains</h2>"
     columns = ("feed", "state", "chain", "archived", "source", "behind", "lost", "damaged", "open segment", "holder")
     rows = []
     for name, part in feeds.items():
@@ -184,7 +184,7 @@ IMAGE_WIDTH, BAR_HEIGHT, BAR_GAP, LABEL_WIDTH = 1000, 14, 6, 70  # of the pictur
 def _coverages(coverage: Mapping[str, Part]) -> Iterator[str]:
     yield "<h2>Coverage by level</h2>"
     if not coverage:
-        yield "<p class=pale>Not looked at yet: it is while this page is open, at most every five minutes.</p>"
+        yield "<p class=pale>Not scanned yet: it is scanned while this page is open, at most every five minutes.</p>"
     for chain, found in coverage.items():
         yield f"<h3>{_text(chain)}</h3>"
         yield f"<p>{_text(_coverage_summary(found))}</p>"
@@ -196,9 +196,9 @@ def _coverage_summary(found: Part) -> str:
     if not found.get("levels"):
         return "no segments"
     holes = found.get("holes", 0)
-    rest = "" if found.get("is_complete", True) else "; only the first segments were looked at"
+    rest = "" if found.get("is_complete", True) else "; only the first segments were scanned"
     what = f"{found['first']}..{found['last']}, {format_count(holes, 'hole') if holes else 'no hole'}"
-    return f"{what}, {_last_compaction(found)}; looked at {_time(found.get('at'))}{rest}"
+    return f"{what}, {_last_compaction(found)}; scanned {_time(found.get('at'))}{rest}"
 
 
 def _last_compaction(found: Part) -> str:

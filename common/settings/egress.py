@@ -28,7 +28,7 @@ class HeartbeatSettings(Section):
 
     interval: Annotated[t.Duration, t.Range("1s", "1d")] = option("10s", "between two of them")
     headers: dict[t.Text, t.Text] = option({}, "headers of each")
-    subjects: tuple[HeartbeatSubjectSettings, ...] = option((), "where they are published; none: no heartbeats")
+    subjects: tuple[HeartbeatSubjectSettings, ...] = option((), "their subjects; none: no heartbeats")
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         for name, value in self.headers.items():
@@ -71,15 +71,15 @@ PARTITION_PLACEHOLDER = "{partition}"  # placeholder for the number in a templat
 class PartitionSettings(Section):
     """Filtered slices of a feed, numbered from 0."""
 
-    count: Annotated[
-        t.Whole, t.Range(1, MAX_PARTITIONS_PER_FEED, "each has a worker, a consumer and a lease of its own")
-    ] = option(1, "how many")
-    subject: t.Text = option("", "the filter of each, with `{partition}` in it; needed where count is over 1")
+    count: Annotated[t.Whole, t.Range(1, MAX_PARTITIONS_PER_FEED, "each has its own worker, consumer and lease")] = (
+        option(1, "how many")
+    )
+    subject: t.Text = option("", "the filter of each, with `{partition}` in it; needed if count is over 1")
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         expected = ""
         if self.count > 1 and PARTITION_PLACEHOLDER not in self.subject:
-            expected = f"{{partition}} in it where count is {self.count}"
+            expected = f"{{partition}} in it if count is {self.count}"
         elif self.subject and not t.is_filter(self.filters()[0]):
             expected = "a subject, * and a last > allowed, without empty tokens"
         if expected:
@@ -93,8 +93,8 @@ class PartitionSettings(Section):
 class AdvisorySettings(Section):
     """Documents that report when each value of the sampling key was seen."""
 
-    subject: t.AdvisorySubject = option("", "where they are published; `%s` the event, `%v` the value; empty: none")
-    reliable: t.Flag = option(False, "try again until they are stored")
+    subject: t.AdvisorySubject = option("", "their subject; `%s`: the event, `%v`: the value; empty: none")
+    reliable: t.Flag = option(False, "retry until they are stored")
 
 
 Partitions = Annotated[
@@ -108,14 +108,14 @@ class FeedSettings(StartSettings):
 
     name: t.StreamName = option("", "the feed's name in the store; default: the stream")
     stream: Annotated[t.StreamName, t.Required] = needed("the stream")
-    filter_subject: t.SubjectFilter = option("", "freeze only these subjects; excludes `partitions`")
-    partitions: Partitions = option({}, "slices that are frozen side by side: a mapping, or a list of filters")
+    filter_subject: t.SubjectFilter = option("", "archive only these subjects; excludes `partitions`")
+    partitions: Partitions = option({}, "slices that are archived in parallel: a mapping, or a list of filters")
     max_age: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
         "0s", "leave out messages older than this, counted from the newest one seen; 0s: off"
     )
     relay: t.Flag = option(False, "the stream is itself a target of Floe")
     on_recreated: Literal["continue", "halt"] = option(
-        "continue", "when the stream was deleted and made again: begin its next incarnation, or wait for you"
+        "continue", "if the stream is recreated: begin its next incarnation, or wait for an operator"
     )
     inspect_field: t.Label = option("", "sample by this field of JSON payloads")
     inspect_header: t.Label = option("", "sample by this header")
@@ -124,22 +124,22 @@ class FeedSettings(StartSettings):
     )
     inspect_force_field: t.Label = option("", "a field that, when true, lets a message pass")
     inspect_duration: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
-        "0s", "let one message for each value pass in this time; needed with sampling"
+        "0s", "pass one message for each value in this time; needed with sampling"
     )
     warn_duration: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
-        "0s", "tell that a value was not seen for this long; 0s: half of `inspect_duration`"
+        "0s", "report a value that was not seen for this long; 0s: half of `inspect_duration`"
     )
-    size_trigger: t.Size = option("0", "a payload that changes its size by this many bytes passes; 0: off")
+    size_trigger: t.Size = option("0", "pass a payload if its size changes by this many bytes; 0: off")
     snapshot_interval: Annotated[t.Duration, t.Range("1s", "1d")] = option("1m", "between snapshots of the sampler")
-    advisory: AdvisorySettings = option({}, "documents about who was seen when; with sampling")
+    advisory: AdvisorySettings = option({}, "documents about new, silent and returning values; with sampling")
     segment: SegmentSettings = option({}, "when a segment is closed")
     capture_consumers: Annotated[t.Period, t.Required] = option(
-        "1m", "how often the stream's consumers are looked at, for a restore of it; `never`: they are not"
+        "1m", "how often the stream's consumers are captured, for a restore of it; `never`: not at all"
     )
     capture_deletes: t.Period = option(
         "",
-        "how often deleted messages are looked at, for a restore; empty: 10m for object stores (`OBJ_…`) and work "
-        "queues, else when the stream's configuration was changed; `never`: they are not",
+        "how often deleted messages are captured, for a restore; empty: 10m for object stores (`OBJ_…`) and work "
+        "queues, else when the stream's configuration changes; `never`: not at all",
     )
 
     @classmethod
@@ -215,7 +215,7 @@ class EgressSettings(ServiceSettings):
     monitor: EgressMonitorSettings = option({}, "the monitor")
     workers: Annotated[t.Whole, t.Range(1, 64)] = option(1, "processes, under one monitor")
     defaults: dict[str, Any] = option({}, "keys that entries of `feeds` may override")
-    feeds: tuple[FeedSettings, ...] = option((), "what is frozen")
+    feeds: tuple[FeedSettings, ...] = option((), "the feeds to archive")
     heartbeats: HeartbeatSettings = option({}, "messages that keep a quiet stream moving")
 
     @classmethod
@@ -226,4 +226,4 @@ class EgressSettings(ServiceSettings):
         yield from super().combination_problems()
         for first, index in find_repeated(feed.name for feed in self.feeds):
             found = f"{self.feeds[index].name!r} in feeds.{first} and feeds.{index}"
-            yield f"feeds.{index}.name", f"expected a name of its own, found {found}"
+            yield f"feeds.{index}.name", f"expected a unique name, found {found}"

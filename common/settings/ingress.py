@@ -50,7 +50,7 @@ class CreateSettings(Section):
     """The configuration with which a missing target stream is created."""
 
     replicas: Annotated[t.Whole, t.Range(1, 5)] = option(1, "copies in the cluster")
-    storage: Literal["file", "memory"] = option("file", "where the server keeps it")
+    storage: Literal["file", "memory"] = option("file", "the storage of the stream")
     max_age: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
         "0s", "messages are kept this long; 0s: for ever"
     )
@@ -64,7 +64,7 @@ class SubjectTransformSettings(Section):
     """A subject transform in the notation of NATS."""
 
     source: t.SubjectFilter = option("", "subjects it applies to; with `destination`")
-    destination: t.Text = option("", "what becomes of them; with `source`")
+    destination: t.Text = option("", "the subjects they become; with `source`")
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from self.require_together("source", "destination")
@@ -91,18 +91,18 @@ class SourceSettings(StartSettings):
         "put before each subject, with a dot; `{site}`, `{feed}`, `{incarnation}`, `{partition}`: those of the chain",
     )
     subject_remove: Annotated[t.Text, t.matching(_SUBJECT_PART, "a part of a subject, without wildcards")] = option(
-        "", "removed from each subject, after the prefix was put; then `..` becomes `.`"
+        "", "removed from each subject after the prefix is added; then `..` becomes `.`"
     )
     subject_transform: SubjectTransformSettings = option({}, "excludes the two above")
     lost_segment_timeout: Annotated[t.Duration, t.Range("1s")] = option(
-        "24h", "a hole is late until the first segment behind it is this old, then lost"
+        "24h", "a hole is late until the first segment after it is this old, then lost"
     )
-    on_lost: Literal["halt", "skip"] = option("halt", "when a segment is lost: wait for you, or go on without it")
+    on_lost: Literal["halt", "skip"] = option("halt", "if a segment is lost: wait for an operator, or skip it")
     control_headers: tuple[Annotated[t.Text, AfterValidator(_check_control_header), t.TypeName("header")], ...] = (
-        option((), "headers of the source's publishers, such as Nats-TTL, that act again at the target")
+        option((), "headers of the source's publishers, such as Nats-TTL, that also act at the target")
     )
     max_chains: Annotated[t.Whole, t.Range(1)] = option(
-        4096, "a feed of a site stops that has more chains than this which are not carried to their end"
+        4096, "a feed of a site stops if it has more chains than this that are not delivered to their end"
     )
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
@@ -137,17 +137,17 @@ class TargetSettings(Section):
     """A target stream and the sources that flow into it."""
 
     stream: Annotated[t.StreamName, t.Required] = needed("the target stream")
-    create: CreateSettings | None = option(None, "create the stream where it does not exist; null: stop instead")
+    create: CreateSettings | None = option(None, "create the stream if it does not exist; null: stop instead")
     exclusive: t.Flag = option(True, "nobody else publishes to it")
     delivery: Literal["exactly_once", "at_least_once"] = option("exactly_once", "exactly once needs `exclusive: true`")
     publisher: Literal["auto", "fast", "atomic", "single"] = option(
-        "auto", "how messages are published; auto: the best that server and stream offer"
+        "auto", "how messages are published; auto: the best that server and stream support"
     )
     on_oversize: Literal["halt", "park"] = option(
-        "halt", "a message that with its headers is too large for the target: wait for you, or put it aside"
+        "halt", "if a message with its headers is too large for the target: wait for an operator, or park it"
     )
     on_new_incarnation: Literal["continue", "halt"] = option(
-        "continue", "when a source's stream was made again: go on with it, or wait for you"
+        "continue", "if a source's stream is recreated: continue with it, or wait for an operator"
     )
     sources: Annotated[tuple[SourceSettings, ...], t.Required] = needed("the chains that may flow into it")
 
@@ -165,9 +165,9 @@ class TargetSettings(Section):
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         if self.delivery == "exactly_once" and not self.exclusive:
-            yield "delivery", "expected at_least_once where exclusive is false, found exactly_once"
+            yield "delivery", "expected at_least_once if exclusive is false, found exactly_once"
         if self.create and not self.create.subjects and not all(s.subject_prefix for s in self.sources):
-            yield "create", "expected subjects where a source has no subject_prefix, found none"
+            yield "create", "expected subjects if a source has no subject_prefix, found none"
         pairs = [(pair, index) for index, source in enumerate(self.sources) for pair in source.site_feed_pairs()]
         for one, other in find_repeated(pair for pair, _ in pairs):
             (site, feed), index = pairs[other]
@@ -181,13 +181,13 @@ class IngressSettings(ServiceSettings):
 
     monitor: IngressMonitorSettings = option({}, "the monitor")
     poll_interval: Annotated[t.Duration, t.Range("1s", "1h", "each poll lists the store")] = option(
-        "10s", "between two looks for new segments; 60s where events are set"
+        "10s", "between two listings for new segments; 60s if events are set"
     )
     events: Annotated[t.Text, t.matching(_EVENTS_SOURCE, "nats://SUBJECT or sqs://QUEUE")] = option(
         "", "notifications of the bucket, such as nats://minio.events or sqs://floe-events"
     )
-    silent_after: Annotated[t.Duration, t.Range("1m", "7d", "each process of egress gives one each half minute")] = (
-        option("5m", "a site without a sign of life for this long is silent, a chain that is late for it is told")
+    silent_after: Annotated[t.Duration, t.Range("1m", "7d", "heartbeats come every half minute")] = option(
+        "5m", "a site without a heartbeat for this long is silent; a chain late for this long is reported"
     )
     defaults: dict[str, Any] = option({}, "keys that entries of `sources` may override")
     targets: tuple[TargetSettings, ...] = option((), "the target streams")
@@ -209,4 +209,4 @@ class IngressSettings(ServiceSettings):
         yield from super().combination_problems()
         for first, index in find_repeated(target.stream for target in self.targets):
             found = f"{self.targets[index].stream!r} in targets.{first} and targets.{index}"
-            yield f"targets.{index}.stream", f"expected a stream of its own, found {found}"
+            yield f"targets.{index}.stream", f"expected each stream once, found {found}"

@@ -48,11 +48,11 @@ def _replacement(match: re.Match[str], environment: Mapping[str, str]) -> str:
         return "${"
     name, default = match["name"], match["default"]
     if name is None:
-        raise ValueError("expected ${VAR} or ${VAR:-default}, found another expression; $${ stands for ${")
+        raise ValueError("expected ${VAR} or ${VAR:-default}, found another expression; write $${ for ${")
     if name in environment:
         return environment[name] or (default or "")[2:]
     if default is None:
-        raise ValueError(f"expected the environment variable {name}, found it not set")
+        raise ValueError(f"expected the environment variable {name}, found it unset")
     return default[2:]
 
 
@@ -246,7 +246,7 @@ def add_unbuilt_problems(document: ConfigDocument, problems: yaml.Problems) -> N
         if getattr(section, key) != default_of(type(section), key):
             place = yaml.locate(document.root, path.split("."))
             default = default_text(fields_of(type(section))[key])
-            reason = f"not built yet in this version; remove it or leave it at its default ({default})"
+            reason = f"not implemented in this version; remove it or leave it at its default ({default})"
             problems.add(place.mark, place.path, reason)
 
 
@@ -264,7 +264,7 @@ def load_document(path: str) -> ConfigDocument:
     if len(documents) != 1:
         raise ConfigError(
             f"{path}: expected one document, found {len(documents)}",
-            hint=f"floe config check {path} checks them all; a command takes a file with one",
+            hint=f"floe config check {path} checks all documents; a command takes a file with one",
         )
     check_runnable(documents[0])
     return documents[0]

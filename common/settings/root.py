@@ -32,13 +32,13 @@ class StoreTlsSettings(Section):
     """TLS to the object store."""
 
     ca: t.Path = option("", "CA certificates; empty: the system's")
-    insecure: t.Flag = option(False, "do not check the server's certificate; for tests only, warned of at each start")
+    insecure: t.Flag = option(False, "do not check the server's certificate; for tests only: each start warns of it")
 
 
 class EncryptionSettings(Section):
     """Encryption at rest, by the store."""
 
-    mode: Literal["none", "sse-s3", "sse-kms"] = option("none", "what the store encrypts with")
+    mode: Literal["none", "sse-s3", "sse-kms"] = option("none", "encryption by the store")
     kms_key_id: t.Label = option("", "the key; with `sse-kms`, empty: the bucket's default")
 
 
@@ -50,7 +50,7 @@ class StoreSettings(Section):
     )
     prefix: Annotated[
         t.Text, t.matching(_PREFIX, "parts of A-Z a-z 0-9 . _ = - joined by /, none beginning with . or _")
-    ] = option("data", "what every key begins with; empty: nothing")
+    ] = option("data", "the prefix of every key; empty: none")
     endpoint_url: Annotated[t.Text, _ENDPOINT, t.TypeName("URL")] = option(
         "", "a server that is not Amazon's: MinIO, SeaweedFS, Ceph"
     )
@@ -58,10 +58,10 @@ class StoreSettings(Section):
         "us-east-1", "the region that requests are signed for"
     )
     addressing_style: Literal["auto", "path", "virtual"] = option(
-        "auto", "where the bucket stands in requests; auto: path with an `endpoint_url`"
+        "auto", "the place of the bucket in requests; auto: path with an `endpoint_url`"
     )
     checksum: Literal["sha256", "crc32", "none"] = option(
-        "sha256", "what the server checks uploads with; none: every object is read back whole"
+        "sha256", "the checksum by which the server checks uploads; none: every object is read back whole"
     )
     access_key_id: t.Label = option("", "empty: the AWS credential chain")
     secret_access_key: t.Secret = option("", "the secret of `access_key_id`")
@@ -71,13 +71,13 @@ class StoreSettings(Section):
     )
     encryption: EncryptionSettings = option({}, "encryption at rest")
     allow_plaintext: t.Flag = option(
-        False, "send payloads without TLS to a store of another host; whoever listens on the way reads them"
+        False, "send payloads without TLS to a store on another host; anyone on the network path can read them"
     )
     conditional_puts: Literal["auto", "yes", "no"] = option(
-        "auto", "whether the store takes conditions; auto: until it refuses one; no: also where it ignores them"
+        "auto", "send conditions with puts; auto: until the store refuses one; no: also for a store that ignores them"
     )
     subject_statistics: t.Flag = option(
-        True, "false: no least and greatest subject in the metadata of segments, where they are easy to read"
+        True, "false: metadata of segments has no least and greatest subject, which are easy to read there"
     )
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
@@ -89,8 +89,8 @@ class StoreSettings(Section):
         if self.endpoint_url.startswith("http:") and (self.tls.ca or self.tls.insecure):
             yield "tls", "expected none for an http:// endpoint, found some"
         if t.is_plaintext(self.endpoint_url) and not self.allow_plaintext:
-            what = "expected https:// for a store of another host, found http://, which sends payloads in clear"
-            yield "endpoint_url", f"{what}; or allow_plaintext: true, where nobody listens on the way"
+            what = "expected https:// for a store on another host, found http://, which sends payloads in clear"
+            yield "endpoint_url", f"{what}; or set allow_plaintext: true on a trusted network"
 
 
 MIN_LEVEL_AGE_S = 60.0  # seconds; neighbours of younger segments may still be on their way
@@ -106,8 +106,8 @@ _DEFAULT_LEVELS = (
 class SparkSettings(Section):
     """The Spark session of the job."""
 
-    master: Annotated[t.Label, t.Required] = option("local[*]", "where it runs")
-    conf: dict[t.Text, t.Text] = option({}, "further settings of Spark, as text")
+    master: Annotated[t.Label, t.Required] = option("local[*]", "Spark's master URL")
+    conf: dict[t.Text, t.Text] = option({}, "further Spark settings, as text")
 
 
 class LevelSettings(Section):
@@ -117,14 +117,14 @@ class LevelSettings(Section):
 
     from_: Annotated[t.Whole, t.Range(0, 8)] = Field(alias="from", description="the level that is read")
     to: Annotated[t.Whole, t.Range(1, 9)] = needed("the level that is written")
-    min_age: Annotated[t.Duration, t.Range("1s", None, "younger segments may still be on their way")] = option(
+    min_age: Annotated[t.Duration, t.Range("1s", None, "younger segments may still be arriving")] = option(
         "1h", "segments younger than this wait"
     )
-    max_wait: t.Duration = option("1d", "a run of `min_count` whose oldest is older than this is merged however small")
-    min_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(10, "segments worth a merge after `max_wait`")
-    max_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(10000, "segments of one merge at most")
-    min_size: Annotated[t.Size, t.Range("64K", "64G")] = option("1G", "stored bytes that are worth a merge")
-    max_size: Annotated[t.Size, t.Range("64K", "64G")] = option("4G", "stored bytes of one merge at most")
+    max_wait: t.Duration = option("1d", "a run of `min_count` is merged at any size once its oldest is older than this")
+    min_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(10, "fewest segments for a merge after `max_wait`")
+    max_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(10000, "most segments in one merge")
+    min_size: Annotated[t.Size, t.Range("64K", "64G")] = option("1G", "stored bytes that justify a merge")
+    max_size: Annotated[t.Size, t.Range("64K", "64G")] = option("4G", "most stored bytes in one merge")
 
     @model_validator(mode="before")
     @classmethod
@@ -147,26 +147,24 @@ RETENTION_RANGE = t.Range("1d", or_zero=True)
 class FeedRetentionSettings(Section):
     """The retention of one feed, in place of the limits that `retention` sets for all."""
 
-    site: t.SiteName = option("", "the site; empty: the feed at every site that has no entry of its own")
+    site: t.SiteName = option("", "the site; empty: the feed at every site without an entry of its own")
     feed: Annotated[t.StreamName, t.Required] = needed("the feed")
-    max_age: Annotated[t.Duration, RETENTION_RANGE] = option("0s", "0s: however old")
-    max_bytes: Annotated[t.Size, t.Range("1M", or_zero=True)] = option(0, "0: however much")
-    keep_from: t.Time = option("", "as above, for this feed; the earlier of the two counts")
+    max_age: Annotated[t.Duration, RETENTION_RANGE] = option("0s", "0s: no limit")
+    max_bytes: Annotated[t.Size, t.Range("1M", or_zero=True)] = option(0, "0: no limit")
+    keep_from: t.Time = option("", "as above, for this feed; the earlier of the two applies")
 
 
 class RetentionSettings(Section):
     """The limits at which segments are deleted for good, feed by feed."""
 
     max_age: Annotated[t.Duration, RETENTION_RANGE] = option(
-        "0s", "segments whose newest message is older are deleted; 0s: however old they are, they stay"
+        "0s", "segments whose newest message is older are deleted; 0s: no limit"
     )
     max_bytes: Annotated[t.Size, t.Range("1M", or_zero=True)] = option(
-        0, "stored bytes of a feed of a site; what is above is deleted, the oldest first; 0: however much there is"
+        0, "stored bytes of a feed of a site; the oldest segments beyond it are deleted; 0: no limit"
     )
-    keep_from: t.Time = option("", "of messages from this time on nothing is deleted, whatever else is said")
-    feeds: tuple[FeedRetentionSettings, ...] = option(
-        (), "feeds with an age and a size of their own; 0 there: never deleted for that"
-    )
+    keep_from: t.Time = option("", "messages from this time on are never deleted, regardless of the other keys")
+    feeds: tuple[FeedRetentionSettings, ...] = option((), "feeds with limits of their own; 0 there: no limit")
 
     @property
     def is_set(self) -> bool:
@@ -196,14 +194,14 @@ class CompactionSettings(Section):
 
     engine: Literal["spark", "local"] = option("spark", "Spark, or this process without Java")
     spark: SparkSettings = option({}, "the Spark session")
-    levels: tuple[LevelSettings, ...] = option(_DEFAULT_LEVELS, "which level becomes which")
+    levels: tuple[LevelSettings, ...] = option(_DEFAULT_LEVELS, "the merges from level to level")
     delete: t.Flag = option(True, "delete inputs that were merged")
-    delete_grace: t.Duration = option("24h", "how long merged inputs stay, for readers that hold an older listing")
+    delete_grace: t.Duration = option("24h", "how long merged inputs stay, for readers with an older listing")
     prove_deletions: t.Flag = option(
-        True, "read the sequences of what is deleted, and of what stays, once more in the run that deletes"
+        True, "read the sequences of deleted and of remaining segments again in the run that deletes"
     )
     allow_short_times: t.Flag = option(
-        False, "take `delete_grace: 0s` and a `min_age` below 1m: for tests, where nobody else reads the store"
+        False, "allow `delete_grace: 0s` and a `min_age` below 1m: for tests without other readers of the store"
     )
     retention: RetentionSettings = option({}, "when segments are deleted for good")
 
@@ -211,15 +209,15 @@ class CompactionSettings(Section):
         if self.delete and self.delete_grace < LONG_READ_S and not self.allow_short_times:
             reason = (
                 f"{t.format_duration(self.delete_grace)} is shorter than a long replay or query may take: "
-                "what reads by an older listing finds segments deleted; Floe lists again, a Spark or DuckDB "
+                "readers with an older listing find segments deleted; Floe lists again, a Spark or DuckDB "
                 f"query fails; expected at least {t.format_duration(LONG_READ_S)}"
             )
             yield "delete_grace", reason
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
-        override = "or allow_short_times: true, where nobody else reads the store"
+        override = "or set allow_short_times: true if there are no other readers of the store"
         if self.delete and not self.delete_grace and not self.allow_short_times:
-            reason = "expected a time in which readers of an older listing end, as 24h, found 0s"
+            reason = "expected a time within which readers with an older listing end, such as 24h, found 0s"
             yield "delete_grace", f"{reason}; {override}"
         for index, level in enumerate(self.levels):
             if level.min_age < MIN_LEVEL_AGE_S and not self.allow_short_times:
@@ -236,7 +234,7 @@ Role = Literal["egress", "ingress"]
 class LogSettings(Section):
     """The log, on stderr."""
 
-    level: Literal["debug", "info", "warning", "error"] = option("info", "what is logged, from here up")
+    level: Literal["debug", "info", "warning", "error"] = option("info", "the lowest level that is logged")
     format: Literal["auto", "json", "text"] = option("auto", "auto: text on a terminal, JSON elsewhere")
 
 
@@ -249,13 +247,13 @@ class Settings(Section):
     instance: t.Label = option("", "a label for logs; empty: the host's name")
     site: t.SiteName = option("", "this site; needed with `egress.feeds`")
     spool_dir: t.Path = option(
-        "", "where segments are built; empty: the system's folder; nothing in it is needed to resume"
+        "", "the folder in which segments are built; empty: the system's; no file in it is needed to resume"
     )
     nats: NatsSettings = option({}, "the connection to NATS; `egress.nats` and `ingress.nats` override it key by key")
     store: StoreSettings = needed("the object store")
     log: LogSettings = option({}, "the log")
-    egress: EgressSettings = option({}, "what this site freezes")
-    ingress: IngressSettings = option({}, "what flows into which streams")
+    egress: EgressSettings = option({}, "the archiving at this site")
+    ingress: IngressSettings = option({}, "the targets at the centre")
     compaction: CompactionSettings = option({}, "how segments are merged")
 
     @classmethod
@@ -277,7 +275,7 @@ class Settings(Section):
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         if self.egress.feeds and not self.site:
-            yield "site", "expected a name where egress has feeds, found none"
+            yield "site", "expected a name if egress has feeds, found none"
         if self.ingress.events and self.store.url.startswith("file:"):
             yield "ingress.events", "expected none beside a file:// store, found some"
 
@@ -297,7 +295,7 @@ class Settings(Section):
             for number, source in enumerate(target.sources):
                 if any(streams.get(pair) == target.stream for pair in source.site_feed_pairs()):
                     key = f"ingress.targets.{index}.sources.{number}"
-                    reason = f"expected another stream than the target, found {target.stream} frozen by egress"
+                    reason = f"expected a stream other than the target, found {target.stream} archived by egress"
                     yield key, reason
 
 

@@ -51,15 +51,15 @@ class NatsTlsSettings(Section):
     """TLS to NATS. `files` gives the paths for every scheme."""
 
     scheme: Literal["files", "puppet"] = option(
-        "files", "where the files are; puppet: where the agent of Puppet keeps this host's, in place of the three keys"
+        "files", "the place of the files; puppet: those of this host's Puppet agent, in place of the three keys"
     )
     ca: t.Path = option("", "CA certificates; empty: the system's")
     cert: t.Path = option("", "the client's certificate; with `key`")
     key: t.Path = option("", "the client's private key; with `cert`")
-    identity: t.Label = option("", "with `puppet`: whose certificate; empty: the host's name")
+    identity: t.Label = option("", "with `puppet`: the name of the certificate; empty: the host's name")
     ssl_dir: t.Path = option("", "with `puppet`: the agent's folder; empty: `/etc/puppetlabs/puppet/ssl`")
     handshake_first: t.Flag = option(False, "TLS before the server's first line")
-    insecure: t.Flag = option(False, "do not check the server's certificate; for tests only, warned of at each start")
+    insecure: t.Flag = option(False, "do not check the server's certificate; for tests only: each start warns of it")
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from self.require_together("cert", "key")
@@ -91,18 +91,18 @@ class NatsSettings(Section):
     token: t.Secret = option("", "a token")
     user: t.Label = option("", "a user; with `password`")
     password: t.Secret = option("", "the password of `user`")
-    tls: NatsTlsSettings = option({}, "TLS; used where the server asks for it or the URL begins with tls://")
+    tls: NatsTlsSettings = option({}, "TLS; used if the server requires it or the URL begins with tls://")
     allow_plaintext: t.Flag = option(
-        False, "send user, password or token without TLS to another host; whoever listens on the way has them"
+        False, "send user, password or token without TLS to another host; anyone on the network path can read them"
     )
     jetstream_domain: Annotated[t.Text, t.matching(_DOMAIN, "a domain: no space . * > / or \\"), t.TypeName("name")] = (
-        option("", "the JetStream domain in which the streams and buckets are")
+        option("", "the JetStream domain of the streams and buckets")
     )
     jetstream_api_prefix: t.Subject = option(
-        "", "instead of a domain: what stands for `$JS.API`, where another account exports its API"
+        "", "instead of a domain: the prefix in place of `$JS.API`, if another account exports its API"
     )
-    inbox_prefix: t.Subject = option("", "what reply subjects begin with; empty: `_INBOX`")
-    connect_timeout: Annotated[t.Duration, t.Range("100ms", "5m")] = option("5s", "to connect to one server")
+    inbox_prefix: t.Subject = option("", "the prefix of reply subjects; empty: `_INBOX`")
+    connect_timeout: Annotated[t.Duration, t.Range("100ms", "5m")] = option("5s", "the limit to connect to one server")
 
     @property
     def api_prefix(self) -> str:
@@ -135,7 +135,7 @@ class MonitorTlsSettings(Section):
 
     cert: t.Path = option("", "the certificate of this server; with `key`; empty: HTTP without TLS")
     key: t.Path = option("", "its private key; with `cert`")
-    client_ca: t.Path = option("", "who signs the certificates of clients; empty: none is asked for")
+    client_ca: t.Path = option("", "the CA of clients' certificates; empty: none is required")
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from self.require_together("cert", "key")
@@ -149,18 +149,18 @@ class ServiceSettings(Section):
     nats: NatsSettings = option({}, "overrides of `nats`, key by key")
     memory_limit: Annotated[
         t.Size, t.Range("16M", "1T", "a row group of 32M is encoded in parts, and several parts are under way")
-    ] = option("128M", "of one process, over all its chains")
+    ] = option("128M", "the memory of one process, over all its chains")
     lease_ttl: Annotated[t.Duration, t.Range("1s", "10m", "it is renewed every third of it")] = option(
-        "15s", "how long a lease of a stopped process stands in the way of another"
+        "15s", "how long the lease of a stopped process blocks another process"
     )
     lease_bucket: Annotated[t.BucketName, t.Required] = option("FLOE_LEASES", "the key-value bucket of the leases")
     state_bucket: Annotated[t.BucketName, t.Required] = option("FLOE_STATE", "the key-value bucket of the state")
     kv_replicas: Annotated[t.Whole, t.Range(0, 5)] = option(0, "replicas of the two buckets; 0: as the stream")
     kv_max_bytes: Annotated[t.Size, t.Range("1M", "1T")] = option(
-        "64M", "`max_bytes` of the state bucket, for an account that takes no stream without; the leases get an eighth"
+        "64M", "`max_bytes` of the state bucket, if the account requires it; the lease bucket gets an eighth"
     )
     shutdown_timeout: Annotated[t.Duration, t.Range("1s", "1h")] = option(
-        "30s", "to drain after SIGTERM; what is not done by then is done again later"
+        "30s", "the limit to drain after SIGTERM; work that is not done by then is repeated later"
     )
 
     @property
@@ -170,5 +170,5 @@ class ServiceSettings(Section):
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         if self.lease_bucket == self.state_bucket:
-            reason = f"expected another than lease_bucket, whose entries expire, found {self.state_bucket} twice"
+            reason = f"expected a bucket other than lease_bucket, whose entries expire, found {self.state_bucket} twice"
             yield "state_bucket", reason

@@ -345,9 +345,9 @@ def host_url(schemes: Sequence[str], credentials: str, *, or_empty: bool = False
         if or_empty and not text:
             return text
         if "@" in text:
-            raise value_error(f"{form} without user and password (they belong into {credentials})")
+            raise value_error(f"{form} without user and password (they belong in {credentials})")
         if text.endswith("/"):
-            raise value_error(f"{form} without a slash at its end")
+            raise value_error(f"{form} without a slash at the end")
         if not match or match["scheme"] not in schemes:
             raise value_error(f"{form} (an IPv6 address in brackets; no path)")
         if match["port"] and not 1 <= int(match["port"]) <= 65535:
@@ -373,12 +373,12 @@ def check_store_url(text: str) -> str:
             raise value_error("file:///FOLDER with an absolute folder below /")
         return text
     if "@" in text:
-        belong = "they belong into access_key_id and secret_access_key_file"
+        belong = "they belong in access_key_id and secret_access_key_file"
         raise value_error(f"s3://BUCKET without credentials ({belong})")
     if scheme != "s3":
         raise value_error("s3://BUCKET or file:///FOLDER")
     if "/" in rest:
-        raise value_error("s3://BUCKET with nothing behind the bucket (a path belongs into prefix)")
+        raise value_error("s3://BUCKET without a path after the bucket (a path belongs in prefix)")
     if not _S3_BUCKET.fullmatch(rest) or ".." in rest or _IP.fullmatch(rest):
         form = "3 to 63 of a-z 0-9 . -, beginning and ending with a letter or digit"
         raise value_error(f"s3://BUCKET, the bucket {form}")
@@ -398,11 +398,11 @@ def _check_advisory(template: str) -> str:
     if not is_subject(template.replace(EVENT_PLACEHOLDER, "s").replace(VALUE_PLACEHOLDER, "v")):
         raise value_error("a subject without wildcards and empty tokens, %s and %v allowed")
     if _UNKNOWN_PLACEHOLDER.search(template):
-        raise value_error("%s for the event, %v for the value, and % before no other letter")
+        raise value_error("%s for the event, %v for the value, and no % before another letter")
     first = template.partition(".")[0]
     if VALUE_PLACEHOLDER in first or first.startswith("$"):
         # A value comes from a publisher, so it must not choose the beginning of the subject, such as $JS.API.
-        raise value_error("a first token of its own: without %v, and not beginning with $")
+        raise value_error("a first token that has no %v and does not begin with $")
     if len(template.replace(VALUE_PLACEHOLDER, "v" * MAX_VALUE_BYTES).encode()) > MAX_ADVISORY_SUBJECT_BYTES:
         raise value_error(f"at most {MAX_ADVISORY_SUBJECT_BYTES} bytes, counting {MAX_VALUE_BYTES} for each %v")
     return template
@@ -417,7 +417,7 @@ _FILE_SECRETS: weakref.WeakValueDictionary[int, FileSecret] = weakref.WeakValueD
 def regular_file(path: str | FilePath) -> FilePath:
     """Return `path` if it is a regular file. Raises OSError if it is missing, and for a pipe, a device or a folder."""
     if not stat.S_ISREG((found := FilePath(path)).stat().st_mode):
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return found
 
 

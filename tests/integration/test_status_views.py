@@ -278,5 +278,5 @@ async def test_without_a_reader_the_store_is_not_asked_and_the_page_never_waits_
             body, headers = answer.read().decode(), answer.headers
         assert (headers["Cache-Control"], headers["Refresh"]) == ("no-store", "10")
         assert headers["Content-Security-Policy"].startswith("default-src 'none'; style-src 'sha256-")
-        assert "Not looked at yet" in body, "the first reader does not wait for the store"
+        assert "Not scanned yet" in body, "the first reader does not wait for the store"
         await soon(running.health.coverage)

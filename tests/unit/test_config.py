@@ -85,7 +85,7 @@ def feed(keys: str) -> str:
 
 NO_DURATION = "expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found"
 NO_NAME = "3:7: site: expected 1 to 63 of A-Z a-z 0-9"
-NOT_A_VARIABLE = "3:7: site: expected ${VAR} or ${VAR:-default}, found another expression; $${"
+NOT_A_VARIABLE = "3:7: site: expected ${VAR} or ${VAR:-default}, found another expression; write $${"
 WRONG = [
     ("log: {colour: red}", "3:7: log.colour: unknown key; expected one of level format"),
     ("nats:\n  connect_timeout: soon", f"4:20: nats.connect_timeout: {NO_DURATION} soon"),
@@ -99,11 +99,11 @@ WRONG = [
     # `password_file` may hold the secret itself by mistake.
     ('nats: {user: u, password_file: "${PASS}"}', "3:32: nats.password_file: expected a file that can be read"),
     ('nats: {user: u, password: "${PW:-}"}', "3:27: nats.password: expected a secret in ${PW:-}, found nothing"),
-    ('site: "${NOT_SET}"', "3:7: site: expected the environment variable NOT_SET, found it not set"),
+    ('site: "${NOT_SET}"', "3:7: site: expected the environment variable NOT_SET, found it unset"),
     *((f'site: "{text}"', NOT_A_VARIABLE) for text in ("${A:-${B}}", "${A", "${1A}")),
     # Keys that exclude each other
     ("nats: {token: t}\ningress: {nats: {credentials_file: /c}}", "3:15: nats.token: expected one way to authenticate"),
-    ("egress: {feeds: [{stream: A}, {stream: A}]}", "3:31: egress.feeds.1.name: expected a name of its own"),
+    ("egress: {feeds: [{stream: A}, {stream: A}]}", "3:31: egress.feeds.1.name: expected a unique name"),
     # Stores and servers
     ("store: {url: 's3://A_b'}", "3:14: store.url: expected s3://BUCKET, the bucket 3 to 63 of a-z 0-9 . -"),
     (
@@ -234,9 +234,9 @@ def test_an_unreadable_secret_file_is_named_without_its_content(tmp_path: Path):
         f"egress.nats.token_file: expected a secret in {tmp_path}/empty, found nothing",
         "ingress.nats.password_file: expected either password or password_file, found both",
         f"store.secret_access_key_file: expected UTF-8 text in {tmp_path}/binary, found other bytes",
-        f"nats.password_file: expected a file that can be read, found {tmp_path}/pipe: is no regular file",
-        f"egress.nats.token_file: expected a file that can be read, found {tmp_path}: is no regular file",
-        "store.secret_access_key_file: expected a file that can be read, found /dev/zero: is no regular file",
+        f"nats.password_file: expected a file that can be read, found {tmp_path}/pipe: is not a regular file",
+        f"egress.nats.token_file: expected a file that can be read, found {tmp_path}: is not a regular file",
+        "store.secret_access_key_file: expected a file that can be read, found /dev/zero: is not a regular file",
     ]
 
 
@@ -244,7 +244,7 @@ def test_an_unreadable_secret_file_is_named_without_its_content(tmp_path: Path):
     ("name", "why"),
     [
         ("pipe", "expected a mapping, found an empty file"),
-        ("/dev/zero", "expected a file that can be read, found: is no regular file"),
+        ("/dev/zero", "expected a file that can be read, found: is not a regular file"),
         (".", "expected a file that can be read, found: is a directory"),
         ("x.yaml", "x.yaml: expected a file that can be read, found: no such file or directory"),
     ],
@@ -284,7 +284,7 @@ def test_what_is_no_file_is_refused_wherever_the_configuration_names_one(
     with pytest.raises((ConfigError, Refused)) as caught:
         use(**dict.fromkeys(keys.split(), "it" if keys == "context" else str(path)))
     assert f"{path}" in caught.value.message
-    assert caught.value.message.endswith("is no regular file")
+    assert caught.value.message.endswith("is not a regular file")
 
 
 def test_a_configuration_may_come_through_a_pipe_as_a_shell_makes_it():
@@ -303,7 +303,7 @@ def test_a_configuration_may_come_through_a_pipe_as_a_shell_makes_it():
 
 def test_load_takes_a_file_with_one_document_and_points_to_check(tmp_path: Path):
     (file := tmp_path / "site.yaml").write_text(f"{HEAD}---\n{HEAD}")
-    with pytest.raises(ConfigError, match=f"expected one document, found 2; floe config check {file} checks them all"):
+    with pytest.raises(ConfigError, match=f"expected one document, found 2; floe config check {file} checks all"):
         load(str(file))
 
 
@@ -379,7 +379,7 @@ def test_a_store_of_another_host_in_clear_is_refused_or_warned_of(tmp_path: Path
     store = f"s3://floe, endpoint_url: '{url}'"
     if warned:
         [refused] = problems(HEAD.replace("s3://floe", store))
-        assert "expected https:// for a store of another host" in refused
+        assert "expected https:// for a store on another host" in refused
         assert "allow_plaintext: true" in refused
 
     file.write_text(HEAD.replace("s3://floe", f"{store}, allow_plaintext: true"))

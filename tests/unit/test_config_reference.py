@@ -97,7 +97,7 @@ def test_the_page_on_configuration_is_up_to_date_and_gives_every_key_a_meaning()
 # Keys that are specified and not built yet
 
 HEAD = "site: s\nstore: {url: s3://floe}\n"
-NOT_BUILT = "not built yet in this version; remove it or leave it at its default"
+NOT_BUILT = "not implemented in this version; remove it or leave it at its default"
 
 
 def document(text: str) -> ConfigDocument:
@@ -144,5 +144,5 @@ def test_a_key_is_refused_at_its_place_unless_at_its_default_and_others_beside_i
 
 def test_a_target_that_flows_into_itself_cannot_be_run():
     targets = "ingress: {targets: [{stream: A, sources: [{site: s, feed: A}]}]}\n"
-    with pytest.raises(ConfigError, match=r"4:43: ingress.targets.0.sources.0: expected another stream"):
+    with pytest.raises(ConfigError, match=r"4:43: ingress.targets.0.sources.0: expected a stream other than"):
         check_runnable(document(f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n{targets}"))

@@ -202,7 +202,7 @@ def test_headers_that_look_like_secrets_become_variables() -> None:
 
 
 def test_parameters_of_urls_become_keys_and_chorias_login_is_named_as_left_out_once() -> None:
-    assert imported(LOGINS).files[0].text.count("Choria's login is not carried over") == 1
+    assert imported(LOGINS).files[0].text.count("Choria's login is not imported") == 1
     found = settings(imported(LOGINS))
     one = found["site-US-EAST.yaml"].egress.nats
     assert (one.credentials_file, one.connect_timeout, one.tls.ca) == ("/etc/nats.creds", 5, "/path/to/ca.pem")

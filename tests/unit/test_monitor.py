@@ -63,7 +63,7 @@ def get(monitor: Monitor, path: str, method: str = "GET", accept: str = "") -> t
 
 
 def test_a_process_is_ready_when_every_part_is_and_a_reason_forges_no_lines(health: Health, monitor: Monitor):
-    assert get(monitor, "/readyz")[::2] == (503, "starting: nothing has reported yet\n")
+    assert get(monitor, "/readyz")[::2] == (503, "starting: no part has reported yet\n")
     health.set_ready("objects", True)
     health.set_ready("nats", False, "bad\nobjects: fine")
     health.set_ready("lease", False)
@@ -88,7 +88,7 @@ def test_status_is_json_and_the_page_escapes_what_it_shows(health: Health, monit
     assert (status, kind) == (200, "application/json")
     document = json.loads(body)
     assert document["parts"] == {"chain us-east/A/0000/0": {"position": 7, "name": "<script>"}}
-    assert (document["ready"], document["problems"]) == (False, ["starting: nothing has reported yet"])
+    assert (document["ready"], document["problems"]) == (False, ["starting: no part has reported yet"])
     assert document["version"]
     status, kind, body = get(monitor, "/")
     assert (status, kind) == (200, "text/html; charset=utf-8")
@@ -334,7 +334,7 @@ async def test_it_is_ready_at_once_and_stopping_when_asked_to_and_feeds_no_other
     others = {"WATCHDOG_USEC": "40000", "WATCHDOG_PID": str(os.getppid())}
     async with notifier(manager, health, **others).while_running(stop):
         assert manager.lines() == ["READY=1", f"MAINPID={os.getpid()}"]
-        await soon(lambda: "STATUS=starting: nothing has reported yet" in manager.lines())
+        await soon(lambda: "STATUS=starting: no part has reported yet" in manager.lines())
         await asyncio.sleep(0.1)
         stop.set()
         await soon(lambda: manager.lines()[-2:] == ["STOPPING=1", "STATUS=draining"])
