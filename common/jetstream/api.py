@@ -127,7 +127,7 @@ async def ready_stream_info(client: FloeClient, stream: str) -> StreamInfo | Non
     if (info := await stream_info(client, stream)) is not None and info.restore_marker:
         raise Unavailable(
             f"stream {info.name} is being restored ({info.restore_marker})",
-            hint="nothing to do, it goes on by itself when that is done; if it never is, give the restore again",
+            hint="nothing to do: it continues by itself after the restore; if that never ends, run it again",
             code=RESTORING_CODE,
         )
     return info
@@ -282,7 +282,7 @@ async def list_consumers(client: FloeClient, stream: str) -> list[dict[str, Any]
     while True:
         answer = await query(client, f"CONSUMER.LIST.{check_token(stream)}", {"offset": listed})
         if missing := answer.get("missing"):
-            raise Unavailable(f"CONSUMER.LIST of {stream}: no answer of {', '.join(map(str, missing))[:200]}")
+            raise Unavailable(f"CONSUMER.LIST of {stream}: no answer from {', '.join(map(str, missing))[:200]}")
         page = answer.get("consumers") or []
         found |= {str(each.get("name")): each for each in page}
         listed += len(page)

@@ -43,7 +43,7 @@ __all__ = ["ApiError", "FloeClient", "RawSubscription", "Sink", "connect", "fram
 
 log = get_logger(__name__)
 
-connections = gauge("nats_connected", "Connections of this process to NATS that stand now.")
+connections = gauge("nats_connected", "Connections of this process to NATS that are up.")
 reconnects = counter("nats_reconnects", "Connections to NATS that were lost and made again.")
 
 PING_INTERVAL_S = 10.0  # seconds; a dead connection is noticed within twice that
@@ -103,8 +103,8 @@ async def connect(
 
 def headers_disabled_error() -> ConfigError:
     return ConfigError(
-        "nats-server: expected one that takes headers, found `headers: false`",
-        hint="take no_header_support out of its configuration",
+        "nats-server: expected one that supports headers, found `headers: false`",
+        hint="remove no_header_support from its configuration",
         code="E-NATS-HEADERS",
     )
 
@@ -248,8 +248,8 @@ class FloeClient(Client):
         finally:
             self._requests.remove(token)
         if not answer and (block or b"").startswith(NO_RESPONDERS_STATUS):
-            hint = "is JetStream enabled for this account, and is there such a stream"
-            raise Unavailable(f"nobody answers {subject_text}", hint=hint, code=NO_RESPONDERS_CODE)
+            hint = "check that JetStream is enabled for this account, and that the stream exists"
+            raise Unavailable(f"no server answers {subject_text}", hint=hint, code=NO_RESPONDERS_CODE)
         return answer, block
 
     async def api(self, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _unknown_context(path: Path) -> ConfigError:
     expected = f"expected one of {', '.join(names)}" if names else "expected a context of the nats command"
     return ConfigError(
         f"nats.context {path.stem}: {expected} in {_folder()}, found none of that name",
-        hint="nats context ls shows them for this user, nats context add makes one",
+        hint="`nats context ls` lists those of this user, `nats context add` creates one",
     )
 
 

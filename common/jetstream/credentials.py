@@ -152,7 +152,7 @@ class _File:
         return content
 
     def _credential_error(self, reason: str) -> Refused:
-        hint = "issue the credential anew or correct the path"
+        hint = "issue the credential again, or correct the path"
         return Refused(f"nats.{self}: {reason}", hint=hint, code="E-NATS-CREDS")
 
 
@@ -166,7 +166,7 @@ def is_loopback(peer: object) -> bool:
 
 
 def plaintext_error(server: str, auth: Credential) -> ConfigError:
-    hint = f"nats.url: tls://{server}, or nats.allow_plaintext: true where nobody else is on the way"
+    hint = f"set nats.url: tls://{server}, or nats.allow_plaintext: true on a trusted network"
     text = f"nats server {server}: expected TLS for {auth.label}, found none; nothing was sent"
     return ConfigError(text, hint=hint, code="E-NATS-PLAINTEXT")
 
@@ -224,7 +224,7 @@ def connect_error(error: BaseException, server: str, auth: Credential, settings:
     if isinstance(error, ssl.SSLError):
         return _handshake_error(error, where, settings)
     if is_auth_error(text):
-        hint = "compare it with what the server knows of its users"
+        hint = "compare it with the users that the server knows"
         return Refused(f"{where} refused {auth.label}: {text.lower()}", hint=hint, code="E-NATS-AUTH")
     if isinstance(error, TimeoutError):
         text = f"no answer within {settings.connect_timeout:g} s"
@@ -236,20 +236,18 @@ def connect_error(error: BaseException, server: str, auth: Credential, settings:
 def _unreachable_hint(error: Exception, text: str, settings: NatsSettings) -> str:
     """Return the hint for a server that cannot be reached."""
     if isinstance(error, TimeoutError) or text.startswith("empty response"):
-        first = "nats.tls.handshake_first: true where it begins with TLS"
+        first = "set nats.tls.handshake_first: true if it begins with TLS"
         if wants_tls(settings):  # each side may wait for the other to begin
             other = "false" if settings.tls.handshake_first else "true"
-            first = f"nats.tls.handshake_first: {other}, unless the server has it as it is here"
-        return (
-            f"is it a NATS server, and does it answer others? look at it, at what is on the way, at nats.url; {first}"
-        )
+            first = f"set nats.tls.handshake_first: {other} if the server has it so"
+        return f"check that nats.url is a NATS server, that it answers others, and the network path to it; {first}"
     if f"[errno {errno.ECONNREFUSED}]" in text.lower():
-        return "is nats-server running there, and is this its port? check nats.url"
+        return "check that nats-server runs there, and its port in nats.url"
     if isinstance(error, socket.gaierror):
         return "check the name in nats.url, and this host's resolver"
     if isinstance(error, OSError):
-        return "check nats.url, and the network on the way"
-    return "see what the server logs of it"
+        return "check nats.url, and the network path to it"
+    return "see the server's log"
 
 
 # The last two depend on the version of OpenSSL.
@@ -264,14 +262,14 @@ def _handshake_error(error: ssl.SSLError, where: str, settings: NatsSettings) ->
     if todo := certificate_hint(text, "nats.url", "server"):
         hint += f"; {todo}"
     elif "certificate" in text:
-        hint += "; it must hold the authority of the server's certificate"
+        hint += "; it must contain the CA of the server's certificate"
     if "alert" in text:
         kind, hint = (
             Refused,
             f"the server refused nats.tls.cert {settings.tls.files.cert or '(none given)'}; see its log",
         )
     elif text in _NO_TLS:
-        hint = "nats.url: nats:// and no nats.tls; or TLS on the server, with handshake_first as there"
+        hint = "set nats.url: nats:// and no nats.tls; or enable TLS on the server, with the same handshake_first"
         if settings.tls.handshake_first:
-            hint = "nats.tls.handshake_first: false, unless the server has it as it is here"
+            hint = "set nats.tls.handshake_first: false if the server has it so"
     return kind(f"{where}: tls failed: {text}", hint=hint, code="E-NATS-TLS")

@@ -112,7 +112,7 @@ class KeyValue:
             expected = f"expected a time to live of {self.ttl or 0:g} s"
             raise ConfigError(
                 f"bucket {self.bucket}: {expected}, found {found / NS_PER_S:g} s",
-                hint="use one value for all that share the bucket, or another bucket",
+                hint="use one value in all processes that share the bucket, or another bucket",
                 code="E-KV-TTL",
             )
         return self
@@ -191,7 +191,7 @@ class KeyValue:
             if len(subjects) < MAX_SUBJECTS_PER_INFO:
                 return [*names]
             if len(names) == before:
-                raise Unavailable(f"keys of {self.bucket}: expected more behind {before}, found the same again")
+                raise Unavailable(f"keys of {self.bucket}: expected more after {before}, found the same again")
 
     async def _last_message(self, key: str) -> Message | None:
         """Return the last message of `key`, even if it is a deletion marker."""
@@ -228,7 +228,7 @@ class KeyValue:
         size = int(info.config.get("max_bytes", 0)) if info else 0
         return BucketFull(
             f"bucket {self.bucket}: expected room for {needed} bytes more, found it full: max_bytes {size}",
-            hint=f"give it more:\nnats stream edit {self._stream} --max-bytes {2 * max(size, needed)}",
+            hint=f"enlarge it:\nnats stream edit {self._stream} --max-bytes {2 * max(size, needed)}",
         )
 
     async def _publish(self, subject: bytes, value: bytes, block: bytes) -> bytes:
@@ -260,7 +260,7 @@ class KeyValue:
             raise OutcomeUnknown(f"key {key}: expected an acknowledgement, found {answer[:60]!r}") from None
         if stream != self._stream or not isinstance(revision, int) or revision <= (expected or 0):
             raise OutcomeUnknown(
-                f"key {key}: expected an acknowledgement of {self._stream} behind {expected or 0}, "
+                f"key {key}: expected an acknowledgement of {self._stream} after {expected or 0}, "
                 f"found {stream} at {revision}"
             )
         return revision
@@ -271,7 +271,7 @@ class KeyValue:
         return prefix + key
 
     def _deleted_error(self) -> BucketDeleted:
-        return BucketDeleted(f"bucket {self.bucket} does not exist any more")
+        return BucketDeleted(f"bucket {self.bucket} no longer exists")
 
     def _config(self, max_age: int, replicas: int) -> dict[str, Any]:
         window = 120 * NS_PER_S

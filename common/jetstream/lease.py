@@ -120,14 +120,14 @@ class Lease:
             await self._run_renewals()
         except Exception as error:
             record_unexpected(error, "lease", f"lease {self.key}")
-            self._mark_lost("nobody renews it any more")
+            self._mark_lost("its renewal failed unexpectedly")
 
     async def _run_renewals(self) -> None:
         pause = self._ttl / 3
         while not self.lost.is_set:
             await self._clock.sleep(pause)
             if self._clock.monotonic() >= self._deadline:
-                self._mark_lost("its time ran out")
+                self._mark_lost("it was not renewed in time")
             else:
                 pause = self._ttl / (3 if await self._renew() else 10)
             # `asyncio.wait_for` in Python 3.11 loses a cancellation that comes together with its result.

@@ -173,7 +173,7 @@ class _PullReader:
 
     async def next(self) -> list[Message]:
         if not await wait_for(self._arrived, MAX_MISSED_HEARTBEATS * self._limits.heartbeat_s):
-            silent = Unavailable(f"stream {self._stream}: nothing heard of the consumer")
+            silent = Unavailable(f"stream {self._stream}: no message or heartbeat from the consumer")
             raise self._client.permission_error(self._pull_subject) or silent
         self._error.raise_if_set()
         if self._client.generation != self._generation:
@@ -210,7 +210,7 @@ class _PullReader:
         status = parse_status(headers)
         if isinstance(status, ConsumerError):
             if self._unanswered is None or self._unanswered >= NO_RESPONDERS_ATTEMPTS or not status.has_no_responders:
-                raise Unavailable(f"stream {self._stream}: the server says: {status.text}")
+                raise Unavailable(f"stream {self._stream}: the server reports: {status.text}")
             # A cluster confirms a new consumer before its server listens.
             self._unanswered, self._pending = self._unanswered + 1, 0
             return
@@ -219,6 +219,6 @@ class _PullReader:
             self.passed_sequence = max(self.passed_sequence, status.sequence)
         elif isinstance(status, PullEnd):
             if status.max_batch >= self._batch:
-                raise Unavailable(f"stream {self._stream}: the server refuses to be asked for {self._batch} messages")
+                raise Unavailable(f"stream {self._stream}: the server refuses a pull of {self._batch} messages")
             self._batch, self._pending = min(self._batch, status.max_batch or self._batch), 0
             self._window *= 2 if status.is_too_small and status.undelivered == self._batch else 1

@@ -148,7 +148,7 @@ def link_or_rename(new: Path, path: Path) -> None:
         if error.errno not in _NO_LINK_ERRNOS:
             raise
         if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, "there is an object", str(path)) from error
+            raise FileExistsError(errno.EEXIST, "an object exists", str(path)) from error
         new.replace(path)
 
 
@@ -420,7 +420,7 @@ class LocalObjects:
     def _install(self, key: str, sha256: str, metadata: Mapping[str, str], install: Callable[[], object]) -> bool:
         path = self._root / key
         if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "objects stand under this key", str(path))
+            raise IsADirectoryError(errno.EISDIR, "objects exist under this key", str(path))
         # Metadata first: a crash between the two leaves metadata of bytes that are never read.
         self._hidden.store_metadata(key, sha256, metadata)
         try:

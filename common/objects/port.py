@@ -88,7 +88,7 @@ def read_store_clock(objects: ObjectStore, key: str) -> float:
     """Return seconds since 1970 UTC by the store's clock, read from the object `key`, which is written for this."""
     objects.put(key, b"")
     if (info := objects.head(key)) is None:
-        raise Unavailable(f"object {key}: written and not found", code="E-READ-BACK")
+        raise Unavailable(f"object {key}: not found after it was written", code="E-READ-BACK")
     return info.modified
 
 
@@ -111,14 +111,14 @@ STORE_RESULTS = ("ok", "refused", "unavailable", "unknown", "failed")
 
 requests = counter(
     "store_requests",
-    "Calls of the object store, its own repeated tries included, by what came of them.",
+    "Calls of the object store, including its own retries, by result.",
     ("op", "result"),
     op=STORE_OPS,
     result=STORE_RESULTS,
 )
 request_seconds = histogram(
     "store_request_seconds",
-    "Time of one call of the object store, with all its tries and bytes.",
+    "Time of one call of the object store, including retries and transfer.",
     ("op",),
     buckets=(0.02, 0.1, 0.5, 2.5, 10.0, 60.0),
     op=STORE_OPS,

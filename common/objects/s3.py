@@ -194,7 +194,7 @@ def _disable_redirects(context: dict[str, Any], **_: object) -> None:
 
 KEYS_PER_PAGE = 1000
 CONDITIONS_HINT = (
-    "what two may write at once is claimed in the state bucket; retention and sign-offs need a store with conditions"
+    "concurrent writes are claimed in the state bucket; retention and sign-offs need a store with conditions"
 )
 
 T = TypeVar("T")
@@ -290,7 +290,7 @@ class S3Objects:
                 if self._client is refused:
                     self._credential = before
                     return ""
-        return "where AWS tools find it"
+        return "the AWS credential chain"
 
     @measure_call("list")
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
@@ -486,7 +486,7 @@ class S3Objects:
             if not is_missing and not (condition and status_of(error.response) == 412):
                 raise
             if self._outcomes.may_be_done:
-                text = f"put {upload.place}: refused, perhaps because an earlier try of this very put is there"
+                text = f"put {upload.place}: refused, perhaps because an earlier try of the same put succeeded"
                 raise OutcomeUnknown(text) from error
             return False
         return True
@@ -572,7 +572,7 @@ class S3Objects:
         text = f"{verb} {self._url(key)}: {detail}"
         away: type[FloeError] = OutcomeUnknown if writes and self._outcomes.may_be_done else StoreUnavailable
         if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-            hint = "set store.access_key_id and store.secret_access_key, or a credential as AWS tools find it"
+            hint = "set store.access_key_id and store.secret_access_key, or a credential in the AWS credential chain"
             return Refused(text, hint=hint, code="E-S3-AUTH")
         if isinstance(error, boto.ParamValidationError):
             return ConfigError(text, code="E-S3-REQUEST")
@@ -581,7 +581,7 @@ class S3Objects:
             if hint or "CERTIFICATE_VERIFY_FAILED" in detail:
                 # If this store's certificate was accepted before, the configuration is not at fault.
                 kind = away if is_out_of_date(detail) or self._has_answered else ConfigError
-                return kind(text, hint=hint or "name the authority in store.tls.ca", code="E-S3-TLS")
+                return kind(text, hint=hint or "set store.tls.ca to the CA of the store", code="E-S3-TLS")
         if isinstance(error, boto.EndpointConnectionError):
             url, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
             reason, hint = s3_errors.connection_problem(str(url), str(cause))

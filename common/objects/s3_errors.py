@@ -44,12 +44,14 @@ _SIGNATURE = "the secret key is not the one of this access key, or a proxy chang
 _REFUSED = Meaning(Refused, "check the credential, its rights, and the state of the account", "E-S3-DENIED")
 _SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
 _INVALID = Meaning(ConfigError, _SETTINGS, "E-S3-REQUEST")
-_UNSUPPORTED = Meaning(ConfigError, "this store cannot do it; see store.checksum and store.encryption", "E-S3-REQUEST")
+_UNSUPPORTED = Meaning(
+    ConfigError, "unsupported here; see store.checksum and store.encryption", "E-S3-REQUEST"
+)
 _KMS = Meaning(Refused, "grant kms:GenerateDataKey and kms:Decrypt on the key", "E-S3-KMS")
 _FULL = Meaning(Unavailable, "make room in the store", "E-STORE-FULL")
 _CAPPED = Meaning(Unavailable, "make room, or raise the quota or cap of the bucket and the account", "E-STORE-FULL")
 _SUSPENDED = Meaning(Refused, "the store has suspended the account; ask its provider", "E-S3-AUTH")
-_REDIRECTED = Meaning(Unavailable, "something redirects, as to https://; check store.endpoint_url", RETRY_LATER.code)
+_REDIRECTED = Meaning(Unavailable, "redirected, such as to https://; check store.endpoint_url", RETRY_LATER.code)
 _EXPIRED = Meaning(Refused, "the credential has expired; renew it", "E-S3-AUTH")
 
 MISSING_KEY = {"NoSuchKey", "NoSuchVersion"}
@@ -67,7 +69,7 @@ _LATER = (
 #: The meaning of each code that a store may answer. A code of AWS KMS is listed without its `KMS.`.
 CODE_MEANINGS: Mapping[str, Meaning] = {
     **dict.fromkeys(_LATER.split(), RETRY_LATER),
-    "RequestTimeTooSkewed": Meaning(Unavailable, "set this host's clock: it and the store's differ", "E-S3-CLOCK"),
+    "RequestTimeTooSkewed": Meaning(Unavailable, "set this host's clock: it differs from the store's", "E-S3-CLOCK"),
     "InvalidObjectState": Meaning(Unavailable, "the object is archived: restore it first", "E-S3-ARCHIVED"),
     **dict.fromkeys(("InsufficientStorage", "Insufficient Storage", "XMinioStorageFull"), _FULL),
     **dict.fromkeys(("QuotaExceeded", "ServiceQuotaExceededException", "XMinioAdminBucketQuotaExceeded"), _CAPPED),
@@ -156,7 +158,7 @@ def answer_error(verb: str, place: str, response: Mapping[str, Any]) -> FloeErro
     if meaning is ACCESS_DENIED:
         hint = f"grant {PERMISSIONS[verb]}"
         if verb in ("get", "head"):
-            hint += ", and s3:ListBucket: without it a missing object is refused too, and is not taken as missing"
+            hint += ", and s3:ListBucket: without it the store refuses requests for missing objects, too"
     elif meaning is WRONG_REGION:
         hint = f"set store.region: {region or 'the region of the bucket'}"
     return meaning.kind(text, hint=hint, code=meaning.code)
@@ -226,20 +228,20 @@ def connection_problem(endpoint: str, cause: str) -> tuple[str, str]:
     host = urlsplit(endpoint).hostname or endpoint
     where = f"store {without_paths(endpoint)}"
     if f"[Errno {int(socket.EAI_AGAIN)}]" in cause:
-        hint = "look at this host's resolver (/etc/resolv.conf), or have store.endpoint_url name an address"
-        return f"{where}: the host {host} is not resolved, the resolver gives no answer", hint
+        hint = "check this host's resolver (/etc/resolv.conf), or set store.endpoint_url to an IP address"
+        return f"{where}: the host {host} is not resolved: no answer from the resolver", hint
     if _UNKNOWN_HOST.search(cause):
         return f"{where}: the host {host} is not known", "check store.endpoint_url, and this host's resolver"
     if "refused" in cause.lower():
-        hint = "is the store running, and is this its port? check store.endpoint_url"
+        hint = "check that the store runs, and its port in store.endpoint_url"
         return f"{where}: the port refuses connections", hint
     found = _ERRNO.search(cause)
     reason = found[1].strip().lower() if found else without_paths(cause)
-    return f"{where}: cannot be reached: {reason}", "check store.endpoint_url, and the network on the way"
+    return f"{where}: cannot be reached: {reason}", "check store.endpoint_url, and the network path to it"
 
 
-NO_ANSWER_HINT = "does it answer others? look at the store and at what is on the way; check store.endpoint_url"
-CLOSED_HINT = "is it the port of an S3 server? look at the store's log; check store.endpoint_url"
+NO_ANSWER_HINT = "check store.endpoint_url, that the store answers others, and the network path to it"
+CLOSED_HINT = "check that store.endpoint_url is the port of an S3 server; see the store's log"
 
 
 def is_not_tls(cause: str) -> bool:

@@ -139,7 +139,7 @@ class Listing:
     def _invalid(self, what: str, expected: str, found: object) -> Unavailable:
         return Unavailable(
             f"list s3://{self._bucket}/{self._prefix}: {what}: expected {expected}, found {found!r:.200}",
-            hint="something else than the object store answered; check store.endpoint_url and proxies",
+            hint="something other than the object store answered; check store.endpoint_url and proxies",
             code="E-LIST-INVALID",
         )
 

@@ -430,6 +430,6 @@ def replay_command(chain: Chain, rows: SequenceRange) -> str:
 
 def leftover_remedies(chain: Chain, rows: SequenceRange) -> str:
     return (
-        f"carry them into a stream of their own:\n{replay_command(chain, rows)}\n"
-        f"or give them up for good; the segments stay:\n{accept_command(chain, rows)}"
+        f"replay them into a stream of their own:\n{replay_command(chain, rows)}\n"
+        f"or accept them as a gap; the segments stay:\n{accept_command(chain, rows)}"
     )

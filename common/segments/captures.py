@@ -342,7 +342,7 @@ class CaptureStore:
                 return False
         self.objects.put(key, body, sha256=sha256)
         if self.objects.get(key, length=len(body) + 1) != body:
-            raise OutcomeUnknown(f"{key}: what was read back is not what was written", code="E-READ-BACK")
+            raise OutcomeUnknown(f"{key}: the bytes read back differ from those written", code="E-READ-BACK")
         return True
 
     def config(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedConfig | None:

@@ -227,9 +227,9 @@ class ForeignKeys:
         """Return lines for people; empty if there are no foreign keys."""
         if not self.count:
             return []
-        of = "" if self.is_complete else f" among the first {self.examined}; `floe segments verify` looks at all"
+        of = "" if self.is_complete else f" among the first {self.examined}; `floe segments verify` checks all"
         more = [f"  and {self.count - len(self.keys)} more"] if self.count > len(self.keys) else []
-        head = f"keys that are none of Floe's, and that nothing reads: {self.count}{of}"
+        head = f"foreign keys, which Floe does not read: {self.count}{of}"
         return [head, *(f"  {escape(key)}" for key in self.keys), *more]
 
 

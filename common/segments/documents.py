@@ -173,7 +173,7 @@ class Floor:
     raised_at: float
 
     def __str__(self) -> str:
-        return f"what was before {self.first} is gone by retention since {format_time(int(self.raised_at) * NS_PER_S)}"
+        return f"retention deleted the sequences before {self.first} at {format_time(int(self.raised_at) * NS_PER_S)}"
 
 
 def tail_to_json(end: int) -> bytes:
@@ -193,8 +193,8 @@ def _expect(name: str, value: int, least: int, most: int) -> int:
 
 
 HOLE_HINT = (
-    "the source may still hold them: egress at the site looks within six hours, and at once when it is "
-    "started again; otherwise put the segment back"
+    "the source may still hold them: egress at the site checks within six hours, and immediately after a "
+    "restart; otherwise put the segment back"
 )
 MAX_TEXT_CHARS = 1000  # characters of a note and of a name
 
@@ -253,15 +253,13 @@ def accept_command(chain: Chain, hole: SequenceRange) -> str:
 
 def hole_remedies(chain: Chain, hole: SequenceRange) -> str:
     """Return the remedies for a hole, the cheapest first: accepting the gap comes last."""
-    return (
-        f"{HOLE_HINT}; only when nobody has them any more, give them up for all targets:\n{accept_command(chain, hole)}"
-    )
+    return f"{HOLE_HINT}; only if no copy is left, accept them as a gap for all targets:\n{accept_command(chain, hole)}"
 
 
 def filled_hole_remedies(chain: Chain, rows: SequenceRange) -> str:
     return (
-        "put the lost segment back; only when nobody has it any more, give up what is missing, for all "
-        f"targets (what is there is carried):\n{accept_command(chain, rows)}"
+        "put the lost segment back; only if no copy is left, accept the missing sequences as a gap for all "
+        f"targets (the archived rows are delivered):\n{accept_command(chain, rows)}"
     )
 
 
@@ -270,8 +268,8 @@ def late_rows_remedies(chain: Chain, rows: SequenceRange) -> str:
     target = shlex.quote(f"{chain.feed}_LATE")
     replay = floe_command("replay", chain_arguments(chain), bounds, f"--target {target} --subject-prefix late --create")
     return (
-        "a target that lacks them gets them with the rest by `floe checkpoint set`, which says how many "
-        f"messages it then holds twice; or carry them into another stream:\n{replay}"
+        "deliver them to a target that lacks them by `floe checkpoint set`, which reports how many "
+        f"messages the target then holds twice; or replay them into another stream:\n{replay}"
     )
 
 
@@ -697,7 +695,7 @@ class ChainStore:
         if self.objects.head(key) is None:
             self.put_once(key, body)
         if (document := self._read(key, parse)) is None:
-            raise Unavailable(f"{key}: put and not there", code="E-READ-BACK")
+            raise Unavailable(f"{key}: not found after it was put", code="E-READ-BACK")
         return document
 
     def put_once(self, key: str, body: bytes) -> None:

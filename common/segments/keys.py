@@ -524,7 +524,7 @@ def _no_such_chain(of_feed: Sequence[Chain], incarnation: int | None, partition:
     wanted = [] if incarnation is None else [f"incarnation {incarnation:04d}"]
     wanted += [] if partition is None else [f"partition {partition}"]
     return UsageError(
-        f"{' '.join(wanted)}: expected one that there is, found none of that number",
+        f"{' '.join(wanted)}: expected an existing one, found none of that number",
         hint=f"there are {_name_list(sorted({str(chain) for chain in of_feed}))}",
     )
 

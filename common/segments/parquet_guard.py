@@ -46,7 +46,7 @@ def read_struct(data: bytes, bounds: Bounds) -> tuple[Struct, int]:
     try:
         return reader.struct(0), reader.position
     except IndexError:
-        raise TruncatedError(f"structure goes on after {len(data)} bytes") from None
+        raise TruncatedError(f"structure continues after {len(data)} bytes") from None
 
 
 class _Reader:
@@ -191,8 +191,8 @@ class ForkError(DataError):
     def __init__(self, message: str, *keys: str) -> None:
         super().__init__(
             message,
-            hint="two histories met under one name; nothing of them is merged or deleted; compare them with "
-            "`floe segments cat`, then put the false one away",
+            hint="two histories share one name; neither is merged or deleted; compare them with "
+            "`floe segments cat`, then quarantine the wrong one",
         )
         self.keys = keys
 
@@ -222,7 +222,7 @@ def segment_errors(key: str) -> Iterator[None]:
     except FloeError:
         raise
     except MemoryError as error:
-        raise bomb_error(f"segment {key}: needs more memory than there is: {_first_line(error)}") from error
+        raise bomb_error(f"segment {key}: needs more memory than is available: {_first_line(error)}") from error
     except NotImplementedError as error:
         raise SegmentCorrupt(f"segment {key}: {_first_line(error)}", code="E-SEG-CODEC") from error
     except Exception as error:  # pyarrow raises its own errors and built-in ones
@@ -472,7 +472,7 @@ def _read_page(source: Any, chunk: Chunk, position: int, end: int, limits: Parqu
         size,
     )
     if position + size + page.compressed > end:
-        raise SegmentCorrupt(f"column {chunk.name}: page at {position} ends behind the column's end {end}")
+        raise SegmentCorrupt(f"column {chunk.name}: page at {position} ends after the column's end {end}")
     return page
 
 
@@ -485,7 +485,7 @@ def _read_header(source: Any, chunk: Chunk, position: int, end: int, limits: Par
             continue
         except ValueError as error:
             raise SegmentCorrupt(f"column {chunk.name}: page header at {position}: {error}") from error
-    raise SegmentCorrupt(f"column {chunk.name}: page header at {position} passes {available} bytes")
+    raise SegmentCorrupt(f"column {chunk.name}: page header at {position} exceeds {available} bytes")
 
 
 def _number(chunk: Chunk, fields: Struct, field: int) -> int:
@@ -501,7 +501,7 @@ def _check_page(chunk: Chunk, page: _Page, position: int, *, is_first_data: bool
         raise _page_error(chunk, f"encoding {page.encoding} of a {kind} page is not one of Floe's")
     if page.kind == PageType.DICTIONARY:
         if position != chunk.first:
-            raise _page_error(chunk, "a dictionary stands behind other pages")
+            raise _page_error(chunk, "a dictionary follows other pages")
         # Each text of a plain dictionary begins with its length in four bytes.
         if page.values * 4 > page.uncompressed:
             raise _page_error(chunk, f"a dictionary of {page.uncompressed} bytes claims {page.values} values")

@@ -274,10 +274,10 @@ class SegmentStore:
                 log.warning("read-back failed", action="read_back_failed", **ref.log_context())
             self._clock.block(pause)
         if cause is not None:
-            raise Unavailable(f"{kind} {ref.key}: put {len(PUT_RETRY_S) + 1} times, and not there: {cause}") from cause
+            raise Unavailable(f"{kind} {ref.key}: put {len(PUT_RETRY_S) + 1} times, not found: {cause}") from cause
         raise Unavailable(
-            f"{kind} {ref.key}: put {len(PUT_RETRY_S) + 1} times and never read back as it was sent",
-            hint="look at the store: it accepts what it does not keep",
+            f"{kind} {ref.key}: put {len(PUT_RETRY_S) + 1} times, never read back as it was sent",
+            hint="check the store: it accepts objects that it does not keep",
             code="E-READ-BACK",
         )
 
@@ -408,7 +408,7 @@ def object_metadata(spooled: SpooledSegment) -> dict[str, str]:
     return {**{name: str(number) for name, number in numbers.items()}, "sha256": sha256, **tip}
 
 
-REFETCH_HINT = "egress reads them again while the source holds them; otherwise every target waits there"
+REFETCH_HINT = "egress reads them again if the source still holds them; otherwise every target waits there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,9 +440,9 @@ def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> Q
         raise SegmentGone(f"object {key}: not in the store")
     if not store.layout.can_quarantine(key):
         raise UsageError(
-            f"{key}: expected a segment, or an object below the prefix that is none of Floe's, "
-            "found one that rules a chain or belongs to others",
-            hint="where it rules a chain, put a good copy of it back instead",
+            f"{key}: expected a segment, or a foreign object below the prefix, "
+            "found one that a chain depends on or that belongs to others",
+            hint="if a chain depends on it, put a good copy of it back instead",
             code="E-QUARANTINE",
         )
     name = store.layout.parse_segment(key)
@@ -451,7 +451,7 @@ def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> Q
     note = _end_note(store, segment) if segment and uncovered else ""
     if uncovered and not accept_hole:
         raise UsageError(
-            f"{key}: nothing else covers {', '.join(map(str, uncovered))}: expected --yes",
+            f"{key}: no other segment covers {', '.join(map(str, uncovered))}: expected --yes",
             hint="; ".join(filter(None, [REFETCH_HINT, note])),
             code="E-QUARANTINE",
         )
@@ -470,8 +470,8 @@ def _end_note(store: SegmentStore, segment: SegmentRef) -> str:
         return ""
     feed = shlex.quote(segment.chain.feed)
     return (
-        "it is the last of its chain: where egress at the site then waits with E-LISTING, have it believe "
-        f"the listing there: `floe egress resolve -c site.yaml {feed} --believe-listing`"
+        "it is the last segment of its chain: if egress at the site then waits with E-LISTING, accept the "
+        f"listing there: `floe egress resolve -c site.yaml {feed} --believe-listing`"
     )
 
 
@@ -501,7 +501,7 @@ def _copy(store: SegmentStore, key: str, metadata: Mapping[str, str]) -> tuple[s
         store.objects.put(kept_at, spool, sha256=sha256, metadata=metadata)
         # The network may damage bytes that are intact in the store: the original is read again too.
         if {_download_sha256(store, each, spool) for each in (kept_at, key)} != {sha256}:
-            raise OutcomeUnknown(f"object {kept_at}: what was read back is not what was written")
+            raise OutcomeUnknown(f"object {kept_at}: the bytes read back differ from those written")
     finally:
         spool.unlink(missing_ok=True)
     return kept_at, sha256

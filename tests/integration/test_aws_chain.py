@@ -69,7 +69,7 @@ def test_a_session_token_is_shown_and_without_any_credential_the_store_is_refuse
 ):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(Refused, match="a credential as AWS tools find it") as caught:
+    with pytest.raises(Refused, match="a credential in the AWS credential chain") as caught:
         objects_of(proxy, s3).list("")
     assert (caught.value.exit_code, "\n" in str(caught.value)) == (77, False)
     for name, value in (("ACCESS_KEY_ID", "AKSESSION"), ("SECRET_ACCESS_KEY", "x" * 20), ("SESSION_TOKEN", "token")):
@@ -178,7 +178,7 @@ def test_the_file_of_a_profile_is_read_again_when_its_keys_are_refused(
     assert proxy.shown[0] == former[0], "what works is not read again"
     rotate("AKNOBODY", "secret-of-nobody")
     proxy.refuses = former[0]
-    with pytest.raises(Unavailable, match="read again from where AWS tools find it"):
+    with pytest.raises(Unavailable, match="read again from the AWS credential chain"):
         objects.get("k")
     with pytest.raises(Refused, match="InvalidAccessKeyId"):
         objects.get("k")

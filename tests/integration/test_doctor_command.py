@@ -192,8 +192,8 @@ async def test_each_kind_of_missing_answer_has_a_next_step(
         frozen = f"127.0.0.1:{server.getsockname()[1]}"
         silent = ["nats://a.invalid", "nats://b.invalid"]
         for urls, endpoint, of_nats, of_store in (
-            (f"nats://{away}", away, "is this its port? check nats.url", "is this its port? check store.endpoint_url"),
-            (f"nats://{frozen}", frozen, "does it answer others? look at it", "does it answer others? look at the st"),
+            (f"nats://{away}", away, "its port in nats.url", "its port in store.endpoint_url"),
+            (f"nats://{frozen}", frozen, "that it answers others", "that the store answers others"),
             ("nats://unknown.invalid:4222", "unknown.invalid", "this host's resolver", "this host's resolver"),
             (silent, "s3.invalid", "/etc/resolv.conf", "/etc/resolv.conf"),
         ):
@@ -222,8 +222,8 @@ async def test_tls_that_one_side_lacks_is_a_problem_with_a_way_out(tmp_path: Pat
     certificate(tmp_path, "server", "IP:127.0.0.1")
     with NatsServer() as plain, NatsServer(tls=server_tls(tmp_path)) as secret:
         for url, todo in (
-            (f"tls://127.0.0.1:{plain.port}", "nats.url: nats:// and no nats.tls; or TLS on the server"),
-            (f"nats://127.0.0.1:{secret.port}", "it must hold the authority of the server's certificate"),
+            (f"tls://127.0.0.1:{plain.port}", "nats.url: nats:// and no nats.tls; or enable TLS on the server"),
+            (f"nats://127.0.0.1:{secret.port}", "it must contain the CA of the server's certificate"),
         ):
             config = write(tmp_path, folder_store(tmp_path), {"url": url}, **egress())
             assert todo in (await examined(config, code=3))["nats connection"]["todo"]

@@ -76,7 +76,7 @@ async def test_payloads_of_the_greatest_size_pass_until_a_subscription_ends(clie
 
 
 async def test_no_responder_refusal_and_silence_differ(client: FloeClient):
-    with pytest.raises(Unavailable, match="nobody answers"):
+    with pytest.raises(Unavailable, match="no server answers"):
         await client.request_raw(b"nobody.here", b"", timeout=2)
     with pytest.raises(ApiError, match="stream not found") as caught:
         await client.api("STREAM.INFO.NONE")

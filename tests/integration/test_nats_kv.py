@@ -110,7 +110,7 @@ async def test_a_deleted_bucket_is_not_an_empty_one(client: FloeClient, kv: KeyV
     await client.api(f"STREAM.DELETE.KV_{kv.bucket}")
     writes = kv.create("k", b"2"), kv.update("k", b"2", revision), kv.put("k", b"2"), kv.delete("k")
     for attempt in (kv.get("k"), kv.keys(), *writes):
-        with pytest.raises(BucketDeleted, match=f"bucket {kv.bucket} does not exist any more"):
+        with pytest.raises(BucketDeleted, match=f"bucket {kv.bucket} no longer exists"):
             await attempt
     await kv.ensure()
     assert await kv.get("k") is None

@@ -409,7 +409,7 @@ async def test_deletions_by_retention_are_no_damage_and_it_begins_again(
         monkeypatch.setattr(client, "api", deleting)
         report = await work.run(client, Stop())
     assert (report.exit_code, report.is_promoted, report.plan.begin) == (0, True, 201)
-    assert any("gone by retention" in note for note in report.plan.notes)
+    assert any("retention deleted" in note for note in report.plan.notes)
     left = "where retention of the archive left it, and the stream at 1: up to 200 sequences of 1..200 not archived"
     assert report.plan.lossy == (f"site/{stream}/0000 begins at 201, {left}",)
     assert await back.contents(bench, stream) == before[200:]

@@ -94,9 +94,9 @@ async def test_a_released_target_that_is_carried_again_stops_with_the_command_to
 
         found = await soon(stopped)
         assert found["code"] == "E-FLOOR"
-        assert "position 11: what was before 31 is gone by retention since 20" in found["stopped"]
+        assert "position 11: retention deleted the sequences before 31 at 20" in found["stopped"]
         [row] = [r for r in (await floe("status", "-c", config, "--json")).json() if r["position"]]
-        assert (row["phase"], "what was before 31 is gone" in row["why"]) == ("stopped", True)
+        assert (row["phase"], "retention deleted the sequences before 31" in row["why"]) == ("stopped", True)
         [command] = commands_of(found["hint"])
         words = shlex.split(command)[1:]
         words[words.index("-c") + 1] = config
@@ -124,7 +124,7 @@ async def cut(world: World) -> World:
 
 
 async def test_a_replay_names_gone_rows_and_since_when(cut: World) -> None:
-    since = "us-east/NODES/0000/0: what was before 201 is gone by retention since 20"
+    since = "us-east/NODES/0000/0: retention deleted the sequences before 201 at 20"
     for asked in ({}, {"from_sequence": 150}, {"to_time": "2062-01-02T03:04:05Z"}):
         notes = (await cut.preview(**asked)).notes
         assert sum(note.startswith(since) for note in notes) == 1, asked
@@ -149,7 +149,7 @@ async def test_a_replay_of_an_archive_that_is_deleted_stops_and_can_take_the_res
     assert world.archive.documents.read_floor(CHAIN) == 301
 
     error = await refused(world, "E-FLOOR")
-    assert "what was before 301 is gone by retention since 20" in error.message
+    assert "retention deleted the sequences before 301 at 20" in error.message
     assert "--skip-holes" in error.hint
     assert (await world.run(ReplayOptions(skip_holes=True))).finished
     assert await world.sequences() == list(range(301, 311))

@@ -253,7 +253,7 @@ def test_a_query_that_reads_gone_rows_shows_since_when(site: Site):
     site.month()
     ref = site.listed()[1]
     expire(site)
-    with pytest.raises(Exception, match=r"us-east/NODES/0000/0: what was before 31 is gone by retention since 20") as e:
+    with pytest.raises(Exception, match=r"us-east/NODES/0000/0: retention deleted the sequences before 31 at 20") as e:
         list(read_stretch(site.store, Stretch(ref, SequenceRange(11, 20))))
     assert e.value.code == "E-FLOOR"  # type: ignore[attr-defined]
 

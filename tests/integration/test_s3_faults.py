@@ -555,7 +555,7 @@ def test_a_certificate_is_trusted_by_name_or_not_checked_if_configured_and_refus
         objects = open_objects(settings_of(s3, tls_proxy.url, bucket, tls))
         objects.put("k", b"1", sha256=sha256(b"1"))
         assert objects.get("k") == b"1"
-    text, plain = r"CERTIFICATE_VERIFY_FAILED.*name the authority in store\.tls\.ca", open_s3(s3, tls_proxy.url, bucket)
+    text, plain = r"CERTIFICATE_VERIFY_FAILED.*set store\.tls\.ca to the CA", open_s3(s3, tls_proxy.url, bucket)
     assert fails(ConfigError, text, lambda: plain.put("k", b"1")) == ["E-S3-TLS"]
     caplog.clear()
     objects = open_objects(settings_of(s3, tls_proxy.url.replace("127.0.0.1", "localhost"), bucket, trusted))
@@ -566,7 +566,7 @@ def test_a_certificate_is_trusted_by_name_or_not_checked_if_configured_and_refus
 
 def test_a_resolver_without_an_answer_differs_from_an_unknown_host() -> None:
     for cause, text in (
-        ("[Errno -3] Temporary failure in name resolution", "is not resolved, the resolver gives no answer"),
+        ("[Errno -3] Temporary failure in name resolution", "is not resolved: no answer from the resolver"),
         ("[Errno -2] Name or service not known", "is not known"),
     ):
         shown, _ = connection_problem("https://s3.example.org", f"Failed to resolve 's3.example.org' ({cause})")

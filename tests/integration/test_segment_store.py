@@ -174,7 +174,7 @@ def test_a_put_that_never_reads_back_and_one_that_is_lost_differ(local: LocalObj
         return True
 
     cut = raising(OutcomeUnknown("connection reset"))
-    for fault, text in ((cut, "put 4 times, and not there: connection reset"), (truncated, "and never read back")):
+    for fault, text in ((cut, "put 4 times, not found: connection reset"), (truncated, "never read back")):
         store = make(FaultyStore(local).on("put_if_absent", fault).on("put", fault))
         with pytest.raises(Unavailable, match=text) as caught:
             store.put(spool(store))

@@ -194,7 +194,7 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles, clien
     junk = f"data/site={SITE}/notes.txt"
     store.objects.put(junk, b"junk")
     for command in (["segments", "verify"], ["status"]):
-        assert f"nothing reads: 1\n  {junk}\n" in (await roles.run("replay", *command)).err
+        assert f"does not read: 1\n  {junk}\n" in (await roles.run("replay", *command)).err
     for role, how in (("operator", "--deep"), ("compaction", "--json")):
         await roles.run(role, "segments", "verify", "--since-last", how)
         again = await roles.run(role, "segments", "verify", "--since-last", how)

@@ -374,7 +374,7 @@ def test_foreign_keys_are_counted_and_named(tmp_path: Path, s3: SharedS3, monkey
     assert isinstance(archive.objects, PagedStore)
     found = find_foreign_keys(archive.objects, archive.layout)
     assert (sorted(found.keys), found.count, found.is_complete) == (sorted(JUNK), len(JUNK), True)
-    assert f"nothing reads: {len(JUNK)}" in found.lines()[0]
+    assert f"does not read: {len(JUNK)}" in found.lines()[0]
     places = archive.layout.chain_prefixes(CHAIN)
     assert sorted(find_foreign_keys(archive.objects, archive.layout, places).keys) == [JUNK[2], JUNK[4]]
     assert ForeignKeys(["a\nerror: b"], 1, 1).lines()[1] == "  a\\nerror: b"

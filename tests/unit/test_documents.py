@@ -123,7 +123,7 @@ def test_an_unknown_outcome_is_settled_by_reading(objects: LocalObjects, was_don
     if was_done:
         assert store.create_chain(CHAIN, DOCUMENT) == DOCUMENT
     else:
-        with pytest.raises(Unavailable, match="put and not there"):
+        with pytest.raises(Unavailable, match="not found after it was put"):
             store.create_chain(CHAIN, DOCUMENT)
         assert [body for body, _ in claims.held.values()] == [DOCUMENT.to_json()] * is_claimed
 

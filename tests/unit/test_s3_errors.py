@@ -29,8 +29,8 @@ DENIED = (Refused, "E-S3-DENIED", "grant s3:PutObject")
 REFUSED = (Refused, "E-S3-DENIED", "check the credential, its rights, and the state of the account")
 KMS = (Refused, "E-S3-KMS", "grant kms:GenerateDataKey and kms:Decrypt on the key")
 REGION = (ConfigError, "E-S3-REGION", "set store.region: the region of the bucket")
-REDIRECTED = (Unavailable, "E-S3-LATER", "something redirects, as to https://; check store.endpoint_url")
-UNABLE = (ConfigError, "E-S3-REQUEST", "this store cannot do it; see store.checksum and store.encryption")
+REDIRECTED = (Unavailable, "E-S3-LATER", "redirected, such as to https://; check store.endpoint_url")
+UNABLE = (ConfigError, "E-S3-REQUEST", "unsupported here; see store.checksum and store.encryption")
 SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
 OTHER_SECRET = "the secret key is not the one of this access key, or a proxy changes requests"
 
@@ -54,7 +54,7 @@ ANSWERS: list[tuple[tuple[type[FloeError], str, str], str]] = [
         "409 Novel, 423 Novel, 425 425, 429 429, 429 Novel, 429 AccessDenied, 429 InvalidAccessKeyId, "
         "500 Novel, 502 502, 503 AccessDenied, 504 504, 520 Novel",
     ),
-    ((Unavailable, "E-S3-CLOCK", "set this host's clock: it and the store's differ"), "403 RequestTimeTooSkewed"),
+    ((Unavailable, "E-S3-CLOCK", "set this host's clock: it differs from the store's"), "403 RequestTimeTooSkewed"),
     ((Unavailable, "E-S3-ARCHIVED", "the object is archived: restore it first"), "403 InvalidObjectState"),
     (FULL, "507 InsufficientStorage, 507 Insufficient Storage, 507 XMinioStorageFull, 507 Novel"),
     (

@@ -76,7 +76,7 @@ def test_pages_that_the_writer_does_not_make_are_refused() -> None:
         (page(5, coding=DICTIONARY_CODED), 5, "encoding 8"),
         (page(5, kind=1), 5, "found type 1"),
         (page(5, plain=-1), 5, "field 2: expected a count, found -1"),
-        (page(5)[:-1], 5, "ends behind the column's end"),
+        (page(5)[:-1], 5, "ends after the column's end"),
         (page(5)[:6], 5, "page header at 0 passes 6 bytes"),
         (page(1, kind=2), 5, "encoding 0 of a dictionary page"),
         (encoded({1: 0, 2: 10, 3: 10, 5: {1: 5, 2: 0}}), 5, "no checksum"),
@@ -92,7 +92,7 @@ def test_a_subject_may_have_one_dictionary_first_and_the_first_data_page_is_wher
     dictionary, coded = page(2, kind=2), page(5, coding=DICTIONARY_CODED)
     assert walked(dictionary + coded, 5, "subject", data_at=len(dictionary)) == 20
     for data, data_at, cause in (
-        (dictionary + dictionary + coded, 2 * len(dictionary), "stands behind other pages"),
+        (dictionary + dictionary + coded, 2 * len(dictionary), "follows other pages"),
         (page(1_000_000, kind=2), 0, "a dictionary of 10 bytes claims 1000000 values"),
         (dictionary + coded, 5000, "expected the first data page at 5000"),
     ):

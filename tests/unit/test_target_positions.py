@@ -222,4 +222,4 @@ def test_a_floor_has_its_time(documents: ChainStore):
     documents.raise_floor(EAST, 21)
     info = documents.objects.head(documents.layout.floor_document(EAST))
     assert documents.floor(EAST) == Floor(21, info.modified)
-    assert str(Floor(21, 1_767_323_045.5)) == "what was before 21 is gone by retention since 2026-01-02T03:04:05Z"
+    assert str(Floor(21, 1_767_323_045.5)) == "retention deleted the sequences before 21 at 2026-01-02T03:04:05Z"
