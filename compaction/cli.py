@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 @click.option("--level", type=click.IntRange(0, 8), help="Only merges that read this level.")
-@click.option("--engine", type=click.Choice(["spark", "local"]), help="Where to merge.")
+@click.option("--engine", type=click.Choice(["spark", "local"]), help="The engine for the merges.")
 @click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
-@click.option("--dry-run", is_flag=True, help="Say what would be read and deleted, and why not more; do nothing.")
-@click.option("--strict", is_flag=True, help="Exit 3 also for what an earlier run has told.")
+@click.option("--dry-run", is_flag=True, help="Print the planned merges and deletions, and why others wait.")
+@click.option("--strict", is_flag=True, help="Exit 3 also for problems that an earlier run reported.")
 @click.option(
     "--metrics-textfile",
     "textfile",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Put what the run did there, for node_exporter: NAME.prom.",
+    help="Write the metrics of the run there, for node_exporter: NAME.prom.",
 )
 @json_option
 @config_option
@@ -67,8 +67,8 @@ def compact(
     as_json: bool,
 ) -> int:
     """Merge small segments into larger ones, prove the merge, and delete the merged segments after a grace; in all
-    chains, or in those that are named. Segments that `compaction.retention` no longer keeps are deleted before that, of
-    whole feeds only.
+    chains, or in those that are named. Segments that `compaction.retention` no longer keeps are deleted before that,
+    unless only a part of a feed is named.
 
     Without Java: --engine local. A problem of the data is reported once: exit 3 while it is new, later only with
     --strict. SIGTERM ends the run after its current step, or after 25 s without an answer from the store: exit 75, and
@@ -81,11 +81,11 @@ def compact(
       floe compact -c central.yaml --metrics-textfile /var/lib/prometheus/node-exporter/floe.prom
     """
     if dry_run and textfile:
-        raise UsageError("expected --dry-run or --metrics-textfile: what does nothing has no metrics")
+        raise UsageError("expected --dry-run or --metrics-textfile, found both: a dry run has no metrics")
     if textfile and (textfile.exists() and not textfile.is_file()):
         raise UsageError(f"--metrics-textfile {textfile}: expected the name of a file, found something else")
     if textfile and not os.access(textfile.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"--metrics-textfile {textfile}: expected a file in a folder that can be written, found none")
+        raise UsageError(f"--metrics-textfile {textfile}: expected a file in a writable folder, found none")
     from common.segments.keys import parse_chain_name
     from common.service.life import ProcessLog
     from compaction import report
@@ -118,13 +118,13 @@ def compact(
 @click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 @click.option("--deep", is_flag=True, help="Read every row, and compare levels row by row.")
 @click.option(
-    "--engine", type=click.Choice(["spark", "local"]), default="local", help="Where segments are read; without: local."
+    "--engine", type=click.Choice(["spark", "local"]), default="local", help="The engine for the reads; default: local."
 )
 @click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
 @click.option(
     "--since-last",
     is_flag=True,
-    help="Read only what no earlier run with --since-last has found sound, and sign it off.",
+    help="Read only segments that no earlier run with --since-last has signed off, and sign them off.",
 )
 @json_option
 @config_option
@@ -134,11 +134,11 @@ def verify(
 ) -> int:
     """Find holes, damaged segments and levels that disagree, in all chains or in those that are named.
 
-    Exit 3 if there is any problem. Keys that are not Floe's are counted and named, and are no problem. The last line on
-    stderr states the amount that was read, and that all is well if it is.
+    Exit 3 if there is any problem. Foreign keys are counted and named, and are not a problem. The last line on stderr
+    states the amount that was read, and the number of problems.
 
-    With --since-last everything is listed, so that a hole is found anywhere. Segments that an earlier run has read and
-    signed off, with --deep for --deep, are not read again. It needs the right to write below _floe/verify/.
+    With --since-last all segments are listed, so that any hole is found. Segments that an earlier run has signed off
+    are not read again; runs with --deep have their own sign-offs. It needs the right to write below _floe/verify/.
 
     \b
     Examples:
@@ -182,7 +182,7 @@ def verify(
         click.echo(DataError(text, hint=problem.hint, code="E-VERIFY").as_text(), err=True)
     unsigned = [(chain.chain, chain.sign_off_error) for chain in found if chain.sign_off_error is not None]
     for chain, refusal in unsigned:
-        click.echo(f"{chain}: what was read is not signed off: {refusal.as_text()}", err=True)
+        click.echo(f"{chain}: the segments read are not signed off: {refusal.as_text()}", err=True)
     if not as_json:
         click.echo(report.verify_line(found, deep=deep), err=True)
     if problems:
@@ -194,7 +194,7 @@ def verify(
 @click.option(
     "--textfile",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="What `floe compact --metrics-textfile` wrote, in place of what its runs left in the bucket.",
+    help="The file of `floe compact --metrics-textfile`, in place of the records of the runs in the bucket.",
 )
 def check_compaction(
     settings: Settings, warning: float | None, critical: float | None, textfile: Path | None
@@ -226,7 +226,7 @@ def check_compaction(
     waiting = [segment for survey in surveys for output in survey.outputs for segment in output.inputs]
     age = now - min((segment.modified for segment in waiting), default=now)
     ranges = f"{limits[0]:.0f}", f"{limits[1]:.0f}"
-    last = "none was made yet" if done is None else f"the last was made {now - done:.0f} s ago"
+    last = "no merge yet" if done is None else f"the last merge was {now - done:.0f} s ago"
     result = CheckResult(f"{len(waiting)} segments wait for a merge; {last}", [
         PerformanceValue("chains", len(surveys)),
         PerformanceValue("waiting", len(waiting)),
@@ -247,7 +247,7 @@ def check_compaction(
         found = [run for survey in surveys if (run := run_of(runs, survey.chain)) is not None]
         if not found:
             result.check_limit(
-                f"no run is noted, and the oldest segment is {now - oldest:.0f} s old", now - oldest, *succeeded
+                f"no run is recorded, and the oldest segment is {now - oldest:.0f} s old", now - oldest, *succeeded
             )
             return result
         done = min(run.succeeded or 0 for run in found)
@@ -356,7 +356,7 @@ def _exit_if_store_silent() -> None:
         tick.wait(1.0)
         seconds = {call: seconds.get(call, 0) + 1 for call in set(calls_in_flight)}
     text = f"stopped by a signal; the store has not answered for {STORE_SILENCE_S:g} s"
-    click.echo(Unavailable(text, hint="what is done stays; the next run goes on").as_text(), err=True)
+    click.echo(Unavailable(text, hint="finished work stays; the next run continues").as_text(), err=True)
     flush()
     os._exit(EXIT_RETRY_LATER)
 
@@ -473,7 +473,7 @@ def _print_failures(failures: list[Failure], known: list[Failure]) -> int:
         click.echo(failure.line, err=True)
         _print_quarantine_commands(failure.suspects)
     if known:
-        click.echo(f"problems that were told before: {len(known)}; --strict says them again", err=True)
+        click.echo(f"problems reported before: {len(known)}; --strict reports them again", err=True)
     return exit_code(new)
 
 

@@ -213,14 +213,14 @@ def _or_at(found: Values, begin: int, hits: Values) -> Values:
 def _missing_row(segment: SegmentRef, above: SegmentRef, sequence: int) -> DataError:
     return DataError(
         f"sequence {sequence} of {segment.key} has no row in {above.key}, which covers it",
-        hint="the segment stays, and nothing is deleted by it; compare both with `floe segments cat`",
+        hint="no segment is deleted for it; compare both with `floe segments cat`",
         code="E-ROWS-MISSING",
     )
 
 
 def _added_row(above: SegmentRef, sequence: int) -> DataError:
     return DataError(
-        f"sequence {sequence} of {above.key} is in none of the segments it was made of",
-        hint="nothing was deleted; keep the segments and report this",
+        f"sequence {sequence} of {above.key} is in none of the segments that it was merged from",
+        hint="no segment was deleted; keep the segments and report this",
         code="E-ROWS-ADDED",
     )

@@ -156,7 +156,7 @@ def preview_total(surveys: Sequence[ChainSurvey], retained: RetentionReport) -> 
     sums = _preview_totals(surveys, retained)
     merges = f"{format_count(sums['outputs'], 'merge')} of {format_count(sums['segments'], 'segment')}"
     merges = merges if sums["outputs"] else "no merge"
-    others = (("waiting", "waits", "wait"), ("deletable", "goes", "go"), ("expired", "expires", "expire"))
+    others = (("waiting", "waits", "wait"), ("deletable", "to delete", "to delete"), ("expired", "expires", "expire"))
     texts = [
         f"{format_count(count, 'segment')}, {size_words(sums[f'{name}_bytes'])} {one if count == 1 else many}"
         for name, one, many in others
@@ -199,12 +199,12 @@ def waiting_words(waiting: WaitingSegments) -> str:
         limit = f"{size_words(waiting.largest)} of {size_words(policy.min_size)} (min_size)"
         texts.append(f"{waiting.small:,} {where} {limit}")
     if waiting.too_few:
-        texts.append(f"{waiting.too_few:,} with fewer than {policy.min_count} beside each other (min_count)")
+        texts.append(f"{waiting.too_few:,} in runs of fewer than {policy.min_count} (min_count)")
     if waiting.young:
         left = duration_words(waiting.young_until - waiting.now)
         limit = f"younger than {format_duration(policy.min_age)} (min_age)"
         texts.append(f"{waiting.young:,} {limit}, the first for {left} more")
-    when = f"next merge in {duration_words(at - waiting.now)} ({key})" if key else "no merge before others come"
+    when = f"next merge in {duration_words(at - waiting.now)} ({key})" if key else "no merge until more segments arrive"
     return f"{format_count(waiting.segments, 'segment')}: {'; '.join([*texts, when])}"
 
 
@@ -218,7 +218,7 @@ def idle_reasons(report: RunReport) -> list[str]:
     if not (chains and levels):
         return [f"nothing to do: {why}"]
     if not waiting:
-        return [f"nothing to do: of {format_count(chains, 'chain')} no segment is left to merge"]
+        return [f"nothing to do: no segment of {format_count(chains, 'chain')} is left to merge"]
     count = format_count(sum(each.segments for each in waiting), "segment")
     lines = [f"{each.chain} level {each.policy.from_}: {waiting_words(each)}" for each in waiting[:MAX_REASONS]]
     more = [f"… and {len(waiting) - MAX_REASONS:,} more: --dry-run lists them"] * (len(waiting) > MAX_REASONS)
@@ -318,7 +318,7 @@ def verify_line(reports: Sequence[ChainReport], *, deep: bool) -> str:
     read = f"{format_count(segments, 'segment')} of {format_count(len(reports), 'chain')}"
     rows, size = sum(each.rows for each in reports), sum(each.size for each in reports)
     skipped = sum(each.skipped for each in reports)
-    but = f", but for {format_count(skipped, 'segment')} that earlier runs signed off" if skipped else ""
+    but = f", except {format_count(skipped, 'segment')} that earlier runs signed off" if skipped else ""
     how = f"every row was read{but}" if deep else f"checksums and footers{but}; --deep reads every row"
     problems = sum(len(each.problems) for each in reports)
     well = format_count(problems, "problem") if problems else "all is well"
@@ -398,19 +398,19 @@ _DONE = "compaction_last_success_timestamp_seconds"
 last_run = gauge("compaction_last_run_timestamp_seconds", "When the last run ended, since 1970.")
 last_success = gauge(_DONE, "When a run last ended with exit code 0, since 1970; 0: none since the file was made.")
 duration = gauge("compaction_duration_seconds", "How long the last run took.")
-merged_segments = gauge("compaction_merged_segments", "Segments that the last run made into larger ones.")
-output_segments = gauge("compaction_output_segments", "Segments that the last run made of them.")
-merged_rows = gauge("compaction_merged_rows", "Messages in what the last run made.")
+merged_segments = gauge("compaction_merged_segments", "Segments that the last run merged.")
+output_segments = gauge("compaction_output_segments", "Segments that the last run wrote.")
+merged_rows = gauge("compaction_merged_rows", "Messages in the segments that the last run wrote.")
 read_bytes = gauge("compaction_read_bytes", "Stored bytes of the segments that the last run merged.")
-written_bytes = gauge("compaction_written_bytes", "Stored bytes of the segments that the last run made.")
-deleted_segments = gauge("compaction_deleted_segments", "Segments that were merged and that the last run deleted.")
+written_bytes = gauge("compaction_written_bytes", "Stored bytes of the segments that the last run wrote.")
+deleted_segments = gauge("compaction_deleted_segments", "Merged segments that the last run deleted.")
 deleted_bytes = gauge("compaction_deleted_bytes", "Stored bytes of merged segments that the last run deleted.")
 expired_segments = gauge("compaction_expired_segments", "Segments that retention deleted in the last run.")
 expired_bytes = gauge("compaction_expired_bytes", "Stored bytes that retention deleted in the last run.")
 held_bytes = gauge(
-    "compaction_retention_held_bytes", "Stored bytes that retention would delete and a target still needs.", ("target",)
+    "compaction_retention_held_bytes", "Stored bytes that retention would delete but a target still needs.", ("target",)
 )
-failed = gauge("compaction_failures", "What went wrong in the last run, told before or not; 1 where it broke off.")
+failed = gauge("compaction_failures", "Problems of the last run, reported before or not; 1 if the run was aborted.")
 
 
 def show_metrics(report: RunReport | None, seconds: float, now: float, *, is_success: bool) -> None:

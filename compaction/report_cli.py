@@ -45,15 +45,15 @@ def _report_options(command: Callable[..., Any]) -> Callable[..., Any]:
         config_option,
         json_option,
         click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077."),
-        click.option("--full", is_flag=True, help="Begin anew: forget what retention has deleted since."),
+        click.option("--full", is_flag=True, help="Begin again: drop the data that retention has deleted since."),
         click.option(
             "--output",
             required=True,
             metavar="DIR",
-            help="Where the report is: a directory, or s3://BUCKET/PREFIX beside the archive.",
+            help="The place of the report: a directory, or s3://BUCKET/PREFIX beside the archive.",
         ),
         click.option("--feed", help="Only chains of this feed."),
-        click.option("--site", help="Only chains of this site; otherwise that of the configuration, or all."),
+        click.option("--site", help="Only chains of this site; default: the site of the configuration, or all."),
         click.argument("what", required=False, metavar="[SITE[/FEED]]"),
     ):
         command = decorate(command)
@@ -66,7 +66,7 @@ def _report_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def latest(as_json: bool, **options: Any) -> int:
     """Write the newest message of each sample key to latest.parquet, as a registry at the centre would hold it.
 
-    Of messages without a sample key it is the newest of each subject. A deleted key of a key-value bucket is a row too,
+    For messages without a sample key: the newest of each subject. A deleted key of a key-value bucket is also a row,
     with `operation` DEL or PURGE. A second run reads only new data. Needs Spark.
 
     \b
@@ -82,7 +82,7 @@ def latest(as_json: bool, **options: Any) -> int:
 
 @report.command()
 @click.option("--since", type=TimeType(), help="Only from that hour on; a new report reads nothing before it.")
-@click.option("--until", type=TimeType(), help="Up to that time; the Parquet file holds what comes behind it too.")
+@click.option("--until", type=TimeType(), help="Up to that time; the Parquet file also holds later hours.")
 @_report_options
 @run_command
 def traffic(as_json: bool, since: RequestedTime | None, until: RequestedTime | None, **options: Any) -> int:
@@ -90,7 +90,7 @@ def traffic(as_json: bool, since: RequestedTime | None, until: RequestedTime | N
     traffic.html.
 
     A kept message counts in the hour of its timestamp. One that was left out counts in that of the next kept one, with
-    its reason by the ledger of its segment. The lag is known of data that the report read before it was compacted. A
+    the reason from the ledger of its segment. The lag is known only for data that the report read before compaction. A
     second run reads only new data. The page shows the last 30 days, or from --since on. Needs Spark.
 
     \b
@@ -192,8 +192,8 @@ def _show(name: str, output: str, done: ReportRun, as_json: bool) -> int:
     else:
         print_table([[name, done.chains, done.segments, done.size, done.rows, len(done.damaged)]], REPORT_COLUMNS)
     for key in done.damaged:
-        text = f"segment {key}: expected the bytes that its name promises; the report does without it"
+        text = f"segment {key}: expected bytes with the digest of its name; the report leaves it out"
         click.echo(
-            DataError(text, hint=f"put it away:\n{quarantine_command(key)}", code="E-SEG-CORRUPT").as_text(), err=True
+            DataError(text, hint=f"quarantine it:\n{quarantine_command(key)}", code="E-SEG-CORRUPT").as_text(), err=True
         )
     return DataError.exit_code if done.damaged else 0

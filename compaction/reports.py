@@ -289,10 +289,10 @@ class ArchiveReport:
         place = (wanted.report, wanted.store, wanted.chains)
         if (found := (state.report, state.store, state.chains)) != place:
             text = f"{self.file}: expected a report of {_describe(place)}, found one of {_describe(found)}"
-            raise UsageError(text, hint="give each its own --output, or begin anew with --full")
+            raise UsageError(text, hint="give each its own --output, or begin again with --full")
         if state.since is not None and wanted.since is not None and wanted.since < state.since:
             text = f"{self.file}: expected --since {format_time(state.since)} or later, where it begins"
-            raise UsageError(f"{text}, found {format_time(wanted.since)}", hint="begin anew with --full")
+            raise UsageError(f"{text}, found {format_time(wanted.since)}", hint="begin again with --full")
         skipped = []
         for chain in chains:
             if state.since is not None and chain not in state.accounted:
@@ -311,7 +311,7 @@ class ArchiveReport:
                 return None
             try:
                 if (raw := (pq.read_schema(path).metadata or {}).get(METADATA)) is None:
-                    raise ValueError("nothing that says what is in it")
+                    raise ValueError("a file without Floe's metadata")
                 return ReportState.from_json(raw)
             except (ValueError, pa.ArrowException) as error:
                 hint = "give another --output, or replace it with --full"

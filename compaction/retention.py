@@ -86,7 +86,7 @@ def read_needs(chains: ChainStore, sources: Mapping[str, Collection[str]]) -> Ta
             unknown[target] = str(error)
             continue
         if found is None and target in sources:
-            unknown[target] = "it has not said yet how far it is"
+            unknown[target] = "it has not reported its positions yet"
         elif found is not None:
             positions.append(found)
     return TargetNeeds(positions, sources, unknown)

@@ -562,7 +562,7 @@ class Compaction:
             report.known_failures = self.known_failures.known(report.failures)
             self.known_failures.update(chains, report.failures)
         except FloeError as error:
-            report.failures.append(Failure.of("memory of what was told", error))
+            report.failures.append(Failure.of("record of reported problems", error))
 
 
 def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
@@ -600,8 +600,8 @@ def _is_about_rows(failure: Failure) -> bool:
 
 def _late_rows_failure(ref: SegmentRef, count: int, rows: SequenceRange) -> Failure:
     error = DataError(
-        f"{count} rows of {rows} came with a segment that was put later than one that had not read them; "
-        "they are united now; a target whose position was behind them when they came does not hold them",
+        f"{count} rows of {rows} came with a segment that was put after one that had not read them; "
+        "they are merged now; a target lacks them if its position was already past them when they came",
         hint=late_rows_remedies(ref.chain, rows),
         code="E-LATE-ROWS",
     )
@@ -610,8 +610,8 @@ def _late_rows_failure(ref: SegmentRef, count: int, rows: SequenceRange) -> Fail
 
 def _not_intact_failure(segment: SegmentRef) -> Failure:
     error = DataError(
-        f"segment {segment.key} replaces others and does not read back as its name says",
-        hint="nothing that it replaces was deleted; those are merged again",
+        f"segment {segment.key} replaces others, but the bytes read back do not match its name",
+        hint="no replaced segment was deleted; they are merged again",
         code="E-READ-BACK",
     )
     return replace(Failure.of(f"deletion in {segment.chain}", error, segment.chain), damaged=frozenset({segment.key}))

@@ -196,7 +196,7 @@ def check_encrypted(master: str, conf: Mapping[str, str], holds_secret: bool) ->
         return
     if holds_secret:
         name, todo = (
-            (_CRYPTO, "take it out of compaction.spark.conf")
+            (_CRYPTO, "remove it from compaction.spark.conf")
             if is_authentic
             else (_AUTHENTICATE, f"set compaction.spark.conf.{_SECRET_FILE} to a file that holds the cluster's secret")
         )
@@ -206,7 +206,7 @@ def check_encrypted(master: str, conf: Mapping[str, str], holds_secret: bool) ->
             hint=f"{todo}, or leave store.access_key_id and its secret out: executors then use a role of their own",
         )
     hint = (
-        "without authentication or encryption, others on the cluster's network may read along; "
+        "without authentication or encryption, others on the cluster's network can read the data; "
         f"set compaction.spark.conf.{_SECRET_FILE} to a file that holds the secret of the cluster"
     )
     log.warning("spark unencrypted", action="spark_unencrypted", master=master, hint=hint)
@@ -244,7 +244,7 @@ def start_session(master: str, conf: Mapping[str, str]) -> SparkSession:
         if isinstance(error, PySparkException) and "JAVA" in str(error).upper():
             raise ConfigError(
                 "engine spark: Java ended before Spark was up",
-                hint="what it said stands above; look at spark.driver.memory, spark.driver.extraJavaOptions and "
+                hint="see its output above; check spark.driver.memory, spark.driver.extraJavaOptions and "
                 "JAVA_TOOL_OPTIONS, or use --engine local",
                 code="E-SPARK",
             ) from error
@@ -567,8 +567,8 @@ def _workers_python(settings: Settings, bad: Callable[..., DoctorFinding]) -> Do
     expected = f"{ours.rpartition('.')[0]}."
     if found.startswith(expected) and found.split()[1:] == [version()]:
         return ok("spark", "python", f"{found.split()[0]}, {theirs}")
-    meaning = "workers that run another Python, or another Floe, end the job with E-COMMON or E-SPARK"
-    todo = "take spark.pyspark.python out of compaction.spark.conf, or install this floe-jetstream there"
+    meaning = "workers with another Python or another Floe end the job with E-COMMON or E-SPARK"
+    todo = "remove spark.pyspark.python from compaction.spark.conf, or install this floe-jetstream there"
     seen = found.splitlines()[-1] if found else "none"
     return bad(
         "spark",

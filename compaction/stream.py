@@ -121,7 +121,7 @@ class ArchiveStream:
             if not missing or (refs is None and all(self._skippable_part(chain, hole) == hole for hole in missing)):
                 return taken
         raise DataError(
-            f"chain {chain}: expected segments that cover {missing[0]}, of which a batch was planned, found none",
+            f"chain {chain}: expected segments that cover {missing[0]} of a planned batch, found none",
             hint=hole_remedies(chain, missing[0]),
         )
 
@@ -204,7 +204,7 @@ class ArchiveStream:
         if (floor := self._chains.read_floor(chain) or 0) > first:
             if not self._options.stream.skips_expired:
                 raise DataError(
-                    f"chain {chain}: expected sequence {first}, found that retention deleted all before {floor}",
+                    f"chain {chain}: expected sequence {first}, found that retention deleted those before {floor}",
                     hint="begin a new query with another checkpoint, or set option on_expired=skip",
                 )
             first = min(floor, hole.last + 1)

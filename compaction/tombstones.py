@@ -69,9 +69,9 @@ class Tombstone:
         for lower in self.superseded:
             above = [u for u in self.superseding if may_supersede(u, lower)]
             if len(above) < len(self.superseding):
-                return f"{lower.name} is not below all that is to supersede it"
+                return f"{lower.name} is not below all segments that are to supersede it"
             if holes((u.coverage for u in above), lower.coverage):
-                return f"{lower.name} is not contained in what is to supersede it"
+                return f"{lower.name} is not contained in the segments that are to supersede it"
         return ""
 
     def to_json(self) -> bytes:
@@ -217,7 +217,7 @@ class TombstoneStore:
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"tombstone {info.key}: {error}",
-                hint="nothing is deleted by it; look who wrote it, then put it away",
+                hint="it deletes no segment; find out its writer, then quarantine it",
                 code="E-STATE-JSON",
             ) from error
 
@@ -233,7 +233,7 @@ class TombstoneStore:
         if self._objects.get(key, length=len(body) + 1) != body:
             self._objects.put(key, body, sha256=hashlib.sha256(body).hexdigest())
             if self._objects.get(key, length=len(body) + 1) != body:
-                raise OutcomeUnknown(f"tombstone {key}: what was read back is not what was written")
+                raise OutcomeUnknown(f"tombstone {key}: the bytes read back differ from those written")
         return key
 
     def now(self) -> float:

@@ -326,7 +326,7 @@ def _plots(feed: tuple[str, str], rows: Sequence[TrafficRow], begin: int, end: i
     axis = _axis(begin, begin + bars * step)
     both = _columns("left", {at: messages for at, (messages, _) in sums.items()}, most, bars)
     kept = _columns("kept", {at: kept for at, (_, kept) in sums.items()}, most, bars)
-    yield _picture(f"{name}: kept, and above them those left out; at most {most:,}", f"{most:,}", both + kept + axis)
+    yield _picture(f"{name}: kept, and above them left out; at most {most:,}", f"{most:,}", both + kept + axis)
     if lags:
         top = max(*lags.values(), 1.0)
         label = duration_words(top)

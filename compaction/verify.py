@@ -43,7 +43,7 @@ from compaction.union import union
 
 CONCURRENT_REQUESTS = 8
 HIDDEN_SEGMENTS_SHOWN = 5  # hidden segments that a hint names for one hole
-TAIL_ONLY_HINT = "only the tail names them: egress puts them soon, or corrects the tail with its next segment"
+TAIL_ONLY_HINT = "only the tail names them: egress puts them soon, or its next segment corrects the tail"
 TASK_MAX_BYTES = 256 << 20  # read by one deep task at most, unless segments that overlap have more
 
 T = TypeVar("T")
@@ -346,9 +346,9 @@ class _Verification:
     def _check_documents(self, has_segments: bool) -> None:
         if has_segments or self._tail or self._end:
             for key in self._absent:
-                hint = "put a good copy of it back: egress writes it once, before the first segment"
+                hint = "put a good copy of it back: egress writes it only once, before the first segment"
                 text = f"{key}: expected a document, found none"
-                text += f", nor of {self._other_partitions} other partitions" if self._other_partitions else ""
+                text += f", nor in {self._other_partitions} other partitions" if self._other_partitions else ""
                 self._report.problems.append(VerifyProblem("document", text, hint, finding_override="missing"))
 
     def _skip_signed_off(self, segments: Sequence[SegmentRef]) -> None:
@@ -417,7 +417,7 @@ class _Verification:
             left = holes(self._accepted, hole)
             self._report.accepted += holes(left, hole)
             for part in left:
-                text = f"sequences {part} are in no segment that can be read"
+                text = f"sequences {part} are in no readable segment"
                 is_on_its_way = self._end is None and part.first > self._covered.end
                 hint = _undelete_hint(store, self._chain, part) + (
                     TAIL_ONLY_HINT if is_on_its_way else hole_remedies(self._chain, part)
@@ -429,8 +429,8 @@ class _Verification:
         """Note segments after the end of the incarnation, which are not delivered; holes there are not faults."""
         for rows in ranges_after_end(self._covered.stretches(), self._end, self._accepted):
             count = sum(s.coverage.overlaps(rows) for s in self._after_end)
-            text = f"sequences {rows}, in {count} segment{'' if count == 1 else 's'}, lie behind the end of the "
-            text += f"incarnation, {self._end}: nobody delivers them"
+            text = f"sequences {rows}, in {count} segment{'' if count == 1 else 's'}, are after the end of the "
+            text += f"incarnation, {self._end}: no target gets them"
             self._report.problems.append(VerifyProblem("behind", text, leftover_remedies(self._chain, rows), rows))
 
     def _sign_off(self, sign_offs: SignOffStore) -> FloeError | None:
@@ -444,7 +444,7 @@ class _Verification:
         try:
             if not sign_offs.write(self._chain, self._former, first - 1, self._fingerprints):
                 why = f"another run has signed {self._chain} off meanwhile, or it has too many segments"
-                return Unavailable(why, hint="the next run reads again what is not signed off", code="E-RACE")
+                return Unavailable(why, hint="the next run reads the unsigned segments again", code="E-RACE")
         except FloeError as error:
             return error
         return None
@@ -563,7 +563,7 @@ class _TaskCheck:
                 if len(part.superseded) > 1:
                     yield from self._missing_rows(part)
                 elif error.code != "E-FORK":  # reported above
-                    late = "the next `floe compact` merges it with what contains it"
+                    late = "the next `floe compact` merges it with the segment that covers it"
                     hint = late if error.code == "E-ROWS-MISSING" else ""
                     yield VerifyProblem("rows", error.message, hint, part.superseded[0].coverage)
 
@@ -579,13 +579,13 @@ def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Fo
                 return reader.footer
         footer = store.footer(segment)
         if not store.is_intact(segment):
-            raise DataError(f"segment {segment.key}: expected the bytes that its name promises, found others")
+            raise DataError(f"segment {segment.key}: expected bytes with the digest of its name, found others")
         return footer
     except SegmentGone:
         return None
     except DataError as error:
         away = quarantine_command(segment.key)
-        hint = f"put a good copy back, or put it away:\n{away}"
+        hint = f"put a good copy back, or quarantine it:\n{away}"
         return VerifyProblem("damaged", error.message, hint, segment.coverage)
 
 
@@ -601,7 +601,7 @@ def _undelete_hint(store: SegmentStore, chain: Chain, hole: SequenceRange) -> st
         hidden = [each for each, name in parsed if name is not None and name.coverage.overlaps(hole)]
     return "".join(
         f"a delete marker hides {each.key}, of which version {each.version} exists: "
-        f"remove the marker, version {each.marker}, to have it back; "
+        f"remove the marker, version {each.marker}, to restore it; "
         for each in hidden[:HIDDEN_SEGMENTS_SHOWN]
     )
 
@@ -614,8 +614,8 @@ def _late_problems(reader: StretchReader, segment: SegmentRef, chain: Chain) -> 
         found[part.segment] = [before[0], last, before[2] + part.batch.num_rows]
     for other, (first, last, count) in found.items():
         rows = SequenceRange(first, last)
-        text = f"{other.key} has {count} rows of {rows} that {segment.name} had not read: a target whose position "
-        text += "was behind them when it came does not hold them; "
+        text = f"{other.key} has {count} rows of {rows} that {segment.name} had not read: a target lacks them "
+        text += "if its position was already past them when it came; "
         is_highest = max(other.level, segment.level) == MAX_LEVEL
-        text += "level 9 is the last, nothing unites the two" if is_highest else "`floe compact` unites the two"
+        text += "level 9 is the last, they cannot be merged" if is_highest else "`floe compact` merges the two"
         yield VerifyProblem("late", text, late_rows_remedies(chain, rows), rows)

@@ -179,7 +179,7 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     store = {"url": f"file://{tmp_path}/store", "prefix": "data"}
     config = configured(tmp_path, store=store, compaction=compaction)
     line = await checked("compaction", "-c", config, code=0)
-    assert line.startswith("OK - 0 segments wait for a merge; none was made yet | chains=0 waiting=0")
+    assert line.startswith("OK - 0 segments wait for a merge; no merge yet | chains=0 waiting=0")
     for first in range(1, 40, 10):
         archive.put(first, first + 9, age=7200)
     documents = ChainStore(archive.objects, archive.layout)
@@ -191,7 +191,7 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     levels = [{**level, "max_wait": "30d", "min_count": 9}]
     patient = configured(tmp_path, store=store, compaction={**compaction, "levels": levels})
     line = await checked("compaction", "-c", patient, *limits, code=1)
-    assert "no run is noted, and the oldest segment is 72" in line
+    assert "no run is recorded, and the oldest segment is 72" in line
     documents.write_run(None, None, CompactionRun(time.time(), 1.0, 0, time.time() - 4 * 86_400))
     assert "no run has succeeded for 345" in await checked("compaction", "-c", patient, code=2)
     archive.objects.delete(archive.layout.run(None, None))
@@ -209,7 +209,7 @@ async def test_compaction_is_judged_by_what_waits_and_by_its_last_success(tmp_pa
     documents.write_run(None, None, CompactionRun(time.time(), 1.0, 75))
     assert "no run has succeeded yet" in await checked("compaction", "-c", config, *limits, code=2)
     line = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=0)
-    assert "the last was made" in line
+    assert "the last merge was" in line
     assert "last_success=" in line
     textfile.write_text("floe_compaction_last_success_timestamp_seconds 0.0\n")
     line = await checked("compaction", "-c", config, *limits, "--textfile", str(textfile), code=2)

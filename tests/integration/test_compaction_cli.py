@@ -76,7 +76,7 @@ def test_a_run_prints_a_table_of_what_it_did_and_then_has_nothing_to_do(site: Si
     assert lines[0].split() == ["action", "chain", "level", "sequences", "segments", "bytes", "into"]
     assert lines[1].split()[:5] == ["merged", "us-east/NODES/0000/0", "1", "1..40", "4"]
     assert lines[2].split()[:5] == ["deleted", "us-east/NODES/0000/0", "0", "-", "3"]
-    assert site.compact().out == "nothing to do: of 1 chain no segment is left to merge\n"
+    assert site.compact().out == "nothing to do: no segment of 1 chain is left to merge\n"
     assert site.ranges() == ["0:31..40", "1:1..40"]
 
 
@@ -207,7 +207,7 @@ def test_late_rows_in_a_segment_of_level_9_stay_and_verify_shows_it(site: Site):
     assert site.compact("eu-west", "--json")["merged"] == []
     [problem] = site.verify("--json", "eu-west", code=3)[0]["problems"]
     assert (problem["kind"], problem["first"], problem["last"]) == ("late", 35, 38)
-    assert problem["text"].endswith("level 9 is the last, nothing unites the two")
+    assert problem["text"].endswith("level 9 is the last, they cannot be merged")
 
 
 def begun(site: Site, first: int = 1) -> Chain:
@@ -238,7 +238,7 @@ def test_a_fork_ends_with_3_while_it_is_new_and_always_with_strict_until_one_sid
     assert any("error[E-FORK]" in line for line in lines)
     again = site.compact()
     assert "E-FORK" not in again.err
-    assert "told before: 1; --strict" in again.err
+    assert "reported before: 1; --strict" in again.err
     assert site.compact("--dry-run").code == 0
     assert [f["is_new"] for f in site.compact("--json")["failures"]] == [False]
     site.compact("--strict", code=3)

@@ -152,7 +152,7 @@ async def test_rows_behind_the_end_of_an_incarnation_are_named_and_carried_or_ac
     assert (await invoke(*verify, "us-east/NODES/1/0")).code == 0
     done = await invoke(*verify)
     assert done.code == 3
-    assert "sequences 11..20, in 1 segment, lie behind the end of the incarnation, 10: nobody" in done.err
+    assert "sequences 11..20, in 1 segment, are after the end of the incarnation, 10: no target" in done.err
     commands = [line for line in done.err.splitlines() if line.startswith("floe ")]
     old = (await status())[0]
     assert str(old["why"]).startswith("11..20, 31..34 behind the end 10 of the incarnation: floe replay ")

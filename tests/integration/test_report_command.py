@@ -210,7 +210,7 @@ def test_a_report_that_begins_later_reads_nothing_before(tmp_path: Path, rng: ra
         return [(e["site"], e["hour"], e["kept"]) for e in rows if e["kept"] and e["hour"].timestamp() >= begin]
 
     assert kept(rows_of(folder, "traffic")) == kept(rows_of(tmp_path / "whole", "traffic"))
-    with pytest.raises(UsageError, match="begin anew with --full"):
+    with pytest.raises(UsageError, match="begin again with --full"):
         fleet.report(TrafficReport, folder, since=since - HOUR_NS)
 
 

@@ -181,7 +181,7 @@ def test_a_corrupt_floor_deletes_nothing_and_is_logged_once(site: Site):
     site.objects.put(site.layout.floor_document(CHAIN), b"{}")
     site.configure(max_age="30d")
     assert "E-STATE-JSON" in site.floe("compact", "us-east/NODES", code=3).err
-    assert "told before" in site.floe("compact", "us-east/NODES").err
+    assert "reported before" in site.floe("compact", "us-east/NODES").err
     assert len(site.ranges()) == 5
 
 
@@ -194,7 +194,7 @@ def test_an_idle_target_holds_retention_until_it_is_released(site: Site, tmp_pat
     metrics = tmp_path / "floe.prom"
 
     [held] = site.compact()["held"]  # it has no position yet
-    assert (held["target"], held["first"], held["why"]) == ("FLEET", 1, "it has not said yet how far it is")
+    assert (held["target"], held["first"], held["why"]) == ("FLEET", 1, "it has not reported its positions yet")
     site.write_position(at=15)
     site.configure(max_age="30d")  # also one that this configuration does not name
     assert [each["bytes"] for each in site.compact("--dry-run")["held"]] == [sum(s.size for s in site.listed()[1:3])]

@@ -108,7 +108,7 @@ def test_a_java_that_dies_at_its_start_shows_why(config: Path, tmp_path: Path):
     words = [sys.executable, "-m", "floe", "compact", "-c", str(config)]
     done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT, timeout=PATIENCE, check=False)
     error, _, rest = parsed(done.returncode, done.stdout, done.stderr)
-    assert error.startswith("error[E-SPARK]: engine spark: Java ended before Spark was up; what it said stands above")
+    assert error.startswith("error[E-SPARK]: engine spark: Java ended before Spark was up; see its output above")
     assert "could not reserve enough space" in rest
 
 

@@ -276,7 +276,7 @@ async def test_the_command_names_skipped_segments_and_a_quicker_run(site: Site, 
     site.archive.put(41, 50)
     monkeypatch.setattr(SignOffStore, "write", after_another)
     done = await site.command("--since-last")
-    assert "us-east/NODES/0000/0: what was read is not signed off: error[E-RACE]" in done.err
+    assert "us-east/NODES/0000/0: the segments read are not signed off: error[E-RACE]" in done.err
     assert "all is well" in done.err
     assert (await site.command("--master", "local[1]", code=2)).err
 
@@ -285,7 +285,7 @@ async def test_the_command_names_skipped_segments_and_a_quicker_run(site: Site, 
 
     monkeypatch.setattr(SignOffStore, "write", refused)
     done = await site.command("--since-last", code=77)
-    assert "what was read is not signed off: error[E-REFUSED]: no right to put" in done.err
+    assert "the segments read are not signed off: error[E-REFUSED]: no right to put" in done.err
     assert "all is well" in done.err
 
 

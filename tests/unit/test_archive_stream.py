@@ -114,10 +114,10 @@ def test_what_is_deleted_ends_the_query_but_what_retention_deleted_may_be_skippe
     planned = archive.put(1, 10)
     archive.put(11, 20)
     archive.store.delete(planned)
-    with pytest.raises(DataError, match=r"cover 1\.\.10, of which a batch was planned"):
+    with pytest.raises(DataError, match=r"cover 1\.\.10 of a planned batch"):
         stream_of(archive).stretches({**FORMAT, NAME: 1}, {**FORMAT, NAME: 21})
     documents(archive).raise_floor(CHAIN, 11)
-    with pytest.raises(DataError, match="expected sequence 1, found that retention deleted all before 11"):
+    with pytest.raises(DataError, match="expected sequence 1, found that retention deleted those before 11"):
         stream_of(archive).latest({**FORMAT, NAME: 1})
     lenient = stream_of(archive, on_expired="skip")
     assert lenient.latest({**FORMAT, NAME: 1}) == {**FORMAT, NAME: 21}
