@@ -107,7 +107,7 @@ class AckedPublisher:
         """Count the messages in flight as unknown, and wait for the connection. Raises Unavailable if it stays lost."""
         self._mark_unknown()
         if not await self._client.wait_up(ACK_TIMEOUT_S):
-            raise Unavailable(f"the NATS connection was lost and did not come back within {ACK_TIMEOUT_S:g} s")
+            raise Unavailable(f"the NATS connection was lost and not restored within {ACK_TIMEOUT_S:g} s")
 
     async def _wait_for_ack(self) -> None:
         await self.flush()

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EMULATE_HELP = """Publish what a fleet of nodes would publish, into a stream.
+EMULATE_HELP = """Publish messages into a stream, as a fleet of nodes would.
 
 Each node registers once in every interval with a document of 1 to 15 KB: its name, the time, facts and
-counters, varied from the facts of this machine. What was published is compared with what the stream stored.
+counters, varied from the facts of this machine. The published messages are compared with the stored ones.
 
 \b
 Examples:
@@ -34,9 +34,9 @@ Examples:
 
 DEMO_HELP = """Run everything on this machine: two sites, a bucket, a centre, and Floe between them.
 
-Publishes for a while, kills egress and ingress and starts them again, compacts with Spark, then compares
-source, archive and target message by message. Ends with one line, and exit code 0 only if every number in it
-is 0. Needs Java 17 or 21; uses loopback only and one temporary folder.
+The demo publishes for a while, kills egress and ingress and restarts them, compacts with Spark, then compares
+source, archive and target message by message. It ends with one line, and with exit code 0 only if every number
+in it is 0. It needs Java 17 or 21, and uses only loopback and one temporary folder.
 
 \b
 Examples:
@@ -48,23 +48,23 @@ Examples:
 
 
 @click.command(help=EMULATE_HELP)
-@click.option("-c", "--config", type=click.Path(), envvar="FLOE_CONFIG", help="Take the connection from here.")
-@click.option("--server", help="Or connect to this URL.")
+@click.option("-c", "--config", type=click.Path(), envvar="FLOE_CONFIG", help="Connect as this configuration.")
+@click.option("--server", help="Connect to this URL instead.")
 @click.option("--stream", default="NODE_DATA", show_default=True, help="The stream to publish into.")
-@click.option("--create", is_flag=True, help="Make the stream if it is missing.")
+@click.option("--create", is_flag=True, help="Create the stream if it is missing.")
 @click.option(
     "--subject",
     default="choria.node_metadata.{sender}",
     show_default=True,
-    help="Where each node publishes; {sender} is its name.",
+    help="The subject of each node; {sender} is its name.",
 )
 @click.option("--nodes", type=click.IntRange(min=1), default=100, show_default=True, help="How many nodes.")
 @click.option("--interval", type=Duration(), default="5m", show_default=True, help="How often each one publishes.")
-@click.option("--rate", type=click.FloatRange(min=0), help="Messages per second of the fleet; 0: all it can.")
-@click.option("--min-size", type=Size(), default="1K", show_default=True, help="Smallest document, about.")
-@click.option("--max-size", type=Size(), default="15K", show_default=True, help="Largest document, about.")
-@click.option("--count", type=click.IntRange(min=1), help="Stop after so many messages.")
-@click.option("--duration", type=Duration(), help="Stop after so long.")
+@click.option("--rate", type=click.FloatRange(min=0), help="Messages per second of the fleet; 0: no limit.")
+@click.option("--min-size", type=Size(), default="1K", show_default=True, help="Approximate smallest document.")
+@click.option("--max-size", type=Size(), default="15K", show_default=True, help="Approximate largest document.")
+@click.option("--count", type=click.IntRange(min=1), help="Stop after this many messages.")
+@click.option("--duration", type=Duration(), help="Stop after this time.")
 @click.option("--seed", type=int, help="The same seed makes the same fleet; default: random.")
 @json_option
 @run_command
@@ -93,7 +93,7 @@ async def emulate(**options: Any) -> None:
     help="Registrations per second at each site.",
 )
 @click.option("--seed", type=int, help="The same seed publishes the same messages; default: random.")
-@click.option("--keep", is_flag=True, help="Leave the folder behind.")
+@click.option("--keep", is_flag=True, help="Keep the folder.")
 @json_option
 @run_command
 async def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: bool) -> int:

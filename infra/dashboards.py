@@ -93,7 +93,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "messages archived", {rate("egress_messages_total", BY_SITE, "site, feed, partition"): CHAIN_LEGEND}, "cps"
         ),
         Panel(
-            "bytes before and in segments",
+            "raw and stored bytes",
             {
                 rate("egress_raw_bytes_total", BY_SITE, "site"): "{{site}} raw",
                 rate("egress_stored_bytes_total", BY_SITE, "site"): "{{site}} stored",
@@ -120,7 +120,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "bytes",
         ),
         Panel("advisories", {rate("egress_advisories_total", BY_SITE, "event, result"): "{{event}} {{result}}"}, "cps"),
-        Panel("advisories that wait to be stored", {f"floe_egress_advisories_waiting{{{BY_SITE}}}": CHAIN_LEGEND}),
+        Panel("advisories waiting to be stored", {f"floe_egress_advisories_waiting{{{BY_SITE}}}": CHAIN_LEGEND}),
         Panel("values that samplers know", {f"floe_egress_tracked_values{{{BY_SITE}}}": CHAIN_LEGEND}),
         Panel(
             "snapshots of samplers, and samplers rebuilt",
@@ -137,7 +137,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         ),
         Panel("doubts about a reader", {rate("egress_doubts_total", BY_SITE, "reason"): "{{reason}}"}, "cps"),
         Panel(
-            "of the stream, to look into",
+            "anomalies of the stream",
             {
                 f"floe_egress_unverified{{{BY_SITE}}}": f"{CHAIN_LEGEND} nothing left to compare",
                 f"floe_egress_created_drifted{{{BY_SITE}}}": f"{CHAIN_LEGEND} other creation time",
@@ -192,7 +192,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         ),
         Panel("intents", {rate("ingress_intents_total", BY_TARGET, "target, result"): "{{target}} {{result}}"}, "cps"),
         Panel("intents open", {f"floe_ingress_intent_open{{{BY_TARGET}}}": "{{target}}"}),
-        Panel("messages of others", {rate("ingress_foreign_messages_total", BY_TARGET, "target"): "{{target}}"}, "cps"),
+        Panel("foreign messages", {rate("ingress_foreign_messages_total", BY_TARGET, "target"): "{{target}}"}, "cps"),
         Panel("notifications", {rate("ingress_events_total", "", "source, result"): "{{source}} {{result}}"}, "cps"),
         Panel(
             "store errors: listings, positions",
@@ -229,7 +229,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         ),
         stat_panel("failures of the last run", "sum(floe_compaction_failures)"),
         stat_panel("segments merged", "sum(floe_compaction_merged_segments)", red_from=None),
-        stat_panel("made of them", "sum(floe_compaction_output_segments)", red_from=None),
+        stat_panel("segments written", "sum(floe_compaction_output_segments)", red_from=None),
         stat_panel("segments deleted", "sum(floe_compaction_deleted_segments)", red_from=None),
         stat_panel("duration", "max(floe_compaction_duration_seconds)", unit="s", red_from=None),
         stat_panel("retention held back", "sum(floe_compaction_retention_held_bytes)", unit="bytes"),
@@ -293,7 +293,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel("unexpected errors", {rate("unexpected_errors_total", "", "part"): "{{part}}"}, "cps"),
         Panel("log lines dropped", {"rate(floe_log_lines_dropped_total[$__rate_interval])": INSTANCE_LEGEND}, "cps"),
         Panel(
-            "the store answered last",
+            "since the last answer of the store",
             {
                 "time() - floe_egress_store_last_success_timestamp_seconds": "egress {{instance}}",
                 "time() - floe_ingress_store_last_success_timestamp_seconds": "ingress {{instance}}",

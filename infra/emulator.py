@@ -134,7 +134,7 @@ def subject_filter(subject: str) -> str:
     """
     before, sender, _ = subject.partition("{sender}")
     if not sender or "." not in before.lstrip("."):
-        raise UsageError(f"subject {subject!r}: expected a first token and then {{sender}}")
+        raise UsageError(f"subject {subject!r}: expected a first token, then {{sender}}")
     return before.rpartition(".")[0] + ".>"
 
 

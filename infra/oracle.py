@@ -220,7 +220,7 @@ class _TraceComparer:
         if self._may_be_gone and sequence <= self._expected.last_accounted:
             self._counts["gone"] += 1
         else:
-            self._note("unexpected", f"sequence {sequence} was never there")
+            self._note("unexpected", f"sequence {sequence} was never published")
         return True
 
     def _check_content(self, place: int, index: int, sequence: int) -> None:
@@ -257,7 +257,7 @@ def _require_order(trace: Trace) -> None:
     previous = 0
     for sequence in trace.sequences:
         if sequence <= previous:
-            raise ValueError(f"expectation out of order: sequence {sequence} stands after {previous}")
+            raise ValueError(f"expectation out of order: sequence {sequence} comes after {previous}")
         previous = sequence
 
 

@@ -110,7 +110,7 @@ STATE, LEASES = _kv("{state_bucket}"), _kv("{lease_bucket}")
 INFO_CALLS, CREATE_CALLS = ("INFO", "MSG.GET"), ("INFO", "CREATE", "MSG.GET")
 CONSUMER_CALLS = ("CREATE", "MSG.NEXT", "DELETE")
 INBOX = SubjectRights(("{inbox}.>",), is_subscribe=True)
-LEASE_RELEASE_CONDITION = "to hear at once of a lease that is released"
+LEASE_RELEASE_CONDITION = "to notice a released lease at once"
 
 GET, PUT, DELETE = ("s3:GetObject",), ("s3:PutObject", "s3:AbortMultipartUpload"), ("s3:DeleteObject",)
 READ_ALL = KeyRights(GET, ("*",))
@@ -220,7 +220,7 @@ ROLES = (
                 )
             ),
             SubjectRights(LEASES),
-            SubjectRights(("{api}.STREAM.NAMES",), "to find who has its subjects before it is filled"),
+            SubjectRights(("{api}.STREAM.NAMES",), "to find the stream with its subjects before it is filled"),
             INBOX,
         ),
         (READ_ALL, KeyRights(PUT, ("_floe/site=*/restored/*",))),

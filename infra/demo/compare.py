@@ -136,10 +136,10 @@ class DemoResult:
         return (
             f"{self.published:,} messages published in {self.publishing_seconds:.0f} s, {target:,} arrived",
             f"{left_out:,} of them were sampled out: source = stored + sampled out, by the segments' ledgers",
-            f"{gone:,} of them the sources no longer hold: deleted, or over a limit per subject",
-            f"{raw / MIB:.1f} MiB of messages are {stored / MIB:.1f} MiB of segments;"
-            f" {waiting / MIB:.1f} MiB of merged ones wait until their grace is over",
-            f"behind: half of a chain's messages at most as the table says, all at most {latest:.1f} s",
+            f"{gone:,} of them are no longer in the sources: deleted, or over a limit per subject",
+            f"{raw / MIB:.1f} MiB of messages became {stored / MIB:.1f} MiB of segments;"
+            f" {waiting / MIB:.1f} MiB of merged ones wait for the end of their grace",
+            f"behind: the median delay of a chain; all messages arrived within {latest:.1f} s",
         )
 
     def to_json(self) -> dict[str, object]:
@@ -308,7 +308,7 @@ async def check_advisories(clients: Mapping[str, FloeClient]) -> tuple[str, list
 
 def _unexpected_chains(expected: list[Chain], archive: Mapping[Chain, object], arrived: TargetTraces) -> list[str]:
     found = sorted({*archive, *arrived.traces} - set(expected))
-    problems = [f"{chain}: a chain that no site has" for chain in found]
+    problems = [f"{chain}: a chain of no site" for chain in found]
     if arrived.foreign:
         problems.append(f"{arrived.foreign} messages in {TARGET_STREAM} without provenance")
     return problems

@@ -112,27 +112,27 @@ async def _steps(run: DemoRun, view: DemoView, world: DemoWorld) -> DemoResult:
     view.step("start the servers", "Two sites and a centre with NATS JetStream, and an S3 server between them.")
     view.print_line(f"all data, logs and configurations are in {world.folder}")
     await run.start_servers()
-    view.step("start Floe", "Egress freezes streams at each site; ingress melts them into one at the centre.")
+    view.step("start Floe", "Egress archives the streams of each site; ingress publishes them at the centre.")
     await run.start_floe()
     view.step(
-        "publish, and kill things meanwhile",
-        "A fleet registers; of each node one document in 10 s is kept. Floe is killed and started again.",
+        "publish, and kill services meanwhile",
+        "A fleet registers; one document per node in 10 s is kept. Floe is killed and restarted.",
     )
     await run.publish_and_kill()
-    view.step("wait for silence", "The fleet has stopped: egress tells of every node that is not seen any more.")
+    view.step("wait for silence", "The fleet has stopped: egress reports every node as silent.")
     await run.wait_for_silence()
-    view.step("stop egress", "SIGTERM: what is still open becomes a last segment; nothing is left behind.")
+    view.step("stop egress", "SIGTERM: open segments are closed and stored; no message is left behind.")
     await run.drain_egress()
-    view.step("compact again", "Spark merges the rest and deletes what its first run merged and proved equal.")
+    view.step("compact again", "Spark merges the rest and deletes the segments that its first run merged.")
     await run.compact()
-    view.step("wait for the centre", "Everything frozen must melt into the target stream, in order and once.")
+    view.step("wait for the centre", "Every archived message must arrive in the target stream, in order and once.")
     await run.wait_for_arrival()
-    view.step("drill", "A feed comes back from its segments, into a scratch stream, and is compared with them.")
+    view.step("drill", "A feed is restored from its segments into a scratch stream and compared with them.")
     restored, wrong = await run_drill(world)
     view.print_line(restored)
     view.step(
         "lose a site",
-        "Its server's whole folder is removed: floe restore brings back streams and consumers, as they were.",
+        "The whole folder of its server is removed; floe restore restores streams and consumers as they were.",
     )
     sources = await run.read_sources(LOST_SITE)
     lost = await lose_and_restore(world, run.clients, run.connect, run.clock)
@@ -200,7 +200,7 @@ class DemoRun:
             self.clients[name] = await self.connect(server.url)
             self.view.print_line(f"nats-server {name}: {server.url}, process {server.pid}")
         self.view.print_line(f"bucket, {self.world.s3.name}: {self.world.s3.endpoint_url}, process {self.world.s3.pid}")
-        self.view.print_line(f"the fleet is made from this machine: {describe(facts)}")
+        self.view.print_line(f"the fleet is modelled on this machine: {describe(facts)}")
         self.publishers = [
             SitePublisher(site, self.clients[site], self.load, facts, self.clock) for site in self.world.sites
         ]
@@ -246,11 +246,11 @@ class DemoRun:
             await self.clock.sleep(RESTART_DELAY_S)
             for service in turn:
                 service.start()
-                self.view.print_line(f"started again: {service.name}")
+                self.view.print_line(f"restarted: {service.name}")
 
     async def _compact_while_publishing(self) -> None:
         await self.clock.sleep(self.load.seconds * 0.4)
-        self.view.print_line("floe compact: Spark merges the segments so far, while more of them arrive")
+        self.view.print_line("floe compact: Spark merges the segments so far, while more arrive")
         await self.compact()
 
     async def compact(self) -> None:
@@ -298,7 +298,7 @@ class DemoRun:
                 seen, since = target_messages, self.clock.monotonic()
             elif self.clock.monotonic() - since > ARRIVAL_TIMEOUT_S:
                 self.view.print_line(
-                    f"nothing has arrived for {ARRIVAL_TIMEOUT_S:.0f} s: {target_messages:,} of {rows:,}"
+                    f"no message has arrived for {ARRIVAL_TIMEOUT_S:.0f} s: {target_messages:,} of {rows:,}"
                 )
                 break
             self.view.progress(f"{target_messages:,} of {rows:,} messages are at the centre")

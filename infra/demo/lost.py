@@ -128,7 +128,7 @@ async def lose_and_restore(
     text = (
         f"{LOST_SITE} lost its server: {exact:,} messages of {' and '.join(UNSAMPLED_FEEDS)} and "
         f"{format_count(consumers, 'consumer')} are "
-        f"as they were after {seconds:.1f} s; of {NODES}, which is sampled, what was archived"
+        f"as they were after {seconds:.1f} s; of {NODES}, which is sampled, the archived messages are back"
     )
     return SiteRestore(restored, {Chain(LOST_SITE, AWKWARD): NEW_MESSAGES}, text, problems)
 

@@ -157,14 +157,14 @@ def _new_server() -> MinIO:
 
 def _build() -> None:
     """Run `go install`. Raises Unavailable if the build fails."""
-    click.echo(f"no minio here: go install {GO_MODULE} (some ten minutes, once) …", err=True)
+    click.echo(f"minio is not installed: go install {GO_MODULE} (about ten minutes, once) …", err=True)
     if code := subprocess.run(["go", "install", GO_MODULE], check=False).returncode:
         raise Unavailable(f"go install {GO_MODULE}: expected exit code 0, found {code}")
 
 
 def _settings(server: LocalS3) -> str:
     return f"""\
-# MinIO runs until Ctrl-C; its data goes with it. For a configuration of Floe:
+# MinIO runs until Ctrl-C, then its data is deleted. For a configuration of Floe:
 store:
   url: s3://{_BUCKET}
   endpoint_url: {server.endpoint_url}

@@ -131,7 +131,7 @@ class NatsServer:
     def pid(self) -> int:
         """The process id. Raises RuntimeError while the server does not run."""
         if self._process is None:
-            raise RuntimeError(f"nats-server {self.name} does not run")
+            raise RuntimeError(f"nats-server {self.name} is not running")
         return self._process.pid
 
     @property
@@ -211,7 +211,7 @@ class NatsServer:
         deadline = time.monotonic() + timeout
         while not self.is_healthy():
             if not self.is_running or time.monotonic() > deadline:
-                raise RuntimeError(f"nats-server {self.name} does not serve: {self._log_end()}")
+                raise RuntimeError(f"nats-server {self.name} does not answer: {self._log_end()}")
             time.sleep(0.02)
 
     def is_healthy(self) -> bool:

@@ -206,7 +206,7 @@ class LocalS3:
         while not _succeeds(succeeds):
             self.raise_if_ended()
             if time.monotonic() > deadline:
-                raise Unavailable(f"{self.name}: no sign of {description} in {START_TIMEOUT_S} s: {self._log_end()!r}")
+                raise Unavailable(f"{self.name}: {description} failed for {START_TIMEOUT_S} s: {self._log_end()!r}")
             time.sleep(_POLL_INTERVAL_S)
 
     def raise_if_ended(self) -> None:
@@ -310,7 +310,7 @@ class SeaweedFS(LocalS3):
         }
 
     def _wait_until_ready(self) -> None:
-        self._wait_for("its filer", self._share_volumes)
+        self._wait_for("the setup of its filer", self._share_volumes)
         super()._wait_until_ready()
 
     def _share_volumes(self) -> bool:

@@ -42,7 +42,7 @@ def test_is_well_where_all_three_places_agree_whatever_the_source_deleted_later(
     assert result(whole()).comparison().summary() == "lost 0, repeated 0, out of order 0, altered 0"
     deleted = result(whole(source=trace(1, 3)))
     assert deleted.is_ok
-    assert "1 of them the sources no longer hold" in " ".join(deleted.summary_lines())
+    assert "1 of them are no longer in the sources" in " ".join(deleted.summary_lines())
 
 
 @pytest.mark.parametrize(

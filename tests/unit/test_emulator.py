@@ -65,7 +65,7 @@ def test_each_node_publishes_once_in_an_interval_or_all_by_a_rate_until_a_count_
     [
         (lambda: Sizes(0, 10), "the smaller first"),
         (lambda: PublishSchedule(nodes=1, interval=0), "expected more than 0 seconds"),
-        *((lambda s=s: subject_filter(s), "a first token and then") for s in ("a", "{sender}", ".{sender}")),
+        *((lambda s=s: subject_filter(s), "a first token, then") for s in ("a", "{sender}", ".{sender}")),
     ],
 )
 def test_sizes_paces_and_subjects_that_cannot_be_are_refused(make: Callable[[], object], expected: str) -> None:

@@ -76,7 +76,7 @@ def test_sums_up_chains_and_names_the_chain_of_an_example() -> None:
 
 
 def test_refuses_an_expectation_that_is_itself_out_of_order() -> None:
-    with pytest.raises(ValueError, match="sequence 1 stands after 2"):
+    with pytest.raises(ValueError, match="sequence 1 comes after 2"):
         compare(Trace.of(messages(2, 1)), Trace())
 
 
@@ -113,7 +113,7 @@ def test_names_every_class_of_damage_of_a_whole_target() -> None:
         (whole(beta=messages(2, 5, 7, 2)), "repeated", 1, "repeated: sequence 2 came again"),
         (whole(beta=messages(5, 2, 7)), "out_of_order", 1, "sequence 2 came after 5"),
         (whole(beta=[*messages(2, 5), message(7, payload=b"!")]), "altered", 1, "altered: sequence 7"),
-        (whole(beta=messages(2, 5, 6, 7)), "unexpected", 1, "sequence 6 was never there"),
+        (whole(beta=messages(2, 5, 6, 7)), "unexpected", 1, "sequence 6 was never published"),
         ({**whole(), Chain("beta", "NODES", 1): messages(1, 2)}, "unexpected", 2, "(no such chain)"),
     ):
         result = of_target(found)
