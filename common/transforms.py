@@ -68,7 +68,7 @@ def compile_transform(source: str, destination: str) -> Transform:
     if "*" in given:
         raise TransformError("destination", "expected $n or {{wildcard(n)}} in place of *")
     if (wanted[-1] == ">") != (given[-1] == ">"):
-        raise TransformError("destination", "expected a last > in both or in none of source and destination")
+        raise TransformError("destination", "expected a final > in both or in neither of source and destination")
     wildcards = [index for index, each in enumerate(wanted) if each == "*"]
     rest = len(wanted) - 1 if wanted[-1] == ">" else None
     whole = not wildcards and rest is None

@@ -253,7 +253,7 @@ def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> Non
     """Check footer, order and row count of a segment; `put` compared the bytes. Raises SegmentCorrupt."""
     with store.open_part(ref) as reader:
         if reader.footer != footer:
-            raise SegmentCorrupt(f"segment {ref.key}: the footer read back is not the one written")
+            raise SegmentCorrupt(f"segment {ref.key}: the footer read back differs from the one written")
         rows = sum(batch.num_rows for batch in reader.batches(columns=["sequence"]))
     if rows != footer.rows:
         raise SegmentCorrupt(f"segment {ref.key}: expected {footer.rows} rows, read back {rows}")

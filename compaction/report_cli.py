@@ -81,7 +81,7 @@ def latest(as_json: bool, **options: Any) -> int:
 
 
 @report.command()
-@click.option("--since", type=TimeType(), help="Only from that hour on; a new report reads nothing before it.")
+@click.option("--since", type=TimeType(), help="Only from that hour on; a new report reads no older data.")
 @click.option("--until", type=TimeType(), help="Up to that time; the Parquet file also holds later hours.")
 @_report_options
 @run_command

@@ -129,7 +129,7 @@ class AckedPublisher:
         if "error" in ack:
             self.published.refused[ack["error"].get("description", "without a reason")] += 1
         elif "seq" not in ack:
-            self.published.refused["no stream takes this subject"] += 1
+            self.published.refused["no stream has this subject"] += 1
         elif ack.get("duplicate"):
             self.published.duplicates += 1
         else:

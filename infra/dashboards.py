@@ -182,11 +182,11 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel("behind the archive, messages", {f"floe_ingress_lag_messages{{{BY_BOTH}}}": COPY_LEGEND}),
         Panel("waiting for a hole", {f"floe_ingress_waiting_seconds{{{BY_BOTH}}}": COPY_LEGEND}, "s"),
         Panel(
-            "messages carried",
+            "messages delivered",
             {rate("ingress_messages_total", BY_BOTH, "target, site, feed"): "{{target}} {{site}}/{{feed}}"},
             "cps",
         ),
-        Panel("bytes carried", {rate("ingress_bytes_total", BY_BOTH, "target, site"): "{{target}} {{site}}"}, "Bps"),
+        Panel("bytes delivered", {rate("ingress_bytes_total", BY_BOTH, "target, site"): "{{target}} {{site}}"}, "Bps"),
         Panel(
             "time of an intent (95 %)", {quantile("ingress_publish_seconds", BY_TARGET, "target"): "{{target}}"}, "s"
         ),

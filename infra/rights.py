@@ -314,7 +314,7 @@ def _format_subjects(subjects: tuple[str, ...]) -> str:
 def update_page(page: str) -> str:
     """Return `page` with the tables between its two marks brought up to date."""
     nats = ["| role | publish | subscribe |", "|---|---|---|"]
-    s3 = ["| role | what it does | bucket |", "|---|---|---|"]
+    s3 = ["| role | actions | bucket |", "|---|---|---|"]
     for role in ROLES:
         if role.nats:
             publish, subscribe = (

@@ -44,7 +44,7 @@ __all__ = ["ApiError", "FloeClient", "RawSubscription", "Sink", "connect", "fram
 log = get_logger(__name__)
 
 connections = gauge("nats_connected", "Connections of this process to NATS that are up.")
-reconnects = counter("nats_reconnects", "Connections to NATS that were lost and made again.")
+reconnects = counter("nats_reconnects", "Connections to NATS that were lost and re-established.")
 
 PING_INTERVAL_S = 10.0  # seconds; a dead connection is noticed within twice that
 READ_BYTES = 256 * 1024  # bytes of one read

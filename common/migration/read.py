@@ -314,7 +314,7 @@ def _options(parts: list[SplitResult]) -> dict[str, str]:
             found[name] = value
     for given, other in (("jwt", "nkey"), ("nkey", "jwt")):
         if found.get(given) and not found.get(other):
-            raise ValueError(f"expected the parameter {other} beside {given}, found none")
+            raise ValueError(f"expected the parameter {other} with {given}, found none")
     return found
 
 

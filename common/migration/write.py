@@ -67,7 +67,7 @@ def _log(top: FileKeys, notes: list[Note]) -> list[YamlEntry]:
     if not (level := top.text("loglevel")):
         return []
     if level not in _LEVELS:
-        found = f"stream-replicator takes {level!r:.40} for info, and so does this"
+        found = f"stream-replicator reads {level!r:.40} as info, and so does this file"
         notes.append(top.note("loglevel", f"expected debug, info or warn; {found}"))
     return [top.entry("log", Entries([YamlEntry("level", _LEVELS.get(level, "info"))]))]
 

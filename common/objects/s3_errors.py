@@ -44,9 +44,7 @@ _SIGNATURE = "the secret key is not the one of this access key, or a proxy chang
 _REFUSED = Meaning(Refused, "check the credential, its rights, and the state of the account", "E-S3-DENIED")
 _SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
 _INVALID = Meaning(ConfigError, _SETTINGS, "E-S3-REQUEST")
-_UNSUPPORTED = Meaning(
-    ConfigError, "unsupported here; see store.checksum and store.encryption", "E-S3-REQUEST"
-)
+_UNSUPPORTED = Meaning(ConfigError, "unsupported here; see store.checksum and store.encryption", "E-S3-REQUEST")
 _KMS = Meaning(Refused, "grant kms:GenerateDataKey and kms:Decrypt on the key", "E-S3-KMS")
 _FULL = Meaning(Unavailable, "make room in the store", "E-STORE-FULL")
 _CAPPED = Meaning(Unavailable, "make room, or raise the quota or cap of the bucket and the account", "E-STORE-FULL")

@@ -75,7 +75,7 @@ class PartialObjectFile:
         begin = max(0, run.start * BLOCK_BYTES - self._shift)
         length = run.stop * BLOCK_BYTES - self._shift - begin
         if (data := self._objects.get(self._key, first=begin, length=length)) is None:
-            raise SegmentGone(f"segment {self._key}: not in the store any more")
+            raise SegmentGone(f"segment {self._key}: no longer in the store")
         if len(data) != length:
             raise SegmentCorrupt(f"expected {length} bytes at {begin}, found {len(data)}")
         try:
@@ -353,7 +353,7 @@ class SegmentStore:
     def _open_verified(self, ref: SegmentRef, source: Path | bytes | None, rows: SequenceRange | None) -> SegmentReader:
         """Open `source`, the fetched bytes, None if there is no such object, once the name has proved them."""
         if source is None:
-            raise SegmentGone(f"segment {ref.key}: not in the store any more")
+            raise SegmentGone(f"segment {ref.key}: no longer in the store")
         whole = hash_file(source) if isinstance(source, Path) else (len(source), hashlib.sha256(source).hexdigest())
         size, sha256 = whole
         if size != ref.size or not sha256.startswith(ref.segment.digest):
@@ -389,7 +389,7 @@ class SegmentStore:
         SegmentCorrupt.
         """
         if (info := self.objects.head(ref.key)) is None:
-            raise SegmentGone(f"segment {ref.key}: not in the store any more")
+            raise SegmentGone(f"segment {ref.key}: no longer in the store")
         with suppress(ValueError):
             if "format" in info.metadata:
                 return Tip.from_text(info.metadata["tip"]) if "tip" in info.metadata else None

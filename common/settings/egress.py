@@ -55,7 +55,7 @@ class SegmentSettings(Section):
     """The limits at which a segment is closed; the first one reached applies."""
 
     max_messages: Annotated[t.Whole, t.Range(1, 100_000_000)] = option(1000000, "messages in one segment")
-    max_size: Annotated[t.Size, t.Range("64K", "4G", "smaller ones cost more requests than they carry")] = option(
+    max_size: Annotated[t.Size, t.Range("64K", "4G", "smaller segments are not worth their requests")] = option(
         "100M", "bytes of subjects, headers and payloads in one segment, before compression"
     )
     max_age: Annotated[t.Duration, t.Range("1s", "1d", "each segment is an object, and a request at every reader")] = (
@@ -189,11 +189,11 @@ class FeedSettings(StartSettings):
         if len(found) > 1:
             yield found[1], f"expected at most one key to sample by, found {' and '.join(found)}"
         if not found:
-            reason = "expected inspect_field, inspect_header or inspect_subject_token beside it, found none"
+            reason = "expected inspect_field, inspect_header or inspect_subject_token with it, found none"
             unused = self.keys_set("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger")
             yield from ((name, reason) for name in (*unused, *(["advisory"] if self.advisory.subject else [])))
         elif not self.inspect_duration:
-            yield found[0], "expected inspect_duration beside it, found none"
+            yield found[0], "expected inspect_duration with it, found none"
         elif self.warn_duration >= self.inspect_duration:
             yield "warn_duration", "expected less than inspect_duration, found as much or more"
 
@@ -216,7 +216,7 @@ class EgressSettings(ServiceSettings):
     workers: Annotated[t.Whole, t.Range(1, 64)] = option(1, "processes, under one monitor")
     defaults: dict[str, Any] = option({}, "keys that entries of `feeds` may override")
     feeds: tuple[FeedSettings, ...] = option((), "the feeds to archive")
-    heartbeats: HeartbeatSettings = option({}, "messages that keep a quiet stream moving")
+    heartbeats: HeartbeatSettings = option({}, "periodic messages for quiet streams")
 
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Any:

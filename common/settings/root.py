@@ -83,9 +83,9 @@ class StoreSettings(Section):
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from self.require_together("access_key_id", "secret_access_key")
         if self.encryption.kms_key_id and self.encryption.mode != "sse-kms":
-            yield "encryption.kms_key_id", f"expected mode sse-kms beside it, found {self.encryption.mode}"
+            yield "encryption.kms_key_id", f"expected mode sse-kms with it, found {self.encryption.mode}"
         if self.endpoint_url and self.url.startswith("file:"):
-            yield "endpoint_url", "expected none beside a file:// store, found one"
+            yield "endpoint_url", "expected none with a file:// store, found one"
         if self.endpoint_url.startswith("http:") and (self.tls.ca or self.tls.insecure):
             yield "tls", "expected none for an http:// endpoint, found some"
         if t.is_plaintext(self.endpoint_url) and not self.allow_plaintext:
@@ -277,7 +277,7 @@ class Settings(Section):
         if self.egress.feeds and not self.site:
             yield "site", "expected a name if egress has feeds, found none"
         if self.ingress.events and self.store.url.startswith("file:"):
-            yield "ingress.events", "expected none beside a file:// store, found some"
+            yield "ingress.events", "expected none with a file:// store, found some"
 
     def loop_problems(self) -> Iterator[tuple[str, str]]:
         """Yield a problem for each target that is also the stream of a feed that flows into it: it would grow for ever.

@@ -65,7 +65,7 @@ class NatsTlsSettings(Section):
         yield from self.require_together("cert", "key")
         is_puppet = self.scheme == "puppet"
         for key in self.keys_set("ca", "cert", "key") if is_puppet else self.keys_set("identity", "ssl_dir"):
-            yield key, f"expected none beside scheme {self.scheme}, found one"
+            yield key, f"expected none with scheme {self.scheme}, found one"
         if "/" in self.identity:
             yield "identity", "expected a name without a slash, found one"
 
@@ -122,7 +122,7 @@ class NatsSettings(Section):
         if self.jetstream_domain and self.jetstream_api_prefix:
             yield "jetstream_api_prefix", "expected either jetstream_domain or jetstream_api_prefix, found both"
         if self.jwt_file and not self.nkey_seed_file:
-            yield "jwt_file", "expected nkey_seed_file beside it, found none"
+            yield "jwt_file", "expected nkey_seed_file with it, found none"
         yield from self.require_together("user", "password")
         if len({url.partition(":")[0] for url in self.url}) > 1:
             yield "url", "expected all of them nats:// or all of them tls://, found both"
@@ -140,7 +140,7 @@ class MonitorTlsSettings(Section):
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from self.require_together("cert", "key")
         if self.client_ca and not self.cert:
-            yield "client_ca", "expected cert and key beside it, found none"
+            yield "client_ca", "expected cert and key with it, found none"
 
 
 class ServiceSettings(Section):

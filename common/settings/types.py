@@ -481,7 +481,7 @@ class Section(BaseModel):
             value = getattr(self, missing)
             if getattr(self, present) and not value:
                 file = f" or {missing}_file" if isinstance(value, SecretStr) else ""
-                yield present, f"expected {missing}{file} beside it, found none"
+                yield present, f"expected {missing}{file} with it, found none"
 
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Any:

@@ -265,8 +265,8 @@ async def test_the_certificates_of_puppets_agent_open(certificates: Path, tmp_pa
     assert files.ca == "/etc/puppetlabs/puppet/ssl/certs/ca.pem"
     assert files.cert == f"/etc/puppetlabs/puppet/ssl/certs/{socket.gethostname().lower()}.pem"
     for wrong, problem in (
-        ({"scheme": "puppet", "cert": "/c.pem", "key": "/k.pem"}, "cert: expected none beside scheme puppet"),
-        ({"identity": "node"}, "identity: expected none beside scheme files"),
+        ({"scheme": "puppet", "cert": "/c.pem", "key": "/k.pem"}, "cert: expected none with scheme puppet"),
+        ({"identity": "node"}, "identity: expected none with scheme files"),
         ({"scheme": "puppet", "identity": "../x"}, "without a slash"),
     ):
         with pytest.raises(ValueError, match=problem):

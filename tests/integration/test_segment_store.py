@@ -103,7 +103,7 @@ def test_a_put_is_listed_and_read_back_and_gone_once_deleted(objects: ObjectStor
     assert store.list(CHAIN) == []
     assert not store.is_intact(ref)
     for read in (store.open, store.footer, store.tip):
-        with pytest.raises(SegmentGone, match="not in the store any more"):
+        with pytest.raises(SegmentGone, match="no longer in the store"):
             read(ref)
 
 

@@ -91,7 +91,7 @@ WRONG = [
     ("nats:\n  connect_timeout: soon", f"4:20: nats.connect_timeout: {NO_DURATION} soon"),
     ("egress:\n  defaults: {max_age: 7}\n  feeds: [{stream: A}]", f"4:23: egress.defaults.max_age: {NO_DURATION} 7"),
     (feed("segment: {max_size: 10XB}"), "3:50: egress.feeds.0.segment.max_size: expected a size such as 64K 100M 4G"),
-    (feed("segment: {max_size: 1}"), "3:50: egress.feeds.0.segment.max_size: expected 64K to 4G (smaller ones cost"),
+    (feed("segment: {max_size: 1}"), "3:50: egress.feeds.0.segment.max_size: expected 64K to 4G (smaller segments are"),
     ("log:\n  level: info\n  level: debug", "5:3: log.level: expected each key once, found it on line 4 too"),
     # Text and variables
     *((f"site: {text}", f"3:7: site: expected text; quote it, found {text}") for text in ("true", "1e3", "12")),

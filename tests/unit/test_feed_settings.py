@@ -95,7 +95,7 @@ def test_anything_else_is_refused_with_the_forms_and_a_folder_sends_no_notificat
     for events in ("minio.events", "kafka://minio", *odd):
         with pytest.raises(ValidationError, match="nats://SUBJECT or sqs://QUEUE"):
             settings(events=events)
-    with pytest.raises(ValidationError, match="expected none beside a file:// store"):
+    with pytest.raises(ValidationError, match="expected none with a file:// store"):
         settings("file:///srv/floe", events="nats://minio.events")
 
 

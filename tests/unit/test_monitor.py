@@ -307,7 +307,7 @@ def test_unusable_files_are_named_at_the_start(health: Health, certificates: Pat
         tls = MonitorTlsSettings(**{key: str(certificates / name) for key, name in files.items()})
         with pytest.raises(ConfigError, match=re.escape(error)):
             Monitor("127.0.0.1:0", health, tls=tls).start()
-    with pytest.raises(ValueError, match="expected cert and key beside it"):
+    with pytest.raises(ValueError, match="expected cert and key with it"):
         MonitorTlsSettings(client_ca="/ca.pem")
 
 

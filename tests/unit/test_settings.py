@@ -187,7 +187,7 @@ def levels(*several: dict[str, Any]) -> dict[str, Any]:
 SAMPLED = {"inspect_field": "x", "inspect_duration": "1h"}
 ONE_START = "start_at_end: expected at most one of the start keys, found start_sequence and start_at_end"
 BRACES = "subject_prefix: expected only {site}, {feed}, {incarnation} and {partition} in braces"
-SAMPLING_KEY = "inspect_field, inspect_header or inspect_subject_token beside it, found none"
+SAMPLING_KEY = "inspect_field, inspect_header or inspect_subject_token with it, found none"
 TRANSFORM = {"source": ">", "destination": "x.>"}
 
 
@@ -198,7 +198,7 @@ def test_what_does_not_go_together_or_is_out_of_range_is_refused_with_both_sides
         (feed(partitions={"count": 4, "subject": "a.>"}), "expected {partition} in it if count is 4, found 'a.>'"),
         ({"egress": {"feeds": [{"stream": "A"}, {"stream": "C", "name": "A"}]}}, "found 'A' in feeds.0 and feeds.1"),
         (feed(**SAMPLED, inspect_header="y"), "one key to sample by, found inspect_field and inspect_header"),
-        (feed(inspect_subject_token=-1), "inspect_subject_token: expected inspect_duration beside it, found none"),
+        (feed(inspect_subject_token=-1), "inspect_subject_token: expected inspect_duration with it, found none"),
         (feed(**SAMPLED, warn_duration="1h"), "warn_duration: expected less than inspect_duration, found as much"),
         (feed(advisory={"subject": "A.%s"}), f"advisory: expected {SAMPLING_KEY}"),
         ({"egress": {"state_bucket": "FLOE_LEASES"}}, "state_bucket: expected a bucket other than lease_bucket"),
@@ -217,13 +217,13 @@ def test_what_does_not_go_together_or_is_out_of_range_is_refused_with_both_sides
         (levels({"from": 0, "to": 1, "min_size": "8G"}), "max_size: expected at least min_size, found less"),
         (levels({"from": 0, "to": 1}, {"from": 0, "to": 2}), "levels.1.from: expected each level read once, found 0"),
         (nats(credentials_file="/c", token="t"), "one way to authenticate, found credentials_file and token"),
-        (nats(user="u"), "user: expected password or password_file beside it, found none"),
-        (nats(jwt_file="/j"), "jwt_file: expected nkey_seed_file beside it, found none"),
+        (nats(user="u"), "user: expected password or password_file with it, found none"),
+        (nats(jwt_file="/j"), "jwt_file: expected nkey_seed_file with it, found none"),
         (nats(url=["nats://a:1", "tls://b:1"]), "all of them nats:// or all of them tls://, found both"),
         (nats(url=["nats://a:1", "nats://a:1"]), "url.1: expected each server once, found nats://a:1 twice"),
-        ({"store": STORE | {"access_key_id": "a"}}, "secret_access_key or secret_access_key_file beside it"),
-        ({"store": STORE | {"encryption": {"kms_key_id": "k"}}}, "kms_key_id: expected mode sse-kms beside it"),
-        ({"store": {"url": "file:///data", "endpoint_url": "http://a:1"}}, "endpoint_url: expected none beside a file"),
+        ({"store": STORE | {"access_key_id": "a"}}, "secret_access_key or secret_access_key_file with it"),
+        ({"store": STORE | {"encryption": {"kms_key_id": "k"}}}, "kms_key_id: expected mode sse-kms with it"),
+        ({"store": {"url": "file:///data", "endpoint_url": "http://a:1"}}, "endpoint_url: expected none with a file"),
         # out of a range
         (feed(segment={"max_age": "100ms"}), "expected 1s to 1d (each segment is an object"),
         (feed(max_age="10ms"), "expected 0 or at least 1s"),

@@ -113,7 +113,7 @@ def test_a_mistake_has_its_place(tmp_path: Path) -> None:
         ("nodes.*", "fleet.{{wildcard(1}}", "expected one of wildcard, partition, split"),
         ("nodes.*", "fleet.{{left(1,x)}}", "expected a whole number, found 'x'"),
         ("nodes.*", "fleet.*", r"expected \$n or {{wildcard\(n\)}} in place of"),
-        ("nodes.>", "fleet.a", "expected a last > in both or in none"),
+        ("nodes.>", "fleet.a", "expected a final > in both or in neither"),
         ("nodes.*", "fleet..a", "without empty tokens"),
     ):
         with pytest.raises(ConfigError, match=problem):
