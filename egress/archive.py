@@ -114,7 +114,7 @@ class Archive:
         if mark >= self.first and mark not in view.covered:
             raise Unavailable(
                 f"listing of {self.chain}: expected a segment that contains the high-water mark {mark}, found none",
-                hint="asked again until it shows one; if the objects are lost:\n" + believe_command(self.chain),
+                hint="egress lists again until it finds one; if the objects are lost:\n" + believe_command(self.chain),
                 code="E-LISTING",
             )
 
@@ -256,9 +256,9 @@ class Archive:
 
     def wiped_error(self, source_first: int) -> Stopped:
         return Stopped(
-            f"{self.chain}: no segment and no high-water mark, and the source holds {source_first} on, "
-            f"while the chain begins at {self.first}",
-            hint=f"restore the objects; if nothing was ever archived, {believe_command(self.chain)}",
+            f"{self.chain}: no segment and no high-water mark; the source begins at {source_first}, "
+            f"but the chain at {self.first}",
+            hint=f"restore the objects; if nothing was ever archived:\n{believe_command(self.chain)}",
             code="E-EMPTY-ARCHIVE",
         )
 

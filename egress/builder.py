@@ -179,7 +179,7 @@ class SegmentBuilder:
     def _consistent_step(self) -> Iterator[None]:
         """Guard steps that may fail halfway if memory runs out: rows would be without coverage, or counted twice."""
         if self._is_inconsistent:
-            raise RuntimeError("builder: expected nothing more after an error")
+            raise RuntimeError("builder: expected no call after an error")
         self._is_inconsistent = True
         yield
         self._is_inconsistent = False

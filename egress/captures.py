@@ -111,9 +111,9 @@ def check_size(info: StreamInfo, max_payload: int) -> None:
     """Raise DataError if the deleted sequences do not fit (`fits_payload`)."""
     if not fits_payload(info, max_payload):
         raise DataError(
-            f"stream {info.name}: expected fewer deleted messages than one answer of {max_payload} bytes holds, found "
+            f"stream {info.name}: expected no more deleted messages than fit into {max_payload} bytes, found "
             f"{format_count(info.deleted, 'deleted message')}",
-            hint="they are not captured any more: capture_deletes: never says so for good",
+            hint="they are not captured; to stop the attempts, set `capture_deletes: never`",
             code="E-NATS-PAYLOAD",
         )
 
@@ -267,7 +267,7 @@ class StreamCapturer:
         try:
             yield
         except (FloeError, ValueError) as failure:
-            error = failure if isinstance(failure, FloeError) else DataError(f"what the server answered: {failure}")
+            error = failure if isinstance(failure, FloeError) else DataError(f"answer of the server: {failure}")
             metrics.captures.labels(*self._labels, kind, "failed").inc()
             if self._error_codes.get(kind) != error.code:
                 self._error_codes[kind] = code = error.code

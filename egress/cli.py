@@ -11,7 +11,7 @@ from egress.resolve_cli import resolve
 
 @click.group()
 def egress() -> None:
-    """Freeze the streams of this site into segments."""
+    """Archive the streams of this site as segments."""
 
 
 egress.add_command(repartition)
@@ -20,7 +20,7 @@ egress.add_command(resolve)
 
 @egress.command()
 @click.argument("feed", default="", metavar="[FEED|SITE/FEED[/INC[/PART]]]")
-@click.option("--wait/--no-wait", default=None, help="Wait for who takes the lease too, or for nothing.")
+@click.option("--wait/--no-wait", default=None, help="Also wait for partitions without a lease holder; or do not wait.")
 @click.option("--timeout", type=Duration(), default=60.0, help="How long to wait.  [default: 1m]")
 @json_option
 @config_option
@@ -42,11 +42,11 @@ async def flush(config: str, feed: str, wait: bool | None, timeout: float, as_js
 
 @egress.command()
 @config_option
-@click.option("--workers", type=click.IntRange(1, 64), help="Processes, instead of `egress.workers`.")
-@click.option("--worker", hidden=True, default="", help="Which of them this is; set by their parent.")
+@click.option("--workers", type=click.IntRange(1, 64), help="Number of processes, instead of `egress.workers`.")
+@click.option("--worker", hidden=True, default="", help="Identity of the worker; set by its parent.")
 @run_command
 async def run(config: str, workers: int | None, worker: str) -> int:
-    """Freeze until SIGTERM; then store the messages that were read, and exit.
+    """Archive until SIGTERM; then store the messages that were read, and exit.
 
     SIGHUP checks the configuration again and applies the keys that can change (log.level, secrets). SIGQUIT logs the
     stack of every task.

@@ -244,8 +244,8 @@ def limits_error(wanted: WantedMessages, config: dict[str, Any]) -> Stopped | No
         if found != expected and not is_harmless:
             return Stopped(
                 f"stream {wanted.stream}: its consumer_limits set {key} to {found}, expected {expected}",
-                hint=f"remove it: egress keeps its durable while it is stopped, and more than {found} "
-                "messages under way",
+                hint=f"remove {key}: the durable has to outlive a stop of egress, and to have any number of "
+                "messages not acknowledged",
                 code="E-RETENTION",
             )
     return None
@@ -258,14 +258,14 @@ async def _conflict_error(client: FloeClient, wanted: WantedMessages) -> Excepti
         if info is None or not any(overlaps(subject, each) for each in filter_subjects(info.config)):
             continue
         if wanted.partition.partition_of(name) is not None:
-            return ReaderResetError("consumer_taken", f"{name} is another instance's, or of former partitions")
+            return ReaderResetError("consumer_taken", f"{name} belongs to another instance or to former partitions")
         return Stopped(
-            f"work queue {wanted.stream}: consumer {name} takes what {wanted.partition.durable} is to take",
-            hint="a work queue gives each message to one consumer: freeze other subjects, or "
+            f"work queue {wanted.stream}: consumer {name} takes messages of {wanted.partition.durable}",
+            hint="a work queue gives each message to one consumer: archive other subjects, or remove that consumer:\n"
             f"nats consumer rm {wanted.stream} {name}",
             code="E-RETENTION",
         )
-    return ReaderResetError("consumer_taken", "a consumer that stood in the way is gone")
+    return ReaderResetError("consumer_taken", "the conflicting consumer no longer exists")
 
 
 def filter_subjects(config: dict[str, Any]) -> list[str]:
@@ -280,6 +280,6 @@ def check_start(info: StreamInfo, start: StartSettings) -> None:
     if info.config.get("retention") == WORK_QUEUE and start.is_set:
         raise Stopped(
             f"stream {info.name}: expected no start_… key for a work queue, which is read from its beginning",
-            hint=f"remove the key; what nobody needs is removed by nats stream purge {info.name} --seq SEQ",
+            hint=f"remove the key; to remove messages that are not needed: nats stream purge {info.name} --seq SEQ",
             code="E-RETENTION",
         )

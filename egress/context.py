@@ -100,7 +100,7 @@ def parse_feed(settings: Settings, text: str) -> tuple[str, int | None, int | No
         return text, None, None
     site, feed, incarnation, partition = parse_chain_name(text)
     if site != settings.site:
-        raise UsageError(f"{text}: expected a feed of site {settings.site}, whose configuration this is")
+        raise UsageError(f"{text}: expected a feed of site {settings.site}, as in the configuration")
     return feed or "", incarnation, partition
 
 
@@ -109,5 +109,5 @@ def find_feed(settings: Settings, name: str) -> FeedSettings:
     feeds = {feed.name: feed for feed in settings.egress.feeds}
     if name in feeds:
         return feeds[name]
-    where = f"expected one of {', '.join(feeds)}" if feeds else "the configuration has no feed; name the site's file"
+    where = f"expected one of {', '.join(feeds)}" if feeds else "the configuration has no feed; use the site's file"
     raise UsageError(f"feed {name or repr(name)}: {where}")

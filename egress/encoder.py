@@ -300,7 +300,7 @@ class Encoder:
         self._charge_file(self._open_file.buffered_bytes)
 
     async def _finish(self, reason: ClosedBy) -> None:
-        assert self._open_file is not None, "a segment closes behind its pieces"
+        assert self._open_file is not None, "a segment closes after its pieces"
         spooled = await self._thread.run(self._open_file.finish)
         self._open_file = None
         self._charge_file(0)

@@ -375,9 +375,9 @@ async def confirm(
         if len(answers) == confirming.times:
             return answer
     raise Unavailable(
-        "the stream answers differently each time it is asked",
-        hint="nothing to do, it is asked again by itself; where it stays so, a leader changes all the time, "
-        "or something makes the stream again and again",
+        "the answers about the stream keep changing",
+        hint="nothing to do: egress repeats the check; if this persists, the leader of the stream keeps changing, "
+        "or something keeps recreating the stream",
         code="E-UNSURE",
     )
 

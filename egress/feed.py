@@ -41,7 +41,7 @@ class PartitionFeed:
         name = f"{self._chain.feed}-{self._chain.partition}"
         self._pools = Pools(ThreadPool(f"egress-{name}", 5), ThreadPool(f"encode-{name}", 1))
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
-        self._report.set_state("starting", ready=False, reason="nobody knows yet who holds its lease")
+        self._report.set_state("starting", ready=False, reason="the holder of its lease is not known yet")
         self._sharing = sharing
         self._slot = sharing.slot(lease_key(self._chain), self._report)
         self._deps = deps.for_partition(partition, self._report, self._pools)

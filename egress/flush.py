@@ -242,7 +242,7 @@ async def run_flush(settings: Settings, name: str, wait: bool | None, timeout: f
         if not wait:
             leases = optional_leases(client, settings.egress, new_owner(settings.instance), clock)
             if not await flushing.find_holders(leases):
-                what = f"flush of {settings.site}/{name or '*'}: nobody holds the lease, so nothing is open"
+                what = f"flush of {settings.site}/{name or '*'}: no process holds the lease, so no segment is open"
                 raise Unavailable(what, hint=choices(("start egress", floe_command("egress run"))), code="E-LEASE")
         await flushing.send_request()
         is_done = wait is False or await flushing.wait(timeout, partial(click.echo, err=True))
@@ -251,11 +251,11 @@ async def run_flush(settings: Settings, name: str, wait: bool | None, timeout: f
     for newest in {row["incarnation"] for row in rows if None not in (incarnation, row["incarnation"])} - {incarnation}:
         raise UsageError(f"{name}: expected the newest incarnation, {newest:04d}, which was flushed: others have ended")
     left = format_count(sum(row["state"] in (REQUESTED, CLOSING_STATE, NO_HOLDER) for row in rows), "partition")
-    hint = choices(("see how it stands", floe_command("status")))
+    hint = choices(("show the state", floe_command("status")))
     if not is_done:
-        raise Unavailable(f"flush: {left}: expected to be stored within {timeout:g} s, found it is not", hint=hint)
+        raise Unavailable(f"flush: expected all stored within {timeout:g} s, found {left} not stored", hint=hint)
     if any(row["state"] == NO_HOLDER for row in rows):
-        raise Unavailable(f"flush: {left}: nobody holds the lease; who takes it closes it", hint=hint, code="E-LEASE")
+        raise Unavailable(f"flush: {left}: no process holds the lease; the next one flushes", hint=hint, code="E-LEASE")
     return 0
 
 

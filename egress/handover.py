@@ -97,4 +97,4 @@ class Handover:
         others = [n for n, end in closing.ends.items() if n != self._number and end.created == source.created]
         if not others:
             return verdict
-        return SourceVerdict(VerdictKind.RECREATED, f"as partition {min(others)} found; {verdict.reason}")
+        return SourceVerdict(VerdictKind.RECREATED, f"found by partition {min(others)}; {verdict.reason}")

@@ -286,7 +286,7 @@ class Reachability:
     def set_store(self, has_answered: bool) -> None:
         """Record an answer of the store, or its absence. Callable from any thread."""
         metrics.store_reachable.set(has_answered)
-        reason = "the store does not answer, or not with this credential"
+        reason = "the store does not answer, or refuses the credential"
         self._health.set_ready("objects", has_answered, reason)
         if has_answered:
             metrics.store_answered.set(self._clock.now())

@@ -135,7 +135,7 @@ def judge(evidence: Evidence) -> SourceVerdict:
         reason = f"the stream ends at {source.last} in incarnation {older:04d}, the archive at {evidence.end}"
         return SourceVerdict(VerdictKind.ROLLED_BACK, reason)
     if older is not None:
-        reason = f"incarnation {older:04d} is there again"
+        reason = f"incarnation {older:04d} is back"
         return SourceVerdict(VerdictKind.FORKED, f"{reason}: two sources under one name, or an old disk")
     if not evidence.end and source.created == evidence.created:
         return SourceVerdict(VerdictKind.SAME, "nothing is archived yet")
@@ -178,7 +178,7 @@ def _judge_unmatched(evidence: Evidence, source: SourceStream) -> SourceVerdict:
         return SourceVerdict(VerdictKind.RECREATED, f"{reason}, {_created(evidence, source)}")
     if drifted or differing or source.last < evidence.end or not _begins_later(evidence, source):
         return _unknown_verdict(evidence, source)
-    return SourceVerdict(VerdictKind.UNVERIFIED, "no archived message is held any more, and all that is held is later")
+    return SourceVerdict(VerdictKind.UNVERIFIED, "the stream holds no archived message any more, only later ones")
 
 
 def _begins_later(evidence: Evidence, source: SourceStream) -> bool:
@@ -189,7 +189,7 @@ def _begins_later(evidence: Evidence, source: SourceStream) -> bool:
 
 def _unknown_verdict(evidence: Evidence, source: SourceStream) -> SourceVerdict:
     differing = _tips(evidence, HeldMessage.DIFFERENT)
-    what = f"sequence {differing[0].sequence} is not as archived" if differing else "no archived message is held"
+    what = f"sequence {differing[0].sequence} is not as archived" if differing else "no archived message is left"
     bounds = f"the archive ends at {evidence.end}, the stream holds {source.first}..{source.last}"
     return SourceVerdict(VerdictKind.UNKNOWN, f"{what}; {bounds}; {_created(evidence, source)}")
 
@@ -218,7 +218,7 @@ def acceptance_key(chain: Chain) -> str:
 
 
 def acceptance_of(state: KeyValue, chain: Chain) -> KvDocument[Acceptance]:
-    hint = f"without it the evidence counts: {believe_command(chain)}"
+    hint = f"to discard it, so that the evidence decides: {believe_command(chain)}"
     return KvDocument(state, acceptance_key(chain), ACCEPTANCE, kv_error(f"acceptance of {chain}", hint))
 
 
@@ -289,26 +289,25 @@ def choices(evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *,
     if source is not None and can_be_same(evidence, verdict):
         both = _count_common(source, evidence.end)
         what = (
-            f"of the {both} sequences that it holds up to there nothing is archived again: lost if they are "
-            "others than those that were archived"
+            f"its {both} sequences up to there are not archived again, and are lost if they differ from the archive"
             if both
-            else "it holds nothing up to there, so nothing is repeated or lost"
+            else "it holds no message up to there, so nothing is repeated or lost"
         )
-        found.append(Choice("--same", f"it is the same stream, and goes on behind {evidence.end}: {what}"))
+        found.append(Choice("--same", f"it is the same stream, and continues after {evidence.end}: {what}"))
     return found
 
 
 def _incarnation_text(evidence: Evidence, source: SourceStream, verdict: SourceVerdict, proposal: int | None) -> str:
     sequence, end = proposal or source.first, evidence.end
-    text = f"freeze what it is now, from {sequence} on, as the next incarnation: "
+    text = f"archive the stream as it is now, from {sequence} on, as the next incarnation: "
     both = _count_common(source, end)
     if proposal is None and both:
-        return f"{text}nothing is lost; {both} sequences, up to {end}, that could not be compared may come twice"
+        return f"{text}nothing is lost; {both} sequences up to {end} could not be compared and may be archived twice"
     if sequence > source.first:
-        return f"{text}up to {sequence - 1} it is as archived, so nothing is repeated or lost"
+        return f"{text}up to {sequence - 1} it equals the archive, so nothing is repeated or lost"
     if not both or verdict.kind is not VerdictKind.UNKNOWN or _differs(evidence):
-        return f"{text}nothing that it holds is archived, so nothing is repeated or lost"
-    return f"{text}nothing is lost; {both} sequences, up to {end}, come twice if it is the same stream"
+        return f"{text}none of its messages is archived, so nothing is repeated or lost"
+    return f"{text}nothing is lost; {both} sequences up to {end} are archived twice if it is the same stream"
 
 
 def _count_common(source: SourceStream, end: int) -> int:
@@ -327,12 +326,12 @@ def gone_hint(partition: Partition, chain: Chain, *, elsewhere: bool) -> str:
     """Return the possible steps if the stream of a feed that has begun no longer exists. `elsewhere`: as in
     `restore_command`.
     """
-    again = "create it again: then its next incarnation begins by itself"
+    again = "create it again, and its next incarnation begins by itself"
     if partition.settings.on_recreated == "halt":
-        again = "create it again and look again with the last command: `on_recreated` is halt"
-    lines = [f"restore the stream as it was: the feed goes on; or {again}"]
+        again = "create it again, then decide with the last command: `on_recreated` is halt"
+    lines = [f"restore the stream as it was, and the feed continues; or {again}"]
     if not partition.settings.sampling_key:
-        lines[0] += "; the first, from the archive (look with --dry-run before):"
+        lines[0] += "; to restore it from the archive (try --dry-run first):"
         lines.append(restore_command(chain, elsewhere=elsewhere))
     if partition.settings.on_recreated == "halt":
         lines.append(resolve_command(partition.settings.name))
@@ -366,13 +365,13 @@ def _hint(partition: Partition, chain: Chain, evidence: Evidence, verdict: Sourc
     assert source is not None, "a stream that is gone has no choices"
     first = {
         VerdictKind.RECREATED: "set `on_recreated: continue`; or begin its next incarnation yourself",
-        VerdictKind.ROLLED_BACK: "restore the stream to where it was; or choose",
+        VerdictKind.ROLLED_BACK: "restore the stream up to its former end; or choose",
         VerdictKind.FORKED: "two sources under one name? give one of the sites another `site`; or bring back "
         "the stream that was archived last; or choose",
-    }.get(verdict.kind, "compare it with the archive, then choose one")
+    }.get(verdict.kind, "compare it with the archive, then choose")
     lines = [f"{first} (a new incarnation may begin within {possible_first(source)})"]
     if verdict.kind is VerdictKind.UNKNOWN:
-        lines += ["what is archived:", floe_command("segments ls", shlex.quote(str(chain)))]
+        lines += ["to list the archive:", floe_command("segments ls", shlex.quote(str(chain)))]
     has_partitions = len(partition.settings.filters()) > 1
     for choice in choices(evidence, verdict, proposal, has_partitions=has_partitions):
         number = partition.number if has_partitions and choice.options == "--same" else None

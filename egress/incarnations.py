@@ -228,7 +228,7 @@ class Incarnations:
             now = layout_text(configured_layout(self._partition))
             raise Stopped(
                 f"{chain}: begun with {layout_text(layout)}, configured with {now}",
-                hint="restore what it was, or stop egress and begin the next incarnation as configured now: "
+                hint="restore the former configuration, or stop egress and begin the next incarnation with this one: "
                 + repartition_command(chain.feed),
                 code="E-FILTERS",
             )
@@ -237,9 +237,9 @@ class Incarnations:
         expected = partition_layout(configured_layout(self._partition))[chain.partition]
         if partition_layout([document])[0] != expected:
             raise Stopped(
-                f"{chain}: its chain.json does not say what stream.json says of it",
-                hint=f"put {self._chains.layout.chain_document(chain)} away: it is made again as stream.json "
-                "and the configuration say; or restore what both were",
+                f"{chain}: its chain.json contradicts stream.json",
+                hint=f"move {self._chains.layout.chain_document(chain)} away: egress writes it again from stream.json "
+                "and the configuration; or restore both objects",
                 code="E-HISTORY",
             )
 
@@ -247,8 +247,8 @@ class Incarnations:
         missing = self._chains.layout.stream_document(chain)
         return Stopped(
             f"{chain}: expected {missing} beside its chain.json, found none",
-            hint="restore that object: the feed then goes on by itself; or give the feed another `name`: "
-            "it then begins anew",
+            hint="restore that object, and the feed continues by itself; or give the feed another `name`: "
+            "it then begins as a new feed",
             code="E-HISTORY",
         )
 
@@ -307,8 +307,8 @@ class Incarnations:
     def _lost_error(self, chain: Chain, end: int) -> Stopped:
         layout = self._chains.layout
         return Stopped(
-            f"{chain}: a high-water mark at {end}, and neither {layout.stream_document(chain)} nor a chain.json",
-            hint="restore the objects of the archive; if they are given up, so that it begins again, "
+            f"{chain}: a high-water mark at {end}, but neither {layout.stream_document(chain)} nor a chain.json",
+            hint="restore the objects of the archive; or accept their loss, and the feed begins again: "
             + resolve_command(chain.feed, "--believe-listing --all-incarnations", chain.partition or None),
             code="E-EMPTY-ARCHIVE",
         )
@@ -341,9 +341,9 @@ class Incarnations:
             log.warning("incarnation closed elsewhere", action="incarnation_conflicted", **ends, **chain.log_context())
             return
         raise Stopped(
-            f"{chain}: made for the stream created at {found.created}, found one created at {document.created}",
+            f"{chain}: expected the stream created at {found.created}, found one created at {document.created}",
             hint="two sites under one name? give one of them another `site`, or the feed another `name`; "
-            "or go on behind that incarnation with the next: " + resolve_command(chain.feed, "--new-incarnation"),
+            "or continue with the incarnation after that one: " + resolve_command(chain.feed, "--new-incarnation"),
             code="E-INCARNATION",
         )
 
@@ -359,8 +359,8 @@ class Incarnations:
         left = INCARNATION_INTERVAL_S - (self._clock.now() - info.modified) if info else 0.0
         if left > 0:
             raise Stopped(
-                f"{current}: the stream was made anew twice within an hour",
-                hint="something makes it again and again, or two sites have one name and each a stream of this name; "
+                f"{current}: the stream was recreated twice within an hour",
+                hint="something keeps recreating it, or two sites share one name and each has a stream of this name; "
                 f"the next incarnation begins by itself in {left:.0f} s, or at once: "
                 + resolve_command(current.feed, f"--new-incarnation --from {source_first}"),
                 code="E-MINT-INTERVAL",
@@ -426,7 +426,7 @@ class Closings:
         return state_key("egress", "end", chain.site, chain.feed, f"{chain.incarnation:04d}")
 
     def _document(self, chain: Chain) -> KvDocument[Closing]:
-        hint = "without it each partition notes its end again, and a decision is to be made again: "
+        hint = "to discard it, so that each partition records its end again, and you decide again: "
         error = kv_error(f"closing of {chain}", hint + believe_command(chain))
         return KvDocument(self._state, self.key(chain), CLOSING, error)
 

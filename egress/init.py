@@ -89,14 +89,14 @@ def dropped_text(info: StreamInfo) -> str:
     if info.messages and info.first_sequence <= 1:
         return ""
     gone = info.last_sequence if not info.messages else info.first_sequence - 1
-    return f"messages 1..{gone} were dropped before, as nobody wanted them any more"
+    return f"messages 1..{gone} were dropped before: no consumer needed them any more"
 
 
 async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Partition]) -> list[SetupResult]:
     """List durables of this site that no configured partition reads: an interest stream keeps messages for them."""
     names = [name for name in await consumer_names(client, stream) if is_durable_of_site(name, site)]
     return [
-        SetupResult("durable", name, EXISTS, stream, f"of no configured slice: nats consumer rm {stream} {name}")
+        SetupResult("durable", name, EXISTS, stream, f"of no configured partition: nats consumer rm {stream} {name}")
         for name in names
         if not any(partition.partition_of(name) == partition.number for partition in parts)
     ]

@@ -21,12 +21,12 @@ messages = counter("egress_messages", "Messages archived.", CHAIN)
 raw_bytes = counter("egress_raw_bytes", "Bytes of subjects, headers and payloads archived.", CHAIN)
 stored_bytes = counter("egress_stored_bytes", "Bytes of segments put.", CHAIN)
 segments = counter("egress_segments", "Segments put.", CHAIN)
-closed = counter("egress_segments_closed", "Segments closed, by what closed them.", (*CHAIN, "reason"), reason=ClosedBy)
+closed = counter("egress_segments_closed", "Segments closed, by reason.", (*CHAIN, "reason"), reason=ClosedBy)
 left_out = counter("egress_left_out", "Sequences without a message, by reason.", (*CHAIN, "reason"), reason=Reason)
 put_seconds = histogram("egress_put_seconds", "Time to put one segment, tail and mark.", CHAIN)
 put_done = gauge(
     "egress_put_last_success_timestamp_seconds",
-    "When this process last put a segment of the chain, since 1970; 0: not yet.",
+    "Time of the last put of a segment of the chain by this process, since 1970; 0: none yet.",
     CHAIN,
 )
 open_messages = gauge(
@@ -34,33 +34,33 @@ open_messages = gauge(
 )
 open_bytes = gauge("egress_open_segment_bytes", "Raw bytes of the messages in the open segment.", CHAIN)
 open_age = gauge(
-    "egress_open_segment_age_seconds", "Time since the open segment's first message; 0 where nothing is open.", CHAIN
+    "egress_open_segment_age_seconds", "Time since the open segment's first message; 0 if none is open.", CHAIN
 )
 incarnation = gauge("egress_incarnation", "The incarnation that is written.", CHAIN)
 end_sequence = gauge("egress_end_sequence", "The last sequence archived, or left out before the chain begins.", CHAIN)
 end_timestamp = gauge("egress_end_timestamp_seconds", "Time of the last message archived, since 1970.", CHAIN)
-source_sequence = gauge("egress_source_sequence", "The last sequence of the stream, when it was last asked.", CHAIN)
+source_sequence = gauge("egress_source_sequence", "The last sequence of the stream, at the last query.", CHAIN)
 source_timestamp = gauge("egress_source_timestamp_seconds", "Time of the stream's last message.", CHAIN)
 source_asked = gauge(
     "egress_source_last_success_timestamp_seconds",
-    "When the stream was last asked and answered, since 1970: how old what is known of it is.",
+    "Time of the last successful query of the stream, since 1970: the age of its other metrics.",
     CHAIN,
 )
-resets = counter("egress_doubts", "Readers that were given up, by why.", (*CHAIN, "reason"), reason=RESET_REASONS)
+resets = counter("egress_doubts", "Readers that were abandoned, by reason.", (*CHAIN, "reason"), reason=RESET_REASONS)
 unverified = gauge("egress_unverified", "1 while no archived message is left in the stream to compare.", CHAIN)
-drifted = gauge("egress_created_drifted", "1 while the stream's creation time differs though its data do not.", CHAIN)
+drifted = gauge("egress_created_drifted", "1 while the stream's creation time differs but its data do not.", CHAIN)
 stopped = gauge("egress_stopped", "1 while the chain waits for an operator.", CHAIN)
 waiting = gauge("egress_waiting", "1 while NATS or the object store cannot be reached.", CHAIN)
 lost = gauge("egress_lost_sequences", "Sequences under existing coverage that neither archive nor stream hold.", CHAIN)
 damaged = gauge(
     "egress_damaged_segments",
-    "Segments at the end of the archive that are not what their names promise: left out, and read again.",
+    "Segments at the end of the archive that do not match their names: left out, and their ranges read again.",
     CHAIN,
 )
-recreated = counter("egress_recreated", "Incarnations begun because the stream was made again or set back.", CHAIN)
-lease_held = gauge("egress_lease_held", "1 while this process works on the chain, 0 while it stands by.", CHAIN)
+recreated = counter("egress_recreated", "Incarnations begun because the stream was recreated or rolled back.", CHAIN)
+lease_held = gauge("egress_lease_held", "1 while this process works on the chain, 0 while it is a standby.", CHAIN)
 memory_used = gauge("egress_memory_bytes", "Bytes between the wire and the object store.")
-memory_limit = gauge("egress_memory_limit_bytes", "The budget for them.")
+memory_limit = gauge("egress_memory_limit_bytes", "Memory budget for these bytes.")
 spool_bytes = gauge("egress_spool_bytes", "Bytes in the spool: segments being encoded, and those not put yet.")
 
 SITE = ("site",)
@@ -68,18 +68,18 @@ SITE = ("site",)
 # Reachability, and the heartbeat of the process (`egress.heartbeats`)
 
 store_reachable = gauge("egress_store_reachable", "1 while the object store answers and accepts the credential.")
-store_answered = gauge("egress_store_last_success_timestamp_seconds", "When the store last answered, since 1970.")
-nats_reachable = gauge("egress_nats_reachable", "1 while all connections to NATS stand.")
+store_answered = gauge("egress_store_last_success_timestamp_seconds", "Time of the store's last answer, since 1970.")
+nats_reachable = gauge("egress_nats_reachable", "1 while all connections to NATS are up.")
 nats_answered = gauge(
     "egress_nats_last_success_timestamp_seconds",
-    "When all connections to NATS last stood, since 1970; the present while they do.",
+    "Last time when all connections to NATS were up, since 1970; the present while they are.",
 )
 alive_put = gauge(
     "egress_alive_last_success_timestamp_seconds",
-    "When this process last put its sign of life into the store, since 1970.",
+    "Time of the last heartbeat that this process put into the store, since 1970.",
     SITE,
 )
-alive_errors = counter("egress_alive_errors", "Signs of life that the store did not take.", SITE)
+alive_errors = counter("egress_alive_errors", "Process heartbeats that the store did not accept.", SITE)
 
 # Sharing
 
@@ -88,11 +88,11 @@ share = gauge("egress_share", "The most leases that this process holds as its fa
 leases_held = gauge("egress_leases_held", "Leases that this process holds.", SITE)
 hand_overs = counter(
     "egress_hand_overs",
-    "Leases given up: drained, surplus to the fair share, or lost.",
+    "Leases released (drained, surplus to the fair share) or lost.",
     (*SITE, "reason"),
     reason=HAND_OVER_REASONS,
 )
-take_overs = counter("egress_take_overs", "Leases taken that another member was seen to hold.", SITE)
+take_overs = counter("egress_take_overs", "Leases taken over from another member.", SITE)
 
 # Heartbeats
 
@@ -102,7 +102,7 @@ heartbeat_errors = counter("egress_heartbeat_errors", "Heartbeats that no stream
 heartbeat_seconds = histogram("egress_heartbeat_seconds", "Time until a heartbeat was stored.", SITE)
 advisories = counter(
     "egress_advisories",
-    "Advisories, by what became of them.",
+    "Advisories, by event and result.",
     (*CHAIN, "event", "result"),
     kind="advisories",
     event=EVENTS,
@@ -112,7 +112,7 @@ advisories_failing = gauge("egress_advisories_failing", "1 while advisories cann
 advisories_waiting = gauge("egress_advisories_waiting", "Advisories found and not stored yet.", CHAIN)
 sampler_rebuilt = counter(
     "egress_sampler_rebuilt",
-    "Samplers built again from the archive, by why.",
+    "Samplers built again from the archive, by reason.",
     (*CHAIN, "reason"),
     kind="sampled",
     reason=REBUILDS,
@@ -127,13 +127,13 @@ sample_keys_missing = counter(
 forced_copies = counter("egress_forced_copies", "Messages that the force field let pass.", CHAIN, kind="sampled")
 snapshots = counter(
     "egress_snapshots",
-    "Snapshots of the sampler, by what became of them.",
+    "Snapshots of the sampler, by result.",
     (*CHAIN, "result"),
     kind="sampled",
     result=("written", "failed"),
 )
 snapshot_seconds = histogram(
-    "egress_snapshot_seconds", "Time to encode and put one snapshot, beside the data.", CHAIN, kind="sampled"
+    "egress_snapshot_seconds", "Time to encode and put one snapshot, in parallel with the data.", CHAIN, kind="sampled"
 )
 unmatched = gauge("egress_unmatched_messages", "Messages on subjects that no partition takes.", ("site", "feed"))
 
@@ -148,7 +148,7 @@ interest_lapsed = counter(
 stalled = gauge("egress_stalled", "1 while messages wait and none is received or archived.", CHAIN)
 expiry = gauge(
     "egress_expiry_seconds",
-    "Time until the stream expires what is not archived; +Inf where it does not or nothing waits.",
+    "Time until the stream expires messages that are not archived; +Inf if it never does or none waits.",
     CHAIN,
 )
 
@@ -157,7 +157,7 @@ expiry = gauge(
 
 captures = counter(
     "egress_captures",
-    "Captures of the stream's configuration, its consumers and its deleted messages, by what became of them.",
+    "Captures of the stream's configuration, its consumers and its deleted messages, by result.",
     (*CHAIN, "what", "result"),
     what=CAPTURES,
     result=("written", "failed"),
@@ -165,7 +165,7 @@ captures = counter(
 capture_bytes = counter("egress_capture_bytes", "Bytes of captures put.", CHAIN)
 capture_done = gauge(
     "egress_capture_last_success_timestamp_seconds",
-    "When configuration, consumers or deleted messages were last looked at, and put if they were due, since 1970.",
+    "Time of the last check of configuration, consumers or deleted messages, and of the put if due, since 1970.",
     (*CHAIN, "what"),
 )
 

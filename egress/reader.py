@@ -249,7 +249,7 @@ class Reader:
         if self._client.generation != self._generation:
             self._reset("reconnect", "the connection was lost meanwhile")
         elif self._outstanding and silent > 2.5 * self._pulling.heartbeat:
-            self._reset("silent", f"nothing heard for {silent:.1f} s, expected a heartbeat")
+            self._reset("silent", f"expected an idle heartbeat, received nothing for {silent:.1f} s")
         else:
             self.pull()
 
@@ -291,7 +291,7 @@ class Reader:
             self._reset("malformed", str(error))
             return
         if acks.sequences[0] <= self._last:
-            self._reset("redelivered", f"sequence {acks.sequences[0]} came again, behind {self._last}")
+            self._reset("redelivered", f"sequence {acks.sequences[0]} was delivered again, after {self._last}")
             return
         large = first_too_large(subjects, headers, payloads)
         if is_too_large := large < acks.contiguous:
@@ -304,7 +304,7 @@ class Reader:
         if is_too_large:
             self._end(self._too_large(acks.sequences[large]))
         elif acks.contiguous < len(replies):
-            self._reset("gap", f"consumer sequence {self._next} expected, a later one found")
+            self._reset("gap", f"expected consumer sequence {self._next}, found a later one")
         else:
             self.pull()
 
@@ -340,7 +340,7 @@ class Reader:
         elif isinstance(status, PullEnd):
             self._on_request_over(status)
         elif isinstance(status, ConsumerError):
-            self._reset("consumer_gone", f"the server says: {status.text}")
+            self._reset("consumer_gone", f"the server answered: {status.text}")
 
     def _on_heartbeat(self, heartbeat: IdleHeartbeat) -> None:
         if (sent := heartbeat.consumer_sequence) == self._next - 1:
@@ -365,9 +365,9 @@ class Reader:
 
     def _too_large(self, sequence: int = 0) -> Stopped:
         """Return the error. `sequence`: of the message; 0 if it is not known, because the server does not send it."""
-        message = f"message {sequence}" if sequence else f"the message behind {max(self._last, self._first - 1)}"
+        message = f"message {sequence}" if sequence else f"the message after {max(self._last, self._first - 1)}"
         text = f"stream {self._stream}: {message}: expected at most {size_words(MAX_MESSAGE_BYTES)} in all, found more"
-        remove = "keep a copy of it elsewhere and remove it: what is behind it is archived then"
+        remove = "keep a copy of it elsewhere and remove it: egress then archives the messages after it"
         hint = choices((remove, f"nats stream rmm {self._stream} {sequence or 'SEQUENCE'}"))
         return Stopped(text, hint=hint, code="E-MSG-TOO-LARGE")
 

@@ -99,7 +99,7 @@ class Repartition:
         """Return the plan. Raises UsageError for a feed that has not begun, Stopped for a broken one."""
         deps, io = self._context.deps, self._context.pools.io
         if (number := await io.run(newest_incarnation, deps.chains, self._new[0].chain)) is None:
-            raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
+            raise UsageError(f"feed {self._settings.name} has not begun: it will begin with the configured partitions")
         chain = replace(self._new[0].chain, incarnation=number)
         layout = await io.run(self._read_layout, chain)
         old = partitions_of(self._site, settings_of(layout, self._settings))
@@ -112,8 +112,8 @@ class Repartition:
         stream, document = chains.read_stream(chain), chains.read_chain(chain)
         if stream is None or not (stream.chains or document):
             raise Stopped(
-                f"{chain}: expected stream.json and chain.json, found not both",
-                hint="restore what is missing, or start egress as it was configured: it completes them",
+                f"{chain}: expected stream.json and chain.json, found at most one of them",
+                hint="restore the missing object, or start egress with its former configuration: it completes them",
                 code="E-HISTORY",
             )
         return stream.chains or ([document] if document else [])
@@ -121,14 +121,14 @@ class Repartition:
     async def _read_progress(self, partition: Partition, number: int) -> PartitionProgress:
         current = await self._load(partition)
         if current.chain.incarnation != number:
-            raise Unavailable(f"{current.chain}: the feed moves on", hint="stop egress, then try again")
+            raise Unavailable(f"{current.chain}: the feed has a newer incarnation", hint="stop egress, then try again")
         archive = await Archive.open(current, self._context.deps_of(partition))
         await archive.load()
         return PartitionProgress(archive.first, archive.end)
 
     async def _load(self, partition: Partition) -> Incarnation:
         if (found := await Incarnations(self._context.deps_of(partition)).load()) is None:
-            raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
+            raise UsageError(f"feed {self._settings.name} has not begun: it will begin with the configured partitions")
         return found
 
     async def left_out(self, plan: RepartitionPlan) -> list[NewlyUnmatched]:
@@ -169,8 +169,8 @@ class Repartition:
         if (lease := await self._context.leases.acquire(key)) is None:
             holder = format_owner(await self._context.leases.get_owner(key) or "another instance")
             raise Unavailable(
-                f"partition {chain.partition} of feed {chain.feed} is frozen by {holder}",
-                hint="stop egress on all hosts, then try again; nothing was done",
+                f"the lease of partition {chain.partition} of feed {chain.feed} is held by {holder}",
+                hint="stop egress on all hosts, then try again; nothing was changed",
                 code="E-LEASE",
             )
         stack.push_async_callback(lease.release)
@@ -188,7 +188,7 @@ class Repartition:
         await self._make_durables(info, plan.end + 1)
         failpoint("repartition.before_stream")
         if not all(lease.is_usable() for lease in leases):
-            raise LeaseLost(f"feed {self._settings.name}: a lease was lost; nothing was cut, try again")
+            raise LeaseLost(f"feed {self._settings.name}: a lease was lost; nothing was changed, try again")
         await Incarnations(self._context.deps_of(self._new[0])).open_next(plan.current.next_incarnation(), document)
         failpoint("repartition.after_stream")
         await self._drop_durables(info, plan.old)
@@ -237,7 +237,7 @@ class Repartition:
             until = last if position.until is None else min(position.until, last)
             bounded = Position(position.first, until, position.lost, is_end=position.until is None)
             await worker.read_at(bounded, context, lease, stop)
-        raise Unavailable(f"{partition.chain}: stopped before it was read up to {last}", hint="try again")
+        raise Unavailable(f"{partition.chain}: stopped before it was read up to sequence {last}", hint="try again")
 
     async def _judge(self, partition: Partition, worker: Worker) -> ReadContext:
         """Return the archive and the judged source, with all holes, because no later session reads them. Raises Stopped
@@ -254,7 +254,7 @@ class Repartition:
         closing = await worker.handover.closing(current)
         if not await worker.handover.reopen(current, closing):
             raise Unavailable(
-                f"{current.chain}: being closed already, though the stream is {verdict.kind.value}",
-                hint="start egress as it was configured, wait until it has gone on, then try again",
+                f"{current.chain}: it is being closed already, although the stream is {verdict.kind.value}",
+                hint="start egress with its former configuration, wait for its next incarnation, then try again",
             )
         return ReadContext(current, archive, evidence.source)

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("what", metavar="FEED|SITE/FEED")
-@click.option("--dry-run", is_flag=True, help="Show what would be done.")
+@click.option("--dry-run", is_flag=True, help="Show the plan, and change nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 @config_option
 @run_command
 async def repartition(config: str, what: str, dry_run: bool, yes: bool, as_json: bool) -> int:
-    """Cut a feed into the partitions that are configured now.
+    """Divide a feed into the partitions that are configured now.
 
     Its incarnation is closed at the end of the furthest partition, and the next one begins after it. Stop egress first.
-    May be run again after a crash, and does nothing if the feed is cut as configured.
+    May be run again after a crash, and does nothing if the feed is divided as configured.
 
     \b
     Example: floe egress repartition -c site.yaml us-east/NODE_DATA
@@ -42,7 +42,7 @@ async def repartition(config: str, what: str, dry_run: bool, yes: bool, as_json:
     settings = load_settings(config, quiet=True)
     named, *numbers = parse_feed(settings, what)
     if numbers != [None, None]:
-        raise UsageError(f"{what}: expected a feed, all of which is cut")
+        raise UsageError(f"{what}: expected FEED or SITE/FEED: the whole feed is divided")
     feed = find_feed(settings, named)
     async with open_context(settings) as components, stop_on_signals() as stop:
         work = Repartition(components, feed)
@@ -54,7 +54,7 @@ async def repartition(config: str, what: str, dry_run: bool, yes: bool, as_json:
         if not plan.is_done:
             for each in unmatched:
                 click.echo(escape(f"warning: {each}"), err=True)
-            cut = f"cut {_filters(plan.old)} into {_filters(plan.new)}"
+            cut = f"divide {_filters(plan.old)} into {_filters(plan.new)}"
             confirm(escape(f"close {plan.current} at {plan.end} and {cut}?"), yes)
         result = await work.run(stop)
     _print(_done(result, plan), _done_lines(result, plan), as_json)
@@ -77,13 +77,13 @@ def _planned_lines(plan: RepartitionPlan, unmatched: Sequence[NewlyUnmatched]) -
     from common.settings.types import format_count
 
     if plan.is_done:
-        return [f"{_feed(plan.current)} is cut as configured"]
+        return [f"{_feed(plan.current)} is divided as configured"]
     remaining = [
         f"partition {number}: {format_count(count, 'sequence') if count else 'nothing'} still to read"
         for number, count in plan.remaining.items()
     ]
     return [
-        f"{_feed(plan.current)} would be closed at {plan.end}, and the next incarnation begin behind it",
+        f"{_feed(plan.current)} would be closed at {plan.end}, and the next incarnation would begin after it",
         f"from: {_filters(plan.old)}",
         f"to: {_filters(plan.new)}",
         *remaining,
@@ -103,7 +103,7 @@ def _done(result: RepartitionResult, plan: RepartitionPlan) -> dict[str, Any]:
 
 def _done_lines(result: RepartitionResult, plan: RepartitionPlan) -> list[str]:
     if plan.is_done:
-        return [f"{_feed(result.chain)} is cut as configured"]
+        return [f"{_feed(result.chain)} is divided as configured"]
     ends = [
         f"partition {number} of {_feed(plan.current)}: " + (f"ends at {end}" if end else "holds nothing")
         for number, end in sorted(result.ends.items())
@@ -111,7 +111,7 @@ def _done_lines(result: RepartitionResult, plan: RepartitionPlan) -> list[str]:
     return [
         *ends,
         f"{_feed(result.chain)} begins at {result.first}: {_filters(plan.new)}",
-        "start egress: it goes on with the new partitions",
+        "start egress: it continues with the new partitions",
     ]
 
 

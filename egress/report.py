@@ -297,7 +297,7 @@ class FeedReport:
         self._set(metrics.damaged, len(found))
         for key in found.keys() - self._status.get("damaged", {}).keys():
             away = floe_command("segments quarantine", shlex.quote(key))
-            hint = f"left out, and read again as far as the stream holds it; to put it away: {away}"
+            hint = f"left out, and read again as far as the stream holds its range; to quarantine it: {away}"
             self._log("error", "segment damaged", action="segment_damaged", key=key, error=found[key], hint=hint)
         self._show(damaged=dict(found))
 
@@ -308,7 +308,7 @@ class FeedReport:
             self._is_stalled = True
             context = {"code": "E-STALLED", "pending": pending, "seconds": round(since)}
             self._log("error", "chain stalled", action="chain_stalled", **context)
-        reason = f"{pending}, and nothing moves for {since:.0f} s"
+        reason = f"{pending}; no progress for {since:.0f} s"
         self.set_state("stalled", ready=False, reason=reason, code="E-STALLED")
 
     def set_moving(self) -> None:
@@ -350,10 +350,9 @@ class FeedReport:
             return
         self._has_looped = True
         hint = (
-            "messages archived here came back: another site copies what it got from here. They are archived "
-            "once and left out as looped, but each leaves one more copy in the stream: "
-            "let no `sources` carry back what came from this site; where only Floe writes the stream, "
-            "its feed is to say `relay: true`"
+            "messages archived here came back: another site sends back its copies. They are archived once and left "
+            "out as looped, but each leaves one more copy in the stream: let no `sources` bring back messages of this "
+            "site; if only Floe writes the stream, set `relay: true` on its feed"
         )
         context = {"stream": self.stream, "messages": count, "hint": hint}
         self._log("warning", "looped messages found", action="messages_looped", **context)
@@ -366,8 +365,8 @@ class FeedReport:
         if lapsed is None:
             return
         gone = max(0, min(lapsed.first_sequence - 1, lapsed.last_sequence) - first + 1)
-        made_by = f"before anything is published the durable is made by {floe_command('egress init')}"
-        hint = f"an interest stream without a durable keeps nothing for this feed: {made_by}"
+        created_by = f"create the durable before the first message with {floe_command('egress init')}"
+        hint = f"an interest stream without a durable keeps no message for this feed: {created_by}"
         context = {"first": first, "last": lapsed.last_sequence, "gone": gone, "hint": hint}
         self._log("error" if has_begun else "warning", "interest lapsed", action="interest_lapsed", **context)
         if has_begun:
@@ -390,7 +389,7 @@ class FeedReport:
         for reason, count in footer.ledger.counts.items():
             metrics.left_out.labels(*self._labels, str(reason)).inc(count)
         if gone := footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
-            context = {"sequences": gone, "range": str(footer.unread), "hint": "the rest is gone: ingress stops there"}
+            context = {"sequences": gone, "range": str(footer.unread), "hint": "the rest is lost: ingress stops there"}
             self._log("warning", "hole filled in part", action="hole_unfilled", **context)
         if footer.last_timestamp_ns is not None:
             self._set(metrics.end_timestamp, footer.last_timestamp_ns / NS_PER_S)

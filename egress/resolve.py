@@ -83,7 +83,7 @@ class Case:
     @property
     def choices(self) -> list[Choice]:
         if self.code in LISTING_CODES:
-            lost = f"what was archived up to {self.mark} is lost for good" if self.mark else "nothing was ever archived"
+            lost = f"the archive up to {self.mark} is lost for good" if self.mark else "nothing was ever archived"
             what = f"the listing is right: it ends at {self.end}" if self.end else lost
             return [Choice("--believe-listing", what)]
         if self.evidence is None or self.verdict is None or self.verdict.is_same:
@@ -197,14 +197,14 @@ def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision
     """
     for case in cases:
         if case.error is not None or case.evidence is None or case.evidence.source is None:
-            reason, hint = case.as_json()["why"], case.advice or "deal with that first"
+            reason, hint = case.as_json()["why"], case.advice or "solve that first"
             raise UsageError(f"{case.chain}: {reason.removeprefix(f'{case.chain}: ')}", hint=hint)
     stopped = [case for case in cases if case.code]
     if not stopped:
-        raise UsageError("nothing stops this feed: a new incarnation would only cut its history")
+        raise UsageError("this feed is not stopped: a new incarnation would only split its history")
     created = {case.evidence.source.created for case in cases if case.evidence and case.evidence.source}
     if len(created) > 1:
-        raise UsageError("the stream was made anew while it was looked at", hint="look again")
+        raise UsageError("the stream was recreated during the check", hint="run the command again")
     first = {case.partition.number: _first(case, sequence) for case in stopped}
     older = {case.evidence.older_match for case in stopped if case.evidence}
     joins = {c.partition.number: min(first[c.partition.number], c.proposal or 1) for c in stopped if c.is_agreed}
@@ -218,7 +218,7 @@ def _first(case: Case, sequence: int | None) -> int:
     bounds = case.bounds
     first = sequence or case.proposal
     if bounds is None or first is None:
-        raise UsageError(f"{case.chain}: where to begin cannot be told", hint="name it: --from SEQ")
+        raise UsageError(f"{case.chain}: expected a sequence to begin at, found none", hint="give it: --from SEQ")
     if first not in bounds:
         raise UsageError(f"--from: expected a sequence within {bounds}, found {first}")
     return first
@@ -229,8 +229,8 @@ def overlap_warning(case: Case, first: int) -> str:
     if case.proposal is None or first == case.proposal:
         return ""
     if first < case.proposal:
-        return f"{case.chain}: {first}..{case.proposal - 1} is archived already, and will be once more"
-    return f"{case.chain}: {case.proposal}..{first - 1} is not archived, and will not be"
+        return f"{case.chain}: {first}..{case.proposal - 1} is archived already, and will be archived again"
+    return f"{case.chain}: {case.proposal}..{first - 1} is not archived, and never will be"
 
 
 async def decide_incarnation(context: CommandContext, cases: Sequence[Case], decision: EndDecision) -> None:
@@ -238,7 +238,7 @@ async def decide_incarnation(context: CommandContext, cases: Sequence[Case], dec
     chain = cases[0].chain
     closing = await Closings(context.deps.state).change(chain, lambda found: found.with_decision(decision))
     if closing.next is not None:
-        raise UsageError(f"{chain}: its incarnation has ended meanwhile", hint="look again")
+        raise UsageError(f"{chain}: its incarnation has ended meanwhile", hint="run the command again")
     log.info("new incarnation decided", action="incarnation_decided", **chain.log_context())
 
 
@@ -246,17 +246,17 @@ def check_same(case: Case) -> Acceptance:
     """Return the acceptance of the stream as the same. Raises UsageError if that is not possible."""
     evidence, verdict = case.evidence, case.verdict
     if evidence is None or verdict is None or evidence.source is None or not case.code or case.error:
-        raise UsageError(f"{case.chain}: --same is not a choice here: {case.as_json()['why']}")
+        raise UsageError(f"{case.chain}: --same is not possible: {case.as_json()['why']}")
     if evidence.source.last < evidence.end:
         raise UsageError(
             f"{case.chain}: the stream ends at {evidence.source.last}, the archive at {evidence.end}: "
-            f"what is stored next up to {evidence.end} would be lost",
+            f"new messages up to {evidence.end} would be lost",
             hint="--new-incarnation loses nothing",
         )
     if not can_be_same(evidence, verdict):
         is_unknown, parted = verdict.kind is VerdictKind.UNKNOWN, first_difference_text(evidence, case.proposal)
-        reason = f"where messages differ{parted}" if is_unknown else f"where it is {verdict.kind.value}"
-        raise UsageError(f"{case.chain}: --same is not a choice {reason}", hint="--new-incarnation loses nothing")
+        reason = f"messages differ{parted}" if is_unknown else f"the stream is {verdict.kind.value}"
+        raise UsageError(f"{case.chain}: --same is not possible: {reason}", hint="--new-incarnation loses nothing")
     return Acceptance(evidence.source.created, evidence.end)
 
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("feed", metavar="FEED|SITE/FEED[/INC[/PART]]")
 @click.option("--partition", type=click.IntRange(0), help="Only this partition.")
-@click.option("--same", "is_same", is_flag=True, help="It is the stream that was archived.")
-@click.option("--new-incarnation", "is_new", is_flag=True, help="Freeze what it is now as what follows.")
-@click.option("--from", "sequence", type=SequenceType(), help="Where the new incarnation begins.")
-@click.option("--believe-listing", "is_believed", is_flag=True, help="What the bucket shows is all there is.")
-@click.option("--all-incarnations", "is_whole", is_flag=True, help="With it, of those behind the first lost one too.")
+@click.option("--same", "is_same", is_flag=True, help="Accept the stream as the archived one.")
+@click.option("--new-incarnation", "is_new", is_flag=True, help="Archive the present stream as the next incarnation.")
+@click.option("--from", "sequence", type=SequenceType(), help="First sequence of the new incarnation.")
+@click.option("--believe-listing", "is_believed", is_flag=True, help="Accept the listing of the bucket as complete.")
+@click.option("--all-incarnations", "is_whole", is_flag=True, help="Accept it for later lost incarnations too.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 @config_option
@@ -57,7 +57,7 @@ async def resolve(
     if is_same + is_new + is_believed > 1 or (sequence is not None and not is_new):
         raise UsageError("expected one of --same, --new-incarnation [--from SEQ] and --believe-listing")
     if is_whole and not is_believed:
-        raise UsageError("--all-incarnations: expected --believe-listing beside it")
+        raise UsageError("--all-incarnations: expected together with --believe-listing")
     settings = load_settings(config, quiet=True)
     name, incarnation, number = parse_feed(settings, feed)
     if number is not None:
@@ -82,7 +82,7 @@ async def resolve(
     if as_json:
         print_json(result)
     else:
-        click.echo("decided; a running egress looks again and goes on by itself, within a minute or so")
+        click.echo("decided; a running egress checks again and continues by itself, within a minute or so")
     return 0
 
 
@@ -106,7 +106,7 @@ async def _same(context: CommandContext, cases: Sequence[Case], yes: bool) -> di
     stopped = [case for case in cases if case.code] or cases
     accepted = {str(case.chain): check_same(case).end for case in stopped}
     for chain, end in accepted.items():
-        confirm(f"take the stream for the one that {chain} was frozen from, whatever differs up to {end}?", yes)
+        confirm(f"accept the stream as the one archived in {chain}, even if messages up to {end} differ?", yes)
     for case in stopped:
         await accept_same(context, case)
     return {"decided": "same", "accepted": accepted}
@@ -117,7 +117,7 @@ async def _believe(context: CommandContext, cases: Sequence[Case], yes: bool, is
 
     stopped = [case for case in cases if case.code in LISTING_CODES] or cases[:1]
     for case in stopped:
-        more = ", and that of all incarnations behind it that are lost too" if is_whole else ""
+        more = ", and that all later lost incarnations hold nothing" if is_whole else ""
         confirm(f"believe that the archive of {case.chain} ends at {case.end}{more}?", yes)
     marks = {str(case.chain): await accept_listing(context, case) for case in stopped}
     for case in stopped if is_whole else ():

@@ -129,11 +129,11 @@ class PartitionStatus:
     @property
     def reason(self) -> str:
         if self.state == NOT_HELD:
-            return "nobody holds its lease: no egress works on it"
+            return "no process holds its lease: egress does not archive it"
         if self.shown or self.stored is None:
             return str(self.shown.get("why", ""))
         if self.state in (SILENT, OVERDUE):
-            return f"no sign of life for {duration_words(self.stored.age)}"
+            return f"no heartbeat for {duration_words(self.stored.age)}"
         return self.stored.heartbeat.why
 
     @property
@@ -189,10 +189,10 @@ class PartitionStatus:
             "archived": self.archived,
             "source": self.source,
             "lag": self.lag,
-            "open segment": open_segment_text(held) if held else "nothing" if "open_segment" in self.shown else None,
+            "open segment": open_segment_text(held) if held else "none" if "open_segment" in self.shown else None,
             "closes": closing_text(held) if held else None,
             "last archived": format_age(None if self.tail is None else now - self.tail[1]),
-            "holder": self.holder or ("?" if self.answers.failure else StyledCell("nobody", "red")),
+            "holder": self.holder or ("?" if self.answers.failure else StyledCell("none", "red")),
             "stream": self.partition.stream,
             "known from": self.known_from,
             "why": self.reason,
@@ -228,7 +228,7 @@ async def site_view(settings: Settings) -> StatusView:
         notes.append(f"NATS does not answer: {answers.failure}")
     if shown is None:
         where = f"at {listen}" if listen else "(egress.monitor.listen is empty)"
-        notes.append(f"no process answers {where}: what is open is not known, the rest is from the store")
+        notes.append(f"no process answers {where}: open segments are unknown, the rest comes from the store")
     statuses, tails, heartbeats = chains_of_status(shown or {}, settings.site), stored.tails, stored.heartbeats
     found = []
     for each in partitions:

@@ -60,7 +60,7 @@ class Uploader:
     async def _put_checked(self, spooled: SpooledSegment) -> SegmentRef:
         await self._reader.check()
         if await self._archive.is_covered(spooled.footer.coverage.first):
-            raise StalePositionError("another instance has covered it")
+            raise StalePositionError("another instance has covered the range")
         if await self._archive.has_successor():
             raise closed_error(self._archive)
         require_lease(self._lease, self._archive)
@@ -170,7 +170,7 @@ def stored_context(spooled: SpooledSegment) -> dict[str, int]:
 
 def log_unarchived(archive: Archive, first: int, last: int, **more: int) -> None:
     """Log the sequences that this process received and ends without having put."""
-    hint = "the next start archives them, if the stream still has them; if it is gone, they are lost"
+    hint = "the next start archives them, if the stream still holds them; if the stream is gone, they are lost"
     context = {**more, "first": first, "last": last, **archive.chain.log_context()}
     log.error("received rows not archived", action="rows_unarchived", hint=hint, **context)
 

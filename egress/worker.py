@@ -148,7 +148,7 @@ class Worker:
 
     async def _continue(self, found: Findings, lease: Lease, stop: Stop) -> None:
         source, decision = found.evidence.source, found.decision
-        assert source is not None, "what is the same is there"
+        assert source is not None, "a stream that is the same exists"
         if self._unput is not None and source.retention != LIMITS:
             # It may be the last copy: deleting the durable of an interest stream removes its messages.
             await self._put_unput(lease)
@@ -337,7 +337,7 @@ class Worker:
         return Unavailable(
             f"{unput.archive.chain}: {unput.rows} messages of {unput.first}..{unput.last} were received here, and are "
             "neither archived nor in the stream; another instance holds the lease",
-            hint="stop that one: this one puts them where the archive has no others, and says what comes next",
+            hint="stop that instance: this one then puts them where no others are archived, and names the next step",
             code="E-HELD",
         )
 

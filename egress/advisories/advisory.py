@@ -202,8 +202,8 @@ def loop_error(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped 
     return Stopped(
         f"{chain}: advisories on {published} would be messages of stream {info.name} itself ({read}), "
         "and each would lead to others",
-        hint="set another advisory.subject, which that stream does not take, or a filter_subject that leaves "
-        f"{subject_filter(template)} out",
+        hint="set another advisory.subject, which that stream does not take, or a filter_subject that excludes "
+        f"{subject_filter(template)}",
         code="E-ADVISORY-LOOP",
     )
 

@@ -64,7 +64,7 @@ class AdvisorySearch:
         if (info := await stream_info(self.client, self.stream)) is None:
             raise FloeError(
                 f"stream {self.stream}: expected one on this server, found none",
-                hint="nats stream ls names those there are; --nats takes the connection of the other role",
+                hint="list the streams with nats stream ls; or use the connection of the other role: --nats",
                 code="E-STREAM",
             )
         now_ns = parse_time(info.time) if info.time else int(self.clock.now() * NS_PER_S)
@@ -105,13 +105,13 @@ def _has_time(document: AdvisoryDocument) -> bool:
 @click.argument("stream")
 @click.argument("value", required=False)
 @config_option
-@click.option("--since", type=TimeType(), default="1h", show_default=True, help="By time of storing.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with those that come, until Ctrl-C.")
+@click.option("--since", type=TimeType(), default="1h", show_default=True, help="Only advisories stored since then.")
+@click.option("-f", "--follow", is_flag=True, help="Continue with new ones, until Ctrl-C.")
 @click.option(
     "--nats",
     "role",
     type=click.Choice(["egress", "ingress"]),
-    help="Whose connection to use; default: egress where the configuration has feeds, else ingress.",
+    help="Role whose connection is used; default: egress if the configuration has feeds, else ingress.",
 )
 @click.option("-j", "--json", "as_json", is_flag=True, help="Print JSON, one document a line.")
 @run_command

@@ -156,7 +156,7 @@ async def find_stored_ids(
     start, found = StartAt(time_ns=since_ns - CLOCK_MARGIN_NS), set[str]()
     for name in names:
         if (info := await stream_info(client, name)) is None:
-            raise Unavailable(f"stream {name} was there a moment ago and is not now")
+            raise Unavailable(f"stream {name} no longer exists")
         # The consumer may be on a replica that lags: it must pass the last sequence of the leader.
         last = info.last_sequence
         pieces = scan(client, name, start, until=last, subject=subject, headers_only=True, limits=limits)
@@ -207,7 +207,7 @@ class AdvisoryReport:
             reason, hint = error.message, error.hint
             if error.code == NO_RESPONDERS_CODE:
                 reason = f"no stream takes {self._template}"
-                hint = f"nats stream add --subjects '{subject_filter(self._template)}'; sending goes on by itself"
+                hint = f"nats stream add --subjects '{subject_filter(self._template)}'; sending continues by itself"
             log.error(
                 "advisories not stored",
                 action="advisories_failed",
@@ -229,8 +229,8 @@ class AdvisoryReport:
             "advisory check skipped",
             action="advisory_check_skipped",
             error=reason,
-            hint="allow STREAM.NAMES, STREAM.INFO and CONSUMER.CREATE on it; until then only its duplicate "
-            "window keeps them from being stored twice",
+            hint="allow STREAM.NAMES, STREAM.INFO and CONSUMER.CREATE on the stream; until then only its duplicate "
+            "window prevents duplicates",
             **self._chain.log_context(),
         )
 

@@ -255,7 +255,7 @@ class ReliableSender(AdvisorySender):
     async def _find_stored(self, wanted: dict[str, Advisory]) -> set[str]:
         """Return the ids that are stored; empty if no stream is visible and readable. Raises Unavailable: retry."""
         subject, least_ns = subject_filter(self._template), min(each.event_time_ns for each in wanted.values())
-        reason = f"no stream with {subject} is seen"
+        reason = f"no stream with {subject} is visible"
         try:
             found = await find_stored_ids(self.client, subject, set(wanted), least_ns)
         except (ApiError, Refused) as error:

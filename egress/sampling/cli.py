@@ -194,7 +194,7 @@ def _print_summary(ref: SnapshotRef, found: Snapshot, selected: SelectedValues, 
         f"the snapshot is {max(0.0, now - ref.modified):.0f} s old"
     )
     if tail is not None:
-        text += f"; the archive goes on to {tail}" if tail >= ref.position else ", and the archive ends there"
+        text += f"; the archive continues to {tail}" if tail >= ref.position else ", and the archive ends there"
     if selected.expired_count:
         text += f"; expired by then and not listed: {selected.expired_count}"
     if late := selected.count_seen_by(round(now * NS_PER_S) - found.state.duration_ns):

@@ -35,9 +35,9 @@ from egress.sampling.snapshot_store import SnapshotSelector, SnapshotStore, at_o
 log = get_logger(__name__)
 
 _REBUILD_REASONS = {
-    "settings": "no snapshot is of the sampling settings and partitions as they are now",
-    "damaged": "no snapshot that the stream still follows can be read",
-    "source": "the stream no longer holds what came behind the last snapshot",
+    "settings": "no snapshot matches the present sampling settings and partitions",
+    "damaged": "no snapshot that the stream reaches back to can be read",
+    "source": "the stream no longer holds the messages after the last snapshot",
 }
 
 
@@ -145,7 +145,7 @@ class SamplerResume:
             "sampler rebuilt",
             action="sampler_rebuilt",
             code="E-SAMPLER-REBUILT",
-            hint=f"{_REBUILD_REASONS[reason]}; values may be copied once more than the settings say, "
+            hint=f"{_REBUILD_REASONS[reason]}; values may be copied once more than configured, "
             "and silence counts from now on",
             reason=reason,
             rows=rebuilt.rows,

@@ -173,7 +173,7 @@ def decode(raw: bytes) -> Snapshot:
     # Distinct keys, each with a time that follows from its hash, take more than a byte each when compressed;
     # advisories about consecutive values at one moment take a little less.
     if head.keys > len(raw) or head.advisories > 4 * len(raw):
-        raise ValueError(f"snapshot: expected no more than {len(raw)} bytes hold, found {head.keys} keys")
+        raise ValueError(f"snapshot: expected no more keys than fit into {len(raw)} bytes, found {head.keys}")
     state, outbox = _decode_state(head, blocks), list[Advisory]()
     while len(outbox) < head.advisories:
         if not (some := _advisories(next(blocks, b""))):
@@ -213,4 +213,4 @@ def _check_columns(found: _Keys) -> None:
         raise ValueError(f"snapshot: expected columns of {count} keys, found {widths} bytes")
     times = array("q", found.seen + found.due)
     if min(times) < 0 or max(times) >= MAX_INT64 or max(found.notices) > Notice.EXPIRE:
-        raise ValueError("snapshot: expected times and notices of keys, found others")
+        raise ValueError("snapshot: expected valid times and notices, found others")

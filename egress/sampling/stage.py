@@ -75,7 +75,7 @@ class SamplingSession:
     ) -> None:
         feed = deps.partition.settings
         sampling = SamplingSettings.from_feed(feed)
-        assert sampling is not None, "resumed is what is sampled"
+        assert sampling is not None, "only a sampled feed is resumed"
         self._clock, self._pace = deps.clock, deps.tuning.intervals
         self._chain, self._digest = chain, sampling.digest
         self._sampler, self._builder, self._source = resumed.sampler, builder, source

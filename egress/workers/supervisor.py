@@ -32,7 +32,7 @@ KILL_MARGIN_S = 10.0  # seconds beyond the shutdown timeout until a worker that 
 
 WORKER_LABELS = ("worker",)
 running_workers = gauge("egress_worker_running", "1 while the process runs under this monitor.", WORKER_LABELS)
-restarts = counter("egress_worker_restarts", "Times it was started again after an unexpected end.", WORKER_LABELS)
+restarts = counter("egress_worker_restarts", "Restarts of the worker after an unexpected end.", WORKER_LABELS)
 
 
 class Supervisor:
@@ -122,7 +122,7 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     monitor.start()
     log_fields = {"feeds": [each.name for each in settings.egress.feeds], "workers": count, "monitor": wanted.listen}
     with closing(monitor), ProcessLog("egress", settings, clock, {}, None, **log_fields) as life:
-        status_page = monitor.page_text if wanted.listen else lambda _path: (200, f"{count} workers, not looked into")
+        status_page = monitor.page_text if wanted.listen else lambda _path: (200, f"{count} workers, not checked")
         code = await supervise(supervisor, health, SystemdNotifier(status_page, clock))
         life.add_end_fields(exit_code=code)
         return code

@@ -88,7 +88,7 @@ async def test_without_a_lease_holder_it_fails_or_waits(bench: Bench) -> None:
     done = await floe("egress", "flush", "-c", config, stream)
     assert done.code == 75
     assert "E-LEASE" in done.err
-    assert "nobody holds the lease" in done.err
+    assert "no process holds the lease" in done.err
     assert f"\nfloe egress run -c {config}\n" in done.err
     done = await floe("egress", "flush", "-c", config, stream, "--wait", "--timeout", "300ms")
     assert done.code == 75

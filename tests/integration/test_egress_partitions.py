@@ -247,10 +247,10 @@ async def test_nothing_is_done_where_there_is_nothing_to_do_and_a_running_egress
     async with bench.egress(feed_of(stream, 2)):
         await parts.archived_to(20)
         done = await repartition(bench, feed_of(stream, 2), "--yes")
-        assert (done.code, "is cut as configured" in done.out) == (0, True)
+        assert (done.code, "is divided as configured" in done.out) == (0, True)
         done = await repartition(bench, {"stream": stream}, "--yes")
     assert done.code == 75
-    assert f"partition 0 of feed {stream} is frozen by {gethostname()} (process {os.getpid()})" in done.err
+    assert f"partition 0 of feed {stream} is held by {gethostname()} (process {os.getpid()})" in done.err
     assert bench.chains.read_stream(parts.chain(0, 1)) is None
     assert parts.ends() == {0: 20, 1: 20}
 

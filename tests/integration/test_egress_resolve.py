@@ -83,7 +83,7 @@ async def test_a_stream_set_back_resumes_at_its_fork_from_the_archive_unless_tha
         assert shown.code == 3
         for text in (
             "E-ROLLED-BACK: sequence 12 is as archived, but the stream ends at 12, the archive at 15",
-            "up to 12 it is as archived, so nothing is repeated or lost",
+            "up to 12 it equals the archive, so nothing is repeated or lost",
             "sequence 12: equal",
             "a new incarnation may begin within 1..13",
         ):
@@ -94,8 +94,8 @@ async def test_a_stream_set_back_resumes_at_its_fork_from_the_archive_unless_tha
         assert "expected a sequence within 1..13, found 14" in await refused(bench, stream, new, from_, "14", "--yes")
         unasked = await refused(bench, stream, new, from_, "5")
         assert "expected --yes" in unasked
-        assert "5..12 is archived already, and will be once more" in unasked
-        assert "what is stored next up to 15 would be lost" in await refused(bench, stream, "--same", "--yes")
+        assert "5..12 is archived already, and will be archived again" in unasked
+        assert "new messages up to 15 would be lost" in await refused(bench, stream, "--same", "--yes")
         assert bench.chains.read_stream(bench.chain(stream, 1)) is None
         done = await resolve(bench, stream, new, "--yes", "--json")
         assert done.json() == {"decided": "new incarnation", "first": {"0": 13}}
@@ -152,7 +152,7 @@ async def test_an_old_incarnation_that_is_back_resumes_behind_its_archived_end(
     await bench.publish(stream, [b"third"] * 5)
     async with bench.egress({"stream": stream}) as running:
         status = await running.stopped(stream)
-        assert "is forked: incarnation 0000 is there again" in status["why"]
+        assert "is forked: incarnation 0000 is back" in status["why"]
         assert bench.chains.read_stream(bench.chain(stream, 2)) is None
         await paste(bench, status["hint"], {"stream": stream})
         await bench.archived_to(stream, 15, incarnation=2)
@@ -176,7 +176,7 @@ async def test_a_stream_that_cannot_be_compared_is_the_same_by_an_operator_s_wor
         assert "is unknown" in status["why"]
         hint = status["hint"]
         assert "--new-incarnation --from 11\n" in hint
-        assert "goes on behind 10: it holds nothing up to there, so nothing is repeated or lost:\n" in hint
+        assert "continues after 10: it holds no message up to there, so nothing is repeated or lost:\n" in hint
         assert hint.endswith("--same")
         await paste(bench, hint, {"stream": stream}, wanted="--same")
         await bench.archived_to(stream, 15)
@@ -200,7 +200,7 @@ async def test_a_stream_recreated_twice_within_an_hour_need_not_wait(bench: Benc
         await bench.archived_to(stream, 5, incarnation=1)
         await bench.recreate(stream, [b"again"] * 6)
         status = await running.stopped(stream)
-        assert "made anew twice within an hour" in status["why"]
+        assert "recreated twice within an hour" in status["why"]
         assert bench.chains.read_stream(bench.chain(stream, 2)) is None
         await paste(bench, status["hint"], {"stream": stream})
         await bench.archived_to(stream, 6, incarnation=2)
@@ -237,8 +237,8 @@ async def test_a_feed_that_nothing_stops_is_left_alone(bench: Bench) -> None:
     shown = await resolve(bench, stream, "--json")
     assert shown.code == 0
     assert [(each["code"], each["verdict"], each["choices"]) for each in shown.json()] == [("", "same", [])]
-    assert "nothing stops this feed" in await refused(bench, stream, "--new-incarnation", "--yes")
-    assert "is not a choice here" in await refused(bench, stream, "--same", "--yes")
+    assert "this feed is not stopped" in await refused(bench, stream, "--new-incarnation", "--yes")
+    assert "--same is not possible" in await refused(bench, stream, "--same", "--yes")
     assert "nothing is wrong with its listing" in await refused(bench, stream, "--believe-listing", "--yes")
     none = await floe("egress", "resolve", "-c", config, "OTHER")
     assert (none.code, f"expected one of {stream}" in none.err) == (2, True)
@@ -266,7 +266,7 @@ async def test_a_lost_bucket_is_accepted_once_for_all_incarnations_and_no_earlie
         assert bench.chains.read_stream(bench.chain(stream)) is None, "not taken for a first start"
         config = str(configuration(bench, feed))
         shown = await floe("egress", "resolve", "-c", config, stream)
-        assert "what was archived up to 10 is lost for good" in shown.out
+        assert "the archive up to 10 is lost for good" in shown.out
         assert (await floe("egress", "resolve", "-c", config, stream, "--all-incarnations")).code == 2
         await paste(bench, running.status(stream)["hint"], feed)
         await bench.archived_to(stream, 6)

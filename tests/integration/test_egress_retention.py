@@ -271,7 +271,7 @@ async def test_init_shows_what_was_dropped_missing_stale_or_in_the_way_and_chang
     done = await floe(*command)
     for line in (f"error[E-SOURCE-GONE]: stream {missing} does not exist;", "error[E-RETENTION]", "consumer worker"):
         assert line in done.err
-    for words in ("messages 1..7 were dropped", "of no configured slice", "refused"):
+    for words in ("messages 1..7 were dropped", "of no configured partition", "refused"):
         assert words in done.out
     assert (done.code, limits in done.out) == (1, False), "people see no durables that are not needed"
     await bench.client.api(f"CONSUMER.DELETE.{queue}.worker")

@@ -45,9 +45,9 @@ async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_doe
 
     churning = asyncio.create_task(churn())
     async with bench.egress({"stream": stream}, tuning=tuning) as running:
-        await soon(lambda: "answers differently" in running.status(stream).get("why", ""))
+        await soon(lambda: "answers about the stream keep changing" in running.status(stream).get("why", ""))
         assert running.state(stream) == "waiting"
-        assert running.status(stream)["hint"].startswith("nothing to do, it is asked again by itself")
+        assert running.status(stream)["hint"].startswith("nothing to do: egress repeats the check")
         assert bench.chains.read_stream(bench.chain(stream, 1)) is None
         is_calm.set()
         await churning
@@ -74,7 +74,7 @@ async def test_an_incarnation_that_another_site_made_is_left_behind_by_the_comma
 
     objects = FaultyStore(bench.objects).on("put_if_absent", race)
     async with bench.egress({"stream": stream}, objects=objects) as running:
-        await soon(lambda: "made for the stream created at 2001" in running.status(stream).get("why", ""))
+        await soon(lambda: "expected the stream created at 2001" in running.status(stream).get("why", ""))
         hint = running.status(stream)["hint"]
         assert "give one of them another `site`" in hint
         await paste(bench, hint, {"stream": stream})
@@ -93,10 +93,10 @@ async def test_a_document_that_is_missing_or_contradicts_is_restored_or_made_aga
     kept = bench.objects.get(key)
     if of == "stream":
         bench.objects.delete(key)
-        why, hint = f"expected {key} beside its chain.json", "restore that object: the feed then goes on by itself"
+        why, hint = f"expected {key} beside its chain.json", "restore that object, and the feed continues by itself"
     else:
         bench.objects.put(key, structs.replace(document, relay=True).to_json())
-        why, hint = "does not say what stream.json says", f"put {key} away"
+        why, hint = "its chain.json contradicts stream.json", f"move {key} away"
     async with bench.egress({"stream": stream}) as running:
         status = await running.stopped(stream)
         assert (why in status["why"], hint in status["hint"]) == (True, True), status
@@ -122,8 +122,8 @@ async def test_resolve_gives_the_choices_where_the_stream_was_deleted(bench: Ben
     await bench.delete_stream(stream)
     code, lines = await resolved(bench, **feed)
     assert (code, lines[0].split(": ")[0]) == (3, f"{SITE}/{stream}/0000/0  E-SOURCE-GONE")
-    advice = next(n for n, line in enumerate(lines) if line.startswith("  restore the stream as it was: "))
-    assert "the feed goes on; or create it again" in lines[advice]
+    advice = next(n for n, line in enumerate(lines) if line.startswith("  restore the stream as it was, "))
+    assert "the feed continues; or create it again" in lines[advice]
     assert ("begins by itself" in lines[advice]) is (policy == "continue")
     restore = lines[advice + 1]
     async with bench.egress(feed) as running:
@@ -196,7 +196,7 @@ async def test_a_chain_another_source_closed_gets_no_more(bench: Bench, check: f
             if check > 1:
                 await bench.publish(mine, [b"mine, late"] * 5)
             await soon(lambda: running.state(feed) == "stopped")
-            assert "is forked: incarnation 0000 is there again" in running.status(feed)["why"]
+            assert "is forked: incarnation 0000 is back" in running.status(feed)["why"]
             await bench.publish(mine, [b"mine, later"] * 5)
             await bench.publish(theirs, [b"theirs"] * 6)
             await bench.archived_to(feed, 10, incarnation=1)

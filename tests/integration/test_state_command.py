@@ -83,7 +83,7 @@ def test_values_are_listed_in_order_with_their_facts_and_the_age_of_these(site: 
     }  # fmt: skip
     as_of = rf"{CHAIN}: 1 of 2 values, as of sequence 10; the snapshot is \d+ s old"
     expired = r"; expired since then, unless seen again: 1\n"
-    for end, part in ((None, ""), (10, ", and the archive ends there"), (250, "; the archive goes on to 250")):
+    for end, part in ((None, ""), (10, ", and the archive ends there"), (250, "; the archive continues to 250")):
         if end:
             site.chains.write_tail(CHAIN, end)
         assert re.fullmatch(as_of + part + expired, site.state("a").stderr)

@@ -83,7 +83,7 @@ async def test_a_site_shows_its_open_segment_and_how_far_it_is(bench: Bench) -> 
         silent = await floe("status", "-c", config, "--json")
         [row] = silent.json()
         assert (silent.code, row["archived"], row["open_segment"]) == (0, 25, None)
-        assert "what is open is not known" in silent.err
+        assert "open segments are unknown" in silent.err
     left = await floe("status", "-c", config, "--json")
     assert (left.code, left.json()[0]["state"], left.json()[0]["archived"]) == (3, "not held", 30)
 

@@ -21,7 +21,7 @@ LOOKS_WITHIN = (3.0, 30.0)  # seconds from a stop until the operator acts
 WAITS = 25.0  # seconds more if egress waits by itself: a listing may show missing objects later
 AGAIN = 80.0  # least seconds until the operator acts on the same stop again
 DIES = 0.3  # chance that the first command is killed
-REPEATS = "come twice"  # before a command that archives some messages again
+REPEATS = "archived twice"  # before a command that archives some messages again
 
 
 class Operator:

@@ -162,7 +162,7 @@ def test_the_error_names_the_subjects_and_the_ways_out() -> None:
     error = loop_error(part, part.chain, stream("loop.>"))
     text = "site/LOOP/0000/0: advisories on loop.adv.new.> would be messages of stream LOOP itself (loop.>)"
     assert (error.code, error.message.startswith(text)) == ("E-ADVISORY-LOOP", True)
-    for way in ("advisory.subject", "filter_subject that leaves loop.adv.*.> out"):
+    for way in ("advisory.subject", "filter_subject that excludes loop.adv.*.>"):
         assert way in error.hint
     [part] = partitions_of("site", feed())
     assert loop_error(part, part.chain, stream(">")) is None, "a feed without advisories"

@@ -113,24 +113,24 @@ def test_where_rows_agree_up_to_a_sequence_nothing_is_repeated_or_lost() -> None
     [(options, meaning)] = offered(found, ROLLED_BACK, 51)
     assert options == "--new-incarnation --from 51"
     assert first_difference_text(found, 51) == "; the first sequence that is not as archived is 51"
-    assert meaning.endswith("up to 50 it is as archived, so nothing is repeated or lost")
+    assert meaning.endswith("up to 50 it equals the archive, so nothing is repeated or lost")
     # With this first sequence, another partition would repeat messages or leave them out.
     [(options, meaning)] = offered(found, ROLLED_BACK, 51, has_partitions=True)
-    assert (options, meaning.startswith("freeze what it is now, from 51 on")) == ("--new-incarnation", True)
+    assert (options, meaning.startswith("archive the stream as it is now, from 51 on")) == ("--new-incarnation", True)
     # The archive cannot be read.
     [(_, meaning)] = offered(found, ROLLED_BACK, None)
-    assert meaning.endswith("100 sequences, up to 100, that could not be compared may come twice")
+    assert meaning.endswith("100 sequences up to 100 could not be compared and may be archived twice")
     assert first_difference_text(found, None) == ""
 
 
 def test_the_same_is_never_offered_where_a_message_differs() -> None:
     [(options, meaning)] = offered(evidence(1, (100, DIFFERENT)), UNKNOWN, 1)
     assert options == "--new-incarnation --from 1"
-    assert meaning.endswith("nothing that it holds is archived, so nothing is repeated or lost")
+    assert meaning.endswith("none of its messages is archived, so nothing is repeated or lost")
 
 
 def test_where_nothing_can_be_compared_both_prices_are_named_and_the_one_that_loses_is_last() -> None:
     new, same = offered(evidence(81, (100, ABSENT)), UNKNOWN, 81)
     assert (new[0], same[0]) == ("--new-incarnation --from 81", "--same")
-    assert new[1].endswith("nothing is lost; 20 sequences, up to 100, come twice if it is the same stream")
-    assert "goes on behind 100: of the 20 sequences that it holds up to there nothing is archived" in same[1]
+    assert new[1].endswith("nothing is lost; 20 sequences up to 100 are archived twice if it is the same stream")
+    assert "continues after 100: its 20 sequences up to there are not archived again" in same[1]

@@ -130,7 +130,7 @@ def test_without_it_the_heartbeat_and_the_archive_show_what_they_can():
     assert problems_of(status.hint) == []
     unasked = replace(status, answers=NatsState(failure="down"))
     assert (unasked.source, unasked.lag, unasked.cells(0.0)["holder"]) == (75, 5, "?")
-    assert partition_status(stored=stored("reading", age=600.0)).reason == "no sign of life for 10m"
+    assert partition_status(stored=stored("reading", age=600.0)).reason == "no heartbeat for 10m"
     assert partition_status(answers=NatsState(failure="down")).state == "unknown"
     left = partition_status(stored=stored("reading"), answers=NatsState({CHAIN: None}, {"NODES": 90}))
     assert (left.state, left.is_alarming) == ("not held", True)
