@@ -223,7 +223,7 @@ def advance_positions(positions: Mapping[Chain, int], pieces: Sequence[IntentPie
             continue
         have = moved.get(piece.chain, piece.rows.first)
         if piece.rows.first != have:
-            raise StateConflict(f"chain {piece.chain}: expected rows from {have}, got {piece.rows.first}")
+            raise StateConflict(f"chain {piece.chain}: expected rows from {have}, found {piece.rows.first}")
         moved[piece.chain] = piece.rows.last + 1
     return moved
 

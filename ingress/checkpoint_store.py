@@ -64,7 +64,7 @@ def from_json(target: str, raw: bytes) -> TargetState:
         advance_positions(state.checkpoint.positions, state.intent.pieces if state.intent else ())
         return state
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StateConflict) as error:
-        remedy = "restore the key from a backup of the bucket; or go on behind what the target holds"
+        remedy = "restore the key from a backup of the bucket; or continue after the messages in the target"
         raise Stopped(
             f"stored state of target {target} cannot be read: {error} (begins {raw[:40]!r})",
             hint=choices((remedy, checkpoint_command(target, "--from-target"))),
@@ -179,7 +179,7 @@ class StateChanged(Exception):
     """A change of the stored state by another instance or an operator; `stored` is the present value."""
 
     def __init__(self, stored: StoredState) -> None:
-        super().__init__("state moved by another instance")
+        super().__init__("state changed by another instance")
         self.stored = stored
 
 
@@ -212,7 +212,7 @@ class StateStore:
         value = to_json(self._target, state)
         if len(value) > MAX_STATE_BYTES:
             message = f"state of target {self._target}: expected at most {MAX_STATE_BYTES} bytes, found {len(value)}"
-            spread = "spread its sources over several targets; or forget chains that are listed no more"
+            spread = "spread its sources over several targets; or forget chains that are no longer listed"
             forget = checkpoint_command(self._target, "--forget-unlisted")
             raise Stopped(message, hint=choices((spread, forget)), code="E-STATE-SIZE")
         try:

@@ -93,13 +93,13 @@ Views = Mapping[str, Callable[[], "Callable[[Settings], Awaitable[StatusView]]"]
 
 
 def _status_options(fn: Callable[..., Any]) -> Callable[..., Any]:
-    form = click.option("-o", "form", type=click.Choice(["wide", "json"]), help="Wide: uncut, with all columns.")
-    archive = click.option("--archive", "is_archive", is_flag=True, help="Only what the store holds, without NATS.")
+    form = click.option("-o", "form", type=click.Choice(["wide", "json"]), help="wide: all columns, not cut.")
+    archive = click.option("--archive", "is_archive", is_flag=True, help="Show only the archive, without NATS.")
     return archive(form(json_option(config_option(click.pass_obj(run_command(fn))))))
 
 
 @click.command()
-@click.option("--watch", "every", is_flag=False, flag_value="2s", type=Interval(), help="Again and again, so often.")
+@click.option("--watch", "every", is_flag=False, flag_value="2s", type=Interval(), help="Repeat at this interval.")
 @_status_options
 def status(views: Views, config: str, is_archive: bool, form: str | None, every: float | None, as_json: bool) -> int:
     """Show the state of this site, of the centre, or of the archive.
@@ -151,14 +151,14 @@ async def _read_views(settings: Settings, views: Views, is_archive: bool) -> lis
     """Return the views of the configured sections, and the archive's if there is none or its servers do not answer."""
     sections = {"egress": settings.egress.feeds, "ingress": settings.ingress.targets}
     names = [] if is_archive else [name for name, has in sections.items() if has]
-    found, note = list[StatusView](), "" if names else "NATS is not asked"
+    found, note = list[StatusView](), "" if names else "NATS is not queried"
     for name in names:
         try:
             found.append(await views[name]()(settings))
         except StoreUnavailable:
             raise
         except (Unavailable, OutcomeUnknown) as error:
-            note = f"only what the archive holds is shown: {error.message}"
+            note = f"only the archive is shown: {error.message}"
     if note:
         from common.segments_cli import archive_view
 

@@ -89,7 +89,7 @@ class ServerLimits:
         (chain, sequence, size), before = found, self._chains.limits.max_payload
         raise Stopped(
             f"chain {chain}: message {sequence} of the open intent needs {size} bytes with its headers: "
-            f"expected a server with max_payload {before}, as it was made ready for, found {limit}",
+            f"expected a server with max_payload {before}, as when it was prepared, found {limit}",
             hint=self._hint,
             code="E-OVERSIZE-INTENT",
         )
@@ -127,7 +127,7 @@ class Delivery:
     @property
     def unready_reason(self) -> str:
         """The reason why nothing may be stored now; empty if target and state agree."""
-        return self.trouble or self._reconciler.pending_reason or ("" if self.is_settled else "compared with its state")
+        return self.trouble or self._reconciler.pending_reason or ("" if self.is_settled else "checking its state")
 
     async def run(self, stop: Stop) -> None:
         """Deliver until `stop` is set and no intent is open.
@@ -300,7 +300,7 @@ class Delivery:
     async def _back_off(self, slow: int, unclear: UnknownOutcome) -> None:
         """Wait longer after each attempt in a row that stores nothing. Raises Unavailable after too many."""
         if slow >= MAX_EMPTY_ATTEMPTS:
-            message = f"target {self.target} takes nothing: {unclear.reason}"
+            message = f"target {self.target} accepts no messages: {unclear.reason}"
             raise Unavailable(message, code=f"E-JS-{unclear.err_code}" if unclear.err_code else "")
         if slow:
             await self._clock.sleep(min(MAX_PAUSE_S, MIN_PAUSE_S * 2**slow))
@@ -311,14 +311,14 @@ class Delivery:
         try:
             return open_intent(self.state, rows.pieces(), base, is_shared=self._reconciler.is_shared)
         except StateConflict as error:
-            error.hint = choices(("a defect: keep the log; it is tried again by itself, see", floe_command("status")))
+            error.hint = choices(("a defect: keep the log; ingress retries by itself; see", floe_command("status")))
             raise
 
     async def _save(self, state: TargetState) -> Intent | None:
         """Store `state` and return its open intent. Raises StateChanged if another instance stored one."""
         if (stored := await self._store.save(state, self._stored.revision)) is None:
             await self._reconciler.check_moved(self._stored)
-            raise Unavailable(f"state of target {self.target}: neither stored nor changed by anybody")
+            raise Unavailable(f"state of target {self.target}: neither stored nor changed by another instance")
         self._stored = stored
         return state.intent
 
@@ -340,6 +340,6 @@ class Delivery:
             has_delivered = before.checkpoint.target_sequence != self.state.checkpoint.target_sequence
             if not has_delivered and before.intent == self.state.intent:
                 return  # only positions differ: an operator's correction
-        remedy = "stop all but one, or give them one lease bucket; what is stored and the open intent"
-        message = f"target {self.target}: another instance carries into it while the lease is ours"
+        remedy = "stop all but one, or give them one lease bucket; to show the stored state and the open intent"
+        message = f"target {self.target}: another instance delivers into it while this one holds the lease"
         raise OtherWriter(message, hint=choices((remedy, floe_command("checkpoint ls"))))

@@ -67,7 +67,7 @@ def hole_hint(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str:
     if not damaged:
         return hole_remedies(chain, hole)
     commands = "\n".join(map(quarantine_command, damaged[:MAX_SHOWN_ITEMS]))
-    text = "put a good copy of the damaged segment back; or put it away, so that egress may archive it again:"
+    text = "put a good copy of the damaged segment back; or quarantine it, so that egress can archive it again:"
     return f"{text}\n{commands}\n{hole_remedies(chain, hole)}"
 
 
@@ -77,7 +77,7 @@ def resume_command(target: str, chain: Chain) -> str:
 
 def floor_remedy(target: str, chain: Chain, floor: int) -> tuple[str, str]:
     """Return the advice for a position below the floor of retention, and its command."""
-    return "put the segments back from a copy of the bucket; or go on with what is left", position_command(
+    return "put the segments back from a copy of the bucket; or continue with the remaining ones", position_command(
         target, chain, floor
     )
 

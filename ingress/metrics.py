@@ -18,9 +18,9 @@ _FEED = ("site", "feed", "partition")
 messages = counter("ingress_messages", "Messages stored in the target.", _CHAIN)
 delivered_bytes = counter("ingress_bytes", "Bytes of headers and payloads published into the target.", _CHAIN)
 position = gauge("ingress_position", "The first sequence of the chain that the target does not hold yet.", _CHAIN)
-lag_sequences = gauge("ingress_lag_sequences", "Archived sequences that are not carried yet.", _CHAIN)
+lag_sequences = gauge("ingress_lag_sequences", "Archived sequences that are not delivered yet.", _CHAIN)
 waiting_seconds = gauge(
-    "ingress_waiting_seconds", "For how long a hole or damage has kept the chain waiting; 0: it does not.", _CHAIN
+    "ingress_waiting_seconds", "Time that the chain has waited for a hole or damage; 0: it does not wait.", _CHAIN
 )
 stopped_chains = gauge("ingress_stopped_chains", "Chains that wait for an operator.", ("target",))
 damaged = counter("ingress_damaged_segments", "Segments left out because they are damaged.", ("site", "feed"))
@@ -30,73 +30,73 @@ intents = counter(
     ("target", "result"),
     result=("opened", "closed", "taken_over", "lost"),
 )
-unclear = counter("ingress_unclear_outcomes", "Batches whose fate had to be read from the target.", ("target",))
-publish_seconds = histogram("ingress_publish_seconds", "From opening an intent to closing it.", ("target",))
+unclear = counter("ingress_unclear_outcomes", "Batches with an outcome that was read from the target.", ("target",))
+publish_seconds = histogram("ingress_publish_seconds", "Time from opening an intent to closing it.", ("target",))
 publish_done = gauge(
     "ingress_publish_last_success_timestamp_seconds",
-    "When this process last closed an intent of the target, since 1970; 0: not yet.",
+    "Time of the last intent of the target that this process closed, since 1970; 0: none yet.",
     ("target",),
 )
 target_sequence = gauge(
     "ingress_target_sequence", "Last sequence of the target that ingress accounts for.", ("target",)
 )
-holds_lease = gauge("ingress_lease_held", "1 while this process may carry into the target.", ("target",))
-unreadable = counter("ingress_store_errors", "Looks at the store that failed and are tried again.", ("target",))
+holds_lease = gauge("ingress_lease_held", "1 while this process may deliver into the target.", ("target",))
+unreadable = counter("ingress_store_errors", "Checks of the store that failed and are retried.", ("target",))
 
 # Lag and holes: `ingress.report` sets them once a second
 lag_messages = gauge(
     "ingress_lag_messages",
-    "Archived messages that are not carried yet; what is not decoded yet counts by its sequences.",
+    "Archived messages that are not delivered yet; ranges not decoded yet count by their sequences.",
     _CHAIN,
 )
 lag_seconds = gauge(
     "ingress_lag_seconds",
-    "Age of the oldest archived message that is not carried, or of its segment; 0: all are carried.",
+    "Age of the oldest archived message that is not delivered, or of its segment; 0: all are delivered.",
     _CHAIN,
 )
 late_sequences = gauge(
     "ingress_late_sequences", "Sequences of the hole that the chain waits for; 0: it waits for none.", _CHAIN
 )
 lost_sequences = counter(
-    "ingress_lost_sequences", "Sequences given up: skipped by `on_lost`, or accepted by an operator.", _CHAIN
+    "ingress_lost_sequences", "Sequences accepted as lost, by `on_lost` or by an operator.", _CHAIN
 )
 
 # Reports of egress (`ingress.discovery.sites`), and the age of the values shown
 source_lag_sequences = gauge(
     "ingress_source_lag_sequences",
-    "Sequences of the source's stream that the target does not hold: archived or not, as egress last said.",
+    "Sequences of the source's stream that the target does not hold: archived or not, by the last report of egress.",
     _CHAIN,
 )
 source_stopped = gauge("ingress_source_stopped", "1 while the chain waits for an operator at its site.", _FEED)
 source_silent = gauge(
     "ingress_source_silent",
-    "1 while the process of egress that had the chain has given no sign of life for `silent_after`.",
+    "1 while the process of egress that had the chain has stored no heartbeat for `silent_after`.",
     _FEED,
 )
 site_silent = gauge(
     "ingress_site_silent",
-    "1 while no process of egress of the site has given a sign of life for `silent_after`.",
+    "1 while no process of egress of the site has stored a heartbeat for `silent_after`.",
     ("site",),
 )
 site_heartbeat = gauge("ingress_site_alive_timestamp_seconds", "Time of the site's last heartbeat.", ("site",))
-heartbeats_read = gauge("ingress_alive_last_success_timestamp_seconds", "When heartbeats were last read, since 1970.")
+heartbeats_read = gauge("ingress_alive_last_success_timestamp_seconds", "Time heartbeats were last read, since 1970.")
 lag_measured = gauge(
     "ingress_lag_last_success_timestamp_seconds",
-    "When the lags of the target were last measured, since 1970: what they show is as old.",
+    "Time of the last measurement of the target's lags, since 1970: the age of their values.",
     ("target",),
 )
 store_reachable = gauge("ingress_store_reachable", "1 while the store answers the polls; 0 also while it refuses them.")
-store_answered = gauge("ingress_store_last_success_timestamp_seconds", "When the store last answered, since 1970.")
-nats_reachable = gauge("ingress_nats_reachable", "1 while the connection to NATS stands.")
+store_answered = gauge("ingress_store_last_success_timestamp_seconds", "Time of the store's last answer, since 1970.")
+nats_reachable = gauge("ingress_nats_reachable", "1 while the connection to NATS is up.")
 nats_answered = gauge(
     "ingress_nats_last_success_timestamp_seconds",
-    "When the connection to NATS last stood, since 1970; the present while it does.",
+    "Last time when the connection to NATS was up, since 1970; the present while it is.",
 )
 
 paused_chains = gauge("ingress_paused_chains", "Chains that an operator has paused.", ("target",))
 behind_gaps = counter(
     "ingress_segments_behind_gaps",
-    "Segments that arrived behind a gap that was passed; they are not carried.",
+    "Segments that arrived in a skipped gap; they are not delivered.",
     ("site", "feed"),
 )
 
@@ -108,9 +108,9 @@ refused_batches = counter(
     ("target", "err_code"),
     err_code=REFUSALS,
 )
-publisher = gauge("ingress_publisher", "1 for the publisher that the target is carried with.", ("target", "publisher"))
+publisher = gauge("ingress_publisher", "1 for the publisher in use for the target.", ("target", "publisher"))
 foreign_messages = counter(
-    "ingress_foreign_messages", "Messages of others in a shared target that were stepped over.", ("target",)
+    "ingress_foreign_messages", "Foreign messages in a shared target that were skipped.", ("target",)
 )
 stopped_targets = gauge(
     "ingress_stopped", "1 while the target waits for an operator; the code is in /status.", ("target",)
@@ -119,12 +119,12 @@ stopped_targets = gauge(
 # Freshness of the positions that a process reads before it deletes from the archive
 positions_put = gauge(
     "ingress_positions_put_timestamp_seconds",
-    "When the positions of the target were stored last, for those who delete; 0: not by this process.",
+    "Time of the last store of the target's positions, for retention, since 1970; 0: not by this process.",
     ("target",),
 )
 positions_errors = counter(
     "ingress_positions_errors",
-    "Attempts to store the positions of the target that failed; it is carried all the same.",
+    "Attempts to store the positions of the target that failed; delivery continues.",
     ("target",),
 )
 
@@ -133,7 +133,7 @@ parked_messages = counter("ingress_parked_messages", "Messages put aside by `on_
 parked_waiting = gauge("ingress_parked_waiting", "Parked messages that the target does not hold yet.", ("target",))
 events = counter(
     "ingress_events",
-    "Notifications of the bucket, by where they came from.",
+    "Notifications of the bucket, by source and result.",
     ("source", "result"),
     result=("woke", "ignored", "spoiled", "failed"),
 )
@@ -144,11 +144,11 @@ share = gauge("ingress_share", "The most targets that this process holds as its 
 leases_held = gauge("ingress_leases_held", "Leases on targets that this process holds.")
 hand_overs = counter(
     "ingress_hand_overs",
-    "Leases given up: drained, surplus to the fair share, or lost.",
+    "Leases released (drained, surplus to the fair share) or lost.",
     ("reason",),
     reason=HAND_OVER_REASONS,
 )
-take_overs = counter("ingress_take_overs", "Leases taken that another member was seen to hold.")
+take_overs = counter("ingress_take_overs", "Leases taken over from another member.")
 
 
 def count_foreign(target: str, messages: int) -> None:

@@ -180,7 +180,7 @@ def _message(line: dict[str, Any], body: bytes, chain: Chain, sequence: int) -> 
         raise ValueError(f"expected version {PARKED_VERSION}, chain {chain}, sequence {sequence}, found {found}")
     size = line["headers"]
     if (size or 0) + line["payload"] != len(body) or hashlib.sha256(body).hexdigest() != line["sha256"]:
-        raise ValueError(f"expected the bytes that were written, found {len(body)} others")
+        raise ValueError(f"expected the bytes that were written, found {len(body)} different ones")
     headers = None if size is None else body[:size]
     subject = base64.b64decode(line["subject"], validate=True)
     return Message(sequence, int(line["timestamp_ns"]), subject, headers, body[size or 0 :])

@@ -118,10 +118,10 @@ def config_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iter
     """Yield each setting of the stream that would break a guarantee, with the expected and the found value."""
     for name in ("mirror", "sources", "subject_transform"):
         if config.get(name):
-            yield f"{name}: expected none, found one: another writer, or other subjects than were sent"
+            yield f"{name}: expected none, found one: it writes messages, or changes subjects"
     for name, reason in (
-        ("sealed", "nothing can be published"),
-        ("no_ack", "nothing is acknowledged"),
+        ("sealed", "no message can be published"),
+        ("no_ack", "no message is acknowledged"),
         ("allow_msg_counter", "only counters are taken"),
         ("discard_new_per_subject", "single messages would be refused for good"),
     ):
@@ -177,9 +177,7 @@ def _foreign_rollups(settings: TargetSettings) -> Iterator[tuple[int, str]]:
     for index, site, mine in made:
         for _, other, its in made if index in wanted else ():
             if other != site and overlaps(mine, its):
-                meant = (
-                    "expected nats-rollup only where no other site has its subjects, as with {site} in subject_prefix"
-                )
+                meant = "expected nats-rollup only if no other site has its subjects, as with {site} in subject_prefix"
                 yield index, f"{meant}, found {mine} of {site} and {its} of {other}"
                 wanted.pop(index)
                 break
@@ -207,7 +205,7 @@ def settings_problems(settings: IngressSettings) -> Iterator[tuple[str, str]]:
             accepting = SubjectFilters(target.create.subjects)
             for index, made in _unaccepted_subjects(accepting, target):
                 key = f"ingress.targets.{number}.create.subjects"
-                yield key, f"expected subjects that take what sources.{index} makes ({made}), found {accepting}"
+                yield key, f"expected subjects that take those of sources.{index} ({made}), found {accepting}"
 
 
 def limits_from(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> TargetLimits:

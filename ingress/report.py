@@ -214,7 +214,7 @@ class TargetReport:
         show_zeros("ingress_", target=target)
         for each in (metrics.holds_lease, metrics.stopped_targets, metrics.publish_done):
             each.labels(target).set(0)
-        self._set_state("starting", ready=False, reason="nobody knows yet who holds its lease")
+        self._set_state("starting", ready=False, reason="the holder of its lease is not known yet")
 
     # The lease
 

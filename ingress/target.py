@@ -89,7 +89,7 @@ class TargetRunner:
             if delivery.is_settled or delivery.trouble or not self._report.is_stopped:
                 self._report.report_progress(delivery, prefetch)
             await lease.lost.wait(self._deps.tuning.report_interval_s)
-        raise LeaseLost(f"lease of target {self._target} is not ours any more")
+        raise LeaseLost(f"lease of target {self._target}: no longer held by this process")
 
     def _positions_writer(self, delivery: Delivery, chains: ChainRegistry) -> PositionsWriter:
         deps, sources = self._deps, self._settings.sources
@@ -253,18 +253,18 @@ async def examine_target(
     except FloeError as error:
         return [failed("nats", "target", error)]
     if info is None and settings.create is None:
-        meaning = "nothing is carried: there is no such stream, and no `create` says that it may be made"
+        meaning = "no message is delivered: there is no such stream, and no `create` allows to create it"
         return [problem("nats", "target", f"{name}: no such stream", meaning, add_command(settings))]
     if info is None:
         assert settings.create is not None, "the other case is above"
         config: Mapping[str, Any] = stream_config(settings, settings.create)
-        found, limit = [ok("nats", "target", f"{name}: made at the first start")], client.max_payload
+        found, limit = [ok("nats", "target", f"{name}: created at the first start")], client.max_payload
         wrong = [*config_problems(config, settings)]
         if is_size_demanded and not settings.create.max_bytes:
-            wrong.append("expected max_bytes, without which the account takes no stream")
+            wrong.append("expected max_bytes: the account accepts no stream without it")
         if wrong:
-            meaning = "the target would not be made: ingress ends with E-TARGET"
-            remedy = f"change `create` of target {name}, or what its sources make of subjects"
+            meaning = "the target would not be created: ingress ends with E-TARGET"
+            remedy = f"change `create` of target {name}, or the subject rules of its sources"
             found = [problem("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, remedy)]
     else:
         config, limit = info.config, limits_from(client, info, settings).max_message
@@ -284,7 +284,7 @@ def _batches(client: FloeClient, settings: TargetSettings, config: Mapping[str, 
     try:
         chosen = choose_publisher(name, settings.publisher, against)
     except ConfigError as error:
-        return failed("nats", "batches", error, "ingress ends with this at its start")
+        return failed("nats", "batches", error, "ingress ends with this error at its start")
     missing = [f"not {better}: {reason}" for better, reason in against.items() if reason]
     found = f"{name}: {chosen}" + (f" ({'; '.join(missing)})" if missing else "")
     if chosen != "single" or settings.publisher == "single" or not settings.exclusive:
@@ -305,5 +305,5 @@ def _max_payload(settings: TargetSettings, limit: int, stopped: Mapping[Chain, s
         return ok("nats", "max_payload", found)
     stops = "is put aside (`on_oversize: park`)" if settings.on_oversize == "park" else "stops its chain"
     meaning = f"a message that is larger, with the headers that Floe adds, {stops}; the default of a server is 1 MiB"
-    remedy = "raise `max_payload` of the server and `max_msg_size` of the stream to what the sites publish"
+    remedy = "raise `max_payload` of the server and `max_msg_size` of the stream to the limits of the sites"
     return warning("nats", "max_payload", found, meaning, remedy)

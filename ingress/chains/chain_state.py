@@ -269,7 +269,7 @@ class ChainState:
         return state
 
 
-STREAM_JSON_MISSING = "stream.json is not there yet"
+STREAM_JSON_MISSING = "stream.json does not exist yet"
 _IncarnationId = tuple[str, str, int]  # site, feed, incarnation
 
 
@@ -334,7 +334,7 @@ class ChainRegistry:
         """Return a preparer for the chain's rows. Raises ConfigError for a chain that is not in `sources`."""
         if (source := self._sources.get((chain.site, chain.feed))) is None:
             text = f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none"
-            act = "an intent holds rows of it: list it again until it ran once; or drop the rest of it"
+            act = "the open intent holds rows of it: list it until that is closed; or drop the rest of the intent"
             raise ConfigError(text, hint=choices((act, checkpoint_command(self.target, "--accept"))), code="E-SOURCES")
         return Preparer(chain, rule_of(source, chain), self.limits, active=source.acting_headers)
 
@@ -376,10 +376,10 @@ class ChainRegistry:
     def _refuse(self, feed: _Feed, chain: Chain, limit: int) -> None:
         if not feed.refused:
             message = (
-                f"{chain.site}/{chain.feed}: max_chains: expected at most {limit} chains that are not carried to their "
-                f"end, found more, such as {chain}: nothing of this feed is carried"
+                f"{chain.site}/{chain.feed}: max_chains: expected at most {limit} chains not delivered to their end, "
+                f"found more, such as {chain}: this feed is not delivered"
             )
-            hint = "remove what does not belong there; or raise `max_chains` of its source, and start ingress again"
+            hint = "remove the foreign chains; or raise `max_chains` of its source, and start ingress again"
             feed.stopped = Stopped(message, hint=hint, code="E-CHAINS")
             context = {"site": chain.site, "feed": chain.feed, "code": "E-CHAINS", "target": self.target}
             log.error("feed stopped", action="feed_stopped", error=str(feed.stopped), **context)
@@ -461,7 +461,7 @@ class ChainRegistry:
         if not (left := self._unfinished(chain)):
             return ""
         before, end = left[0]
-        text = f"{before} stands at {(self._positions or {}).get(before, 1)} and ends at {end}"
+        text = f"{before} is at {(self._positions or {}).get(before, 1)} and ends at {end}"
         return f"{text}; at most {len(left) - 1} more partitions have not ended" if len(left) > 1 else text
 
     def _unfinished(self, chain: Chain) -> deque[tuple[Chain, int]]:
@@ -493,9 +493,9 @@ class ChainRegistry:
         if chain.incarnation == 0:
             return
         if self._previous.get(_incarnation_of(chain)) is None:
-            cause, act = "stream.json: expected the ends of the incarnation before, found none", "begin it all the same"
+            cause, act = "stream.json: expected the ends of the incarnation before, found none", "begin it anyway"
         elif self._settings.on_new_incarnation == "halt":
-            cause, act = f"a new incarnation begins at {first}", "go on with it"
+            cause, act = f"a new incarnation begins at {first}", "continue with it"
         else:
             return
         begin_at = position_command(self.target, chain, first)

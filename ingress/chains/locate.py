@@ -166,14 +166,14 @@ class SegmentLocator:
             await self._check_partitions_exist(chain.chain)
             return
         if (document := await self._threads.run(self._documents.read_chain, chain.chain)) is None:
-            chain.begin_obstacle = "chain.json is not there yet"
+            chain.begin_obstacle = "chain.json does not exist yet"
             return
         if chain.chain.partition >= document.partitions:
             feed, limit = f"{chain.chain.site}/{chain.chain.feed}", document.partitions
             # The partition is left out of the message, so that any number of them is one line of the log.
             raise Stopped(
                 f"incarnation {chain.chain.incarnation:04d} of {feed}: expected partitions below {limit}, found others",
-                hint="egress wrote no such partition: see who did, and remove it",
+                hint="egress wrote no such partition: find its writer, and remove it",
                 code="E-STATE-JSON",
             )
         self._relays.record(chain.chain, document)
@@ -186,7 +186,7 @@ class SegmentLocator:
         start = await self._threads.run(self.starts.resolve, chain.chain, source, first, chain.end, positions)
         if not start:
             chain.end_before_start = archived
-            chain.begin_obstacle = "nothing is archived yet from the moment on at which the copy begins"
+            chain.begin_obstacle = "nothing is archived yet from the start of the copy on"
             return
         chain.end_before_start = 0
         chain.begin(first, start)
@@ -202,7 +202,7 @@ class SegmentLocator:
                 self._chains.add(each)
             self._listed[before] = self._clock.monotonic()  # one listing for all chains of the incarnation
         if missing := self._chains.unknown_before(chain):
-            missed = "put the chain.json of each back from a copy of the bucket; or begin without what they archived"
+            missed = "put the chain.json of each back from a copy of the bucket; or begin without their messages"
             first = document.first if (document := await self._threads.run(self._documents.read_chain, chain)) else 1
             text = ", ".join(map(str, missing[:MAX_SHOWN_ITEMS]))
             more = f" and {len(missing) - MAX_SHOWN_ITEMS} more" if missing[MAX_SHOWN_ITEMS:] else ""

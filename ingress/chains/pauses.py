@@ -103,7 +103,7 @@ class PauseStore:
             resume_all = floe_command("chain resume", f"--target {shlex.quote(target)}", "--all")
             return Stopped(
                 f"pauses of target {target} cannot be read: {reason}",
-                hint=choices((f"restore {key} of {bucket.bucket}; or have nothing paused", resume_all)),
+                hint=choices((f"restore {key} of {bucket.bucket}; or resume all chains", resume_all)),
                 code="E-PAUSES",
             )
 

@@ -120,7 +120,7 @@ def decide_hole(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, source
     part = accepted_part(plan.hole, (gap.range for gap in gaps))
     if part is not None:
         gap = next(gap for gap in gaps if part.first in gap.range)
-        return GapDecision(part, f"accepted by {gap.decided_by or 'somebody'}" + (f": {gap.note}" if gap.note else ""))
+        return GapDecision(part, f"accepted by {gap.decided_by or 'someone'}" + (f": {gap.note}" if gap.note else ""))
     timeout = source.lost_segment_timeout
     if plan.phase is Phase.DAMAGED or plan.waiting_since is None or now - plan.waiting_since < timeout:
         return None

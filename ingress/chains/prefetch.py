@@ -274,7 +274,7 @@ class Prefetcher:
                 await decoder.close(source)
 
     def _append_skip(self, chain: ChainState) -> None:
-        assert chain.range_to_skip is not None, "only what is given up is passed"
+        assert chain.range_to_skip is not None, "only a skipped range is passed"
         block = Block(IntentPiece(Gap(chain.chain), chain.range_to_skip, 0))
         self._append(chain, block)
         chain.finish_skip()
@@ -373,7 +373,7 @@ def with_command(error: FloeError, recheck: str) -> FloeError:
     """Return the error. If its hint names no command, add one that checks the chain at once."""
     if "floe " in error.hint:
         return error
-    then = choices(("then, to have it looked at at once", recheck))
+    then = choices(("then, to check it at once", recheck))
     result = FloeError(error.message, hint=choices(error.hint, then) if error.hint else then, code=error.code)
     result.exit_code = error.exit_code
     return result

@@ -80,7 +80,7 @@ class Recall:
         return Stopped(
             message,
             hint=choices(
-                "let the target take the subject again: it goes on by itself",
+                "let the target accept the subject again: delivery continues by itself",
                 ("or drop the rest of the intent, so that the chain stops instead", drop),
             ),
             code=error.code,
@@ -94,9 +94,9 @@ class Recall:
         Raises RowRefused if the target still refuses it, ConfigError if its chain is not in `sources`, DataError if it
         is missing or damaged, else as the store does.
         """
-        assert self._parked is not None, "only who parks tries again"
+        assert self._parked is not None, "only a target that parks retries"
         if (message := await self._threads.run(self._parked.read, name)) is None:
-            raise DataError(f"parked message {name.sequence} of {name.chain} is not there", code="E-PARKED")
+            raise DataError(f"parked message {name.sequence} of {name.chain} does not exist", code="E-PARKED")
         rows = SequenceRange(message.sequence, message.sequence)
         digest = hashlib.sha256(to_bytes(name.chain, message)).hexdigest()[:DIGEST_LENGTH]
         segment = SegmentName(name.chain, 0, rows, digest)

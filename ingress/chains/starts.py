@@ -128,7 +128,7 @@ class StartResolver:
             return None if raw is None else FeedStart.from_json(raw)
         except ValueError as error:
             raise DataError(
-                f"{key}: {error}", hint="delete it to have the start keys resolved again", code="E-STATE-JSON"
+                f"{key}: {error}", hint="delete it, and the start keys are resolved again", code="E-STATE-JSON"
             ) from error
 
     def _write(self, key: str, start: FeedStart) -> FeedStart:

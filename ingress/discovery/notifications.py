@@ -190,7 +190,7 @@ class _Receiver:
             self.stop.set()
         else:
             if not done.wait(LOOP_TIMEOUT_S) and not self.stop.is_set():
-                raise TimeoutError(f"the event loop took nothing for {LOOP_TIMEOUT_S} s")
+                raise TimeoutError(f"the event loop did not respond for {LOOP_TIMEOUT_S} s")
             if failed:
                 raise failed[0]
 

@@ -41,14 +41,14 @@ position_type = cli.ParsedType("chain=sequence", tuple, _parse_position)
 @cli.config_option
 @cli.target_option
 @cli.any_chain_options
-@click.option("--sequence", type=cli.SequenceType(), help="The sequence that the chain goes on at.")
-@click.option("--accept", is_flag=True, help="Take the target as it is now.")
-@click.option("--stored", type=click.IntRange(min=0), help="So many rows of the open intent are stored.")
+@click.option("--sequence", type=cli.SequenceType(), help="The sequence at which the chain continues.")
+@click.option("--accept", is_flag=True, help="Accept the target as it is now.")
+@click.option("--stored", type=click.IntRange(min=0), help="Number of rows of the open intent that are stored.")
 @click.option("--from-target", is_flag=True, help="Find the positions by reading the target.")
 @click.option("--forget", is_flag=True, help="Fill the empty target again from the archive.")
 @click.option("--forget-unlisted", is_flag=True, help="Forget chains that `sources` does not list.")
-@click.option("--position", "told", type=position_type, multiple=True, help="With --accept: you know it.")
-@click.option("--accept-repeats", "repeats", is_flag=True, help="Rather store messages twice than not.")
+@click.option("--position", "told", type=position_type, multiple=True, help="With --accept: a position that you know.")
+@click.option("--accept-repeats", "repeats", is_flag=True, help="Store messages twice rather than lose them.")
 @cli.dry_run_option
 @cli.yes_option
 @cli.json_option
@@ -73,9 +73,9 @@ async def checkpoint_set(
     repeats: bool = chosen.pop("repeats")
     action = _chosen_action(chosen)
     if known_positions and action != "accept":
-        raise UsageError("--position: expected --accept beside it")
+        raise UsageError("--position: expected together with --accept")
     if repeats and action not in ("accept", "from_target"):
-        raise UsageError("--accept-repeats: expected --accept or --from-target beside it")
+        raise UsageError("--accept-repeats: expected together with --accept or --from-target")
 
     from ingress.operator.correct import open_editor
 
@@ -97,12 +97,12 @@ async def checkpoint_set(
             _show(target, plan)
         is_done = plan.has_changes and not dry_run
         if is_done:
-            cli.confirm(f"change what is remembered of {target}?", yes)
+            cli.confirm(f"change the stored state of {target}?", yes)
             await (editor.apply_with_retry(plan, planning) if is_live else editor.apply(plan))
         if as_json:
             cli.print_json(_plan_json(target, plan, dry_run))
         else:
-            click.echo("done: ingress goes on by itself" if is_done else "nothing was changed", err=True)
+            click.echo("done: ingress continues by itself" if is_done else "nothing was changed", err=True)
 
 
 def _chosen_action(options: Mapping[str, Any]) -> str:
@@ -156,9 +156,9 @@ def _plan_json(target: str, plan: CheckpointPlan, dry_run: bool) -> dict[str, ob
 
 
 RELEASE_WARNING = (
-    "{target}: retention keeps nothing for it any more: what every other target has may be deleted, and is "
-    "then gone for good. The target, its checkpoint and the archive stay as they are. Take it out of the "
-    "configuration of ingress first: whoever carries into it says within a minute where it is, and holds it."
+    "{target}: retention keeps nothing for this target any more: segments that all other targets have may be "
+    "deleted for good. The target, its checkpoint and the archive stay as they are. First remove it from the "
+    "configuration of ingress: an instance that delivers into it reports its positions within a minute, and holds it."
 )
 
 
@@ -168,7 +168,7 @@ RELEASE_WARNING = (
 @cli.yes_option
 @cli.run_command
 async def checkpoint_release(config: str, target: str, yes: bool) -> None:
-    """Release a target that is no longer replayed into: nothing is kept in the archive because of it.
+    """Release a target that is no longer delivered into: the archive keeps nothing for it.
 
     \b
     Example: floe checkpoint release -c central.yaml FLEET --yes
@@ -181,7 +181,7 @@ async def checkpoint_release(config: str, target: str, yes: bool) -> None:
         known = TargetPositions(target, 0.0)
     if known is None:
         there = ", ".join(chains.targets_with_positions()) or "none"
-        raise UsageError(f"TARGET: expected one that says how far it is ({there}), found {target}")
+        raise UsageError(f"TARGET: expected one with stored positions ({there}), found {target}")
     for chain, at in sorted(known.positions.items()):
         click.echo(f"{chain}: {at}")
     click.echo(RELEASE_WARNING.format(target=target))

@@ -80,7 +80,7 @@ class CheckpointEditor:
 
     async def _require_reading(self) -> TargetReading:
         if (reading := await self._reading()) is None:
-            raise CorrectionRefused("expected the target stream, found none", hint="restore it, or --forget")
+            raise CorrectionRefused("expected the target stream, found none", hint="restore it, or use --forget")
         return reading
 
     async def _run_scan(self, scan: TargetScan) -> TargetScan:
@@ -107,7 +107,7 @@ class CheckpointEditor:
         with suppress(FloeError):  # a correction does not depend on the store
             floor = await asyncio.to_thread(lambda: open_for_view(self._config)[1].floor(chain))
             if floor is not None and sequence < floor.first:
-                correction.effects.append(f"{chain}: {floor}: it stops there where nothing is left of that (E-FLOOR)")
+                correction.effects.append(f"{chain}: {floor}: the chain stops if those are gone (E-FLOOR)")
         return CheckpointPlan(known, correction)
 
     async def accept(self, given: Positions, repeats: bool) -> CheckpointPlan:
@@ -148,8 +148,7 @@ class CheckpointEditor:
         if known.state is None:
             raise CorrectionRefused(
                 f"target {self.target}: expected a stored state, found none: {known.problem or 'no key'}",
-                hint="find the positions by what stands in the target (--from-target), or begin an empty one "
-                "anew (--forget)",
+                hint="find the positions by reading the target (--from-target), or fill an empty one again (--forget)",
             )
         return known.state
 
@@ -166,12 +165,12 @@ class CheckpointEditor:
                 found = "none" if reading is None else reading.last_sequence
                 raise OtherWriter(
                     f"target {self.target}: expected last sequence {plan.last} as before, found {found}",
-                    hint="stop what publishes to it, then look again",
+                    hint="stop its other publisher, then run the command again",
                     code="E-TARGET-SHARED",
                 )
         if not await self._store_plan(plan):
-            message = f"state of target {self.target}: changed by somebody else meanwhile"
-            raise Unavailable(message, hint="look again", code="E-STATE-MOVED")
+            message = f"state of target {self.target}: changed by another process meanwhile"
+            raise Unavailable(message, hint="run the command again", code="E-STATE-MOVED")
 
     async def apply_with_retry(self, plan: CheckpointPlan, planning: Callable[[], Awaitable[CheckpointPlan]]) -> None:
         deadline = self._clock.monotonic() + BUSY_TIMEOUT_S

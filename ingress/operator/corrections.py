@@ -37,7 +37,7 @@ class ParkedMarks:
         if self.left_out:
             lines.append(f"{_named(self.left_out)}: parked; floe parked retry delivers it")
         if self.delivered:
-            lines.append(f"{_named(self.delivered)}: parked before, and stands there: marked as delivered")
+            lines.append(f"{_named(self.delivered)}: parked before, and found in the target: marked as delivered")
         return lines
 
 
@@ -66,9 +66,9 @@ def marks_of_intent(
     unseen = [each for each in tried if each not in seen]
     if unseen and scan.gone and not repeats:
         raise CorrectionRefused(
-            f"{scan.gone} messages cannot be read any more: expected to see whether these parked ones are "
-            f"stored, found neither: {_named(unseen)}",
-            hint="--accept-repeats: where the gone messages were these, they are stored twice",
+            f"{scan.gone} messages cannot be read any more: expected proof that these parked ones are "
+            f"stored or not, found none: {_named(unseen)}",
+            hint="use --accept-repeats: if the gone messages were these, they are stored twice",
         )
     return ParkedMarks(passed, seen)
 
@@ -121,7 +121,7 @@ def move(state: TargetState, chain: Chain, sequence: int) -> Correction:
     if state.intent is not None and chain in {piece.chain for piece in state.intent.pieces}:
         raise CorrectionRefused(
             f"chain {chain}: expected no open intent with rows of it, found one",
-            hint="wait until it is closed; where it cannot be, take the target as it is first (--accept)",
+            hint="wait until it is closed; if it cannot be, accept the target as it is first (--accept)",
         )
     checkpoint = state.checkpoint
     positions = {**checkpoint.positions, chain: sequence}
@@ -137,14 +137,14 @@ def position_effects(before: Positions, after: Positions) -> list[str]:
         if was == now:
             continue
         if now is None:
-            lines.append(f"{chain}: begins anew; what of it is stored already is stored twice")
+            lines.append(f"{chain}: begins again; messages already stored are stored twice")
         elif was is None:
-            lines.append(f"{chain}: begins at {now}; nothing before is carried")
+            lines.append(f"{chain}: begins at {now}; nothing before it is delivered")
         elif now > was:
-            lines.append(f"{chain}: {was} to {now - 1} are not carried any more")
+            lines.append(f"{chain}: {was} to {now - 1} are no longer delivered")
         else:
-            twice = f"what is stored is stored twice, at most {was - now:,} messages"
-            lines.append(f"{chain}: {now} to {was - 1} are carried again: {twice}")
+            twice = f"those already stored are stored twice, at most {was - now:,} messages"
+            lines.append(f"{chain}: {now} to {was - 1} are delivered again: {twice}")
     return lines
 
 
@@ -185,10 +185,10 @@ def accept(
     if (unknown := unknown - {*given}) and not repeats:
         least = (f"{chain} at {positions.get(chain, 'its beginning')} or later" for chain in sorted(unknown))
         raise CorrectionRefused(
-            f"{scan.gone} messages behind target sequence {scan.after} cannot be read any more: expected "
-            f"to see where each chain stands, found {', '.join(least)}",
-            hint="say it (--position SITE/FEED/INCARNATION/PARTITION=SEQUENCE for each), or take the least "
-            "(--accept-repeats): where the gone messages were ours they are stored twice",
+            f"{scan.gone} messages after target sequence {scan.after} cannot be read any more: expected "
+            f"the position of each chain, found {', '.join(least)}",
+            hint="give it (--position SITE/FEED/INCARNATION/PARTITION=SEQUENCE for each), or accept the lowest "
+            "(--accept-repeats): gone messages that were ours are then stored twice",
         )
     positions = {**positions, **given}
     parked = parked_names_after(state.checkpoint, reading.created, positions)
@@ -237,10 +237,10 @@ def advance_by(positions: Positions, intent: Intent, stored: int, tail: object) 
 def _accept_effects(state: TargetState, reading: TargetReading, scan: TargetScan, positions: Positions) -> list[str]:
     checkpoint, lines = state.checkpoint, []
     if reading.created != checkpoint.target_created:
-        lines.append("another stream of the name: what was carried into the former one is not carried again")
+        lines.append("another stream of the same name: messages in the former one are not delivered again")
     elif reading.last_sequence < checkpoint.target_sequence:
         lost = checkpoint.target_sequence - reading.last_sequence
-        lines.append(f"{lost} messages that were stored stand there no more and are not carried again (--from-target)")
+        lines.append(f"{lost} stored messages are gone and are not delivered again (with --from-target they are)")
     if state.intent is not None:
         lines.append("the open intent is dropped: stop every paused or cut off instance of ingress first")
     lines += _found_lines(scan) + _foreign_lines(scan)
@@ -251,7 +251,7 @@ def _accept_effects(state: TargetState, reading: TargetReading, scan: TargetScan
 
 def _found_lines(scan: TargetScan) -> list[str]:
     return [
-        f"{chain}: {scanned.count} messages stand there, {scanned.first} to {scanned.newest}"
+        f"{chain}: {scanned.count} messages found, {scanned.first} to {scanned.newest}"
         for chain, scanned in sorted(scan.chains.items())
     ]
 
@@ -261,7 +261,7 @@ def _foreign_lines(scan: TargetScan) -> list[str]:
     if scan.foreign:
         lines.append(f"{scan.foreign} messages are not ours; they stay")
     if scan.unexplained:
-        lines.append(f"{scan.unexplained} messages carry provenance and are not awaited; they stay")
+        lines.append(f"{scan.unexplained} messages carry provenance, but are not expected; they stay")
     return lines
 
 
@@ -273,8 +273,8 @@ def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Cor
     checkpoint, intent = state.checkpoint, state.intent
     if intent is None or not can_count(state):
         raise CorrectionRefused(
-            "--stored: expected an open intent of which rows can be counted, found none",
-            hint="take the target as it is (--accept)",
+            "--stored: expected an open intent with rows that can be counted, found none",
+            hint="accept the target as it is (--accept)",
         )
     last = reading.last_sequence
     most = min(intent.count, last - checkpoint.target_sequence)
@@ -287,7 +287,7 @@ def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Cor
     moved = replace(checkpoint, target_sequence=base, foreign_upto=last)
     lines = [
         f"rows 1 to {stored} of the {intent.count} of the open intent count as stored",
-        f"the other {left} are sent behind target sequence {last}: what of them is stored is stored twice",
+        f"the other {left} are sent after target sequence {last}: those already stored are stored twice",
         "stop every paused or cut off instance of ingress first",
     ]
     return Correction(TargetState(moved, replace(intent, base=base)), lines)
@@ -313,8 +313,8 @@ def rebuild(
     if scan.gone and not repeats:
         raise CorrectionRefused(
             f"expected a target that holds all of its {reading.last_sequence} messages, found "
-            f"{scan.found}: positions behind the newest that stands there are lower bounds",
-            hint="restore the state bucket; or store again what the target let go: --accept-repeats",
+            f"{scan.found}: the positions found are lower bounds",
+            hint="restore the state bucket; or store the dropped messages again: --accept-repeats",
         )
     last = reading.last_sequence
     same = state.checkpoint if state and reading.created == state.checkpoint.target_created else None
@@ -325,10 +325,10 @@ def rebuild(
         positions[chain] = max(positions.get(chain, 0), scanned.newest + 1)
     lines = _found_lines(scan)
     if lost > 0:
-        repeated = "are carried again: whoever has read them from the target before gets them twice"
+        repeated = "are delivered again: readers that had them get them twice"
         lines.append(f"the last {lost} messages, which the target has lost, {repeated}")
     if scan.gone:
-        lines.append(f"{scan.gone} messages are gone: what of them was newer than what stands is repeated")
+        lines.append(f"{scan.gone} messages are gone: those newer than the newest found are repeated")
     lines += _foreign_lines(scan)
     if state is None or state.intent is not None:
         lines.append("stop every paused or cut off instance of ingress first")
@@ -348,7 +348,7 @@ def forget(state: TargetState | None, reading: TargetReading | None, messages: i
     if messages:
         raise CorrectionRefused(
             f"expected an empty target, found {messages} messages: they would be stored twice",
-            hint="empty the stream or make it again first; or go on behind what it holds (--from-target)",
+            hint="empty or recreate the stream first; or continue after the messages in it (--from-target)",
         )
     lines = position_effects(state.checkpoint.positions if state else {}, {})
     is_same = state is not None and reading is not None and reading.created == state.checkpoint.target_created
@@ -358,7 +358,7 @@ def forget(state: TargetState | None, reading: TargetReading | None, messages: i
     if state is not None and is_same:
         was = state.checkpoint.parked_names
         parked = ParkedNames(was.created, (*was.repeats, (None, 0)))
-        lines.append("what is parked stands for nothing any more: it comes in its turn, or is parked again")
+        lines.append("parked messages no longer count: each comes in its turn, or is parked again")
     last = reading.last_sequence
     return Correction(TargetState(Checkpoint(last, reading.created, {}, last, parked=parked)), lines)
 
@@ -368,7 +368,7 @@ def forget_unlisted(state: TargetState, pairs: Collection[tuple[str, str]]) -> C
     before = state.checkpoint.positions
     positions = {c: at for c, at in before.items() if c in kept or (c.site, c.feed) in pairs}
     lines = [
-        f"{chain}: forgotten at {before[chain]}; if it is listed again, it begins anew"
+        f"{chain}: forgotten at {before[chain]}; if it is listed again, it starts over"
         for chain in sorted({*before} - {*positions})
     ]
     return Correction(replace(state, checkpoint=replace(state.checkpoint, positions=positions)), lines)

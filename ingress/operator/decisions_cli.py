@@ -93,7 +93,7 @@ async def gap_ls(config: str, as_json: bool) -> int:
     missing = [(hole.chain, part) for hole in found if hole.kind == "hole" for part in hole.unaccepted]
     if missing:
         click.echo(HOLE_HINT, err=True)
-        click.echo("only when nobody has them any more, give them up for all targets:", err=True)
+        click.echo("only if no copy of them exists any more, accept their loss for all targets:", err=True)
     for chain, part in missing:
         click.echo(accept_command(chain, part), err=True)
     return code
@@ -118,9 +118,9 @@ def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[
 @gap.command("accept")
 @cli.config_option
 @cli.chain_options
-@click.option("--first", type=cli.SequenceType(), required=True, help="The first sequence that is given up.")
-@click.option("--last", type=cli.SequenceType(), required=True, help="The last one.")
-@click.option("--note", default="", help="Why; kept with the decision.")
+@click.option("--first", type=cli.SequenceType(), required=True, help="The first sequence of the gap.")
+@click.option("--last", type=cli.SequenceType(), required=True, help="The last sequence of the gap.")
+@click.option("--note", default="", help="Reason; stored with the decision.")
 @cli.dry_run_option
 @cli.yes_option
 @cli.json_option
@@ -133,7 +133,7 @@ def gap_accept(
     The last resort: the source may still hold them. Egress at the site checks within six hours, and at once
     when it is started again; the segments that it archives fill the hole.
 
-    Segments that arrive before a target has passed the gap are replayed all the same; later ones are reported.
+    Segments that arrive before a target has passed the gap are delivered all the same; later ones are reported.
     Refused if a sound segment covers a part. Without an incarnation the newest is meant, unless an older one
     has a hole there, too.
 
@@ -158,18 +158,18 @@ def gap_accept(
             check_unambiguous(store, documents, chain, wanted)
         damaged = check_acceptable(store, read_cover(store, documents, chain, first), wanted)
         for problem in damaged:
-            click.echo(f"damaged, and given up with the gap: {problem}", err=True)
+            click.echo(f"damaged, and accepted as lost with the gap: {problem}", err=True)
         if not dry_run:
-            cli.confirm(f"give up {format_count(len(wanted), 'sequence')}, {wanted}, of {chain}?", yes)
+            cli.confirm(f"accept the loss of {format_count(len(wanted), 'sequence')}, {wanted}, of {chain}?", yes)
             decision = documents.accept_gap(chain, decision)
     if as_json:
         shown = {"first": decision.range.first, "last": decision.range.last, "note": decision.note}
         decided = {"by": decision.decided_by, "at": decision.decided_at, "damaged": damaged, "dry_run": dry_run}
         cli.print_json({**chain.log_context(), **shown, **decided})
     elif dry_run:
-        click.echo(f"{chain} {decision.range} can be given up; nothing was changed")
+        click.echo(f"{chain} {decision.range} can be accepted as a gap; nothing was changed")
     else:
-        click.echo(f"{chain} {decision.range} is given up, by {decision.decided_by} at {decision.decided_at}")
+        click.echo(f"{chain} {decision.range} is accepted as a gap, by {decision.decided_by} at {decision.decided_at}")
 
 
 # Pauses
@@ -184,11 +184,11 @@ def chain() -> None:
 @cli.config_option
 @cli.target_option
 @cli.chain_options
-@click.option("--note", default="", help="Why; shown by `floe chain ls`.")
+@click.option("--note", default="", help="Reason; shown by `floe chain ls`.")
 @cli.json_option
 @cli.run_command
 async def chain_pause(config: str, target: str, selector: cli.ChainSelector, note: str, as_json: bool) -> None:
-    """Replay nothing more of a chain into a target until it is resumed; others continue.
+    """Deliver nothing more of a chain into a target until it is resumed; others continue.
 
     Rows that are being stored now are still stored. A pause holds through restarts and take-overs.
 
@@ -215,7 +215,7 @@ async def chain_pause(config: str, target: str, selector: cli.ChainSelector, not
 async def chain_resume(
     config: str, target: str, selector: cli.ChainSelector | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:
-    """Resume a paused chain; or have a chain that stopped by itself checked again at once.
+    """Resume a paused chain; or recheck at once a chain that stopped by itself.
 
     --all resumes every chain, even if the stored pauses are unreadable (E-PAUSES).
 
@@ -233,11 +233,11 @@ async def chain_resume(
                 paused = f"chains paused now: {len((await store.read()).paused)}"
             except Stopped as error:
                 paused = error.message
-            cli.confirm(f"have nothing of {target} paused ({paused})?", yes)
+            cli.confirm(f"resume all chains of {target} ({paused})?", yes)
             pauses = await store.resume_all(at)
     else:
         chain, pauses = await _decide(config, target, selector, lambda pauses, chain: pauses.with_resume(chain, at))
-        click.echo(f"{chain}: resumed; a running ingress looks at it within two seconds", err=True)
+        click.echo(f"{chain}: resumed; a running ingress checks it within two seconds", err=True)
     _show_pauses(target, pauses, as_json)
 
 
@@ -287,7 +287,7 @@ async def _decide(
                 there = suggestion(f"{chain.site}/{chain.feed}", map("/".join, pairs))
                 raise UsageError(f"{chain}: expected a chain that flows into {target}, found another", hint=there)
             if chain not in await asyncio.to_thread(open_chains(settings).chains, chain.site, chain.feed):
-                click.echo(f"{chain}: nothing of it is archived; it is paused if that comes", err=True)
+                click.echo(f"{chain}: not archived yet; it is paused from the first segment", err=True)
         return chain, await store.change(lambda pauses: step(pauses, chain))
 
 

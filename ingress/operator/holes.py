@@ -121,8 +121,8 @@ def check_acceptable(store: SegmentStore, archived: ArchivedCover, gap: Sequence
     Nothing is replayed after the end of its incarnation, so any gap there may be accepted.
     """
     if gap.last > archived.end:
-        ends = f"which ends at {archived.end}" if archived.end else f"of which nothing reaches {archived.first}"
-        raise UsageError(f"{gap}: expected an end within the coverage, {ends}: what follows may still be on its way")
+        ends = f"which ends at {archived.end}" if archived.end else f"which does not reach {archived.first}"
+        raise UsageError(f"{gap}: expected an end within the coverage, {ends}: later segments may still arrive")
     if archived.incarnation_end is not None and gap.first > archived.incarnation_end:
         return []
     problems = {ref: _problem(store, ref) for ref in archived.segments if ref.coverage.overlaps(gap)}
@@ -153,7 +153,7 @@ def check_unambiguous(store: SegmentStore, documents: ChainStore, chain: Chain, 
             raise UsageError(
                 f"{gap}: incarnation {chain.incarnation:04d} of {chain.site}/{chain.feed} is the newest, and "
                 f"{each.incarnation:04d} has a hole there, too",
-                hint=f"say --incarnation {each.incarnation} or --incarnation {chain.incarnation}",
+                hint=f"give --incarnation {each.incarnation} or --incarnation {chain.incarnation}",
             )
 
 
@@ -161,7 +161,7 @@ def _problem(store: SegmentStore, ref: SegmentRef) -> str | None:
     """Return the reason why the segment cannot be replayed; None if it can."""
     try:
         if not store.is_intact(ref):
-            return f"{ref.key}: not the bytes that its name promises"
+            return f"{ref.key}: the bytes do not match the name"
         with store.open(ref) as reader:
             for _batch in reader.batches():
                 pass  # the reader checks order, range, counts and page checksums as it goes

@@ -29,7 +29,7 @@ def parked() -> None:
 
 @parked.command("ls")
 @cli.config_option
-@click.option("--target", default="", metavar="STREAM", help="Only of this target.")
+@click.option("--target", default="", metavar="STREAM", help="Only messages of this target.")
 @cli.json_option
 @cli.run_command
 def parked_ls(config: str, target: str, as_json: bool) -> None:
@@ -51,7 +51,7 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
 @cli.config_option
 @cli.target_option
 @cli.chain_options
-@click.option("--sequence", type=cli.SequenceType(), required=True, help="The message.")
+@click.option("--sequence", type=cli.SequenceType(), required=True, help="Sequence of the message.")
 @click.option("--headers", "is_headers", is_flag=True, help="Its header block instead of its payload.")
 @cli.json_option
 @cli.run_command
@@ -68,7 +68,7 @@ async def parked_cat(
     if (message := store.read(entry.name)) is None:
         raise _parked_error(
             f"message {sequence} of {entry.name.chain} is not in the store any more",
-            "put it back from a copy of the bucket; what there is",
+            "put it back from a copy of the bucket; to list the parked messages",
             _ls(target),
         )
     if as_json:
@@ -87,8 +87,8 @@ async def parked_cat(
 @cli.config_option
 @cli.target_option
 @cli.chain_options
-@click.option("--sequence", type=cli.SequenceType(), help="The message.")
-@click.option("--all", "is_all", is_flag=True, help="All of the chain.")
+@click.option("--sequence", type=cli.SequenceType(), help="Sequence of the message.")
+@click.option("--all", "is_all", is_flag=True, help="All parked messages of the chain.")
 @cli.yes_option
 @cli.json_option
 @cli.run_command
@@ -117,14 +117,14 @@ async def parked_retry(
     if not as_json:
         cli.print_table([_row(store, entry) for entry in wanted], PARKED_COLUMNS)
     if wanted:
-        cli.confirm(f"try {len(wanted)} of them again for {target}?", yes)
+        cli.confirm(f"retry {len(wanted)} of them for {target}?", yes)
         store.request_retry(*wanted)
     if as_json:
         cli.print_json([_row(store, entry) for entry in wanted])
     elif wanted:
-        click.echo(f"asked for {len(wanted)}: ingress tries them within half a minute", err=True)
+        click.echo(f"requested {len(wanted)}: ingress retries them within half a minute", err=True)
     else:
-        click.echo(f"nothing of {chain} is parked for {target}", err=True)
+        click.echo(f"no message of {chain} is parked for {target}", err=True)
 
 
 def _check_deliverable(entry: ParkedEntry, target: str) -> ParkedEntry:
@@ -132,12 +132,12 @@ def _check_deliverable(entry: ParkedEntry, target: str) -> ParkedEntry:
 
     message = f"message {entry.name.sequence} of {entry.name.chain}"
     if entry.state is ParkedState.DELIVERED:
-        found = f"{message}: expected one to deliver, it is delivered"
-        raise _parked_error(found, "what there is", _ls(target))
+        found = f"{message}: expected one to deliver, found it delivered"
+        raise _parked_error(found, "to list the parked messages", _ls(target))
     if entry.state is ParkedState.PENDING:
         raise _parked_error(
-            f"{message}: expected one that its chain has passed, it has not",
-            "its turn comes; where the target holds it already, there is nothing to do",
+            f"{message}: expected one that its chain has passed, found one that it has not",
+            "wait for its turn; if the target already holds it, there is nothing to do; to show the positions",
             floe_command("checkpoint ls"),
         )
     return entry
@@ -163,7 +163,7 @@ async def _open_current_store(config: str, target: str) -> ParkedStore:
     if known.state is None:
         raise _parked_error(
             f"target {target}: expected a stored state, found none: {known.problem or 'no key'}",
-            "to see what ingress makes of it",
+            "to show the state of the target",
             floe_command("status"),
         )
     store.names = known.state.checkpoint.parked_names
@@ -194,7 +194,7 @@ def _entry(store: ParkedStore, chain: Chain, sequence: int) -> ParkedEntry:
             return entry
     raise _parked_error(
         f"target {store.target}: expected message {sequence} of {chain} among the parked ones, found none",
-        "to see what there is",
+        "to list the parked messages",
         _ls(store.target),
     )
 

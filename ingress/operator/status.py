@@ -239,7 +239,7 @@ class ChainStatus:
         if self.egress is None:
             return ""
         if self.egress_state in (SILENT, OVERDUE):
-            return f"no sign of life of egress since {_time(self.egress.modified)}"
+            return f"no heartbeat of egress since {_time(self.egress.modified)}"
         return self.egress.heartbeat.why and f"egress: {self.egress.heartbeat.why}"
 
 
@@ -318,7 +318,7 @@ class ArchiveReader:
             chains.update(*begun)
             for site, feed in (pair for pair, found in zip(lacking, begun, strict=True) if not found):
                 there = suggestion(f"{site}/{feed}", {f"{chain.site}/{chain.feed}" for chain in tails})
-                reason = f"nothing archived of this feed; {there}"
+                reason = f"nothing of this feed is archived; {there}"
                 wanted.append(asyncio.sleep(0, known(Chain(site, feed), position=None, phase="missing", reason=reason)))
             ingress = await self._reported_positions(name)
             for chain in sorted(chains):
@@ -394,7 +394,7 @@ class ArchiveReader:
         if not (found := ranges_after_end(coverages, end, accepted)):
             return ""
         ranges = ", ".join(map(str, found))
-        return f"{ranges} behind the end {end} of the incarnation: {replay_command(chain, found[0])}"
+        return f"{ranges} after the end {end} of the incarnation: {replay_command(chain, found[0])}"
 
 
 def _with_decisions(status: ChainStatus, target: TargetStatus, *, is_listed: bool) -> ChainStatus:
@@ -403,7 +403,7 @@ def _with_decisions(status: ChainStatus, target: TargetStatus, *, is_listed: boo
     if status.chain in target.paused:
         return replace(status, phase="paused", reason=status.reason or "paused by an operator")
     if not is_listed:
-        return replace(status, reason="not among `sources` any more")
+        return replace(status, reason="no longer among `sources`")
     if status.position is None and not status.reason:
         return replace(status, phase="new")
     return status
@@ -426,7 +426,7 @@ async def print_checkpoints(settings: Settings, as_json: bool) -> None:
     try:
         kept = await asyncio.to_thread(kept_rows, open_for_view(settings)[1], settings.ingress.targets)
     except FloeError as error:  # the checkpoints do not depend on the store
-        click.echo(f"not known what is kept from retention: {error}", err=True)
+        click.echo(f"the positions kept from retention are unknown: {error}", err=True)
     if as_json:
         names = dict.fromkeys([*states, *(row["target"] for row in kept)])
         print_json([
@@ -455,10 +455,10 @@ def kept_rows(documents: ChainStore, targets: Iterable[TargetSettings]) -> list[
         try:
             found = documents.read_positions(target)
         except DataError as error:
-            rows.append({**row, "why": f"everything, it cannot be read: {error}"})
+            rows.append({**row, "why": f"everything: its positions cannot be read: {error}"})
             continue
         if found is None:
-            rows.append({**row, "why": "everything, until it says how far it is"})
+            rows.append({**row, "why": "everything, until it stores its positions"})
             continue
         row["said"] = _time(found.time)
         if found.released:
@@ -498,7 +498,7 @@ def checkpoint_json(target: str, state: TargetState | None) -> dict[str, Any]:
 def _checkpoint_rows(target: str, state: TargetState) -> list[dict[str, object]]:
     texts: dict[Chain, list[str]] = {}  # the ranges of the open intent, by chain
     for piece in state.intent.pieces if state.intent else ():
-        text = f"{piece.rows} given up" if isinstance(piece.segment, Gap) else str(piece.rows)
+        text = f"{piece.rows} skipped" if isinstance(piece.segment, Gap) else str(piece.rows)
         texts.setdefault(piece.chain, []).append(f"{text} again" if piece.is_retry else text)
     checkpoint = state.checkpoint
     return [

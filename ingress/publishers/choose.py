@@ -39,7 +39,7 @@ def objections(
 def _against_server(version: Version, since: Version, config: Mapping[str, Any], key: str) -> str:
     if version < since:
         return f"nats-server {'.'.join(map(str, version))} is older than {since[0]}.{since[1]}"
-    return "" if config.get(key) is True else f"the stream says {key} false"
+    return "" if config.get(key) is True else f"the stream has {key} false"
 
 
 def choose_publisher(target: str, setting: str, against: Mapping[str, str]) -> str:
@@ -47,8 +47,8 @@ def choose_publisher(target: str, setting: str, against: Mapping[str, str]) -> s
     if setting == "auto":
         return next(name for name, reason in against.items() if not reason)
     if against[setting]:
-        message = f"target {target}: publisher: expected one that it offers, found {setting}: {against[setting]}"
-        edit = ("or, where only the stream lacks it", f"nats stream edit {target} {STREAM_EDIT_FLAGS[setting]}")
+        message = f"target {target}: publisher: expected a supported one, found {setting}: {against[setting]}"
+        edit = ("or, if only the stream lacks it", f"nats stream edit {target} {STREAM_EDIT_FLAGS[setting]}")
         raise ConfigError(message, hint=choices("set `publisher: auto`", edit), code="E-PUBLISHER")
     return setting
 

@@ -36,7 +36,7 @@ def range_options(function: Command) -> Command:
             click.option("--from-sequence", type=SequenceType(), help="The first sequence."),
             click.option("--from-time", type=TimeType(), help="The first time: 2026-01-02T03:04:05Z, 2h (ago)."),
             click.option("--to-sequence", type=SequenceType(), help="The last sequence."),
-            click.option("--to-time", type=TimeType(), help="Up to, and without, this time."),
+            click.option("--to-time", type=TimeType(), help="Up to this time, exclusive."),
         ]
     ):
         function = option(function)
@@ -45,17 +45,17 @@ def range_options(function: Command) -> Command:
 
 @click.command()
 @range_options
-@click.option("--subject", "subjects", multiple=True, metavar="FILTER", help="Only these; may be repeated.")
+@click.option("--subject", "subjects", multiple=True, metavar="FILTER", help="Only these subjects; may be repeated.")
 @click.option("--target", required=True, help="The stream to replay into.")
-@click.option("--subject-prefix", "prefix", default="", help="Put before each subject, with a dot.")
-@click.option("--into-source", is_flag=True, help="The target is the stream that the feed was frozen from.")
-@click.option("--create", is_flag=True, help="Make a missing target as stream.json has it.")
-@click.option("--append", is_flag=True, help="Behind the messages that the target holds.")
-@click.option("--rate", default="", metavar="RATE", help="At most, as 5000/s (messages) or 20M/s (bytes).")
-@click.option("--allow-lossy", is_flag=True, help="Also what the archive holds only in part.")
-@click.option("--skip-holes", is_flag=True, help="Go on behind sequences that no segment covers.")
-@click.option("--again", is_flag=True, help="Begin anew, whatever was replayed into the target before.")
-@click.option("--dry-run", is_flag=True, help="Show what would be done.")
+@click.option("--subject-prefix", "prefix", default="", help="Prefix of each subject, joined with a dot.")
+@click.option("--into-source", is_flag=True, help="The target is the source stream of the feed.")
+@click.option("--create", is_flag=True, help="Create a missing target from stream.json.")
+@click.option("--append", is_flag=True, help="Append after the messages that the target holds.")
+@click.option("--rate", default="", metavar="RATE", help="Maximum rate: 5000/s (messages) or 20M/s (bytes).")
+@click.option("--allow-lossy", is_flag=True, help="Also replay an archive that lacks messages.")
+@click.option("--skip-holes", is_flag=True, help="Continue after sequences that no segment covers.")
+@click.option("--again", is_flag=True, help="Begin again, regardless of earlier replays into the target.")
+@click.option("--dry-run", is_flag=True, help="Show the plan, and change nothing.")
 @yes_option
 @json_option
 @config_option
@@ -87,7 +87,7 @@ async def replay(
     options = ReplayOptions(**flags, pace=pace_of(rate), pace_arguments=(f"--rate={rate}",) if rate else ())
     settings, clock = load_settings(config, quiet=True), SystemClock()
     if options.again and not dry_run:
-        confirm(f"begin anew in {request.target}, whatever was replayed into it before?", yes, is_needed=False)
+        confirm(f"begin again in {request.target}, regardless of earlier replays into it?", yes, is_needed=False)
     store, chains = open_for_work(settings)
     with closing(store):
         work = Replay(settings, request, options, store, chains, clock, progress := Progress())

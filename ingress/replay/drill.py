@@ -253,7 +253,7 @@ class DrillReport:
         result, feed = self.result, f"{self.request.site}/{self.request.feed}"
         took = f"{duration_words(result.seconds)}, {result.rate:,.0f} msg/s"
         yield f"{feed}: {format_count(self.differences.found, 'message')}, {size_words(result.bytes)} in {took}"
-        yield f"{'as in the archive' if self.exit_code == 0 else 'NOT WELL'}: {self.differences.line()}"
+        yield f"{'as in the archive' if self.exit_code == 0 else 'NOT as archived'}: {self.differences.line()}"
         yield from self.differences.examples
         yield from self.problems
         yield from (f"hole: {hole.chain} {hole.rows}" for hole in self.plan.holes[:10])
@@ -297,7 +297,7 @@ class Drill:
         except Stopped as error:
             # Its commands name the scratch stream, which is gone by now.
             again = floe_command("drill", replace(request, target="", prefix="").arguments())
-            error.hint = choices(("mend what the message names, and drill again", again))
+            error.hint = choices(("solve the problem that the message names, and drill again", again))
             raise
         finally:
             self._threads.close()
@@ -305,7 +305,7 @@ class Drill:
     async def _run_scratch(self, work: Replay, client: FloeClient, stop: Stop) -> DrillReport:
         scratch = ScratchStreams(client, work.service, self._settings.instance, self._clock)
         for name in await scratch.remove_leftovers():
-            self._progress.print(f"removed {name}, which a former drill left")
+            self._progress.print(f"removed {name}, a leftover of an earlier drill")
         preview = await work.preview(client)
         plan, notes = preview.plan, preview.notes
 
@@ -321,7 +321,7 @@ class Drill:
         result = await work.run(client, stop)
         former = await work.load_former(client)
         if not result.finished or not isinstance(former, StoredReplay) or stop.is_set:
-            raise Unavailable("the drill was stopped before its end", hint="give the same command again")
+            raise Unavailable("the drill was stopped before its end", hint="run the same command again")
         found = await self._read_scratch(client)
         ranges, problems = former.receipt.ranges, list[str]()
         expected = await self._threads.run(self._read_archive, ranges, problems)

@@ -87,7 +87,7 @@ def plan_lines(preview: ReplayPreview, request: ReplayRequest) -> Iterator[str]:
 
 def _missing_lines(plan: ReplayPlan) -> Iterator[str]:
     if not plan.chains:
-        yield "nothing of the archive lies in this range"
+        yield "the archive has nothing in this range"
     if plan.is_lossy:
         yield f"a copy, not a backup (--allow-lossy): {lossy_text(plan)}"
     for name, found in (("hole (--skip-holes)", plan.holes), ("accepted gap", plan.accepted)):
@@ -102,14 +102,14 @@ def _target_lines(preview: ReplayPreview, request: ReplayRequest) -> Iterator[st
         held = f"holds {preview.info.messages:,} messages up to sequence {preview.info.last_sequence:,}"
         yield f"target {request.target} {held if preview.info.messages else 'is empty'}"
     elif preview.template is None:
-        yield f"target {request.target} is missing, and there is no stream.json to make it by"
+        yield f"target {request.target} is missing, and there is no stream.json to create it from"
     else:
         config = ", ".join(f"{name} {value}" for name, value in preview.template.config.items() if name != "name")
-        yield f"target {request.target} is missing; --create makes it with {config}"
+        yield f"target {request.target} is missing; --create creates it with {config}"
         if preview.template.left_out:
-            yield f"it would be made without {', '.join(preview.template.left_out)} of the source"
+            yield f"it would be created without {', '.join(preview.template.left_out)} of the source"
     if isinstance(preview.former, UnreadableReplay):
-        yield f"what is remembered of the last replay into it cannot be read: {preview.former.reason}"
+        yield f"the record of the last replay into it cannot be read: {preview.former.reason}"
     elif preview.former is not None:
         receipt = preview.former.receipt
         done = "finished" if receipt.finished else "not finished"
@@ -119,8 +119,8 @@ def _target_lines(preview: ReplayPreview, request: ReplayRequest) -> Iterator[st
 def result_line(result: ReplayResult, request: ReplayRequest) -> str:
     route = f"{request.site}/{request.feed} into {result.target}"
     if result.was_done:
-        return f"done before: {format_count(result.rows, 'message')} of {route}; --again replays them anew"
+        return f"done before: {format_count(result.rows, 'message')} of {route}; --again replays them again"
     took = f"{result.rows_now:,} in {duration_words(result.seconds)}, {result.rate:,.0f} msg/s"
     if result.finished:
         return f"done: {format_count(result.rows, 'message')} of {route} ({took})"
-    return f"not finished: {format_count(result.rows, 'message')} of {route} ({took}); the same command goes on"
+    return f"not finished: {format_count(result.rows, 'message')} of {route} ({took}); the same command continues"

@@ -220,12 +220,12 @@ def check_overlap(
     if held and not any(_overlaps(request, moments, each) for each in held):
         raise UsageError(
             f"{_bounds_text(request)}: expected a range that meets the archive of {_archive_text(held)}",
-            hint="; ".join([*deleted_notes, "look at the dates and the zone; without bounds all of it is replayed"]),
+            hint="; ".join([*deleted_notes, "check the dates and the zone; without bounds everything is replayed"]),
         )
 
 
 def _overlaps(request: ReplayRequest, moments: TimeBounds, held: ArchivedSpan) -> bool:
-    assert held.rows is not None, "only chains that hold something are asked"
+    assert held.rows is not None, "only chains that hold rows are compared"
     begin, end = moments
     too_late = (request.from_sequence or 1) > held.rows.last
     too_early = request.to_sequence is not None and request.to_sequence < held.rows.first

@@ -66,7 +66,7 @@ def target_held_error(hints: ReplayHints, key: str, holder: str) -> TargetHeldEr
     if key == state_key(INGRESS, target):
         what, then = "ingress", "stop that ingress, or replay into another stream (--target)"
     return TargetHeldError(
-        f"target {target}: {what} by {holder} carries into it", hint=choices((f"{then}; then", hints.command()))
+        f"target {target}: {what} by {holder} publishes into it", hint=choices((f"{then}; then", hints.command()))
     )
 
 
@@ -182,7 +182,7 @@ class Replay:
                     backoff.reset()
                 if self.clock.monotonic() > moved + STALL_TIMEOUT_S:
                     raise
-                self.progress.print(f"tried again in a moment: {error.message}")
+                self.progress.print(f"trying again in a moment: {error.message}")
                 if await wait_for(stop, backoff.next_delay()):
                     raise
 
@@ -234,7 +234,7 @@ class Replay:
     async def _acquire_lease(self, leases: Leases, key: str, stop: Stop) -> Lease:
         deadline, is_reported = self.clock.monotonic() + 1.5 * leases.ttl + 1, False
         while (lease := await leases.acquire(key)) is None:
-            holder = format_owner(await leases.get_owner(key) or "nobody any more")
+            holder = format_owner(await leases.get_owner(key) or "an expired holder")
             if stop.is_set or self.clock.monotonic() > deadline:
                 raise target_held_error(self._hints, key, holder)
             if not is_reported:
@@ -248,7 +248,7 @@ class Replay:
     def _resume(self, former: StoredReplay) -> tuple[Receipt, TargetState]:
         if not self._has_begun:
             self._has_begun, self._former_rows = True, _rows(former.receipt, former.state)
-            self.progress.print(f"going on behind {format_count(self._former_rows, 'message')}")
+            self.progress.print(f"continuing after {format_count(self._former_rows, 'message')}")
         return former.receipt, former.state
 
     async def _begin(self, client: FloeClient) -> tuple[Receipt, TargetState]:
@@ -277,7 +277,7 @@ class Replay:
     async def _create_target(self, client: FloeClient, preview: ReplayPreview) -> StreamInfo:
         template = target.template(self.request, preview.stream)
         if template.left_out:
-            self.progress.print(f"note: made without {', '.join(template.left_out)} of the source")
+            self.progress.print(f"note: created without {', '.join(template.left_out)} of the source")
         return await target.create_target(client, template, self._hints)
 
     async def open_states(self, client: FloeClient, receipt: Receipt) -> tuple[StateStore, ReceiptBucket]:
@@ -335,7 +335,7 @@ class ReplayRun:
             if stored.state != self.state or await states.save(self.state, stored.revision) is None:
                 raise Unavailable(f"target {self._target}: its state was changed at the very end")
         elif not stop.is_set:
-            raise Unavailable(f"target {self._target}: its state was moved by somebody else")
+            raise Unavailable(f"target {self._target}: its state was changed by another process")
         return is_done
 
     async def _watch(self, delivery: Delivery, source: ReplaySource) -> None:
@@ -346,7 +346,7 @@ class ReplayRun:
             now, at = self._progress_of(delivery.state, source.bytes_done), clock.monotonic()
             text = progress_line(now, begun, at - started)
             self._work.progress.update(f"{text} ({delivery.trouble})" if delivery.trouble else text, at)
-        raise LeaseLost(f"lease of target {self._target} is not ours any more")
+        raise LeaseLost(f"lease of target {self._target}: no longer held by this process")
 
     def _progress_of(self, state: TargetState, raw_bytes: int) -> ReplayProgress:
         rows = _rows(self._receipt, state)
@@ -400,9 +400,9 @@ class ReplayTargetErrors(TargetErrors):
 
     def error(self, verdict: IntentVerdict, seen: Sequence[TargetReading], described: str = "") -> FloeError:
         found = super().error(verdict, seen, described)
-        found.hint = self._hints.restart_hint("stop what else writes to it, ")
+        found.hint = self._hints.restart_hint("stop its other writers, ")
         if verdict.finding is Finding.GONE:
-            found.hint = choices(("make it again and begin anew", self._hints.command("--again", "--create")))
+            found.hint = choices(("recreate it, and begin again", self._hints.command("--again", "--create")))
         return found
 
     def no_checkpoint(self, reading: TargetReading | None) -> FloeError:

@@ -82,7 +82,7 @@ class ReplayRequest:
             end = int((now - self.until) * 1_000_000_000)
         if begin is not None and end is not None and begin >= end:
             first, last = self.bounds("from_time", "since"), self.bounds("to_time", "until")
-            raise UsageError(f"{first}: expected a begin before {last}")
+            raise UsageError(f"{first}: expected a beginning before {last}")
         return begin, end
 
     def bounds(self, *names: str) -> str:
@@ -231,15 +231,15 @@ class ReplayHints:
         return floe_command("replay", self.request.arguments(), *dict.fromkeys([*self.options.arguments(), *more]))
 
     def restart_hint(self, before: str = "") -> str:
-        return choices((f"{before}empty the target, and begin anew", self.purge_command, self.command("--again")))
+        return choices((f"{before}empty the target, and begin again", self.purge_command, self.command("--again")))
 
     def not_created_hint(self, *, is_taken: bool) -> str:
         if not is_taken:
-            return choices(("mend what the server names, and give the same command again", self.command()))
+            return choices(("solve the problem that the server names, and run the same command again", self.command()))
         apart = f"{self.request.target}_ALL"
         apart += "_2" if self.request.prefix == apart else ""
         below = self._with(prefix=apart, into_source=False)
-        taken = "another stream takes these subjects, and no second one can; replay below a prefix of its own"
+        taken = "another stream takes these subjects, and no second one can; replay below a new prefix"
         return choices((taken, below.command()))
 
     @property
@@ -255,8 +255,8 @@ class ReplayHints:
 
     def hole_hint(self, chain: Chain, holes: tuple[SequenceRange, ...]) -> str:
         given_up = [accept_command(chain, hole) for hole in holes[:MAX_SHOWN_HOLES]]
-        last = "only when nobody has them any more, give them up for all targets"
-        skip = (f"{HOLE_HINT}; or go on without them", self.command("--skip-holes"))
+        last = "only if no copy of them exists any more, accept their loss for all targets"
+        skip = (f"{HOLE_HINT}; or continue without them", self.command("--skip-holes"))
         return choices(skip, (last, *given_up))
 
     def refused_hint(self, code: str) -> str:
@@ -265,8 +265,8 @@ class ReplayHints:
             edit = f"nats stream edit {name} --subjects SUBJECTS"
             other = f"{self.request.target}_ALL"
             wide = self._with(target=other, prefix=other, into_source=False).command("--create")
-            everything = "or replay into a stream that takes everything below a prefix"
-            return choices(("let the target take it, and go on", edit, again), (everything, wide))
+            everything = "or replay into a stream that takes all subjects below a prefix"
+            return choices(("let the target accept it, and continue", edit, again), (everything, wide))
         edit = f"nats stream edit {name} --max-msg-size=-1 --force"
-        raised = "raise the target's limit, or max_payload of its server, and go on"
+        raised = "raise the target's limit, or max_payload of its server, and continue"
         return choices((raised, edit, again))

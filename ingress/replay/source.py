@@ -257,7 +257,7 @@ class ReplayRecall(Recall):
             return await super().rows(intent, stored)
         except Stopped as error:
             hints = self._chains.hints
-            hint = choices(("put the segment back, and go on", hints.command()), hints.restart_hint("or "))
+            hint = choices(("put the segment back, and continue", hints.command()), hints.restart_hint("or "))
             if error.code != "E-INTENT":
                 hint = hints.refused_hint(error.code)
             raise Stopped(error.message, hint=hint, code=error.code) from error
@@ -265,9 +265,9 @@ class ReplayRecall(Recall):
 
 def retention_error(chain: Chain, floor: Floor, hints: ReplayHints | None = None) -> Stopped:
     """Return the error for rows that retention deleted meanwhile. `hints`: None before the replay begins."""
-    hint = "give the same command again: it takes what is left"
+    hint = "run the same command again: it takes the remaining rows"
     if hints:
-        left = "put the segments back from a copy of the bucket; or replay what is left"
+        left = "put the segments back from a copy of the bucket; or replay the remaining ones"
         hint = choices((left, hints.command("--skip-holes")))
     return Stopped(f"chain {chain}: {floor}", hint=hint, code="E-FLOOR")
 

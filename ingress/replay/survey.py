@@ -137,7 +137,7 @@ class ReplaySurvey:
         refs = await self._threads.run(self._store.list, chain)
         begins, ends, floor = await self._bounds(chain)
         if ends is not None and request.begins_after(ends):
-            self.notes.append(f"{chain} ended at {ends}: what is asked for was put into it behind that")
+            self.notes.append(f"{chain} ended at {ends}: the requested range was put into it after that")
             ends = None
         covered = max((ref.coverage.last for ref in refs), default=0)
         held = ArchivedSpan(chain, clip_range(begins, covered, ends, None, None))
@@ -227,7 +227,7 @@ def _read_part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence
 
 
 def vanishing_error(chain: Chain) -> Unavailable:
-    then = "give the same command again when compaction is done; if it stays so, look at the store"
+    then = "run the same command again when compaction is done; if it fails again, check the store"
     return Unavailable(
         f"chain {chain}: segments vanish while they are read, in {LISTING_ATTEMPTS} listings",
         hint=choices((then, _verify(chain))),
@@ -238,8 +238,8 @@ def vanishing_error(chain: Chain) -> Unavailable:
 def damaged_error(chain: Chain, keys: Collection[str]) -> DataError:
     shown = ", ".join(sorted(keys)[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
     return DataError(
-        f"chain {chain}: expected sound segments, found damaged ones behind damaged ones: {shown}",
-        hint=choices(("restore the objects; all that is damaged", _verify(chain))),
+        f"chain {chain}: expected sound segments, found damaged ones in place of damaged ones: {shown}",
+        hint=choices(("restore the objects; all damaged ones", _verify(chain))),
         code="E-SEG-CORRUPT",
     )
 
@@ -284,7 +284,7 @@ def check_plan(plan: ReplayPlan, hints: ReplayHints) -> None:
     if plan.is_lossy and not hints.options.allow_lossy:
         raise Stopped(
             f"the archive of this range is a copy, not a backup: {lossy_text(plan)}",
-            hint=choices(("replay a feed that is whole; or what there is", hints.command("--allow-lossy"))),
+            hint=choices(("replay a complete feed; or the messages that exist", hints.command("--allow-lossy"))),
             code="E-REPLAY-LOSSY",
         )
     if plan.holes and not hints.options.skip_holes:

@@ -47,7 +47,7 @@ def template(request: ReplayRequest, document: StreamDocument | None) -> StreamT
     if document is None:
         raise ConfigError(
             f"target {request.target}: expected stream.json of {request.site}/{request.feed}, found none",
-            hint=choices(("make it by hand", add_command(target_settings(request)))),
+            hint=choices(("create it by hand", add_command(target_settings(request)))),
             code="E-TARGET-MISSING",
         )
     source = document.config
@@ -90,8 +90,8 @@ def missing_error(hints: ReplayHints) -> FloeError:
     return ConfigError(
         f"target {request.target}: expected a stream, found none",
         hint=choices(
-            ("make it by hand", add_command(target_settings(request))),
-            ("or as stream.json has it", hints.command("--create")),
+            ("create it by hand", add_command(target_settings(request))),
+            ("or from stream.json", hints.command("--create")),
         ),
         code="E-TARGET-MISSING",
     )
@@ -102,8 +102,8 @@ def not_empty_error(hints: ReplayHints, info: StreamInfo) -> FloeError:
         f"target {hints.request.target}: expected an empty stream, found {info.messages} messages up to "
         f"sequence {info.last_sequence}",
         hint=choices(
-            ("empty it, and give the same command again", hints.purge_command),
-            ("or put the messages behind those", hints.command("--append")),
+            ("empty it, and run the same command again", hints.purge_command),
+            ("or append the messages", hints.command("--append")),
         ),
         code="E-TARGET-NOT-EMPTY",
     )
@@ -124,9 +124,9 @@ def check_source(hints: ReplayHints, document: StreamDocument | None) -> None:
 async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> None:
     """Raise Stopped if ingress has a state of the target: it would stop at the messages of a replay."""
     if await KeyValue(client, state_bucket, optional=True).get(state_key(INGRESS, target)) is not None:
-        elsewhere = "replay into another stream; or empty it and have ingress fill it again"
+        elsewhere = "replay into another stream; or empty it and let ingress fill it again"
         raise Stopped(
-            f"target {target}: ingress carries into it, and what a replay adds would be foreign to it",
+            f"target {target}: ingress delivers into it, and messages of a replay would be foreign to it",
             hint=choices((elsewhere, checkpoint_command(target, "--forget"))),
             code="E-REPLAY-INGRESS",
         )
@@ -136,9 +136,9 @@ def target_notes(
     config: Mapping[str, Any], plan: ReplayPlan, request: ReplayRequest, document: StreamDocument | None
 ) -> Iterator[str]:
     name = request.target
-    keeps = {"interest": "drops what no consumer wants", "workqueue": "keeps until it is consumed"}
+    keeps = {"interest": "drops messages that no consumer needs", "workqueue": "keeps messages until they are consumed"}
     if what := keeps.get(config.get("retention", "")):
-        yield f"target {name}: retention {config['retention']} {what}: make its consumers first"
+        yield f"target {name}: retention {config['retention']} {what}: create its consumers first"
     for limit, needed, text in (("max_msgs", plan.rows, str), ("max_bytes", plan.raw_bytes, format_size)):
         found = int(config.get(limit, -1) or -1)
         if 0 < found < needed:

@@ -117,21 +117,21 @@ def archive_writer(stream: str, version: str, form: str = "auto", *, force: bool
     minor = (int(match[1]), int(match[2])) if match else (0, 0)
     if minor < MIN_MINOR:
         raise ConfigError(
-            f"nats-server {version}: expected {_dotted(MIN_MINOR)} or newer, which takes a stream back from an archive",
+            f"nats-server {version}: expected {_dotted(MIN_MINOR)} or newer, which can restore from an archive",
             hint="restore into a newer nats-server",
             code="E-RESTORE-VERSION",
         )
     if minor > MAX_MINOR and not force:
         raise ConfigError(
-            f"nats-server {version}: restores are tried with {_dotted(MIN_MINOR)} to {_dotted(MAX_MINOR)}, and this "
-            "one may take them in another form",
-            hint="update Floe, restore into an older nats-server, or add --force: it is verified before it counts",
+            f"nats-server {version}: restores are tested with {_dotted(MIN_MINOR)} to {_dotted(MAX_MINOR)}, and this "
+            "one may expect another form",
+            hint="update Floe, restore into an older nats-server, or add --force: it is verified before it is used",
             code="E-RESTORE-VERSION",
         )
     if form == "logical" and minor < LOGICAL_MINOR:
         raise ConfigError(
-            f"nats-server {version}: expected {_dotted(LOGICAL_MINOR)} or newer, which takes the logical form",
-            hint="--format files, or none",
+            f"nats-server {version}: expected {_dotted(LOGICAL_MINOR)} or newer, which accepts the logical form",
+            hint="use --format files, or leave out --format",
             code="E-RESTORE-VERSION",
         )
     return LogicalWriter() if minor >= LOGICAL_MINOR and form != "files" else FilesWriter(stream)
@@ -148,7 +148,7 @@ def restorable_consumers(captured: CapturedConsumers, end: int) -> tuple[list[Ar
     """Return the consumers to restore, with no position after `end`, and a line of text for each deviation."""
     found, notes = list[ArchiveConsumer](), list[str]()
     if passing := sum(not each.config.get("durable_name") for each in captured.consumers):
-        notes.append(f"{format_count(passing, 'ephemeral consumer')} left out: applications make them again")
+        notes.append(f"{format_count(passing, 'ephemeral consumer')} left out: applications create them again")
     for each in captured.consumers:
         config = {**each.config}
         if not config.get("durable_name"):
@@ -167,11 +167,11 @@ def restorable_consumers(captured: CapturedConsumers, end: int) -> tuple[list[Ar
         if each.ack_pending:
             notes.append(
                 f"consumer {each.name}: {format_count(each.ack_pending, 'message')} delivered and not acknowledged: "
-                f"which is not known, so all behind {floor[1]} are delivered again"
+                f"unknown which ones, so all after {floor[1]} are delivered again"
             )
             delivered = floor
         if delivered[1] > end or floor[1] > end:
-            notes.append(f"consumer {each.name}: stood at {delivered[1]}, and is set to the end, {end}")
+            notes.append(f"consumer {each.name}: was at {delivered[1]}, and is set to the end, {end}")
         found.append(
             ArchiveConsumer(
                 each.name,

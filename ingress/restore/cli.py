@@ -37,37 +37,37 @@ if TYPE_CHECKING:
 
 @click.command()
 @chain_options
-@click.option("--as", "name", metavar="NAME", help="The stream to make; default: the name that it had.")
-@click.option("--subjects", metavar="A,B", help="With --as: its subjects; default: those that it had.")
-@click.option("--to-sequence", type=SequenceType(), help="The last sequence; default: all that is archived.")
-@click.option("--to-time", type=TimeType(), help="Up to, and without, this time.")
+@click.option("--as", "name", metavar="NAME", help="Name of the restored stream; default: its former name.")
+@click.option("--subjects", metavar="A,B", help="With --as: its subjects; default: the former ones.")
+@click.option("--to-sequence", type=SequenceType(), help="The last sequence; default: the end of the archive.")
+@click.option("--to-time", type=TimeType(), help="Up to this time, exclusive.")
 @click.option(
     "--skip-to-sequence",
     type=SequenceType(),
     is_flag=False,
     flag_value=0,
-    help="Begin behind it; bare: behind all seen.",
+    help="New messages begin after it; no value: after all seen.",
 )
-@click.option("--replicas", type=click.IntRange(1, 5), help="Default: as many as it had.")
-@click.option("--no-consumers", is_flag=True, help="Bring back no consumers.")
-@click.option("--dry-run", is_flag=True, help="Show what would be done, and whether the server lets it begin.")
+@click.option("--replicas", type=click.IntRange(1, 5), help="Replicas; default: the former number.")
+@click.option("--no-consumers", is_flag=True, help="Restore no consumers.")
+@click.option("--dry-run", is_flag=True, help="Show the plan, and if the server permits it.")
 @click.option(
     "--verify",
     type=click.Choice(["full", "sample", "state"]),
     default="full",
     show_default=True,
-    help="Read back all, some, or only count.",
+    help="Read back all, a sample, or only compare the state.",
 )
-@click.option("--allow-lossy", is_flag=True, help="Also what the archive holds only in part.")
-@click.option("--allow-elsewhere", is_flag=True, help="Without a question: also with effects on other subjects.")
-@click.option("--force", is_flag=True, help="Also on a nats-server newer than those that Floe is tried with.")
+@click.option("--allow-lossy", is_flag=True, help="Also restore an archive that lacks messages.")
+@click.option("--allow-elsewhere", is_flag=True, help="Allow effects on other subjects, without asking.")
+@click.option("--force", is_flag=True, help="Also on a nats-server newer than the tested ones.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(["auto", "logical", "files"]),
     default="auto",
     show_default=True,
-    help="Of what is sent. files: one server keeps `created` on 2.15 too, so that those who source go on.",
+    help="Form of the archive sent. files: a single server keeps `created` on 2.15 too, so sourcing streams continue.",
 )
 @yes_option
 @json_option
@@ -111,25 +111,25 @@ async def restore(
     from ingress.restore.restore import Restore
 
     if selector.partition is not None:
-        raise UsageError(f"expected SITE/FEED[/INCARNATION], found partition {selector.partition}: a stream has all")
+        raise UsageError(f"expected SITE/FEED[/INCARNATION], found partition {selector.partition}: all are restored")
     if name is not None and not FEED_PATTERN.fullmatch(name):
         raise UsageError(f"--as: expected a stream name, 1 to 255 characters without space . * > / \\, found {name!r}")
     own_subjects = tuple(each.strip() for each in subjects.split(",")) if subjects is not None else ()
     if wrong := [each for each in own_subjects if not is_filter(each)]:
-        raise UsageError(f"--subjects: expected subjects with commas in between, found {wrong[0]!r:.80}")
+        raise UsageError(f"--subjects: expected subjects separated by commas, found {wrong[0]!r:.80}")
     for each in own_subjects:
         if (
             taken := next((own for own in ("$JS.>", "$SYS.>", f"{RESTORE_PREFIX}>") if overlaps(each, own)), None)
         ) and each != ">":
             raise UsageError(
-                f"--subjects: expected none that the server or a restore keeps ({taken}), found {each!r:.80}"
+                f"--subjects: expected none reserved by the server or a restore ({taken}), found {each!r:.80}"
             )
     if (pair := first_overlap(own_subjects)) is not None:
         raise UsageError(
             f"--subjects: expected subjects that do not overlap, found {pair[0]!r:.80} and {pair[1]!r:.80}"
         )
     if own_subjects and name is None:
-        raise UsageError("--subjects: expected only with --as: under its own name it has those that it had")
+        raise UsageError("--subjects: expected only with --as: under its own name it keeps its subjects")
     if to_sequence is not None and to_time is not None:
         raise UsageError("expected one of --to-sequence and --to-time, found both")
     if skip_to_sequence is not None and (to_sequence, to_time) != (None, None):
@@ -174,7 +174,7 @@ async def restore(
             confirmed = await work.plan()
             echo_lines(confirmed.lines(), err=True)
         effects = confirmed.elsewhere if confirmed else ()
-        confirm("\n".join([*effects, f"bring back the stream of {what}?"]), yes, is_needed=False)
+        confirm("\n".join([*effects, f"restore the stream of {what}?"]), yes, is_needed=False)
         async with work.open_connection() as client, stop_on_signals() as stop:
             report = await work.run(client, stop, confirmed)
     progress.end_line()
@@ -184,16 +184,16 @@ async def restore(
 
 @click.command()
 @range_options
-@click.option("--storage", type=click.Choice(["file", "memory"]), help="Of the scratch stream; default: file.")
+@click.option("--storage", type=click.Choice(["file", "memory"]), help="Storage of the scratch stream; default: file.")
 @click.option("--exact", is_flag=True, help="Restore the whole stream, as `floe restore` does, and compare everything.")
 @click.option(
     "--server",
     type=click.Choice(["same", "local"]),
-    help="With --exact: where a restore would go, or a nats-server started for it.  [default: same]",
+    help="With --exact: the server of a restore, or a nats-server started for the drill.  [default: same]",
 )
-@click.option("--replicas", type=click.IntRange(1, 5), help="With --exact; default: as many as it had.")
-@click.option("--allow-lossy", is_flag=True, help="With --exact: also what the archive holds only in part.")
-@click.option("--force", is_flag=True, help="With --exact: also on a nats-server newer than those that are tried.")
+@click.option("--replicas", type=click.IntRange(1, 5), help="With --exact: replicas; default: the former number.")
+@click.option("--allow-lossy", is_flag=True, help="With --exact: also an archive that lacks messages.")
+@click.option("--force", is_flag=True, help="With --exact: also on a nats-server newer than the tested ones.")
 @json_option
 @config_option
 @click.pass_obj
@@ -249,7 +249,7 @@ def _check_drill(is_exact: bool, args: Mapping[str, Any]) -> None:
     """Check that no option of the other kind of drill is given. `args`: those options. Raises UsageError."""
     wrong = [f"--{key.replace('_', '-')}" for key, value in args.items() if value not in (None, False)]
     if is_exact and (wrong := [each for each in wrong if each not in ("--to-sequence", "--to-time")]):
-        raise UsageError(f"{', '.join(wrong)}: expected none with --exact, which takes the stream from its beginning")
+        raise UsageError(f"{', '.join(wrong)}: expected none with --exact, which restores from the beginning")
     if wrong and not is_exact:
         raise UsageError(f"{', '.join(wrong)}: expected only with --exact")
 

@@ -140,7 +140,7 @@ async def wait_replicated(
         if (lag := sum(int(each.get("lag") or 0) for each in behind)) != lags:
             lags, moved = lag, clock.monotonic()
         if clock.monotonic() > moved + conditions.stall_timeout_s:
-            names = ", ".join(str(each.get("name")) for each in behind) or f"{wanted - len(replicas)} not there or"
+            names = ", ".join(str(each.get("name")) for each in behind) or f"{wanted - len(replicas)} missing or"
             raise Unavailable(f"stream {stream}: expected replicas that catch up, found {names} behind")
         await clock.sleep(conditions.span_s / (conditions.answers - 1))
     await _wait_for_consumers(client, stream, consumers, clock, conditions)
@@ -154,8 +154,8 @@ async def _wait_for_consumers(
     while absent := sorted({*consumers} - {str(each.get("name")) for each in await list_consumers(client, stream)}):
         if clock.monotonic() > deadline:
             raise Stopped(
-                f"stream {stream}: expected {format_count(len(consumers), 'consumer')}, not there: {', '.join(absent)}",
-                hint="give the same command again; or --no-consumers, and make them by hand",
+                f"stream {stream}: expected {format_count(len(consumers), 'consumer')}, missing: {', '.join(absent)}",
+                hint="run the same command again; or use --no-consumers, and create them by hand",
                 code="E-RESTORE-CONSUMERS",
             )
         await clock.sleep(min(1.0, conditions.consumers_timeout_s / 10))
@@ -350,7 +350,7 @@ async def read_differences(client: FloeClient, plan: RestorePlan, *, positions: 
     found_consumers = {str(each["name"]): each for each in await list_consumers(client, plan.name)}
     for consumer in plan.consumers:
         if (state := found_consumers.pop(consumer.name, None)) is None:
-            found.append(f"consumer {consumer.name}: expected, and not there")
+            found.append(f"consumer {consumer.name}: expected, but missing")
             continue
         texts = [*config_differences(with_guard_subject(consumer, plan.name).config, state.get("config") or {})]
         texts += _position_differences(consumer, state, first) if positions else ()

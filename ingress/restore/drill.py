@@ -87,7 +87,7 @@ class ExactReport:
         if self.exit_code == 0:
             yield f"as in the archive: {found.rows_read:,} read back, state, configuration, {consumers}"
         else:
-            yield f"NOT WELL: {found.differences.line()}"
+            yield f"NOT as archived: {found.differences.line()}"
         yield from found.state_differences
         yield from found.differences.examples
         yield from self.differences
@@ -132,7 +132,7 @@ class ExactDrill:
         scratch = ScratchStreams(client, self._restore.service, self._settings.instance, self._clock)
         try:
             for left in await scratch.remove_leftovers():
-                self._progress.print(f"removed {left}, which a former drill left")
+                self._progress.print(f"removed {left}, a leftover of an earlier drill")
             async with scratch.hold(self._request.name) as lease:
                 return await run_with_renewal(lease, self._run_and_compare(client, stop, "the server"))
         except ApiError as error:  # for example of the lease bucket

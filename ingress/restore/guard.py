@@ -67,7 +67,7 @@ class GuardedStream:
                 raise running_error(self._name, holder)
             if not seen:
                 seen[entry.value] = entry.revision
-                self._progress.print(f"stream {self._name}: waiting whether the restore of {holder} still lives")
+                self._progress.print(f"stream {self._name}: waiting to see if the restore of {holder} is alive")
             if await wait_for(self._stop, min(0.5, leases.ttl / 10)):
                 raise stopped_error(self._plan.request)
         return lease
@@ -105,7 +105,7 @@ class GuardedStream:
         if len(states) > 1:
             raise running_error(self._name)
         if states:
-            self._progress.print(f"removing what a restore before left of {self._name}")
+            self._progress.print(f"removing {self._name}, a leftover of an earlier restore")
             await self._remove("")
 
     async def remove(self) -> None:
@@ -134,7 +134,7 @@ class GuardedStream:
         """
         if (info := await stream_info(self._client, self._name)) is None:
             raise Stopped(
-                f"stream {self._name}: expected what was just restored, found none: somebody deleted it",
+                f"stream {self._name}: expected the stream just restored, found none: it was deleted",
                 hint=choices(("begin again", repeat_command(self._plan.request))),
                 code="E-RESTORE-EXISTS",
             )
@@ -164,7 +164,7 @@ class GuardedStream:
                 f"stream {name}: the server refuses its configuration: {error.description}",
                 hint=choices(
                     f"stream {name} is restored and compared, and stays under its guard: no publisher reaches it",
-                    ("mend that; the same command removes it and begins again", repeat_command(plan.request)),
+                    ("solve that; the same command removes it and begins again", repeat_command(plan.request)),
                     ("or remove it", f"nats stream rm {shlex.quote(name)}"),
                 ),
                 code="E-RESTORE-PROMOTE",
@@ -199,9 +199,9 @@ class GuardedStream:
             failpoint("restore.delivering")
         if refused:
             raise ConfigError(
-                f"stream {self._name}: is back and in use, and {', '.join(refused)} cannot deliver yet: expected "
-                f"nobody to subscribe to {RESTORE_PREFIX}{self._name}.>, found a subscription, such as to `>`",
-                hint=choices(("end that for a moment; the same command goes on", repeat_command(self._plan.request))),
+                f"stream {self._name}: is back and in use, but {', '.join(refused)} cannot deliver yet: expected "
+                f"no subscription to {RESTORE_PREFIX}{self._name}.>, found one, such as to `>`",
+                hint=choices(("end that for a moment; the same command continues", repeat_command(self._plan.request))),
                 code="E-RESTORE-DELIVER",
             )
         return done
@@ -215,12 +215,12 @@ class GuardedStream:
             info.created == created or (info.leader and parse_time(info.created) < parse_time(filled.time))
         )
         if info is None or not is_it or info.last_sequence < end:
-            found = f"one of {info.created} up to {info.last_sequence}" if info else "none"
+            found = f"one created {info.created} up to {info.last_sequence}" if info else "none"
             raise Stopped(
-                f"stream {self._name}: expected what was restored, of {created} up to {end}, found {found}: "
+                f"stream {self._name}: expected the restored one, created {created} up to {end}, found {found}: "
                 "it was replaced while it was promoted",
                 hint=choices(
-                    "look at what it holds, and who made it; then",
+                    "check its messages and its creator; then",
                     ("delete it, and begin again", repeat_command(self._plan.request)),
                 ),
                 code="E-RESTORE-REPLACED",

@@ -128,7 +128,7 @@ class ArchivedHistory:
                     notes += found
         if not reached:
             raise UsageError(
-                f"{request.site}/{request.feed}: expected a point in time at or behind its first sequence, "
+                f"{request.site}/{request.feed}: expected a point in time at or after its first sequence, "
                 f"{min([await call(self._first_sequence, history, chain.incarnation) for chain in history])}, found "
                 f"{to_sequence}"
             )
@@ -171,7 +171,7 @@ class ArchivedHistory:
         ends = {each.chain: each.range.rows.last for each in plan.chains}
         for chain, end in self._listed_ends(self._history()).items():
             if end > (before := ends[chain] if chain in ends else self._archive_begin(chain) - 1):
-                return f"{chain} was archived up to {before}, and now is to {end}"
+                return f"{chain} was archived up to {before}, and now up to {end}"
         return ""
 
     @property
@@ -211,7 +211,7 @@ class ArchivedHistory:
         first_ns = min((each for each in times if each is not None), default=moment_ns - 1)
         if moment_ns <= first_ns:
             raise UsageError(
-                f"{self._request.site}/{self._request.feed}: expected a point in time behind the first message, of "
+                f"{self._request.site}/{self._request.feed}: expected a point in time after the first message, of "
                 f"{format_time(first_ns)}, found {format_time(moment_ns)}"
             )
         return min(found) - 1 if found else None
@@ -254,7 +254,7 @@ class ArchivedHistory:
             last_seen = last_seen if last_seen[0] > skip_to else (0, "")  # else no further sequence is lost
         if 0 < (request.skip_to or end) < end:
             raise UsageError(
-                f"--skip-to-sequence: expected {end}, where the archive ends, or more, found {request.skip_to}"
+                f"--skip-to-sequence: expected at least {end}, the end of the archive, found {request.skip_to}"
             )
         if request.skip_to is not None:
             skip_to = max(skip_to, request.skip_to or last_seen[0])
@@ -448,7 +448,7 @@ class ArchivedHistory:
         except ValueError as error:
             raise DataError(f"{newest}: stream.json: {error}", code="E-STATE-JSON") from error
         until = "since" if upto is None else AT_OR_BEFORE_TEXT
-        notes.append(f"the configuration is that of when the feed began: none was captured {until}")
+        notes.append(f"the configuration is from the beginning of the feed: none was captured {until}")
         return dict(document.config), document.created
 
     # Rows
@@ -504,8 +504,8 @@ class ArchivedHistory:
                 raise DataError(
                     f"chain {each.chain}: rows cannot be read: {'; '.join(problems[:5])}",
                     hint=choices(
-                        ("restore the objects; all that is damaged", floe_command("segments verify", str(each.chain))),
-                        ("put it away, and bring back the rest", repeat_command(self._request, "--allow-lossy")),
+                        ("restore the objects; all damaged ones", floe_command("segments verify", str(each.chain))),
+                        ("quarantine them, and restore the rest", repeat_command(self._request, "--allow-lossy")),
                     ),
                     code="E-SEG-CORRUPT",
                 )

@@ -151,9 +151,9 @@ def unrestored_keys(config: Mapping[str, Any], name: str) -> Iterator[str]:
 
 
 _UNRESTORED_REASONS = {
-    "mirror": "the stream comes back as one of its own, without an upstream",
-    "mirror_direct": "it is no mirror any more",
-    "placement": "set it with `nats stream edit` where it fits",
+    "mirror": "the stream comes back on its own, without an upstream",
+    "mirror_direct": "it is no longer a mirror",
+    "placement": "set it with `nats stream edit` if it is needed",
 }
 
 
@@ -364,7 +364,7 @@ class RestorePlan:
         yield f"{request.site}/{request.feed} (incarnation {numbers}) into stream {self.name}"
         holds = f"{format_count(self.rows, 'archived message')}, {size_words(self.bytes)}"
         if self.begin > self.end:
-            yield f"no message comes back: an empty stream, which goes on at {self.last_sequence + 1}"
+            yield f"no message comes back: an empty stream, which continues at {self.last_sequence + 1}"
         else:
             yield f"sequences {self.begin} to {self.end}: {holds}"
         if (last := self.last_sequence) > self.end:
@@ -395,7 +395,7 @@ def loss_lines(
         if left and count:
             froze = f"{', '.join(taken[:10])}{' …' if len(taken) > 10 else ''}"
             most = f"up to {format_count(count, 'message')} not archived"
-            yield f"the feed is filtered: of {', '.join(left)} it froze {froze}: {most}"
+            yield f"the feed is filtered: of {', '.join(left)} it archived {froze}: {most}"
     if any(part.footer.sampling is not None for chain in chains for part in chain.parts):
         yield "the feed is sampled"
     for chain in chains:
@@ -454,13 +454,13 @@ def late_begins(
     begin, start = max(first, floor), max(least or 1, join or 1)
     if start >= begin or not (count := begin - start - deleted(lost := SequenceRange(start, begin - 1))):
         return
-    known = "and " + (f"the stream at {least}" if least is not None else "nothing tells where the stream began")
+    known = "and " + (f"the stream at {least}" if least is not None else "the beginning of the stream is unknown")
     if floor > first:
-        known = f"where retention of the archive left it, {known}"
+        known = f"after retention of the archive, {known}"
     elif join is not None:
-        known = f"and what it continues is the same stream up to {join - 1} only"
+        known = f"and the incarnation that it continues is the same stream only up to {join - 1}"
     elif chain.incarnation:
-        known = f"and nothing tells that {chain.incarnation - 1:04d} is the same stream before that"
+        known = f"and it is unknown if {chain.incarnation - 1:04d} is the same stream before that"
     begin_text = f"{chain.site}/{chain.feed}/{chain.incarnation:04d} begins at {begin}, {known}"
     is_known = bool(least or (floor <= first and (join or chain.incarnation)))
     yield LateBegin(lost, f"{begin_text}: up to {format_count(count, 'sequence')} of {lost} not archived", is_known)
@@ -473,7 +473,7 @@ def other_history_lines(history: Mapping[Chain, int], ends: Mapping[Chain, int])
     for number, later in pairwise(sorted({chain.incarnation for chain in history})):
         for chain in (c for c, last in history.items() if c.incarnation == number and ends.get(c, 0) > last):
             lost = SequenceRange(history[chain] + 1, ends[chain])
-            goes_on = f"{chain} goes on to {lost.last}, and {later:04d} continues it up to {lost.first - 1} only"
+            goes_on = f"{chain} reaches {lost.last}, and {later:04d} continues it only up to {lost.first - 1}"
             less = f"{format_count(len(lost), 'sequence')} of {lost} of another history"
             yield f"{goes_on}: {less} (restore {chain.site}/{chain.feed}/{number:04d})"
 
@@ -484,7 +484,7 @@ def unarchived_line(rows: int, end: int, last_seen: tuple[int, str]) -> Iterator
     """
     if not rows and last_seen[0] > end:
         lost = SequenceRange(end + 1, last_seen[0])
-        found = f"no message of it is archived, and it stood at {last_seen[0]} ({last_seen[1]}): {lost} is missing"
+        found = f"no message of it is archived, and it was at {last_seen[0]} ({last_seen[1]}): {lost} is missing"
         yield f"{found}, and is given to new messages without --skip-to-sequence {last_seen[0]}"
 
 
@@ -500,7 +500,7 @@ def _limits(plan: RestorePlan) -> Iterator[str]:
             continue
         text = limit_words(key, limit)
         if is_new:
-            yield f"{text} with discard new: nothing is dropped, and while there is more, new messages are refused"
+            yield f"{text} with discard new: nothing is dropped, and new messages are refused until it holds less"
             continue
         if sent > limit:
             yield f"{text}: the server drops the oldest, up to {words(sent - limit)}"
@@ -512,7 +512,7 @@ def _limits(plan: RestorePlan) -> Iterator[str]:
         plan.config.get("deny_delete") and plan.config.get("deny_purge")
     )
     if pushed and plan.rows and deletes and not is_known:
-        yield f"what was deleted and comes back may push out others that lived: {', '.join(pushed)}"
+        yield f"deleted messages that come back may push out live ones: {', '.join(pushed)}"
 
 
 AT_OR_BEFORE_TEXT = "at or before the point in time"
@@ -563,16 +563,16 @@ def deviations(
     found = list[str]()
     if plan.rows and last_seen[0] > plan.end:
         lost = SequenceRange(plan.end + 1, last_seen[0])
-        text = f"the stream stood at {last_seen[0]} ({last_seen[1]}): of {lost} nothing is archived"
+        text = f"the stream was at {last_seen[0]} ({last_seen[1]}): nothing of {lost} is archived"
         if last_seen[0] > plan.last_sequence:
             text += (
-                f", and {SequenceRange(plan.last_sequence + 1, last_seen[0])} is given to new messages, which no "
-                f"mirror and no stream gets that has read up to there; --skip-to-sequence {last_seen[0]} leaves it out"
+                f", and {SequenceRange(plan.last_sequence + 1, last_seen[0])} is given to new messages, which mirrors "
+                f"and sourcing streams that have read it do not get; --skip-to-sequence {last_seen[0]} leaves it out"
             )
         found.append(text)
     for key, row in plan.sourced.items():
         name, last = key.partition(" ")[0], row.source_sequence
-        found.append(f"source {name}: goes on behind {last}, the newest of it that is archived")
+        found.append(f"source {name}: continues after {last}, its newest archived message")
     if skipped:
         gone = sum(p.rows for chain in plan.chains for p in chain.parts if p.stretch.rows.last < plan.begin)
         found.append(f"{format_count(gone, 'message')} below {plan.begin} are not sent: {', '.join(skipped)}")
@@ -586,20 +586,20 @@ def deviations(
     bound = f"up to {format_count(most, 'message')}"
     if plan.deletions is None and plan.rows:
         word = "acknowledged" if retention != "limits" else "deleted"
-        found.append(f"no deletions were captured{until}: what was {word} at the site comes back, {bound}")
+        found.append(f"no deletions were captured{until}: messages {word} at the site come back, {bound}")
     elif plan.deletions is not None:
         known = plan.deletions
-        behind = f"since, or behind {known.last}," if known.last < plan.end else "since"
+        behind = f"since, or after {known.last}," if known.last < plan.end else "since"
         deleted = format_count(sum(last - first + 1 for first, last in known.deleted), "sequence")
         age = capture_age(known, now_ns, plan.moment_ns)
         found.append(
-            f"deletions are those of {age}, all below {known.first} and {deleted} behind it: what was deleted {behind} "
-            f"comes back, {bound}"
+            f"deletions are those of {age}, all below {known.first} and {deleted} after it: messages deleted {behind} "
+            f"come back, {bound}"
         )
     if plan.config.get("allow_msg_schedules"):
         found.append(
-            "schedules that fired for the last time are left out; those that became due since fire when it is back, "
-            "before nats-server 2.15 while it is filled, which ends it with differences"
+            "schedules that fired for the last time are left out; those due since then fire when the stream is back, "
+            "before nats-server 2.15 while it is filled, so that the restore ends with differences"
         )
     unread = [p for p in plan.parts if p.ledger.unread()]
     if unread:
@@ -613,10 +613,10 @@ def deviations(
             lost = SequenceRange(chain.range.rows.last + 1, plan.end)
             # Only sequences without any row can be lost: the others have theirs.
             if (most := min(len(lost), plan.end - plan.begin + 1 - plan.rows)) > 0:
-                what = f"what it had of {lost} is lost, {format_count(most, 'message')} at most"
-                found.append(f"{chain.chain} was archived up to {lost.first - 1} only: {what}")
+                what = f"its messages of {lost} are lost, {format_count(most, 'message')} at most"
+                found.append(f"{chain.chain} was archived only up to {lost.first - 1}: {what}")
     if plan.end < plan.archived_end and plan.request.promote:
-        found.append(f"the archive goes on to {plan.archived_end}: egress will ask what to do (E-ROLLED-BACK)")
+        found.append(f"the archive continues to {plan.archived_end}: egress will stop for a decision (E-ROLLED-BACK)")
     if plan.request.is_in_the_past:
         found += [each.line(plan.end, plan.last_sequence) for each in plan.longer_feeds]
     return found

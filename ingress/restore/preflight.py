@@ -58,7 +58,7 @@ async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) ->
     if (info := await stream_info(client, plan.name)) is not None and not info.restore_marker:
         if not plan.request.promote or not (left := await guarded_consumers(client, plan.name)):
             raise foreign_stream_error(plan.request, info)
-        text = f"a restore before has brought it back; to do: let {', '.join(left)} deliver again"
+        text = f"an earlier restore has brought it back; to do: let {', '.join(left)} deliver again"
         return PreflightResult(plan, writer, (text,), is_promoted=True)
     await _check_room(client, fitted, account, info is not None, lease_bucket)
     if plan.request.promote:
@@ -86,7 +86,7 @@ async def dry_run(client: FloeClient, plan: RestorePlan, leases: Leases, lease_b
         raise running_error(plan.name, format_owner(holder))
     if any(part.footer.raw_bytes > client.max_payload for part in plan.parts):
         most = size_words(client.max_payload)
-        notes.append(f"whether a message is larger than max_payload ({most}) is seen only while the stream is filled")
+        notes.append(f"messages larger than max_payload ({most}) are found only while the stream is filled")
     return notes
 
 
@@ -95,7 +95,7 @@ def check_effects(plan: RestorePlan, agreed: Collection[str]) -> None:
     if (effects := [each for each in plan.elsewhere if each not in agreed]) and not plan.request.allow_elsewhere:
         raise Stopped(
             f"stream {plan.name}: expected no effects outside of its subjects, found {'; '.join(effects)}",
-            hint=choices(("where that is meant", repeat_command(replace(plan.request, allow_elsewhere=True)))),
+            hint=choices(("if that is intended", repeat_command(replace(plan.request, allow_elsewhere=True)))),
             code="E-RESTORE-ELSEWHERE",
         )
 
@@ -109,13 +109,13 @@ def check_lossless(plan: RestorePlan) -> None:
             hint=choices(
                 *(
                     (
-                        f"{each.feed} goes further: restore it",
+                        f"{each.feed} reaches further: restore it",
                         repeat_command(replace(request, feed=each.feed, incarnation=None)),
                     )
                     for each in plan.longer_feeds
                     if not each.is_partial
                 ),
-                ("bring back what there is", repeat_command(replace(request, allow_lossy=True))),
+                ("restore the messages that exist", repeat_command(replace(request, allow_lossy=True))),
             ),
             code="E-RESTORE-LOSSY",
         )
@@ -177,13 +177,13 @@ def room_shortage(plan: RestorePlan, account: Mapping[str, Any], *, copies: int,
         text = f"account: expected streams of {size_words(most)} (max_bytes), found at most {size_words(limit)}"
         return _room_error(plan.request, f"{text} ({of_stream})", f"raise {of_stream} of the account; then")
     if limits.get("max_bytes_required") and not most:  # the lease bucket has max_bytes if required
-        text = "account: expected streams without max_bytes, found that it takes none (max_bytes_required)"
+        text = "account: expected streams without max_bytes, found that it accepts none (max_bytes_required)"
         return _room_error(plan.request, text, "set it to false; then")
     limit, used = int(limits.get("max_streams") or 0), int(account.get("streams") or 0)
     if 0 < limit < used + streams:
         found = f"found max_streams {limit}, of which {used} are used"
         text = f"account: expected room for {format_count(streams, 'stream')}, {found}"
-        do = "remove streams that nobody needs, or raise max_streams of the account; then"
+        do = "remove unused streams, or raise max_streams of the account; then"
         return _room_error(plan.request, text, do)
     return _consumer_shortage(plan, max(0, int(limits.get("max_consumers") or 0)))
 
@@ -197,7 +197,7 @@ def _consumer_shortage(plan: RestorePlan, limit: int) -> ConfigError | None:
     if not limit or count + reader <= limit:
         return None
     less = replace(request, consumers=False) if count > limit else replace(request, verify="state")
-    word = "without its consumers" if count > limit else "without reading it back"
+    word = "restore without its consumers" if count > limit else "restore without reading it back"
     beside = " and one that reads it back" if reader else ""
     return _room_error(
         request,
@@ -219,10 +219,10 @@ _ROOM_ERRORS = {
     10002: ("max_file or max_mem of the account is reached", "make room, or raise it"),
     10023: ("max_file_store or max_memory_store of the server is reached", f"make room, or raise it {_UNSET_NOTE}"),
     10026: ("max_consumers of the account is reached", "raise it"),
-    10027: ("max_streams of the account is reached", "remove streams that nobody needs, or raise it"),
+    10027: ("max_streams of the account is reached", "remove unused streams, or raise it"),
     10028: ("max_memory_store of the server{} is reached", "make room, or raise it"),
     10047: ("max_file_store of the server{} is reached", f"make room, or raise it {_UNSET_NOTE}"),
-    10113: ("the account takes no stream without max_bytes (max_bytes_required)", "set that to false"),
+    10113: ("the account accepts no stream without max_bytes (max_bytes_required)", "set that to false"),
     10122: ("disk_max_stream_bytes or mem_max_stream_bytes of the account is below its max_bytes", "raise it"),
 }
 _ACCOUNT_LIMITS = {10028: ("max_memory", "max_mem"), 10047: ("max_storage", "max_file")}
@@ -271,7 +271,7 @@ def as_room_error(
         found = found.format(f", or {word} of the account," if is_limited else "")
     less = None
     if number == 10026 and request.promote and request.consumers:
-        less = ("or without its consumers, which you make yourself", repeat_command(replace(request, consumers=False)))
+        less = ("or without its consumers; create those yourself", repeat_command(replace(request, consumers=False)))
     return _room_error(request, f"stream {name}: {found}: {error.message}", f"{do}; then", less=less)
 
 
@@ -326,16 +326,16 @@ async def _check_subjects(client: FloeClient, plan: RestorePlan) -> None:
 def _server_notes(client: FloeClient, plan: RestorePlan, writer: ArchiveWriter) -> Iterator[str]:
     """Yield, as text, the deviations that this server causes."""
     if writer.format == "logical" and plan.request.promote and plan.rows and not plan.is_renamed:
-        way = "" if client.is_clustered else "; --format files keeps them from it"
+        way = "" if client.is_clustered else "; --format files prevents that"
         yield (
-            "this nats-server makes the stream anew: streams that source from it read it from the beginning again, and "
-            f"have its messages twice{way}"
+            "this nats-server creates a new stream: streams that source from it read it from the beginning again, and "
+            f"get its messages twice{way}"
         )
     if writer.format != "files":
         return
     for consumer in plan.consumers:
         if consumer.config.get("mem_storage"):
-            yield f"consumer {consumer.name} is kept in memory: this server begins it anew"
+            yield f"consumer {consumer.name} is kept in memory: this server starts it from its beginning"
     if plan.config.get("storage") == "memory":
         yield "the stream was kept in memory: this server takes it back on disk only"
 
@@ -367,7 +367,7 @@ def foreign_stream_error(request: RestoreRequest, info: StreamInfo) -> ConfigErr
     return ConfigError(
         f"stream {info.name}: expected none, found one with {format_count(info.messages, 'message')}, created "
         f"{info.created}: it is not touched",
-        hint=choices(("restore beside it", beside(request)), "or delete it yourself, if nobody needs it"),
+        hint=choices(("restore beside it", beside(request)), "or delete it yourself, if it is not needed"),
         code="E-RESTORE-EXISTS",
     )
 
@@ -375,7 +375,7 @@ def foreign_stream_error(request: RestoreRequest, info: StreamInfo) -> ConfigErr
 def stopped_error(request: RestoreRequest) -> Unavailable:
     return Unavailable(
         "the restore was stopped before its end",
-        hint=choices(("it cannot go on, but begin again", repeat_command(request))),
+        hint=choices(("it cannot be continued; begin again", repeat_command(request))),
         code="E-RESTORE-STOPPED",
     )
 

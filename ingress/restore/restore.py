@@ -146,15 +146,15 @@ class RestoreReport:
             yield f"{format_count(found.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
         copies = f" from each of {', '.join(found.copies)}" if found.copies else ""
         if found.is_same and self.plan.request.verify == "state":
-            yield "state as planned; nothing was read back"
+            yield "the state is as planned; no message was read back"
         elif found.is_same:
             yield f"as in the archive: {found.rows_read:,} read back{copies}"
         else:
-            yield f"NOT WELL, and not promoted: {found.differences.line()}"
+            yield f"NOT as archived, and not promoted: {found.differences.line()}"
             yield from found.state_differences
             yield from found.differences.examples
         if self.not_kept:
-            how = "NOT WELL" if self.is_promoted else "NOT WELL, and not promoted without --allow-lossy"
+            how = "NOT as archived" if self.is_promoted else "NOT as archived, and not promoted without --allow-lossy"
             yield f"{how if self.exit_code else 'note'}: this nats-server does not keep all of the configuration"
             yield from self.not_kept
 
@@ -254,7 +254,7 @@ class Restore:
                 passes = waits or is_transient(error) or refused in (RESTORE_FAILED, NAME_IN_USE)
                 if not passes or is_last or stop.is_set:
                     raise
-                self._progress.print(f"from the beginning again in a moment: {error.message}")
+                self._progress.print(f"starting again from the beginning in a moment: {error.message}")
                 if await wait_for(stop, backoff.next_delay()):
                     raise
                 await client.wait_up(60.0)
@@ -274,12 +274,10 @@ class Restore:
         request, ends = self._request, list[tuple[str, str]]()
         if plan.consumers and request.promote and "consumer" in reason:
             without = repeat_command(replace(request, consumers=False))
-            ends = [("or without its consumers, which you make yourself", without)]
+            ends = [("or without its consumers; create those yourself", without)]
         return ConfigError(
-            f"stream {plan.name}: the server does not take it: {reason}",
-            hint=choices(
-                ("on the version of nats-server that it came from, or a newer one", repeat_command(request)), *ends
-            ),
+            f"stream {plan.name}: the server does not accept it: {reason}",
+            hint=choices(("restore on its own version of nats-server, or a newer one", repeat_command(request)), *ends),
             code="E-RESTORE-REFUSED",
         )
 
@@ -442,7 +440,7 @@ class Restore:
             self._check_stop()
             seen += count
             share = format_share(seen, plan.rows, self._clock.monotonic() - self._started)
-            self._progress.update(f"{share}  {format_count(seen, 'message')} looked at", self._clock.monotonic())
+            self._progress.update(f"{share}  {format_count(seen, 'message')} examined", self._clock.monotonic())
 
     def _rows_to_send(
         self, plan: RestorePlan, row_filter: RetentionFilter, digests: Digests, max_payload: int
@@ -488,7 +486,7 @@ class Restore:
             return
         if growth := await self._threads.run(self._history.growth, plan):
             hint = choices(("it begins again by itself, five times; then", repeat_command(self._request)))
-            raise Unavailable(f"{growth}: egress has put what it held", hint=hint, code=GREW_CODE)
+            raise Unavailable(f"{growth}: egress has put the messages that it held", hint=hint, code=GREW_CODE)
 
     async def _create_egress_durables(self, client: FloeClient, plan: RestorePlan) -> None:
         """Create the durables of the egress of this configuration, so that an interest stream keeps every new message
@@ -505,8 +503,8 @@ class Restore:
                     await create_consumer(client, plan.name, config)
                 except (ApiError, Refused) as error:
                     self._progress.print(
-                        f"note: no consumer was made for egress ({error.message}): what is published before egress "
-                        "reads the stream again is not kept for it"
+                        f"note: no consumer was created for egress ({error.message}): messages published before "
+                        "egress reads the stream again are not kept for it"
                     )
 
     def _record(self, plan: RestorePlan, filled: StreamInfo) -> None:

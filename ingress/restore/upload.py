@@ -175,5 +175,5 @@ class ArchiveUpload:
         return Unavailable(
             f"restore of {self._stream}: the server ended it: no byte reached it for {pause:.1f} s, and it waits "
             f"{SERVER_IDLE_LIMIT_S:g} s",
-            hint="look at the load of this host, and at its connection to the server",
+            hint="check the load of this host, and its connection to the server",
         )

@@ -279,7 +279,7 @@ class SegmentRows:
                 return None
             part, prepared = found[0], self.preparer.prepare(found[0].batch)
             for oversize in prepared.oversize:
-                assert self._park is not None, "only who parks has messages to park"
+                assert self._park is not None, "only a target that parks has messages to park"
                 self._park(part.segment.chain, oversize)
             self._position, self._batches = part.batch.column("sequence")[-1].as_py() + 1, batches
             return part, prepared, found[1]

@@ -189,10 +189,10 @@ def without_sequences(batch: pa.RecordBatch, sequences: tuple[int, ...]) -> pa.R
 def row_remedies(chain: Chain, target: str, code: str, sequence: int) -> str:
     resume, skip = resume_command(target, chain), position_command(target, chain, sequence + 1)
     if code == "E-SUBJECT":
-        repair, change = "let the target take the subject", "change the subject rules of this source"
+        repair, change = "let the target accept the subject", "change the subject rules of this source"
     else:
         repair, change = "raise max_payload or the target's max_msg_size", "set `on_oversize: park`"
-    recheck = f"{repair}, then have it looked at at once"
+    recheck = f"{repair}, then check it at once"
     return choices((recheck, resume), (f"or {change}, and start ingress again; or skip it", skip))
 
 
@@ -200,7 +200,7 @@ def oversize_remedies(target: str) -> str:
     """Return the hint for a row of the open intent that is too large: the intent is finished unchanged."""
     return choices(
         "connect to a server with the former max_payload, or raise it and the target's max_msg_size again: "
-        "it goes on by itself",
+        "delivery continues by itself",
         (
             "or drop the rest of the intent, so that the chain stops or parks instead",
             checkpoint_command(target, "--accept --yes"),

@@ -90,7 +90,7 @@ class TargetReconciler:
                 self.pending_reason = ""
                 return await self._settle_base(known, rows, reading, verdict)
             await self.check_moved(known)
-            self.pending_reason = f"looked at again before it stops: {verdict.detail or verdict.finding.name}"
+            self.pending_reason = f"checked again before it stops: {verdict.detail or verdict.finding.name}"
             await self._confirm(known, reading, verdict, rows)
 
     async def check_moved(self, known: StoredState) -> None:
@@ -105,7 +105,7 @@ class TargetReconciler:
     def check_lease(self) -> None:
         """Raise LeaseLost if the lease may no longer be used."""
         if not self._lease.is_usable():
-            raise LeaseLost(f"lease of target {self.target} is not ours any more")
+            raise LeaseLost(f"lease of target {self.target}: no longer held by this process")
 
     async def load_first(self) -> tuple[StoredState, TargetReading | None]:
         """Return the stored state and a reading of the target; without a state, a target with which one may begin.

@@ -101,10 +101,10 @@ class Finding(Enum):
     """Meaning of a reading; `IntentVerdict.detail` names both sides."""
 
     STORED = "the arithmetic holds"
-    AHEAD = "the target is further than this state explains"
-    FOREIGN = "the last message is not the one that stands there by the intent"
-    UNREAD = "rows count as stored that nobody can read, and that the stream does not let go of by itself"
-    MIXED = "messages of others may stand among those of the open intent"
+    AHEAD = "the target is ahead of its stored state"
+    FOREIGN = "a message is not the one that the stored state expects"
+    UNREAD = "rows count as stored that cannot be read, and that the stream does not drop by itself"
+    MIXED = "foreign messages may be among those of the open intent"
     BEHIND = "the target ends before the checkpoint"
     RECREATED = "another stream of the same name"
     GONE = "there is no such stream"
@@ -296,7 +296,7 @@ class TargetErrors:
         return Stopped(
             f"target {self.target}: expected a checkpoint or an empty stream, found last sequence "
             f"{reading.last_sequence} and no checkpoint",
-            hint=choices(("restore the state bucket; or go on behind what the target holds", self._from_target)),
+            hint=choices(("restore the state bucket; or continue after the messages in the target", self._from_target)),
             code="E-TARGET-NOT-EMPTY",
         )
 
@@ -309,11 +309,11 @@ class TargetErrors:
         if verdict.finding in (Finding.GONE, Finding.RECREATED):
             return Stopped(message, hint=self._replaced_remedies(seen), code=f"E-TARGET-{verdict.finding.name}")
         if verdict.finding is Finding.BEHIND:
-            again = "restore a newer copy; or carry again what it lost (whoever has read it gets it twice)"
-            hint = choices((again, self._from_target), ("or go on without it", self._accept))
+            again = "restore a newer copy; or deliver the lost messages again (their readers get them twice)"
+            hint = choices((again, self._from_target), ("or continue without them", self._accept))
             return Stopped(message, hint=hint, code="E-TARGET-BEHIND")
         if verdict.finding is Finding.MIXED:
-            drop = "or drop the rest of it and leave what else stands there where it is"
+            drop = "or drop the rest of the intent, and leave the other messages in place"
             hint = choices(("set `exclusive: false` again until the intent is closed; " + drop, self._accept))
             return Stopped(message, hint=hint, code="E-TARGET-SHARED")
         if verdict.finding is Finding.UNREAD and verdict.doubt is not None:
@@ -323,25 +323,25 @@ class TargetErrors:
     def _replaced_remedies(self, seen: Sequence[TargetReading]) -> str:
         if not seen or seen[-1].last_sequence == 0:
             return choices(("restore the stream; or fill an empty one from the archive", self._forget))
-        same = "or, where it is the same with another creation time, or what was carried shall not come again"
-        behind = "restore the stream; or go on behind what this one holds"
+        same = "or, if it is the same with another creation time, or delivered messages must not come again"
+        behind = "restore the stream; or continue after the messages in this one"
         return choices((behind, self._from_target), (same, self._accept))
 
     def _foreign_error(self, message: str, doubt: Doubt | None, seen: Sequence[TargetReading]) -> FloeError:
-        hint = choices(("stop what else publishes to it; then leave its messages where they are", self._accept))
+        hint = choices(("stop its other publisher; then leave those messages in place", self._accept))
         if doubt is not None:
-            hint = choices("stop what else publishes to it, or purges it; then choose", self._count_remedies(doubt))
+            hint = choices("stop its other publisher or purger; then choose", self._count_remedies(doubt))
         # A writer that stored messages only before the last two readings has ended.
         if len(seen) > 1 and seen[-1].last_sequence > seen[-2].last_sequence:
-            return OtherWriter(f"{message}; it still moves", hint=hint, code="E-TARGET-SHARED")
+            return OtherWriter(f"{message}; its last sequence still grows", hint=hint, code="E-TARGET-SHARED")
         if seen and isinstance(seen[-1].last_origin, Origin):
-            hint = choices(hint, ("or, where the state bucket is an old copy", self._from_target))
+            hint = choices(hint, ("or, if the state bucket is an old copy", self._from_target))
         return Stopped(message, hint=hint, code="E-TARGET-SHARED")
 
     def _count_remedies(self, doubt: Doubt) -> str:
         rest = f"of the {doubt.count} rows of the open intent"
-        again = f"send {rest} those from row {doubt.certain + 1} on (what of them is stored comes twice)"
-        count = f"or count {doubt.counted} {rest} as stored (what of them is not stored is lost)"
+        again = f"{rest}, send those from row {doubt.certain + 1} on (those already stored come twice)"
+        count = f"or count {doubt.counted} {rest} as stored (those not stored are lost)"
         stored = [checkpoint_command(self.target, f"--stored {rows}") for rows in (doubt.certain, doubt.counted)]
         return choices((again, stored[0]), (count, stored[1]))
 

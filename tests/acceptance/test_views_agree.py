@@ -381,7 +381,7 @@ async def dead_nats(fleet: Fleet, name: str) -> float:
             known_from = {row["known_from"] for row in done.json()}
             return done.code in (3, 75) and "NATS does not answer: " in done.err and known_from == {"monitor"}
         views = {row["view"] for row in done.json()}
-        return (done.code, views) == (75, {"archive"}) and "only what the archive holds is shown" in done.err
+        return (done.code, views) == (75, {"archive"}) and "only the archive is shown" in done.err
 
     seconds = await all_seen(reported, shown)
     server.start()

@@ -241,7 +241,7 @@ async def test_a_new_incarnation_waits_for_a_decision(client: FloeClient, centre
     archive.put(rows_of(1, 5, LATER), chain=LATER)
     centre.having(on_new_incarnation="halt")
     async with centre.running() as health:
-        await soon(lambda: "stands at 1 and ends at 10" in str(chain_status(health, centre, LATER).get("waits_for")))
+        await soon(lambda: "is at 1 and ends at 10" in str(chain_status(health, centre, LATER).get("waits_for")))
         archive.put(rows_of(1, 10))
         hint = (await stopped(health, centre, "E-INCARNATION", LATER))["hint"]
         assert len(await centre.carried(client, 15)) == 15

@@ -121,7 +121,7 @@ async def test_a_centre_is_well(nats_url: str, client: FloeClient, s3: SharedS3,
     assert states(found, "ok") == found.keys() - {"store layout", "store versioning"}
     assert found["store layout"]["found"] == f"no chain is archived yet; no chain of {SITE}"
     assert found["nats batches"]["found"] == f"{target}: fast"
-    assert found["nats target"]["found"] == f"{target}: made at the first start"
+    assert found["nats target"]["found"] == f"{target}: created at the first start"
     assert await stream_info(client, target) is None
     chains = open_chains(load_settings(config))
     for site in (SITE, "eu-west"):

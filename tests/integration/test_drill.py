@@ -63,7 +63,7 @@ async def test_replay_as_a_command(world: World) -> None:
     await soon(lambda: holds(world, 200))
     slow.send(signal.SIGTERM)
     assert slow.wait(PATIENCE) == 75
-    assert "the same command goes on" in slow.tail()
+    assert "the same command continues" in slow.tail()
 
     done = await ran(*command, "--json")
     assert done.json()["rows"] == 3000
@@ -98,7 +98,7 @@ async def test_a_drill_shows_holes_and_damage(world: World) -> None:
     raw[len(raw) // 3] ^= 1
     path.write_bytes(bytes(raw))
     found = await ran(*words_of(world), code=3)
-    assert all(text in found.out for text in ("201..220", "NOT WELL", bad.name)), found
+    assert all(text in found.out for text in ("201..220", "NOT as archived", bad.name)), found
     assert await scratch(world) == []
 
 
@@ -182,7 +182,7 @@ async def test_beside_the_stream_itself_nothing_is_delivered_twice(bench: Bench)
     assert report["consumers"] == ["none", "pull", "push"]
     assert report["read_back"] == report["rows"] == ROWS
     assert report["server"].startswith("the server, nats-server 2.")
-    assert f"removed {SCRATCH_PREFIX}0123, which a former drill left" in done.err
+    assert f"removed {SCRATCH_PREFIX}0123, a leftover of an earlier drill" in done.err
     assert await left_behind(bench) == []
     # The capture is from the middle, so an unchanged push consumer would have delivered the other half again.
     assert (await back.state(bench, stream), await back.positions(bench, stream), received) == (before, positions, seen)

@@ -45,7 +45,7 @@ def accept(archive: Archive, first: int, last: int, *more: str, chain: Chain = C
         (5, 12, "expected no segment there, found 1..10"),
         (11, 21, "expected no segment there, found 21..30"),
         (11, 40, "which ends at 30"),
-        (31, 31, "of which nothing reaches 31"),
+        (31, 31, "which does not reach 31"),
         (20, 11, "is greater than --last"),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_dry_run_asks_nobody_and_accepts_nothing(holed: Archive) -> None:
     refused = accept(holed, 5, 12, "--dry-run")
 
     assert (shown.code, refused.code) == (0, 2), shown
-    assert shown.out == "us-east/NODES/0000/0 11..20 can be given up; nothing was changed\n"
+    assert shown.out == "us-east/NODES/0000/0 11..20 can be accepted as a gap; nothing was changed\n"
     assert listed.json()["dry_run"] is True
     assert holed.documents.gaps(CHAIN) == []
 
@@ -98,7 +98,7 @@ def test_the_end_of_an_incarnation_can_be_accepted_but_no_claim_of_a_tail(holed:
     holed.documents.write_tail(CHAIN, MAX_SEQUENCE)
 
     refused = accept(holed, 31, 40, "--yes")
-    assert (refused.code, "of which nothing reaches 31" in refused.err) == (2, True), refused
+    assert (refused.code, "which does not reach 31" in refused.err) == (2, True), refused
     assert [hole.rows for hole in read_cover(holed.store, holed.documents, CHAIN).holes()] == [SequenceRange(11, 20)]
     holed.begin(LATER, previous={0: 35})
     assert accept(holed, 36, 40, "--yes").code == 2
@@ -196,7 +196,7 @@ async def test_decisions_are_about_the_newest_incarnation(client: FloeClient, ce
     as_argument = await floe("chain", "pause", *named[:4], "us-east/NODES/0001/0", "--json")
     assert [row["chain"] for row in as_argument.json()] == ["us-east/NODES/0001/0"]
     done = await paused("eu-west", "--partition", "7")  # of `sources`, and nothing archived yet
-    assert (done.code, done.err) == (0, "eu-west/NODES/0000/7: nothing of it is archived; it is paused if that comes\n")
+    assert (done.code, done.err) == (0, "eu-west/NODES/0000/7: not archived yet; it is paused from the first segment\n")
     centre.archive.put(rows_of(1, 5, ELSEWHERE), chain=ELSEWHERE)
     done = await floe("chain", "pause", *named[:4], str(ELSEWHERE))
     assert (done.code, done.out) == (2, "")

@@ -113,7 +113,7 @@ async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(client: 
     await foreign(client, centre)
     _, done = await resumes(client, centre, "E-TARGET-SHARED", "--accept", numbers((1, 30)))
     assert len(await arrived(client, centre.target)) == 31
-    assert f"{CHAIN}: 11 messages stand there, 1 to 11" in done.out
+    assert f"{CHAIN}: 11 messages found, 1 to 11" in done.out
     assert "the open intent is dropped" in done.out
 
 
@@ -152,7 +152,7 @@ async def test_a_purge_beyond_is_decided(client: FloeClient, centre: Centre, row
         await holds(client, centre, numbers(found))
         await closed_at(client, centre, 80 - rows)
     assert "row 30 of the 50 of the open intent, is gone; known to be stored: 0" in stop["why"]
-    assert f"the other {50 - rows} are sent behind target sequence 30" in done.out
+    assert f"the other {50 - rows} are sent after target sequence 30" in done.out
 
 
 async def test_rows_that_were_never_sent_are_not_counted_by_their_sender(client: FloeClient, centre: Centre) -> None:
@@ -239,8 +239,8 @@ async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, 
     await put_back(client, centre, old)
     centre.archive.put(rows_of(31, 40))
     stop, done = await resumes(client, centre, "E-TARGET-SHARED", "--from-target", numbers((1, 40)))
-    assert "where the state bucket is an old copy" in stop["hint"]
-    assert f"{CHAIN}: 30 messages stand there, 1 to 30" in done.out
+    assert "if the state bucket is an old copy" in stop["hint"]
+    assert f"{CHAIN}: 30 messages found, 1 to 30" in done.out
 
 
 async def test_an_outgrown_state_is_cut(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ async def test_rows_of_an_open_intent_that_are_gone_for_good(client: FloeClient,
         done = await set_by_hand(centre, *named, "--sequence", "31", "--yes")
         assert done.code == 0, done
         await holds(client, centre, numbers((1, 11), (31, 40)))
-    assert f"{CHAIN}: 12 to 30 are not carried any more" in done.out
+    assert f"{CHAIN}: 12 to 30 are no longer delivered" in done.out
 
 
 async def test_an_intent_of_a_chain_that_is_listed_no_more(client: FloeClient, centre: Centre) -> None:
@@ -339,7 +339,7 @@ async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre
         again = await set_by_hand(centre, *words, "31", "--yes")
 
     assert (asked.code, "expected --yes without a terminal" in asked.err) == (2, True)
-    assert f"{CHAIN}: 21 to 30 are carried again" in asked.out
+    assert f"{CHAIN}: 21 to 30 are delivered again" in asked.out
     assert done.json()["changed"] is True
     assert [each["positions"][0]["position"] for each in (done.json()["before"], done.json()["after"])] == [31, 21]
     assert "nothing was changed" in again.err

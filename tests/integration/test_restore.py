@@ -181,7 +181,7 @@ async def test_a_stream_that_was_never_archived_is_not_taken_for_an_empty_one(be
     await back.consume(bench, stream, "app", 40)
     await back.capture(bench, stream, 0)
     await bench.delete_stream(stream)
-    with pytest.raises(Stopped, match=r"no message of it is archived, and it stood at 40 .*: 1\.\.40 ") as found:
+    with pytest.raises(Stopped, match=r"no message of it is archived, and it was at 40 .*: 1\.\.40 ") as found:
         await back.restored(bench, stream)
     assert found.value.code == "E-RESTORE-LOSSY"
     assert await stream_info(bench.client, stream) is None
@@ -235,12 +235,12 @@ async def test_the_plan_shows_how_far_egress_and_neighbours_had_read_the_stream(
     report = await back.restored(bench, stream)
     assert report.exit_code == 0
     assert "COPY had read up to 55 by JS_SRC_k3 (2026-01-02T03:04:05Z)" in report.plan.notes
-    end_notes = [note for note in report.plan.notes if "stood at" in note]
+    end_notes = [note for note in report.plan.notes if "the stream was at" in note]
     assert len(end_notes) == 1
-    assert "stood at 60 " in end_notes[0]
-    assert "of 51..60 nothing is archived" in end_notes[0]
+    assert "was at 60" in end_notes[0]
+    assert "nothing of 51..60 is archived" in end_notes[0]
     again = await back.planned(bench, stream)
-    assert not any("stood at" in note for note in again.notes), "that was before the last restore"
+    assert not any("the stream was at" in note for note in again.notes), "that was before the last restore"
 
 
 async def test_a_work_queue_whose_deletions_were_not_captured_comes_back_with_done_work(bench: Bench) -> None:
@@ -253,7 +253,7 @@ async def test_a_work_queue_whose_deletions_were_not_captured_comes_back_with_do
     await bench.delete_stream(queue)
     report = await back.restored(bench, queue)
     assert (report.exit_code, report.rows) == (0, 50), [*report.lines()]
-    assert "state as planned; nothing was read back" in [*report.lines()]
+    assert "the state is as planned; no message was read back" in [*report.lines()]
     assert any(note.startswith("a work queue is read by its workers only") for note in report.plan.notes)
     assert await holds(bench, queue, 50)
 
@@ -296,8 +296,8 @@ async def test_foreign_streams_are_untouched(bench: Bench) -> None:
     assert "2 archived messages" in away.out
     assert "--as: expected a stream name" in named.err
     for subjects, why in (
-        ("$JS.>", "a restore keeps ($JS.>), found '$JS.>'"),
-        (f"{RESTORE_PREFIX}x", f"a restore keeps ({RESTORE_PREFIX}>), found '{RESTORE_PREFIX}x'"),
+        ("$JS.>", "or a restore ($JS.>), found '$JS.>'"),
+        (f"{RESTORE_PREFIX}x", f"or a restore ({RESTORE_PREFIX}>), found '{RESTORE_PREFIX}x'"),
         ("a.>,a.1", "do not overlap, found 'a.>' and 'a.1'"),
     ):
         done = await floe(*words, "--as", "X", "--subjects", subjects)
@@ -314,7 +314,7 @@ async def test_a_dry_run_shows_what_the_server_knows(bench: Bench) -> None:
 
     first, second, third = await asyncio.gather(notes(large), notes(small), notes(small, "--format", "files"))
     assert ("max_payload" in first, "max_payload" in second) == (True, False)
-    assert ("--format files keeps them from it" in second, "makes the stream anew" in third) == (True, False)
+    assert ("--format files prevents that" in second, "creates a new stream" in third) == (True, False)
     assert await stream_info(bench.client, small) is None
 
 
@@ -410,7 +410,7 @@ async def test_deletions_by_retention_are_no_damage_and_it_begins_again(
         report = await work.run(client, Stop())
     assert (report.exit_code, report.is_promoted, report.plan.begin) == (0, True, 201)
     assert any("retention deleted" in note for note in report.plan.notes)
-    left = "where retention of the archive left it, and the stream at 1: up to 200 sequences of 1..200 not archived"
+    left = "after retention of the archive, and the stream at 1: up to 200 sequences of 1..200 not archived"
     assert report.plan.lossy == (f"site/{stream}/0000 begins at 201, {left}",)
     assert await back.contents(bench, stream) == before[200:]
 
@@ -551,7 +551,7 @@ async def test_effects_elsewhere_are_shown_and_permitted_before_anything_is_made
         os.close(answers)
         os.close(terminal)
     assert process.returncode == 0, output
-    assert "\n".join([*effects, f"bring back the stream of {site}?"]) in output
+    assert "\n".join([*effects, f"restore the stream of {site}?"]) in output
     await soon(lambda: received == [b"4", b"5", b"6"])
     assert await deliveries(bench, stream) == [f"push.first.{stream}", f"push.second.{stream}"]
     assert (await back.contents(bench, stream))[:6] == before
@@ -578,7 +578,7 @@ async def test_push_consumers_deliver_once_their_subjects_are_free(bench: Bench)
     assert [each.config["deliver_subject"] for each in plan.consumers] == pushed
     await listener.unsubscribe()
     preview = await floe(*words, "--dry-run")
-    assert "a restore before has brought it back; to do: let first, second deliver again" in preview.out
+    assert "an earlier restore has brought it back; to do: let first, second deliver again" in preview.out
     done = await ran(*words)
     assert done.out == f"stream {stream}: was brought back before; deliver again: first, second\n"
     await soon(lambda: received == [b"4", b"5", b"6"])

@@ -368,7 +368,7 @@ KINDS: dict[str, Kind] = {
     ),
     # Deleted messages
     "deleted": Kind(then=deletes(3, 4, 17)),
-    "deleted since": Kind(lost=deletes(5, 6), extra="what was deleted since"),
+    "deleted since": Kind(lost=deletes(5, 6), extra="messages deleted since"),
     "deleted, not captured": Kind(then=deletes(3, 4, 17), feed=NEVER, extra="no deletions were captured"),
     "purged": Kind(last=purges()),
     # Retention
@@ -419,7 +419,7 @@ KINDS: dict[str, Kind] = {
         consumers={"app": EXPLICIT},
         then=takes("app", 10, 4),
         positions=False,
-        notes=["consumer app: 6 messages delivered and not acknowledged", "so all behind 4 are delivered again"],
+        notes=["consumer app: 6 messages delivered and not acknowledged", "so all after 4 are delivered again"],
     ),
     # Limits that were changed
     "max_msgs lifted": Kind({"max_msgs": 20}, then=puts(15), after=acts(edits(max_msgs=-1), puts(10))),
@@ -449,7 +449,7 @@ KINDS: dict[str, Kind] = {
     "set back": Kind(
         between=acts(set_back(20), puts(15), resolves()),
         incarnation=1,
-        notes=["0000/0 goes on to 30, and 0001 continues it up to 20 only: 10 sequences of 21..30 of another history"],
+        notes=["0000/0 reaches 30, and 0001 continues it only up to 20: 10 sequences of 21..30 of another history"],
     ),
     "partitions set back": Kind(
         {"subjects": ["ZOO.0.>", "ZOO.1.>"]},
@@ -464,7 +464,7 @@ KINDS: dict[str, Kind] = {
     "set back, begun later": Kind(
         between=acts(set_back(20), puts(15), resolves(26)),
         incarnation=1,
-        missing="what it continues is the same stream up to 20 only",
+        missing="that it continues is the same stream only up to 20",
     ),
     "cut anew": Kind(
         before=two(9),
@@ -482,7 +482,7 @@ KINDS: dict[str, Kind] = {
         same_state=False,
     ),
     # Lost from the archive
-    "retired": Kind(lost=retires(11), missing="where retention of the archive left it, and the stream at 1"),
+    "retired": Kind(lost=retires(11), missing="after retention of the archive, and the stream at 1"),
     "a hole": Kind(then=puts(5), lost=loses(lambda coverage: coverage.last == 30), missing="no segment covers 1..30"),
     "a lost tail": Kind(lost=loses(lambda coverage: coverage.last == 40), missing="31..40 is missing, up to"),
     # Parts of a stream

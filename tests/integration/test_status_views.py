@@ -140,7 +140,7 @@ async def test_the_archive_is_shown_without_nats(centre: Centre, archive: Archiv
     only = await floe("status", "-c", str(config), "--archive", "-o", "json")
     [row] = only.json()
     stored = sum(ref.size for ref in archive.store.list(CHAIN))
-    assert (only.code, only.err) == (0, "NATS is not asked\n")
+    assert (only.code, only.err) == (0, "NATS is not queried\n")
     assert (row["view"], row["archived"], row["segments"], row["bytes"]) == ("archive", 70, 2, stored)
     assert row["last_archived"].endswith("Z")
     assert (row["last_compaction"], row["last_compaction_exit_code"]) == (None, None)
@@ -148,7 +148,7 @@ async def test_the_archive_is_shown_without_nats(centre: Centre, archive: Archiv
     down = changed(config, "nats", url=f"nats://127.0.0.1:{free_port()}")
     done = await floe("status", "-c", down)
     assert done.code == 75
-    assert "only what the archive holds is shown: nats server 127.0.0.1" in done.err
+    assert "only the archive is shown: nats server 127.0.0.1" in done.err
     assert [line.split()[:2] for line in done.out.splitlines()] == [["chain", "archived"], [str(CHAIN), "70"]]
 
     neither = str(centre.write(targets=[]))

@@ -489,7 +489,7 @@ def test_config_check_prints_ok_or_all_problems_of_each_document(folder: Path):
     assert second.startswith("error[E-CONFIG]: f.yaml:7:21: egress.lease_ttl: expected a duration")
     target = "create: {subjects: [o.>]}, sources: [{site: a, feed: f, subject_prefix: 'fleet.{site}'}]"
     err = check(folder, f"{HEAD}ingress: {{targets: [{{stream: T, {target}}}]}}\n")[2]
-    assert "f.yaml:3:52: ingress.targets.0.create.subjects: expected subjects that take what sources.0 makes" in err
+    assert "f.yaml:3:52: ingress.targets.0.create.subjects: expected subjects that take those of sources.0" in err
 
 
 def test_config_check_warns_and_takes_warnings_for_errors_where_it_is_strict(folder: Path):

@@ -44,10 +44,10 @@ def positions(state: TargetState | None) -> dict[Chain, int]:
 
 def test_a_moved_chain_names_what_is_never_carried_or_stored_twice() -> None:
     correction = move(CLOSED, A, 15)
-    effect = f"{A}: 11 to 14 are not carried any more"
+    effect = f"{A}: 11 to 14 are no longer delivered"
     assert (correction.effects, positions(correction.after)) == ([effect], {A: 15, B: 5})
-    twice = "what is stored is stored twice, at most 8 messages"
-    assert move(CLOSED, A, 3).effects == [f"{A}: 3 to 10 are carried again: {twice}"]
+    twice = "those already stored are stored twice, at most 8 messages"
+    assert move(CLOSED, A, 3).effects == [f"{A}: 3 to 10 are delivered again: {twice}"]
     assert move(CLOSED, A, 11).effects == []
 
 
@@ -70,11 +70,11 @@ def test_a_target_is_accepted_with_what_it_holds_and_without_what_it_lost() -> N
     assert foreign.effects == ["2 messages are not ours; they stay"]
     lost = accept(CLOSED, reading(90), scan(100, 90), {})
     assert positions(lost.after) == {A: 11, B: 5}
-    assert lost.effects[0].startswith("10 messages that were stored stand there no more")
+    assert lost.effects[0].startswith("10 stored messages are gone")
     # Messages parked for the former stream of the name were never stored: they stay parked.
     again = accept(CLOSED, reading(2, Origin(B, 8), "t1"), scan(0, 2, (1, None, 0), (2, B, 8)), {})
     assert again.after == TargetState(Checkpoint(2, "t1", {A: 11, B: 5}, foreign_upto=2, parked=ParkedNames("t0")))
-    assert again.effects[0].startswith("another stream of the name")
+    assert again.effects[0].startswith("another stream of the same name")
 
 
 def test_rows_of_an_open_intent_with_a_foreign_message_among_them_are_found_where_they_are() -> None:
@@ -93,7 +93,7 @@ def test_where_messages_are_gone_the_operator_has_to_set_each_chain() -> None:
     with pytest.raises(CorrectionRefused) as caught:
         accept(OPEN, reading(104, NoOrigin.FOREIGN), seen, {})
 
-    assert "2 messages behind target sequence 100 cannot be read any more" in caught.value.message
+    assert "2 messages after target sequence 100 cannot be read any more" in caught.value.message
     assert f"{B} at 5 or later, {A} at 12 or later" in caught.value.message
     chosen = {A: 13, B: 6}
     assert positions(accept(OPEN, reading(104, NoOrigin.FOREIGN), seen, chosen).after) == chosen
@@ -107,7 +107,7 @@ def test_what_is_no_row_of_the_open_intent_does_not_count() -> None:
     correction = accept(OPEN, reading(103, Origin(B, 2)), seen, {})
 
     assert positions(correction.after) == {A: 12, B: 5}
-    assert "2 messages carry provenance and are not awaited; they stay" in correction.effects
+    assert "2 messages carry provenance, but are not expected; they stay" in correction.effects
     closed = accept(CLOSED, reading(101), scan(100, 101, (101, A, 500), state=CLOSED), {})
     assert positions(closed.after) == {A: 11, B: 5}
 
@@ -153,7 +153,7 @@ def test_an_operator_sets_how_many_rows_are_stored(rows: int, base: int) -> None
 def test_a_lost_state_is_found_in_a_target_that_holds_everything_and_an_old_one_is_a_lower_bound() -> None:
     correction = rebuild(None, reading(4, Origin(B, 2)), scan(0, 4, (1, A, 1), (2, B, 7), (3, A, 4), (4, B, 2)))
     assert correction.after == TargetState(Checkpoint(4, "t0", {A: 5, B: 8}, foreign_upto=4))
-    assert correction.effects[1] == f"{A}: 2 messages stand there, 1 to 4"
+    assert correction.effects[1] == f"{A}: 2 messages found, 1 to 4"
 
     seen = scan(0, 120, (120, A, 30))
     with pytest.raises(CorrectionRefused, match="expected a target that holds all of its 120 messages, found 1"):
@@ -162,7 +162,7 @@ def test_a_lost_state_is_found_in_a_target_that_holds_everything_and_an_old_one_
 
     again = rebuild(CLOSED, reading(2), scan(0, 2, (1, A, 3), (2, A, 5)))  # restored from an old copy
     assert positions(again.after) == {A: 6}
-    for part in ("the last 98 messages, which the target has lost", "gets them twice"):
+    for part in ("the last 98 messages, which the target has lost", "get them twice"):
         assert any(part in line for line in again.effects)
 
 
@@ -173,7 +173,7 @@ def test_only_an_empty_target_is_filled_again() -> None:
     purged = forget(CLOSED, reading(100), 0)
     parked = ParkedNames("t0", ((None, 0),))
     assert purged.after == TargetState(Checkpoint(100, "t0", {}, foreign_upto=100, parked=parked))
-    assert purged.effects[1] == f"{A}: begins anew; what of it is stored already is stored twice"
+    assert purged.effects[1] == f"{A}: begins again; messages already stored are stored twice"
 
 
 # Parked messages
@@ -195,7 +195,7 @@ def test_what_the_dropped_intent_passed_or_stored_of_parked_messages_is_marked()
     assert (positions(part.after)[A], part.marks) == (14, ParkedMarks(((A, 12),), ((A, 3),)))
     assert (positions(none.after)[A], none.marks) == (11, ParkedMarks())
     assert f"{A} 12, {A} 19: parked; floe parked retry delivers it" in whole.effects
-    assert not [line for line in whole.effects if "not awaited" in line]
+    assert not [line for line in whole.effects if "not expected" in line]
 
 
 def test_a_parked_message_behind_a_foreign_one_is_marked_by_what_is_there_or_refused() -> None:
@@ -204,7 +204,7 @@ def test_a_parked_message_behind_a_foreign_one_is_marked_by_what_is_there_or_ref
 
     found = [accept(state, reading(103, Origin(A, 11)), scan(100, 103, *held, state=state), {})]
     gone = scan(100, 103, *held[:2], state=state)
-    with pytest.raises(CorrectionRefused, match=f"whether these parked ones are stored, .*: {A} 4"):
+    with pytest.raises(CorrectionRefused, match=f"proof that these parked ones are stored or not, .*: {A} 4"):
         accept(state, reading(103), gone, {A: 12})
     found.append(accept(state, reading(103), gone, {}, repeats=True))
     assert [each.marks for each in found] == [ParkedMarks((), ((A, 3),))] * 2

@@ -143,7 +143,7 @@ def test_a_source_rolls_up_only_its_own_subjects(sources: list[dict[str, Any]], 
 
     found = list(config_problems(config, settings))
 
-    assert all("control_headers: expected nats-rollup only where no other site" in each for each in found)
+    assert all("control_headers: expected nats-rollup only if no other site" in each for each in found)
     assert [int(each.split(".")[1]) for each in found] == meeting
     keys = [key for key, _ in settings_problems(IngressSettings(targets=(settings,)))]
     assert keys == [f"ingress.targets.0.sources.{index}.control_headers" for index in meeting]
@@ -179,10 +179,10 @@ def test_each_publisher_has_its_reason_and_a_refusal_names_the_key_and_the_comma
     against = objections((2, 15, 1), BOTH, frozenset(), exclusive=False)
     assert choose_publisher("FLEET", "auto", against) == "atomic"
     assert against["fast"] == "exclusive is false, and a foreign message ends a whole batch"
-    reasons = {"fast": "nats-server 2.13.0 is older than 2.14", "atomic": "the stream says allow_atomic false"}
+    reasons = {"fast": "nats-server 2.13.0 is older than 2.14", "atomic": "the stream has allow_atomic false"}
     assert objections((2, 13, 0), {}, frozenset()) == {**reasons, "single": ""}
     for name in ("fast", "atomic"):
-        with pytest.raises(ConfigError, match=f"expected one that it offers, found {name}: the stream says") as error:
+        with pytest.raises(ConfigError, match=f"expected a supported one, found {name}: the stream has") as error:
             choose_publisher("FLEET", name, objections((2, 15, 1), {}, frozenset()))
         assert (error.value.code, "nats stream edit FLEET --allow-" in error.value.hint) == ("E-PUBLISHER", True)
 

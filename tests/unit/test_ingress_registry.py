@@ -60,7 +60,7 @@ def test_an_incarnation_waits_for_stream_json_then_for_the_ends_of_the_one_befor
     before, *_ = registry.add(CHAIN), registry.add(NEXT), registry.add(LATEST)
     assert registry.stream_documents_to_read(CHAIN) == registry.stream_documents_to_read(NEXT) == [NEXT]
     assert registry.stream_documents_to_read(LATEST) == [LATEST]
-    assert obstacle(registry, {}) == "stream.json is not there yet"
+    assert obstacle(registry, {}) == "stream.json does not exist yet"
     registry.record_unread(NEXT, "stream.json is spoiled")
     assert obstacle(registry, {}) == "stream.json is spoiled"
 
@@ -68,7 +68,7 @@ def test_an_incarnation_waits_for_stream_json_then_for_the_ends_of_the_one_befor
 
     assert registry.stream_documents_to_read(CHAIN) == registry.stream_documents_to_read(NEXT) == []
     assert before.end == 10
-    assert obstacle(registry, {CHAIN: 10}) == "us-east/NODES/0000/0 stands at 10 and ends at 10"
+    assert obstacle(registry, {CHAIN: 10}) == "us-east/NODES/0000/0 is at 10 and ends at 10"
     assert obstacle(registry, {CHAIN: 11}) == obstacle(registry, {}, CHAIN) == ""
 
 
@@ -78,13 +78,13 @@ def test_an_incarnation_waits_until_all_partitions_before_it_have_reached_their_
         registry.add(chain)
     registry.set_previous_ends(NEXT, {0: 10, 1: 20, 2: 0})  # the third never covered anything
 
-    first = "us-east/NODES/0000/0 stands at 1 and ends at 10; at most 2 more partitions have not ended"
+    first = "us-east/NODES/0000/0 is at 1 and ends at 10; at most 2 more partitions have not ended"
     assert obstacle(registry, {}) == first
-    last = "us-east/NODES/0000/1 stands at 20 and ends at 20; at most 1 more partitions have not ended"
+    last = "us-east/NODES/0000/1 is at 20 and ends at 20; at most 1 more partitions have not ended"
     assert obstacle(registry, {CHAIN: 11, other: 20}) == last
     assert obstacle(registry, {CHAIN: 11, other: 21}) == ""
     registry.reset({CHAIN: 5, other: 21})
-    assert "us-east/NODES/0000/0 stands at 5" in registry.obstacle(NEXT)
+    assert "us-east/NODES/0000/0 is at 5" in registry.obstacle(NEXT)
 
 
 def test_an_incarnation_waits_for_partitions_it_has_not_seen_yet_and_reports_it_briefly() -> None:
@@ -112,7 +112,7 @@ def test_a_new_incarnation_can_be_made_to_wait_for_an_operator_once_the_one_befo
     registry.add(NEXT)
     registry.set_previous_ends(NEXT, {0: 5})
 
-    assert obstacle(registry, {}) == "us-east/NODES/0000/0 stands at 1 and ends at 5"
+    assert obstacle(registry, {}) == "us-east/NODES/0000/0 is at 1 and ends at 5"
     assert obstacle(registry, {CHAIN: 6}) == ""
     with pytest.raises(Stopped, match="a new incarnation begins at 3") as caught:
         registry.check_may_begin(NEXT, 3)

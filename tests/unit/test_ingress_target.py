@@ -371,7 +371,7 @@ def test_a_site_with_many_chains_hides_no_other_from_the_status() -> None:
     assert str(CHAIN) in shown
 
 
-@pytest.mark.parametrize("why", ["", "compared with its state"])
+@pytest.mark.parametrize("why", ["", "checking its state"])
 def test_a_target_is_ready_unless_it_gives_a_reason(why: str) -> None:
     target, health = carried([CHAIN], why, is_settled=False)
     assert health.problems() == ([f"target {target}: {why}"] if why else [])

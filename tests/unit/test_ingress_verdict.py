@@ -311,11 +311,11 @@ async def test_only_what_moved_since_the_last_check_still_moves(lasts: tuple[int
         await staged.reconciler.settle(StoredState(CLOSED, 1), None)
     assert (raised.value.exit_code, raised.value.code, staged.asked) == (code, "E-TARGET-SHARED", asked)
     assert isinstance(raised.value, OtherWriter) is (code == 4)
-    why = "target FLEET: the target is further than this state explains: last sequence: expected at most 100, found "
+    why = "target FLEET: the target is ahead of its stored state: last sequence: expected at most 100, found "
     assert raised.value.message.startswith(why)
     assert "message 101 has subject 'x'" in raised.value.message
     assert len(staged.reasons) == asked - 1
-    assert all(each.startswith("looked at again before it stops: ") for each in staged.reasons)
+    assert all(each.startswith("checked again before it stops: ") for each in staged.reasons)
 
 
 @pytest.mark.parametrize("stored", [CLOSED, None])  # by another instance meanwhile

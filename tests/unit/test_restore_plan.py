@@ -255,9 +255,9 @@ def test_a_digest_of_large_rows_ends_by_their_bytes() -> None:
     assert [(block.first, block.last) for block in digests.blocks] == [(n, n + 3) for n in range(1, 21, 4)]
 
 
-NO_JOIN = "and nothing tells that 0000 is the same stream before that: up to "
-JOINED = "what it continues is the same stream up to 12 only: up to 7 sequences of 13..19 not archived"
-BY_RETENTION = "begins at 101, where retention of the archive left it, and "
+NO_JOIN = "and it is unknown if 0000 is the same stream before that: up to "
+JOINED = "that it continues is the same stream only up to 12: up to 7 sequences of 13..19 not archived"
+BY_RETENTION = "begins at 101, after retention of the archive, and "
 CAPTURED = CapturedDeletions(AT, 200, 51, 200, ((60, 69),))
 ALL_GONE = CapturedDeletions(AT, 200, 51, 200, ((51, 100),))
 
@@ -265,14 +265,14 @@ ALL_GONE = CapturedDeletions(AT, 200, 51, 200, ((51, 100),))
 def test_what_is_missing_before_a_chain_is_lossy_where_the_stream_is_known_to_have_had_it() -> None:
     for incarnation, first, floor, least, join, gone, is_known, text in (
         (0, 101, 1, 1, None, None, True, "begins at 101, and the stream at 1: up to 100 sequences of 1..100 not"),
-        (0, 2, 1, None, None, None, False, "nothing tells where the stream began: up to 1 sequence of 1..1 not"),
+        (0, 2, 1, None, None, None, False, "the beginning of the stream is unknown: up to 1 sequence of 1..1 not"),
         (1, 13, 1, 5, None, None, True, NO_JOIN + "8"),
         (2, 20, 1, 1, 13, None, True, JOINED),
         (0, 101, 1, 101, None, None, None, None),
         (1, 13, 1, 1, 13, None, None, None),
         (1, 20, 1, 20, 13, None, None, None),
         (1, 1, 101, 1, None, None, True, BY_RETENTION + "the stream at 1: up to 100 sequences of 1..100 not"),
-        (1, 1, 101, None, None, None, False, BY_RETENTION + "nothing tells where the stream began: up to 100"),
+        (1, 1, 101, None, None, None, False, BY_RETENTION + "the beginning of the stream is unknown: up to 100"),
         (0, 1, 101, 101, None, None, None, None),
         (0, 101, 1, 51, None, CAPTURED, True, ": up to 40 sequences of 51..100 not archived"),  # the rest was deleted
         (0, 101, 1, 51, None, ALL_GONE, None, None),
@@ -305,14 +305,14 @@ def plan_of(*parts: ReplayPart, **config: Any) -> RestorePlan:
     return RestorePlan(RestoreRequest("s", "f"), chains, CHAIN, 1, 20, 20, AT, {"name": "S", **config})
 
 
-PUSHED = "what was deleted and comes back may push out others that lived: "
+PUSHED = "deleted messages that come back may push out live ones: "
 
 
 def test_the_plan_shows_what_limits_do_if_deletions_are_not_known() -> None:
     for limits, note in (
         ({"max_msgs": 15}, PUSHED + "up to 5 messages (max_msgs 15)"),
         ({"max_msgs_per_subject": 2}, PUSHED + "some of their subjects (max_msgs_per_subject 2)"),
-        ({"max_msgs": 15, "discard": "new"}, "max_msgs 15 with discard new: nothing is dropped, and while there is"),
+        ({"max_msgs": 15, "discard": "new"}, "max_msgs 15 with discard new: nothing is dropped, and new messages"),
         ({"max_msgs": 20}, None),
     ):
         notes = planning.deviations(plan_of(part_of(1, 20, *range(1, 21)), **limits), 0, captured=None, skipped=())
