@@ -260,7 +260,7 @@ async def _conflict_error(client: FloeClient, wanted: WantedMessages) -> Excepti
         if wanted.partition.partition_of(name) is not None:
             return ReaderResetError("consumer_taken", f"{name} belongs to another instance or to former partitions")
         return Stopped(
-            f"work queue {wanted.stream}: consumer {name} takes messages of {wanted.partition.durable}",
+            f"work queue {wanted.stream}: consumer {name} takes messages that {wanted.partition.durable} needs",
             hint="a work queue gives each message to one consumer: archive other subjects, or remove that consumer:\n"
             f"nats consumer rm {wanted.stream} {name}",
             code="E-RETENTION",
