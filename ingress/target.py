@@ -131,7 +131,7 @@ class TargetRunner:
     async def _limits(self) -> TargetLimits:
         """Return the limits of the target now. Raises Unavailable if it is gone, else as `ready_stream_info`."""
         if (info := await ready_stream_info(self._deps.client, self._target)) is None:
-            raise Unavailable(f"target {self._target}: no such stream any more")
+            raise Unavailable(f"target {self._target}: the stream no longer exists")
         return limits_from(self._deps.client, info, self._settings)
 
     def _publisher_name(self, info: StreamInfo) -> str:

@@ -484,7 +484,7 @@ def unarchived_line(rows: int, end: int, last_seen: tuple[int, str]) -> Iterator
     """
     if not rows and last_seen[0] > end:
         lost = SequenceRange(end + 1, last_seen[0])
-        found = f"no message of it is archived, and it was at {last_seen[0]} ({last_seen[1]}): {lost} is missing"
+        found = f"no message of the stream is archived; it was at {last_seen[0]} ({last_seen[1]}): {lost} is missing"
         yield f"{found}, and is given to new messages without --skip-to-sequence {last_seen[0]}"
 
 

@@ -181,7 +181,7 @@ async def test_a_stream_that_was_never_archived_is_not_taken_for_an_empty_one(be
     await back.consume(bench, stream, "app", 40)
     await back.capture(bench, stream, 0)
     await bench.delete_stream(stream)
-    with pytest.raises(Stopped, match=r"no message of it is archived, and it was at 40 .*: 1\.\.40 ") as found:
+    with pytest.raises(Stopped, match=r"no message of the stream is archived; it was at 40 .*: 1\.\.40 ") as found:
         await back.restored(bench, stream)
     assert found.value.code == "E-RESTORE-LOSSY"
     assert await stream_info(bench.client, stream) is None
