@@ -39,19 +39,19 @@ import pyarrow.parquet as pq
 
 from bench.harness import REPEATS, Bench, BenchResult, measure_paired
 from bench.place import payloads
+from common.archive.columns import record_batch
+from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.archive.keys import Layout, SegmentName
+from common.archive.segment import Footer, Ledger, Reason, SegmentRef
+from common.archive.store import LIST_PAGE_SEGMENTS, SegmentStore
+from common.archive.writer import SegmentWriter
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import Unavailable
-from common.jetstream.api import create_stream, stream_info
+from common.nats.api import create_stream, stream_info
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
 from common.open import open_store
-from common.segments.columns import record_batch
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.keys import Layout, SegmentName
-from common.segments.segment import Footer, Ledger, Reason, SegmentRef
-from common.segments.store import LIST_PAGE_SEGMENTS, SegmentStore
-from common.segments.writer import SegmentWriter
 from common.sequences import CoverageSet, SequenceRange
 from common.service.process import ThreadPool
 from common.service.progress import Progress

@@ -27,11 +27,11 @@ from bench.place import (
     run,
     wait_until,
 )
+from common.archive.documents import ChainDocument, StreamDocument
 from common.chain import Chain
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient, frame
+from common.nats.api import create_stream, stream_info
+from common.nats.client import FloeClient, frame
 from common.open import load_settings, open_chains
-from common.segments.documents import ChainDocument, StreamDocument
 from common.settings.ingress import TargetSettings
 from ingress.chains.chain_state import ChainRegistry
 from ingress.rows.prepare import SubjectFilters, TargetLimits

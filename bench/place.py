@@ -14,11 +14,11 @@ from typing import Any
 import uvloop
 import yaml
 
+from common.archive.store import SegmentStore
 from common.chain import Chain
-from common.jetstream.api import create_consumer, create_stream, delete_consumer, stream_info
-from common.jetstream.client import FloeClient, connect, frame
+from common.nats.api import create_consumer, create_stream, delete_consumer, stream_info
+from common.nats.client import FloeClient, connect, frame
 from common.open import load_settings, open_store
-from common.segments.store import SegmentStore
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS

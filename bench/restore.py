@@ -30,11 +30,11 @@ from bench.place import (
     peak_mb,
     run,
 )
+from common.archive.columns import record_batch
+from common.archive.documents import ChainDocument, StreamDocument
 from common.clock import SystemClock
-from common.jetstream.api import stream_info
+from common.nats.api import stream_info
 from common.open import load_settings, open_chains
-from common.segments.columns import record_batch
-from common.segments.documents import ChainDocument, StreamDocument
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.tasks import Stop

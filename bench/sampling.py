@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from bench.harness import REPEATS, Bench, BenchResult
+from common.archive.columns import Columns
+from common.archive.keys import Layout
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.objects.open import open_objects
-from common.segments.columns import Columns
-from common.segments.keys import Layout
-from common.segments.store import SegmentStore
 from common.settings.egress import FeedSettings
 from common.settings.root import StoreSettings
 from egress.sampling.sampler import Sampler

@@ -23,11 +23,11 @@ from common.logs import escape
 from common.settings.types import format_count, format_duration, parse_duration
 
 if TYPE_CHECKING:
+    from common.archive.documents import ChainStore
+    from common.archive.heartbeats import StoredHeartbeat
+    from common.archive.store import SegmentStore
+    from common.archive.table import SegmentTable
     from common.chain import Chain
-    from common.segments.alive import StoredHeartbeat
-    from common.segments.documents import ChainStore
-    from common.segments.store import SegmentStore
-    from common.segments.table import SegmentTable
     from common.service.monitor import MonitorAddress
     from common.settings.root import Settings
 
@@ -236,9 +236,9 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
     Example: floe check archive -c central.yaml
              floe check archive -c central.yaml us-east/NODES
     """
+    from common.archive.archive import select_chains
+    from common.archive.keys import configured_feeds, parse_chain_name
     from common.open import open_for_view
-    from common.segments.archive import select_chains
-    from common.segments.keys import configured_feeds, parse_chain_name
 
     store, documents = open_for_view(settings)
     with closing(store):
@@ -408,7 +408,7 @@ def _read_heartbeats(documents: ChainStore, now: float) -> dict[Chain, StoredHea
     """Return the heartbeats of egress, by chain with its incarnation; empty without the permission to read them. A stop
     that a live process reports counts over any other process of the same partition.
     """
-    from common.segments.alive import HEARTBEAT_OVERDUE_S, StoredHeartbeat, newest_by_partition
+    from common.archive.heartbeats import HEARTBEAT_OVERDUE_S, StoredHeartbeat, newest_by_partition
 
     found: list[StoredHeartbeat] = []
     with suppress(Refused):
@@ -450,7 +450,7 @@ def _recreation_age(documents: ChainStore, chain: Chain) -> float | None:
 
 def _damaged_keys(store: SegmentStore, table: SegmentTable) -> Iterator[str]:
     """Yield the keys of objects too small for a segment, and of the newest segment if its footer is invalid."""
-    from common.segments.parquet_guard import SegmentGone
+    from common.archive.guard import SegmentGone
 
     yield from (table[place].key for place in range(len(table)) if table.size_at(place) < MIN_PARQUET_BYTES)
     newest = max(range(len(table)), key=table.end_at, default=None)

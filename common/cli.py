@@ -452,7 +452,7 @@ class ChainSelector:
     @classmethod
     def parse(cls, text: str) -> ChainSelector:
         """Parse `SITE/FEED[/INCARNATION[/PARTITION]]`. Raises UsageError."""
-        from common.segments.keys import parse_chain_of_feed
+        from common.archive.keys import parse_chain_of_feed
 
         return cls(*parse_chain_of_feed(text))
 
@@ -463,9 +463,9 @@ class ChainSelector:
         unless all parts are named and one of the two has the chain. Raises UsageError if there is no such chain, and if
         the target is not at the newest incarnation yet.
         """
+        from common.archive.archive import match_chains
+        from common.archive.keys import configured_feeds, resolve_chain
         from common.open import open_for_view
-        from common.segments.archive import match_chains
-        from common.segments.keys import configured_feeds, resolve_chain
 
         site, feed = self.site, self.feed
         if self.incarnation is not None and self.partition is not None:

@@ -30,7 +30,7 @@ from common.tasks import cancel
 if TYPE_CHECKING:
     from common.chain import Chain
     from common.clock import Clock
-    from common.jetstream.client import FloeClient
+    from common.nats.client import FloeClient
     from common.objects.port import LifecycleRule, ObjectStore
     from common.settings.root import Settings, StoreSettings
     from common.settings.service import NatsSettings
@@ -166,8 +166,8 @@ async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
 
     Raises ConfigError if there is none for it, Unavailable and OutcomeUnknown if that is not known.
     """
-    from common.jetstream.api import query
-    from common.jetstream.requests import NO_RESPONDERS_CODE, ApiError
+    from common.nats.api import query
+    from common.nats.requests import NO_RESPONDERS_CODE, ApiError
 
     try:
         return await query(client, "INFO")
@@ -191,7 +191,7 @@ async def resolve_servers(nats: NatsSettings) -> NatsSettings:
     The resolution is not left to `connect`: the end of an event loop waits for its own resolutions, even long ones.
     Raises Unavailable if no server is left, else as `apply_context`.
     """
-    from common.jetstream.context import apply_context
+    from common.nats.context import apply_context
 
     nats = cap_timeout(apply_context(nats))
     async with _resolving(*nats.url) as lookups:
@@ -246,7 +246,7 @@ def _unresolved_error(key: str, addresses: Sequence[str], seconds: float) -> Una
 
 
 async def _try_nats(settings: Settings, role: str) -> ConnectionResult:
-    from common.jetstream.client import connect
+    from common.nats.client import connect
 
     nats = settings.nats_for("egress" if role == "egress" else "ingress")
     name = f"nats ({role}) {nats.context or ', '.join(nats.url)}"
@@ -285,7 +285,7 @@ def _only_site(settings: Settings, roles: Collection[str]) -> str | None:
 
 def _listed_prefixes(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
     """Return the prefixes that the roles list; a site lists only its own keys."""
-    from common.segments.keys import Layout, encode
+    from common.archive.keys import Layout, encode
 
     layout, site = Layout(settings.store.prefix), _only_site(settings, roles)
     if not site:
@@ -312,7 +312,7 @@ class _StoreProbes:
     """The checks of one store, one after the other: a later one needs the results of an earlier one."""
 
     def __init__(self, settings: Settings, roles: frozenset[str], clock: Clock, objects: ObjectStore) -> None:
-        from common.segments.keys import Layout
+        from common.archive.keys import Layout
 
         self._settings, self._roles, self._clock, self._objects = settings, roles, clock, objects
         self._layout, self._site = Layout(settings.store.prefix), settings.site
@@ -394,7 +394,7 @@ class _StoreProbes:
 
     def _probe_prefix(self) -> str | None:
         """Return the prefix for probes: under the first feed of the file, else under an archived chain; else None."""
-        from common.segments.keys import configured_feeds
+        from common.archive.keys import configured_feeds
 
         pairs = sorted(configured_feeds(self._settings)) or [(chain.site, chain.feed) for chain in self._chains or ()]
         pairs = [pair for pair in pairs if pair[0] == self._site] or pairs
@@ -652,7 +652,7 @@ def _rule_text(rule: LifecycleRule) -> str:
 
 def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFinding]:
     """Probe the disk; blocking. Writes one file of 64 KiB into the spool, and removes it."""
-    from common.segments.writer import Spool, spool_error
+    from common.archive.writer import Spool, spool_error
     from common.settings.types import size_words
 
     folder = Path(settings.spool_dir or tempfile.gettempdir())

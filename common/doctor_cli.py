@@ -34,7 +34,7 @@ from common.logs import escape
 
 if TYPE_CHECKING:
     from common.chain import Chain
-    from common.jetstream.client import FloeClient
+    from common.nats.client import FloeClient
     from common.settings.root import Role, Settings
     from common.settings.service import ServiceSettings
 
@@ -132,7 +132,7 @@ async def _examine_store(settings: Settings, work: Coroutine[Any, Any, list[Doct
 
 
 async def _examine_nats(settings: Settings, role: Role, probes: RoleProbes) -> list[DoctorFinding]:
-    from common.jetstream.client import connect
+    from common.nats.client import connect
 
     nats = settings.nats_for(role)
     try:
@@ -245,8 +245,8 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
     after it has authorized them, and a write on a condition that cannot hold.
     """
     from common.errors import OutcomeUnknown
-    from common.jetstream.kv import KeyValue
-    from common.jetstream.requests import NO_RESPONDERS_CODE, ApiError
+    from common.nats.kv import KeyValue
+    from common.nats.requests import NO_RESPONDERS_CODE, ApiError
 
     section: ServiceSettings = settings.egress if role == "egress" else settings.ingress
     buckets = (section.state_bucket, section.lease_bucket)
@@ -311,7 +311,7 @@ def _stream_size_limits(account: Mapping[str, Any]) -> tuple[bool, int]:
 
 async def _buckets(client: FloeClient, section: ServiceSettings, sizes: tuple[bool, int]) -> DoctorFinding:
     """Find how full the buckets with `max_bytes` are, and how large a missing one is made."""
-    from common.jetstream.api import STREAM_NOT_FOUND, query_or_none
+    from common.nats.api import STREAM_NOT_FOUND, query_or_none
 
     (are_demanded, allowed), texts, full = sizes, list[str](), list[str]()
     for bucket, size in ((section.state_bucket, section.kv_max_bytes), (section.lease_bucket, section.lease_bytes)):
@@ -339,7 +339,7 @@ async def _buckets(client: FloeClient, section: ServiceSettings, sizes: tuple[bo
 
 
 async def _stream(client: FloeClient, name: str) -> DoctorFinding:
-    from common.jetstream.api import stream_info
+    from common.nats.api import stream_info
 
     try:
         info = await stream_info(client, name)

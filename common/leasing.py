@@ -19,11 +19,11 @@ from prometheus_client import Counter, Gauge
 
 from common import tasks
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.client import FloeClient, RawSubscription
-from common.jetstream.kv import BucketDeleted, BucketFull, state_key
-from common.jetstream.lease import Lease, Leases
-from common.jetstream.requests import ApiError
 from common.logs import get_logger
+from common.nats.client import FloeClient, RawSubscription
+from common.nats.kv import BucketDeleted, BucketFull, state_key
+from common.nats.lease import Lease, Leases
+from common.nats.requests import ApiError
 from common.service.monitor import Health
 from common.tasks import Stop, StopReason, cancel, first_of, wait_for
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from common.archive.documents import ChainStore, PutOnceClaims
+    from common.archive.store import SegmentStore
     from common.objects.port import ObjectStore
-    from common.segments.documents import ChainStore, PutOnceClaims
-    from common.segments.store import SegmentStore
     from common.settings.root import Settings
 
 
@@ -99,9 +99,9 @@ def reload_on_hangup(path: str, settings: Settings) -> Iterator[None]:
 
 def open_store(settings: Settings, objects: ObjectStore | None = None) -> SegmentStore:
     """Open the segment store, on `objects` if given, else on the configured object store."""
+    from common.archive.keys import Layout
+    from common.archive.store import SegmentStore
     from common.objects.open import open_objects
-    from common.segments.keys import Layout
-    from common.segments.store import SegmentStore
 
     return SegmentStore(
         objects or open_objects(settings.store),
@@ -130,8 +130,8 @@ def open_for_view(settings: Settings) -> tuple[SegmentStore, ChainStore]:
 def open_chains(
     settings: Settings, objects: ObjectStore | None = None, claims: PutOnceClaims | None = None
 ) -> ChainStore:
+    from common.archive.documents import ChainStore
+    from common.archive.keys import Layout
     from common.objects.open import open_objects
-    from common.segments.documents import ChainStore
-    from common.segments.keys import Layout
 
     return ChainStore(objects or open_objects(settings.store), Layout(settings.store.prefix), claims)

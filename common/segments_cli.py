@@ -17,6 +17,15 @@ from typing import Any, Literal
 import click
 from msgspec import structs
 
+from common.archive.archive import Timeline, chain_ends, find_chain, find_incarnation, read_cover, select_chains, span
+from common.archive.captures import CapturedConsumer, CapturedConsumers, CaptureStore
+from common.archive.columns import is_text, messages
+from common.archive.documents import ChainStore, CompactionRun, run_of
+from common.archive.guard import SegmentGone
+from common.archive.keys import configured_feeds, parse_chain_name
+from common.archive.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
+from common.archive.store import SegmentStore, quarantine
+from common.archive.views import duckdb_view, object_address, polars_frame
 from common.chain import Chain
 from common.cli import (
     RequestedTime,
@@ -38,19 +47,10 @@ from common.cli import (
 from common.clock import NS_PER_S, SystemClock, format_time, parse_time
 from common.errors import ConfigError, DataError, SegmentCorrupt, UsageError
 from common.exits import EXIT_DIFFERENCES
-from common.jetstream.headers import parse_block
 from common.logs import escape
+from common.nats.headers import parse_block
 from common.objects.port import ObjectInfo, check_key
 from common.open import load_settings, open_for_view, open_for_work
-from common.segments.archive import Timeline, chain_ends, find_chain, find_incarnation, read_cover, select_chains, span
-from common.segments.captures import CapturedConsumer, CapturedConsumers, CaptureStore
-from common.segments.columns import is_text, messages
-from common.segments.documents import ChainStore, CompactionRun, run_of
-from common.segments.keys import configured_feeds, parse_chain_name
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
-from common.segments.store import SegmentStore, quarantine
-from common.segments.views import duckdb_view, object_address, polars_frame
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.service.process import ThreadPool
 from common.settings.root import Settings

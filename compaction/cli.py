@@ -30,9 +30,9 @@ DAY = 86_400.0  # seconds
 STORE_SILENCE_S = 25.0  # seconds that a call of the store may take after a signal
 
 if TYPE_CHECKING:
-    from common.segments.documents import ChainStore
-    from common.segments.segment import Footer, SegmentRef
-    from common.segments.store import SegmentStore
+    from common.archive.documents import ChainStore
+    from common.archive.segment import Footer, SegmentRef
+    from common.archive.store import SegmentStore
     from common.settings.root import Settings
     from compaction.failures import Failure
     from compaction.retention import Retention
@@ -86,8 +86,8 @@ def compact(
         raise UsageError(f"--metrics-textfile {textfile}: expected the name of a file, found something else")
     if textfile and not os.access(textfile.parent, os.W_OK | os.X_OK):
         raise UsageError(f"--metrics-textfile {textfile}: expected a file in a writable folder, found none")
-    from common.segments.keys import parse_chain_name
-    from common.service.life import ProcessLog
+    from common.archive.keys import parse_chain_name
+    from common.service.process_log import ProcessLog
     from compaction import report
     from compaction.run import Selection
     from compaction.spark import require_spark
@@ -145,9 +145,9 @@ def verify(
       floe segments verify -c central.yaml us-east/NODES --deep
       floe segments verify -c central.yaml --deep --since-last
     """
-    from common.segments.archive import select_chains
-    from common.segments.checks import find_foreign_keys
-    from common.segments.keys import configured_feeds
+    from common.archive.archive import select_chains
+    from common.archive.checks import find_foreign_keys
+    from common.archive.keys import configured_feeds
     from compaction import report
     from compaction.sign_off import SignOffStore
     from compaction.verify import known_chains, verify_chains
@@ -208,7 +208,7 @@ def check_compaction(
     \b
     Example: floe check compaction -c central.yaml --warning 2d --critical 4d
     """
-    from common.segments.documents import run_of
+    from common.archive.documents import run_of
     from compaction.report import read_last_success
     from compaction.run import Compaction, LocalRunner, Selection
 
@@ -311,8 +311,8 @@ def _override_settings(settings: Settings, engine: str | None, master: str | Non
 
 def _check_names(settings: Settings, selection: Selection) -> None:
     """Raise UsageError for a site, feed or partition that does not exist."""
-    from common.segments.archive import match_chains
-    from common.segments.keys import configured_feeds, filter_chains
+    from common.archive.archive import match_chains
+    from common.archive.keys import configured_feeds, filter_chains
 
     site, feed, numbers = selection.site, selection.feed, (selection.incarnation, selection.partition)
     feeds, chains = configured_feeds(settings), open_for_work(settings)[1]
@@ -426,7 +426,7 @@ class _RunRecord:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        from common.segments.documents import CompactionRun
+        from common.archive.documents import CompactionRun
 
         chosen, now, seconds = self._selection, self._clock.now(), self._clock.monotonic() - self._began
         if any(each is not None for each in (chosen.level, chosen.incarnation, chosen.partition)):
@@ -478,7 +478,7 @@ def _print_failures(failures: list[Failure], known: list[Failure]) -> int:
 
 
 def _print_quarantine_commands(keys: Sequence[str]) -> None:
-    from common.segments.store import quarantine_command
+    from common.archive.store import quarantine_command
 
     for key in keys:
         click.echo(quarantine_command(key), err=True)

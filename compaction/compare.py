@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from common.archive.columns import CONTENT_COLUMNS, SCHEMA, first_difference
+from common.archive.guard import SegmentGone, fork_error
+from common.archive.reader import SegmentReader
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
 from common.errors import DataError
-from common.segments.columns import CONTENT_COLUMNS, SCHEMA, first_difference
-from common.segments.parquet_guard import SegmentGone, fork_error
-from common.segments.reader import SegmentReader
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, holes
 from compaction.supersede import SegmentCover, Supersession
 from compaction.union import Values, pc

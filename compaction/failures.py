@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from common.archive.guard import ForkError, SegmentGone
+from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import FloeError, SegmentCorrupt
-from common.segments.parquet_guard import ForkError, SegmentGone
-from common.segments.segment import SegmentRef
 
 # If several of these occurred, the operator must see the first in this order.
 _EXIT_ORDER = (78, 77, 3, 4, 75)

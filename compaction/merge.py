@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from common.archive.guard import MIB
+from common.archive.reader import SegmentReader
+from common.archive.segment import UNREAD_REASONS, Footer, Ledger, MergeInputs, Reason, SegmentRef
+from common.archive.store import SegmentStore
+from common.archive.writer import SegmentWriter, SpooledSegment
 from common.errors import SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
 from common.metrics import version
-from common.segments.parquet_guard import MIB
-from common.segments.reader import SegmentReader
-from common.segments.segment import UNREAD_REASONS, Footer, Ledger, MergeInputs, Reason, SegmentRef
-from common.segments.store import SegmentStore
-from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange, Stretch, cover, preference
 from compaction.plan import Output
 from compaction.union import Values, count_up_to, union

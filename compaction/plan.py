@@ -5,7 +5,7 @@ are cut before they exceed `max_size` or `max_count`. The rest at the end of a r
 or once it holds `min_count` and its oldest segment is older than `max_wait`, so that a quiet chain is compacted too. An
 output never spans a hole. Late segments with rows of their own are merged under any policy: they are united with the
 segments that contain them, or overlap them in part (`unite`). A chain is planned window by window
-(`common.segments.table`). The cuts between windows make no difference, because a group that is open at the end of one
+(`common.archive.table`). The cuts between windows make no difference, because a group that is open at the end of one
 continues in the next.
 """
 
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from common.archive.keys import MAX_LEVEL
+from common.archive.segment import SegmentRef
 from common.chain import Chain
-from common.segments.keys import MAX_LEVEL
-from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from compaction.supersede import unsuperseded
 

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import click
 from prometheus_client import write_to_textfile
 
+from common.archive.captures import CaptureRef
+from common.archive.checks import ForeignKeys
+from common.archive.documents import SnapshotRef
+from common.archive.keys import SegmentName
+from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.cli import print_json
 from common.clock import NS_PER_S, format_time
 from common.exits import exit_with_code
 from common.metrics import REGISTRY, gauge
-from common.segments.captures import CaptureRef
-from common.segments.checks import ForeignKeys
-from common.segments.documents import SnapshotRef
-from common.segments.keys import SegmentName
-from common.segments.segment import SegmentRef
 from common.settings import loader
 from common.settings.root import Settings
 from common.settings.types import duration_words, format_count, format_duration, size_words

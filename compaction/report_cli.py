@@ -127,7 +127,7 @@ def _updated_report(
 
     Raises Unavailable if a signal requests a stop.
     """
-    from common.service.life import ProcessLog
+    from common.service.process_log import ProcessLog
     from compaction.reports import ReportState, open_place
     from compaction.spark import require_spark, spark_until_stopped, with_master
 
@@ -150,8 +150,8 @@ def _updated_report(
 
 def _selected(settings: Settings, what: str | None, site: str | None, feed: str | None) -> tuple[list[Chain], str]:
     """Return the selected chains, and a name for them. Raises UsageError for a site or feed that does not exist."""
-    from common.segments.archive import match_chains
-    from common.segments.keys import configured_feeds, filter_chains, parse_chain_name
+    from common.archive.archive import match_chains
+    from common.archive.keys import configured_feeds, filter_chains, parse_chain_name
 
     if what is not None:
         refuse_both(what, {"site": site, "feed": feed})
@@ -185,7 +185,7 @@ def _put_views(made: TrafficReport, place: ReportPlace, since: int | None, until
 
 
 def _show(name: str, output: str, done: ReportRun, as_json: bool) -> int:
-    from common.segments.store import quarantine_command
+    from common.archive.store import quarantine_command
 
     if as_json:
         print_json({"report": name, "output": output, **asdict(done)})

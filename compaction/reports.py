@@ -24,19 +24,19 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.archive.archive import search
+from common.archive.columns import SCHEMA, microseconds
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import format_time
 from common.documents import JsonCodec
 from common.errors import DataError, FloeError, UsageError
-from common.jetstream.headers import header_value
 from common.logs import get_logger
+from common.nats.headers import header_value
 from common.objects.local import replace_file
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore, sha256_of
-from common.segments.archive import search
-from common.segments.columns import SCHEMA, microseconds
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, Stretch, cover
 from common.settings.root import Settings
 from compaction.spark import Spark, spark_error

@@ -22,18 +22,18 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from common.archive.captures import CaptureRef, CaptureStore
+from common.archive.documents import ChainStore, TargetPositions
+from common.archive.guard import SegmentGone
+from common.archive.keys import CAPTURES
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
+from common.archive.table import SegmentTable
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import DataError, FloeError, SegmentCorrupt
 from common.failpoints import failpoint
 from common.logs import get_logger
-from common.segments.captures import CaptureRef, CaptureStore
-from common.segments.documents import ChainStore, TargetPositions
-from common.segments.keys import CAPTURES
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
-from common.segments.table import SegmentTable
 from common.sequences import MAX_SEQUENCE, Stretch, cover
 from compaction.failures import Failure
 

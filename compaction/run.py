@@ -22,17 +22,17 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from common.archive.documents import ChainStore, SnapshotRef, late_rows_remedies, list_snapshots
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
+from common.archive.table import WINDOW_SEGMENTS, SegmentTable
+from common.archive.unread import open_stretch
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, SegmentCorrupt
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import ObjectInfo
-from common.segments.documents import ChainStore, SnapshotRef, late_rows_remedies, list_snapshots
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
-from common.segments.table import WINDOW_SEGMENTS, SegmentTable
-from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, cover
 from compaction.compare import DeletionProof, prove_by_reading
 from compaction.failures import Failure

@@ -19,14 +19,14 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.keys import Layout
+from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.documents import JsonCodec
 from common.errors import OutcomeUnknown
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import ObjectStore
-from common.segments.keys import Layout
-from common.segments.segment import SegmentRef
 
 log = get_logger(__name__)
 

@@ -31,19 +31,19 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
+from common.archive.archive import Timeline
+from common.archive.columns import SCHEMA
+from common.archive.documents import ChainStore
+from common.archive.keys import Layout
+from common.archive.reader import RowFilter
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentGone, SegmentStore
+from common.archive.unread import open_stretch
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import SegmentCorrupt
 from common.metrics import version
 from common.objects.open import open_objects
-from common.segments.archive import Timeline
-from common.segments.columns import SCHEMA
-from common.segments.documents import ChainStore
-from common.segments.keys import Layout
-from common.segments.reader import RowFilter
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentGone, SegmentStore
-from common.segments.unread import open_stretch
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.settings.root import Settings
 from common.settings.types import is_subject
@@ -63,7 +63,7 @@ def read_stretch(
     """Yield the rows of `stretch` that match `row_filter`, in order, with `columns` of the schema, or all. No batch is
     empty.
 
-    Includes the rows that others have of the segment's unread sequences (`common.segments.unread`). If the segment is
+    Includes the rows that others have of the segment's unread sequences (`common.archive.unread`). If the segment is
     gone or cannot be read, the rest is read through the cover of the remaining segments. Raises the segment's own error
     (SegmentGone, SegmentCorrupt) if nothing else accounts for the rows.
     """

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from pydantic import ValidationError
 
+from common.archive.archive import SKEW_MARGIN_NS, match_chains
+from common.archive.columns import SCHEMA
+from common.archive.documents import ChainStore
+from common.archive.keys import MAX_LEVEL, FeedId, configured_feeds, filter_chains
+from common.archive.reader import RowFilter
 from common.chain import Chain
 from common.cli import RequestedTime
 from common.clock import NS_PER_S, format_time
 from common.errors import UsageError
-from common.jetstream.headers import parse_block
-from common.segments.archive import SKEW_MARGIN_NS, match_chains
-from common.segments.columns import SCHEMA
-from common.segments.documents import ChainStore
-from common.segments.keys import MAX_LEVEL, FeedId, configured_feeds, filter_chains
-from common.segments.reader import RowFilter
+from common.nats.headers import parse_block
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.root import StoreSettings
 from common.settings.types import is_filter, parse_duration

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
+from common.archive.store import SegmentGone, SegmentStore
 from common.clock import Clock, SystemClock
 from common.doctor import DoctorFinding, ok, problem, skipped, warning
 from common.errors import ConfigError, FloeError, Refused, SegmentCorrupt, Unavailable
@@ -30,7 +31,6 @@ from common.exits import INSTALL_ALL
 from common.logs import get_logger
 from common.metrics import version
 from common.open import open_store
-from common.segments.store import SegmentGone, SegmentStore
 from common.service.process import stop_on_signals_sync
 from common.service.progress import Progress, format_share
 from common.settings.root import Settings

@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from common.archive.archive import search
+from common.archive.documents import ChainStore, accepted_part, hole_remedies
+from common.archive.segment import SegmentRef
+from common.archive.store import LIST_PAGE_SEGMENTS, SegmentStore
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, Refused
 from common.logs import get_logger
-from common.segments.archive import search
-from common.segments.documents import ChainStore, accepted_part, hole_remedies
-from common.segments.segment import SegmentRef
-from common.segments.store import LIST_PAGE_SEGMENTS, SegmentStore
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from compaction.source_options import ReadOptions
 

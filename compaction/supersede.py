@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from common.archive.keys import Layout
+from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import DataError
 from common.objects.port import ObjectStore
-from common.segments.keys import Layout
-from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch, cover
 from compaction.failures import Failure
 

@@ -18,14 +18,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.archive.documents import SnapshotRef, newest_first
+from common.archive.keys import Layout
+from common.archive.segment import SegmentRef
+from common.archive.table import SegmentTable
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown
 from common.logs import get_logger
 from common.objects.port import ClockedStore, ObjectInfo, ObjectStore, read_store_clock
-from common.segments.documents import SnapshotRef, newest_first
-from common.segments.keys import Layout
-from common.segments.segment import SegmentRef
-from common.segments.table import SegmentTable
 from common.sequences import SequenceRange, holes
 from compaction.failures import Failure
 from compaction.supersede import Supersession, may_supersede

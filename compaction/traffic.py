@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from common.archive.segment import Footer, Reason, SegmentRef
 from common.clock import NS_PER_S, format_time
-from common.segments.segment import Footer, Reason, SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.service.page import STYLE
 from common.settings.types import duration_words, size_words

@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute
 
-from common.segments.columns import CONTENT_COLUMNS, first_difference
-from common.segments.parquet_guard import fork_error
-from common.segments.reader import SegmentReader
-from common.segments.segment import SegmentRef
+from common.archive.columns import CONTENT_COLUMNS, first_difference
+from common.archive.guard import fork_error
+from common.archive.reader import SegmentReader
+from common.archive.segment import SegmentRef
 from common.sequences import preference
 from compaction.failures import as_unreadable_input
 

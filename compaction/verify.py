@@ -6,7 +6,7 @@ coverage. Deep: every byte of every segment is fetched and proved by its name; e
 its page), in order and within its coverage, and compared with every other segment that has the same sequence.
 
 A chain may have a million segments. One listing of it is kept as a table and checked window by window
-(`common.segments.table`); facts about all of the chain are summed up. The content of segments is checked by *tasks*:
+(`common.archive.table`); facts about all of the chain are summed up. The content of segments is checked by *tasks*:
 segments that overlap are in one task, so that a task needs no other, and may run anywhere, in any order.
 """
 
@@ -20,19 +20,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from common.archive.archive import leftover_remedies, ranges_after_end
+from common.archive.captures import CaptureStore
+from common.archive.documents import ChainStore, filled_hole_remedies, hole_remedies, late_rows_remedies
+from common.archive.guard import ForkError
+from common.archive.keys import CAPTURES, MAX_LEVEL
+from common.archive.segment import Footer, Reason, SegmentRef
+from common.archive.store import SegmentGone, SegmentStore, quarantine_command
+from common.archive.table import WINDOW_SEGMENTS, SegmentTable
+from common.archive.unread import StretchReader, open_stretch
 from common.chain import Chain
 from common.errors import DataError, FloeError, SegmentCorrupt, Unavailable
 from common.exits import config_in_use, set_config
 from common.objects.port import DeletedObject, VersionedStore
-from common.segments.archive import leftover_remedies, ranges_after_end
-from common.segments.captures import CaptureStore
-from common.segments.documents import ChainStore, filled_hole_remedies, hole_remedies, late_rows_remedies
-from common.segments.keys import CAPTURES, MAX_LEVEL
-from common.segments.parquet_guard import ForkError
-from common.segments.segment import Footer, Reason, SegmentRef
-from common.segments.store import SegmentGone, SegmentStore, quarantine_command
-from common.segments.table import WINDOW_SEGMENTS, SegmentTable
-from common.segments.unread import StretchReader, open_stretch
 from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.plan import blocks

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from itertools import count
 
 from common.errors import OutcomeUnknown
-from common.jetstream.api import ConsumerInfo, consumer_info
-from common.jetstream.client import FloeClient
-from common.jetstream.protocol import reply_layout
+from common.nats.api import ConsumerInfo, consumer_info
+from common.nats.client import FloeClient
+from common.nats.protocol import reply_layout
 from common.sequences import SequenceRange, holes
 from egress.memory import MemoryAccount
 from egress.partition import Position

@@ -15,18 +15,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.documents import ChainStore
+from common.archive.guard import SegmentGone
+from common.archive.keys import MAX_LEVEL
+from common.archive.reader import SegmentReader, open_file
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
+from common.archive.writer import SpooledSegment
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, SegmentCorrupt, Stopped, Unavailable
 from common.failpoints import failpoint
 from common.logs import get_logger
-from common.segments.documents import ChainStore
-from common.segments.keys import MAX_LEVEL
-from common.segments.parquet_guard import SegmentGone
-from common.segments.reader import SegmentReader, open_file
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
-from common.segments.writer import SpooledSegment
 from common.sequences import CoverageSet, SequenceRange, reaches
 from common.service.process import ThreadPool
 from common.tasks import first_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from common.segments.columns import Columns
-from common.segments.segment import Reason
+from common.archive.columns import Columns
+from common.archive.segment import Reason
 
 # One byte for each examined message: 0 if it is kept, else the reason to leave it out.
 CODE_KEPT, CODE_LOOPED, CODE_TOO_OLD, CODE_SAMPLED_OUT = range(4)

@@ -14,9 +14,9 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any
 
+from common.archive.columns import Columns
+from common.archive.segment import Ledger, Message, Reason
 from common.clock import Clock
-from common.segments.columns import Columns
-from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
 from egress.batch import MessageBatch, count_left_out

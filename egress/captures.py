@@ -5,7 +5,7 @@
 The configuration is put if it differs from the newest capture. Consumers are put if a declared setting differs; else,
 if a position moved, once the newest capture is old enough, or at the drain. Deletions are put if they differ; they are
 also read at each change of the configuration. Pure functions decide which captures to put. A capture that fails never
-stops the archiving: it is logged and retried. Documents: `common.segments.captures`.
+stops the archiving: it is logged and retried. Documents: `common.archive.captures`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from common.clock import NS_PER_S, format_time, parse_time
-from common.errors import DataError, FloeError
-from common.failpoints import failpoint
-from common.jetstream.api import StreamInfo, deleted_sequences, list_consumers, stream_info
-from common.jetstream.lease import Lease
-from common.logs import get_logger
-from common.segments.captures import (
+from common.archive.captures import (
     CAPTURE_KINDS,
     CONFIG,
     CONSUMERS,
@@ -38,6 +32,12 @@ from common.segments.captures import (
     to_json,
     with_chain_name,
 )
+from common.clock import NS_PER_S, format_time, parse_time
+from common.errors import DataError, FloeError
+from common.failpoints import failpoint
+from common.logs import get_logger
+from common.nats.api import StreamInfo, deleted_sequences, list_consumers, stream_info
+from common.nats.lease import Lease
 from common.settings.types import format_count
 from egress import metrics
 from egress.archive import Archive

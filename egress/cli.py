@@ -3,7 +3,7 @@
 import click
 
 from common.cli import Duration, config_option, json_option, print_json, print_table, run_command
-from common.lean import reduce_memory
+from common.memory import reduce_memory
 from common.open import load_settings, reload_on_hangup
 from egress.repartition_cli import repartition
 from egress.resolve_cli import resolve

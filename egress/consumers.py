@@ -21,7 +21,7 @@ from typing import Any
 
 from common.clock import NS_PER_S, Clock
 from common.errors import Stopped
-from common.jetstream.api import (
+from common.nats.api import (
     ConsumerInfo,
     StreamInfo,
     consumer_info,
@@ -31,9 +31,9 @@ from common.jetstream.api import (
     delete_consumer,
     ready_stream_info,
 )
-from common.jetstream.client import FloeClient
-from common.jetstream.durables import DESCRIPTION, INTEREST, LIMITS, WORK_QUEUE, durable_config
-from common.jetstream.requests import ApiError
+from common.nats.client import FloeClient
+from common.nats.durables import DESCRIPTION, INTEREST, LIMITS, WORK_QUEUE, durable_config
+from common.nats.requests import ApiError
 from common.sequences import MAX_SEQUENCE
 from common.settings.service import StartSettings
 from common.subjects import overlaps

@@ -6,17 +6,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from common.archive.keys import parse_chain_name
 from common.clock import Clock, SystemClock
 from common.errors import UsageError
-from common.jetstream.buckets import BucketClaims, optional_leases, optional_state
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue
-from common.jetstream.lease import Leases, new_owner
 from common.metrics import version
+from common.nats.buckets import BucketClaims, optional_leases, optional_state
+from common.nats.client import FloeClient, connect
+from common.nats.kv import KeyValue
+from common.nats.lease import Leases, new_owner
 from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.objects.port import ObjectStore
 from common.open import open_chains, open_store
-from common.segments.keys import parse_chain_name
 from common.service.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings

@@ -8,13 +8,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
+from common.archive.documents import ChainStore
+from common.archive.heartbeats import HEARTBEAT_INTERVAL_S
+from common.archive.store import SegmentStore
 from common.clock import Clock
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue
 from common.objects.port import ObjectStore
-from common.segments.alive import HEARTBEAT_INTERVAL_S
-from common.segments.documents import ChainStore
-from common.segments.store import SegmentStore
 from common.service.process import ThreadPool
 from egress.memory import MemoryBudget
 from egress.partition import Partition

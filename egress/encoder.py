@@ -8,17 +8,17 @@ from typing import TypeVar
 
 import pyarrow as pa
 
+from common.archive.captures import CaptureStore
+from common.archive.columns import Columns, record_batch
+from common.archive.guard import ROW_GROUP_BYTES_LEVEL_0, WRITER_ROW_BYTES
+from common.archive.segment import Footer, Ledger, Message, Tip
+from common.archive.writer import SegmentWriter, SpooledSegment
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
-from common.jetstream.api import STREAM_NOT_FOUND, missing_sequences
-from common.jetstream.durables import LIMITS
-from common.jetstream.requests import ApiError
-from common.segments.captures import CaptureStore
-from common.segments.columns import Columns, record_batch
-from common.segments.parquet_guard import ROW_GROUP_BYTES_LEVEL_0, WRITER_ROW_BYTES
-from common.segments.segment import Footer, Ledger, Message, Tip
-from common.segments.writer import SegmentWriter, SpooledSegment
+from common.nats.api import STREAM_NOT_FOUND, missing_sequences
+from common.nats.durables import LIMITS
+from common.nats.requests import ApiError
 from common.sequences import SequenceRange
 from common.tasks import Stop
 from egress.acks import ReaderResetError

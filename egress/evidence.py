@@ -9,19 +9,19 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
+from common.archive.captures import CaptureStore, outside_effects
+from common.archive.columns import messages
+from common.archive.reader import SegmentReader
+from common.archive.segment import Message, SegmentRef, Tip
+from common.archive.unread import StretchReader, open_stretch
 from common.chain import Chain
 from common.clock import parse_time
 from common.errors import DataError, FloeError, Unavailable
-from common.jetstream.api import StreamInfo, next_message, ready_stream_info, stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.durables import LIMITS, WORK_QUEUE
-from common.jetstream.pull import get_message
 from common.logs import get_logger
-from common.segments.captures import CaptureStore, outside_effects
-from common.segments.columns import messages
-from common.segments.reader import SegmentReader
-from common.segments.segment import Message, SegmentRef, Tip
-from common.segments.unread import StretchReader, open_stretch
+from common.nats.api import StreamInfo, next_message, ready_stream_info, stream_info
+from common.nats.client import FloeClient
+from common.nats.durables import LIMITS, WORK_QUEUE
+from common.nats.pull import get_message
 from common.sequences import SequenceRange, Stretch, choose_segment, cover, preference
 from egress.archive import Archive
 from egress.deps import EgressDeps, PartitionDeps

@@ -23,10 +23,10 @@ from common.clock import Clock, SystemClock
 from common.documents import JsonCodec
 from common.errors import FloeError, Unavailable, UsageError
 from common.exits import choices, floe_command
-from common.jetstream.buckets import optional_leases, optional_state
-from common.jetstream.kv import KeyValue, KvDocument, state_key
-from common.jetstream.lease import Leases, new_owner
 from common.logs import get_logger
+from common.nats.buckets import optional_leases, optional_state
+from common.nats.kv import KeyValue, KvDocument, state_key
+from common.nats.lease import Leases, new_owner
 from common.settings.root import Settings
 from common.settings.types import format_count, size_words
 from common.tasks import Stop, restart_on_error, wait_for

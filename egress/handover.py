@@ -2,9 +2,9 @@
 
 from common.chain import Chain
 from common.failpoints import failpoint
-from common.jetstream.api import StreamInfo
-from common.jetstream.lease import Lease
 from common.logs import get_logger
+from common.nats.api import StreamInfo
+from common.nats.lease import Lease
 from common.tasks import Stop, wait_for
 from egress.archive import Archive
 from egress.deps import PartitionDeps

@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from common import tasks
+from common.archive.heartbeats import STANDBY, ChainHeartbeat, HeartbeatObject
 from common.clock import Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient, RawSubscription
-from common.jetstream.headers import build_block
-from common.jetstream.kv import state_key
-from common.jetstream.lease import Lease, Leases
-from common.jetstream.requests import ApiError, api_error
 from common.logs import get_logger
-from common.segments.alive import STANDBY, ChainHeartbeat, HeartbeatObject
+from common.nats.api import stream_info
+from common.nats.client import FloeClient, RawSubscription
+from common.nats.headers import build_block
+from common.nats.kv import state_key
+from common.nats.lease import Lease, Leases
+from common.nats.requests import ApiError, api_error
 from common.service.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.egress import HeartbeatSubjectSettings

@@ -26,12 +26,12 @@ from typing import Annotated
 
 import msgspec
 
+from common.archive.segment import Tip
 from common.chain import Chain
 from common.documents import JsonCodec
 from common.errors import Stopped
 from common.exits import floe_command
-from common.jetstream.kv import KeyValue, KvDocument, state_key
-from common.segments.segment import Tip
+from common.nats.kv import KeyValue, KvDocument, state_key
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from egress.partition import Partition, believe_command, kv_error, resolve_command, restore_command
 

@@ -16,14 +16,14 @@ from typing import Annotated, Any
 
 import msgspec
 
+from common.archive.documents import ChainDocument, ChainStore, StreamDocument
 from common.chain import MAX_INCARNATION, Chain
 from common.documents import JsonCodec
 from common.errors import Stopped
 from common.failpoints import failpoint
-from common.jetstream.api import StreamInfo
-from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.logs import get_logger
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.nats.api import StreamInfo
+from common.nats.kv import KeyValue, KvDocument, state_key
 from common.sequences import MAX_SEQUENCE
 from egress.deps import PartitionDeps
 from egress.partition import Partition, believe_command, kv_error, partitions_of, repartition_command, resolve_command

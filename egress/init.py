@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import FloeError, Stopped
-from common.jetstream.api import StreamInfo, consumer_names, stream_info
-from common.jetstream.buckets import kv_replicas
-from common.jetstream.client import FloeClient
-from common.jetstream.durables import INTEREST, LIMITS
-from common.jetstream.kv import KeyValue
+from common.nats.api import StreamInfo, consumer_names, stream_info
+from common.nats.buckets import kv_replicas
+from common.nats.client import FloeClient
+from common.nats.durables import INTEREST, LIMITS
+from common.nats.kv import KeyValue
 from common.settings.root import Settings
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_error

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain as joined
 
+from common.archive.columns import Columns, messages
+from common.archive.segment import Message, SegmentRef
 from common.chain import Chain
 from common.errors import DataError
-from common.jetstream.api import STREAM_NOT_FOUND
-from common.jetstream.headers import ORIGINAL_HEADER, REPLAY_HEADER, SOURCE_HEADER, Provenance, header_lines
-from common.jetstream.pull import get_message
-from common.jetstream.requests import ApiError
 from common.logs import get_logger
-from common.segments.columns import Columns, messages
-from common.segments.segment import Message, SegmentRef
+from common.nats.api import STREAM_NOT_FOUND
+from common.nats.headers import ORIGINAL_HEADER, REPLAY_HEADER, SOURCE_HEADER, Provenance, header_lines
+from common.nats.pull import get_message
+from common.nats.requests import ApiError
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose_segment
 from egress.batch import CODE_LOOPED
 from egress.builder import Piece

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
+from common.archive.keys import CAPTURES
+from common.archive.segment import Reason
 from common.leasing import HAND_OVER_REASONS
 from common.metrics import counter, counter_total, gauge, histogram
-from common.segments.keys import CAPTURES
-from common.segments.segment import Reason
 from egress.acks import RESET_REASONS
 from egress.builder import ClosedBy
 

@@ -17,16 +17,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
+from common.archive.columns import Columns
+from common.archive.guard import MAX_MESSAGE_BYTES
 from common.clock import NS_PER_S
 from common.errors import FloeError, Stopped, Unavailable, UnexpectedError
 from common.exits import choices
-from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
-from common.jetstream.client import RawSubscription, frame
-from common.jetstream.durables import INTEREST
-from common.jetstream.protocol import ConsumerError, IdleHeartbeat, ParsedReplies, PullEnd, parse_replies, parse_status
 from common.logs import get_logger
-from common.segments.columns import Columns
-from common.segments.parquet_guard import MAX_MESSAGE_BYTES
+from common.nats.api import StreamInfo, consumer_info, delete_consumer, stream_info
+from common.nats.client import RawSubscription, frame
+from common.nats.durables import INTEREST
+from common.nats.protocol import ConsumerError, IdleHeartbeat, ParsedReplies, PullEnd, parse_replies, parse_status
 from common.sequences import SequenceRange
 from common.settings.types import size_words
 from common.tasks import cancel, record_unexpected, spawn

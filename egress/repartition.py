@@ -14,14 +14,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from common.archive.documents import ChainDocument, StreamDocument
 from common.chain import Chain
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
-from common.jetstream.api import StreamInfo, consumer_names, delete_consumer, stream_info
-from common.jetstream.durables import INTEREST, WORK_QUEUE
-from common.jetstream.lease import Lease, format_owner
 from common.logs import get_logger
-from common.segments.documents import ChainDocument, StreamDocument
+from common.nats.api import StreamInfo, consumer_names, delete_consumer, stream_info
+from common.nats.durables import INTEREST, WORK_QUEUE
+from common.nats.lease import Lease, format_owner
 from common.settings.egress import FeedSettings, PartitionSettings
 from common.tasks import Stop, cancel, raise_fatal, spawn
 from egress.archive import Archive

@@ -9,19 +9,19 @@ from typing import Any
 
 from prometheus_client import Gauge
 
+from common.archive.documents import SnapshotRef
+from common.archive.heartbeats import STANDBY, ChainHeartbeat
+from common.archive.segment import UNREAD_REASONS, Reason
+from common.archive.writer import SpooledSegment
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import DataError, FloeError
 from common.exits import floe_command
-from common.jetstream.api import StreamInfo, query
-from common.jetstream.client import FloeClient
-from common.jetstream.lease import format_owner
 from common.logs import get_logger
 from common.metrics import show_zeros
-from common.segments.alive import STANDBY, ChainHeartbeat
-from common.segments.documents import SnapshotRef
-from common.segments.segment import UNREAD_REASONS, Reason
-from common.segments.writer import SpooledSegment
+from common.nats.api import StreamInfo, query
+from common.nats.client import FloeClient
+from common.nats.lease import format_owner
 from common.service.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.types import format_count

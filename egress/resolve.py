@@ -7,8 +7,8 @@ from typing import Any
 
 from common.chain import MAX_INCARNATION, Chain
 from common.errors import ConfigError, DataError, FloeError, Stopped, Unavailable, UsageError
-from common.jetstream.api import stream_info
 from common.logs import get_logger
+from common.nats.api import stream_info
 from common.sequences import SequenceRange
 from egress.archive import Archive
 from egress.consumers import check_start

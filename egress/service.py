@@ -9,25 +9,25 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from typing import Any, TypeVar
 
+from common.archive.coverage import CoverageScanner
+from common.archive.heartbeats import process_name
+from common.archive.keys import Layout
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import OutcomeUnknown, Unavailable
 from common.exits import EXIT_RETRY_LATER
-from common.jetstream.buckets import open_leases, open_state
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.lease import Leases, new_owner
 from common.leasing import LeaseGroup, LeaseMetrics, LeaseScope
 from common.logs import flush, get_logger
 from common.metrics import show_zeros
+from common.nats.buckets import open_leases, open_state
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue, state_key
+from common.nats.lease import Leases, new_owner
 from common.objects.open import open_objects
 from common.objects.port import ObjectInfo, ObjectStore
 from common.objects.s3_errors import ObservedStore, without_paths
-from common.segments.alive import process_name
-from common.segments.coverage import CoverageScanner
-from common.segments.keys import Layout
-from common.service.life import ProcessLog
 from common.service.monitor import Health, Monitor
 from common.service.process import SystemdNotifier, ThreadPool, count_running_calls, handle_signal, stop_on_signals
+from common.service.process_log import ProcessLog
 from common.settings.root import Settings
 from common.tasks import Stop, cancel, raise_fatal, run_until_stopped, spawn, wait_for, warn_if_slow
 from egress import metrics

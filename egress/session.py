@@ -16,14 +16,14 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from common.archive.segment import Tip
+from common.archive.writer import SpooledSegment
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import FloeError, LeaseLost, Stopped, UnexpectedError
-from common.jetstream.api import next_message
-from common.jetstream.lease import Lease
 from common.logs import get_logger
-from common.segments.segment import Tip
-from common.segments.writer import SpooledSegment
+from common.nats.api import next_message
+from common.nats.lease import Lease
 from common.tasks import Stop, StopReason, cancel, record_unexpected, report_errors, wait_for
 from egress.acks import ReaderResetError, archived_ranges
 from egress.archive import Archive

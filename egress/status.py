@@ -12,18 +12,18 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from common.archive.documents import ChainStore
+from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
 from common.chain import Chain
 from common.cli import StatusView, StyledCell, format_age
 from common.clock import SystemClock, format_time
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
 from common.exits import EXIT_RETRY_LATER
-from common.jetstream.api import stream_info
-from common.jetstream.buckets import optional_leases
-from common.jetstream.client import connect
-from common.jetstream.lease import format_owner, new_owner
+from common.nats.api import stream_info
+from common.nats.buckets import optional_leases
+from common.nats.client import connect
+from common.nats.lease import format_owner, new_owner
 from common.open import open_for_view
-from common.segments.alive import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
-from common.segments.documents import ChainStore
 from common.service.monitor import fetch
 from common.service.process import ThreadPool
 from common.settings.egress import EgressMonitorSettings

@@ -5,13 +5,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from common.archive.segment import SegmentRef, Tip
+from common.archive.writer import SpooledSegment
 from common.clock import Backoff
 from common.errors import LeaseLost, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
-from common.jetstream.lease import Lease
 from common.logs import get_logger
-from common.segments.segment import SegmentRef, Tip
-from common.segments.writer import SpooledSegment
+from common.nats.lease import Lease
 from common.sequences import SequenceRange
 from common.tasks import Stop, wait_for
 from egress.acks import ReaderResetError

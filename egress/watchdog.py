@@ -20,8 +20,8 @@ from typing import Any
 
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError
-from common.jetstream.api import next_message, stream_info
 from common.logs import get_logger
+from common.nats.api import next_message, stream_info
 from egress.acks import ReaderResetError
 from egress.deps import PartitionDeps
 from egress.report import FeedReport

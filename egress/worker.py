@@ -12,9 +12,9 @@ from typing import Any
 
 from common.clock import Backoff
 from common.errors import FloeError, LeaseLost, Stopped, Unavailable
-from common.jetstream.durables import LIMITS
-from common.jetstream.lease import Lease
 from common.logs import get_logger
+from common.nats.durables import LIMITS
+from common.nats.lease import Lease
 from common.tasks import Stop, StopReason, cancel, raise_fatal, restart_on_error, run_until_stopped, spawn, wait_for
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import check_loop, raise_if_loop

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import Unavailable
-from common.jetstream.client import FloeClient, RawSubscription, frame
+from common.nats.client import FloeClient, RawSubscription, frame
 from common.tasks import wait_for
 
 MAX_UNACKED = 4096  # messages in flight

@@ -14,9 +14,9 @@ from typing import Any
 
 from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import ConfigError
-from common.jetstream.api import stream_info
-from common.jetstream.client import ApiError, FloeClient, frame
-from common.jetstream.pull import get_message
+from common.nats.api import stream_info
+from common.nats.client import ApiError, FloeClient, frame
+from common.nats.pull import get_message
 from infra.acked import AckedPublisher, PublishCounts
 
 MAX_HEADERS = 65_535  # bytes of a header block; nats-server refuses more, even if max_payload is greater

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, DataError, UsageError
-from common.jetstream.api import StreamInfo, create_stream, stream_info
-from common.jetstream.client import FloeClient, connect
 from common.logs import get_logger
+from common.nats.api import StreamInfo, create_stream, stream_info
+from common.nats.client import FloeClient, connect
 from common.service.process import stop_on_signals
 from common.settings.service import NatsSettings
 from common.tasks import Stop, wait_for

@@ -18,16 +18,16 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import takewhile
 
+from common.archive.columns import messages
+from common.archive.segment import Message
+from common.archive.store import SegmentStore
+from common.archive.unread import open_stretch
 from common.chain import Chain
 from common.errors import ConfigError
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.headers import split_provenance
-from common.jetstream.pull import for_each_message
-from common.segments.columns import messages
-from common.segments.segment import Message
-from common.segments.store import SegmentStore
-from common.segments.unread import open_stretch
+from common.nats.api import stream_info
+from common.nats.client import FloeClient
+from common.nats.headers import split_provenance
+from common.nats.pull import for_each_message
 from common.sequences import SequenceRange, cover, holes
 
 MAX_EXAMPLES = 5  # of each kind of damage

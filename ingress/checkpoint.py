@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from common.archive.keys import SegmentName
 from common.chain import Chain
 from common.errors import DataError
-from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 
 MAX_INTENT_ROWS = 100_000

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from common.archive.keys import Layout, SegmentName
 from common.chain import Chain
 from common.errors import OutcomeUnknown, Stopped
 from common.exits import choices
-from common.jetstream.kv import KvEntry
-from common.segments.keys import Layout, SegmentName
+from common.nats.kv import KvEntry
 from common.sequences import SequenceRange
 from ingress.checkpoint import (
     Checkpoint,
@@ -155,7 +155,7 @@ MAX_STATE_BYTES = 900 * 1024  # bytes; a server accepts messages of up to 1 MiB 
 
 
 class StateBucket(Protocol):
-    """The methods of `common.jetstream.kv.KeyValue` that are used here."""
+    """The methods of `common.nats.kv.KeyValue` that are used here."""
 
     async def get(self, key: str) -> KvEntry | None: ...
     async def create(self, key: str, value: bytes) -> int | None: ...

@@ -13,8 +13,8 @@ from common.cli import Interval, StatusView, config_option, json_option, print_j
 from common.clock import SystemClock
 from common.errors import OutcomeUnknown, StoreUnavailable, Unavailable
 from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER, report_error
-from common.lean import reduce_memory
 from common.logs import escape
+from common.memory import reduce_memory
 from common.open import load_settings
 from ingress.operator.checkpoint_cli import checkpoint_release, checkpoint_set
 

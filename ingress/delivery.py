@@ -16,9 +16,9 @@ from common.clock import Clock
 from common.errors import OtherWriter, Stopped, Unavailable
 from common.exits import choices, floe_command
 from common.failpoints import failpoint
-from common.jetstream.client import FloeClient, headers_disabled_error
-from common.jetstream.requests import WRONG_LAST_SEQUENCE_CODES
 from common.logs import get_logger
+from common.nats.client import FloeClient, headers_disabled_error
+from common.nats.requests import WRONG_LAST_SEQUENCE_CODES
 from common.tasks import Stop
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry

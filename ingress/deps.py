@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from common.archive.documents import ChainStore
+from common.archive.store import SegmentStore
 from common.clock import Clock
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import state_key
 from common.leasing import LeaseGroup, LeaseScope
-from common.segments.documents import ChainStore
-from common.segments.store import SegmentStore
+from common.nats.client import FloeClient
+from common.nats.kv import state_key
 from common.service.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.ingress import IngressSettings

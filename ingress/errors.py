@@ -3,12 +3,12 @@
 import shlex
 from collections.abc import Sequence
 
+from common.archive.documents import chain_arguments, hole_remedies
+from common.archive.store import quarantine_command
 from common.chain import Chain
 from common.errors import ConfigError, DataError, FloeError, OtherWriter, OutcomeUnknown, Refused, Stopped, Unavailable
 from common.exits import config_source, floe_command
-from common.jetstream.requests import ApiError
-from common.segments.documents import chain_arguments, hole_remedies
-from common.segments.store import quarantine_command
+from common.nats.requests import ApiError
 from common.sequences import SequenceRange
 from common.settings.ingress import IngressSettings
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from common.archive.keys import Layout, decode, encode
+from common.archive.segment import Message
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
-from common.segments.keys import Layout, decode, encode
-from common.segments.segment import Message
 from common.sequences import MAX_SEQUENCE
 from ingress import metrics
 from ingress.checkpoint import ParkedNames, TargetState

@@ -6,10 +6,10 @@ from typing import Any
 
 from common.clock import NS_PER_S
 from common.errors import ConfigError
-from common.jetstream.api import StreamInfo, create_stream, ready_stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.requests import ApiError
 from common.logs import get_logger
+from common.nats.api import StreamInfo, create_stream, ready_stream_info
+from common.nats.client import FloeClient
+from common.nats.requests import ApiError
 from common.settings.ingress import CreateSettings, IngressSettings, TargetSettings
 from common.subjects import overlaps
 from ingress.errors import is_transient

@@ -9,13 +9,13 @@ from dataclasses import astuple, dataclass
 from itertools import product
 from typing import Any
 
+from common.archive.documents import ChainStore, TargetPositions
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
-from common.jetstream.lease import format_owner
 from common.logs import get_logger
 from common.metrics import show_zeros
-from common.segments.documents import ChainStore, TargetPositions
+from common.nats.lease import format_owner
 from common.service.monitor import Health
 from common.service.process import ThreadPool
 from ingress import metrics

@@ -4,20 +4,20 @@ import asyncio
 import random
 from functools import partial
 
+from common.archive.coverage import CoverageScanner
+from common.archive.documents import ChainStore
+from common.archive.store import SegmentStore
 from common.clock import Clock
 from common.errors import FloeError
-from common.jetstream.buckets import BucketClaims, open_leases, optional_state
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.lease import Leases, new_owner
 from common.leasing import LeaseGroup, LeaseMetrics
 from common.logs import get_logger
 from common.metrics import show_zeros
-from common.segments.coverage import CoverageScanner
-from common.segments.documents import ChainStore
-from common.segments.store import SegmentStore
-from common.service.life import ProcessLog
+from common.nats.buckets import BucketClaims, open_leases, optional_state
+from common.nats.client import FloeClient, connect
+from common.nats.lease import Leases, new_owner
 from common.service.monitor import Health
 from common.service.process import ThreadPool
+from common.service.process_log import ProcessLog
 from common.settings.root import Settings
 from common.tasks import Stop, cancel, first_of, restart_on_error
 from ingress import metrics

@@ -9,11 +9,11 @@ from common.chain import Chain
 from common.clock import Backoff, doubling_delays
 from common.doctor import DoctorFinding, failed, ok, problem, warning
 from common.errors import ConfigError, FloeError, LeaseLost, Stopped, Unavailable, UnexpectedError
-from common.jetstream.api import StreamInfo, ready_stream_info, stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.lease import Lease
 from common.logs import get_logger
+from common.nats.api import StreamInfo, ready_stream_info, stream_info
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue, state_key
+from common.nats.lease import Lease
 from common.settings.ingress import TargetSettings
 from common.settings.types import size_words
 from common.tasks import Stop, StopReason, any_set, cancel, first_of, raise_fatal, record_unexpected, run_with, spawn

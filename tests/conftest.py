@@ -24,7 +24,7 @@ from tests.support import canaries, kinds
 from tests.support.basics import SharedS3, problems_of, s3_server, servers_line
 
 if TYPE_CHECKING:
-    from common.jetstream.client import FloeClient
+    from common.nats.client import FloeClient
     from tests.support.egress import Bench
     from tests.support.ingress import Archive, Centre
     from tests.support.replay import World

@@ -352,7 +352,7 @@ class Health:
         return sorted({name for part in parts for name in (part.get("chain"), *part.get("chains", ())) if name})
 
     def coverage(self) -> dict[str, Mapping[str, Any]]:
-        """Return the last known coverage of each chain; see `common.segments.coverage`."""
+        """Return the last known coverage of each chain; see `common.archive.coverage`."""
         with self._lock:
             return dict(self._coverage)
 

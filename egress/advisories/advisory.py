@@ -11,8 +11,8 @@ import msgspec
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import Stopped
-from common.jetstream.api import StreamInfo, stream_info
-from common.jetstream.client import FloeClient
+from common.nats.api import StreamInfo, stream_info
+from common.nats.client import FloeClient
 from common.settings.egress import FeedSettings
 from common.settings.types import EVENT_PLACEHOLDER, MAX_VALUE_BYTES, VALUE_PLACEHOLDER
 from common.subjects import overlaps

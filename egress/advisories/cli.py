@@ -16,10 +16,10 @@ from common.chain import FEED_PATTERN
 from common.cli import RequestedTime, TimeType, config_option, run_command
 from common.clock import NS_PER_S, Clock, SystemClock, parse_time
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.pull import StartAt, scan
 from common.logs import escape
+from common.nats.api import stream_info
+from common.nats.client import FloeClient, connect
+from common.nats.pull import StartAt, scan
 from common.open import load_settings
 from common.service.process import stop_on_signals
 from common.settings.types import format_count, format_duration

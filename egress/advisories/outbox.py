@@ -13,13 +13,13 @@ from itertools import chain, islice
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.api import query, stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.headers import header_value
-from common.jetstream.pull import PullLimits, StartAt, scan
-from common.jetstream.requests import NO_RESPONDERS_CODE, ApiError, api_answer
 from common.logs import get_logger
 from common.metrics import show_zeros
+from common.nats.api import query, stream_info
+from common.nats.client import FloeClient
+from common.nats.headers import header_value
+from common.nats.pull import PullLimits, StartAt, scan
+from common.nats.requests import NO_RESPONDERS_CODE, ApiError, api_answer
 from egress import metrics
 from egress.advisories.advisory import Advisory, AdvisoryEvent, subject_filter
 

@@ -9,10 +9,10 @@ from dataclasses import InitVar, dataclass
 from common.chain import Chain
 from common.clock import NS_PER_S, Backoff, Clock
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.client import FloeClient
-from common.jetstream.headers import build_block
-from common.jetstream.protocol import frame
-from common.jetstream.requests import ApiError
+from common.nats.client import FloeClient
+from common.nats.headers import build_block
+from common.nats.protocol import frame
+from common.nats.requests import ApiError
 from common.tasks import wait_for
 from egress.advisories import outbox as limits
 from egress.advisories.advisory import Advisory, advisory_subject, build_document, event_id, key_name, subject_filter

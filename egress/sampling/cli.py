@@ -9,14 +9,14 @@ from itertools import islice
 
 import click
 
+from common.archive.documents import SnapshotRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.cli import RequestedTime, TimeType, config_option, json_option, resolve_time, run_command
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import DataError, FloeError
 from common.logs import escape
 from common.open import load_settings, open_for_view
-from common.segments.documents import SnapshotRef
-from common.segments.store import SegmentStore
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
 from egress.context import parse_feed

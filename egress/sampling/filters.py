@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 
-from common.jetstream.headers import REPLAY_HEADER, SOURCE_HEADER, is_replayed, parse_provenances
-from common.segments.columns import Columns
+from common.archive.columns import Columns
+from common.nats.headers import REPLAY_HEADER, SOURCE_HEADER, is_replayed, parse_provenances
 from common.sequences import MAX_SEQUENCE
 from egress.advisories.advisory import Advisory
 from egress.advisories.senders import AdvisorySender

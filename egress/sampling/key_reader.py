@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from common.archive.columns import Columns
 from common.documents import is_too_deep
-from common.segments.columns import Columns
 from egress.sampling.settings import MAX_JSON_DEPTH, MAX_KEY_BYTES, SamplingSettings
 
 Path = tuple[str, ...]

@@ -15,15 +15,15 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.archive import read_cover
+from common.archive.columns import columns_of
+from common.archive.documents import ChainStore
+from common.archive.guard import SegmentGone
+from common.archive.segment import Footer, SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.errors import SegmentCorrupt
 from common.logs import get_logger
-from common.segments.archive import read_cover
-from common.segments.columns import columns_of
-from common.segments.documents import ChainStore
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import Footer, SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, cover
 from common.subjects import matches
 from egress.sampling.key_reader import KeyReader

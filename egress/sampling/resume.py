@@ -15,10 +15,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.archive.documents import SnapshotRef
+from common.archive.store import SegmentStore
 from common.errors import DataError
 from common.logs import get_logger
-from common.segments.documents import SnapshotRef
-from common.segments.store import SegmentStore
 from common.sequences import preference
 from common.service.process import ThreadPool
 from egress import metrics

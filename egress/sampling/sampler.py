@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import cast
 
-from common.segments.columns import Columns
+from common.archive.columns import Columns
 from egress.advisories.advisory import Advisory, AdvisoryEvent
 from egress.sampling.key_reader import KeyReader
 from egress.sampling.key_table import MAX_INT64, DueLimits, KeyTable, Notice, SamplerState, add_capped, period_ns

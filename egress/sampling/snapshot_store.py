@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from common.archive.documents import SnapshotRef, list_snapshots, newest_first, sampling_digest_of, snapshot_metadata
+from common.archive.keys import DIGEST_LENGTH, StateName
+from common.archive.store import SegmentStore
+from common.archive.writer import spool_error
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import body_size, sha256_of
-from common.segments.documents import SnapshotRef, list_snapshots, newest_first, sampling_digest_of, snapshot_metadata
-from common.segments.keys import DIGEST_LENGTH, StateName
-from common.segments.store import SegmentStore
-from common.segments.writer import spool_error
 from common.service.process import ThreadPool
 from egress.report import SamplingReport
 from egress.sampling.snapshot import Snapshot, decode, encode

@@ -12,9 +12,9 @@ from typing import Any
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import FloeError
-from common.jetstream.api import StreamInfo
-from common.jetstream.lease import Lease
 from common.logs import get_logger
+from common.nats.api import StreamInfo
+from common.nats.lease import Lease
 from egress.advisories.senders import sender_class
 from egress.builder import SegmentBuilder
 from egress.deps import PartitionDeps

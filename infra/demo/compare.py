@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
+from common.archive.segment import Message, Reason, SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.errors import FloeError
-from common.jetstream.client import FloeClient
+from common.nats.client import FloeClient
 from common.open import open_chains, open_store
-from common.segments.segment import Message, Reason, SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import Stretch, cover
 from common.settings import loader
 from infra.demo.world import (

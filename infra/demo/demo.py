@@ -20,8 +20,8 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import ConfigError, FloeError
 from common.exits import INSTALL_ALL
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient, connect
+from common.nats.api import stream_info
+from common.nats.client import FloeClient, connect
 from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.demo.compare import (

@@ -13,8 +13,8 @@ from typing import Any
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
-from common.jetstream.api import create_consumer, list_consumers, query, stream_info
-from common.jetstream.client import FloeClient, frame
+from common.nats.api import create_consumer, list_consumers, query, stream_info
+from common.nats.client import FloeClient, frame
 from common.open import open_chains, open_store
 from common.settings import loader
 from common.settings.types import format_count

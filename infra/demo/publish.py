@@ -5,8 +5,8 @@ import random
 from dataclasses import dataclass, field
 
 from common.clock import Clock
-from common.jetstream.api import create_stream
-from common.jetstream.client import FloeClient
+from common.nats.api import create_stream
+from common.nats.client import FloeClient
 from common.tasks import Stop, wait_for
 from infra.awkward import AwkwardReport, publish_awkward
 from infra.demo.world import AWKWARD, NODES, STREAMS

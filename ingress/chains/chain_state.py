@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from common.archive import documents
+from common.archive.keys import FeedId
+from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import ConfigError, FloeError, Stopped
 from common.exits import choices
 from common.logs import get_logger
 from common.metrics import show_zeros
-from common.segments import documents
-from common.segments.keys import FeedId
-from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import errors

@@ -6,15 +6,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from common.archive import documents
+from common.archive.documents import MAX_TEXT_CHARS, AcceptedGap, ChainStore
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, Stopped
 from common.exits import choices
 from common.logs import get_logger
-from common.segments import documents
-from common.segments.documents import MAX_TEXT_CHARS, AcceptedGap, ChainStore
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings

@@ -18,8 +18,8 @@ import msgspec
 from common.chain import Chain
 from common.errors import Stopped
 from common.exits import choices, floe_command
-from common.jetstream.buckets import open_ingress_state
-from common.jetstream.kv import KeyValue, KvDocument, state_key
+from common.nats.buckets import open_ingress_state
+from common.nats.kv import KeyValue, KvDocument, state_key
 from common.settings.root import Settings
 from ingress.checkpoint_store import STATE_ROLE, StateStore
 from ingress.errors import check_targets

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from common.segments.documents import AcceptedGap, accepted_part
-from common.segments.segment import SegmentRef
+from common.archive.documents import AcceptedGap, accepted_part
+from common.archive.segment import SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, leading_stretches, reaches
 from common.settings.ingress import SourceSettings
 from common.settings.types import format_duration

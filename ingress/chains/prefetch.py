@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 
+from common.archive.documents import ChainStore
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentGone, SegmentStore
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
 from common.exits import choices
 from common.logs import get_logger
-from common.segments.documents import ChainStore
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import Stretch
 from common.service.process import ThreadPool
 from common.tasks import PendingError, Stop, run_all

@@ -2,15 +2,15 @@
 
 import hashlib
 
+from common.archive.columns import batch_of
+from common.archive.documents import ChainStore
+from common.archive.keys import DIGEST_LENGTH, SegmentName
+from common.archive.segment import Message, SegmentRef
+from common.archive.store import SegmentGone, SegmentStore
 from common.chain import Chain
 from common.errors import DataError, SegmentCorrupt, Stopped
 from common.exits import choices
 from common.logs import get_logger
-from common.segments.columns import batch_of
-from common.segments.documents import ChainStore
-from common.segments.keys import DIGEST_LENGTH, SegmentName
-from common.segments.segment import Message, SegmentRef
-from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange, Stretch
 from common.service.process import ThreadPool
 from ingress.chains.chain_state import ChainRegistry

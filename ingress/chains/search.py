@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from common.archive.guard import ForkError, SegmentGone
+from common.archive.keys import MAX_LEVEL
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
 from common.logs import get_logger
 from common.objects.port import ObjectStore, read_store_clock
-from common.segments.keys import MAX_LEVEL
-from common.segments.parquet_guard import ForkError, SegmentGone
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, leading_stretches, preference, reaches
 from ingress.chains.plan import ChainPlan, Phase, plan_chain
 from ingress.rows.decoder import IncompleteFill, check_filled_hole

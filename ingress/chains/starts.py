@@ -15,13 +15,13 @@ from collections.abc import Mapping
 
 import msgspec
 
+from common.archive.archive import search, span
+from common.archive.documents import MAX_DOCUMENT_BYTES, ChainStore
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import DataError, Unavailable
 from common.logs import get_logger
-from common.segments.archive import search, span
-from common.segments.documents import MAX_DOCUMENT_BYTES, ChainStore
-from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE
 from common.settings.service import StartSettings
 

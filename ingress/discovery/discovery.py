@@ -9,12 +9,12 @@ notification costs a check or a poll.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
+from common.archive.documents import ChainStore
+from common.archive.keys import FeedId, suggestion
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
 from common.logs import get_logger
-from common.segments.documents import ChainStore
-from common.segments.keys import FeedId, suggestion
 from common.service.monitor import Health
 from common.service.process import ThreadPool
 from common.tasks import first_of, report_errors, run_all, warn_if_slow

@@ -11,15 +11,15 @@ from urllib.parse import unquote_plus
 
 import msgspec
 
+from common.archive.keys import Layout
 from common.chain import Chain
 from common.clock import Backoff, Clock, doubling_delays
 from common.errors import FloeError
-from common.jetstream.client import FloeClient
 from common.logs import get_logger
 from common.metrics import show_zeros
+from common.nats.client import FloeClient
 from common.objects.open import open_queue
 from common.objects.sqs import ReceivedMessage, SqsQueue
-from common.segments.keys import Layout
 from common.service.monitor import Health
 from common.settings.root import Settings
 from common.tasks import PendingError, first_of, record_unexpected, report_errors

@@ -1,4 +1,4 @@
-"""Heartbeats of the egress processes (`common.segments.alive`), as the running service knows them.
+"""Heartbeats of the egress processes (`common.archive.heartbeats`), as the running service knows them.
 
 Four listings a minute, and a read of each object that has changed. A site counts as silent if its objects have not
 changed for too long, by this host's monotonic clock; only the first check uses their age. Time in which the store
@@ -13,12 +13,12 @@ from typing import TypeVar
 
 from prometheus_client import Gauge
 
+from common.archive.documents import ChainStore
+from common.archive.heartbeats import HeartbeatObject, StoredHeartbeat, newest_by_partition
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
 from common.objects.port import ObjectInfo
-from common.segments.alive import HeartbeatObject, StoredHeartbeat, newest_by_partition
-from common.segments.documents import ChainStore
 from common.service.process import ThreadPool
 from ingress import metrics
 

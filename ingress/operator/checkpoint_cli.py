@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from common import cli
+from common.archive.documents import TargetPositions
 from common.clock import SystemClock
 from common.errors import DataError, UsageError
 from common.open import load_settings, open_for_view
-from common.segments.documents import TargetPositions
 from common.settings.types import format_count
 
 if TYPE_CHECKING:

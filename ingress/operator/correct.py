@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import FloeError, OtherWriter, Stopped, Unavailable, UsageError
-from common.jetstream.api import stream_info
-from common.jetstream.buckets import open_ingress_state
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue, state_key
+from common.nats.api import stream_info
+from common.nats.buckets import open_ingress_state
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue, state_key
 from common.open import open_for_view
 from common.service.process import ThreadPool
 from common.service.progress import Progress, format_share

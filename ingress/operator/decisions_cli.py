@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import click
 
 from common import cli
+from common.archive.keys import suggestion
 from common.errors import DataError, Stopped, UsageError
 from common.exits import report_error
 from common.open import load_settings, open_chains, open_for_view, open_for_work
-from common.segments.keys import suggestion
 from common.settings.types import format_count
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ async def gap_ls(config: str, as_json: bool) -> int:
     \b
     Example: floe gap ls -c central.yaml --json
     """
-    from common.segments.documents import HOLE_HINT, accept_command
+    from common.archive.documents import HOLE_HINT, accept_command
     from ingress.operator.holes import find_blocking_hole, read_cover
     from ingress.operator.status import read_states
 
@@ -140,7 +140,7 @@ def gap_accept(
     \b
     Example: floe gap accept -c central.yaml us-east/NODES --first 101 --last 200
     """
-    from common.segments.documents import AcceptedGap
+    from common.archive.documents import AcceptedGap
     from common.sequences import SequenceRange
     from ingress.operator.holes import check_acceptable, check_unambiguous, read_cover
 

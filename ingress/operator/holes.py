@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from common.archive.documents import AcceptedGap, ChainStore, filled_hole_remedies
+from common.archive.guard import SegmentGone
+from common.archive.segment import Reason, SegmentRef
+from common.archive.store import SegmentStore
+from common.archive.unread import open_stretch
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, UsageError
-from common.segments.documents import AcceptedGap, ChainStore, filled_hole_remedies
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import Reason, SegmentRef
-from common.segments.store import SegmentStore
-from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch, cover, holes
 from ingress.chains.plan import Phase, first_position
 from ingress.chains.search import plan_from_contents

@@ -10,22 +10,22 @@ from typing import Any
 
 import click
 
+from common.archive.archive import ranges_after_end, replay_command
+from common.archive.checks import find_foreign_keys
+from common.archive.documents import ChainStore, TargetPositions
+from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
+from common.archive.keys import suggestion
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.cli import StatusView, StyledCell, format_age, print_json, print_table
 from common.clock import NS_PER_S, Clock, SystemClock, format_time
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
-from common.jetstream.api import stream_info
-from common.jetstream.buckets import open_ingress_state
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue, state_key
 from common.logs import get_logger
+from common.nats.api import stream_info
+from common.nats.buckets import open_ingress_state
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue, state_key
 from common.open import open_for_view
-from common.segments.alive import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
-from common.segments.archive import ranges_after_end, replay_command
-from common.segments.checks import find_foreign_keys
-from common.segments.documents import ChainStore, TargetPositions
-from common.segments.keys import suggestion
-from common.segments.store import SegmentStore
 from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings

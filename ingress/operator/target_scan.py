@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from common.archive.segment import Message
 from common.chain import Chain
-from common.jetstream.api import next_message
-from common.jetstream.client import FloeClient
-from common.jetstream.pull import for_each_message
-from common.segments.segment import Message
+from common.nats.api import next_message
+from common.nats.client import FloeClient
+from common.nats.pull import for_each_message
 from ingress.verdict.verdict import NoOrigin, origin_of
 
 PROGRESS_MESSAGES = 1000  # messages between two calls of `tell`

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from common.errors import Unavailable
 from common.failpoints import failpoint
-from common.jetstream.requests import WRONG_LAST_SEQUENCE_CODES
+from common.nats.requests import WRONG_LAST_SEQUENCE_CODES
 from ingress.publishers.publisher import BasePublisher, Expected, Outcome, Reply, UnknownOutcome
 from ingress.rows.rows import Rows
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from common.errors import Unavailable
 from common.failpoints import failpoint
-from common.jetstream.client import FloeClient, RawSubscription
+from common.nats.client import FloeClient, RawSubscription
 from common.tasks import report_errors, wait_result
 from ingress.rows.rows import Rows
 

@@ -13,23 +13,23 @@ from functools import reduce
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+from common.archive.archive import read_cover
+from common.archive.columns import messages
+from common.archive.documents import ChainStore
+from common.archive.segment import Message
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, Stopped, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices, floe_command
-from common.jetstream.api import RESTORE_PREFIX, create_stream, delete_stream, query, stream_info
-from common.jetstream.buckets import open_leases
-from common.jetstream.client import FloeClient
-from common.jetstream.headers import split_provenance
-from common.jetstream.kv import BucketDeleted, KeyValue, state_key
-from common.jetstream.lease import Lease, Leases, new_owner
-from common.jetstream.pull import for_each_message
 from common.logs import get_logger
-from common.segments.archive import read_cover
-from common.segments.columns import messages
-from common.segments.documents import ChainStore
-from common.segments.segment import Message
-from common.segments.store import SegmentStore
+from common.nats.api import RESTORE_PREFIX, create_stream, delete_stream, query, stream_info
+from common.nats.buckets import open_leases
+from common.nats.client import FloeClient
+from common.nats.headers import split_provenance
+from common.nats.kv import BucketDeleted, KeyValue, state_key
+from common.nats.lease import Lease, Leases, new_owner
+from common.nats.pull import for_each_message
 from common.sequences import cover
 from common.service.process import ThreadPool
 from common.service.progress import Progress

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from common.archive.segment import UNREAD_REASONS, Footer, Ledger, Reason, SegmentRef
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import UsageError
-from common.segments.segment import UNREAD_REASONS, Footer, Ledger, Reason, SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from ingress.replay.request import ReplayRequest
 

@@ -13,7 +13,7 @@ from typing import Any
 from common.chain import Chain
 from common.errors import FloeError, Stopped
 from common.exits import choices
-from common.jetstream.kv import KeyValue, KvEntry, state_key
+from common.nats.kv import KeyValue, KvEntry, state_key
 from common.sequences import SequenceRange
 from ingress.checkpoint import TargetState
 from ingress.checkpoint_store import from_json

@@ -10,18 +10,18 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
 
+from common.archive.documents import ChainStore
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import Backoff, Clock, doubling_delays
 from common.errors import FloeError, LeaseLost, Unavailable
 from common.exits import choices
 from common.failpoints import failpoint
-from common.jetstream.api import StreamInfo
-from common.jetstream.buckets import open_leases, open_state, optional_leases
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.lease import Lease, Leases, format_owner, new_owner
-from common.segments.documents import ChainStore
-from common.segments.store import SegmentStore
+from common.nats.api import StreamInfo
+from common.nats.buckets import open_leases, open_state, optional_leases
+from common.nats.client import FloeClient, connect
+from common.nats.kv import KeyValue, state_key
+from common.nats.lease import Lease, Leases, format_owner, new_owner
 from common.sequences import SequenceRange, holes
 from common.service.process import ThreadPool
 from common.service.progress import Progress

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from common.archive.documents import HOLE_HINT, accept_command
+from common.archive.keys import unknown_name_error
 from common.chain import Chain
 from common.clock import NS_PER_S, parse_time
 from common.errors import UsageError
 from common.exits import choices, floe_command
-from common.segments.documents import HOLE_HINT, accept_command
-from common.segments.keys import unknown_name_error
 from common.sequences import SequenceRange
 from common.settings.types import format_duration, is_filter
 from ingress.replay.pace import Pace

@@ -12,15 +12,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.documents import ChainStore, Floor
+from common.archive.guard import SegmentGone
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Stopped
 from common.exits import choices
-from common.jetstream.headers import REPLAY_HEADER
 from common.logs import get_logger
-from common.segments.documents import ChainStore, Floor
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
+from common.nats.headers import REPLAY_HEADER
 from common.sequences import SequenceRange, Stretch, cover
 from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings, TargetSettings

@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from common.archive.archive import Timeline
+from common.archive.documents import ChainStore, Floor, StreamDocument
+from common.archive.guard import SegmentGone
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
+from common.archive.unread import open_stretch
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
 from common.exits import choices, floe_command
-from common.jetstream.api import StreamInfo
-from common.segments.archive import Timeline
-from common.segments.documents import ChainStore, Floor, StreamDocument
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
-from common.segments.unread import open_stretch
+from common.nats.api import StreamInfo
 from common.sequences import Stretch, cover
 from common.service.process import ThreadPool
 from ingress.replay import target

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from common.archive.documents import StreamDocument
 from common.errors import ConfigError, FloeError, Stopped
 from common.exits import choices
-from common.jetstream.api import StreamInfo, create_stream, stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.requests import ApiError
 from common.logs import get_logger
-from common.segments.documents import StreamDocument
+from common.nats.api import StreamInfo, create_stream, stream_info
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue, state_key
+from common.nats.requests import ApiError
 from common.settings.types import format_size
 from ingress.checkpoint_store import STATE_ROLE as INGRESS
 from ingress.errors import checkpoint_command

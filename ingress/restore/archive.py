@@ -18,12 +18,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.captures import CapturedConsumers
+from common.archive.columns import row_sizes
 from common.clock import format_time
 from common.errors import ConfigError
-from common.jetstream.api import RESTORE_PREFIX
-from common.jetstream.durables import INTEREST
-from common.segments.captures import CapturedConsumers
-from common.segments.columns import row_sizes
+from common.nats.api import RESTORE_PREFIX
+from common.nats.durables import INTEREST
 from common.settings.types import format_count
 
 UInt64Array = npt.NDArray[np.uint64]

@@ -102,7 +102,7 @@ async def restore(
     Example: floe restore -c site.yaml us-east/NODES --dry-run
     """
     from common.clock import SystemClock
-    from common.jetstream.api import RESTORE_PREFIX
+    from common.nats.api import RESTORE_PREFIX
     from common.service.process import stop_on_signals
     from common.service.progress import Progress
     from common.settings.types import is_filter

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from common.archive.columns import batch_of, messages
+from common.archive.segment import Message
 from common.clock import Clock
 from common.errors import Stopped, Unavailable
-from common.jetstream.api import RESTORE_KEY, check_token, list_consumers, query
-from common.jetstream.client import FloeClient
-from common.jetstream.headers import header_value
-from common.jetstream.pull import StartAt, scan
-from common.segments.columns import batch_of, messages
-from common.segments.segment import Message
+from common.nats.api import RESTORE_KEY, check_token, list_consumers, query
+from common.nats.client import FloeClient
+from common.nats.headers import header_value
+from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
 from common.settings.types import format_count
 from ingress.replay.drill import MAX_EXAMPLES, Differences, fingerprint

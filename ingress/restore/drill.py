@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 from pydantic import SecretStr
 
+from common.archive.documents import ChainStore
+from common.archive.store import SegmentStore
+from common.archive.writer import Spool
 from common.clock import Clock
 from common.errors import ConfigError, Unavailable
 from common.exits import EXIT_DIFFERENCES, INSTALL_ALL
-from common.jetstream.client import FloeClient
-from common.jetstream.requests import ApiError
-from common.segments.documents import ChainStore
-from common.segments.store import SegmentStore
-from common.segments.writer import Spool
+from common.nats.client import FloeClient
+from common.nats.requests import ApiError
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.settings.root import Settings

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.captures import CapturedConfig, CapturedDeletions
+from common.archive.segment import decode_subject
 from common.clock import NS_PER_S
-from common.jetstream.headers import parse_block
-from common.segments.captures import CapturedConfig, CapturedDeletions
-from common.segments.segment import decode_subject
+from common.nats.headers import parse_block
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.types import MAX_DURATION_S, parse_duration
 

@@ -16,12 +16,12 @@ from common.clock import Clock, parse_time
 from common.errors import ConfigError, LeaseLost, OutcomeUnknown, Stopped
 from common.exits import choices
 from common.failpoints import failpoint
-from common.jetstream.api import RESTORE_PREFIX, StreamInfo, check_token, create_consumer, delete_stream, stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import state_key
-from common.jetstream.lease import Lease, Leases, format_owner
-from common.jetstream.requests import ApiError
 from common.logs import get_logger
+from common.nats.api import RESTORE_PREFIX, StreamInfo, check_token, create_consumer, delete_stream, stream_info
+from common.nats.client import FloeClient
+from common.nats.kv import state_key
+from common.nats.lease import Lease, Leases, format_owner
+from common.nats.requests import ApiError
 from common.service.progress import Progress
 from common.tasks import Stop, wait_for
 from ingress.restore.archive import without_guard_subject

@@ -12,14 +12,9 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
-from common.chain import Chain
-from common.clock import NS_PER_S, Backoff, Clock, doubling_delays, format_time, parse_time
-from common.errors import DataError, Stopped, Unavailable, UsageError
-from common.exits import choices, floe_command
-from common.jetstream.durables import WORK_QUEUE
-from common.segments.archive import ReadAhead, read_cover, search
-from common.segments.archive import chain_ends as chains_of
-from common.segments.captures import (
+from common.archive.archive import ReadAhead, read_cover, search
+from common.archive.archive import chain_ends as chains_of
+from common.archive.captures import (
     CONFIG,
     CONSUMERS,
     DELETIONS,
@@ -31,9 +26,14 @@ from common.segments.captures import (
     outside_effects,
     source_key,
 )
-from common.segments.documents import ChainStore
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
+from common.archive.documents import ChainStore
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
+from common.chain import Chain
+from common.clock import NS_PER_S, Backoff, Clock, doubling_delays, format_time, parse_time
+from common.errors import DataError, Stopped, Unavailable, UsageError
+from common.exits import choices, floe_command
+from common.nats.durables import WORK_QUEUE
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
 from common.service.process import ThreadPool
 from common.service.progress import Progress, format_share

@@ -13,11 +13,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from common.archive.captures import Captured, CapturedConfig, CapturedConsumers, CapturedDeletions, source_key
+from common.archive.segment import Reason
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
-from common.jetstream.api import RESTORE_KEY, RESTORE_PREFIX
-from common.segments.captures import Captured, CapturedConfig, CapturedConsumers, CapturedDeletions, source_key
-from common.segments.segment import Reason
+from common.nats.api import RESTORE_KEY, RESTORE_PREFIX
 from common.sequences import SequenceRange
 from common.settings.types import duration_words, format_count, size_words
 from common.subjects import covers
@@ -248,7 +248,7 @@ class RestorePlan:
     stream had another name. `longer_feeds`: other feeds of it that are archived further.
 
     `notes`: known deviations, as text; `lossy`: losses that are refused without `--allow-lossy`; `elsewhere`: the
-    result of `common.segments.captures.outside_effects`, empty for a drill. `skip_to`: new messages begin after it, if
+    result of `common.archive.captures.outside_effects`, empty for a drill. `skip_to`: new messages begin after it, if
     it is after `end`. `sourced`: the newest archived message of each source, by its `source_key`.
     """
 

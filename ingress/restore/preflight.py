@@ -14,14 +14,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.columns import lengths
 from common.errors import ConfigError, FloeError, Refused, Stopped, Unavailable
 from common.exits import choices
-from common.jetstream.api import RESTORE_PREFIX, StreamInfo, check_token, list_consumers, query, stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import state_key
-from common.jetstream.lease import Leases, format_owner
-from common.jetstream.requests import ApiError
-from common.segments.columns import lengths
+from common.nats.api import RESTORE_PREFIX, StreamInfo, check_token, list_consumers, query, stream_info
+from common.nats.client import FloeClient
+from common.nats.kv import state_key
+from common.nats.lease import Leases, format_owner
+from common.nats.requests import ApiError
 from common.settings.types import format_count, size_words
 from ingress.restore.archive import ArchiveWriter, archive_writer
 from ingress.restore.history import repeat_command

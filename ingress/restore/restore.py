@@ -20,19 +20,19 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from common.archive.captures import CapturedRestore, CaptureStore
+from common.archive.documents import ChainStore
+from common.archive.store import SegmentStore
 from common.clock import NS_PER_S, Backoff, Clock, doubling_delays, format_time
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices
 from common.failpoints import failpoint
-from common.jetstream.api import StreamInfo, create_consumer
-from common.jetstream.buckets import open_leases, optional_leases
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.durables import INTEREST, durable_config, durable_name_prefix
-from common.jetstream.lease import new_owner
-from common.jetstream.requests import ApiError
-from common.segments.captures import CapturedRestore, CaptureStore
-from common.segments.documents import ChainStore
-from common.segments.store import SegmentStore
+from common.nats.api import StreamInfo, create_consumer
+from common.nats.buckets import open_leases, optional_leases
+from common.nats.client import FloeClient, connect
+from common.nats.durables import INTEREST, durable_config, durable_name_prefix
+from common.nats.lease import new_owner
+from common.nats.requests import ApiError
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.service.progress import Progress, format_share

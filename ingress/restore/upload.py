@@ -13,10 +13,10 @@ from typing import Any
 
 from common.clock import Clock
 from common.errors import Unavailable
-from common.jetstream.api import check_token
-from common.jetstream.client import FloeClient, RawSubscription, frame
-from common.jetstream.headers import parse_status_line
-from common.jetstream.requests import NO_RESPONDERS_CODE, api_answer
+from common.nats.api import check_token
+from common.nats.client import FloeClient, RawSubscription, frame
+from common.nats.headers import parse_status_line
+from common.nats.requests import NO_RESPONDERS_CODE, api_answer
 from common.tasks import PendingError, wait_done, wait_for
 from ingress.restore.archive import KEEP_ALIVE_FRAME
 

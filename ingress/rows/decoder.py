@@ -13,16 +13,16 @@ from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
+from common.archive.checks import RowGroup
+from common.archive.columns import raw_size
+from common.archive.documents import ChainDocument, ChainStore
+from common.archive.guard import DEFAULT_LIMITS, MAX_MESSAGE_BYTES, DecodingCost
+from common.archive.keys import SegmentName
+from common.archive.segment import Reason, SegmentRef
+from common.archive.store import SegmentStore
+from common.archive.unread import NO_KEYS, StretchReader, UnreadPart, open_stretch
 from common.chain import Chain
 from common.errors import DataError, FloeError, Stopped, Unavailable
-from common.segments.checks import RowGroup
-from common.segments.columns import raw_size
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.keys import SegmentName
-from common.segments.parquet_guard import DEFAULT_LIMITS, MAX_MESSAGE_BYTES, DecodingCost
-from common.segments.segment import Reason, SegmentRef
-from common.segments.store import SegmentStore
-from common.segments.unread import NO_KEYS, StretchReader, UnreadPart, open_stretch
 from common.sequences import SequenceRange, Stretch, holes
 from common.service.process import ThreadPool
 from ingress.checkpoint import IntentPiece

@@ -15,13 +15,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.columns import messages
+from common.archive.guard import MAX_MESSAGE_BYTES, MIB
+from common.archive.segment import Message, decode_subject
 from common.chain import Chain
 from common.errors import Stopped
 from common.exits import choices
-from common.jetstream.headers import Provenance, escape_lines, parse_block
-from common.segments.columns import messages
-from common.segments.parquet_guard import MAX_MESSAGE_BYTES, MIB
-from common.segments.segment import Message, decode_subject
+from common.nats.headers import Provenance, escape_lines, parse_block
 from common.settings.ingress import SourceSettings
 from common.subjects import covers, matches, overlaps
 from common.transforms import Transform, compile_transform

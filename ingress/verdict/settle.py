@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 
 from common.clock import Backoff, Clock, doubling_delays
 from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
-from common.jetstream.api import RESTORING_CODE
 from common.logs import get_logger
+from common.nats.api import RESTORING_CODE
 from ingress.checkpoint import Intent, IntentPiece
 from ingress.checkpoint_store import StateChanged, StateStore, StoredState
 from ingress.rows.rows import Rows
@@ -45,7 +45,7 @@ READ_PAUSES_S = doubling_delays(0.05, 5.0)  # seconds between two requests
 
 
 class Leaseholder(Protocol):
-    """The right to publish into the target (`common.jetstream.lease.Lease`)."""
+    """The right to publish into the target (`common.nats.lease.Lease`)."""
 
     def is_usable(self) -> bool: ...
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from common.archive.segment import Message, decode_subject
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, OtherWriter, Stopped
 from common.exits import choices
-from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, query, ready_stream_info, stored_message
-from common.jetstream.client import FloeClient
-from common.jetstream.headers import split_provenance
-from common.jetstream.requests import ApiError
-from common.segments.segment import Message, decode_subject
+from common.nats.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, query, ready_stream_info, stored_message
+from common.nats.client import FloeClient
+from common.nats.headers import split_provenance
+from common.nats.requests import ApiError
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, LastMessage, TargetState
 from ingress.errors import checkpoint_command
 

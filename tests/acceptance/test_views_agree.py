@@ -25,7 +25,7 @@ import boto3
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.jetstream.api import create_stream, stream_info
+from common.nats.api import create_stream, stream_info
 from infra.local.process import free_ports
 from tests.scenarios.load import make_stream
 from tests.scenarios.processes import Service

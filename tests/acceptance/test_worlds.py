@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient
+from common.nats.api import create_stream, stream_info
+from common.nats.client import FloeClient
 from common.open import load_settings, open_chains
 from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward

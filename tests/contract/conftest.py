@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from common.jetstream.client import FloeClient
+from common.nats.client import FloeClient
 from ingress.publishers.choose import PUBLISHERS
 from tests.support.ingress import client_of
 from tests.support.publishers import new_stream

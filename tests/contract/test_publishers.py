@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.jetstream.client import FloeClient, frame
+from common.nats.client import FloeClient, frame
 from infra.local.nats import NatsServer, nats_server_binary
 from ingress.publishers.choose import PUBLISHERS, choose_publisher, objections
 from ingress.publishers.fast import MAX_FLOW_MESSAGES, MAX_OPEN_ACKS, WINDOW_BYTES, FastPublisher, ack_interval_for

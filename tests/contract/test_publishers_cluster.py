@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 
 from common.errors import FloeError
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient
+from common.nats.api import stream_info
+from common.nats.client import FloeClient
 from infra.local.nats import NatsCluster, NatsServer
 from ingress.publishers.choose import PUBLISHERS
 from tests.support.basics import PATIENCE, soon

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.writer import Spool
+from common.archive.documents import ChainDocument, ChainStore
+from common.archive.writer import Spool
 from tests.support.basics import seeded
 from tests.support.compaction import CHAIN, Archive, Job, rows, run
 

@@ -7,9 +7,9 @@ import signal
 import urllib.request
 from contextlib import suppress
 
-from common.jetstream.api import stream_info
-from common.jetstream.kv import KeyValue
-from common.segments.captures import CaptureStore
+from common.archive.captures import CaptureStore
+from common.nats.api import stream_info
+from common.nats.kv import KeyValue
 from egress.feed import lease_key
 from infra.local.process import free_port
 from tests.support.basics import PATIENCE, soon, unique

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.chain import Chain
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient
+from common.nats.api import create_stream, stream_info
+from common.nats.client import FloeClient
 from tests.crash.conftest import Start
 from tests.support.basics import seeded, soon
 from tests.support.ingress import Archive, Centre, check_exact, rows_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.jetstream.client import FloeClient
+from common.nats.client import FloeClient
 from ingress.parked import ParkedState
 from tests.crash.conftest import Start
 from tests.integration.test_ingress_messages import kept, make_limited, raise_limit, states, with_large

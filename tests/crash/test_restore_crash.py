@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from common.errors import FloeError
-from common.jetstream.api import create_consumer, list_consumers, stream_info
+from common.nats.api import create_consumer, list_consumers, stream_info
 from infra.local.process import spawn
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, has_stopped, soon, unique

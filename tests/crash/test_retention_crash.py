@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 
-from common.segments.documents import ChainStore
+from common.archive.documents import ChainStore
 from compaction.verify import verify_chains
 from tests.support.compaction import CHAIN, Archive, Job, begun, rows, run
 

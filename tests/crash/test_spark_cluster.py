@@ -17,9 +17,9 @@ import pyarrow as pa
 import pytest
 import yaml
 
+from common.archive.documents import ChainDocument, ChainStore
+from common.archive.writer import Spool
 from common.objects.open import open_objects
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.writer import Spool
 from common.settings.root import StoreSettings
 from infra.local.process import free_ports
 from tests.scenarios.processes import ROOT, Service

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import create_consumer
-from common.jetstream.client import FloeClient, connect, frame
-from common.jetstream.headers import build_block
-from common.jetstream.pull import PullLimits
+from common.nats.api import create_consumer
+from common.nats.client import FloeClient, connect, frame
+from common.nats.headers import build_block
+from common.nats.pull import PullLimits
 from common.settings.service import NatsSettings
 from egress.advisories.advisory import Advisory, AdvisoryDocument, AdvisoryEvent
 from egress.advisories.cli import format_advisory

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from common.archive.captures import CapturedConsumer, CaptureStore
+from common.archive.keys import Layout
 from common.clock import NS_PER_S, parse_time
 from common.errors import Refused
-from common.jetstream.api import create_consumer
-from common.segments.captures import CapturedConsumer, CaptureStore
-from common.segments.keys import Layout
+from common.nats.api import create_consumer
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.commands import configuration, floe

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from common.archive.documents import AcceptedGap, ChainStore
+from common.archive.keys import Layout
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.errors import DataError, FloeError, Refused, Unavailable
-from common.jetstream.client import FloeClient
+from common.nats.client import FloeClient
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
-from common.segments.documents import AcceptedGap, ChainStore
-from common.segments.keys import Layout
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.settings.service import StartSettings
 from ingress import metrics

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from common.archive.segment import Ledger, Reason
 from common.chain import Chain
-from common.jetstream.api import create_stream, query
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue, state_key
-from common.segments.segment import Ledger, Reason
+from common.nats.api import create_stream, query
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue, state_key
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress import metrics

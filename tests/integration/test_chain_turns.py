@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from common.archive.columns import SCHEMA, raw_size
+from common.archive.documents import ChainDocument
+from common.archive.guard import MAX_MESSAGE_BYTES
+from common.archive.segment import Footer, Ledger, SegmentRef
+from common.archive.store import SegmentStore
+from common.archive.writer import SpooledSegment, hash_file
 from common.chain import Chain
 from common.clock import SystemClock
-from common.segments.columns import SCHEMA, raw_size
-from common.segments.documents import ChainDocument
-from common.segments.parquet_guard import MAX_MESSAGE_BYTES
-from common.segments.segment import Footer, Ledger, SegmentRef
-from common.segments.store import SegmentStore
-from common.segments.writer import SpooledSegment, hash_file
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.settings.ingress import TargetSettings

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.jetstream.client import FloeClient
-from common.segments.alive import ChainHeartbeat, HeartbeatObject
-from common.segments.documents import ChainDocument, ChainStore, CompactionRun
+from common.archive.documents import ChainDocument, ChainStore, CompactionRun
+from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
+from common.nats.client import FloeClient
 from common.service.monitor import Health, Monitor
 from infra.local.process import free_ports, spawn
 from tests.support.basics import PATIENCE, soon, unique

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from common.archive.documents import AcceptedGap, ChainDocument, ChainStore
+from common.archive.segment import Reason
 from common.chain import Chain
 from common.objects.port import ObjectStore
-from common.segments.documents import AcceptedGap, ChainDocument, ChainStore
-from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from common.service import progress
 from tests.support.commands import run_here

@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from common.archive.guard import SegmentGone
+from common.archive.segment import Ledger, MergeInputs, Reason, SegmentRef, Tip
 from common.errors import DataError, Unavailable
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import Ledger, MergeInputs, Reason, SegmentRef, Tip
 from common.sequences import SequenceRange, Stretch
 from compaction.compare import prove_by_reading
 from compaction.failures import UnreadableInput

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from common.archive import writer
+from common.archive.documents import list_snapshots
+from common.archive.keys import StateName
+from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import DataError, Refused, Unavailable
 from common.objects.local import LocalObjects
-from common.segments import writer
-from common.segments.documents import list_snapshots
-from common.segments.keys import StateName
-from common.segments.segment import SegmentRef
 from compaction.compare import DeletionProof
 from compaction.failures import exit_code
 from compaction.run import Compaction, Deletion, LocalRunner, RunReport, Selection

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from common.archive.segment import Reason
 from common.errors import ConfigError, Unavailable
-from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from common.settings.root import Settings
 from compaction.failures import Failure

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from common.jetstream.client import FloeClient
+from common.archive.captures import CaptureStore
+from common.archive.keys import Layout
+from common.nats.client import FloeClient
 from common.objects.open import open_objects
-from common.segments.captures import CaptureStore
-from common.segments.keys import Layout
 from common.settings.root import Settings, StoreSettings
 from compaction.run import Compaction, LocalRunner, Selection
 from tests.integration.test_store_conditions import BehindProxy

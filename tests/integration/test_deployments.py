@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import yaml
 
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient
+from common.archive.documents import ChainDocument, ChainStore
+from common.nats.api import create_stream, stream_info
+from common.nats.client import FloeClient
 from common.objects.open import open_objects
-from common.segments.documents import ChainDocument, ChainStore
 from common.settings.loader import load
 from common.settings.root import Settings, StoreSettings
 from common.settings.types import parse_duration, parse_listen

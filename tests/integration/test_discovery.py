@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from common.archive.documents import ChainDocument, ChainStore
+from common.archive.keys import Layout
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, Refused, Unavailable
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.keys import Layout
 from common.service.monitor import Health
 from common.service.process import ThreadPool
 from ingress import metrics

@@ -19,9 +19,9 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.doctor import CHECKS, DoctorFinding, examine_disk, examine_store
 from common.doctor_cli import examine
-from common.jetstream.api import consumer_names, create_stream, stream_info
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue
+from common.nats.api import consumer_names, create_stream, stream_info
+from common.nats.client import FloeClient, connect
+from common.nats.kv import KeyValue
 from common.objects.open import open_objects
 from common.open import load_settings, open_chains
 from common.settings.root import Settings

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from common.archive.segment import Ledger, Reason
 from common.clock import SystemClock
 from common.errors import ConfigError, Refused, Stopped, Unavailable
-from common.jetstream.api import RESTORE_PREFIX, create_consumer, create_stream, stream_info
-from common.segments.segment import Ledger, Reason
+from common.nats.api import RESTORE_PREFIX, create_consumer, create_stream, stream_info
 from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.tasks import Stop

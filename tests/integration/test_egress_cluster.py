@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import stream_info
-from common.jetstream.kv import KeyValue, state_key
+from common.nats.api import stream_info
+from common.nats.kv import KeyValue, state_key
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster, nats_server_binary
 from tests.support.basics import soon, unique

@@ -13,8 +13,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from common.errors import Unavailable
-from common.jetstream.api import consumer_names
-from common.jetstream.kv import KeyValue
+from common.nats.api import consumer_names
+from common.nats.kv import KeyValue
 from egress.feed import lease_key
 from infra.local.nats import NatsServer
 from tests.support.basics import metric_value, soon, unique

@@ -15,7 +15,7 @@ import yaml
 
 from common.chain import Chain
 from common.errors import ConfigError, Refused
-from common.jetstream.api import stream_info
+from common.nats.api import stream_info
 from common.service.monitor import BEAT_INTERVAL_S
 from egress import service
 from infra.local.nats import NatsServer

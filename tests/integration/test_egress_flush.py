@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.jetstream.kv import KeyValue
+from common.nats.kv import KeyValue
 from egress import metrics
 from egress.flush import flush_requests
 from tests.integration.test_egress_faults import fail_puts

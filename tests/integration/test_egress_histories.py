@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from common.exits import floe_command
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue
 from common.sequences import SequenceRange
 from egress import consumers
 from egress.incarnations import HighWaterMarks

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from common.archive.documents import ChainStore
+from common.archive.keys import SegmentName
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
-from common.segments.documents import ChainStore
-from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from egress.archive import Archive, ArchiveWalks

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from common.archive.segment import Message
 from common.chain import Chain
-from common.segments.segment import Message
 from egress.incarnations import Closing, End
 from infra.local.nats import NatsServer
 from infra.oracle import Trace, archived_messages, compare, read_source_trace

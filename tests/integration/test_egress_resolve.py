@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from common.archive.documents import StreamDocument
 from common.chain import Chain
-from common.jetstream.kv import KeyValue
-from common.segments.documents import StreamDocument
+from common.nats.kv import KeyValue
 from egress import context
 from egress.identity import acceptance_key
 from egress.incarnations import Closings, HighWaterMarks

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.jetstream.api import consumer_info, consumer_names, create_consumer, stream_info
+from common.nats.api import consumer_info, consumer_names, create_consumer, stream_info
 from common.settings.egress import FeedSettings
 from egress.consumers import WantedMessages, open_consumer
 from egress.partition import partitions_of

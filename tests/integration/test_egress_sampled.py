@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from common.archive.segment import Message
 from common.errors import Unavailable
-from common.jetstream.api import create_stream
-from common.segments.segment import Message
+from common.nats.api import create_stream
 from egress import metrics
 from egress.advisories.advisory import parse_advisory
 from egress.init import set_up

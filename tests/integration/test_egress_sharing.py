@@ -14,10 +14,10 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import Unavailable
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.lease import Lease, Leases, new_owner
 from common.leasing import LeaseGroup, fair_share
+from common.nats.client import FloeClient, connect
+from common.nats.kv import KeyValue, state_key
+from common.nats.lease import Lease, Leases, new_owner
 from common.service.monitor import Health
 from common.settings.service import NatsSettings
 from common.tasks import Stop, cancel, first_of

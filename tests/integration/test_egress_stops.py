@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from common.jetstream.api import stream_info
-from common.segments.documents import ChainDocument, StreamDocument
+from common.archive.documents import ChainDocument, StreamDocument
+from common.nats.api import stream_info
 from egress.deps import ConfirmSettings
 from infra.local.process import free_port
 from tests.integration.test_egress_workers import parent

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from common.jetstream.kv import KeyValue, state_key
+from common.nats.kv import KeyValue, state_key
 from infra.local.process import free_port
 from tests.scenarios.processes import Service
 from tests.support.basics import PATIENCE, soon, unique

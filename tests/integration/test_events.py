@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
+from common.archive.documents import ChainStore
+from common.archive.keys import Layout
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, Refused
-from common.jetstream.client import FloeClient, frame
+from common.nats.client import FloeClient, frame
 from common.objects.open import open_objects
 from common.objects.s3 import S3Account
 from common.objects.sqs import SqsQueue
-from common.segments.documents import ChainStore
-from common.segments.keys import Layout
-from common.segments.store import SegmentStore
 from common.settings.root import StoreSettings
 from common.tasks import unexpected
 from infra.local.nats import NatsServer

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from common.archive.store import quarantine_command
 from common.chain import Chain
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue, state_key
-from common.segments.store import quarantine_command
+from common.nats.api import stream_info
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue, state_key
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import StateStore

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from common.errors import OutcomeUnknown
-from common.jetstream.headers import header_value, parse_block
-from common.jetstream.kv import KeyValue
-from common.jetstream.pull import get_message
-from common.jetstream.requests import ApiError
+from common.nats.headers import header_value, parse_block
+from common.nats.kv import KeyValue
+from common.nats.pull import get_message
+from common.nats.requests import ApiError
 from common.settings.egress import HeartbeatSettings
 from egress.heartbeats import check_stored, heartbeat_key, next_due
 from tests.support.basics import soon, unique

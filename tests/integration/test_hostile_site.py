@@ -18,9 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from common.archive.columns import SCHEMA
+from common.archive.guard import MAX_MESSAGE_BYTES
 from common.chain import Chain
-from common.segments.columns import SCHEMA
-from common.segments.parquet_guard import MAX_MESSAGE_BYTES
 from compaction.verify import verify_chains
 from infra.demo.world import PROJECT_FOLDER
 from tests.integration.test_chain_turns import BIG, SMALL, Centre, counted_pool, empty_messages, put_forged

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.jetstream.client import FloeClient, frame
-from common.jetstream.headers import Provenance, build_block
+from common.nats.client import FloeClient, frame
+from common.nats.headers import Provenance, build_block
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress import checkpoint_store as state_module

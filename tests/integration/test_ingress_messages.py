@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from common.archive.segment import Message
 from common.errors import ConfigError
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.pull import get_message
-from common.segments.segment import Message
+from common.nats.api import stream_info
+from common.nats.client import FloeClient
+from common.nats.pull import get_message
 from infra.local.nats import NatsServer
 from ingress.parked import ParkedState, ParkedStore
 from tests.support.basics import soon

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from common.errors import Refused
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue
+from common.nats.api import create_stream, stream_info
+from common.nats.client import FloeClient, connect
+from common.nats.kv import KeyValue
 from common.settings.service import NatsSettings
 from floe import cli
 from infra import rights

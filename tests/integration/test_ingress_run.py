@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient
-from common.segments.segment import SegmentRef
+from common.nats.api import stream_info
+from common.nats.client import FloeClient
 from common.sequences import SequenceRange
 from infra.local.nats import NatsCluster, NatsServer
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent

@@ -13,9 +13,9 @@ import pytest
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
-from common.jetstream.api import RESTORE_KEY, RESTORE_PREFIX
-from common.jetstream.client import FloeClient
 from common.logs import configure, flush
+from common.nats.api import RESTORE_KEY, RESTORE_PREFIX
+from common.nats.client import FloeClient
 from common.service.monitor import Health
 from common.tasks import Stop
 from infra.local.nats import NatsServer

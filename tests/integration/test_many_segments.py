@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from common.archive.documents import ChainDocument, ChainStore
+from common.archive.keys import Layout, SegmentName
+from common.archive.segment import Footer, Ledger, SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.objects.port import ObjectInfo
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.keys import Layout, SegmentName
-from common.segments.segment import Footer, Ledger, SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from compaction import verify
 from compaction.merge import MergedSegment
@@ -141,7 +141,7 @@ def growth(work: Callable[[], object]) -> float:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.segments.store.TABLE_PAGE_SEGMENTS", 500)
+    monkeypatch.setattr("common.archive.store.TABLE_PAGE_SEGMENTS", 500)
     monkeypatch.setattr("compaction.verify.check_segment", sound)
 
 

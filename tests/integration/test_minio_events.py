@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from common.errors import Unavailable
-from common.jetstream.client import FloeClient
+from common.nats.client import FloeClient
 from common.objects.open import open_objects
 from common.settings.root import StoreSettings
 from infra.demo.world import PROJECT_FOLDER

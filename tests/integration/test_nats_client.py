@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from common.archive.segment import Message
 from common.errors import OutcomeUnknown, Unavailable
-from common.jetstream.api import create_consumer, create_stream, stream_info
-from common.jetstream.client import ApiError, FloeClient, frame
-from common.jetstream.headers import Provenance, split_provenance
-from common.jetstream.pull import get_message
-from common.segments.segment import Message
+from common.nats.api import create_consumer, create_stream, stream_info
+from common.nats.client import ApiError, FloeClient, frame
+from common.nats.headers import Provenance, split_provenance
+from common.nats.pull import get_message
 from infra.awkward import KINDS, REQUIRED_SETTINGS, publish_awkward
 from infra.local.nats import NatsServer
 from tests.integration.test_ingress_messages import ACTING, EVERYTHING, MARK

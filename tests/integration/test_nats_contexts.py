@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from common.errors import ConfigError
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.context import apply_context
-from common.jetstream.kv import KeyValue
+from common.nats.api import create_stream, stream_info
+from common.nats.client import FloeClient, connect
+from common.nats.context import apply_context
+from common.nats.kv import KeyValue
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique

@@ -12,9 +12,9 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import ConfigError, OutcomeUnknown
-from common.jetstream.client import FloeClient, connect, frame
-from common.jetstream.kv import BucketDeleted, KeyValue, KvEntry, state_key
-from common.jetstream.lease import Leases, new_owner
+from common.nats.client import FloeClient, connect, frame
+from common.nats.kv import BucketDeleted, KeyValue, KvEntry, state_key
+from common.nats.lease import Leases, new_owner
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from tests.support.basics import PATIENCE, cancelled, soon, unique

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from common.errors import OutcomeUnknown, Unavailable
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import PING_INTERVAL_S, FloeClient, connect, connections, frame, reconnects
+from common.nats.api import create_stream, stream_info
+from common.nats.client import PING_INTERVAL_S, FloeClient, connect, connections, frame, reconnects
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from tests.support.basics import PATIENCE, counted, soon, unique

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from common.errors import ConfigError, FloeError, Refused
-from common.jetstream.api import stream_info
-from common.jetstream.client import connect, frame
-from common.jetstream.credentials import is_loopback
+from common.nats.api import stream_info
+from common.nats.client import connect, frame
+from common.nats.credentials import is_loopback
 from common.settings.loader import read_secret
 from common.settings.service import NatsSettings, NatsTlsSettings
 from common.settings.types import FileSecret
@@ -152,7 +152,7 @@ async def test_files_that_are_no_certificates_are_named_and_tls_is_kept_to(certi
 
 
 async def test_a_secret_goes_over_tls_only(guarded: NatsServer, certificates: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("common.jetstream.credentials.is_loopback", lambda _peer: False)
+    monkeypatch.setattr("common.nats.credentials.is_loopback", lambda _peer: False)
     async with TcpProxy(guarded.port) as proxy:
         url = f"nats://127.0.0.1:{proxy.port}"
         for secret in ({"user": "all", "password": "secret-all"}, {"token": "t"}):
@@ -175,7 +175,7 @@ async def test_a_connection_back_without_tls_sends_no_secret(guarded: NatsServer
     async with TcpProxy(guarded.port) as proxy:
         settings = NatsSettings(url=f"nats://127.0.0.1:{proxy.port}", user="all", password="secret-all")
         client = await connect(settings, name="test")
-        monkeypatch.setattr("common.jetstream.credentials.is_loopback", lambda _peer: False)
+        monkeypatch.setattr("common.nats.credentials.is_loopback", lambda _peer: False)
         sent, accepted = proxy.passed["up"], proxy.accepted
         proxy.cut()
         await soon(lambda: proxy.accepted > accepted + 1)

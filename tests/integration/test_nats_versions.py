@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.jetstream.api import stream_info
+from common.nats.api import stream_info
 from egress.evidence import source_of
 from infra.local.nats import NatsServer, nats_server_binary
 from tests.integration.test_egress_retention import emptied

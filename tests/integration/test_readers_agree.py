@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
+from common.archive.columns import SCHEMA
+from common.archive.documents import ChainDocument, ChainStore
 from common.chain import Chain
-from common.jetstream.headers import parse_block
+from common.nats.headers import parse_block
 from common.objects.open import open_objects
-from common.segments.columns import SCHEMA
-from common.segments.documents import ChainDocument, ChainStore
 from common.segments_cli import segments
 from common.settings.loader import load
 from tests.support.basics import SharedS3, seeded

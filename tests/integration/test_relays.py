@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from common.archive.documents import ChainDocument, StreamDocument
+from common.archive.segment import Ledger, Message
 from common.chain import Chain
-from common.jetstream.api import create_stream, query, stored_message, stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.headers import Provenance, build_block, parse_provenances, split_provenance
-from common.jetstream.kv import KeyValue, state_key
-from common.segments.documents import ChainDocument, StreamDocument
-from common.segments.segment import Ledger, Message
+from common.nats.api import create_stream, query, stored_message, stream_info
+from common.nats.client import FloeClient
+from common.nats.headers import Provenance, build_block, parse_provenances, split_provenance
+from common.nats.kv import KeyValue, state_key
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from infra.oracle import archived_messages

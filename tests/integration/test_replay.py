@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
+from common.archive.archive import read_cover
+from common.archive.columns import messages
+from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.archive.guard import SegmentGone
+from common.archive.keys import Layout
+from common.archive.segment import Ledger, Message, Reason, SegmentRef, Tip
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError, DataError, Unavailable, UsageError
-from common.jetstream.api import stream_info
-from common.jetstream.buckets import kv_replicas
-from common.jetstream.headers import is_replayed, parse_provenances, split_provenance
-from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.lease import Leases
-from common.segments.archive import read_cover
-from common.segments.columns import messages
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.keys import Layout
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import Ledger, Message, Reason, SegmentRef, Tip
-from common.segments.store import SegmentStore
+from common.nats.api import stream_info
+from common.nats.buckets import kv_replicas
+from common.nats.headers import is_replayed, parse_provenances, split_provenance
+from common.nats.kv import KeyValue, state_key
+from common.nats.lease import Leases
 from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.settings.egress import EgressSettings
@@ -122,7 +122,7 @@ async def test_sequences_mean_the_newest_incarnation(world: World) -> None:
 
 @pytest.mark.parametrize("by", ["sequence", "time"])
 async def test_only_its_row_groups_are_read(world: World, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.segments.writer.row_group_bytes", lambda _level: 1024 * 1024)
+    monkeypatch.setattr("common.archive.writer.row_group_bytes", lambda _level: 1024 * 1024)
     noise = random.Random(1)
     ref = world.archive.put([message(s, noise.randbytes(4000)) for s in range(1, 2001)])
     await world.make()

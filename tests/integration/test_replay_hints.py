@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.kv import KeyValue
-from common.segments.documents import ChainDocument, StreamDocument
-from common.segments.segment import Ledger, Reason
+from common.archive.documents import ChainDocument, StreamDocument
+from common.archive.segment import Ledger, Reason
+from common.nats.api import create_stream, stream_info
+from common.nats.kv import KeyValue
 from common.sequences import SequenceRange
 from common.service import process
 from common.tasks import Stop

@@ -16,12 +16,12 @@ import yaml
 from click.testing import CliRunner
 
 import floe
+from common.archive.columns import record_batch
+from common.archive.documents import ChainDocument, ChainStore
+from common.archive.segment import Reason, Tip
 from common.chain import Chain
 from common.errors import DataError, Unavailable, UsageError
 from common.objects.open import open_objects
-from common.segments.columns import record_batch
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.segment import Reason, Tip
 from common.sequences import SequenceRange, cover
 from common.settings.root import Settings, StoreSettings
 from compaction import spark

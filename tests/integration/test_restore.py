@@ -13,25 +13,18 @@ from typing import Any, cast
 
 import pytest
 
+from common.archive.captures import CapturedConsumer, CapturedConsumers, CaptureStore
+from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
+from common.archive.segment import Message, SegmentRef
 from common.chain import Chain
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import ConfigError, DataError, OutcomeUnknown, Stopped, Unavailable, UsageError
-from common.jetstream.api import (
-    RESTORE_KEY,
-    RESTORE_PREFIX,
-    create_consumer,
-    create_stream,
-    list_consumers,
-    stream_info,
-)
-from common.jetstream.buckets import open_leases
-from common.jetstream.client import connect, frame
-from common.jetstream.kv import state_key
-from common.jetstream.lease import new_owner
+from common.nats.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer, create_stream, list_consumers, stream_info
+from common.nats.buckets import open_leases
+from common.nats.client import connect, frame
+from common.nats.kv import state_key
+from common.nats.lease import new_owner
 from common.objects.port import ObjectStore
-from common.segments.alive import ChainHeartbeat, HeartbeatObject
-from common.segments.captures import CapturedConsumer, CapturedConsumers, CaptureStore
-from common.segments.segment import Message, SegmentRef
 from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.awkward import delete_message, publish_awkward

@@ -10,19 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from common.archive.segment import Message
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.api import (
-    RESTORE_KEY,
-    RESTORE_PREFIX,
-    create_consumer,
-    create_stream,
-    list_consumers,
-    stream_info,
-)
-from common.jetstream.client import connect, frame
-from common.jetstream.pull import StartAt, scan
-from common.segments.segment import Message
+from common.nats.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer, create_stream, list_consumers, stream_info
+from common.nats.client import connect, frame
+from common.nats.pull import StartAt, scan
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
 from infra.rights import ROLES, RightsNames, SubjectRights, nats_conf

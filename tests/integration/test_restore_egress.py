@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from common.archive.captures import CONFIG
 from common.errors import Stopped, UsageError
-from common.jetstream.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer
-from common.segments.captures import CONFIG
+from common.nats.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from tests.integration.test_egress_faults import fail_puts, released

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from common.archive.captures import CapturedConsumers
+from common.archive.columns import batch_of
+from common.archive.segment import Message
 from common.clock import NS_PER_S
-from common.jetstream.api import create_consumer, list_consumers, stream_info
-from common.jetstream.headers import build_block
-from common.segments.captures import CapturedConsumers
-from common.segments.columns import batch_of
-from common.segments.segment import Message
+from common.nats.api import create_consumer, list_consumers, stream_info
+from common.nats.headers import build_block
 from egress.captures import captured_consumers
 from infra.awkward import MAX_HEADERS, delete_message, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary

@@ -18,9 +18,9 @@ from typing import Any
 import nats
 import pytest
 
+from common.archive.segment import Message
 from common.clock import parse_time
-from common.jetstream.api import create_consumer, query, stream_info
-from common.segments.segment import Message
+from common.nats.api import create_consumer, query, stream_info
 from common.sequences import SequenceRange
 from egress.context import open_context
 from egress.partition import partitions_of

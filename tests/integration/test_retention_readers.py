@@ -10,7 +10,7 @@ import pytest
 
 from common import failpoints
 from common.errors import FloeError
-from common.jetstream.client import FloeClient
+from common.nats.client import FloeClient
 from compaction.retention import Retention, RetentionReport, RetentionRule
 from ingress import report
 from ingress.parked import ParkedState

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from common.archive.captures import CapturedConfig, CapturedConsumers, CaptureStore
+from common.archive.documents import ChainDocument, TargetPositions
+from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.clock import format_time
 from common.objects.open import open_objects
-from common.segments.captures import CapturedConfig, CapturedConsumers, CaptureStore
-from common.segments.documents import ChainDocument, TargetPositions
-from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.settings.root import StoreSettings
 from compaction.retention import Retention, RetentionRule

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from common.archive.segment import Message
 from common.chain import Chain
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient
-from common.segments.segment import Message
+from common.nats.api import stream_info
+from common.nats.client import FloeClient
 from ingress import delivery
 from ingress.operator import correct
 from tests.support.basics import soon, unique

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from common.archive.segment import Message
 from common.chain import Chain
 from common.errors import Refused, Unavailable
-from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.tasks import Stop
 from egress import metrics

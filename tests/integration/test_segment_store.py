@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
+from common.archive import store as fetching
+from common.archive.keys import Layout
+from common.archive.segment import Message, SegmentRef, Tip
+from common.archive.store import IN_MEMORY_BYTES, SegmentGone, SegmentStore
+from common.archive.writer import SegmentWriter, SpooledSegment
 from common.chain import Chain
 from common.errors import FloeError, OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectStore
 from common.objects.s3 import S3Account, S3Objects
-from common.segments import store as fetching
-from common.segments.keys import Layout
-from common.segments.segment import Message, SegmentRef, Tip
-from common.segments.store import IN_MEMORY_BYTES, SegmentGone, SegmentStore
-from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange
 from tests.support.basics import SharedS3
 from tests.support.clock import ManualClock
@@ -294,7 +294,7 @@ def test_a_tip_whose_metadata_were_lost_comes_from_the_footer(local: LocalObject
 def large(local: LocalObjects, make: Make, monkeypatch: pytest.MonkeyPatch) -> Large:
     """A segment of 7 MB in several row groups, larger than the limit for whole reads (here)."""
     monkeypatch.setattr(fetching, "WHOLE_BYTES", 1 << 20)
-    monkeypatch.setattr("common.segments.parquet_guard.ROW_GROUP_BYTES_LEVEL_0", 2 << 20)
+    monkeypatch.setattr("common.archive.guard.ROW_GROUP_BYTES_LEVEL_0", 2 << 20)
     store = make(local)
     rows = [message(n, random.Random(n).randbytes(100 << 10)) for n in range(1, 71)]
     return store.put(spool(store, rows)), rows
@@ -386,7 +386,7 @@ def test_leftovers_of_a_kill_are_removed(local: LocalObjects, make: Make, tmp_pa
     program = f"""
 import os, signal
 from pathlib import Path
-from common.segments.writer import Spool
+from common.archive.writer import Spool
 spool = Spool(Path({str(tmp_path / "spool")!r}))
 spool.new_file().write_bytes(b"x" * 1000)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -14,12 +14,12 @@ import pytest
 from rich.cells import cell_len
 
 from common import segments_cli as cli
+from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.archive.keys import Layout
+from common.archive.segment import Message, SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.keys import Layout
-from common.segments.segment import Message, SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE

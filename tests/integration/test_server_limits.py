@@ -10,10 +10,10 @@ import pytest
 
 from common.clock import NS_PER_S
 from common.doctor_cli import _buckets, _stream_size_limits
-from common.jetstream.api import ConsumerInfo, stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import BucketFull, KeyValue
-from common.jetstream.pull import StartAt, scan
+from common.nats.api import ConsumerInfo, stream_info
+from common.nats.client import FloeClient
+from common.nats.kv import BucketFull, KeyValue
+from common.nats.pull import StartAt, scan
 from egress.init import set_up
 from infra.local.nats import NatsServer
 from ingress.target import examine_target

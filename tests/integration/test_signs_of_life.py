@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from common import logs
+from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
 from common.chain import Chain
 from common.errors import Refused
-from common.jetstream.client import FloeClient
-from common.segments.alive import ChainHeartbeat, HeartbeatObject
+from common.nats.client import FloeClient
 from tests.support.basics import metric_value, soon, unique
 from tests.support.commands import floe
 from tests.support.egress import QUICK, SITE, Bench

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import pytest
 
+from common.archive.documents import SnapshotRef, sampling_digest_of
 from common.chain import Chain
 from common.errors import DataError, FloeError, Refused, Unavailable
 from common.objects.port import ObjectStore
 from common.objects.s3 import S3Account, S3Objects
-from common.segments.documents import SnapshotRef, sampling_digest_of
 from egress.advisories.advisory import Advisory, AdvisoryEvent
 from egress.sampling.cli import SelectedValues, ValueFilter, format_value
 from egress.sampling.sampler import Sampler

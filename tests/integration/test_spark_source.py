@@ -11,9 +11,9 @@ import pytest
 from pyspark.errors import AnalysisException, StreamingQueryException
 from pyspark.sql.streaming import StreamingQuery
 
+from common.archive.columns import record_batch
+from common.archive.documents import ChainDocument, ChainStore
 from common.chain import Chain
-from common.segments.columns import record_batch
-from common.segments.documents import ChainDocument, ChainStore
 from tests.support.basics import eventually
 from tests.support.compaction import CHAIN, Archive, begun, rows, run
 from tests.support.spark import counted_bytes, counting_source, spark_session
@@ -101,7 +101,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Archive, int]:
     found, total = Archive(tmp_path_factory.mktemp("large")), 0
     ChainStore(found.objects, found.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.segments.writer.row_group_bytes", lambda _level: 2**20)
+        patch.setattr("common.archive.writer.row_group_bytes", lambda _level: 2**20)
         for first in range(1, 1000, 200):
             sequences, noise = list(range(first, first + 200)), random.Random(first)
             times = [(1_700_000_000 + n) * 10**9 for n in sequences]

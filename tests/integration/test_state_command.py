@@ -12,9 +12,9 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from common.archive.documents import ChainDocument
 from common.chain import Chain
 from common.clock import SystemClock
-from common.segments.documents import ChainDocument
 from egress.sampling.cli import state
 from egress.sampling.sampler import Sampler
 from infra.local.process import free_port

@@ -19,10 +19,10 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
+from common.archive.documents import ChainDocument, CompactionRun, TargetPositions
 from common.chain import Chain
-from common.jetstream.api import create_stream
-from common.jetstream.client import FloeClient
-from common.segments.documents import ChainDocument, CompactionRun, TargetPositions
+from common.nats.api import create_stream
+from common.nats.client import FloeClient
 from common.service.monitor import Health, Monitor
 from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn

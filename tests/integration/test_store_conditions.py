@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from common.jetstream.buckets import BucketClaims
-from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue
-from common.segments.captures import CaptureStore
-from common.segments.documents import ChainDocument, ChainStore
+from common.archive.captures import CaptureStore
+from common.archive.documents import ChainDocument, ChainStore
+from common.nats.buckets import BucketClaims
+from common.nats.client import FloeClient
+from common.nats.kv import KeyValue
 from ingress.chains.starts import FeedStart
 from tests.support.basics import PATIENCE, SharedS3, unique
 from tests.support.egress import Bench

@@ -20,16 +20,16 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from common.archive.columns import SCHEMA
+from common.archive.documents import ChainDocument, StreamDocument, TargetPositions
+from common.archive.keys import Layout
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import SystemClock
 from common.doctor import CHECKS
-from common.jetstream.client import FloeClient
+from common.nats.client import FloeClient
 from common.open import load_settings, open_chains, open_store
-from common.segments.columns import SCHEMA
-from common.segments.documents import ChainDocument, StreamDocument, TargetPositions
-from common.segments.keys import Layout
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
 from common.service.monitor import Health
 from common.tasks import Stop
 from egress.service import EgressService

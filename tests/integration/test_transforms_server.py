@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from common.jetstream.api import create_stream, query
-from common.jetstream.client import FloeClient, frame
-from common.jetstream.pull import get_message
-from common.jetstream.requests import ApiError
+from common.nats.api import create_stream, query
+from common.nats.client import FloeClient, frame
+from common.nats.pull import get_message
+from common.nats.requests import ApiError
 from common.transforms import TransformError, compile_transform
 from tests.support.basics import seeded, soon, unique
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from common.archive.columns import Columns
 from common.clock import SystemClock
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient, frame
-from common.segments.columns import Columns
+from common.nats.api import stream_info
+from common.nats.client import FloeClient, frame
 from common.service.monitor import Health
 from common.settings.root import Settings
 from common.tasks import run_until_fatal
@@ -141,7 +141,7 @@ async def test_failed_parts_of_egress_start_again(bench: Bench, monkeypatch: pyt
         captures    egress.captures:StreamCapturer._capture
         expiry      egress.watchdog:ExpiryEstimate._seconds_left
         unmatched   egress.report:find_unmatched
-        lease       common.jetstream.lease:Lease._renew
+        lease       common.nats.lease:Lease._renew
         heartbeats  egress.heartbeats:SubjectHeartbeats._publish
         heartbeats  egress.heartbeats:SubjectHeartbeats._on_write      called by the connection
         sharing     common.leasing:LeaseWatcher._on_lease       called by the connection
@@ -274,7 +274,7 @@ async def test_failed_parts_of_ingress_start_again(
         discovery  ingress.discovery.discovery:Discovery._check_notified
         target     ingress.chains.prefetch:Prefetcher.wake       called by discovery, for a notification
         events     ingress.discovery.notifications:NotificationHandler.handle
-        lease      common.jetstream.lease:Lease._renew
+        lease      common.nats.lease:Lease._renew
         sharing    common.leasing:LeaseGroup._check_all
         """,
     )
@@ -321,7 +321,7 @@ async def test_any_failure_beside_a_replay_ends_it(world: World, monkeypatch: py
 
 
 async def test_a_replay_whose_lease_nobody_renews_takes_it_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    Throw(monkeypatch, *place_of("common.jetstream.lease:Lease._renew"))
+    Throw(monkeypatch, *place_of("common.nats.lease:Lease._renew"))
     before = count("lease")
     result = await asyncio.wait_for(world.run(ReplayOptions(pace=MessageRate(100))), PATIENCE)
     assert result.finished

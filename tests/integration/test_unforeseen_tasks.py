@@ -17,13 +17,13 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import UnexpectedError
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient, connect, frame
-from common.jetstream.kv import KeyValue
-from common.jetstream.lease import Leases
-from common.jetstream.pull import StartAt, for_each_message, get_message, scan
-from common.jetstream.requests import PendingRequests
 from common.leasing import LeaseWatcher
+from common.nats.api import create_stream, stream_info
+from common.nats.client import FloeClient, connect, frame
+from common.nats.kv import KeyValue
+from common.nats.lease import Leases
+from common.nats.pull import StartAt, for_each_message, get_message, scan
+from common.nats.requests import PendingRequests
 from common.service.monitor import Health
 from common.settings.service import NatsSettings
 from common.tasks import Stop, run_until_fatal

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from common import failpoints
+from common.archive import store as segment_store
+from common.archive.captures import CapturedConfig, CaptureStore
+from common.archive.checks import ForeignKeys, find_foreign_keys
+from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
+from common.archive.segment import Reason, SegmentRef
 from common.chain import Chain
 from common.errors import Refused
 from common.objects.open import open_objects
 from common.objects.port import PagedStore
-from common.segments import store as segment_store
-from common.segments.captures import CapturedConfig, CaptureStore
-from common.segments.checks import ForeignKeys, find_foreign_keys
-from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
-from common.segments.segment import Reason, SegmentRef
 from common.sequences import SequenceRange
 from common.settings.root import StoreSettings
 from compaction.run import LocalRunner
@@ -148,7 +148,7 @@ def test_partitions_that_never_existed_are_one_line_and_those_with_segments_are_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int
 ):
     """A document of one site may name a thousand partitions, in each of ten thousand incarnations."""
-    monkeypatch.setattr("common.segments.documents._PAGE_KEYS", page)
+    monkeypatch.setattr("common.archive.documents._PAGE_KEYS", page)
     site = Site(tmp_path, NEXT)
     site.chains.create_stream(NEXT, StreamDocument({}, "2026-01-01T00:00:00Z", dict.fromkeys(range(1024), 10)))
     site.archive.put(1, 10, chain=NEXT)

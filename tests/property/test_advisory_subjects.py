@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from common.jetstream.protocol import frame
+from common.nats.protocol import frame
 from common.settings.egress import AdvisorySettings
 from common.settings.types import MAX_VALUE_BYTES, is_subject
 from common.subjects import matches

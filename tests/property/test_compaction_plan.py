@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.segments.segment import SegmentRef
-from common.segments.table import SegmentTable
+from common.archive.segment import SegmentRef
+from common.archive.table import SegmentTable
 from common.sequences import holes
 from compaction.plan import Planner, WaitingSegments, blocks
 from compaction.run import Compaction, LocalRunner, RunReport, Selection

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common.archive.documents import ChainDocument, ChainStore, StreamDocument, TargetPositions
+from common.archive.keys import Layout
+from common.archive.store import SegmentStore
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument, TargetPositions
-from common.segments.keys import Layout
-from common.segments.store import SegmentStore
 from compaction.retention import Retention, RetentionRule
 from compaction.run import Compaction, LocalRunner, Selection
 from infra.oracle import archive_holes, archived_messages

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.jetstream.headers import Provenance, parse_block, parse_provenances, split_provenance
-from common.jetstream.protocol import check_headers
+from common.nats.headers import Provenance, parse_block, parse_provenances, split_provenance
+from common.nats.protocol import check_headers
 from tests.support.headers import escape
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 0, 7, 1_700_000_000_000_000_001)

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
+from common.archive.keys import Layout, SegmentName
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentGone, SegmentStore
 from common.chain import Chain
 from common.errors import SegmentCorrupt
 from common.objects.port import ObjectInfo
-from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
-from common.segments.keys import Layout, SegmentName
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
 from common.tasks import Stop

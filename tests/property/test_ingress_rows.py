@@ -6,8 +6,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.archive.keys import SegmentName
 from common.chain import Chain
-from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from ingress.checkpoint import Intent, IntentPiece
 from ingress.rows.rows import Block, PreparedBatch, Rows

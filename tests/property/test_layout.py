@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from common.archive.keys import CAPTURES, CaptureName, Layout, SegmentName, StateName, decode, encode
 from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
-from common.segments.keys import CAPTURES, CaptureName, Layout, SegmentName, StateName, decode, encode
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
 sites = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", fullmatch=True)

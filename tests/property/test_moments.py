@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from common.archive import archive as moments
+from common.archive.archive import SKEW_MARGIN_NS, Timeline, search
+from common.archive.columns import record_batch
+from common.archive.reader import RowFilter
+from common.archive.segment import Tip
 from common.objects.local import LocalObjects
-from common.segments import archive as moments
-from common.segments.archive import SKEW_MARGIN_NS, Timeline, search
-from common.segments.columns import record_batch
-from common.segments.reader import RowFilter
-from common.segments.segment import Tip
 from compaction.source import read_stretch
 from tests.support.compaction import CHAIN, Archive
 from tests.support.stores import CountingObjects, FaultyStore

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.archive.columns import batch_of
+from common.archive.segment import Message
 from common.errors import ConfigError
-from common.segments.columns import batch_of
-from common.segments.segment import Message
 from common.sequences import MAX_SEQUENCE
 from ingress.restore.archive import (
     KEEP_ALIVE_FRAME,

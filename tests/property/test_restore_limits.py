@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
+from common.archive.captures import CapturedConfig, CapturedDeletions, deleted_ranges
+from common.archive.segment import Message
 from common.clock import NS_PER_S, format_time
-from common.segments.captures import CapturedConfig, CapturedDeletions, deleted_ranges
-from common.segments.segment import Message
 from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
 from ingress.restore.fold import RetentionFilter

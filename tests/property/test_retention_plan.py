@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.archive.segment import SegmentRef
 from common.chain import Chain
-from common.segments.segment import SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose_segment, cover
 from compaction.retention import FloorPlan, RetentionRule, excess_bytes, plan_floor
 from tests.support.compaction import NOW, refs

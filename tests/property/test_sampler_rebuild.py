@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.segments.segment import Message
+from common.archive.segment import Message
 from common.sequences import SequenceRange
 from egress.sampling.rebuild import SamplerRebuild
 from tests.support.sampling import CHAIN, SECOND, SampledArchive, sent

@@ -9,9 +9,9 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.segments.columns import SCHEMA, columns_of, messages, raw_size, record_batch
-from common.segments.reader import open_file
-from common.segments.segment import Message
+from common.archive.columns import SCHEMA, columns_of, messages, raw_size, record_batch
+from common.archive.reader import open_file
+from common.archive.segment import Message
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from tests.support.invariants import first_difference, in_order
 from tests.support.segments import batch_of, read_all, write_segment

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.archive.documents import SnapshotRef, newest_first
+from common.archive.keys import Layout, StateName
 from common.chain import Chain
-from common.segments.documents import SnapshotRef, newest_first
-from common.segments.keys import Layout, StateName
 from compaction.tombstones import KEPT_SNAPSHOTS, outdated_snapshots
 from egress.sampling.snapshot_store import at_or_before, followable, may_match_digest, rebuild_reason
 

@@ -20,10 +20,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.archive.checks import find_foreign_keys
+from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
+from common.archive.segment import Reason
 from common.chain import Chain
-from common.segments.checks import find_foreign_keys
-from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
-from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from compaction.run import Compaction, LocalRunner, RunReport, Selection
 from compaction.sign_off import SignOffStore

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common.archive.store import SegmentGone, SegmentStore
 from common.chain import Chain
 from common.open import load_settings, open_store
-from common.segments.store import SegmentGone, SegmentStore
 from common.tasks import Stop
 from infra.awkward import publish_awkward
 from infra.oracle import Trace, archived_messages, compare

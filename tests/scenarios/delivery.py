@@ -16,7 +16,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import FloeError
-from common.jetstream.api import stream_info
+from common.nats.api import stream_info
 from common.open import load_settings, open_chains, open_store
 from infra.oracle import Trace, prefix_subject, read_target_traces
 from tests.scenarios.bucket import Compactor

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from common.jetstream.client import FloeClient, connect
+from common.nats.client import FloeClient, connect
 from common.settings.service import NatsSettings
 from common.settings.types import parse_duration
 from infra.local.nats import NatsCluster

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 
 from common.errors import FloeError
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient
+from common.nats.api import stream_info
+from common.nats.client import FloeClient
 from infra.local.nats import NatsServer
 from tests.scenarios.delivery_centre import LEASE_SECONDS, TARGET, Centre, Instance
 from tests.scenarios.delivery_meter import Meter, until

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from common.errors import FloeError
-from common.jetstream.api import create_stream, stream_info
-from common.jetstream.client import FloeClient
+from common.nats.api import create_stream, stream_info
+from common.nats.client import FloeClient
 from tests.scenarios.delivery import arrived, disturbed, require_faults
 from tests.scenarios.delivery_centre import PREFIX, REPLICAS, TARGET, Centre
 from tests.scenarios.delivery_journal import Consumer, Journal

@@ -7,13 +7,13 @@ import json
 from collections import Counter
 from contextlib import suppress
 
+from common.archive.segment import Message
 from common.chain import Chain
 from common.errors import FloeError
-from common.jetstream.api import create_consumer
-from common.jetstream.client import FloeClient, frame
-from common.jetstream.headers import split_provenance
-from common.jetstream.requests import ApiError
-from common.segments.segment import Message
+from common.nats.api import create_consumer
+from common.nats.client import FloeClient, frame
+from common.nats.headers import split_provenance
+from common.nats.requests import ApiError
 from infra.oracle import Trace
 from tests.support.basics import parse_ack
 

@@ -9,11 +9,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.archive.segment import Message
+from common.archive.store import SegmentStore
+from common.archive.writer import SpooledSegment
 from common.chain import Chain
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.segment import Message
-from common.segments.store import SegmentStore
-from common.segments.writer import SpooledSegment
 from common.sequences import SequenceRange
 from infra.oracle import SubjectMap, Trace
 from tests.support.segments import write_segment

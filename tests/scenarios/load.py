@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
-from common.jetstream.api import create_stream
-from common.jetstream.client import FloeClient
+from common.nats.api import create_stream
+from common.nats.client import FloeClient
 from common.tasks import Stop
 from infra.acked import AckedPublisher
 from tests.support.ingress import client_of

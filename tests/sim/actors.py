@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.archive.documents import ChainStore
+from common.archive.keys import Layout
+from common.archive.store import SegmentStore
 from common.clock import SystemClock
 from common.errors import OutcomeUnknown, Unavailable
-from common.segments.documents import ChainStore
-from common.segments.keys import Layout
-from common.segments.store import SegmentStore
 from common.service.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.root import Settings

@@ -25,11 +25,11 @@ from typing import Any
 
 import click
 
+import common.archive.writer
 import common.clock
 import common.failpoints
-import common.jetstream.credentials
+import common.nats.credentials
 import common.objects.open
-import common.segments.writer
 import common.service.process
 import compaction.merge
 import compaction.run
@@ -45,7 +45,7 @@ from tests.sim.strands import LoopCall, SimExecutor, SimLock
 from tests.sim.world import NS, Process, World
 
 POOLS = (common.service.process, compaction.run, compaction.merge, ingress.restore.history)
-LOCKS = (egress.archive, common.segments.writer, ingress.rows.decoder, ingress.chains.search)
+LOCKS = (egress.archive, common.archive.writer, ingress.rows.decoder, ingress.chains.search)
 
 
 class _Current:
@@ -122,7 +122,7 @@ def install() -> None:
     replace(vars(secrets), "token_hex", lambda size=32: _chance().randbytes(size).hex())
     replace(vars(secrets), "randbelow", lambda most: _chance().randrange(most))
     replace(vars(random), "SystemRandom", lambda: random.Random(_chance().random()))
-    replace(vars(common.segments.writer), "_spool_errors", _spooling(common.segments.writer._spool_errors))
+    replace(vars(common.archive.writer), "_spool_errors", _spooling(common.archive.writer._spool_errors))
     real_pid, real_host = os.getpid, socket.gethostname
     replace(vars(os), "getpid", lambda: found.number if (found := _any_process()) else real_pid())
     replace(vars(socket), "gethostname", lambda: found.host if (found := _any_process()) else real_host())
@@ -153,7 +153,7 @@ def install_threads() -> None:
     _unlock_cached_properties()
     without_tls = ssl.create_default_context()
     # No connection of a world has TLS, and loading the machine's CA certificates takes half the time of a seed.
-    replace(vars(common.jetstream.credentials), "tls_context", lambda _settings: without_tls)
+    replace(vars(common.nats.credentials), "tls_context", lambda _settings: without_tls)
 
 
 def _unlock_cached_properties() -> None:

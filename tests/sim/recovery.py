@@ -7,11 +7,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.archive.documents import ChainStore
+from common.archive.keys import Layout
+from common.archive.store import SegmentStore
 from common.clock import SystemClock
 from common.errors import FloeError
-from common.segments.documents import ChainStore
-from common.segments.keys import Layout
-from common.segments.store import SegmentStore
 from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import Stop

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from common.archive.segment import Message
 from common.chain import Chain
-from common.segments.segment import Message
 from common.settings.egress import FeedSettings
 from egress.advisories.advisory import event_id, parse_advisory
 from egress.sampling.sampler import Sampler

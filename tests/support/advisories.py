@@ -13,9 +13,9 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.jetstream.client import FloeClient
-from common.jetstream.headers import header_value
 from common.metrics import REGISTRY
+from common.nats.client import FloeClient
+from common.nats.headers import header_value
 from common.settings.egress import FeedSettings
 from common.tasks import cancel
 from egress.advisories.advisory import Advisory, AdvisoryDocument, AdvisoryEvent, parse_advisory

@@ -21,8 +21,8 @@ import boto3
 import pytest
 
 from common.errors import ConfigError
-from common.jetstream.protocol import reply_layout
 from common.metrics import REGISTRY
+from common.nats.protocol import reply_layout
 from common.sequences import SequenceRange
 
 if TYPE_CHECKING:

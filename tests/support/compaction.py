@@ -16,16 +16,16 @@ import pyarrow as pa
 from hypothesis import strategies as st
 
 from common import failpoints
+from common.archive.columns import record_batch
+from common.archive.documents import ChainDocument, ChainStore
+from common.archive.keys import Layout, SegmentName
+from common.archive.segment import Footer, Ledger, Reason, SegmentRef, Tip
+from common.archive.store import SegmentStore
+from common.archive.table import SegmentTable
+from common.archive.writer import SegmentWriter
 from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
-from common.segments.columns import record_batch
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.keys import Layout, SegmentName
-from common.segments.segment import Footer, Ledger, Reason, SegmentRef, Tip
-from common.segments.store import SegmentStore
-from common.segments.table import SegmentTable
-from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange, cover
 from compaction.plan import Output, Planner, WaitingSegments, blocks
 from compaction.retention import Retention, RetentionRule

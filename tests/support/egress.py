@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from common.archive.documents import ChainStore
+from common.archive.keys import Layout
+from common.archive.segment import Footer, Ledger, Message, SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient, frame
-from common.jetstream.kv import KeyValue
+from common.nats.api import stream_info
+from common.nats.client import FloeClient, frame
+from common.nats.kv import KeyValue
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
-from common.segments.documents import ChainStore
-from common.segments.keys import Layout
-from common.segments.segment import Footer, Ledger, Message, SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, cover
 from common.service.monitor import Health
 from common.settings.root import Settings, StoreSettings

@@ -12,9 +12,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
-from common.chain import Chain
-from common.objects.local import LocalObjects
-from common.segments.captures import (
+from common.archive.captures import (
     CAPTURE_KINDS,
     CapturedConfig,
     CapturedConsumer,
@@ -22,11 +20,13 @@ from common.segments.captures import (
     CapturedDeletions,
     to_json,
 )
-from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
-from common.segments.keys import CaptureName, Layout
-from common.segments.segment import Ledger, Message, Reason, SegmentRef
-from common.segments.store import SegmentStore
-from common.segments.writer import SegmentWriter
+from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
+from common.archive.keys import CaptureName, Layout
+from common.archive.segment import Ledger, Message, Reason, SegmentRef
+from common.archive.store import SegmentStore
+from common.archive.writer import SegmentWriter
+from common.chain import Chain
+from common.objects.local import LocalObjects
 from common.sequences import SequenceRange
 from compaction.merge import merge
 from compaction.plan import Output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.jetstream.headers import CRLF, VERSION_LINE, Provenance, escape_lines
+from common.nats.headers import CRLF, VERSION_LINE, Provenance, escape_lines
 
 
 def escape(

@@ -12,19 +12,19 @@ from typing import Any
 
 import yaml
 
+from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.archive.keys import Layout, SegmentName
+from common.archive.segment import Message, SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
-from common.jetstream.api import create_consumer, create_stream, query, stored_message, stream_info
-from common.jetstream.client import FloeClient, frame
-from common.jetstream.headers import Provenance, split_provenance
-from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.requests import ApiError
+from common.nats.api import create_consumer, create_stream, query, stored_message, stream_info
+from common.nats.client import FloeClient, frame
+from common.nats.headers import Provenance, split_provenance
+from common.nats.kv import KeyValue, state_key
+from common.nats.requests import ApiError
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.keys import Layout, SegmentName
-from common.segments.segment import Message, SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.loader import load

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
 
-from common.segments.segment import Message
+from common.archive.segment import Message
 from common.sequences import SequenceRange, Stretch
 from tests.support.basics import is_gapless
 

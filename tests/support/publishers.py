@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from common.archive.columns import record_batch
+from common.archive.keys import SegmentName
 from common.chain import Chain
 from common.errors import FloeError
-from common.jetstream.api import StreamInfo, create_stream, stream_info
-from common.jetstream.client import FloeClient
-from common.segments.columns import record_batch
-from common.segments.keys import SegmentName
+from common.nats.api import StreamInfo, create_stream, stream_info
+from common.nats.client import FloeClient
 from common.sequences import SequenceRange
 from ingress.checkpoint import IntentPiece
 from ingress.publishers.choose import PUBLISHERS

@@ -11,7 +11,7 @@ import pytest
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError
-from common.jetstream.client import FloeClient
+from common.nats.client import FloeClient
 from common.service.progress import Progress
 from common.tasks import Stop
 from ingress.replay.replay import Replay

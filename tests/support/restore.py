@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from common.archive.segment import Message
 from common.clock import format_time
-from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient
-from common.jetstream.pull import for_each_message
-from common.jetstream.requests import api_answer
-from common.segments.segment import Message
+from common.nats.api import stream_info
+from common.nats.client import FloeClient
+from common.nats.pull import for_each_message
+from common.nats.requests import api_answer
 from ingress.restore.archive import ArchiveState
 from ingress.restore.highwayhash import hash_of
 from tests.support.basics import PATIENCE

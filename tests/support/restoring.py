@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from common.archive.captures import CapturedConfig, CapturedConsumers, CapturedDeletions, CaptureStore, deleted_ranges
+from common.archive.segment import Message
 from common.clock import SystemClock, format_time
-from common.jetstream.api import list_consumers, query, stream_info
-from common.jetstream.client import frame
-from common.jetstream.pull import for_each_message
-from common.segments.captures import CapturedConfig, CapturedConsumers, CapturedDeletions, CaptureStore, deleted_ranges
-from common.segments.segment import Message
+from common.nats.api import list_consumers, query, stream_info
+from common.nats.client import frame
+from common.nats.pull import for_each_message
 from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import Stop

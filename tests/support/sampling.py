@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.archive.columns import Columns
+from common.archive.documents import ChainStore, StreamDocument
+from common.archive.keys import Layout
+from common.archive.segment import Ledger, Message, Reason, SegmentRef, Tip
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
-from common.segments.columns import Columns
-from common.segments.documents import ChainStore, StreamDocument
-from common.segments.keys import Layout
-from common.segments.segment import Ledger, Message, Reason, SegmentRef, Tip
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from common.chain import Chain
-from common.jetstream.api import create_stream
+from common.nats.api import create_stream
 from common.service.monitor import Health, Monitor
 from infra.local.nats import NatsServer
 from tests.support.basics import soon

@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.archive.columns import SCHEMA, Columns, messages, raw_size, record_batch
+from common.archive.keys import SegmentName
+from common.archive.reader import SegmentReader, open_file
+from common.archive.segment import Footer, Ledger, Message, Reason, Tip
+from common.archive.writer import SegmentWriter, SpooledSegment
 from common.chain import Chain
-from common.segments.columns import SCHEMA, Columns, messages, raw_size, record_batch
-from common.segments.keys import SegmentName
-from common.segments.reader import SegmentReader, open_file
-from common.segments.segment import Footer, Ledger, Message, Reason, Tip
-from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange
 
 CHAIN = Chain("us-east", "NODES")

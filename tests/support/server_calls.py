@@ -15,10 +15,10 @@ from typing import Any
 
 from common.clock import NS_PER_S
 from common.errors import FloeError
-from common.jetstream.client import FloeClient, RawSubscription, connect, frame
-from common.jetstream.headers import build_block
-from common.jetstream.kv import KeyValue
-from common.jetstream.requests import NO_RESPONDERS_CODE
+from common.nats.client import FloeClient, RawSubscription, connect, frame
+from common.nats.headers import build_block
+from common.nats.kv import KeyValue
+from common.nats.requests import NO_RESPONDERS_CODE
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from tests.sim.nats import SimNats

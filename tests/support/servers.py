@@ -20,8 +20,8 @@ from urllib.parse import quote_plus, urlsplit
 import boto3
 
 from common.errors import OutcomeUnknown, Unavailable
-from common.jetstream.api import create_stream
-from common.jetstream.client import FloeClient, connect
+from common.nats.api import create_stream
+from common.nats.client import FloeClient, connect
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
 from infra.local.process import free_ports, spawn

@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 from pyspark.sql.types import StructType
 
-from common.segments.store import SegmentStore
+from common.archive.store import SegmentStore
 from common.settings.root import Settings, StoreSettings
 from compaction import source
 from compaction.source import FloeDataSource

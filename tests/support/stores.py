@@ -13,7 +13,7 @@ import pytest
 
 from common.clock import Clock
 from common.errors import UnexpectedError
-from common.jetstream.client import FloeClient
+from common.nats.client import FloeClient
 from common.objects.local import LocalObjects
 from common.objects.port import Body, ConditionalPutRefused, ObjectInfo, ObjectStore
 from common.tasks import unexpected
@@ -73,7 +73,7 @@ def refusing_conditions(objects: ObjectStore) -> FaultyStore:
 
 
 class ClaimsInMemory:
-    """Claims of all writers that share it (`common.segments.documents.PutOnceClaims`)."""
+    """Claims of all writers that share it (`common.archive.documents.PutOnceClaims`)."""
 
     def __init__(self) -> None:
         self.held: dict[str, tuple[bytes, int]] = {}

@@ -10,8 +10,8 @@ import pytest
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.jetstream.api import StreamInfo
-from common.jetstream.requests import ApiError
+from common.nats.api import StreamInfo
+from common.nats.requests import ApiError
 from common.settings.egress import FeedSettings
 from egress.advisories.advisory import (
     Advisory,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from common.archive.documents import AcceptedGap, ChainDocument, ChainStore
 from common.chain import Chain
 from common.errors import DataError, UsageError
-from common.segments.documents import AcceptedGap, ChainDocument, ChainStore
 from common.sequences import SequenceRange
 from compaction.source import read_stretch
 from compaction.source_options import parse_options

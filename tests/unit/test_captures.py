@@ -14,11 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.chain import Chain
-from common.clock import NS_PER_S, format_time, parse_time
-from common.errors import DataError, OutcomeUnknown
-from common.objects.local import LocalObjects
-from common.segments.captures import (
+from common.archive.captures import (
     CapturedConfig,
     CapturedConsumer,
     CapturedConsumers,
@@ -30,7 +26,11 @@ from common.segments.captures import (
     outside_effects,
     to_json,
 )
-from common.segments.keys import CAPTURES, CaptureName, Layout
+from common.archive.keys import CAPTURES, CaptureName, Layout
+from common.chain import Chain
+from common.clock import NS_PER_S, format_time, parse_time
+from common.errors import DataError, OutcomeUnknown
+from common.objects.local import LocalObjects
 from tests.support.clock import ManualClock
 from tests.support.stores import CountingObjects, DatedObjects, answering, refusing_conditions
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from common.archive.keys import Layout, SegmentName
+from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import Stopped
-from common.segments.keys import Layout, SegmentName
-from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
 from ingress.chains.chain_state import ChainState
 from ingress.chains.plan import ChainPlan, Phase

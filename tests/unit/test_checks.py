@@ -8,6 +8,15 @@ from typing import Any
 
 import pytest
 
+from common.archive.heartbeats import (
+    HEARTBEAT_EXPIRY_S,
+    ChainHeartbeat,
+    HeartbeatObject,
+    StoredHeartbeat,
+    drop_outdated,
+    newest_by_partition,
+    process_name,
+)
 from common.chain import Chain
 from common.check_cli import (
     CheckedChain,
@@ -21,15 +30,6 @@ from common.check_cli import (
 )
 from common.errors import UsageError
 from common.objects.port import ObjectInfo
-from common.segments.alive import (
-    HEARTBEAT_EXPIRY_S,
-    ChainHeartbeat,
-    HeartbeatObject,
-    StoredHeartbeat,
-    drop_outdated,
-    newest_by_partition,
-    process_name,
-)
 from ingress.operator.status import ChainStatus, by_incarnation
 
 CHAIN = Chain("us-east", "NODES", 2)

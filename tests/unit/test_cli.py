@@ -332,10 +332,10 @@ def test_a_command_takes_its_file_by_option_and_config_check_as_an_argument_too(
 
 def test_the_version_names_what_floe_runs_on():
     found = run_here("version", "--json").json()
-    assert (found["floe"], found["python"]) == ("0.1.0", sys.version.split()[0])
+    assert (found["floe"], found["python"]) == ("0.2.0.dev0", sys.version.split()[0])
     assert all(found[name] for name in ("nats-py", "pyarrow"))
     assert f"pyarrow  {found['pyarrow']}\n" in run_here("version").out
-    assert run_here("--version").out.startswith("floe 0.1.0 (Python 3.")
+    assert run_here("--version").out.startswith("floe 0.2.0.dev0 (Python 3.")
 
 
 def test_commands_and_options_are_completed_in_each_shell():

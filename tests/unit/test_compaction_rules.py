@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from common.archive.store import SegmentRef
+from common.archive.table import SegmentTable
 from common.chain import Chain
 from common.logs import RESERVED_KEYS
-from common.segments.store import SegmentRef
-from common.segments.table import SegmentTable
 from compaction.merge import prefetch
 from compaction.plan import Output, Planner, blocks, unite, unsuperseded_overlaps
 from compaction.supersede import find_supersessions, may_supersede, supersession_of_merge, unsuperseded

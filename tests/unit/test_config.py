@@ -13,8 +13,8 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import ConfigError, Refused
-from common.jetstream.context import apply_context
-from common.jetstream.credentials import load_credential, tls_context
+from common.nats.context import apply_context
+from common.nats.credentials import load_credential, tls_context
 from common.objects.open import open_objects
 from common.service.monitor import Health, Monitor
 from common.settings.loader import load, load_document, parse, parse_documents

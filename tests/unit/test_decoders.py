@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = """
 import os, sys, threading
 from common.chain import Chain
-from common.segments.documents import ChainDocument, StreamDocument, tail_from_json, tail_to_json
-from common.segments.documents import AcceptedGap
+from common.archive.documents import ChainDocument, StreamDocument, tail_from_json, tail_to_json
+from common.archive.documents import AcceptedGap
 from common.sequences import SequenceRange
 from egress.incarnations import CLOSING, Closing, EndDecision, End, NextStream
 from egress.identity import ACCEPTANCE, Acceptance

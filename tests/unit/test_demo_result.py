@@ -7,10 +7,10 @@ import json
 
 import pytest
 
+from common.archive.segment import Message
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
-from common.segments.segment import Message
 from infra.demo.compare import COLUMNS, AdvisoryHistories, ChainReadings, DemoResult, worst_comparison
 from infra.demo.demo import DemoOptions, run_demo
 from infra.demo.publish import PublishLoad

@@ -21,13 +21,13 @@ import yaml
 from click.testing import CliRunner
 
 import floe
+from common.archive.documents import ChainDocument, ChainStore
+from common.archive.keys import Layout
+from common.archive.store import SegmentStore
+from common.archive.writer import SegmentWriter
 from common.chain import Chain
 from common.metrics import REGISTRY
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.keys import Layout
-from common.segments.store import SegmentStore
-from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange
 from common.settings import loader
 from tests.support import tree
@@ -44,7 +44,7 @@ def sources() -> str:
 
 
 METRICS_ELSEWHERE = {
-    *("common.jetstream.client", "common.objects.port", "common.segments.store", "common.tasks"),
+    *("common.nats.client", "common.objects.port", "common.archive.store", "common.tasks"),
     *("compaction.report", "egress.workers.supervisor"),
 }
 

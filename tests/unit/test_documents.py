@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from common.archive.archive import chain_ends
+from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
+from common.archive.keys import CaptureName, Layout
 from common.chain import Chain
 from common.documents import MAX_DEPTH, check_depth, is_too_deep
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ConditionalPutRefused
-from common.segments.archive import chain_ends
-from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
-from common.segments.keys import CaptureName, Layout
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from tests.support.stores import ClaimsInMemory, CountingObjects, FaultyStore, answering, raising, refusing_conditions
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.segments.columns import Columns
-from common.segments.segment import Reason
+from common.archive.columns import Columns
+from common.archive.segment import Reason
 from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
 from egress import builder as building

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.archive.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions
 from common.clock import NS_PER_S
 from common.errors import DataError, OutcomeUnknown, Refused
-from common.jetstream.api import ConsumerInfo, StreamInfo
-from common.jetstream.durables import ACK_WAIT_S
-from common.segments.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions
+from common.nats.api import ConsumerInfo, StreamInfo
+from common.nats.durables import ACK_WAIT_S
 from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings

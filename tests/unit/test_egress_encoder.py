@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from common.archive.reader import open_file
+from common.archive.writer import Spool
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.jetstream.api import STREAM_NOT_FOUND
-from common.jetstream.requests import ApiError
-from common.segments.reader import open_file
-from common.segments.writer import Spool
+from common.nats.api import STREAM_NOT_FOUND
+from common.nats.requests import ApiError
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.service.process import ThreadPool

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.segments.segment import Tip
+from common.archive.segment import Tip
 from egress import identity
 from egress.identity import (
     Evidence,

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.archive.segment import Footer, Ledger, Reason
+from common.archive.writer import SpooledSegment
 from common.chain import Chain
 from common.clock import RETRY_DELAYS_S, Backoff
 from common.errors import Stopped, Unavailable
-from common.jetstream.lease import format_owner, new_owner
 from common.leasing import fair_share, group_name, surplus
-from common.segments.segment import Footer, Ledger, Reason
-from common.segments.writer import SpooledSegment
+from common.nats.lease import format_owner, new_owner
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.egress import SegmentSettings

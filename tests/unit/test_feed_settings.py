@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from common.segments.documents import ChainDocument
+from common.archive.documents import ChainDocument
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
 from egress.incarnations import configured_layout, partition_layout

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.jetstream import protocol
-from common.jetstream.protocol import (
-    ConsumerError,
-    FrameParser,
-    IdleHeartbeat,
-    PullEnd,
-    WireError,
-    frame,
-    parse_replies,
-)
+from common.nats import protocol
+from common.nats.protocol import ConsumerError, FrameParser, IdleHeartbeat, PullEnd, WireError, frame, parse_replies
 from tests.support.basics import AckReply, parse_ack
 
 BLOCK = b"NATS/1.0\r\nA: 1\r\n\r\n"

@@ -9,11 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from common.errors import SegmentCorrupt
-from common.objects.local import LocalObjects
-from common.segments.captures import CaptureStore
-from common.segments.columns import messages
-from common.segments.documents import (
+from common.archive.captures import CaptureStore
+from common.archive.columns import messages
+from common.archive.documents import (
     AcceptedGap,
     ChainDocument,
     ChainStore,
@@ -21,9 +19,11 @@ from common.segments.documents import (
     floor_from_json,
     tail_from_json,
 )
-from common.segments.reader import open_file
-from common.segments.segment import Ledger, Reason, Tip
-from common.segments.store import SegmentStore
+from common.archive.reader import open_file
+from common.archive.segment import Ledger, Reason, Tip
+from common.archive.store import SegmentStore
+from common.errors import SegmentCorrupt
+from common.objects.local import LocalObjects
 from common.sequences import SequenceRange
 from compaction.tombstones import Tombstone, TombstoneStore
 from tests.support import golden as golden

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from common.archive.columns import Columns
 from common.chain import Chain
-from common.jetstream.headers import (
+from common.nats.headers import (
     Provenance,
     build_block,
     header_value,
@@ -14,7 +15,6 @@ from common.jetstream.headers import (
     parse_status_line,
     split_provenance,
 )
-from common.segments.columns import Columns
 from egress.loops import MAX_CLAIMS, LoopMarkers
 from tests.support.headers import escape
 

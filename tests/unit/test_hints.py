@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from common import exits
+from common.archive import archive, documents, store
+from common.archive.segment import Tip
 from common.chain import Chain
 from common.errors import FloeError, Stopped
-from common.jetstream.api import StreamInfo
-from common.segments import archive, documents, store
-from common.segments.segment import Tip
+from common.nats.api import StreamInfo
 from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings
 from common.settings.ingress import TargetSettings
@@ -138,16 +138,16 @@ def of_replays() -> Iterator[str]:
 
 # By the function that builds a command: texts with such commands.
 SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
-    "common/segments/archive.py:replay_command": lambda: [
+    "common/archive/archive.py:replay_command": lambda: [
         archive.leftover_remedies(each, HOLE) for each in (CHAIN, PLAIN)
     ],
-    "common/segments/documents.py:accept_command": lambda: [
+    "common/archive/documents.py:accept_command": lambda: [
         documents.hole_remedies(each, HOLE) for each in (CHAIN, PLAIN)
     ],
-    "common/segments/documents.py:late_rows_remedies": lambda: [
+    "common/archive/documents.py:late_rows_remedies": lambda: [
         documents.late_rows_remedies(each, HOLE) for each in (CHAIN, PLAIN)
     ],
-    "common/segments/store.py:quarantine_command": lambda: [store.quarantine_command("a b.parquet")],
+    "common/archive/store.py:quarantine_command": lambda: [store.quarantine_command("a b.parquet")],
     "egress/identity.py:_hint": verdicts,
     "egress/partition.py:resolve_command": lambda: [
         partition.resolve_command("IT'S", "--new-incarnation --from 3", 0),

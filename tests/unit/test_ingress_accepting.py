@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.chain import Chain
-from common.jetstream.headers import Provenance, build_block
+from common.nats.headers import Provenance, build_block
 from ingress.checkpoint import Checkpoint, IntentPiece, ParkedNames, TargetState, close_intent, open_intent
 from ingress.checkpoint_store import from_json, to_json
 from ingress.operator import corrections

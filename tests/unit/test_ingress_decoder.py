@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from common.archive import reader
+from common.archive.guard import ParquetLimits
+from common.archive.segment import Ledger, Reason, SegmentRef
 from common.chain import Chain
 from common.errors import DataError, FloeError, Stopped
-from common.segments import reader
-from common.segments.parquet_guard import ParquetLimits
-from common.segments.segment import Ledger, Reason, SegmentRef
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.settings.ingress import TargetSettings
@@ -237,7 +237,7 @@ async def test_a_message_that_is_too_large_is_not_damage_though_its_page_is_beyo
     tmp_path: Path, threads: ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingress.rows.decoder.MAX_MESSAGE_BYTES", 1 << 20)
-    monkeypatch.setattr("common.segments.reader.open_file.__defaults__", (ParquetLimits(row_group_bytes=35 << 20),))
+    monkeypatch.setattr("common.archive.reader.open_file.__defaults__", (ParquetLimits(row_group_bytes=35 << 20),))
     bench = Bench(tmp_path, threads)
     rows = [message(1), message(2), message(3, b"L" * (36 << 20)), message(4)]
     blocks, problem = await bench.read(bench.archive.put(rows, batch_rows=2))

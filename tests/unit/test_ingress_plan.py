@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from common.archive.documents import AcceptedGap, accepted_part
+from common.archive.keys import Layout, SegmentName
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
 from common.errors import OutcomeUnknown, Refused, Unavailable
 from common.objects.port import ObjectInfo
-from common.segments.documents import AcceptedGap, accepted_part
-from common.segments.keys import Layout, SegmentName
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.settings.ingress import SourceSettings
 from ingress.chains.plan import ChainPlan, Phase, TurnQueue, decide_hole, first_position, plan_chain

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from common.archive.documents import ChainDocument, ChainStore
+from common.archive.keys import Layout
+from common.archive.segment import Message
 from common.chain import Chain
 from common.errors import DataError, FloeError, Unavailable
-from common.jetstream.headers import Provenance
+from common.nats.headers import Provenance
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.keys import Layout
-from common.segments.segment import Message
 from common.service.process import ThreadPool
 from ingress.rows import prepare
 from ingress.rows.decoder import RelayFlags

@@ -14,7 +14,7 @@ import pytest
 from common import errors
 from common.chain import Chain
 from common.clock import SystemClock, doubling_delays
-from common.jetstream.requests import ApiError
+from common.nats.requests import ApiError
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.ingress import TargetSettings

@@ -10,7 +10,7 @@ import pytest
 
 from common.documents import JsonCodec
 from common.errors import DataError, OutcomeUnknown, Refused
-from common.jetstream.kv import KvDocument, KvEntry
+from common.nats.kv import KvDocument, KvEntry
 from common.objects.local import LocalObjects
 from compaction import sign_off
 from compaction.sign_off import SignOff, SignOffStore, fingerprint

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.chain import Chain
-from common.errors import UsageError
-from common.segments.keys import (
+from common.archive.keys import (
     MAX_LISTED_NAMES,
     configured_feeds,
     filter_chains,
@@ -14,6 +12,8 @@ from common.segments.keys import (
     resolve_chain,
     suggestion,
 )
+from common.chain import Chain
+from common.errors import UsageError
 from common.settings.root import Settings
 
 OLD, NEW = Chain("us-east", "NODES"), Chain("us-east", "NODES", 1)

@@ -1,7 +1,7 @@
 """The internals of nats-py on which the client is built: an upgrade must be reviewed.
 
 If a test here fails after an upgrade: review the changes in the named methods against
-`common/jetstream/client.py`, run the integration tests, then take over the new digests.
+`common/nats/client.py`, run the integration tests, then take over the new digests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
-from common.jetstream.client import FloeClient
+from common.nats.client import FloeClient
 
 # Overridden, called, or relied upon for their effects on the attributes below.
 METHODS = {

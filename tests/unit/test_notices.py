@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.archive.documents import ChainStore
+from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
+from common.archive.keys import Layout, SegmentName
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import Unavailable
 from common.objects.local import LocalObjects
-from common.segments.alive import ChainHeartbeat, HeartbeatObject
-from common.segments.documents import ChainStore
-from common.segments.keys import Layout, SegmentName
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.tasks import Stop

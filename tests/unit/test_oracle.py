@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from common.archive.segment import Message
 from common.chain import Chain
-from common.segments.segment import Message
 from infra.oracle import OracleResult, Trace, compare, fingerprint, prefix_subject, sum_comparisons
 from tests.scenarios.simulated import added
 from tests.support.kinds import verdict as second_try

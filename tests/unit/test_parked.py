@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.archive.keys import Layout, SegmentName
+from common.archive.segment import Message
 from common.chain import Chain
 from common.errors import DataError, Unavailable
-from common.jetstream.kv import KvEntry
+from common.nats.kv import KvEntry
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
-from common.segments.keys import Layout, SegmentName
-from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.tasks import Stop

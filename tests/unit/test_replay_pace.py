@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
+from common.archive.keys import SegmentName
+from common.archive.segment import Message
 from common.chain import Chain
 from common.errors import UsageError
-from common.segments.keys import SegmentName
-from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.tasks import Stop
 from ingress.checkpoint import IntentPiece

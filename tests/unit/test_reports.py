@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from common.archive.segment import Ledger, Reason
 from common.chain import Chain
 from common.errors import UsageError
-from common.segments.segment import Ledger, Reason
 from common.sequences import CoverageSet, SequenceRange
 from common.settings.root import Settings
 from compaction import traffic as reporting

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.archive.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions, source_key
+from common.archive.segment import Message
 from common.clock import NS_PER_S
 from common.errors import Unavailable
-from common.jetstream.api import RESTORE_KEY
-from common.jetstream.requests import ApiError
-from common.segments.captures import CapturedConfig, CapturedConsumer, CapturedConsumers, CapturedDeletions, source_key
-from common.segments.segment import Message
+from common.nats.api import RESTORE_KEY
+from common.nats.requests import ApiError
 from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
 from ingress.restore import compare

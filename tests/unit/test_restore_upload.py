@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.archive.store import SegmentStore
 from common.errors import FloeError, Unavailable
-from common.jetstream.protocol import Sink
+from common.nats.protocol import Sink
 from common.objects.port import ObjectStore
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.store import SegmentStore
 from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import ReportError, Stop

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.segments.columns import Columns
+from common.archive.columns import Columns
 from common.settings.egress import FeedSettings
 from egress.sampling.key_reader import KeyReader, parse_path
 from egress.sampling.key_table import period_ns

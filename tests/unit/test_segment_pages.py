@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from common.archive import guard
+from common.archive.guard import Bounds, Chunk, ParquetLimits, TruncatedError, read_struct
+from common.archive.reader import open_file
 from common.errors import SegmentCorrupt
-from common.segments import parquet_guard
-from common.segments.parquet_guard import Bounds, Chunk, ParquetLimits, TruncatedError, read_struct
-from common.segments.reader import open_file
 from tests.support.segments import message, write_segment
 
 BOUNDS = Bounds(values=100, elements=10)
@@ -57,8 +57,8 @@ def page(values: int, *, kind: int = 0, plain: int = 10, stored: int = 10, codin
 def walked(data: bytes, rows: int, column: str = "payload", data_at: int = 0, **limits: int) -> int:
     chunk = Chunk(column, 0, data_at, len(data), rows)
     source = SimpleNamespace(read_at=lambda size, offset: data[offset : offset + size])
-    found = parquet_guard.pages(source, chunk, ParquetLimits(**limits))
-    return parquet_guard.decoding_cost([found], rows, ParquetLimits()).size
+    found = guard.pages(source, chunk, ParquetLimits(**limits))
+    return guard.decoding_cost([found], rows, ParquetLimits()).size
 
 
 def test_pages_add_up_to_what_they_decode_to_or_are_stored_as_and_bytes_behind_them_are_not_read() -> None:
@@ -116,7 +116,7 @@ def test_a_batch_costs_the_pages_that_its_rows_may_be_in() -> None:
         # A batch never has more rows, also if they cost little.
         ([[(40_000, 40_000)]], 40_000, 16_384, 40_000, 40_000),
     ):
-        cost = parquet_guard.decoding_cost(columns, rows, ParquetLimits())
+        cost = guard.decoding_cost(columns, rows, ParquetLimits())
         assert (cost.rows, cost.held, cost.batch) == (batch_rows, held, batch)
         assert cost.size == sum(size for pages in columns for _, size in pages)
         assert cost.peak_bytes == held + batch + 256 * batch_rows
@@ -169,7 +169,7 @@ GOOD = {1: 6, 4: 6, 5: 1, 7: 10, 9: 4}
 @pytest.mark.parametrize("codec", [22, -32])
 def test_a_codec_that_there_is_not_is_refused_before_pyarrow_sees_it(codec: int) -> None:
     with pytest.raises(SegmentCorrupt, match="expected compression UNCOMPRESSED or ZSTD") as caught:
-        parquet_guard.chunk("payload", parquet_guard.Group(1, 10, ({3: {**GOOD, 4: codec}},)), 0)
+        guard.chunk("payload", guard.Group(1, 10, ({3: {**GOOD, 4: codec}},)), 0)
     assert caught.value.code == "E-SEG-CODEC"
 
 
@@ -177,7 +177,7 @@ def test_a_column_chunk_that_cannot_be_is_refused() -> None:
     wrong = {}, 5, {**GOOD, 1: 0}, {**GOOD, 5: 2}, {**GOOD, 7: -10}, {1: 6, 4: 6, 5: 1, 7: 10}
     for column in ({}, *({3: each} for each in wrong), {1: b"elsewhere", 3: GOOD}, {3: GOOD, 9: b"secret"}):
         with pytest.raises(SegmentCorrupt, match="column payload: "):
-            parquet_guard.chunk("payload", parquet_guard.Group(1, 10, (column,)), 0)
+            guard.chunk("payload", guard.Group(1, 10, (column,)), 0)
 
 
 def test_a_file_whose_codec_was_changed_in_place_is_refused(tmp_path: Path) -> None:

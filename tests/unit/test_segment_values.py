@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from common.archive.columns import SCHEMA, messages, record_batch
+from common.archive.guard import Bounds, read_struct, row_group_bytes
+from common.archive.reader import open_file
+from common.archive.segment import Footer, Ledger, MergeInputs, Message, Reason, Tip, decode_subject, message_digest
+from common.archive.store import object_metadata
+from common.archive.writer import SegmentWriter
 from common.chain import Chain
 from common.errors import Unavailable
-from common.segments.columns import SCHEMA, messages, record_batch
-from common.segments.parquet_guard import Bounds, read_struct, row_group_bytes
-from common.segments.reader import open_file
-from common.segments.segment import Footer, Ledger, MergeInputs, Message, Reason, Tip, decode_subject, message_digest
-from common.segments.store import object_metadata
-from common.segments.writer import SegmentWriter
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from compaction.merge import COMPRESSION_LEVEL
 from tests.support.basics import seeded

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.archive.archive import read_cover, search
+from common.archive.segment import Reason, SegmentRef
+from common.archive.table import SegmentTable
+from common.archive.unread import open_stretch
 from common.errors import DataError
-from common.segments.archive import read_cover, search
-from common.segments.segment import Reason, SegmentRef
-from common.segments.table import SegmentTable
-from common.segments.unread import open_stretch
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, choose_segment, cover
 from compaction.source import read_stretch
 from tests.support.basics import PATIENCE

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.archive.columns import Columns
 from common.chain import Chain
-from common.jetstream.headers import Provenance, split_provenance
-from common.segments.columns import Columns
+from common.nats.headers import Provenance, split_provenance
 from egress.batch import CODE_KEPT, CODE_LOOPED, CODE_SAMPLED_OUT, CODE_TOO_OLD, MessageBatch, count_left_out
 from egress.loops import LoopMarkers
 from egress.sampling.filters import FeedFilter

@@ -13,13 +13,13 @@ import duckdb
 import polars
 import pytest
 
+from common.archive.archive import SKEW_MARGIN_NS
+from common.archive.columns import SCHEMA, record_batch
+from common.archive.reader import RowFilter
+from common.archive.segment import SegmentRef
+from common.archive.views import duckdb_view, object_address, polars_frame
 from common.clock import parse_time
 from common.errors import UsageError
-from common.segments.archive import SKEW_MARGIN_NS
-from common.segments.columns import SCHEMA, record_batch
-from common.segments.reader import RowFilter
-from common.segments.segment import SegmentRef
-from common.segments.views import duckdb_view, object_address, polars_frame
 from common.sequences import Stretch, cover
 from common.settings.root import StoreSettings
 from compaction.source_options import OPTIONS, parse_options

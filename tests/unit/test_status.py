@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from common.archive.heartbeats import ChainHeartbeat, StoredHeartbeat
 from common.chain import Chain
 from common.cli import StyledCell, format_age, print_table
-from common.segments.alive import ChainHeartbeat, StoredHeartbeat
 from common.settings.egress import FeedSettings
 from common.settings.types import duration_words, size_words
 from egress.partition import partitions_of

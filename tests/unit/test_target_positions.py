@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 import floe
+from common.archive.documents import ChainStore, Floor, TargetPositions
+from common.archive.keys import Layout
 from common.chain import Chain
 from common.errors import ConfigError, DataError, Refused
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainStore, Floor, TargetPositions
-from common.segments.keys import Layout
 from common.sequences import MAX_SEQUENCE
 from common.service.process import ThreadPool
 from common.settings.loader import parse

@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from common.archive.columns import SCHEMA
+from common.archive.guard import ParquetLimits
+from common.archive.keys import Layout, SegmentName
+from common.archive.reader import open_file
+from common.archive.segment import Footer, Ledger, Reason
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
-from common.segments.columns import SCHEMA
-from common.segments.keys import Layout, SegmentName
-from common.segments.parquet_guard import ParquetLimits
-from common.segments.reader import open_file
-from common.segments.segment import Footer, Ledger, Reason
 from common.sequences import SequenceRange
 from tests.support.segments import footer_of, forge, message, name_of, read_segment, table_of, write_segment
 
@@ -299,10 +299,10 @@ def _bomb_reader(path: Path, footer: Footer) -> str:
     return f"""
 import resource
 from pathlib import Path
-import common.segments.reader as parquet
+import common.archive.reader as parquet
 from common.chain import Chain
 from common.errors import SegmentCorrupt
-from common.segments.keys import SegmentName
+from common.archive.keys import SegmentName
 from common.sequences import SequenceRange
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 before = peak()

@@ -8,7 +8,7 @@ from typing import Any
 import compaction.merge
 import compaction.retention
 import compaction.run
-from common.segments.store import SegmentStore
+from common.archive.store import SegmentStore
 from common.sequences import SequenceRange
 from compaction.retention import TargetNeeds
 from tests.sim.mutants.registry import change, mutant

@@ -7,12 +7,12 @@ from typing import Any
 
 import egress.consumers
 import egress.reader
-from common.jetstream.api import delete_consumer
-from common.jetstream.kv import KeyValue
-from common.jetstream.lease import Lease
+from common.archive.documents import ChainStore
+from common.archive.store import SegmentStore
+from common.nats.api import delete_consumer
+from common.nats.kv import KeyValue
+from common.nats.lease import Lease
 from common.objects.port import ObjectInfo
-from common.segments.documents import ChainStore
-from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE
 from egress.acks import Acknowledger
 from egress.archive import Archive

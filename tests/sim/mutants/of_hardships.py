@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import common.jetstream.protocol
+import common.archive.documents
+import common.archive.store
+import common.nats.protocol
 import common.objects.s3_errors
-import common.segments.documents
-import common.segments.store
 from common.errors import ConfigError
-from common.jetstream.api import ConsumerInfo
+from common.nats.api import ConsumerInfo
 from common.objects.s3_errors import RETRY_LATER, Meaning
 from egress.archive import ArchiveWalks
 from tests.sim.mutants.registry import change, mutant
@@ -37,14 +37,14 @@ def conditions_taken_for_granted() -> None:
     class NoSuchRefusal(Exception):
         """An error that nobody raises."""
 
-    for module in (common.segments.store, common.segments.documents):
+    for module in (common.archive.store, common.archive.documents):
         change(module, "ConditionalPutRefused", lambda _: NoSuchRefusal)
 
 
 @mutant
 def size_of_requests_never_learnt() -> None:
     """A server that takes small requests only gets requests of the usual size for ever."""
-    change(common.jetstream.protocol, "_BATCH_EXCEEDED", lambda _: re.compile("never"))
+    change(common.nats.protocol, "_BATCH_EXCEEDED", lambda _: re.compile("never"))
     change(ConsumerInfo, "max_batch", lambda _: 0)
 
 

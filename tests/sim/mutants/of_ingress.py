@@ -11,8 +11,8 @@ import ingress.publishers.fast
 import ingress.publishers.publisher
 import ingress.rows.prepare
 import ingress.verdict.settle
-from common.jetstream.headers import Provenance
-from common.jetstream.requests import WRONG_LAST_SEQUENCE_CODES, PendingRequests
+from common.nats.headers import Provenance
+from common.nats.requests import WRONG_LAST_SEQUENCE_CODES, PendingRequests
 from common.sequences import cover
 from ingress.checkpoint import Intent
 from ingress.checkpoint_store import StateStore, StoredState

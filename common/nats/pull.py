@@ -8,12 +8,12 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from common.archive.segment import Message
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import create_ephemeral_consumer, delete_consumer, query_message
-from common.jetstream.client import FloeClient, frame
-from common.jetstream.protocol import ConsumerError, IdleHeartbeat, PullEnd, parse_replies, parse_status
-from common.segments.segment import Message
+from common.nats.api import create_ephemeral_consumer, delete_consumer, query_message
+from common.nats.client import FloeClient, frame
+from common.nats.protocol import ConsumerError, IdleHeartbeat, PullEnd, parse_replies, parse_status
 from common.tasks import PendingError, wait_for
 
 MAX_MISSED_HEARTBEATS = 10  # missing heartbeats after which the consumer is lost

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from common.archive.segment import Message
 from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Stopped, Unavailable
-from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, create_stream, query, stored_message, stream_info
-from common.jetstream.client import FloeClient, RawSubscription
-from common.jetstream.headers import build_block, header_value
-from common.jetstream.requests import NO_RESPONDERS_CODE, WRONG_LAST_SEQUENCE_CODES, ApiError, api_error
-from common.segments.segment import Message
+from common.nats.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, create_stream, query, stored_message, stream_info
+from common.nats.client import FloeClient, RawSubscription
+from common.nats.headers import build_block, header_value
+from common.nats.requests import NO_RESPONDERS_CODE, WRONG_LAST_SEQUENCE_CODES, ApiError, api_error
 from common.settings.service import API_PREFIX
 from common.tasks import ReportError, raise_fatal
 

@@ -26,13 +26,13 @@ from nats.aio.transport import TcpTransport
 
 from common.clock import Backoff, Clock, SystemClock, doubling_delays
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream import credentials
-from common.jetstream.context import apply_context
-from common.jetstream.credentials import Credential, error_text
-from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
-from common.jetstream.requests import NO_RESPONDERS_CODE, ApiError, PendingRequests, RawAnswer, api_answer
 from common.logs import get_logger
 from common.metrics import counter, gauge
+from common.nats import credentials
+from common.nats.context import apply_context
+from common.nats.credentials import Credential, error_text
+from common.nats.protocol import FrameParser, Sink, WireError, check_subject, frame
+from common.nats.requests import NO_RESPONDERS_CODE, ApiError, PendingRequests, RawAnswer, api_answer
 from common.settings.service import API_PREFIX
 from common.tasks import ReportError, raise_fatal, report_errors, wait_for, wait_result
 

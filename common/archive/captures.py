@@ -26,13 +26,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from common.archive.keys import DIGEST_LENGTH, CaptureName, Layout
 from common.chain import FEED_PATTERN, Chain
 from common.clock import parse_time
 from common.documents import JsonCodec
 from common.errors import DataError, OutcomeUnknown
 from common.logs import get_logger
 from common.objects.port import ConditionalPutRefused, ObjectStore
-from common.segments.keys import DIGEST_LENGTH, CaptureName, Layout
 from common.sequences import MAX_SEQUENCE
 
 log = get_logger(__name__)

@@ -7,14 +7,14 @@ from contextlib import closing, suppress
 from itertools import islice, takewhile
 from typing import Any
 
+from common.archive.documents import ChainStore, CompactionRuns, run_of
+from common.archive.keys import parse_chain_name
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
 from common.logs import get_logger
-from common.segments.documents import ChainStore, CompactionRuns, run_of
-from common.segments.keys import parse_chain_name
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import CoverageSet, SequenceRange
 from common.service.monitor import Health
 from common.service.process import ThreadPool

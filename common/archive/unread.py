@@ -19,13 +19,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from common.archive.columns import CONTENT_COLUMNS, SCHEMA, first_difference
+from common.archive.guard import SegmentGone, fork_error
+from common.archive.reader import RowFilter, SegmentReader
+from common.archive.segment import Footer, SegmentRef
+from common.archive.store import SegmentStore
 from common.errors import SegmentCorrupt
 from common.logs import get_logger
-from common.segments.columns import CONTENT_COLUMNS, SCHEMA, first_difference
-from common.segments.parquet_guard import SegmentGone, fork_error
-from common.segments.reader import RowFilter, SegmentReader
-from common.segments.segment import Footer, SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import CoverageSet, SequenceRange, Stretch, preference
 
 log = get_logger(__name__)

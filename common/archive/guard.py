@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from common.archive.columns import DELTA_COLUMNS, TEXT_COLUMNS
+from common.archive.segment import SegmentRef
 from common.errors import DataError, FloeError, SegmentCorrupt
-from common.segments.columns import DELTA_COLUMNS, TEXT_COLUMNS
-from common.segments.segment import SegmentRef
 
 _STOP, _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(13)
 _BITS = {_I16: 15, _I32: 31, _I64: 63}  # of an integer, without the sign

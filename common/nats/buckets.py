@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.jetstream.api import max_replicas, stream_info
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue
-from common.jetstream.lease import Leases
+from common.nats.api import max_replicas, stream_info
+from common.nats.client import FloeClient, connect
+from common.nats.kv import KeyValue
+from common.nats.lease import Leases
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings, TargetSettings
 from common.settings.root import Settings

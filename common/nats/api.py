@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.archive.segment import Message
 from common.clock import parse_time
 from common.errors import DataError, OutcomeUnknown, Unavailable
-from common.jetstream.client import FloeClient
-from common.jetstream.requests import ApiError
-from common.segments.segment import Message
+from common.nats.client import FloeClient
+from common.nats.requests import ApiError
 from common.sequences import SequenceRange
 
 STREAM_NOT_FOUND = 10059

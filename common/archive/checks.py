@@ -10,14 +10,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.columns import SCHEMA, TEXT_COLUMNS, is_text, microseconds
+from common.archive.guard import Chunk, Metadata, ParquetLimits, bomb_error, chunk
+from common.archive.keys import MAX_LEVEL, Layout, SegmentName
+from common.archive.segment import FOOTER_KEY, Footer, decode_subject
 from common.chain import Chain
 from common.errors import SegmentCorrupt
 from common.logs import escape
 from common.objects.port import ObjectInfo, ObjectStore, PagedStore
-from common.segments.columns import SCHEMA, TEXT_COLUMNS, is_text, microseconds
-from common.segments.keys import MAX_LEVEL, Layout, SegmentName
-from common.segments.parquet_guard import Chunk, Metadata, ParquetLimits, bomb_error, chunk
-from common.segments.segment import FOOTER_KEY, Footer, decode_subject
 from common.sequences import SequenceRange
 
 PARQUET_MAGIC, ENCRYPTED_MAGIC = b"PAR1", b"PARE"

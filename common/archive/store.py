@@ -22,6 +22,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.archive.documents import SnapshotRef
+from common.archive.guard import MIB, SegmentGone
+from common.archive.keys import MAX_LEVEL, Layout
+from common.archive.reader import Admit, SegmentReader, admit_all, open_file
+from common.archive.segment import Footer, SegmentRef, Tip
+from common.archive.table import SegmentTable
+from common.archive.writer import Spool, SpooledSegment, hash_file, spool_error
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import DataError, OutcomeUnknown, SegmentCorrupt, Unavailable, UsageError
@@ -31,13 +38,6 @@ from common.logs import get_logger
 from common.metrics import counter
 from common.objects.open import is_verifying
 from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectInfo, ObjectStore
-from common.segments.documents import SnapshotRef
-from common.segments.keys import MAX_LEVEL, Layout
-from common.segments.parquet_guard import MIB, SegmentGone
-from common.segments.reader import Admit, SegmentReader, admit_all, open_file
-from common.segments.segment import Footer, SegmentRef, Tip
-from common.segments.table import SegmentTable
-from common.segments.writer import Spool, SpooledSegment, hash_file, spool_error
 from common.sequences import SequenceRange, cover, holes
 
 log = get_logger(__name__)

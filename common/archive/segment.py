@@ -14,10 +14,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
 
+from common.archive.keys import SegmentName
 from common.chain import Chain
 from common.documents import check_depth
 from common.errors import SegmentCorrupt
-from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 
 FORMAT_VERSION = 1
@@ -138,7 +138,7 @@ class Footer:
     settings by which messages were left out, None for a whole copy; `sampling_digest`: a SHA-256 over them,
     empty for a whole copy. `inputs`: None at level 0. `unread`: the least range with every sequence that the
     ledger counts as `gone_before_read` or `gone_from_hole`, None without any. Other segments may hold the rows
-    of these sequences, and a reader of this one takes them from there (`common.segments.unread`).
+    of these sequences, and a reader of this one takes them from there (`common.archive.unread`).
     """
 
     chain: Chain

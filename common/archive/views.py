@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from common.segments.columns import SCHEMA
-from common.segments.segment import SegmentRef
+from common.archive.columns import SCHEMA
+from common.archive.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.settings.types import format_count
 

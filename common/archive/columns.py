@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.segments.segment import Message, decode_subject
+from common.archive.segment import Message, decode_subject
 
 
 def _field(number: int, name: str, kind: pa.DataType, *, nullable: bool = False) -> pa.Field[Any]:

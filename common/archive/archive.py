@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.documents import ChainStore, accept_command, chain_arguments
+from common.archive.guard import SegmentGone
+from common.archive.keys import MAX_LEVEL, FeedId, filter_chains, parse_chain_name, parse_chain_of_feed, resolve_chain
+from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
+from common.archive.unread import StretchReader, open_stretch
 from common.chain import Chain
 from common.errors import Refused, SegmentCorrupt, UsageError
 from common.exits import floe_command
-from common.segments.documents import ChainStore, accept_command, chain_arguments
-from common.segments.keys import MAX_LEVEL, FeedId, filter_chains, parse_chain_name, parse_chain_of_feed, resolve_chain
-from common.segments.parquet_guard import SegmentGone
-from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
-from common.segments.unread import StretchReader, open_stretch
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 
 Report = Callable[[str], None]

@@ -38,7 +38,7 @@ from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
 MAX_LEVEL = 9
-#: The kinds of captures, each a folder of its incarnation (`common.segments.captures`).
+#: The kinds of captures, each a folder of its incarnation (`common.archive.captures`).
 CAPTURES = ("config", "consumers", "deletions", "restored")
 DIGEST_LENGTH = 16
 

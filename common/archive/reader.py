@@ -1,7 +1,7 @@
 """Reader of one segment file, which is untrusted: any program that can write to the bucket may have made it.
 
 A file is checked in this order: size and magic, size of the metadata, schema, shape, footer against key; then for
-each row group its page headers (`common.segments.parquet_guard`), and only then its rows, batch by batch.
+each row group its page headers (`common.archive.guard`), and only then its rows, batch by batch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from common.archive import checks, guard
+from common.archive.checks import TRAILER_BYTES, RowGroup, check_schema, check_trailer
+from common.archive.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, lengths, raw_size, total
+from common.archive.guard import DEFAULT_LIMITS, Metadata, ParquetLimits, bomb_error, segment_errors
+from common.archive.keys import Layout, SegmentName
+from common.archive.segment import Footer
 from common.errors import SegmentCorrupt
-from common.segments import checks, parquet_guard
-from common.segments.checks import TRAILER_BYTES, RowGroup, check_schema, check_trailer
-from common.segments.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, lengths, raw_size, total
-from common.segments.keys import Layout, SegmentName
-from common.segments.parquet_guard import DEFAULT_LIMITS, Metadata, ParquetLimits, bomb_error, segment_errors
-from common.segments.segment import Footer
 from common.sequences import SequenceRange
 from common.subjects import matches
 
@@ -31,7 +31,7 @@ Fetch = Callable[[int, int], None]
 
 # Called with a `ColumnScan` before it decodes a row group, and before it expands the text of a batch, with the memory
 # that this takes; an error that it raises ends the read.
-Admit = Callable[[object, RowGroup, parquet_guard.DecodingCost], None]
+Admit = Callable[[object, RowGroup, guard.DecodingCost], None]
 
 # The stubs describe an older pyarrow.
 _ParquetFile: Any = pq.ParquetFile
@@ -43,7 +43,7 @@ def all_present(first: int, length: int) -> None:
     """`fetch` for a source that is complete."""
 
 
-def admit_all(scan: object, group: RowGroup, cost: parquet_guard.DecodingCost) -> None:
+def admit_all(scan: object, group: RowGroup, cost: guard.DecodingCost) -> None:
     """`admit` for a caller that reads one segment at a time."""
 
 
@@ -65,7 +65,7 @@ class SegmentSource:
         self.fetch(size - tail, tail)
         stored = check_trailer(self.file.read_at(tail, size - tail), size, self.limits)
         self.fetch(size - tail - stored, stored)
-        return parquet_guard.parse_metadata(self.file.read_at(stored, size - tail - stored), self.limits)
+        return guard.parse_metadata(self.file.read_at(stored, size - tail - stored), self.limits)
 
     def parquet(self) -> Any:
         """Return the pyarrow ParquetFile over the bytes, with its schema checked. Raises any error of pyarrow.
@@ -189,20 +189,20 @@ class ColumnScan:
         if counted != group.rows:
             raise SegmentCorrupt(f"row group {group.index}: expected {group.rows} rows, found {counted}")
 
-    def _cost(self, group: RowGroup) -> parquet_guard.DecodingCost:
+    def _cost(self, group: RowGroup) -> guard.DecodingCost:
         claimed, limits = self._opened.metadata.groups[group.index], self._source.limits
         columns = []
         for name in self._schema.names:
-            chunk = parquet_guard.chunk(name, claimed, self._opened.leaves[name])
+            chunk = guard.chunk(name, claimed, self._opened.leaves[name])
             self._source.fetch(chunk.first, chunk.size)
-            columns.append(parquet_guard.pages(self._source.file, chunk, limits))
-        cost = parquet_guard.decoding_cost(columns, group.rows, limits)
+            columns.append(guard.pages(self._source.file, chunk, limits))
+        cost = guard.decoding_cost(columns, group.rows, limits)
         self._source.admit(self, group, cost)
         if cost.size > (most := limits.row_group_bytes):
             raise bomb_error(f"row group {group.index}: expected at most {most} decoded bytes, found {cost.size}")
         return cost
 
-    def _check(self, batch: pa.RecordBatch, group: RowGroup, cost: parquet_guard.DecodingCost) -> pa.RecordBatch:
+    def _check(self, batch: pa.RecordBatch, group: RowGroup, cost: guard.DecodingCost) -> pa.RecordBatch:
         checks.check_text(batch)
         self._source.admit(self, group, replace(cost, text=self._totals.count(batch)))
         plain = _expand(batch, self._schema)
@@ -324,7 +324,7 @@ class SegmentReader(AbstractContextManager["SegmentReader"]):
     def _subjects(self) -> list[tuple[bytes, bytes] | None]:
         """Return the least and the greatest subject of each row group; None for one without such statistics."""
         number = self._opened.leaves["subject"]
-        chunks = [parquet_guard.chunk("subject", group, number) for group in self._opened.metadata.groups]
+        chunks = [guard.chunk("subject", group, number) for group in self._opened.metadata.groups]
         bounds = ((each.least, each.greatest) for each in chunks)
         return [(a, z) if isinstance(a, bytes) and isinstance(z, bytes) else None for a, z in bounds]
 
@@ -368,7 +368,7 @@ def open_file(
 def _open(source: SegmentSource, expected: SegmentName, rows: SequenceRange | None) -> SegmentReader:
     metadata = source.metadata()
     file = source.parquet()
-    parquet_guard.check_shape(metadata, file.metadata.num_columns, source.limits)
+    guard.check_shape(metadata, file.metadata.num_columns, source.limits)
     columns = file.metadata.schema
     leaves = {columns.column(index).path: index for index in range(file.metadata.num_columns)}
     opened = OpenedSegment(source, file, metadata, leaves, checks.read_footer(metadata, expected))

@@ -6,7 +6,7 @@
     floor.json    the first sequence that retention has left
     tails/…       the end of a chain's coverage; a hint that a listing is worthwhile
     gaps/…        accepted gaps: sequences that are skipped
-    alive/…       the heartbeat of each egress process, every 30 seconds (`common.segments.alive`)
+    alive/…       the heartbeat of each egress process, every 30 seconds (`common.archive.heartbeats`)
     ingress/…     the positions of each target
     tombstones/runs/…   the result of the last compaction run
 
@@ -24,6 +24,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from common.archive.heartbeats import HeartbeatObject, drop_outdated
+from common.archive.keys import Layout, StateName
 from common.chain import MAX_INCARNATION, MAX_PARTITIONS_PER_FEED, Chain
 from common.clock import NS_PER_S, format_time, parse_time
 from common.documents import JsonCodec
@@ -32,8 +34,6 @@ from common.exits import floe_command
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import ConditionalPutRefused, ObjectInfo, ObjectStore
-from common.segments.alive import HeartbeatObject, drop_outdated
-from common.segments.keys import Layout, StateName
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
 log = get_logger(__name__)

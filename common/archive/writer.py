@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from common.archive.columns import DELTA_COLUMNS, DICTIONARY_COLUMNS, SCHEMA, STATISTICS_COLUMNS, row_sizes, total
+from common.archive.guard import MIB, WRITER_ROW_BYTES, row_group_bytes
+from common.archive.keys import DIGEST_LENGTH, SegmentName
+from common.archive.segment import FOOTER_KEY, Footer
 from common.errors import Unavailable
-from common.segments.columns import DELTA_COLUMNS, DICTIONARY_COLUMNS, SCHEMA, STATISTICS_COLUMNS, row_sizes, total
-from common.segments.keys import DIGEST_LENGTH, SegmentName
-from common.segments.parquet_guard import MIB, WRITER_ROW_BYTES, row_group_bytes
-from common.segments.segment import FOOTER_KEY, Footer
 
 _SPOOL_PREFIX = "floe-spool-"
 _LOCK = "lock"

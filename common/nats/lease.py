@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown
-from common.jetstream.client import RawSubscription
-from common.jetstream.kv import BucketDeleted, KeyValue, KvEntry
 from common.logs import get_logger
+from common.nats.client import RawSubscription
+from common.nats.kv import BucketDeleted, KeyValue, KvEntry
 from common.tasks import ReportError, Stop, StopReason, raise_fatal, record_unexpected
 
 log = get_logger(__name__)

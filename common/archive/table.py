@@ -13,9 +13,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
+from common.archive.keys import DIGEST_LENGTH, SegmentName
+from common.archive.segment import SegmentRef
 from common.chain import Chain
-from common.segments.keys import DIGEST_LENGTH, SegmentName
-from common.segments.segment import SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
 WINDOW_SEGMENTS = 2000  # segments of a window, at least; more if they overlap at its end

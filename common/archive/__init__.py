@@ -1,0 +1,1 @@
+"""The archive in the bucket: segments and documents, their values, names, files, and store."""

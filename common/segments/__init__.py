@@ -1,1 +1,0 @@
-"""Segments: values, names, files, and their store."""
