@@ -334,47 +334,15 @@ json_option = click.option("-j", "--json", "as_json", is_flag=True, help="Print 
 def run_command(fn: Callable[P, Any]) -> Callable[P, None]:
     """Run the body of a click command, a coroutine function or a plain one, and exit according to its outcome.
 
-    Place it below the click decorators. The exit code is the value that `fn` returns (None: 0), or that of the error.
-    If `fn` has a parameter `selector`, it gets the options that name a chain as one `ChainSelector`; None if none is
-    given.
-    """
-    takes_selector = "selector" in inspect.signature(fn).parameters
+    Place it below the click decorators. The exit code is the returned value (None: 0), or that of the error."""
 
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         with exit_with_code() as ending:
-            if takes_selector:
-                kwargs["selector"] = _chain_selector(kwargs)
             result = fn(*args, **kwargs)
             ending.code = (run_async(result) if inspect.iscoroutine(result) else result) or 0
 
     return wrapper
-
-
-def _chain_selector(options: dict[str, Any]) -> ChainSelector | None:
-    text, *parts = (options.pop(name) for name in (CHAIN_ARG, *CHAIN_OPTIONS))
-    site, feed, *history = parts
-    if text is not None:
-        refuse_both(text, dict(zip(CHAIN_OPTIONS, parts, strict=True)))
-        return ChainSelector.parse(text)
-    parameters = click.get_current_context().command.params
-    is_needed = any(each.name == CHAIN_ARG and each.callback is _require_chain for each in parameters)
-    if not is_needed and bool(site) is not bool(feed):
-        raise UsageError("expected --site and --feed together")
-    return ChainSelector(site, feed, *history) if is_needed or site else None
-
-
-def _require_chain(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Require the argument, or --site and --feed: click processes arguments after all options that are given."""
-    if value is None and None in (ctx.params.get("site"), ctx.params.get("feed")):
-        raise click.MissingParameter("You can also give it as --site and --feed.", ctx, param)
-    return value
-
-
-def refuse_both(text: str, options: Mapping[str, object]) -> None:
-    """Raise UsageError if any of `options` is given: these options also name the chain that `text` names."""
-    if given := [f"--{name}" for name, value in options.items() if value not in (None, "")]:
-        raise UsageError(f"expected {text} or {' '.join(given)}, found both")
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
@@ -403,32 +371,6 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmati
 
 #: `--dry-run`; the command gets `dry_run: bool`.
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show the changes; make none.")
-
-
-CHAIN_ARG = "chain_named"  # the parameter name of the argument
-CHAIN_OPTIONS = ("site", "feed", "incarnation", "partition")
-
-
-def chain_options(command: Command, is_needed: bool = True, is_single: bool = True) -> Command:
-    """Add `SITE/FEED[/INCARNATION[/PARTITION]]`, or the same as `--site --feed [--incarnation] [--partition]`, as
-    `selector`. `is_single`: one chain is meant; else, without incarnation and partition, all chains of the feed.
-    """
-    newest, only = ("Default: the newest.", "Needed if there are several.") if is_single else ("Only this one.",) * 2
-    metavar = CHAIN_FORM if is_needed else f"[{CHAIN_FORM}]"
-    for decorate in (
-        click.option("--partition", type=click.IntRange(0, 65535), help=only),
-        click.option("--incarnation", type=click.IntRange(0, 9999), help=newest),
-        click.option("--feed", help="The feed."),
-        click.option("--site", help="The site; with --feed, in place of the argument."),
-        click.argument(CHAIN_ARG, required=False, metavar=metavar, callback=_require_chain if is_needed else None),
-    ):
-        command = decorate(command)
-    return command
-
-
-def any_chain_options(command: Command) -> Command:
-    """Add `chain_options` to a command that can do without a chain."""
-    return chain_options(command, is_needed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,12 +427,27 @@ class ChainSelector:
     def _refuse_ambiguous(self, found: Chain, delivered: Collection[Chain]) -> None:
         at = [c.incarnation for c in delivered if (c.site, c.feed) == (self.site, self.feed)]
         if self.incarnation is None and at and max(at) < found.incarnation:
+            feed = f"{self.site}/{self.feed}"
             raise UsageError(
-                f"{self.site}/{self.feed}: incarnation {found.incarnation:04d} is the newest, and the target "
-                f"is still at {max(at):04d}",
-                hint=f"give --incarnation {max(at)} or --incarnation {found.incarnation}, or name the chain: "
-                f"{self.site}/{self.feed}/{max(at):04d} or {self.site}/{self.feed}/{found.incarnation:04d}",
+                f"{feed}: incarnation {found.incarnation:04d} is the newest, and the target is at {max(at):04d}",
+                hint=f"name one: {feed}/{max(at):04d} or {feed}/{found.incarnation:04d}",
             )
+
+
+def _parse_selector(text: str) -> ChainSelector:
+    try:
+        return ChainSelector.parse(text)
+    except UsageError as error:
+        raise ValueError(error.message) from None
+
+
+_SELECTOR_TYPE = ParsedType("chain", ChainSelector, _parse_selector)
+
+#: `SITE/FEED[/INCARNATION[/PARTITION]]`; the command gets `selector: ChainSelector`.
+chain_argument = click.argument("selector", type=_SELECTOR_TYPE, metavar=CHAIN_FORM)
+
+#: The same for a command that can do without a chain; it gets None then.
+optional_chain_argument = click.argument("selector", type=_SELECTOR_TYPE, required=False, metavar=f"[{CHAIN_FORM}]")
 
 
 def confirm(question: str, yes: bool, *, is_needed: bool = True) -> None:

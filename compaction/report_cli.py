@@ -16,7 +16,6 @@ from common.cli import (
     json_option,
     print_json,
     print_table,
-    refuse_both,
     resolve_time,
     run_command,
 )
@@ -52,8 +51,6 @@ def _report_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="DIR",
             help="The place of the report: a directory, or s3://BUCKET/PREFIX beside the archive.",
         ),
-        click.option("--feed", help="Only chains of this feed."),
-        click.option("--site", help="Only chains of this site; default: the site of the configuration, or all."),
         click.argument("what", required=False, metavar="[SITE[/FEED]]"),
     ):
         command = decorate(command)
@@ -117,8 +114,6 @@ def _updated_report(
     *,
     config: str,
     what: str | None,
-    site: str | None,
-    feed: str | None,
     output: str,
     full: bool,
     master: str | None,
@@ -132,7 +127,7 @@ def _updated_report(
     from compaction.spark import require_spark, spark_until_stopped, with_master
 
     settings = with_master(load_settings(config, quiet=True), master)
-    chains, named = _selected(settings, what, site, feed)
+    chains, named = _selected(settings, what)
     place, address = open_place(output, settings), f"{settings.store.url}/{settings.store.prefix}"
     with closing(open_store(settings)) as store:
         life = ProcessLog(f"report {kind.name}", settings, SystemClock(), {}, chains=len(chains), output=output)
@@ -148,22 +143,17 @@ def _updated_report(
             yield made, done, place
 
 
-def _selected(settings: Settings, what: str | None, site: str | None, feed: str | None) -> tuple[list[Chain], str]:
+def _selected(settings: Settings, what: str | None) -> tuple[list[Chain], str]:
     """Return the selected chains, and a name for them. Raises UsageError for a site or feed that does not exist."""
     from common.archive.archive import match_chains
     from common.archive.keys import configured_feeds, filter_chains, parse_chain_name
 
-    if what is not None:
-        refuse_both(what, {"site": site, "feed": feed})
-        site, feed, *history = parse_chain_name(what)
-        if any(part is not None for part in history):
-            raise UsageError(f"{what}: expected SITE[/FEED], found a chain", hint="a report is about whole feeds")
-    if "" in (site, feed):
-        raise UsageError("expected names, found an empty --site or --feed")
-    documents, has_selection = open_chains(settings), (site, feed) != (None, None)
-    site = site or settings.site or None
+    site, feed, *history = (None, None) if what is None else parse_chain_name(what)
+    if any(part is not None for part in history):
+        raise UsageError(f"{what}: expected SITE[/FEED], found a chain", hint="a report is about whole feeds")
+    documents, site = open_chains(settings), site or settings.site or None
     named = f"{site or 'all sites'}/{feed}" if feed else site or "all sites"
-    if not has_selection:
+    if what is None:
         return documents.chains(site), named
     feeds = configured_feeds(settings)
     return match_chains(documents, site, feed, lambda known: filter_chains(known, feeds, site, feed)), named

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from common.cli import SequenceType, config_option, confirm, json_option, print_json, refuse_both, run_command
+from common.cli import SequenceType, config_option, confirm, json_option, print_json, run_command
 from common.errors import UsageError
 from common.exits import EXIT_DIFFERENCES
 from common.open import load_settings
@@ -60,9 +60,9 @@ async def resolve(
         raise UsageError("--all-incarnations: expected together with --believe-listing")
     settings = load_settings(config, quiet=True)
     name, incarnation, number = parse_feed(settings, feed)
-    if number is not None:
-        refuse_both(feed, {"partition": partition})
-        partition = number
+    if number is not None and partition is not None:
+        raise UsageError(f"expected {feed} or --partition {partition}, found both")
+    partition = partition if number is None else number
     partitions = partitions_of(settings.site, find_feed(settings, name))
     if partition is not None and partition >= len(partitions):
         raise UsageError(f"--partition: expected 0 to {len(partitions) - 1}, found {partition}")

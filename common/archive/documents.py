@@ -242,9 +242,8 @@ class AcceptedGap:
 
 
 def chain_arguments(chain: Chain) -> str:
-    """Return the options that name a chain in full: without an incarnation they would mean the newest."""
-    of_feed = f"--site {chain.site} --feed {shlex.quote(chain.feed)}"
-    return f"{of_feed} --incarnation {chain.incarnation} --partition {chain.partition}"
+    """Return the argument that names a chain in full: without an incarnation it would mean the newest."""
+    return shlex.quote(str(chain))
 
 
 def accept_command(chain: Chain, hole: SequenceRange) -> str:

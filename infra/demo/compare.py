@@ -345,7 +345,7 @@ async def run_drill(world: DemoWorld) -> tuple[str, list[str]]:
     Raises FloeError if the drill fails, or its output cannot be read.
     """
     site, feed = DRILL_FEED
-    command = ("floe", "drill", "-c", str(world.central_config), "--site", site, "--feed", feed, "--json")
+    command = ("floe", "drill", "-c", str(world.central_config), f"{site}/{feed}", "--json")
     out = await run_command(world.folder, "drill", *command)
     try:
         found = json.loads(out)

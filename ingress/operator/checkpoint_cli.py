@@ -40,7 +40,7 @@ position_type = cli.ParsedType("chain=sequence", tuple, _parse_position)
 @click.command("set")
 @cli.config_option
 @cli.target_option
-@cli.any_chain_options
+@cli.optional_chain_argument
 @click.option("--sequence", type=cli.SequenceType(), help="The sequence at which the chain continues.")
 @click.option("--accept", is_flag=True, help="Accept the target as it is now.")
 @click.option("--stored", type=click.IntRange(min=0), help="Number of rows of the open intent that are stored.")

@@ -117,7 +117,7 @@ def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[
 
 @gap.command("accept")
 @cli.config_option
-@cli.chain_options
+@cli.chain_argument
 @click.option("--first", type=cli.SequenceType(), required=True, help="The first sequence of the gap.")
 @click.option("--last", type=cli.SequenceType(), required=True, help="The last sequence of the gap.")
 @click.option("--note", default="", help="Reason; stored with the decision.")
@@ -183,7 +183,7 @@ def chain() -> None:
 @chain.command("pause")
 @cli.config_option
 @cli.target_option
-@cli.chain_options
+@cli.chain_argument
 @click.option("--note", default="", help="Reason; shown by `floe chain ls`.")
 @cli.json_option
 @cli.run_command
@@ -207,7 +207,7 @@ async def chain_pause(config: str, target: str, selector: cli.ChainSelector, not
 @chain.command("resume")
 @cli.config_option
 @cli.target_option
-@cli.any_chain_options
+@cli.optional_chain_argument
 @click.option("--all", "is_all", is_flag=True, help="Every paused chain of the target.")
 @click.option("--yes", is_flag=True, help="With --all: do not ask.")
 @cli.json_option

@@ -153,7 +153,7 @@ def check_unambiguous(store: SegmentStore, documents: ChainStore, chain: Chain, 
             raise UsageError(
                 f"{gap}: incarnation {chain.incarnation:04d} of {chain.site}/{chain.feed} is the newest, and "
                 f"{each.incarnation:04d} has a hole there, too",
-                hint=f"give --incarnation {each.incarnation} or --incarnation {chain.incarnation}",
+                hint=f"name one: {each} or {chain}",
             )
 
 

@@ -50,7 +50,7 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
 @parked.command("cat")
 @cli.config_option
 @cli.target_option
-@cli.chain_options
+@cli.chain_argument
 @click.option("--sequence", type=cli.SequenceType(), required=True, help="Sequence of the message.")
 @click.option("--headers", "is_headers", is_flag=True, help="Its header block instead of its payload.")
 @cli.json_option
@@ -86,7 +86,7 @@ async def parked_cat(
 @parked.command("retry")
 @cli.config_option
 @cli.target_option
-@cli.chain_options
+@cli.chain_argument
 @click.option("--sequence", type=cli.SequenceType(), help="Sequence of the message.")
 @click.option("--all", "is_all", is_flag=True, help="All parked messages of the chain.")
 @cli.yes_option

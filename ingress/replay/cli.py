@@ -15,7 +15,7 @@ from common.cli import (
     Command,
     SequenceType,
     TimeType,
-    chain_options,
+    chain_argument,
     config_option,
     confirm,
     json_option,
@@ -40,7 +40,7 @@ def range_options(function: Command) -> Command:
         ]
     ):
         function = option(function)
-    return chain_options(function, is_single=False)
+    return chain_argument(function)
 
 
 @click.command()

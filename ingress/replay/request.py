@@ -138,8 +138,11 @@ class ReplayRequest:
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def arguments(self) -> str:
-        words: list[str] = []
+        parts = (self.site, self.feed, None if self.incarnation is None else f"{self.incarnation:04d}", self.partition)
+        words = [shlex.quote("/".join(str(part) for part in parts if part is not None))]
         for name, value in self.to_json().items():
+            if name in ("site", "feed", "incarnation", "partition"):
+                continue
             if name in ("since", "until"):
                 words += [_option(name), format_duration(value)]
             elif name == "subjects":

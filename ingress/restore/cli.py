@@ -16,7 +16,7 @@ from common.cli import (
     RequestedTime,
     SequenceType,
     TimeType,
-    chain_options,
+    chain_argument,
     config_option,
     confirm,
     json_option,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@chain_options
+@chain_argument
 @click.option("--as", "name", metavar="NAME", help="Name of the restored stream; default: its former name.")
 @click.option("--subjects", metavar="A,B", help="With --as: its subjects; default: the former ones.")
 @click.option("--to-sequence", type=SequenceType(), help="The last sequence; default: the end of the archive.")

@@ -153,7 +153,7 @@ def test_the_first_real_deployment_works_by_pasting(tmp_path: Path, tree: Path) 
         looks = {
             "floe segments ls -c site.yaml": r"us-east/NODES",
             "floe status -c central.yaml": r"us-east/NODES\S* .*\b1000 +1000\b",
-            "floe drill -c central.yaml --site us-east --feed NODES": r"1,?000 messages",
+            "floe drill -c central.yaml us-east/NODES": r"1,?000 messages",
         }
         read(ROOT / "README.md", Reader(tmp_path / "home", addresses), looks)
 
@@ -170,6 +170,6 @@ def test_the_quick_start_works_by_pasting(tmp_path: Path, tree: Path) -> None:
     }
     looks = {
         "floe status -c central.yaml": r"us-east/NODES\S* .*\b1000 +1000\b",
-        "floe drill -c central.yaml --site us-east --feed NODES": r"1,?500 messages",
+        "floe drill -c central.yaml us-east/NODES": r"1,?500 messages",
     }
     read(ROOT / "docs" / "quickstart.md", Reader(tmp_path / "home", addresses), looks)

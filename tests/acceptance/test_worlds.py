@@ -142,7 +142,7 @@ async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_a
         egress.start()
         ingress.start()
         await judged(world, SITE, site, feeds, gone=True)
-        drill = await floe("drill", "-c", str(centre), "--site", SITE, "--feed", "KV_h5")
+        drill = await floe("drill", "-c", str(centre), f"{SITE}/KV_h5")
         assert drill.code == 0, drill
 
 

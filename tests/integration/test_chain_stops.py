@@ -158,7 +158,7 @@ async def test_rows_gone_from_a_filled_hole_stop_it(client: FloeClient, centre: 
         await soon(lambda: all("stopped" not in chain_status(health, centre, chain) for chain in (CHAIN, OTHER)))
         labels = (centre.target, CHAIN.site, CHAIN.feed, "0")
         assert counted(metrics.lost_sequences.labels(*labels)) == 2
-    hole = f"--site {OTHER.site} --feed {OTHER.feed} --first 13 --last 17 --yes"
+    hole = f"{OTHER.site}/{OTHER.feed} --first 13 --last 17 --yes"
     verdict = await floe("gap", "accept", "-c", str(centre.write()), *hole.split())
     assert (verdict.code, "expected no segment there" in verdict.err) == (2, True), verdict
 
@@ -254,7 +254,7 @@ async def test_a_new_incarnation_waits_for_a_decision(client: FloeClient, centre
 
 async def test_a_paused_chain_stays_so_until_resumed(client: FloeClient, centre: Centre, archive: Archive) -> None:
     archive.put(rows_of(1, 10))
-    named = ["-c", str(centre.write()), "--target", centre.target, "--site", "us-east", "--feed", "NODES"]
+    named = ["-c", str(centre.write()), "--target", centre.target, "us-east/NODES"]
     async with centre.running() as health:
         await centre.carried(client, 15)
         assert (await floe("chain", "pause", *named, "--note", "bad data")).code == 0
@@ -281,7 +281,7 @@ async def test_unreadable_pauses_stop_the_target(client: FloeClient, centre: Cen
     async with centre.running() as health:
         await soon(lambda: centre.status(health).get("code") == "E-PAUSES")
         assert centre.status(health)["hint"].endswith(f"--target {centre.target} --all")
-        assert (await floe("chain", "pause", *named, "--site", "us-east", "--feed", "NODES")).code == 1
+        assert (await floe("chain", "pause", *named)).code == 1
         assert (await floe("chain", "resume", *named, "--all")).code == 2  # there is nobody to ask
         assert (await floe("chain", "resume", *named, "--all", "--yes")).code == 0
 

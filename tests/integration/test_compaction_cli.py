@@ -188,7 +188,7 @@ def test_late_rows_are_reported_until_they_are_united_and_lost_ones_until_accept
     lines = site.verify("eu-west", code=3).err.splitlines()
     assert lines[1].startswith("floe replay -c ")
     assert "--from-sequence 1 --to-sequence 50 --target NODES_LATE" in lines[1]
-    assert lines[3].endswith("--site eu-west --feed NODES --incarnation 0 --partition 0 --first 125 --last 125")
+    assert lines[3].endswith("eu-west/NODES/0000/0 --first 125 --last 125")
 
     site.chains.accept_gap(chain, AcceptedGap(SequenceRange(125, 125)))
     assert "E-LATE-ROWS" in site.compact("eu-west", code=3).err

@@ -36,7 +36,7 @@ from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 
-FEED = ("--site", "us-east", "--feed", "NODES")
+FEED = ("us-east/NODES",)
 
 
 def words_of(world: World) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ async def test_a_row_that_the_server_refuses_is_named_with_a_command_for_drills(
     world.archive.put([*rows_of(1, 100), message(101, b"x" * large)])
     found = await ran(*(words := words_of(world)), code=1)
     assert "error[E-MSG-TOO-LARGE]" in found.err
-    assert f"drill again:\nfloe {' '.join(words)} --incarnation 0" in found.err
+    assert f"drill again:\nfloe {' '.join(words)}/0000 " in found.err
     assert await scratch(world) == []
 
 

@@ -34,9 +34,8 @@ def holed(tmp_path: Path) -> Archive:
 
 def accept(archive: Archive, first: int, last: int, *more: str, chain: Chain = CHAIN, is_exact: bool = True) -> Done:
     config = str(Centre(archive.folder.parent, archive, "nats://127.0.0.1:1").write())
-    named = ["--site", chain.site, "--feed", chain.feed]
-    named += ["--incarnation", str(chain.incarnation)] if is_exact else []
-    return run_here("gap", "accept", "-c", config, *named, "--first", str(first), "--last", str(last), *more)
+    named = f"{chain.site}/{chain.feed}" + (f"/{chain.incarnation}" if is_exact else "")
+    return run_here("gap", "accept", "-c", config, named, "--first", str(first), "--last", str(last), *more)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_without_an_incarnation_the_newest_is_meant_unless_an_older_one_has_a_ho
     refused, accepted = (accept(holed, *each, "--yes", is_exact=False) for each in ((8, 14), (5, 10)))
 
     assert refused.code == 2
-    assert "give --incarnation 0 or --incarnation 1" in refused.err
+    assert f"name one: {CHAIN} or {LATER}" in refused.err
     assert accepted.code == 0, accepted.err
     assert [gap.range for gap in holed.documents.gaps(LATER)] == [SequenceRange(5, 10)]
     assert holed.documents.gaps(CHAIN) == []
@@ -180,35 +179,34 @@ ELSEWHERE = Chain("us-east", "OTHERS")
 async def test_decisions_are_about_the_newest_incarnation(client: FloeClient, centre: Centre) -> None:
     for chain in (CHAIN, LATER):
         centre.archive.put(rows_of(1, 5, chain), chain=chain)
-    named = ["-c", str(centre.write()), "--target", centre.target, "--feed", "NODES", "--site"]
+    named = ["-c", str(centre.write()), "--target", centre.target]
 
-    async def paused(site: str, *more: str) -> Any:
-        return await floe("chain", "pause", *named, site, *more, "--json")
+    async def paused(chain: str) -> Any:
+        return await floe("chain", "pause", *named, chain, "--json")
 
-    async def moved(*more: str) -> Any:
-        return await floe("checkpoint", "set", *named, *more, "--dry-run", "--json")
+    async def moved(chain: str) -> Any:
+        return await floe("checkpoint", "set", *named, chain, "--sequence", "3", "--dry-run", "--json")
 
-    [shown] = (await paused("us-east")).json()
+    [shown] = (await paused("us-east/NODES")).json()
     assert (shown["site"], shown["incarnation"]) == ("us-east", 1)
-    done = await paused("us-esat")
+    done = await paused("us-esat/NODES")
     assert (done.code, "did you mean us-east/NODES?" in done.err) == (2, True), done
-    assert (await paused("us-east", "--incarnation", "7")).code == 2
-    as_argument = await floe("chain", "pause", *named[:4], "us-east/NODES/0001/0", "--json")
-    assert [row["chain"] for row in as_argument.json()] == ["us-east/NODES/0001/0"]
-    done = await paused("eu-west", "--partition", "7")  # of `sources`, and nothing archived yet
+    assert (await paused("us-east/NODES/0007")).code == 2
+    assert [row["chain"] for row in (await paused("us-east/NODES/0001/0")).json()] == ["us-east/NODES/0001/0"]
+    done = await paused("eu-west/NODES/0000/7")  # of `sources`, and nothing archived yet
     assert (done.code, done.err) == (0, "eu-west/NODES/0000/7: not archived yet; it is paused from the first segment\n")
     centre.archive.put(rows_of(1, 5, ELSEWHERE), chain=ELSEWHERE)
-    done = await floe("chain", "pause", *named[:4], str(ELSEWHERE))
+    done = await floe("chain", "pause", *named, str(ELSEWHERE))
     assert (done.code, done.out) == (2, "")
     assert f"{ELSEWHERE}: expected a chain that flows into {centre.target}, found another; " in done.err
-    assert (await moved("us-esat", "--sequence", "3")).code == 2
+    assert (await moved("us-esat/NODES")).code == 2
 
     bucket = await KeyValue(client, centre.state_bucket).ensure()
     store = StateStore(bucket, state_key("ingress", centre.target), centre.target)
     await store.save(TargetState(Checkpoint(3, "t0", {CHAIN: 4}), None), 0)
-    for done in (await paused("us-east"), await moved("us-east", "--sequence", "3")):
-        assert (done.code, "give --incarnation 0 or --incarnation 1" in done.err) == (2, True), done
-    rows = (await paused("us-east", "--incarnation", "0")).json()
+    for done in (await paused("us-east/NODES"), await moved("us-east/NODES")):
+        assert (done.code, "name one: us-east/NODES/0000 or us-east/NODES/0001" in done.err) == (2, True), done
+    rows = (await paused("us-east/NODES/0000")).json()
     assert {Chain(r["site"], r["feed"], r["incarnation"]) for r in rows} >= {CHAIN, LATER}
 
 
@@ -239,7 +237,7 @@ async def test_a_view_makes_no_bucket_and_a_decision_makes_one(client: FloeClien
         done = await floe(*words, *config)
         assert done.code == 0, (words, done)
         assert await stream_info(client, f"KV_{centre.state_bucket}") is None, words
-    named = ["--target", centre.target, "--site", "us-east", "--feed", "NODES"]
+    named = ["--target", centre.target, "us-east/NODES"]
     assert (await floe("chain", "pause", *config, *named)).code == 0
     assert await stream_info(client, f"KV_{centre.state_bucket}") is not None
     assert [row["site"] for row in (await floe("chain", "ls", *config, "--json")).json()] == ["us-east"]

@@ -266,7 +266,7 @@ async def test_rows_of_an_open_intent_that_are_gone_for_good(client: FloeClient,
     async with service(centre) as health:
         await corrected(centre, health, "E-INTENT", "--accept")
         await centre.carried(client, 16)
-        named = ["--site", CHAIN.site, "--feed", CHAIN.feed]
+        named = [f"{CHAIN.site}/{CHAIN.feed}"]
         done = await set_by_hand(centre, *named, "--sequence", "31", "--yes")
         assert done.code == 0, done
         await holds(client, centre, numbers((1, 11), (31, 40)))
@@ -330,7 +330,7 @@ async def test_a_target_without_its_last_messages_is_counted_to_its_end(client: 
 async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre: Centre) -> None:
     centre.archive.put(rows_of(1, 30))
     await make(client, centre)
-    words = ["--site", "us-east", "--feed", "NODES", "--sequence"]
+    words = ["us-east/NODES", "--sequence"]
     async with service(centre):
         await closed_at(client, centre, 30)
         asked = await set_by_hand(centre, *words, "21")
@@ -366,7 +366,7 @@ async def test_nothing_moving_is_corrected(client: FloeClient, centre: Centre, m
 async def test_refusals_of_the_command(client: FloeClient, centre: Centre) -> None:
     await carried(client, centre)
     position = f"--position {CHAIN}=3 --forget"
-    for words in ("", "--accept --forget", "--site us-east --sequence 3", position, "--accept-repeats --forget"):
+    for words in ("", "--accept --forget", "us-east --sequence 3", position, "--accept-repeats --forget"):
         assert (await set_by_hand(centre, *words.split())).code == 2, words
     other = await set_by_hand(centre, "--target", "OTHER", "--accept")
     full = await set_by_hand(centre, "--forget", "--yes")
@@ -381,7 +381,7 @@ async def test_refusals_of_the_command(client: FloeClient, centre: Centre) -> No
 
 
 def parked_words(centre: Centre, *more: str) -> list[str]:
-    of_chain = ["--target", centre.target, "--site", CHAIN.site, "--feed", CHAIN.feed]
+    of_chain = ["--target", centre.target, f"{CHAIN.site}/{CHAIN.feed}"]
     return ["parked", "retry", "-c", str(centre.write()), *of_chain, *more]
 
 

@@ -100,7 +100,7 @@ async def test_the_command_lists_shows_asks_and_delivers_each_once(client: FloeC
     centre.archive.put(with_large(1, 20))
     centre.having(on_oversize="park")
     config = centre.write()
-    of_chain = ["-c", str(config), "--target", centre.target, "--site", CHAIN.site, "--feed", CHAIN.feed]
+    of_chain = ["-c", str(config), "--target", centre.target, f"{CHAIN.site}/{CHAIN.feed}"]
 
     await make_limited(client, centre)
     async with centre.running():

@@ -117,7 +117,7 @@ async def test_an_operator_has_its_rights(centre: Guarded, server: NatsServer, c
         await centre.carried(client, 519)
     centre.user = "operator"
     config = ["-c", str(centre.write())]
-    chain = ["--target", centre.target, "--site", "us-east", "--feed", "NODES"]
+    chain = ["--target", centre.target, "us-east/NODES"]
 
     async def are(state: str) -> bool:
         return [row["state"] for row in (await ran("parked", "ls", *config, "--json")).json()] == [state]
@@ -138,7 +138,7 @@ async def test_an_operator_has_its_rights(centre: Guarded, server: NatsServer, c
 
 
 async def test_a_replay_and_a_drill_have_the_rights_of_the_table(centre: Guarded, server: NatsServer) -> None:
-    feed = ["--site", "us-east", "--feed", "NODES"]
+    feed = ["us-east/NODES"]
     centre.user = "replay"
     named = ["-c", str(centre.write()), *feed]
     await ran("replay", *named, "--target", "COPY", "--subject-prefix", "copy", "--create")

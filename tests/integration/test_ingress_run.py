@@ -192,7 +192,7 @@ async def test_stored_parked_stopped_and_paused_are_counted(client: FloeClient, 
         await soon(lambda: reading("stopped_chains", target) == reading("parked_waiting", target) == 1)
         await soon(lambda: of_chain("messages_total", target, OTHER) == 5)
         assert reading("paused_chains", target) == 0
-        where = ("--target", target, "--site", OTHER.site, "--feed", OTHER.feed)
+        where = ("--target", target, f"{OTHER.site}/{OTHER.feed}")
         await ran("chain", "pause", "-c", str(centre.write()), *where)
         await soon(lambda: reading("paused_chains", target) == 1)
 

@@ -142,8 +142,8 @@ async def test_only_its_row_groups_are_read(world: World, by: str, monkeypatch: 
 def test_one_bound_of_a_kind_and_no_option_of_another_kind_of_drill(tmp_path: Path) -> None:
     both = "expected one of --{0}-sequence and --{0}-time, found both"
     for words, expected in (
-        ("replay --target BACK --site s --feed F --from-sequence 5 --from-time 1h", both.format("from")),
-        ("drill --site s --feed F --to-sequence 5 --to-time 1h", both.format("to")),
+        ("replay s/F --target BACK --from-sequence 5 --from-time 1h", both.format("from")),
+        ("drill s/F --to-sequence 5 --to-time 1h", both.format("to")),
         ("drill s/F --exact --to-sequence 5 --to-time 1h", "found both"),
         ("drill s/F --exact --storage memory --from-sequence 2", "--from-sequence, --storage: expected none with"),
         ("drill s/F --server local", "--server: expected only with --exact"),
@@ -383,7 +383,7 @@ async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> 
     assert planned is not None
     assert (planned.code, planned.message, planned.hint) == (error.code, error.message, error.hint)
     assert "ingress by " in error.message
-    assert f"--site us-east --feed NODES --target {world.target}" in error.hint
+    assert f"us-east/NODES --target {world.target}" in error.hint
 
 
 async def test_a_dry_run_touches_nothing(world: World) -> None:

@@ -186,7 +186,7 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles, clien
     ):
         await roles.run("operator", *command)
     await roles.run("operator", "segments", "info", store.list(CHAIN)[0].key)
-    chain = ["--site", SITE, "--feed", "NODES"]
+    chain = [f"{SITE}/NODES"]
     copy = unique("COPY")
     await roles.run("replay", "replay", *chain, "--target", copy, "--subject-prefix", copy, "--create")
     await roles.run("drill", "drill", *chain)

@@ -32,7 +32,7 @@ from common.cli import (
     SequenceType,
     Size,
     TimeType,
-    chain_options,
+    chain_argument,
     config_option,
     confirm,
     json_option,
@@ -95,23 +95,21 @@ def test_help_names_all_commands_and_loads_none_of_them():
         ("xyzzy", "No such command 'xyzzy'."),
         ("--nothing", "No such option"),
         ("config check", "Usage: floe config check [OPTIONS] FILE"),
-        ("chain pause --target T --site '' --feed '' -c no", "site '': expected 1 to 63"),
-        ("gap accept --first 1 --last 6 --site '' --feed NODES -c no", "site '': expected 1 to 63"),
-        ("checkpoint set --target T --accept --site us --feed '' -c no", "expected --site and --feed together"),
+        ("chain pause --target T / -c no", "site '': expected 1 to 63"),
+        ("gap accept --first 1 --last 6 /NODES -c no", "site '': expected 1 to 63"),
+        ("checkpoint set --target T --sequence 3 us -c no", "expected SITE/FEED[/INCARNATION[/PARTITION]]"),
         ("status --watch=999ms -c no", "expected from 1s to 1d, found"),
         ("replay us/NODES --target a.b --dry-run -c no", "--target: expected a stream name"),
-        ("replay us/NODES --feed NODES --target T -c no", "found both"),
-        ("drill us/NODES --partition 1 -c no", "found both"),
     ],
 )
 def test_a_wrong_call_ends_with_2_and_names_the_expected(words: str, message: str):
-    """Include an empty name: `--site "$SITE"` gives it if the variable is not set."""
+    """Include an empty name: `"$SITE/$FEED"` gives it if the variable is not set."""
     ended = run_here(*shlex.split(words))
     assert (ended.code, ended.out, message in ended.err) == (2, "", True), ended.err
 
 
 @click.command()
-@chain_options
+@chain_argument
 @run_command
 def of_chain(selector: ChainSelector) -> None:
     click.echo(repr((selector.site, selector.feed, selector.incarnation, selector.partition)))
@@ -122,14 +120,11 @@ def of_chain(selector: ChainSelector) -> None:
     [
         ("us/NODES", 0, "('us', 'NODES', None, None)"),
         ("us/N\u00d6DES/9999/65535", 0, "('us', 'N\u00d6DES', 9999, 65535)"),
-        ("--site us --feed NODES --incarnation 3 --partition 1", 0, "('us', 'NODES', 3, 1)"),
         ("", 2, "Missing argument 'SITE/FEED[/INCARNATION[/PARTITION]]'"),
-        ("us/NODES --site us", 2, "expected us/NODES or --site, found both"),
-        ("us/NODES --feed NODES --partition 0", 2, "expected us/NODES or --feed --partition, found both"),
-        ("--site us", 2, "You can also give it as --site and --feed"),
+        ("us", 2, "expected SITE/FEED[/INCARNATION[/PARTITION]]"),
     ],
 )
-def test_a_chain_is_named_by_an_argument_or_by_options_and_not_by_both(words: str, code: int, shown: str):
+def test_a_chain_is_named_by_one_argument(words: str, code: int, shown: str):
     result = CliRunner().invoke(of_chain, words.split())
     assert (result.exit_code, shown in result.output) == (code, True), result.output
 

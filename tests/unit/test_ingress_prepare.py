@@ -89,7 +89,7 @@ def test_rows_up_to_the_first_that_has_no_place_at_the_target_are_ready_and_the_
         why = "at sequence 3: subject 'a..b c' becomes 'fleet.a.b c': it holds a space, tab, CR, LF or NUL"
         assert refusal(result).message == f"chain us-east/NODES/0001/2 stops {why}"
     assert "floe chain resume -c " in refusal(result).hint
-    assert "--site us-east --feed NODES --incarnation 1 --partition 2 --sequence 4 --yes" in refusal(result).hint
+    assert "us-east/NODES/0001/2 --sequence 4 --yes" in refusal(result).hint
 
     result = preparer_of(subjects="other.>").prepare(batch_of([message(1)]))
     assert result.batch is None

@@ -104,7 +104,7 @@ def test_an_incarnation_whose_stream_json_names_no_ends_stops() -> None:
 
     with pytest.raises(Stopped, match="expected the ends of the incarnation before, found none") as caught:
         registry.check_may_begin(NEXT, 7)
-    assert "--incarnation 1 --partition 0 --sequence 7 --yes" in caught.value.hint
+    assert "/0001/0 --sequence 7 --yes" in caught.value.hint
 
 
 def test_a_new_incarnation_can_be_made_to_wait_for_an_operator_once_the_one_before_is_done() -> None:
@@ -117,7 +117,7 @@ def test_a_new_incarnation_can_be_made_to_wait_for_an_operator_once_the_one_befo
     with pytest.raises(Stopped, match="a new incarnation begins at 3") as caught:
         registry.check_may_begin(NEXT, 3)
     assert "floe checkpoint set" in caught.value.hint
-    assert caught.value.hint.endswith("NODES --incarnation 1 --partition 0 --sequence 3 --yes")
+    assert caught.value.hint.endswith("NODES/0001/0 --sequence 3 --yes")
     registry.check_may_begin(CHAIN, 1)
 
 
