@@ -251,7 +251,7 @@ def print_table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | 
 @dataclass(frozen=True, slots=True)
 class StatusView:
     """One view of `floe status`. `rows`: for programs; `cells`: the same for people, by column. `narrow_columns`: the
-    columns that are shown; with `-o wide` all of `columns` are. `details`: lines below the table; `notes`: servers that
+    columns that are shown; with `--wide` all of `columns` are. `details`: lines below the table; `notes`: servers that
     gave no answer, for stderr. `code`: 3 if an operator should act, 75 if something did not answer.
     """
 
@@ -369,6 +369,9 @@ target_option = click.option("--target", required=True, metavar="STREAM", help="
 #: `--yes`; the command gets `yes: bool`.
 yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 
+#: `--wide`; the command gets `is_wide: bool`.
+wide_option = click.option("--wide", "is_wide", is_flag=True, help="All columns, uncut.")
+
 #: `--dry-run`; the command gets `dry_run: bool`.
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show the changes; make none.")
 
@@ -405,7 +408,7 @@ class ChainSelector:
         unless all parts are named and one of the two has the chain. Raises UsageError if there is no such chain, and if
         the target is not at the newest incarnation yet.
         """
-        from common.archive.archive import match_chains
+        from common.archive.catalog import match_chains
         from common.archive.keys import configured_feeds, resolve_chain
         from common.open import open_for_view
 

@@ -43,6 +43,7 @@ from common.cli import (
     run_command,
     terminal_width,
     truncate,
+    wide_option,
 )
 from common.clock import NS_PER_S, SystemClock, format_time, parse_time
 from common.errors import ConfigError, DataError, SegmentCorrupt, UsageError
@@ -76,16 +77,15 @@ def segments() -> None:
 @click.option("--cover", "is_cover", is_flag=True, help="Only the segments of the cover: each sequence once.")
 @click.option("--level", type=click.IntRange(0, 9), help="Only this level.")
 @click.option(
-    "-o",
     "--format",
     "form",
-    type=click.Choice(["table", "wide", "paths", "json", *VIEWS]),
+    type=click.Choice(["table", "paths", *VIEWS]),
     default="table",
-    help="wide: also rows and times, with a request for each segment; paths: one path per line; "
-    "duckdb, polars: SQL or Python that defines `messages` over the cover.",
+    help="paths: one path per line; duckdb, polars: SQL or Python that defines `messages` over the cover.",
 )
 @click.option("--since", type=TimeType(), help="Only segments with messages of that time or later.")
 @click.option("--until", type=TimeType(), help="Only segments with messages before that time.")
+@wide_option
 @json_option
 @config_option
 @run_command
@@ -97,11 +97,12 @@ def list_segments(
     form: str,
     since: RequestedTime | None,
     until: RequestedTime | None,
+    is_wide: bool,
     as_json: bool,
 ) -> int:
     """List segments, of all chains or of those that the argument names; the totals go to stderr.
 
-    A listing reads no segment. --since and --until read the footers of some segments of each chain; -o wide
+    A listing reads no segment. --since and --until read the footers of some segments of each chain; --wide
     reads that of every listed segment: rows, and the times of the first and last message (also with --json).
 
     A glob over the bucket counts every merged row twice; the cover does not. A view holds no secret: its first
@@ -109,11 +110,10 @@ def list_segments(
 
     \b
     Examples:
-        floe segments ls -c central.yaml us-east/NODE_DATA --since 2h -o wide
+        floe segments ls -c central.yaml us-east/NODE_DATA --since 2h --wide
         floe segments ls -c central.yaml us-east/NODE_DATA --cover --format paths
         floe segments ls -c central.yaml us-east --cover --format duckdb > us-east.sql
     """
-    is_wide, form = form == "wide", "json" if as_json else form
     if form in VIEWS and not is_cover:
         raise click.UsageError(f"--format {form}: expected --cover; without it merged rows count twice")
     settings = load_settings(config, quiet=True)
@@ -128,9 +128,9 @@ def list_segments(
     rows = [_listed(each, settings) for each in taken]
     if is_wide:
         _add_footers(store, [each.segment for each in taken], rows, problems)
-    if form == "json":
+    if as_json:
         print_json(rows)
-    elif form in ("table", "wide"):
+    elif form == "table":
         print_table(rows, _WIDE_LIST_COLUMNS if is_wide else _LIST_COLUMNS, None if is_wide else terminal_width())
         click.echo(_total([each.segment for each in taken], rows), err=True)
     elif form in VIEWS:

@@ -374,8 +374,8 @@ def _hint(partition: Partition, chain: Chain, evidence: Evidence, verdict: Sourc
         lines += ["to list the archive:", floe_command("segments ls", shlex.quote(str(chain)))]
     has_partitions = len(partition.settings.filters()) > 1
     for choice in choices(evidence, verdict, proposal, has_partitions=has_partitions):
-        number = partition.number if has_partitions and choice.options == "--same" else None
-        lines += [f"{choice.meaning}:", resolve_command(chain.feed, choice.options, number)]
+        named = chain if has_partitions and choice.options == "--same" else chain.feed
+        lines += [f"{choice.meaning}:", resolve_command(named, choice.options)]
     if verdict.kind is VerdictKind.UNKNOWN and not can_be_same(evidence, verdict):
         lines[0] += f"; it cannot be the same: {_why_not_same(evidence, source)}"
     return "\n".join(lines)

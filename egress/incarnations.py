@@ -309,7 +309,7 @@ class Incarnations:
         return Stopped(
             f"{chain}: a high-water mark at {end}, but neither {layout.stream_document(chain)} nor a chain.json",
             hint="restore the objects of the archive; or accept their loss, and the feed begins again: "
-            + resolve_command(chain.feed, "--believe-listing --all-incarnations", chain.partition or None),
+            + resolve_command(chain if chain.partition else chain.feed, "--believe-listing --all-incarnations"),
             code="E-EMPTY-ARCHIVE",
         )
 

@@ -121,9 +121,9 @@ def next_position(first: int, end: int, gaps: Iterable[SequenceRange], source_fi
     return Position(max(held.first, source_first), held.last, lost)
 
 
-def resolve_command(feed: str, options: str = "", partition: int | None = None) -> str:
-    named = "" if partition is None else f"--partition {partition}"
-    return floe_command("egress resolve", shlex.quote(feed), named, options)
+def resolve_command(feed: str | Chain, options: str = "") -> str:
+    """Return the command that resolves a stop of a feed, or of one chain of it."""
+    return floe_command("egress resolve", shlex.quote(str(feed)), options)
 
 
 def repartition_command(feed: str) -> str:
@@ -141,4 +141,4 @@ def kv_error(document: str, hint: str) -> Callable[[str], DataError]:
 
 
 def believe_command(chain: Chain) -> str:
-    return resolve_command(chain.feed, "--believe-listing", chain.partition or None)
+    return resolve_command(chain if chain.partition else chain.feed, "--believe-listing")

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("feed", metavar="FEED|SITE/FEED[/INC[/PART]]")
-@click.option("--partition", type=click.IntRange(0), help="Only this partition.")
 @click.option("--same", "is_same", is_flag=True, help="Accept the stream as the archived one.")
 @click.option("--new-incarnation", "is_new", is_flag=True, help="Archive the present stream as the next incarnation.")
 @click.option("--from", "sequence", type=SequenceType(), help="First sequence of the new incarnation.")
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 async def resolve(
     config: str,
     feed: str,
-    partition: int | None,
     is_same: bool,
     is_new: bool,
     sequence: int | None,
@@ -59,13 +57,10 @@ async def resolve(
     if is_whole and not is_believed:
         raise UsageError("--all-incarnations: expected together with --believe-listing")
     settings = load_settings(config, quiet=True)
-    name, incarnation, number = parse_feed(settings, feed)
-    if number is not None and partition is not None:
-        raise UsageError(f"expected {feed} or --partition {partition}, found both")
-    partition = partition if number is None else number
+    name, incarnation, partition = parse_feed(settings, feed)
     partitions = partitions_of(settings.site, find_feed(settings, name))
     if partition is not None and partition >= len(partitions):
-        raise UsageError(f"--partition: expected 0 to {len(partitions) - 1}, found {partition}")
+        raise UsageError(f"{feed}: expected a partition from 0 to {len(partitions) - 1}")
     async with open_context(settings, is_view=not (is_new or is_same or is_believed)) as components:
         cases = [await resolving.load_case(components, each) for each in partitions]
         chosen = cases if partition is None else [cases[partition]]
@@ -156,9 +151,9 @@ def _lines(case: Case) -> list[str]:
     if case.bounds is not None and case.code:
         lines.append(f"  a new incarnation may begin within {case.bounds}")
     for choice in case.choices:
-        partition = None if choice.options.startswith("--new") else case.partition.number or None
+        is_one = case.partition.number and not choice.options.startswith("--new")
         lines.append(f"  {choice.meaning}:")
-        lines.append(f"    {command(case.partition.settings.name, choice.options, partition)}")
+        lines.append(f"    {command(case.chain if is_one else case.chain.feed, choice.options)}")
     if case.advice:
         lines += [f"  {line}" for line in case.advice.split("\n")]
     return [escape(line) for line in lines]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import Interval, StatusView, config_option, json_option, print_json, run_async, run_command
+from common.cli import Interval, StatusView, config_option, json_option, print_json, run_async, run_command, wide_option
 from common.clock import SystemClock
 from common.errors import OutcomeUnknown, StoreUnavailable, Unavailable
 from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER, report_error
@@ -93,15 +93,14 @@ Views = Mapping[str, Callable[[], "Callable[[Settings], Awaitable[StatusView]]"]
 
 
 def _status_options(fn: Callable[..., Any]) -> Callable[..., Any]:
-    form = click.option("-o", "form", type=click.Choice(["wide", "json"]), help="wide: all columns, not cut.")
     archive = click.option("--archive", "is_archive", is_flag=True, help="Show only the archive, without NATS.")
-    return archive(form(json_option(config_option(click.pass_obj(run_command(fn))))))
+    return archive(wide_option(json_option(config_option(click.pass_obj(run_command(fn))))))
 
 
 @click.command()
 @click.option("--watch", "every", is_flag=False, flag_value="2s", type=Interval(), help="Repeat at this interval.")
 @_status_options
-def status(views: Views, config: str, is_archive: bool, form: str | None, every: float | None, as_json: bool) -> int:
+def status(views: Views, config: str, is_archive: bool, is_wide: bool, every: float | None, as_json: bool) -> int:
     """Show the state of this site, of the centre, or of the archive.
 
     With `egress.feeds`: each partition of the site, its open segment, the archived position, the holder of its lease.
@@ -113,34 +112,37 @@ def status(views: Views, config: str, is_archive: bool, form: str | None, every:
     Example: floe status -c site.yaml
              floe status -c central.yaml --watch 5s
     """
-    settings, form = load_settings(config, quiet=True), "json" if as_json else form
-    if every is None:
-        return _show(run_async(_read_views(settings, views, is_archive)), form)
-    return _watch(lambda: _read_views(settings, views, is_archive), form, every)
+    settings = load_settings(config, quiet=True)
+
+    def show() -> int:
+        found = run_async(_read_views(settings, views, is_archive))
+        if every is not None:
+            click.clear()
+        return _show(found, is_wide=is_wide, as_json=as_json)
+
+    return show() if every is None else _repeat(show, every)
 
 
-def _watch(read_views: Callable[[], Coroutine[Any, Any, list[StatusView]]], form: str | None, every: float) -> int:
+def _repeat(show: Callable[[], int], every: float) -> int:
     code, clock = 0, SystemClock()
     with suppress(KeyboardInterrupt):
         while True:
             try:
-                found = run_async(read_views())
-                click.clear()
-                code = _show(found, form)
+                code = show()
             except (Unavailable, OutcomeUnknown) as error:
                 code = report_error(error)
             clock.block(every)
     return code
 
 
-def _show(found: Sequence[StatusView], form: str | None) -> int:
+def _show(found: Sequence[StatusView], *, is_wide: bool, as_json: bool) -> int:
     """Print the views and return the exit code."""
-    if form == "json":
+    if as_json:
         print_json([row for view in found for row in view.rows])
-    for view in () if form == "json" else found:
+    for view in () if as_json else found:
         if len(found) > 1:
             click.echo(f"{view.name}:")
-        view.show(is_wide=form == "wide")
+        view.show(is_wide=is_wide)
     for note in (note for view in found for note in view.notes):
         click.echo(escape(note), err=True)
     codes = {view.code for view in found}

@@ -137,7 +137,7 @@ async def test_the_archive_is_shown_without_nats(centre: Centre, archive: Archiv
     shown = await floe("status", "-c", str(config), "--json")
     assert {row["view"] for row in shown.json()} == {"centre"}
 
-    only = await floe("status", "-c", str(config), "--archive", "-o", "json")
+    only = await floe("status", "-c", str(config), "--archive", "--json")
     [row] = only.json()
     stored = sum(ref.size for ref in archive.store.list(CHAIN))
     assert (only.code, only.err) == (0, "NATS is not queried\n")

@@ -150,7 +150,7 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
     "common/archive/store.py:quarantine_command": lambda: [store.quarantine_command("a b.parquet")],
     "egress/identity.py:_hint": verdicts,
     "egress/partition.py:resolve_command": lambda: [
-        partition.resolve_command("IT'S", "--new-incarnation --from 3", 0),
+        partition.resolve_command("IT'S", "--new-incarnation --from 3"),
         partition.believe_command(CHAIN),
     ],
     "egress/partition.py:repartition_command": lambda: [partition.repartition_command("IT'S")],
