@@ -1,6 +1,24 @@
-"""Subject filters and the subjects that they match, by the rules of NATS."""
+"""Subject filters and the subjects that they match, by the rules of NATS; and subject transforms.
 
-from collections.abc import Sequence
+A transform maps a subject to another one, the same each time, as nats-server does. Tokens of its destination are text,
+`$n`, or a function of the tokens that match wildcards of the source:
+
+    {{wildcard(n)}}              the token itself, as `$n`
+    {{partition(c,n,…)}}         a number below c, by hash of these tokens; without any: of the whole subject
+    {{split(n,text)}}            the token cut at each `text`
+    {{splitFromLeft(n,p)}}       the token cut behind p bytes; splitFromRight: before the last p bytes
+    {{sliceFromLeft(n,s)}}       the token cut into pieces of s bytes; sliceFromRight: counted from its end
+    {{left(n,l)}} {{right(n,l)}} the first, or last, l bytes of the token
+
+`{{random(…)}}` is refused: a message is sent again after an unclear outcome, and must then be the same. A
+destination that the server accepts but that can only be a mistake (an index below 1, half a function, an empty
+text to split at) is refused too; all others map as on the server. A subject that the source does not match stays
+as it is.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, zip_longest
 
 
@@ -52,3 +70,192 @@ def overlaps(left: str, right: str) -> bool:
 
 def first_overlap(filters: Sequence[str]) -> tuple[str, str] | None:
     return next((pair for pair in combinations(filters, 2) if overlaps(*pair)), None)
+
+
+# Transforms
+
+Tokens = Sequence[bytes]
+TokenMapper = Callable[[Tokens], bytes]
+
+_FUNCTION = re.compile(r"\{\{\s*(\w+)\s*\((.*)\)\s*\}\}", re.ASCII)
+_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_MAX_INT32 = 2**31 - 1
+
+_NAMES = "wildcard partition split splitFromLeft splitFromRight sliceFromLeft sliceFromRight left right random"
+# The server accepts capitals, and first letters, in either case.
+_PATTERNS = {n.lower(): re.sub("^.|[A-Z]", lambda c: f"[{c[0].lower()}{c[0].upper()}]", n) for n in _NAMES.split(" ")}
+
+
+class TransformError(ValueError):
+    """A transform that is refused, and why; `side` is `source` or `destination`."""
+
+    def __init__(self, side: str, reason: str) -> None:
+        super().__init__(f"{side}: {reason}")
+        self.side, self.reason = side, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """One transform. `pattern`: a filter that matches every subject that it makes of matching ones."""
+
+    source: str
+    destination: str
+    pattern: str
+    _parts: tuple[TokenMapper, ...]
+    _rest: int | None
+
+    def apply(self, subject: bytes) -> bytes:
+        """Map `subject`; return it as it is if it is not literal, or if the source does not match it."""
+        tokens = subject.split(b".")
+        literal = all(token and token not in (b"*", b">") for token in tokens)
+        if not literal or not matches(self.source, subject):
+            return subject
+        made = [part(tokens) for part in self._parts]
+        return b".".join(made if self._rest is None else [*made, *tokens[self._rest :]])
+
+
+def compile_transform(source: str, destination: str) -> Transform:
+    """Compile a transform. Raises TransformError."""
+    wanted, given = _tokens("source", source), _tokens("destination", destination)
+    if "*" in given:
+        raise TransformError("destination", "expected $n or {{wildcard(n)}} in place of *")
+    if (wanted[-1] == ">") != (given[-1] == ">"):
+        raise TransformError("destination", "expected a final > in both or in neither of source and destination")
+    wildcards = [index for index, each in enumerate(wanted) if each == "*"]
+    rest = len(wanted) - 1 if wanted[-1] == ">" else None
+    whole = not wildcards and rest is None
+    texts = given if rest is None else given[:-1]
+    made = [_token_mapper(text, wildcards, whole=whole) for text in texts]
+    return Transform(source, destination, _pattern(texts, rest), tuple(made), rest)
+
+
+def _tokens(side: str, subject: str) -> list[str]:
+    tokens = subject.split(".")
+    if "" in tokens or ">" in tokens[:-1]:
+        raise TransformError(side, f"expected a subject without empty tokens, > only last, found {subject!r}")
+    for token in tokens:
+        is_function = side == "destination" and "{{" in token
+        if _CONTROL.search(token) or (" " in token and not is_function):
+            raise TransformError(side, f"expected no spaces and control characters, found {subject!r}")
+    return tokens
+
+
+def _pattern(texts: Sequence[str], rest: int | None) -> str:
+    known: list[str] = []
+    for text in texts:
+        if "split" in text.lower() or "slice" in text.lower():
+            return ".".join([*known, ">"])
+        known.append("*" if "{{" in text or text.startswith("$") else text)
+    return ".".join(known if rest is None else [*known, ">"])
+
+
+# One token of the destination
+
+
+def _token_mapper(text: str, wildcards: Sequence[int], *, whole: bool) -> TokenMapper:
+    if len(text) > 1 and text[0] == "$" and _NUMBER.fullmatch(text[1:]):
+        return _wildcard_mapper(_wildcard_index(text, int(text[1:]), wildcards))
+    if "{{" not in text and "}}" not in text:
+        raw = text.encode()
+        return lambda _tokens: raw
+    name, arguments = _function(text)
+    if name == "partition":
+        return _partition(text, arguments, wildcards, whole=whole)
+    return _function_mapper(text, name, arguments, wildcards)
+
+
+def _function(text: str) -> tuple[str, list[str]]:
+    found = _FUNCTION.fullmatch(text)
+    name = found[1].lower() if found else ""
+    if found is None or name not in _PATTERNS or not re.fullmatch(_PATTERNS[name], found[1]):
+        known = ", ".join(name for name in _PATTERNS if name != "random")
+        raise TransformError("destination", f"expected one of {known}, found {text}")
+    if name == "random":
+        raise TransformError("destination", f"expected a function that always gives the same result, found {text}")
+    return name, re.split(r",\s*", found[2])
+
+
+def _function_mapper(text: str, name: str, arguments: list[str], wildcards: Sequence[int]) -> TokenMapper:
+    expected = 1 if name == "wildcard" else 2
+    if len(arguments) != expected or (expected == 1 and not arguments[0]):
+        raise TransformError("destination", f"{text}: expected {expected} argument(s), found {len(arguments)}")
+    place = _wildcard_index(text, _number(text, arguments[0]), wildcards)
+    if name == "wildcard":
+        return _wildcard_mapper(place)
+    if name == "split":
+        return _split(text, arguments[1], place)
+    size, cut = _number(text, arguments[1]), _CUTS[name]
+    if abs(size) > _MAX_INT32:
+        raise TransformError("destination", f"{text}: expected a number up to {_MAX_INT32}, found {size}")
+    return lambda tokens: cut(tokens[place], size) if 0 < size < len(tokens[place]) else tokens[place]
+
+
+def _wildcard_mapper(place: int) -> TokenMapper:
+    return lambda tokens: tokens[place]
+
+
+def _wildcard_index(text: str, number: int, wildcards: Sequence[int]) -> int:
+    """Return the index in the source of wildcard `number` (1 is the first)."""
+    if not 1 <= number <= len(wildcards):
+        found = f"source has {len(wildcards)}" if wildcards else "source has none"
+        raise TransformError("destination", f"{text}: expected the number of a * of the source, {found}")
+    return wildcards[number - 1]
+
+
+def _number(text: str, argument: str) -> int:
+    if not _NUMBER.fullmatch(argument.strip(" ")):
+        raise TransformError("destination", f"{text}: expected a whole number, found {argument!r}")
+    return int(argument.strip(" "))
+
+
+def _partition(text: str, arguments: list[str], wildcards: Sequence[int], *, whole: bool) -> TokenMapper:
+    count = _number(text, arguments[0])
+    if not 0 <= count <= _MAX_INT32:
+        raise TransformError("destination", f"{text}: expected 0 to {_MAX_INT32} partitions, found {count}")
+    numbers = [_number(text, argument) for argument in arguments[1:]]
+    # Without a wildcard in the source, the server hashes the whole subject, even if tokens are named.
+    places = [] if whole else [_wildcard_index(text, number, wildcards) for number in numbers]
+    if not places:
+        return lambda tokens: _bucket(b".".join(tokens), count)
+    return lambda tokens: _bucket(b"".join(tokens[place] for place in places), count)
+
+
+def _bucket(key: bytes, count: int) -> bytes:
+    """Return FNV-1a of 32 bits, modulo `count`, as decimal digits; 0 for no partitions."""
+    value = 2166136261
+    for byte in key:
+        value = (value ^ byte) * 16777619 & 0xFFFFFFFF
+    return b"%d" % (value % count if count else 0)
+
+
+def _split(text: str, at: str, place: int) -> TokenMapper:
+    if not at or " " in at:
+        raise TransformError("destination", f"{text}: expected a separator without spaces, found {at!r}")
+    raw = at.encode()
+    return lambda tokens: _split_at(tokens[place], raw)
+
+
+def _split_at(token: bytes, at: bytes) -> bytes:
+    """Join the pieces of `token` as the server does: no dot after an empty first piece, none before an empty one."""
+    pieces, made = token.split(at), b""
+    for index, piece in enumerate(pieces):
+        made += piece
+        if (following := pieces[index + 1 : index + 2]) and following[0] and (index or piece):
+            made += b"."
+    return made
+
+
+def _slices(token: bytes, size: int, first: int) -> bytes:
+    ends = [*range(first, len(token), size), len(token)]
+    return b".".join(token[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
+
+
+_CUTS: Mapping[str, Callable[[bytes, int], bytes]] = {
+    "splitfromleft": lambda token, size: token[:size] + b"." + token[size:],
+    "splitfromright": lambda token, size: token[:-size] + b"." + token[-size:],
+    "slicefromleft": lambda token, size: _slices(token, size, size),
+    "slicefromright": lambda token, size: _slices(token, size, len(token) % size or size),
+    "left": lambda token, size: token[:size],
+    "right": lambda token, size: token[-size:],
+}

@@ -9,7 +9,7 @@ from pydantic import AfterValidator
 from common.settings import types as t
 from common.settings.service import MonitorTlsSettings, ServiceSettings, StartSettings
 from common.settings.types import Section, find_repeated, merge_entries, needed, option
-from common.transforms import TransformError, compile_transform
+from common.subjects import TransformError, compile_transform
 
 _PREFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
 _CHAIN_FIELD = re.compile(r"\{(site|feed|incarnation|partition)\}")

@@ -23,8 +23,7 @@ from common.errors import Stopped
 from common.exits import choices
 from common.nats.headers import Provenance, escape_lines, parse_block
 from common.settings.ingress import SourceSettings
-from common.subjects import covers, matches, overlaps
-from common.transforms import Transform, compile_transform
+from common.subjects import Transform, compile_transform, covers, matches, overlaps
 from ingress.errors import checkpoint_command, position_command, resume_command
 from ingress.rows.rows import PreparedBatch
 

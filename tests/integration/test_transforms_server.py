@@ -11,7 +11,7 @@ from common.nats.api import create_stream, query
 from common.nats.client import FloeClient, frame
 from common.nats.pull import get_message
 from common.nats.requests import ApiError
-from common.transforms import TransformError, compile_transform
+from common.subjects import TransformError, compile_transform
 from tests.support.basics import seeded, soon, unique
 
 pytestmark = pytest.mark.servers

@@ -14,8 +14,7 @@ from common.chain import Chain
 from common.errors import ConfigError
 from common.settings.ingress import SourceSettings
 from common.settings.loader import load
-from common.subjects import covers, matches, overlaps
-from common.transforms import TransformError, compile_transform
+from common.subjects import TransformError, compile_transform, covers, matches, overlaps
 from ingress.rows.prepare import SubjectFilters, SubjectRule, patterns_of, rule_of
 
 
