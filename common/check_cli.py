@@ -236,7 +236,7 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
     Example: floe check archive -c central.yaml
              floe check archive -c central.yaml us-east/NODES
     """
-    from common.archive.archive import select_chains
+    from common.archive.catalog import select_chains
     from common.archive.keys import configured_feeds, parse_chain_name
     from common.open import open_for_view
 

@@ -17,14 +17,16 @@ from typing import Any, Literal
 import click
 from msgspec import structs
 
-from common.archive.archive import Timeline, chain_ends, find_chain, find_incarnation, read_cover, select_chains, span
 from common.archive.captures import CapturedConsumer, CapturedConsumers, CaptureStore
+from common.archive.catalog import chain_ends, find_chain, find_incarnation, select_chains, span
 from common.archive.columns import is_text, messages
 from common.archive.documents import ChainStore, CompactionRun, run_of
 from common.archive.guard import SegmentGone
 from common.archive.keys import configured_feeds, parse_chain_name
+from common.archive.scan import ChainArchive, Damage, Hole, Scan
 from common.archive.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.archive.store import SegmentStore, quarantine
+from common.archive.times import Timeline
 from common.archive.views import duckdb_view, object_address, polars_frame
 from common.chain import Chain
 from common.cli import (
@@ -61,7 +63,7 @@ from common.subjects import matches
 _LIST_COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
 _WIDE_LIST_COLUMNS = ("chain", "level", "first", "last", "rows", "first_time", "last_time", "bytes", "modified", "name")
 PARALLEL_FOOTERS = 8
-CoverPart = tuple[Sequence[SegmentRef], SequenceRange]
+ArchivePart = tuple[ChainArchive, SequenceRange]
 FOLLOW_POLL_S = 2.0  # seconds between two listings of `cat --follow`
 MAX_BINARY_BYTES_SHOWN = 64  # of a payload that is no text, on a terminal
 VIEWS = {"duckdb": duckdb_view, "polars": polars_frame}
@@ -142,7 +144,7 @@ def list_segments(
             others = "also hold rows that others account for; --json names the rows to take"
             click.echo(f"{count} of these {others}", err=True)
     for problem in problems:
-        click.echo(problem, err=True)
+        click.echo(str(problem), err=True)
     return EXIT_DIFFERENCES if problems else 0
 
 
@@ -312,7 +314,7 @@ def cat(
     chain = None if ref else _chain(settings, chains, what)
     refs = store.list(chain, position=from_sequence or 1) if chain else [ref] if ref else []
     within = _select(store, refs, bounds)
-    problems, is_damaged = list[str](), False
+    problems, is_damaged = list[Hole | Damage](), False
     reach = partial(_range_of, chains, chain) if chain and not from_sequence else span
     whole = None if within is False else reach(refs)
     position = from_sequence or 1
@@ -320,7 +322,7 @@ def cat(
     is_feed = chain is not None and parse_chain_name(what)[2] is None
     before = _earlier_parts(store, chains, chain, (from_sequence, to_sequence), bounds) if chain and is_feed else []
     with suppress(KeyboardInterrupt) if follow else nullcontext():
-        limit = _print(store, before, subjects, limit, form, problems)
+        limit = _print(before, subjects, limit, form, problems)
         if whole is not None and limit != 0:
             first, last = from_sequence or whole.first, to_sequence or whole.last
             if before and chain:
@@ -332,25 +334,26 @@ def cat(
                     return 0
                 raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
             position = max(first, last + 1)
-            rows = [(refs, SequenceRange(first, min(last, MAX_SEQUENCE)))] if first <= last else []
-            limit = _print(store, rows, subjects, limit, form, problems)
+            archive = ChainArchive(store, refs[0].chain, refs, is_fixed=ref is not None)
+            rows = [(archive, SequenceRange(first, min(last, MAX_SEQUENCE)))] if first <= last else []
+            limit = _print(rows, subjects, limit, form, problems)
         elif to_sequence is not None and bounds == (None, None) and not before:
-            problems.append(f"no segment covers {SequenceRange(position, to_sequence)}")
+            problems.append(Hole(SequenceRange(position, to_sequence)))
         elif follow and within is False:  # new messages come after all existing ones
             position = max((each.coverage.last + 1 for each in refs), default=position)
         while follow and chain and limit != 0:
             for problem in problems:
-                click.echo(problem, err=True)
+                click.echo(str(problem), err=True)
             is_damaged |= bool(problems)
             problems.clear()
             clock.block(FOLLOW_POLL_S)
             refs = store.list(chain, position=position)
             if (whole := span(refs)) is not None and whole.last >= position:
-                rows = [(refs, SequenceRange(position, whole.last))]
-                limit = _print(store, rows, subjects, limit, form, problems)
+                rows = [(ChainArchive(store, chain, refs), SequenceRange(position, whole.last))]
+                limit = _print(rows, subjects, limit, form, problems)
                 position = whole.last + 1
     for problem in problems:
-        click.echo(problem, err=True)
+        click.echo(str(problem), err=True)
     return EXIT_DIFFERENCES if is_damaged or problems else 0
 
 
@@ -379,17 +382,16 @@ def _refuse_conflicts(
 
 
 def _print(
-    store: SegmentStore,
-    parts: Sequence[CoverPart],
+    parts: Sequence[ArchivePart],
     subjects: Sequence[str],
     limit: int | None,
     form: Callable[[Message], str],
-    problems: list[str],
+    problems: list[Hole | Damage],
 ) -> int | None:
     """Print the messages of `parts` by sequence that match one of `subjects`, all if there are none; return how many
     more may be printed, None for any number.
     """
-    batches = [read_cover(store, refs, rows, problems.append) for refs, rows in parts]
+    batches = [Scan(archive, rows, problems.append).batches() for archive, rows in parts]
     rows = ((message for batch in each for message in messages(batch)) for each in batches)
     for message in heapq.merge(*rows, key=lambda message: message.sequence):
         if subjects and not any(matches(each, message.subject) for each in subjects):
@@ -403,9 +405,9 @@ def _print(
 
 def _earlier_parts(
     store: SegmentStore, chains: ChainStore, newest: Chain, requested: tuple[int | None, int | None], bounds: Bounds
-) -> list[CoverPart]:
+) -> list[ArchivePart]:
     """Return the requested parts of the incarnations that the one of `newest` continues, all partitions."""
-    found = list[CoverPart]()
+    found = list[ArchivePart]()
     for each, end in chain_ends(chains, newest).items():
         if each.incarnation == newest.incarnation or (refs := store.list(each, position=requested[0] or 1)) == []:
             continue
@@ -413,7 +415,7 @@ def _earlier_parts(
         first = max(requested[0] or 1, _first_sequence(chains, each), within.first if within else 1)
         last = min(last, within.last) if within else last
         if within is not False and first <= last:
-            found.append((refs, SequenceRange(first, last)))
+            found.append((ChainArchive(store, each, refs), SequenceRange(first, last)))
     return found
 
 

@@ -145,7 +145,7 @@ def verify(
       floe segments verify -c central.yaml us-east/NODES --deep
       floe segments verify -c central.yaml --deep --since-last
     """
-    from common.archive.archive import select_chains
+    from common.archive.catalog import select_chains
     from common.archive.checks import find_foreign_keys
     from common.archive.keys import configured_feeds
     from compaction import report
@@ -311,7 +311,7 @@ def _override_settings(settings: Settings, engine: str | None, master: str | Non
 
 def _check_names(settings: Settings, selection: Selection) -> None:
     """Raise UsageError for a site, feed or partition that does not exist."""
-    from common.archive.archive import match_chains
+    from common.archive.catalog import match_chains
     from common.archive.keys import configured_feeds, filter_chains
 
     site, feed, numbers = selection.site, selection.feed, (selection.incarnation, selection.partition)

@@ -145,7 +145,7 @@ def _updated_report(
 
 def _selected(settings: Settings, what: str | None) -> tuple[list[Chain], str]:
     """Return the selected chains, and a name for them. Raises UsageError for a site or feed that does not exist."""
-    from common.archive.archive import match_chains
+    from common.archive.catalog import match_chains
     from common.archive.keys import configured_feeds, filter_chains, parse_chain_name
 
     site, feed, *history = (None, None) if what is None else parse_chain_name(what)

@@ -24,10 +24,10 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.archive.archive import search
 from common.archive.columns import SCHEMA, microseconds
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
+from common.archive.times import search
 from common.chain import Chain
 from common.clock import format_time
 from common.documents import JsonCodec

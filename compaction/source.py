@@ -31,34 +31,32 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from common.archive.archive import Timeline
 from common.archive.columns import SCHEMA
 from common.archive.documents import ChainStore
 from common.archive.keys import Layout
 from common.archive.reader import RowFilter
+from common.archive.scan import EVERY_ROW, ChainArchive, Damage, Hole, Scan, with_current_listing
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentGone, SegmentStore
+from common.archive.times import Timeline
 from common.archive.unread import open_stretch
 from common.chain import Chain
 from common.clock import SystemClock
-from common.errors import SegmentCorrupt
 from common.metrics import version
 from common.objects.open import open_objects
-from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
 from common.settings.root import Settings
 from common.settings.types import is_subject
 from compaction.source_options import HEADERS_PARSED, ReadOptions, arrange_columns, parse_options
 from compaction.spark import Batches, Spark, make_task
 from compaction.stream import ArchiveStream, Positions
 
-_EVERY_ROW = RowFilter()
-
 
 def read_stretch(
     store: SegmentStore,
     stretch: Stretch[SegmentRef],
     columns: Sequence[str] | None = None,
-    row_filter: RowFilter = _EVERY_ROW,
+    row_filter: RowFilter = EVERY_ROW,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of `stretch` that match `row_filter`, in order, with `columns` of the schema, or all. No batch is
     empty.
@@ -68,37 +66,26 @@ def read_stretch(
     (SegmentGone, SegmentCorrupt) if nothing else accounts for the rows.
     """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
-    read = [*{"sequence", *wanted, *row_filter.columns}]
-    pending, avoided = [stretch], set[str]()
-    while pending:
-        now = pending.pop(0)
-        position, last = now.rows.first, now.rows.last
-        try:
-            with open_stretch(store, now, excluded=avoided) as reader:
-                for rows in reader.ranges(row_filter) if row_filter != _EVERY_ROW else [now.rows]:
-                    for batch in reader.batches(rows, read):
-                        if (found := row_filter.select(batch)).num_rows:
-                            yield found.select(wanted)
-                        position = batch.column("sequence")[-1].as_py() + 1
-        except (SegmentGone, SegmentCorrupt):
-            if position > last:
-                continue  # nothing of the stretch is left to read
-            avoided.add(now.segment.key)
-            listed = store.list(now.segment.chain, position=position)
-            others = cover([s for s in listed if s.key not in avoided], position, last)
-            if missing := holes([s.rows for s in others], SequenceRange(position, last)):
-                floor = ChainStore(store.objects, store.layout).floor(now.segment.chain)
-                if floor is not None and missing[0].first < floor.first:
-                    raise SegmentGone(f"{now.segment.chain}: {floor}; load() again", code="E-FLOOR") from None
-                raise
-            pending[:0] = others
+    chain = stretch.segment.chain
+
+    def refuse(problem: Hole | Damage) -> None:
+        if isinstance(problem, Damage):
+            return  # others may cover its rows
+        floor = ChainStore(store.objects, store.layout).floor(chain)
+        if floor is not None and problem.rows.first < floor.first:
+            raise SegmentGone(f"{chain}: {floor}; load() again", code="E-FLOOR") from None
+        raise problem.causes[-1] if problem.causes else SegmentGone(f"{chain}: {problem}")
+
+    archive = ChainArchive.planned(store, stretch)
+    for batch in Scan(archive, stretch.rows, refuse, columns=wanted, row_filter=row_filter).batches():
+        yield batch.select(wanted)
 
 
 def read_segment(
     store: SegmentStore,
     stretch: Stretch[SegmentRef],
     columns: Sequence[str] | None = None,
-    row_filter: RowFilter = _EVERY_ROW,
+    row_filter: RowFilter = EVERY_ROW,
     *,
     has_late_rows: bool = False,
 ) -> Iterator[pa.RecordBatch]:
@@ -107,7 +94,7 @@ def read_segment(
     """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
     with open_stretch(store, stretch) if has_late_rows else store.open(stretch.segment, rows=stretch.rows) as reader:
-        ranges = reader.ranges(row_filter) if row_filter != _EVERY_ROW else [stretch.rows]
+        ranges = reader.ranges(row_filter) if row_filter != EVERY_ROW else [stretch.rows]
         for rows in filter(None, (each.intersection(stretch.rows) for each in ranges)):
             for batch in reader.batches(rows, [*{*wanted, *row_filter.columns}]):
                 if (found := row_filter.select(batch)).num_rows:
@@ -115,7 +102,6 @@ def read_segment(
 
 
 _CONCURRENT_LISTINGS = 8
-_LISTING_ATTEMPTS = 3  # listings at most: compaction may delete a listed segment
 _WHOLE_FETCH_BYTES = 2**20  # bytes; a segment up to this size is fetched by one request, even for a part of it
 
 
@@ -226,19 +212,16 @@ class _Reader(DataSourceReader):
         return _read_partition(self._options, partition)
 
 
-def _plan_chain(
-    store: SegmentStore, chain: Chain, options: ReadOptions, listings: int = _LISTING_ATTEMPTS
-) -> list[tuple[Stretch[SegmentRef], bool]]:
+def _plan_chain(store: SegmentStore, chain: Chain, options: ReadOptions) -> list[tuple[Stretch[SegmentRef], bool]]:
     """Return the stretches to read of a chain, each with True if it is at an edge of the range of time."""
     rows, begin, end = options.rows, options.row_filter.begin, options.row_filter.end
-    timeline = Timeline(store, store.list(chain, position=rows.first, level=options.level), rows.first)
-    try:
+
+    def plan(refs: list[SegmentRef]) -> list[tuple[Stretch[SegmentRef], bool]]:
+        timeline = Timeline(store, refs, rows.first)
         stretches = timeline.between(begin, end, rows.last, options.margin_ns)
-    except SegmentGone:
-        if listings <= 1:
-            raise
-        return _plan_chain(store, chain, options, listings - 1)
-    return [(each, timeline.is_at_edge(each.segment, begin, end)) for each in stretches]
+        return [(each, timeline.is_at_edge(each.segment, begin, end)) for each in stretches]
+
+    return with_current_listing(store, chain, plan, rows.first, options.level)
 
 
 def _read_partition(options: ReadOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from pydantic import ValidationError
 
-from common.archive.archive import SKEW_MARGIN_NS, match_chains
+from common.archive.catalog import match_chains
 from common.archive.columns import SCHEMA
 from common.archive.documents import ChainStore
 from common.archive.keys import MAX_LEVEL, FeedId, configured_feeds, filter_chains
 from common.archive.reader import RowFilter
+from common.archive.times import SKEW_MARGIN_NS
 from common.chain import Chain
 from common.cli import RequestedTime
 from common.clock import NS_PER_S, format_time

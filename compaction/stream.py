@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from common.archive.archive import search
 from common.archive.documents import ChainStore, accepted_part, hole_remedies
 from common.archive.segment import SegmentRef
 from common.archive.store import LIST_PAGE_SEGMENTS, SegmentStore
+from common.archive.times import search
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, Refused

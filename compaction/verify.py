@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from common.archive.archive import leftover_remedies, ranges_after_end
 from common.archive.captures import CaptureStore
+from common.archive.catalog import leftover_remedies, ranges_after_end
 from common.archive.documents import ChainStore, filled_hole_remedies, hole_remedies, late_rows_remedies
 from common.archive.guard import ForkError
 from common.archive.keys import CAPTURES, MAX_LEVEL

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -24,13 +24,50 @@ from common.archive.guard import SegmentGone, fork_error
 from common.archive.reader import RowFilter, SegmentReader
 from common.archive.segment import Footer, SegmentRef
 from common.archive.store import SegmentStore
-from common.errors import SegmentCorrupt
+from common.errors import DataError, SegmentCorrupt
 from common.logs import get_logger
 from common.sequences import CoverageSet, SequenceRange, Stretch, preference
 
 log = get_logger(__name__)
 
 NO_KEYS: frozenset[str] = frozenset()
+T = TypeVar("T")
+
+
+class UnreadableSegmentError(Exception):
+    """Failure to read one segment of several; the cause is its error."""
+
+    def __init__(self, segment: SegmentRef) -> None:
+        super().__init__(segment.key)
+        self.segment = segment
+
+
+Report = Callable[[UnreadableSegmentError], None]
+
+
+@contextmanager
+def reading(segment: SegmentRef, *kinds: type[DataError]) -> Iterator[None]:
+    """Convert errors of `kinds` (none: SegmentCorrupt and SegmentGone) into UnreadableSegmentError."""
+    kinds = kinds or (SegmentCorrupt, SegmentGone)
+    try:
+        yield
+    except kinds as error:
+        raise UnreadableSegmentError(segment) from error
+
+
+def around_damage(usable: list[SegmentRef], work: Callable[[], T], report: Report = lambda _: None) -> T:
+    """Return the result of `work`; repeat it for each segment that it cannot read, and remove that from `usable`."""
+    while True:
+        try:
+            return work()
+        except UnreadableSegmentError as error:
+            report(error)
+            usable.remove(error.segment)
+
+
+def log_left_out(error: UnreadableSegmentError) -> None:
+    cause = str(error.__cause__)
+    log.warning("segment left out", action="segment_left_out", error=cause, **error.segment.log_context())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +184,9 @@ class StretchReader(AbstractContextManager["StretchReader"]):
                     yield UnreadPart(segment, since, batch.select(names))
                     position = batch.column("sequence")[-1].as_py() + 1
                 return
-            except _UnreadableSegmentError as error:
-                cause, ref = str(error.__cause__), error.segment
-                log.warning("segment left out", action="segment_left_out", error=cause, **ref.log_context())
-                self._excluded.add(ref.key)
+            except UnreadableSegmentError as error:
+                log_left_out(error)
+                self._excluded.add(error.segment.key)
             finally:
                 merge.close()
 
@@ -175,14 +211,6 @@ def open_stretch(
     """
     reader = store.open(stretch.segment, rows=stretch.rows)
     return StretchReader(store, stretch, reader, refs, excluded)
-
-
-class _UnreadableSegmentError(Exception):
-    """Failure to read a segment other than the stretch's own."""
-
-    def __init__(self, segment: SegmentRef) -> None:
-        super().__init__(segment.key)
-        self.segment = segment
 
 
 _Batches = list[tuple[SegmentRef, pa.RecordBatch]]
@@ -230,10 +258,8 @@ class _RowMerge:
             if open_ends and self._waiting[0].coverage.first > min(open_ends):
                 return
             ref = self._waiting.popleft()
-            try:
+            with reading(ref):
                 reader = self._store.open(ref, rows=self._within)
-            except (SegmentCorrupt, SegmentGone) as error:
-                raise _UnreadableSegmentError(ref) from error
             self._open.append(reader)
             run = _Run(ref, reader.batches(self._within))
             self._advance(run)
@@ -241,12 +267,8 @@ class _RowMerge:
             self._runs.sort(key=lambda each: (each.segment is self._own, preference(each.segment)), reverse=True)
 
     def _advance(self, run: _Run) -> None:
-        try:
+        with nullcontext() if run.segment is self._own else reading(run.segment):
             run.head = next(run.batches, None)
-        except (SegmentCorrupt, SegmentGone) as error:
-            if run.segment is self._own:
-                raise
-            raise _UnreadableSegmentError(run.segment) from error
 
     def _take(self, run: _Run, last: int) -> pa.RecordBatch:
         assert run.head is not None

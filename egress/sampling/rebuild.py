@@ -7,7 +7,6 @@ show when a value was seen and left out. So every value counts as just seen, and
 import heapq
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeVar
@@ -15,14 +14,13 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.archive.archive import read_cover
 from common.archive.columns import columns_of
 from common.archive.documents import ChainStore
-from common.archive.guard import SegmentGone
+from common.archive.scan import ChainArchive, Damage, Hole, Scan
 from common.archive.segment import Footer, SegmentRef
 from common.archive.store import SegmentStore
+from common.archive.unread import around_damage, log_left_out, reading
 from common.chain import Chain
-from common.errors import SegmentCorrupt
 from common.logs import get_logger
 from common.sequences import SequenceRange, Stretch, cover
 from common.subjects import matches
@@ -45,14 +43,6 @@ class LookbackRange:
 
     first: int | None
     is_complete: bool
-
-
-class _DamagedError(Exception):
-    """A segment that cannot be read: other segments that cover its rows are read instead."""
-
-    def __init__(self, ref: SegmentRef) -> None:
-        super().__init__(ref.key)
-        self.ref = ref
 
 
 class ArchivedRows:
@@ -79,11 +69,8 @@ class ArchivedRows:
         return self._skip_damaged(lambda stretches: self._lookback(stretches, horizon_ns))
 
     def _skip_damaged(self, read: Callable[[list[Stretch[SegmentRef]]], T]) -> T:
-        while True:
-            try:
-                return read(cover(self._usable, 1, self.last) if self.last >= 1 else [])
-            except _DamagedError as error:
-                self._usable.remove(error.ref)
+        usable, last = self._usable, self.last
+        return around_damage(usable, lambda: read(cover(usable, 1, last) if last >= 1 else []), log_left_out)
 
     def _lookback(self, stretches: list[Stretch[SegmentRef]], horizon_ns: int) -> LookbackRange:
         first = None
@@ -106,7 +93,7 @@ class ArchivedRows:
 
     def _footer(self, ref: SegmentRef) -> Footer:
         if ref.key not in self._footers:
-            with _raise_damaged(ref):
+            with reading(ref):
                 self._footers[ref.key] = self._store.footer(ref)
         return self._footers[ref.key]
 
@@ -116,7 +103,7 @@ class ArchivedRows:
         Row groups are read from the last to the first, and only their sequences and times.
         """
         first = None
-        with _raise_damaged(stretch.segment), self._store.open(stretch.segment) as reader:
+        with reading(stretch.segment), self._store.open(stretch.segment) as reader:
             for group in reversed(reader.row_groups):
                 if (rows := stretch.rows.intersection(group.range)) is None:
                     continue
@@ -125,15 +112,6 @@ class ArchivedRows:
                 if not is_all:
                     return LookbackRange(first, True)
         return LookbackRange(first, False)
-
-
-@contextmanager
-def _raise_damaged(ref: SegmentRef) -> Iterator[None]:
-    try:
-        yield
-    except (SegmentCorrupt, SegmentGone) as error:
-        log.warning("segment left out", action="segment_left_out", error=str(error), **ref.log_context())
-        raise _DamagedError(ref) from error
 
 
 def previous_chains(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
@@ -242,7 +220,7 @@ class SamplerRebuild:
         return newest_ns, groups[::-1]
 
     def iter_rows(self, past: ArchivedRows, within: SequenceRange) -> Iterator[Row]:
-        for batch in read_cover(self.store, past.refs, within, _log_missing):
+        for batch in Scan(ChainArchive(self.store, past.chain, past.refs), within, _log_missing).batches():
             if self.cancelled.is_set():
                 raise RebuildCancelledError
             lists = columns_of(batch)
@@ -260,5 +238,5 @@ class SamplerRebuild:
             log.info("sampler rebuild progressed", action="sampler_rebuild_progressed", **fields, **chain.log_context())
 
 
-def _log_missing(problem: str) -> None:
-    log.info("rows missing", action="rows_missing", error=problem)
+def _log_missing(problem: Hole | Damage) -> None:
+    log.info("rows missing", action="rows_missing", error=str(problem))

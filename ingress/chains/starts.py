@@ -15,9 +15,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from common.archive.archive import search, span
+from common.archive.catalog import span
 from common.archive.documents import MAX_DOCUMENT_BYTES, ChainStore
 from common.archive.store import SegmentStore
+from common.archive.times import search
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import DataError, Unavailable

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from common.archive.archive import ranges_after_end, replay_command
+from common.archive.catalog import ranges_after_end, replay_command
 from common.archive.checks import find_foreign_keys
 from common.archive.documents import ChainStore, TargetPositions
 from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition

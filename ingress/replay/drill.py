@@ -13,9 +13,9 @@ from functools import reduce
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from common.archive.archive import read_cover
 from common.archive.columns import messages
 from common.archive.documents import ChainStore
+from common.archive.scan import ChainArchive, Damage, Hole, Scan
 from common.archive.segment import Message
 from common.archive.store import SegmentStore
 from common.chain import Chain
@@ -323,12 +323,12 @@ class Drill:
         if not result.finished or not isinstance(former, StoredReplay) or stop.is_set:
             raise Unavailable("the drill was stopped before its end", hint="run the same command again")
         found = await self._read_scratch(client)
-        ranges, problems = former.receipt.ranges, list[str]()
+        ranges, problems = former.receipt.ranges, list[Hole | Damage]()
         expected = await self._threads.run(self._read_archive, ranges, problems)
         compared = (compare_trails(expected[chain], found[chain], str(chain)) for chain in sorted({*expected, *found}))
         total = reduce(Differences.plus, compared, Differences())
         # The plan reports holes; accepted ones do not count.
-        reported = tuple(line for line in problems if not line.startswith("no segment covers"))
+        reported = tuple(str(problem) for problem in problems if isinstance(problem, Damage))
         full = await self._threads.run(self._full_replay_seconds, work.request, plan, result)
         return DrillReport(work.request, result, plan, total, full, reported)
 
@@ -368,14 +368,15 @@ class Drill:
             await for_each_message(client, info.name, info.last_sequence, take)
         return trails
 
-    def _read_archive(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> defaultdict[Chain, MessageTrail]:
+    def _read_archive(
+        self, ranges: tuple[ChainRange, ...], problems: list[Hole | Damage]
+    ) -> defaultdict[Chain, MessageTrail]:
         """Read the messages of the archive, by another code path than the replay. Blocking."""
         trails, read = defaultdict[Chain, MessageTrail](MessageTrail), 0
         for each in ranges:
             document = self._documents.read_chain(each.chain)
             relay = document is not None and document.relay
-            refs = self._store.list(each.chain, position=each.rows.first)
-            for batch in read_cover(self._store, refs, each.rows, problems.append):
+            for batch in Scan(ChainArchive(self._store, each.chain), each.rows, problems.append).batches():
                 read += batch.num_rows
                 self._print_progress(f"read {format_count(read, 'message')} of the archive to compare", 0)
                 for message in messages(batch):

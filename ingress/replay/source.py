@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from common.archive.documents import ChainStore, Floor
 from common.archive.guard import SegmentGone
+from common.archive.scan import ChainArchive, Hole
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.chain import Chain
@@ -21,7 +22,7 @@ from common.errors import SegmentCorrupt, Stopped
 from common.exits import choices
 from common.logs import get_logger
 from common.nats.headers import REPLAY_HEADER
-from common.sequences import SequenceRange, Stretch, cover
+from common.sequences import SequenceRange, Stretch
 from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.subjects import matches
@@ -78,7 +79,6 @@ def filter_subjects(batch: pa.RecordBatch, subjects: tuple[str, ...]) -> pa.Reco
     return batch.filter(mask)
 
 
-MAX_VANISHED_SEGMENTS = 5  # times that a segment may be gone before an error
 MAX_REPLAY_ROWS = 50_000  # rows of one intent; progress is reported after each intent
 
 
@@ -88,18 +88,12 @@ class _ResetError(Exception):
 
 @dataclass(slots=True)
 class _ChainCursor:
-    """One chain: the next sequence to decode, the last one wanted, the rest of its cover.
+    """One chain: the next sequence to decode, and the last one wanted."""
 
-    `is_relisted`: the segments were listed again because no stretch begins at the position.
-    """
-
-    chain: Chain
+    archive: ChainArchive
     position: int
     last: int
     generation: int
-    is_relisted: bool = False
-    stretches: deque[Stretch[SegmentRef]] = field(default_factory=deque)
-    vanished_count: int = 0
 
 
 class ReplaySource:
@@ -128,7 +122,6 @@ class ReplaySource:
         self._positions: Mapping[Chain, int] = {}
         self._generation, self._is_decoded = 0, False
         self._reset_event, self.finished = asyncio.Event(), asyncio.Event()
-        self._damaged: set[str] = set()
         self._stored: Mapping[Chain, int] = {}
         # Bytes of the last rows, unless their intent is closed.
         self._unclosed_bytes: dict[tuple[Chain, SequenceRange], int] = {}
@@ -178,7 +171,12 @@ class ReplaySource:
         with suppress(_ResetError):
             for _, group in groupby(self._ranges, key=lambda each: each.chain.incarnation):
                 cursors = deque(
-                    _ChainCursor(each.chain, positions.get(each.chain, each.rows.first), each.rows.last, generation)
+                    _ChainCursor(
+                        ChainArchive(self._store, each.chain),
+                        positions.get(each.chain, each.rows.first),
+                        each.rows.last,
+                        generation,
+                    )
                     for each in group
                 )
                 while cursors:
@@ -190,60 +188,42 @@ class ReplaySource:
             self._ahead.wake()
 
     async def _advance(self, cursor: _ChainCursor) -> None:
-        if (stretch := await self._next(cursor)) is None or stretch.rows.first > cursor.position:
-            last = cursor.last if stretch is None else stretch.rows.first - 1
-            await self._skip_hole(cursor, SequenceRange(cursor.position, last))
-            return
-        cursor.stretches.popleft()
-        try:
-            await self._decode(cursor, stretch)
-        except SegmentGone:
-            cursor.vanished_count += 1
-            cursor.stretches.clear()
-            if cursor.vanished_count > MAX_VANISHED_SEGMENTS:
-                raise
-        except SegmentCorrupt as error:
-            context = stretch.segment.log_context()
-            log.error("segment damaged", action="segment_damaged", error=str(error), **context)
-            self._damaged.add(stretch.segment.key)
-            cursor.stretches.clear()
-
-    async def _next(self, cursor: _ChainCursor) -> Stretch[SegmentRef] | None:
-        """Return the next stretch at or after the position; None if there is none."""
-        if not cursor.stretches:
-            refs = await self._threads.run(self._store.list, cursor.chain, position=cursor.position)
-            usable = [ref for ref in refs if ref.key not in self._damaged]
-            cursor.stretches = deque(cover(usable, cursor.position, cursor.last))
-        return cursor.stretches[0] if cursor.stretches else None
+        part = await self._threads.run(cursor.archive.next, cursor.position, cursor.last)
+        if isinstance(part, Hole):
+            await self._skip_hole(cursor, part.rows)
+        elif part is not None:
+            try:
+                await self._decode(cursor, part)
+            except (SegmentGone, SegmentCorrupt) as error:
+                if cursor.archive.avoid(part.segment, error) is not None:
+                    context = part.segment.log_context()
+                    log.error("segment damaged", action="segment_damaged", error=str(error), **context)
 
     async def _decode(self, cursor: _ChainCursor, stretch: Stretch[SegmentRef]) -> None:
-        preparer = self._chains.preparer(cursor.chain)
-        preparer.is_relay = await self._relays.is_relay(cursor.chain)
-        rows = self._decoder.open(stretch.segment, stretch.rows, DecodeOptions(damaged_keys=frozenset(self._damaged)))
+        preparer = self._chains.preparer(stretch.segment.chain)
+        preparer.is_relay = await self._relays.is_relay(stretch.segment.chain)
+        options = DecodeOptions(damaged_keys=cursor.archive.avoided)
+        rows = self._decoder.open(stretch.segment, stretch.rows, options)
         problem = await self._decoder.read(rows, preparer, partial(self._append, cursor))
         if problem is not None:
             raise Stopped(problem.message, hint=self._chains.hints.refused_hint(problem.code), code=problem.code)
 
     async def _skip_hole(self, cursor: _ChainCursor, hole: SequenceRange) -> None:
-        if not cursor.is_relisted:
-            # A listing may be hours old, and damage may have been repaired: list once more before the hole counts.
-            cursor.is_relisted = True
-            cursor.stretches.clear()
-            self._damaged.clear()
-        elif self._may_skip(cursor.chain, hole):
-            block = Block(IntentPiece(Gap(cursor.chain), hole, 0))
+        chain = cursor.archive.chain
+        if self._may_skip(chain, hole):
+            block = Block(IntentPiece(Gap(chain), hole, 0))
             self._append(cursor, block)
             self._ahead.budget.acquire_unchecked(block.size)
-        elif (floor := await self._threads.run(self._documents.floor, cursor.chain)) and floor.first > hole.first:
-            raise retention_error(cursor.chain, floor, self._chains.hints)
+        elif (floor := await self._threads.run(self._documents.floor, chain)) and floor.first > hole.first:
+            raise retention_error(chain, floor, self._chains.hints)
         else:
-            raise hole_error(self._chains.hints, cursor.chain, hole)
+            raise hole_error(self._chains.hints, chain, hole)
 
     def _append(self, cursor: _ChainCursor, block: Block) -> None:
         """Append a decoded block. Raises _ResetError if the replay has meanwhile begun again at other positions."""
         if cursor.generation != self._generation:
             raise _ResetError
-        cursor.position, cursor.is_relisted = block.piece.rows.last + 1, False
+        cursor.position = block.piece.rows.last + 1
         self._ahead.append(block)
 
 

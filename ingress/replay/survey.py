@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from common.archive.archive import Timeline
 from common.archive.documents import ChainStore, Floor, StreamDocument
 from common.archive.guard import SegmentGone
+from common.archive.scan import RELIST_ATTEMPTS, with_current_listing
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
+from common.archive.times import Timeline
 from common.archive.unread import open_stretch
 from common.chain import Chain
 from common.clock import Clock
@@ -81,7 +82,6 @@ class SegmentTimes:
 
 
 REPORT_SEGMENTS = 64  # segments that are examined between two reports of progress
-LISTING_ATTEMPTS = 3  # attempts, each on a new listing
 OnSurveyProgress = Callable[[Chain, int, int], None]  # chain, segments of it that were examined, segments to examine
 
 
@@ -114,38 +114,37 @@ class ReplaySurvey:
         if request.has_sequence_bounds and request.incarnation is None and chains[-1].incarnation:
             newest = f"{chains[-1].incarnation:04d}"
             self.notes.append(f"sequences are those of incarnation {newest}, the newest")
-        ranges = [await self._range_with_retries(chain) for chain in chains]
-        self.notes += dict.fromkeys(self._deleted_notes)  # a chain is listed again if segments vanish
+        ranges = [await self._range(chain) for chain in chains]
+        self.notes += self._deleted_notes
         check_overlap(request, self._moments, [held for held, _ in ranges], self._deleted_notes)
         plans = [await self._plan_chain(each) for _, each in ranges if each is not None]
         return ReplayPlan(tuple(plans), bool(request.subjects)), stream
 
     # Sequences
 
-    async def _range_with_retries(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
-        for _ in range(LISTING_ATTEMPTS - 1):
-            with suppress(SegmentGone):
-                return await self._range(chain)
-        try:
-            return await self._range(chain)
-        except SegmentGone as error:
-            raise vanishing_error(chain) from error
-
     async def _range(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
         """Return the archived part of the chain, and the requested range of it (None: nothing)."""
         request, moments = self._request, self._moments
-        refs = await self._threads.run(self._store.list, chain)
         begins, ends, floor = await self._bounds(chain)
         if ends is not None and request.begins_after(ends):
             self.notes.append(f"{chain} ended at {ends}: the requested range was put into it after that")
             ends = None
-        covered = max((ref.coverage.last for ref in refs), default=0)
+
+        def look_up(refs: list[SegmentRef]) -> tuple[int, TimeBounds, tuple[int, int] | None]:
+            covered = max((ref.coverage.last for ref in refs), default=0)
+            if not request.has_sequence_bounds and moments == (None, None):
+                return covered, moments, None
+            timing = SegmentTimes(self._store, refs, begins)
+            return covered, timing.extent(), timing.between(moments)
+
+        try:
+            found = await self._threads.run(with_current_listing, self._store, chain, look_up)
+        except SegmentGone as error:
+            raise vanishing_error(chain) from error
+        covered, (first_ns, last_ns), timed = found
         held = ArchivedSpan(chain, clip_range(begins, covered, ends, None, None))
         first, last = request.from_sequence, request.to_sequence
         if request.has_sequence_bounds or moments != (None, None):
-            timing = await self._threads.run(SegmentTimes, self._store, refs, begins)
-            first_ns, last_ns = await self._threads.run(timing.extent)
-            timed = await self._threads.run(timing.between, moments)
             held = replace(held, first_ns=first_ns, last_ns=last_ns)
             begin_ns = moments[0]
             if floor and begin_ns is not None and first_ns is not None and begin_ns >= first_ns:
@@ -187,7 +186,7 @@ class ReplaySurvey:
         lost, damaged = set[str](), set[str]()
         found = await self._threads.run(self._documents.gaps, each.chain)
         gaps = [gap.range for gap in found]
-        for _ in range(LISTING_ATTEMPTS):
+        for _ in range(RELIST_ATTEMPTS):
             refs = await self._threads.run(self._store.list, each.chain, position=each.rows.first)
             usable = [ref for ref in refs if ref.key not in lost]
             stretches, holes, accepted = split_range(usable, each.rows, gaps)
@@ -229,7 +228,7 @@ def _read_part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence
 def vanishing_error(chain: Chain) -> Unavailable:
     then = "run the same command again when compaction is done; if it fails again, check the store"
     return Unavailable(
-        f"chain {chain}: segments vanish while they are read, in {LISTING_ATTEMPTS} listings",
+        f"chain {chain}: segments vanish while they are read, in {RELIST_ATTEMPTS} listings",
         hint=choices((then, _verify(chain))),
         code="E-SEG-GONE",
     )

@@ -12,8 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
-from common.archive.archive import ReadAhead, read_cover, search
-from common.archive.archive import chain_ends as chains_of
 from common.archive.captures import (
     CONFIG,
     CONSUMERS,
@@ -26,9 +24,12 @@ from common.archive.captures import (
     outside_effects,
     source_key,
 )
+from common.archive.catalog import chain_ends as chains_of
 from common.archive.documents import ChainStore
+from common.archive.scan import RELIST_ATTEMPTS, ChainArchive, Damage, Hole, ReadAhead, Scan
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
+from common.archive.times import search
 from common.chain import Chain
 from common.clock import NS_PER_S, Backoff, Clock, doubling_delays, format_time, parse_time
 from common.errors import DataError, Stopped, Unavailable, UsageError
@@ -67,7 +68,6 @@ from ingress.restore.plan import (
 
 STORE_BACKOFF = doubling_delays(1.0, 15.0)  # seconds between attempts to read from an unavailable store
 TIME_COLUMNS = ("sequence", "timestamp_ns")
-LISTING_ATTEMPTS = 3  # listings of a chain if its segments vanish while they are read
 READER_THREADS = 8  # threads that fetch segments before they are read
 PREFETCH_BYTES = 64 * 1024 * 1024  # bytes of segments that are in the spool before they are read
 EXPIRED_CODE = "E-RESTORE-EXPIRED"
@@ -154,7 +154,7 @@ class ArchivedHistory:
 
     async def _survey(self, wanted: ReplayRequest) -> tuple[Sequence[ReplayChain], list[str]]:
         """Return the chains of a request and notes for an operator. Try again if retention deletes meanwhile."""
-        for left in reversed(range(LISTING_ATTEMPTS)):
+        for left in reversed(range(RELIST_ATTEMPTS)):
             survey = ReplaySurvey(self._store, self._documents, self._threads, self._clock, wanted)
             survey.progress = self._survey_progress
             try:
@@ -355,8 +355,8 @@ class ArchivedHistory:
             for part in reversed(chain.parts):
                 last, rows = part.footer.last_timestamp_ns if part.is_exact else None, part.stretch.rows
                 if last is None:
-                    refs = self._store.list(chain.chain, position=rows.first)
-                    for batch in read_cover(self._store, refs, rows, lambda _: None, TIME_COLUMNS):
+                    archive = ChainArchive(self._store, chain.chain)
+                    for batch in Scan(archive, rows, lambda _: None, columns=TIME_COLUMNS).batches():
                         last = batch.column("timestamp_ns")[-1].as_py()
                 if last is not None:
                     found.append(last)
@@ -474,45 +474,38 @@ class ArchivedHistory:
     def _chain_rows(
         self, each: ChainRange, columns: tuple[str, ...], stop: Stop, ahead: ReadAhead
     ) -> Iterator[pa.RecordBatch]:
-        position, listings, backoff = each.rows.first, 0, Backoff(None, STORE_BACKOFF)
-        while position <= each.rows.last:
-            problems = list[str]()
+        refuse, backoff = partial(self._refuse_hole, each.chain), Backoff(None, STORE_BACKOFF)
+        scan = Scan(ChainArchive(self._store, each.chain), each.rows, refuse, columns=columns, ahead=ahead)
+        while True:
             try:
-                refs = self._store.list(each.chain, position=position)
-                within = SequenceRange(position, each.rows.last)
-                for batch in read_cover(self._store, refs, within, problems.append, columns, ahead):
-                    if any(_names_hole(problem) for problem in problems):
-                        break
+                for batch in scan.batches():
                     yield batch
-                    position, listings = batch.column("sequence")[-1].as_py() + 1, 0
                     backoff.reset()
+                return
             except Unavailable as error:
-                if stop.is_set:
+                if stop.is_set or error.code == EXPIRED_CODE:
                     raise
                 self._progress.print(f"waiting for the store: {error.message}")
                 self._clock.block(backoff.next_delay())
-                continue
-            if not any(_names_hole(problem) for problem in problems):
-                return
-            if (listings := listings + 1) >= LISTING_ATTEMPTS:
-                if (floor := self._documents.floor(each.chain)) is not None and floor.first > position:
-                    raise Unavailable(
-                        f"chain {each.chain}: {floor}, while it was read",
-                        hint=choices(("it begins again by itself, five times; then", repeat_command(self._request))),
-                        code=EXPIRED_CODE,
-                    )
-                raise DataError(
-                    f"chain {each.chain}: rows cannot be read: {'; '.join(problems[:5])}",
-                    hint=choices(
-                        ("restore the objects; all damaged ones", floe_command("segments verify", str(each.chain))),
-                        ("quarantine them, and restore the rest", repeat_command(self._request, "--allow-lossy")),
-                    ),
-                    code="E-SEG-CORRUPT",
-                )
 
-
-def _names_hole(problem: str) -> bool:
-    return problem.startswith("no segment covers")
+    def _refuse_hole(self, chain: Chain, problem: Hole | Damage) -> None:
+        """Raise the error of a hole. Damage that other segments cover is no problem."""
+        if isinstance(problem, Damage):
+            return
+        if (floor := self._documents.floor(chain)) is not None and floor.first > problem.rows.first:
+            raise Unavailable(
+                f"chain {chain}: {floor}, while it was read",
+                hint=choices(("it begins again by itself, five times; then", repeat_command(self._request))),
+                code=EXPIRED_CODE,
+            )
+        raise DataError(
+            f"chain {chain}: rows cannot be read: {'; '.join(map(str, [*problem.causes[:4], problem]))}",
+            hint=choices(
+                ("restore the objects; all damaged ones", floe_command("segments verify", str(chain))),
+                ("quarantine them, and restore the rest", repeat_command(self._request, "--allow-lossy")),
+            ),
+            code="E-SEG-CORRUPT",
+        )
 
 
 RowStream = tuple[int, Callable[[], Iterator[pa.RecordBatch]]]  # the least sequence it may have, and its rows

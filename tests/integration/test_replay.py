@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from common.archive.archive import read_cover
 from common.archive.columns import messages
 from common.archive.documents import ChainDocument, ChainStore, StreamDocument
 from common.archive.guard import SegmentGone
 from common.archive.keys import Layout
+from common.archive.scan import ChainArchive, Scan
 from common.archive.segment import Ledger, Message, Reason, SegmentRef, Tip
 from common.archive.store import SegmentStore
 from common.chain import Chain
@@ -425,9 +425,10 @@ async def test_the_first_replay_or_drill_makes_buckets_as_ingress_or_egress_woul
 def rows_archived(bench: Bench, chain: Chain) -> list[Message]:
     """The messages that the archive holds of the chain."""
     refs = bench.store.list(chain)
-    last = max((ref.coverage.last for ref in refs), default=0)
-    found = read_cover(bench.store, refs, SequenceRange(1, last), pytest.fail) if last else ()
-    return [m for batch in found for m in messages(batch)]
+    if (last := max((ref.coverage.last for ref in refs), default=0)) == 0:
+        return []
+    scan = Scan(ChainArchive(bench.store, chain, refs), SequenceRange(1, last), lambda each: pytest.fail(str(each)))
+    return [m for batch in scan.batches() for m in messages(batch)]
 
 
 @pytest.mark.parametrize("relay", [False, True])

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from common.archive import archive as moments
-from common.archive.archive import SKEW_MARGIN_NS, Timeline, search
+from common.archive import times as moments
 from common.archive.columns import record_batch
 from common.archive.reader import RowFilter
 from common.archive.segment import Tip
+from common.archive.times import SKEW_MARGIN_NS, Timeline, search
 from common.objects.local import LocalObjects
 from compaction.source import read_stretch
 from tests.support.compaction import CHAIN, Archive

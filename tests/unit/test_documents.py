@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.archive.archive import chain_ends
+from common.archive.catalog import chain_ends
 from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
 from common.archive.keys import CaptureName, Layout
 from common.chain import Chain

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common import exits
-from common.archive import archive, documents, store
+from common.archive import catalog, documents, store
 from common.archive.segment import Tip
 from common.chain import Chain
 from common.errors import FloeError, Stopped
@@ -138,8 +138,8 @@ def of_replays() -> Iterator[str]:
 
 # By the function that builds a command: texts with such commands.
 SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
-    "common/archive/archive.py:replay_command": lambda: [
-        archive.leftover_remedies(each, HOLE) for each in (CHAIN, PLAIN)
+    "common/archive/catalog.py:replay_command": lambda: [
+        catalog.leftover_remedies(each, HOLE) for each in (CHAIN, PLAIN)
     ],
     "common/archive/documents.py:accept_command": lambda: [
         documents.hole_remedies(each, HOLE) for each in (CHAIN, PLAIN)

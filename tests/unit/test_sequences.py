@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.archive.archive import read_cover, search
+from common.archive.scan import ChainArchive, Damage, Hole, Scan
 from common.archive.segment import Reason, SegmentRef
 from common.archive.table import SegmentTable
+from common.archive.times import search
 from common.archive.unread import open_stretch
 from common.errors import DataError
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, choose_segment, cover
@@ -127,10 +128,9 @@ def unread(archive: Archive) -> SegmentRef:
 
 def cover_of(archive: Archive, first: int, last: int) -> tuple[list[int], list[str]]:
     """Return the sequences of all rows, and the reported problems."""
-    problems: list[str] = []
-    refs = archive.store.list(CHAIN)
-    batches = read_cover(archive.store, refs, SequenceRange(first, last), problems.append)
-    return [s for batch in batches for s in batch.column("sequence").to_pylist()], problems
+    problems: list[Hole | Damage] = []
+    batches = Scan(ChainArchive(archive.store, CHAIN), SequenceRange(first, last), problems.append).batches()
+    return [s for batch in batches for s in batch.column("sequence").to_pylist()], [*map(str, problems)]
 
 
 def test_rows_of_a_late_segment_are_not_masked(archive: Archive):

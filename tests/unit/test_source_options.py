@@ -13,10 +13,10 @@ import duckdb
 import polars
 import pytest
 
-from common.archive.archive import SKEW_MARGIN_NS
 from common.archive.columns import SCHEMA, record_batch
 from common.archive.reader import RowFilter
 from common.archive.segment import SegmentRef
+from common.archive.times import SKEW_MARGIN_NS
 from common.archive.views import duckdb_view, object_address, polars_frame
 from common.clock import parse_time
 from common.errors import UsageError
