@@ -444,7 +444,7 @@ class _Verification:
         try:
             if not sign_offs.write(self._chain, self._former, first - 1, self._fingerprints):
                 why = f"another run has signed {self._chain} off meanwhile, or it has too many segments"
-                return Unavailable(why, hint="the next run reads the unsigned segments again", code="E-RACE")
+                return Unavailable(why, hint="the next run reads the unsigned segments again", code="E-STORE-CONTENDED")
         except FloeError as error:
             return error
         return None

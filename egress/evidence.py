@@ -378,7 +378,7 @@ async def confirm(
         "the answers about the stream keep changing",
         hint="nothing to do: egress repeats the check; if this persists, the leader of the stream keeps changing, "
         "or something keeps recreating the stream",
-        code="E-UNSURE",
+        code="E-SOURCE-UNSTABLE",
     )
 
 

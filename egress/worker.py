@@ -338,7 +338,7 @@ class Worker:
             f"{unput.archive.chain}: {unput.rows} messages of {unput.first}..{unput.last} were received here, and are "
             "neither archived nor in the stream; another instance holds the lease",
             hint="stop that instance: this one then puts them where no others are archived, and names the next step",
-            code="E-HELD",
+            code="E-ROWS-UNARCHIVED",
         )
 
     def log_and_discard(self) -> None:

@@ -94,7 +94,7 @@ class ParkedKeys:
 
     @property
     def request_marker(self) -> str:
-        return f"{self.prefix}asked/rung"
+        return f"{self.prefix}retry-requested"
 
     def folder(self, name: ParkedName) -> str:
         chain = name.chain

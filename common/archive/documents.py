@@ -528,7 +528,9 @@ class ChainStore:
                 return
             self._replace(key, body, info.etag if info else None)
         if (self.read_floor(chain) or 0) < first:
-            raise Unavailable(f"floor of {chain}: lost to other writers {_CAS_ATTEMPTS} times", code="E-RACE")
+            raise Unavailable(
+                f"floor of {chain}: lost to other writers {_CAS_ATTEMPTS} times", code="E-STORE-CONTENDED"
+            )
 
     def write_tail(self, chain: Chain, end: int) -> None:
         self.objects.put(self.layout.tail(chain), tail_to_json(end))

@@ -98,7 +98,7 @@ class BucketClaims:
                     return body, revision
             if (entry := await self._state.get(_claim_key(key))) is not None:
                 return entry.value, entry.revision
-        raise Unavailable(f"claim of {key}: lost to other writers {CLAIM_ATTEMPTS} times", code="E-RACE")
+        raise Unavailable(f"claim of {key}: lost to other writers {CLAIM_ATTEMPTS} times", code="E-STORE-CONTENDED")
 
     def settle(self, key: str, revision: int) -> None:
         with suppress(FloeError):

@@ -30,7 +30,7 @@ async def resolved(bench: Bench, stream: str, **feed: Any) -> tuple[int, list[st
     return done.code, done.out.splitlines()
 
 
-# E-UNSURE
+# E-SOURCE-UNSTABLE
 
 
 async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_does_not(bench: Bench) -> None:

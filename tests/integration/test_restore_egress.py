@@ -152,7 +152,7 @@ async def test_rows_held_after_a_restore_are_named_and_put_when_the_lease_is_fre
         assert (await back.restored(bench, stream)).exit_code == 0
         await soon(lambda: other.state(stream) == "reading")
         await proxy.listen()
-        await soon(lambda: one.status(stream).get("code") == "E-HELD")
+        await soon(lambda: one.status(stream).get("code") == "E-ROWS-UNARCHIVED")
         assert "50 messages of 201..250 were received here" in one.status(stream)["why"]
         assert any("were received here" in each for each in one.health.problems())
         assert bench.end(stream) == 200

@@ -276,7 +276,7 @@ async def test_the_command_names_skipped_segments_and_a_quicker_run(site: Site, 
     site.archive.put(41, 50)
     monkeypatch.setattr(SignOffStore, "write", after_another)
     done = await site.command("--since-last")
-    assert "us-east/NODES/0000/0: the segments read are not signed off: error[E-RACE]" in done.err
+    assert "us-east/NODES/0000/0: the segments read are not signed off: error[E-STORE-CONTENDED]" in done.err
     assert "all is well" in done.err
     assert (await site.command("--master", "local[1]", code=2)).err
 
