@@ -1,4 +1,4 @@
-"""Commands of `floe egress`, which freezes the streams of a site."""
+"""Commands of `floe egress`, which archives the streams of a site."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""Settings of egress: the streams that are frozen, and how."""
+"""Settings of egress: the streams to archive, and the options of each."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -104,7 +104,7 @@ Partitions = Annotated[
 
 
 class FeedSettings(StartSettings):
-    """One named way of freezing a stream. `name` is never empty: by default it is the stream's name."""
+    """One named way of archiving a stream. `name` is never empty: by default it is the stream's name."""
 
     name: t.StreamName = option("", "the feed's name in the store; default: the stream")
     stream: Annotated[t.StreamName, t.Required] = needed("the stream")
@@ -210,7 +210,7 @@ def _filter_problems(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 class EgressSettings(ServiceSettings):
-    """The feeds that a site freezes."""
+    """The feeds that a site archives."""
 
     monitor: EgressMonitorSettings = option({}, "the monitor")
     workers: Annotated[t.Whole, t.Range(1, 64)] = option(1, "processes, under one monitor")
