@@ -81,7 +81,7 @@ class SnapshotStore:
                 log.warning("snapshot read retried", action="snapshot_read_retried", **ref.log_context())
                 self._clock.block(pause)
             if (raw := self._objects.get(ref.key, length=ref.size + 1)) is None:
-                raise _corrupt_snapshot(ref, "not in the store any more")
+                raise _corrupt_snapshot(ref, "no longer in the store")
             digest = hashlib.sha256(raw).hexdigest()
             if len(raw) == ref.size and digest.startswith(ref.state.digest):
                 return raw

@@ -136,7 +136,7 @@ class StartResolver:
         body = start.to_json()
         self._documents.put_once(key, body)
         if (found := self._read(key)) is None:
-            raise Unavailable(f"{key}: put and not there", code="E-READ-BACK")
+            raise Unavailable(f"{key}: not found after it was put", code="E-READ-BACK")
         log.info("start resolved", action="start_resolved", key=key, start=body.decode())
         return found
 

@@ -93,7 +93,7 @@ async def gap_ls(config: str, as_json: bool) -> int:
     missing = [(hole.chain, part) for hole in found if hole.kind == "hole" for part in hole.unaccepted]
     if missing:
         click.echo(HOLE_HINT, err=True)
-        click.echo("only if no copy of them exists any more, accept their loss for all targets:", err=True)
+        click.echo("only if no copy is left, accept them as a gap for all targets:", err=True)
     for chain, part in missing:
         click.echo(accept_command(chain, part), err=True)
     return code

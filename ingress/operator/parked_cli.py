@@ -67,7 +67,7 @@ async def parked_cat(
     entry = _entry(store, _find_chain(config, store, selector, sequence), sequence)
     if (message := store.read(entry.name)) is None:
         raise _parked_error(
-            f"message {sequence} of {entry.name.chain} is not in the store any more",
+            f"message {sequence} of {entry.name.chain} is no longer in the store",
             "put it back from a copy of the bucket; to list the parked messages",
             _ls(target),
         )

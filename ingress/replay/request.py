@@ -258,7 +258,7 @@ class ReplayHints:
 
     def hole_hint(self, chain: Chain, holes: tuple[SequenceRange, ...]) -> str:
         given_up = [accept_command(chain, hole) for hole in holes[:MAX_SHOWN_HOLES]]
-        last = "only if no copy of them exists any more, accept their loss for all targets"
+        last = "only if no copy is left, accept them as a gap for all targets"
         skip = (f"{HOLE_HINT}; or continue without them", self.command("--skip-holes"))
         return choices(skip, (last, *given_up))
 

@@ -90,7 +90,7 @@ def test_the_newest_is_listed_first_and_foreign_keys_not_at_all(site: SampledArc
 def test_one_that_is_gone_since_it_was_listed_is_named_by_key(local: SampledArchive) -> None:
     ref = local.save(sampler_of(local), 101)
     local.objects.delete(ref.key)
-    with pytest.raises(DataError, match="not in the store any more") as caught:
+    with pytest.raises(DataError, match="no longer in the store") as caught:
         local.snapshots().read(ref)
     assert caught.value.code == "E-SNAPSHOT"
     assert ref.key in str(caught.value)
