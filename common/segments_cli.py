@@ -24,7 +24,7 @@ from common.archive.documents import ChainStore, CompactionRun, run_of
 from common.archive.guard import SegmentGone
 from common.archive.keys import configured_feeds, parse_chain_name
 from common.archive.scan import ChainArchive, Damage, Hole, Scan
-from common.archive.segment import Footer, Message, Reason, SegmentRef, decode_subject, encode_bytes
+from common.archive.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.archive.store import SegmentStore, quarantine
 from common.archive.times import Timeline
 from common.archive.views import duckdb_view, object_address, polars_frame
@@ -48,7 +48,7 @@ from common.cli import (
     wide_option,
 )
 from common.clock import NS_PER_S, SystemClock, format_time, parse_time
-from common.errors import ConfigError, DataError, SegmentCorrupt, UsageError
+from common.errors import ConfigError, DataError, UsageError
 from common.exits import EXIT_DIFFERENCES
 from common.logs import escape
 from common.nats.headers import parse_block
@@ -178,18 +178,11 @@ def _add_footers(
     store: SegmentStore, refs: Sequence[SegmentRef], rows: Sequence[dict[str, object]], problems: list[str]
 ) -> None:
     """Add values from the footer of its segment to each of `rows`; None if the footer cannot be read."""
-
-    def footer(ref: SegmentRef) -> Footer | str:
-        try:
-            return store.footer(ref)
-        except (SegmentCorrupt, SegmentGone) as error:
-            return error.message
-
     with ThreadPoolExecutor(PARALLEL_FOOTERS) as pool:
-        for row, found in zip(rows, pool.map(footer, refs), strict=True):
+        for row, found in zip(rows, pool.map(store.inspect, refs), strict=True):
             values = (None, None, None)
-            if isinstance(found, str):
-                problems.append(found)
+            if isinstance(found, DataError):
+                problems.append(found.message)
             else:
                 times = (found.first_timestamp_ns, found.last_timestamp_ns)
                 values = (found.rows, *(None if at is None else format_time(at) for at in times))  # type: ignore[assignment]

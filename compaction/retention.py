@@ -24,14 +24,13 @@ from typing import Any
 
 from common.archive.captures import CaptureRef, CaptureStore
 from common.archive.documents import ChainStore, TargetPositions
-from common.archive.guard import SegmentGone
 from common.archive.keys import CAPTURES
-from common.archive.segment import SegmentRef
+from common.archive.segment import Footer, SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.table import SegmentTable
 from common.chain import Chain
 from common.clock import NS_PER_S
-from common.errors import DataError, FloeError, SegmentCorrupt
+from common.errors import DataError, FloeError
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.sequences import MAX_SEQUENCE, Stretch, cover
@@ -353,9 +352,7 @@ class Retention:
 
     def _newest(self, segment: SegmentRef) -> float:
         """Return the time by the segment's footer; the time at which it was stored, if the footer has none."""
-        try:
-            footer = self._store.footer(segment)
-        except (SegmentCorrupt, SegmentGone):
+        if not isinstance(footer := self._store.inspect(segment), Footer):
             return segment.modified
         tip = footer.tip.timestamp_ns if footer.tip else None
         times = [at for at in (footer.last_timestamp_ns, tip) if at is not None]

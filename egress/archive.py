@@ -24,7 +24,7 @@ from common.archive.store import SegmentStore
 from common.archive.writer import SpooledSegment
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import FloeError, SegmentCorrupt, Stopped, Unavailable
+from common.errors import DataError, FloeError, Stopped, Unavailable
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.sequences import CoverageSet, SequenceRange, reaches
@@ -151,14 +151,12 @@ class Archive:
 
     def _is_valid(self, ref: SegmentRef) -> bool:
         if ref.key not in self._valid_keys and ref.key not in self.damaged:
-            try:
-                self._store.footer(ref)
-            except SegmentGone as error:
-                raise Unavailable(f"{error.message}: deleted since it was listed") from error
-            except SegmentCorrupt as error:
-                if error.code != NEWER_VERSION_CODE:
-                    self.damaged[ref.key] = error.message
-                    return False
+            found = self._store.inspect(ref)
+            if isinstance(found, SegmentGone):
+                raise Unavailable(f"{found.message}: deleted since it was listed")
+            if isinstance(found, DataError) and found.code != NEWER_VERSION_CODE:
+                self.damaged[ref.key] = found.message
+                return False
             self._valid_keys.add(ref.key)
         return ref.key in self._valid_keys
 

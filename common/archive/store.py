@@ -382,6 +382,13 @@ class SegmentStore:
         with self.open_part(ref) as reader:
             return reader.footer
 
+    def inspect(self, ref: SegmentRef) -> Footer | DataError:
+        """Return the footer; or the error, SegmentCorrupt or SegmentGone, if it cannot be read."""
+        try:
+            return self.footer(ref)
+        except (SegmentCorrupt, SegmentGone) as error:
+            return error
+
     def tip(self, ref: SegmentRef) -> Tip | None:
         """Return the last message examined for the segment; None if there was none.
 
