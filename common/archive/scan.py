@@ -93,6 +93,7 @@ class ChainArchive:
         self._errors: dict[str, Damage] = {}
         self._avoided: dict[str, SegmentRef] = {}
         self._stretches: deque[Stretch[SegmentRef]] | None = None
+        self.generation = 0  # of the cover that `upcoming` returns
 
     @classmethod
     def planned(cls, store: SegmentStore, stretch: Stretch[SegmentRef]) -> ChainArchive:
@@ -156,6 +157,7 @@ class ChainArchive:
         if self._stretches is None:
             usable = (ref for ref in self._refs if ref.key not in self._avoided)
             self._stretches = deque(cover(usable, position, last))
+            self.generation += 1
         while self._stretches and self._stretches[0].rows.last < position:
             self._stretches.popleft()
         return self._stretches
@@ -197,7 +199,7 @@ class Scan:
         ahead: ReadAhead | None = None,
     ) -> None:
         self._archive, self.position, self._last, self._on_problem = archive, rows.first, rows.last, on_problem
-        self._columns, self._filter, self._ahead = columns, row_filter, ahead
+        self._columns, self._filter, self._ahead, self._generation = columns, row_filter, ahead, 0
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the rows that match the filter. No batch is empty.
@@ -216,7 +218,6 @@ class Scan:
                         yield from self._rows(reader, part)
                     self.position = part.rows.last + 1
                 except (SegmentGone, SegmentCorrupt) as error:
-                    _close(fetched)
                     if (damage := self._archive.avoid(part.segment, error)) is not None:
                         self._on_problem(damage)
         finally:
@@ -236,6 +237,9 @@ class Scan:
             with self._archive.opener(part)() as reader:
                 yield reader
             return
+        if self._archive.generation != self._generation:
+            _close(fetched)
+            self._generation = self._archive.generation
         for each in islice(self._archive.upcoming(), len(fetched), None):
             if not self._ahead.has_room((stretch.segment for stretch, _ in fetched), each.segment):
                 break

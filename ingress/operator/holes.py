@@ -33,7 +33,7 @@ class ArchivedCover:
     end: int
     incarnation_end: int | None = None
 
-    def holes(self) -> list[Hole]:
+    def holes(self) -> list[ChainHole]:
         if self.end < self.first:
             return []
         found = []
@@ -42,12 +42,12 @@ class ArchivedCover:
             nearest = min(behind, key=lambda ref: ref.coverage, default=None)
             left = tuple(holes((gap.range for gap in self.accepted), rows))
             since = min((ref.modified for ref in behind), default=None)
-            found.append(Hole(self.chain, rows, since, nearest, left))
+            found.append(ChainHole(self.chain, rows, since, nearest, left))
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
+class ChainHole:
     """Sequences that no segment covers. `waiting_since`: the earliest time at which a segment after them was stored, by
     the store's clock; None if there is none. `next_segment`: the next segment. `unaccepted`: the parts that no operator
     has accepted. `kind`: "hole"; "gone" if segments cover them and lack some of the sequences that were lost there; or
@@ -98,7 +98,7 @@ def read_cover(store: SegmentStore, documents: ChainStore, chain: Chain, positio
     return ArchivedCover(chain, segments, documents.gaps(chain, position=first), first, end, ended)
 
 
-def find_blocking_hole(store: SegmentStore, archived: ArchivedCover) -> Hole | None:
+def find_blocking_hole(store: SegmentStore, archived: ArchivedCover) -> ChainHole | None:
     """Return the hole at which ingress blocks although a segment covers the position by name: some of a filled hole is
     gone, or the segment is damaged. None if neither is so. Blocking.
     """
@@ -107,7 +107,7 @@ def find_blocking_hole(store: SegmentStore, archived: ArchivedCover) -> Hole | N
     plan = found.plan
     if plan.hole is None or not (found.incomplete_fill or plan.phase is Phase.DAMAGED):
         return None
-    hole = Hole(archived.chain, plan.hole, plan.waiting_since, None, tuple(holes(accepted, plan.hole)))
+    hole = ChainHole(archived.chain, plan.hole, plan.waiting_since, None, tuple(holes(accepted, plan.hole)))
     if found.incomplete_fill is not None:
         return replace(hole, next_segment=found.incomplete_fill.segment, kind="gone")
     return replace(hole, kind="damaged", damaged=found.damaged)

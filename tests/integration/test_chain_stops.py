@@ -281,7 +281,7 @@ async def test_unreadable_pauses_stop_the_target(client: FloeClient, centre: Cen
     async with centre.running() as health:
         await soon(lambda: centre.status(health).get("code") == "E-PAUSES")
         assert centre.status(health)["hint"].endswith(f"--target {centre.target} --all")
-        assert (await floe("chain", "pause", *named)).code == 1
+        assert (await floe("chain", "pause", *named, "us-east/NODES")).code == 1
         assert (await floe("chain", "resume", *named, "--all")).code == 2  # there is nobody to ask
         assert (await floe("chain", "resume", *named, "--all", "--yes")).code == 0
 

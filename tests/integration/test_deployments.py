@@ -165,7 +165,7 @@ def test_the_container_of_compaction_passes_sigterm_on(tmp_path: Path, asleep: b
     path, log = f"{tmp_path}:{os.environ['PATH']}", tmp_path / "log"
     with log.open("wb") as output:
         process = spawn(words, cwd=tmp_path, env={"PATH": path}, stdout=output, stderr=output)
-    eventually(lambda: "run" in log.read_text() and (not asleep or "sleep" in children(process.pid)))
+    eventually(lambda: "run" in log.read_text() and (not asleep or children(process.pid).startswith("sleep\0")))
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0
     printed = [word for word in log.read_text().split() if word != "Terminated"]  # which a shell may print itself

@@ -136,7 +136,7 @@ async def test_people_get_a_table_and_what_to_do(nats_url: str, tmp_path: Path) 
     done = await floe("doctor", "-c", config)
     assert (done.code, done.out.startswith("part   check ")) == (3, True)
     text = done.out.partition("problem: nats, target: ")[2]
-    assert "  meaning: nothing is carried: there is no such stream" in text
+    assert "  meaning: no message is delivered: there is no such stream" in text
     assert "  remedy: nats stream add " in text
 
 
@@ -373,7 +373,7 @@ async def test_a_store_that_ignores_conditions_is_warned_of(s3: SharedS3, nats_u
         store = s3.store() | {"endpoint_url": proxy.url, "checksum": "none"}
         found = await examined(write(tmp_path, store, {"url": nats_url}, **egress()), code=0)
     assert found["store conditional put"]["found"] == "ignored: If-None-Match, If-Match"
-    assert found["store concurrent put"]["found"].startswith("8 of 8 writers")
+    assert found["store concurrent put"]["found"].startswith("8 of 8 concurrent writers")
     about = {f"store {what}" for what in ("conditional put", "concurrent put", "versioning", "checksum")}
     assert states(found, "warning") == about | {"nats stream"}
     assert "store.conditional_puts: no" in found["store conditional put"]["todo"]

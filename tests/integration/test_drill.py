@@ -252,7 +252,7 @@ async def test_differences_are_named(bench: Bench) -> None:
     await bench.delete_stream(scratch)
     assert found == [
         "configuration: expected max_msgs_per_subject -1, found 1000",
-        "consumer none: expected, and not there",
+        "consumer none: expected, but missing",
         "consumer push: expected delivered 40 (as 40), found 41 (as 41)",
         "consumer push: expected ack_floor 40 (as 40), found 41 (as 41)",
         "consumer new: not expected",

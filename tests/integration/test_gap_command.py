@@ -154,7 +154,7 @@ async def test_rows_behind_the_end_of_an_incarnation_are_named_and_carried_or_ac
     assert "sequences 11..20, in 1 segment, are after the end of the incarnation, 10: no target" in done.err
     commands = [line for line in done.err.splitlines() if line.startswith("floe ")]
     old = (await status())[0]
-    assert str(old["why"]).startswith("11..20, 31..34 behind the end 10 of the incarnation: floe replay ")
+    assert str(old["why"]).startswith("11..20, 31..34 after the end 10 of the incarnation: floe replay ")
     assert (old["lag_sequences"], old["phase"]) == (0, "done")
     carried, given_up = commands[::2], commands[1::2]
     for line in carried:

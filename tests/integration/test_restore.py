@@ -557,7 +557,7 @@ async def test_push_consumers_deliver_once_their_subjects_are_free(bench: Bench)
     listener = await bench.client.subscribe_raw(">", lambda subject, *_: everything.append(subject))
     held = await ran(*words, code=78)
     assert "error[E-RESTORE-DELIVER]" in held.err
-    assert f"stream {stream}: is back and in use, and first, second cannot deliver yet" in held.err
+    assert f"stream {stream}: is back and in use, but first, second cannot deliver yet" in held.err
     assert commands_of(held.err) == [f"floe restore -c {file} site/{stream} --allow-elsewhere"]
     assert await back.contents(bench, stream) == before
     assert not any(subject.startswith(RESTORE_PREFIX.encode()) for subject in everything)

@@ -45,7 +45,9 @@ class Page:
     async def run(self, wanted: str) -> Done:
         """Run the one command that ends in `wanted`; only names are replaced."""
         (line,) = [each for each in commands(self.section) if each.endswith(wanted)]
-        program, *words = [self.names.get(word, word) for word in shlex.split(line)]
+        program, *words = [
+            "/".join(self.names.get(part, part) for part in word.split("/")) for word in shlex.split(line)
+        ]
         assert program == "floe"
         yes = ["--yes"] if tuple(words[:2]) == ASK and "--dry-run" not in words else []
         done = await floe(*words, *yes)

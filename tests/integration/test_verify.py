@@ -162,7 +162,7 @@ def test_partitions_that_never_existed_are_one_line_and_those_with_segments_are_
     assert known_chains(site.chains) == [CHAIN, *there, NEXT]
     first, *others, last = verify_chains(site.archive.store, site.chains, known_chains(site.chains))
     assert [(p.kind, str(p.rows)) for p in first.problems] == [("document", "None"), ("hole", "1..10")]
-    assert first.problems[0].text.endswith("chain.json: expected a document, found none, nor of 1023 other partitions")
+    assert first.problems[0].text.endswith("chain.json: expected a document, found none, nor in 1023 other partitions")
     assert [[p.kind for p in report.problems] for report in others] == [["document"]] * 6
     assert last.problems == []
 
@@ -261,7 +261,7 @@ async def test_the_command_names_skipped_segments_and_a_quicker_run(site: Site, 
     done = await site.command("--deep", "--since-last")
     assert "up to 40 on 20" in done.out.splitlines()[1]
     assert "all is well: 4 segments of 1 chain, 0 rows" in done.err
-    assert "(every row was read, but for 4 segments that earlier runs signed off)" in done.err
+    assert "(every row was read, except 4 segments that earlier runs signed off)" in done.err
     [found] = await site.command("--deep", "--since-last", "--json")
     assert (found["skipped"], found["signed_off"]["last"]) == (4, 40)
     [found] = await site.command("--deep", "--json")

@@ -198,7 +198,7 @@ def test_the_form_follows_the_server_and_is_refused_where_it_lacks_it() -> None:
 
 def test_an_unknown_newer_minor_is_refused_unless_forced_and_an_old_server_even_then() -> None:
     for version in ("2.16.0", "2.17.1-dev", "3.0.0"):
-        assert re.search(r"tried with 2\.\d+ to 2\.15", refusal(version))
+        assert re.search(r"tested with 2\.\d+ to 2\.15", refusal(version))
         assert archive_writer("ORDERS", version, force=True).format == "logical"
     for version in ("2.9.25", "1.4.1", "", "dev"):
         assert "or newer" in refusal(version, force=True)

@@ -60,9 +60,9 @@ def test_each_message_is_found_in_its_piece_and_the_ends_of_those_that_are_store
 def test_an_intent_continues_what_is_there() -> None:
     for before, pieces, why in (
         (open_intent(state(), [piece(1, 5)]), [piece(6, 9)], "no open intent, found one after sequence 0"),
-        (state({A: 11}), [piece(10, 20)], "us-east/NODES/0000/0: expected rows from 11, got 10"),
-        (state({A: 11}), [piece(12, 20)], "us-east/NODES/0000/0: expected rows from 11, got 12"),
-        (state(), [piece(1, 5), piece(7, 9)], "expected rows from 6, got 7"),
+        (state({A: 11}), [piece(10, 20)], "us-east/NODES/0000/0: expected rows from 11, found 10"),
+        (state({A: 11}), [piece(12, 20)], "us-east/NODES/0000/0: expected rows from 11, found 12"),
+        (state(), [piece(1, 5), piece(7, 9)], "expected rows from 6, found 7"),
     ):
         with pytest.raises(StateConflict, match=why):
             open_intent(before, pieces)
@@ -125,7 +125,7 @@ def test_a_corrupt_state_stops_the_target_and_is_named() -> None:
         (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 10, 9]]}), "inside 1..9"),
         (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 9, 10]]}), "at most 9 of 1..9, found 10"),
         (stored(intent={"base": 0, "rows": [["us/N"]]}), "missing 4 required"),
-        (stored(positions={"us-east/NODES": 12}), "expected rows from 12, got 11"),
+        (stored(positions={"us-east/NODES": 12}), "expected rows from 12, found 11"),
     ):
         with pytest.raises(Stopped, match="stored state of target FLEET cannot be read") as caught:
             from_json("FLEET", raw)

@@ -126,7 +126,7 @@ def test_unknown_paths_and_methods_are_refused_and_head_is_answered_without_a_bo
 def test_a_port_in_use_and_an_address_that_the_host_does_not_have_may_come_later(health: Health, monitor: Monitor):
     """Exit with 75: a restart may overlap with the former process; after boot an interface may get its address late."""
     taken, missing = f"127.0.0.1:{monitor.port}", "192.0.2.1:1"
-    free = '; choose another address, or "" for none'
+    free = '; choose another address, or "" for no monitor'
     with closing(Monitor("", health)) as none:
         none.start()
         assert none.port == 0

@@ -323,7 +323,7 @@ def test_the_plan_shows_what_limits_do_if_deletions_are_not_known() -> None:
 def test_a_partition_has_not_lost_what_another_one_has() -> None:
     for others, is_lost in ((range(11, 21), False), (range(12, 21), True)):
         plan = plan_of(part_of(1, 10, *range(1, 11)), part_of(1, 20, *others))
-        assert any("is lost" in each for each in planning.deviations(plan, 0, captured=None, skipped=())) is is_lost
+        assert any("are lost" in each for each in planning.deviations(plan, 0, captured=None, skipped=())) is is_lost
 
 
 def test_the_plan_bounds_how_many_come_back_of_what_a_raised_limit_had_dropped() -> None:
@@ -451,5 +451,5 @@ async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_y
     monkeypatch.setattr(compare, "list_consumers", no_consumers)
     assert await wait_replicated(None, "S", [], ManualClock()) == ["a", "b", "c"]  # type: ignore[arg-type]
     answers += [()] * 1000
-    with pytest.raises(Unavailable, match="found 2 not there or behind"):
+    with pytest.raises(Unavailable, match="found 2 missing or behind"):
         await wait_replicated(None, "S", [], ManualClock())  # type: ignore[arg-type]

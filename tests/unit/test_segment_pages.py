@@ -77,7 +77,7 @@ def test_pages_that_the_writer_does_not_make_are_refused() -> None:
         (page(5, kind=1), 5, "found type 1"),
         (page(5, plain=-1), 5, "field 2: expected a count, found -1"),
         (page(5)[:-1], 5, "ends after the column's end"),
-        (page(5)[:6], 5, "page header at 0 passes 6 bytes"),
+        (page(5)[:6], 5, "page header at 0 exceeds 6 bytes"),
         (page(1, kind=2), 5, "encoding 0 of a dictionary page"),
         (encoded({1: 0, 2: 10, 3: 10, 5: {1: 5, 2: 0}}), 5, "no checksum"),
         (encoded({1: 0, 2: 10, 3: 10, 4: 1}), 5, "expected data or dictionary pages"),

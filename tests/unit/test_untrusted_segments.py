@@ -264,7 +264,7 @@ def test_a_file_beyond_the_limits_is_refused(path: Path) -> None:
         (ParquetLimits(row_groups=3), "expected at most 3 row groups, found 4"),
         (ParquetLimits(columns=7), "expected at most 7 columns, found 8"),
         (ParquetLimits(footer_bytes=100), "expected metadata of at most 100 bytes"),
-        (ParquetLimits(page_header_bytes=4), "passes 4 bytes"),
+        (ParquetLimits(page_header_bytes=4), "exceeds 4 bytes"),
         (ParquetLimits(footer_value_bytes=4000), ""),
     ):
         forge(path, table_of(ROWS), changed(writer="x" * 5000), row_group_size=10)
