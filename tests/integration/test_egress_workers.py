@@ -18,7 +18,7 @@ from typing import Any
 from common.nats.kv import KeyValue, state_key
 from infra.local.process import free_port
 from tests.scenarios.processes import Service
-from tests.support.basics import PATIENCE, soon, unique
+from tests.support.basics import PATIENCE, eventually, soon, unique
 from tests.support.commands import configuration, floe
 from tests.support.egress import SITE, Bench
 
@@ -86,15 +86,17 @@ def parent(config: Path, port: int, *options: str) -> Iterator[Parent]:
 
 
 @contextmanager
-def blocked(config: Path) -> Iterator[Callable[[], None]]:
-    """Let a process that reads this configuration wait until the function that this yields is called."""
+def blocked(config: Path) -> Iterator[Callable[[int], None]]:
+    """Let a process that reads this configuration wait until the function that this yields is called with its id."""
     text = config.read_text()
     config.unlink()
     os.mkfifo(config, 0o600)
+    writing = os.open(config, os.O_RDWR)  # without a writer, a reader would find an empty file at once
 
-    def let_go() -> None:
-        with config.open("w") as line:  # waits for the reader
-            line.write(text)
+    def let_go(pid: int) -> None:
+        eventually(lambda: str(config) in [os.path.realpath(each) for each in Path(f"/proc/{pid}/fd").iterdir()])
+        os.write(writing, text.encode())
+        os.close(writing)
 
     yield let_go
     config.unlink()
@@ -207,7 +209,7 @@ async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_aga
             await running.answer("readyz", 503)
             assert 'worker="1",' not in await running.answer("metrics", 200)
             await running.answer("healthz", 200)  # as soon as the other one answers in time
-            await asyncio.to_thread(let_go)
+            await asyncio.to_thread(let_go, running.workers()["1"]["pid"])
             await running.answer("readyz", 200)
         await bench.publish(stream, [b"y"] * 30)
         for name in names:
