@@ -98,7 +98,7 @@ def test_nothing_asks_for_a_package_of_a_name_that_a_stranger_may_register() -> 
 
 
 def test_the_start_page_names_every_page() -> None:
-    named = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    named = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
 
     assert named == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
 
