@@ -38,9 +38,10 @@ from common.open import load_settings, open_chains
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.tasks import Stop
-from ingress.restore.archive import ArchiveState, archive_writer
+from ingress.restore.archive import ArchiveState
 from ingress.restore.history import ArchivedHistory
 from ingress.restore.plan import RestorePlan, RestoreRequest, guarded_config
+from ingress.restore.preflight import archive_writer
 from ingress.restore.restore import ROW_COLUMNS, Restore, RestoreTuning
 from ingress.restore.upload import ArchiveUpload
 from tests.support.basics import unique

@@ -6,7 +6,6 @@ Both forms are sent as an S2 stream (snappy's framing). Floe does not compress i
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +20,11 @@ import pyarrow.compute as pc
 from common.archive.captures import CapturedConsumers
 from common.archive.columns import row_sizes
 from common.clock import format_time
-from common.errors import ConfigError
 from common.nats.api import RESTORE_PREFIX
 from common.nats.durables import INTEREST
 from common.settings.types import format_count
 
 UInt64Array = npt.NDArray[np.uint64]
-# Minors of nats-server that the tests restore into.
-MIN_MINOR, LOGICAL_MINOR, MAX_MINOR = (2, 10), (2, 15), (2, 15)
 
 S2_HEADER = b"\xff\x06\x00\x00S2sTwO"
 KEEP_ALIVE_FRAME = b"\x99\x04\x00\x00idle"  # a frame that readers skip
@@ -100,45 +96,6 @@ class ArchiveWriter(Protocol):
     def encode_rows(self, batch: pa.RecordBatch) -> Iterator[bytes]: ...
 
     def encode_tail(self) -> Iterator[bytes]: ...
-
-
-def archive_writer(stream: str, version: str, form: str = "auto", *, force: bool = False) -> ArchiveWriter:
-    """Return a writer for nats-server `version`, such as `2.14.6`. `stream`: its name after the restore.
-
-    `form`: `logical`; `files`, which every server accepts and which keeps the creation time of the stream; or `auto`.
-    Raises ConfigError for a server before 2.10, for a server that lacks the form, for an invalid version, and, without
-    `force`, for a minor newer than the tested ones: the form may have changed.
-    """
-    # These modules import this one.
-    from ingress.restore.files import FilesWriter
-    from ingress.restore.logical import LogicalWriter
-
-    match = re.match(r"(\d+)\.(\d+)\.", version)
-    minor = (int(match[1]), int(match[2])) if match else (0, 0)
-    if minor < MIN_MINOR:
-        raise ConfigError(
-            f"nats-server {version}: expected {_dotted(MIN_MINOR)} or newer, which can restore from an archive",
-            hint="restore into a newer nats-server",
-            code="E-RESTORE-VERSION",
-        )
-    if minor > MAX_MINOR and not force:
-        raise ConfigError(
-            f"nats-server {version}: restores are tested with {_dotted(MIN_MINOR)} to {_dotted(MAX_MINOR)}, and this "
-            "one may expect another form",
-            hint="update Floe, restore into an older nats-server, or add --force: it is verified before it is used",
-            code="E-RESTORE-VERSION",
-        )
-    if form == "logical" and minor < LOGICAL_MINOR:
-        raise ConfigError(
-            f"nats-server {version}: expected {_dotted(LOGICAL_MINOR)} or newer, which accepts the logical form",
-            hint="use --format files, or leave out --format",
-            code="E-RESTORE-VERSION",
-        )
-    return LogicalWriter() if minor >= LOGICAL_MINOR and form != "files" else FilesWriter(stream)
-
-
-def _dotted(minor: tuple[int, int]) -> str:
-    return ".".join(map(str, minor))
 
 
 # Captured consumers

@@ -23,8 +23,10 @@ from common.nats.kv import state_key
 from common.nats.lease import Leases, format_owner
 from common.nats.requests import ApiError
 from common.settings.types import format_count, size_words
-from ingress.restore.archive import ArchiveWriter, archive_writer
+from ingress.restore.archive import ArchiveWriter
+from ingress.restore.files import FilesWriter
 from ingress.restore.history import repeat_command
+from ingress.restore.logical import LogicalWriter
 from ingress.restore.plan import RestorePlan, RestoreRequest
 
 RUNS_CODE, ROOM_CODE = "E-RESTORE-RUNS", "E-RESTORE-ROOM"
@@ -384,3 +386,42 @@ def running_error(name: str, holder: str = "") -> Unavailable:
     """Return the error for a name that another restore holds. `holder`: its owner, empty if not known."""
     by = f", by {holder}" if holder else ""
     return Unavailable(f"stream {name}: another restore fills it now{by}", hint="wait until it is done", code=RUNS_CODE)
+
+
+# Minors of nats-server that the tests restore into.
+MIN_MINOR, LOGICAL_MINOR, MAX_MINOR = (2, 10), (2, 15), (2, 15)
+
+
+def archive_writer(stream: str, version: str, form: str = "auto", *, force: bool = False) -> ArchiveWriter:
+    """Return a writer for nats-server `version`, such as `2.14.6`. `stream`: its name after the restore.
+
+    `form`: `logical`; `files`, which every server accepts and which keeps the creation time of the stream; or `auto`.
+    Raises ConfigError for a server before 2.10, for a server that lacks the form, for an invalid version, and, without
+    `force`, for a minor newer than the tested ones: the form may have changed.
+    """
+    match = re.match(r"(\d+)\.(\d+)\.", version)
+    minor = (int(match[1]), int(match[2])) if match else (0, 0)
+    if minor < MIN_MINOR:
+        raise ConfigError(
+            f"nats-server {version}: expected {_dotted(MIN_MINOR)} or newer, which can restore from an archive",
+            hint="restore into a newer nats-server",
+            code="E-RESTORE-VERSION",
+        )
+    if minor > MAX_MINOR and not force:
+        raise ConfigError(
+            f"nats-server {version}: restores are tested with {_dotted(MIN_MINOR)} to {_dotted(MAX_MINOR)}, and this "
+            "one may expect another form",
+            hint="update Floe, restore into an older nats-server, or add --force: it is verified before it is used",
+            code="E-RESTORE-VERSION",
+        )
+    if form == "logical" and minor < LOGICAL_MINOR:
+        raise ConfigError(
+            f"nats-server {version}: expected {_dotted(LOGICAL_MINOR)} or newer, which accepts the logical form",
+            hint="use --format files, or leave out --format",
+            code="E-RESTORE-VERSION",
+        )
+    return LogicalWriter() if minor >= LOGICAL_MINOR and form != "files" else FilesWriter(stream)
+
+
+def _dotted(minor: tuple[int, int]) -> str:
+    return ".".join(map(str, minor))

@@ -24,9 +24,9 @@ from ingress.restore.archive import (
     KEEP_ALIVE_FRAME,
     ArchiveConsumer,
     ArchiveWriter,
-    archive_writer,
     restorable_consumers,
 )
+from ingress.restore.preflight import archive_writer
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, seeded, soon
 from tests.support.egress import Bench, connected

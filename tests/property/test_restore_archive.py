@@ -20,10 +20,10 @@ from ingress.restore.archive import (
     ArchiveConsumer,
     ArchiveState,
     ArchiveWriter,
-    archive_writer,
     varint,
 )
 from ingress.restore.highwayhash import hash_of
+from ingress.restore.preflight import archive_writer
 from tests.support.restore import crc32c, encoded_block, entries, tar_files, unframed
 
 subjects = st.sampled_from([b"a", b"orders.eu", "größe.ж".encode(), b"\xff\xfe.raw"]) | st.binary(
