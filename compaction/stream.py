@@ -143,8 +143,8 @@ class ArchiveStream:
         if options.stream.from_latest:
             # A copy of a bucket may have the tail but not yet the segments.
             places = (max(position, self._chains.read_tail(chain) or 0), position)
-            listed = next(filter(None, (self._store.list(chain, position=at) for at in places)), [])
-            return max((ref.coverage.last + 1 for ref in listed), default=position)
+            end = next(filter(None, (self._store.end(chain, position=at) for at in places)), position - 1)
+            return end + 1
         if options.row_filter.begin is not None:
             found, behind = search(self._store, chain, options.row_filter.begin, position)
             position = max(position, behind if found is None else found)

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from common.archive.catalog import span
 from common.archive.documents import MAX_DOCUMENT_BYTES, ChainStore
 from common.archive.store import SegmentStore
 from common.archive.times import search
@@ -120,8 +119,7 @@ class StartResolver:
     def _coverage_end(self, chain: Chain) -> int:
         """Return the end of the coverage, by listing: the tail is a hint that may be old, or claim too much."""
         tail = self._documents.read_tail(chain) or 1
-        found = span(self._store.list(chain, position=tail)) or span(self._store.list(chain, position=1))
-        return found.last if found else 0
+        return self._store.end(chain, position=tail) or self._store.end(chain)
 
     def _read(self, key: str) -> FeedStart | None:
         raw = self._documents.objects.get(key, length=MAX_DOCUMENT_BYTES)

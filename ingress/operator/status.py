@@ -360,7 +360,7 @@ class ArchiveReader:
         found = found if found.position else replace(found, first=self._first_sequence(chain))
         position = found.position or found.first
         if (reached := documents.read_tail(chain)) is None:
-            reached = max((ref.coverage.last for ref in self._store.list(chain, position=position)), default=None)
+            reached = self._store.end(chain, position=position) or None
         found = replace(found, archived=reached)
         if reached is None and found.position and documents.read_chain(chain) is None:
             found = replace(found, phase=str(Phase.LOST), reason="its archive is gone from the bucket")

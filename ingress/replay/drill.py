@@ -338,10 +338,9 @@ class Drill:
             return request
         chains = request.chains(known_chains(self._documents, request))
         newest = [chain for chain in chains if chain.incarnation == chains[-1].incarnation]
-        ends = [ref.coverage.last for chain in newest for ref in self._store.list(chain)]
-        if not ends:
+        if not (end := max(map(self._store.end, newest))):
             return request
-        first = max(1, max(ends) - DEFAULT_SEQUENCES + 1)
+        first = max(1, end - DEFAULT_SEQUENCES + 1)
         return replace(request, incarnation=newest[0].incarnation, from_sequence=first)
 
     # Messages found, and messages expected

@@ -26,7 +26,7 @@ from common.archive.captures import (
 )
 from common.archive.catalog import chain_ends as chains_of
 from common.archive.documents import ChainStore
-from common.archive.scan import RELIST_ATTEMPTS, ChainArchive, Damage, Hole, ReadAhead, Scan
+from common.archive.scan import RELIST_ATTEMPTS, ChainArchive, Damage, Hole, ReadAhead, Scan, with_current_listing
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.times import search
@@ -180,8 +180,8 @@ class ArchivedHistory:
 
     def _listed_ends(self, history: Mapping[Chain, int]) -> dict[Chain, int]:
         """Return the last sequence in the segments of each chain that has segments, as far as it counts."""
-        found = {chain: [ref.coverage.last for ref in self._store.list(chain)] for chain in history}
-        return {chain: min(max(ends), history[chain]) for chain, ends in found.items() if ends}
+        found = {chain: self._store.end(chain) for chain in history}
+        return {chain: min(end, history[chain]) for chain, end in found.items() if end}
 
     def _history(self) -> dict[Chain, int]:
         """Return the chains of the stream, each with the last sequence that counts. Blocking."""
@@ -207,7 +207,7 @@ class ArchivedHistory:
         rows = ((search(self._store, chain, moment_ns)[0], end) for chain, end in history.items())
         found = [first for first, end in rows if first is not None and first <= end]
         begins = {chain: self._first_sequence(history, chain.incarnation) for chain in history}
-        times = [SegmentTimes(self._store, self._store.list(c), begin).extent()[0] for c, begin in begins.items()]
+        times = [self._first_time(chain, begin) for chain, begin in begins.items()]
         first_ns = min((each for each in times if each is not None), default=moment_ns - 1)
         if moment_ns <= first_ns:
             raise UsageError(
@@ -215,6 +215,10 @@ class ArchivedHistory:
                 f"{format_time(first_ns)}, found {format_time(moment_ns)}"
             )
         return min(found) - 1 if found else None
+
+    def _first_time(self, chain: Chain, begin: int) -> int | None:
+        store = self._store
+        return with_current_listing(store, chain, lambda refs: SegmentTimes(store, refs, begin).extent()[0])
 
     def _first_sequence(self, history: Iterable[Chain], number: int) -> int:
         documents = (self._documents.read_chain(chain) for chain in history if chain.incarnation == number)
