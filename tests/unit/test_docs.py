@@ -290,7 +290,7 @@ FOUND = DELIVERY[DELIVERY.index("## Cases") : DELIVERY.index("### Limits")]
 ROWS = [line for line in FOUND.splitlines() if line.startswith("| ") and not line.startswith("| case")]
 CASES = (
     *("first run", "normal restart", "before anything was sent", "in the middle", "before closing", "consumed"),
-    *("expired, superseded per subject", "purged", "made again", "behind the checkpoint", "foreign message"),
+    *("expired, superseded per subject", "purged", "recreated", "after the checkpoint", "foreign message"),
     *("bucket, or the key, lost", "state rolled back", "other `sources`"),
 )
 
