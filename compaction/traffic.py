@@ -5,14 +5,11 @@ The page is one file, without scripts or external parts; it contains a strict Co
 
 from __future__ import annotations
 
-import base64
 import csv
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +20,7 @@ import pyarrow.parquet as pq
 from common.archive.segment import Footer, Reason, SegmentRef
 from common.clock import NS_PER_S, format_time
 from common.sequences import SequenceRange, Stretch
-from common.service.page import STYLE
+from common.service.page import STYLE, style_source, templates
 from common.settings.types import duration_words, size_words
 from compaction.reports import CONCURRENT_REQUESTS, FEED_FIELDS, METADATA, ArchiveReport, ReportState, as_floe_error
 
@@ -240,24 +237,26 @@ def render_page(table: pa.Table, since: int | None, until: int | None, made: flo
     begin, end = min(hours, default=0), max(hours, default=0) + HOUR
     period = f"{_time(begin)} to {_time(end)}" if rows else "no messages"
     drawn = sorted(feeds, key=lambda feed: -sum(row["messages"] for row in feeds[feed]))[:MAX_PLOTS]
-    body = [
-        "<h1>Floe: traffic</h1>",
-        f"<p class=pale>{period}, made {_time(int(made))}</p>",
-        *_table(feeds),
-        *(line for feed in sorted(drawn) for line in _plots(feed, feeds[feed], begin, end)),
-    ]
-    if len(drawn) < len(feeds):
-        body.append(f"<p class=pale>The {MAX_PLOTS} feeds with most messages are drawn.</p>")
-    style = STYLE + _STYLE
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    head = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width"><title>Floe: traffic</title>'
-        f"<style>{style}</style></head>"
+    text = (
+        templates(Path(__file__).parent)
+        .get_template("traffic.html")
+        .render(
+            style=STYLE + _STYLE,
+            style_source=style_source(STYLE + _STYLE),
+            period=period,
+            made=_time(int(made)),
+            columns=_COLUMNS,
+            rows=[_row(feed, feeds[feed]) for feed in sorted(feeds)],
+            feeds=[("/".join(feed), [*_plots(feeds[feed], begin, end)]) for feed in sorted(drawn)],
+            omitted=len(drawn) < len(feeds),
+            width=WIDTH,
+            height=HEIGHT,
+            left=LEFT,
+            above=ABOVE,
+            below=BELOW,
+        )
     )
-    return f"{head}<body>{''.join(body)}</body></html>\n".encode("utf-8", "backslashreplace")
+    return text.encode("utf-8", "backslashreplace")
 
 
 _STYLE = """
@@ -281,20 +280,11 @@ _COLUMNS = (
 )
 
 
-def _table(feeds: Mapping[tuple[str, str], Sequence[TrafficRow]]) -> Iterator[str]:
-    yield f"<table><tr>{''.join(f'<th{_kind(n > 1)}>{name}</th>' for n, name in enumerate(_COLUMNS))}</tr>"
-    for (site, feed), rows in sorted(feeds.items()):
-        sums = [f"{sum(row[n] for row in rows):,}" for n in ("messages", "kept", "sampled_out", "too_old", "looped")]
-        gone = sum(row[name] for row in rows for name in _GONE_REASONS)
-        mean, most = _lag(rows)
-        lags = ("–" if each is None else duration_words(max(0.0, each)) for each in (mean, most))
-        cells = [site, feed, *sums, f"{gone:,}", size_words(sum(row["bytes"] for row in rows)), *lags]
-        yield f"<tr>{''.join(f'<td{_kind(n > 1)}>{escape(cell)}</td>' for n, cell in enumerate(cells))}</tr>"
-    yield "</table>"
-
-
-def _kind(is_number: bool) -> str:
-    return " class=n" if is_number else ""
+def _row(feed: tuple[str, str], rows: Sequence[TrafficRow]) -> list[str]:
+    sums = [f"{sum(row[n] for row in rows):,}" for n in ("messages", "kept", "sampled_out", "too_old", "looped")]
+    gone = sum(row[name] for row in rows for name in _GONE_REASONS)
+    lags = ("–" if each is None else duration_words(max(0.0, each)) for each in _lag(rows))
+    return [*feed, *sums, f"{gone:,}", size_words(sum(row["bytes"] for row in rows)), *lags]
 
 
 def _lag(rows: Iterable[TrafficRow]) -> tuple[float | None, float | None]:
@@ -311,7 +301,7 @@ def _lag(rows: Iterable[TrafficRow]) -> tuple[float | None, float | None]:
 WIDTH, HEIGHT, LEFT, ABOVE, BELOW = 1000, 110, 70, 14, 16  # in units of the picture
 
 
-def _plots(feed: tuple[str, str], rows: Sequence[TrafficRow], begin: int, end: int) -> Iterator[str]:
+def _plots(rows: Sequence[TrafficRow], begin: int, end: int) -> Iterator[dict[str, object]]:
     step = HOUR if (end - begin) // HOUR <= MAX_BARS else DAY
     begin -= begin % step
     bars = -(-(end - begin) // step)
@@ -320,45 +310,28 @@ def _plots(feed: tuple[str, str], rows: Sequence[TrafficRow], begin: int, end: i
         held.setdefault((row["hour"] - begin) // step, []).append(row)
     sums = {at: (sum(r["messages"] for r in some), sum(r["kept"] for r in some)) for at, some in held.items()}
     lags = {at: most for at, some in held.items() if (most := _lag(some)[1]) is not None}
-    yield f"<h3>{escape('/'.join(feed))}</h3>"
     most = max((messages for messages, _ in sums.values()), default=0)
     name = f"messages {'an hour' if step == HOUR else 'a day'}"
-    axis = _axis(begin, begin + bars * step)
-    both = _columns("left", {at: messages for at, (messages, _) in sums.items()}, most, bars)
-    kept = _columns("kept", {at: kept for at, (_, kept) in sums.items()}, most, bars)
-    yield _picture(f"{name}: kept, and above them left out; at most {most:,}", f"{most:,}", both + kept + axis)
+    span = {"begin": _time(begin), "end": _time(begin + bars * step)}
+    both = _columns({at: messages for at, (messages, _) in sums.items()}, most, bars)
+    kept = _columns({at: kept for at, (_, kept) in sums.items()}, most, bars)
+    title = f"{name}: kept, and above them left out; at most {most:,}"
+    yield {"title": title, "most": f"{most:,}", "paths": [("left", both), ("kept", kept)], **span}
     if lags:
         top = max(*lags.values(), 1.0)
         label = duration_words(top)
-        yield _picture(f"greatest lag; at most {label}", label, _line(lags, top, bars) + axis)
+        title = f"greatest lag; at most {label}"
+        yield {"title": title, "most": label, "paths": [("lag", _line(lags, top, bars))], **span}
 
 
-def _picture(title: str, most: str, inner: str) -> str:
-    height = ABOVE + HEIGHT + BELOW
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
-        f'<text x="0" y="{ABOVE + 10}">{escape(most)}</text><text x="0" y="{ABOVE + HEIGHT}">0</text>'
-        f'<text x="{LEFT}" y="{ABOVE - 4}">{escape(title)}</text>{inner}</svg>'
-    )
-
-
-def _axis(begin: int, end: int) -> str:
-    y = ABOVE + HEIGHT
-    return (
-        f'<path class="axis" d="M{LEFT} {y}H{WIDTH}"/><text x="{LEFT}" y="{y + 13}">{_time(begin)}</text>'
-        f'<text x="{WIDTH}" y="{y + 13}" text-anchor="end">{_time(end)}</text>'
-    )
-
-
-def _columns(kind: str, values: Mapping[int, int], most: int, bars: int) -> str:
+def _columns(values: Mapping[int, int], most: int, bars: int) -> str:
     """Return one path for all columns: a page of many feeds stays small."""
     width = (WIDTH - LEFT) / bars
-    path = "".join(
+    return "".join(
         f"M{LEFT + at * width:.1f} {ABOVE + HEIGHT}v{-HEIGHT * value / most:.1f}h{width * 0.9:.1f}V{ABOVE + HEIGHT}z"
         for at, value in sorted(values.items())
         if value
     )
-    return f'<path class="{kind}" d="{path}"/>' if path else ""
 
 
 def _line(values: Mapping[int, float], most: float, bars: int) -> str:
@@ -367,7 +340,7 @@ def _line(values: Mapping[int, float], most: float, bars: int) -> str:
     for at, value in sorted(values.items()):
         x, y = LEFT + at * width, ABOVE + HEIGHT * (1 - min(max(value, 0.0) / most, 1.0))
         path += f"{'L' if at - 1 in values else 'M'}{x:.1f} {y:.1f}h{width:.1f}"
-    return f'<path class="lag" d="{path}"/>'
+    return path
 
 
 def _time(seconds: int) -> str:

@@ -80,7 +80,7 @@ def test_a_service_loads_nothing_that_only_shows(role: str, tmp_path: Path) -> N
     script += (
         f"try:\n    floe.main()\nfinally:\n    import {role}.service, pyarrow\n    pool = pyarrow.default_memory_pool()"
     )
-    script += "\n    print({'rich', 'numpy', 'google_crc32c'} & sys.modules.keys(), pool.backend_name)"
+    script += "\n    print({'rich', 'numpy', 'google_crc32c', 'jinja2'} & sys.modules.keys(), pool.backend_name)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout) == (78, "set() jemalloc\n"), done.stderr
