@@ -16,7 +16,7 @@ PRODUCT = (*COUNTED, "infra", "bench")
 
 # 200 files and 29,000 lines when the product was restructured. docs/decisions.md has a line for each increase.
 MOST_FILES = 240
-MOST_LINES = 40_800
+MOST_LINES = 40_720
 MOST_TEST_LINES = 45_000
 MOST_PARAMETERS = 8  # of a constructor, beside self
 SMALL = 60  # lines; a smaller file needs more than one importer
