@@ -16,7 +16,7 @@ from common.settings.ingress import IngressSettings
 NO_SUITABLE_PEERS = 10005
 # Errors that stop one chain and do not affect the others.
 CHAIN_ERRORS = (Stopped, DataError, Refused, ConfigError)
-STOPPED_RECHECK_S = 60.0  # seconds until a stopped target or chain is checked again
+STOPPED_RECHECK_S = 60.0  # seconds until a stopped chain is checked again
 
 
 def is_transient(error: BaseException) -> bool:

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Checks the alerts with promtool: that they parse, and that each fires where it must and only there.
-# Exit code 0 also where promtool is missing, which is said aloud: Debian and Ubuntu have it in the package prometheus.
+# Checks the alerts with promtool: that they parse, and that each fires when it must, and only then.
+# Without promtool it prints a note and exits with 0. Debian and Ubuntu have it in the package prometheus.
 set -euo pipefail
 cd "$(dirname "$0")"
 if ! command -v promtool >/dev/null; then
