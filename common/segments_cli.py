@@ -315,7 +315,7 @@ def cat(
     is_feed = chain is not None and parse_chain_name(what)[2] is None
     before = _earlier_parts(store, chains, chain, (from_sequence, to_sequence), bounds) if chain and is_feed else []
     with suppress(KeyboardInterrupt) if follow else nullcontext():
-        limit = _print(before, subjects, limit, form, problems)
+        limit = _print(chains, before, subjects, limit, form, problems)
         if whole is not None and limit != 0:
             first, last = from_sequence or whole.first, to_sequence or whole.last
             if before and chain:
@@ -327,9 +327,9 @@ def cat(
                     return 0
                 raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
             position = max(first, last + 1)
-            archive = ChainArchive(store, refs[0].chain, refs, is_fixed=ref is not None)
+            archive = ChainArchive(store, chain or refs[0].chain, refs, is_fixed=ref is not None)
             rows = [(archive, SequenceRange(first, min(last, MAX_SEQUENCE)))] if first <= last else []
-            limit = _print(rows, subjects, limit, form, problems)
+            limit = _print(chains, rows, subjects, limit, form, problems)
         elif to_sequence is not None and bounds == (None, None) and not before:
             problems.append(Hole(SequenceRange(position, to_sequence)))
         elif follow and within is False:  # new messages come after all existing ones
@@ -343,7 +343,7 @@ def cat(
             refs = store.list(chain, position=position)
             if (whole := span(refs)) is not None and whole.last >= position:
                 rows = [(ChainArchive(store, chain, refs), SequenceRange(position, whole.last))]
-                limit = _print(rows, subjects, limit, form, problems)
+                limit = _print(chains, rows, subjects, limit, form, problems)
                 position = whole.last + 1
     for problem in problems:
         click.echo(str(problem), err=True)
@@ -375,6 +375,7 @@ def _refuse_conflicts(
 
 
 def _print(
+    chains: ChainStore,
     parts: Sequence[ArchivePart],
     subjects: Sequence[str],
     limit: int | None,
@@ -384,8 +385,9 @@ def _print(
     """Print the messages of `parts` by sequence that match one of `subjects`, all if there are none; return how many
     more may be printed, None for any number.
     """
-    batches = [Scan(archive, rows, problems.append).batches() for archive, rows in parts]
-    rows = ((message for batch in each for message in messages(batch)) for each in batches)
+    reports = [partial(_note_problem, problems, chains, archive.chain) for archive, _ in parts]
+    scans = [Scan(*part, report).batches() for part, report in zip(parts, reports, strict=True)]
+    rows = ((message for batch in each for message in messages(batch)) for each in scans)
     for message in heapq.merge(*rows, key=lambda message: message.sequence):
         if subjects and not any(matches(each, message.subject) for each in subjects):
             continue
@@ -396,18 +398,28 @@ def _print(
     return limit
 
 
+def _note_problem(problems: list[Hole | Damage], chains: ChainStore, chain: Chain, problem: Hole | Damage) -> None:
+    """Note a problem; of a hole only the sequences that no accepted gap has."""
+    if isinstance(problem, Damage):
+        problems.append(problem)
+    else:
+        gaps = [gap.range for gap in chains.gaps(chain, position=problem.rows.first)]
+        problems += [Hole(rows, problem.causes) for rows in holes(gaps, problem.rows)]
+
+
 def _earlier_parts(
     store: SegmentStore, chains: ChainStore, newest: Chain, requested: tuple[int | None, int | None], bounds: Bounds
 ) -> list[ArchivePart]:
     """Return the requested parts of the incarnations that the one of `newest` continues, all partitions."""
     found = list[ArchivePart]()
     for each, end in chain_ends(chains, newest).items():
-        if each.incarnation == newest.incarnation or (refs := store.list(each, position=requested[0] or 1)) == []:
+        if each.incarnation == newest.incarnation:
             continue
+        refs = store.list(each, position=requested[0] or 1)
         within, last = _select(store, refs, bounds), min(end, chains.read_end(each) or end, requested[1] or end)
         first = max(requested[0] or 1, _first_sequence(chains, each), within.first if within else 1)
         last = min(last, within.last) if within else last
-        if within is not False and first <= last:
+        if within is not False and first <= last and (refs or last < MAX_SEQUENCE):
             found.append((ChainArchive(store, each, refs), SequenceRange(first, last)))
     return found
 
@@ -468,11 +480,15 @@ def _first_sequence(chains: ChainStore, chain: Chain) -> int:
 
 
 def _range_of(chains: ChainStore, chain: Chain, refs: Sequence[SegmentRef]) -> SequenceRange | None:
-    """Return the range from the begin of the chain, if known, to the last sequence of `refs`; None without segments."""
+    """Return the range from the begin to the end of the chain, by its documents and `refs`; None if there is none."""
     whole = span(refs)
     with suppress(DataError):  # `segments verify` reports it
-        if whole and chains.read_chain(chain):
-            return SequenceRange(min(_first_sequence(chains, chain), whole.first), whole.last)
+        end, first = chains.read_end(chain), _first_sequence(chains, chain)
+        end = max(whole.last if whole else 0, (chains.read_tail(chain) or 0) if end is None else end)
+        if whole and not chains.read_floor(chain):
+            first = min(first, whole.first)
+        if first <= end and chains.read_chain(chain):
+            return SequenceRange(first, end)
     return whole
 
 
@@ -481,7 +497,8 @@ def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dic
     whole = span(refs)
     document, stream, floor = chains.read_chain(chain), chains.read_stream(chain), chains.floor(chain)
     reach = _range_of(chains, chain, refs)
-    missing = holes((ref.coverage for ref in refs), reach) if reach else []
+    gaps = [gap.range for gap in chains.gaps(chain)]
+    missing = holes([*(ref.coverage for ref in refs), *gaps], reach) if reach else []
     return {
         "chain": str(chain),
         "begins": document.first if document else None,

@@ -109,14 +109,7 @@ def traffic(as_json: bool, since: RequestedTime | None, until: RequestedTime | N
 
 @contextmanager
 def _updated_report(
-    kind: type[R],
-    since: int | None,
-    *,
-    config: str,
-    what: str | None,
-    output: str,
-    full: bool,
-    master: str | None,
+    kind: type[R], since: int | None, *, config: str, what: str | None, output: str, full: bool, master: str | None
 ) -> Iterator[tuple[R, ReportRun, ReportPlace]]:
     """Yield the updated report, the result of the run, and the report's place. Spark starts only for new data.
 

@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.archive.columns import SCHEMA, microseconds
+from common.archive.keys import MAX_LEVEL
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.times import search
@@ -48,7 +49,7 @@ log = get_logger(__name__)
 
 METADATA = b"floe.report"
 STRETCHES_PER_PART = 10_000  # that are read before the report is replaced
-READ_ROUNDS = 3  # rounds of reading, repeated because segments were gone or damaged
+READ_ROUNDS = MAX_LEVEL + 2  # of reading: segments of each level may be gone or damaged
 CONCURRENT_REQUESTS = 8
 TASKS_PER_CORE = 4
 

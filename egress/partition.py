@@ -123,7 +123,8 @@ def next_position(first: int, end: int, gaps: Iterable[SequenceRange], source_fi
 
 def resolve_command(feed: str | Chain, options: str = "") -> str:
     """Return the command that resolves a stop of a feed, or of one chain of it."""
-    return floe_command("egress resolve", shlex.quote(str(feed)), options)
+    named = shlex.quote(str(feed))
+    return floe_command("egress resolve", *((options, "--", named) if named.startswith("-") else (named, options)))
 
 
 def repartition_command(feed: str) -> str:

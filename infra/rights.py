@@ -121,15 +121,7 @@ TOMBSTONE_RUN_KEYS = ("_floe/tombstones/runs/*",)
 ROLES = (
     RoleRights(
         "egress",
-        (
-            "egress run",
-            "egress init",
-            "egress flush",
-            "egress resolve",
-            "egress repartition",
-            "status",
-            "state",
-        ),
+        ("egress run", "egress init", "egress flush", "egress resolve", "egress repartition", "status", "state"),
         (
             SubjectRights((*_stream("{stream}", *INFO_CALLS), *_consumer("{stream}", *CONSUMER_CALLS, "INFO"))),
             SubjectRights(STATE),
@@ -234,12 +226,7 @@ ROLES = (
             ),
             SubjectRights(("_floe_drill.>",)),
             SubjectRights(
-                (
-                    "{api}.INFO",
-                    *_stream("*", "RESTORE"),
-                    "$JS.SNAPSHOT.RESTORE.*.>",
-                    "{api}.CONSUMER.LIST.*",
-                ),
+                ("{api}.INFO", *_stream("*", "RESTORE"), "$JS.SNAPSHOT.RESTORE.*.>", "{api}.CONSUMER.LIST.*"),
                 "for `--exact`",
             ),
             SubjectRights(STATE),

@@ -95,9 +95,7 @@ nats_answered = gauge(
 
 paused_chains = gauge("ingress_paused_chains", "Chains that an operator has paused.", ("target",))
 behind_gaps = counter(
-    "ingress_segments_behind_gaps",
-    "Segments that arrived in a skipped gap; they are not delivered.",
-    ("site", "feed"),
+    "ingress_segments_behind_gaps", "Segments that arrived in a skipped gap; they are not delivered.", ("site", "feed")
 )
 
 # Outcomes of intents and batches

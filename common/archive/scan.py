@@ -139,13 +139,19 @@ class ChainArchive:
 
     def avoid(self, segment: SegmentRef, error: DataError) -> Damage | None:
         """Leave out a segment that cannot be read. A segment that is gone is listed again first: return None then."""
-        self._stretches = None
-        self._errors[segment.key] = damage = Damage(segment, error)
         if isinstance(error, SegmentGone) and not self._is_fixed and self._attempts < RELIST_ATTEMPTS - 1:
             self._attempts += 1
-            self._refs = None
+            self._errors[segment.key] = Damage(segment, error)
+            self._refs = self._stretches = None
             return None
+        return self.leave_out(segment, error)
+
+    def leave_out(self, segment: SegmentRef, error: BaseException | None) -> Damage:
+        """Leave out a segment from now on."""
+        assert isinstance(error, DataError), "the cause of a segment that cannot be read"
+        self._errors[segment.key] = damage = Damage(segment, error)
         self._avoided[segment.key] = segment
+        self._stretches = None
         return damage
 
     def _cover(self, position: int, last: int) -> deque[Stretch[SegmentRef]]:
@@ -217,6 +223,8 @@ class Scan:
                     with self._open(part, fetched) as reader:
                         yield from self._rows(reader, part)
                     self.position = part.rows.last + 1
+                    for error in reader.left_out:
+                        self._on_problem(self._archive.leave_out(error.segment, error.__cause__))
                 except (SegmentGone, SegmentCorrupt) as error:
                     if (damage := self._archive.avoid(part.segment, error)) is not None:
                         self._on_problem(damage)

@@ -100,6 +100,7 @@ class StretchReader(AbstractContextManager["StretchReader"]):
         self.footer: Footer = reader.footer
         self._store, self._stretch, self._reader = store, stretch, reader
         self._refs, self._excluded = refs, {*excluded, stretch.segment.key}
+        self.left_out: list[UnreadableSegmentError] = []  # damaged segments that may hold rows of `unread`
 
     @property
     def unread(self) -> SequenceRange | None:
@@ -187,6 +188,10 @@ class StretchReader(AbstractContextManager["StretchReader"]):
             except UnreadableSegmentError as error:
                 log_left_out(error)
                 self._excluded.add(error.segment.key)
+                if isinstance(error.__cause__, SegmentGone):
+                    self._refs = None  # merged since it was listed
+                else:
+                    self.left_out.append(error)
             finally:
                 merge.close()
 

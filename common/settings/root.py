@@ -183,10 +183,7 @@ class RetentionSettings(Section):
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         for first, index in find_repeated((each.site, each.feed) for each in self.feeds):
             which = "/".join(filter(None, (self.feeds[index].site, self.feeds[index].feed)))
-            yield (
-                f"feeds.{index}",
-                f"expected one entry per feed, found {which} in feeds.{first} and feeds.{index}",
-            )
+            yield (f"feeds.{index}", f"expected one entry per feed, found {which} in feeds.{first} and feeds.{index}")
 
 
 class CompactionSettings(Section):

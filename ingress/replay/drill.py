@@ -327,8 +327,8 @@ class Drill:
         expected = await self._threads.run(self._read_archive, ranges, problems)
         compared = (compare_trails(expected[chain], found[chain], str(chain)) for chain in sorted({*expected, *found}))
         total = reduce(Differences.plus, compared, Differences())
-        # The plan reports holes; accepted ones do not count.
-        reported = tuple(str(problem) for problem in problems if isinstance(problem, Damage))
+        # The plan reports holes without damage; accepted ones do not count.
+        reported = tuple(str(each) for each in problems if isinstance(each, Damage) or each.causes)
         full = await self._threads.run(self._full_replay_seconds, work.request, plan, result)
         return DrillReport(work.request, result, plan, total, full, reported)
 
@@ -375,7 +375,8 @@ class Drill:
         for each in ranges:
             document = self._documents.read_chain(each.chain)
             relay = document is not None and document.relay
-            for batch in Scan(ChainArchive(self._store, each.chain), each.rows, problems.append).batches():
+            archive = ChainArchive(self._store.with_partial_reads(), each.chain)  # as the replay reads
+            for batch in Scan(archive, each.rows, problems.append).batches():
                 read += batch.num_rows
                 self._print_progress(f"read {format_count(read, 'message')} of the archive to compare", 0)
                 for message in messages(batch):

@@ -156,7 +156,7 @@ class Replay:
                 raise target.missing_error(self._hints)
             target.template(self.request, preview.stream)
         elif preview.info.messages and not self.options.append:
-            raise target.not_empty_error(self._hints, preview.info)
+            raise target.not_empty_error(self._hints, preview.info, preview.stream)
 
     async def load_former(self, client: FloeClient) -> StoredReplay | UnreadableReplay | None:
         return await load_replay(KeyValue(client, self.service.state_bucket, optional=True), self.request.target)

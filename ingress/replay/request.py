@@ -16,7 +16,7 @@ from common.clock import NS_PER_S, parse_time
 from common.errors import UsageError
 from common.exits import choices, floe_command
 from common.sequences import SequenceRange
-from common.settings.types import format_duration, is_filter
+from common.settings.types import format_duration, is_filter, is_subject
 from ingress.replay.pace import Pace
 from ingress.verdict.settle import CONFIRM_INTERVAL_S
 
@@ -54,8 +54,9 @@ class ReplayRequest:
         for subject in self.subjects:
             if not is_filter(subject):
                 raise UsageError(f"--subject: expected a filter such as nodes.*.temperature, found {subject!r}")
-        if set("{}") & set(self.prefix):
-            raise UsageError(f"--subject-prefix: expected the text itself, without braces, found {self.prefix!r}")
+        if set("{}") & set(self.prefix) or (self.prefix and not is_subject(self.prefix)):
+            expected = "expected a subject without wildcards and braces"
+            raise UsageError(f"--subject-prefix: {expected}, found {self.prefix!r}")
         if self.from_sequence and self.to_sequence and self.from_sequence > self.to_sequence:
             most = f"--to-sequence {self.to_sequence}"
             raise UsageError(f"--from-sequence: expected at most {most}, found {self.from_sequence}")

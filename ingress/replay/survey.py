@@ -6,13 +6,14 @@ sequences needs them. A listing is repeated if compaction has removed a segment 
 
 import asyncio
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import cast
 
 from common.archive.documents import ChainStore, Floor, StreamDocument
 from common.archive.guard import SegmentGone
-from common.archive.scan import RELIST_ATTEMPTS, with_current_listing
+from common.archive.scan import RELIST_ATTEMPTS, Damage, with_current_listing
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.times import Timeline
@@ -22,7 +23,7 @@ from common.clock import Clock
 from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
 from common.exits import choices, floe_command
 from common.nats.api import StreamInfo
-from common.sequences import Stretch, cover
+from common.sequences import SequenceRange, Stretch, cover, holes
 from common.service.process import ThreadPool
 from ingress.replay import target
 from ingress.replay.plan import (
@@ -99,6 +100,7 @@ class ReplaySurvey:
         self._store, self._documents, self._threads, self._clock = store, documents, threads, clock
         self._request = request
         self.progress: OnSurveyProgress = lambda *_: None
+        self.counts_lost_end = True  # of an ended incarnation, as a hole
         self._moments: TimeBounds = (None, None)
         self._deleted_notes: list[str] = []  # lines about requested sequences that retention deleted
         self.notes: list[str] = []
@@ -161,6 +163,8 @@ class ReplaySurvey:
             self.notes.append(f"the archive of {chain} begins at {begins}")
         if request.to_sequence is not None and request.to_sequence > (archived := min(covered, ends or covered)):
             self.notes.append(f"the archive of {chain} ends at {archived}")
+        if ends and self.counts_lost_end and moments == (None, None):
+            covered = max(covered, ends)
         rows = clip_range(begins, covered, ends, first, last)
         return held, None if rows is None else ChainRange(chain, rows)
 
@@ -183,35 +187,36 @@ class ReplaySurvey:
 
     async def _plan_chain(self, each: ChainRange) -> ReplayChain:
         """Plan one chain. Raises DataError if segments are damaged again and again, Unavailable if they vanish."""
-        lost, damaged = set[str](), set[str]()
+        lost, damaged = set[str](), dict[str, SegmentRef]()
         found = await self._threads.run(self._documents.gaps, each.chain)
         gaps = [gap.range for gap in found]
         for _ in range(RELIST_ATTEMPTS):
             refs = await self._threads.run(self._store.list, each.chain, position=each.rows.first)
             usable = [ref for ref in refs if ref.key not in lost]
-            stretches, holes, accepted = split_range(usable, each.rows, gaps)
-            parts = list[ReplayPart | DataError]()
+            stretches, missing, accepted = split_range(usable, each.rows, gaps)
+            parts = list[ReplayPart | Damage]()
             for begin in range(0, len(stretches), REPORT_SEGMENTS):
                 some = stretches[begin : begin + REPORT_SEGMENTS]
                 self.progress(each.chain, begin, len(stretches))
                 parts += await asyncio.gather(*(self._threads.run(_read_part, self._store, s, usable) for s in some))
-            wrong = {s.segment.key: p for s, p in zip(stretches, parts, strict=True) if isinstance(p, DataError)}
-            floor = await self._threads.run(self._documents.floor, each.chain) if holes and not wrong else None
-            if floor is not None and holes[0].first < floor.first:  # raised after the survey began
+            wrong = {part.segment.key: part for part in parts if isinstance(part, Damage)}
+            floor = await self._threads.run(self._documents.floor, each.chain) if missing and not wrong else None
+            if floor is not None and missing[0].first < floor.first:  # raised after the survey began
                 raise retention_error(each.chain, floor)
             if not wrong:
                 sound = tuple(part for part in parts if isinstance(part, ReplayPart))
-                return ReplayChain(each, sound, tuple(holes), tuple(accepted))
+                unread = [rows for part in sound for rows in _lost_unread(part, usable, gaps, damaged.values())]
+                return ReplayChain(each, sound, tuple(sorted([*missing, *unread])), tuple(accepted))
             lost |= wrong.keys()
-            damaged |= {key for key, error in wrong.items() if isinstance(error, SegmentCorrupt)}
+            damaged |= {key: p.segment for key, p in wrong.items() if isinstance(p.error, SegmentCorrupt)}
             self.notes += [f"damaged or gone, left out: {key}" for key in sorted(wrong)]
-        is_gone = any(isinstance(error, SegmentGone) for error in wrong.values())
+        is_gone = any(isinstance(part.error, SegmentGone) for part in wrong.values())
         raise vanishing_error(each.chain) if is_gone else damaged_error(each.chain, damaged)
 
 
-def _read_part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart | DataError:
-    """Return the part with its footer; the error if the segment is gone or damaged. Blocking; reads rows only if others
-    of `refs` may hold the unread sequences of the segment.
+def _read_part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart | Damage:
+    """Return the part with its footer; a segment that is gone or damaged, if one is needed for it. Blocking; reads rows
+    only if others of `refs` may hold the unread sequences of the segment.
     """
     try:
         footer = store.footer(stretch.segment)
@@ -220,9 +225,22 @@ def _read_part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence
         if unread is None or not any(ref.coverage.overlaps(unread) for ref in others):
             return ReplayPart(stretch, footer)
         with open_stretch(store, stretch, refs=refs) as reader:
-            return ReplayPart(stretch, footer, reader.max_missing(stretch.rows))
+            missing = reader.max_missing(stretch.rows)
+            for each in reader.left_out:
+                return Damage(each.segment, cast(DataError, each.__cause__))
+            return ReplayPart(stretch, footer, missing)
     except (SegmentGone, SegmentCorrupt) as error:
-        return error
+        return Damage(stretch.segment, error)
+
+
+def _lost_unread(
+    part: ReplayPart, usable: Sequence[SegmentRef], gaps: Sequence[SequenceRange], damaged: Iterable[SegmentRef]
+) -> Iterator[SequenceRange]:
+    """Yield the unread sequences of a part that only damaged segments may hold."""
+    if (unread := part.footer.unread and part.footer.unread.intersection(part.stretch.rows)) is not None:
+        others = [ref.coverage for ref in usable if ref.key != part.stretch.segment.key]
+        for within in filter(None, (ref.coverage.intersection(unread) for ref in damaged)):
+            yield from holes([*others, *gaps], within)
 
 
 def vanishing_error(chain: Chain) -> Unavailable:
@@ -280,15 +298,15 @@ def resumable_replay(hints: ReplayHints, former: StoredReplay | UnreadableReplay
 
 def check_plan(plan: ReplayPlan, hints: ReplayHints) -> None:
     """Raise Stopped if the archive holds less than the request, and no option allows that."""
+    if plan.holes and not hints.options.skip_holes:
+        chain = plan.holes[0].chain
+        raise hole_error(hints, chain, *(hole.rows for hole in plan.holes if hole.chain == chain))
     if plan.is_lossy and not hints.options.allow_lossy:
         raise Stopped(
             f"the archive of this range is a copy, not a backup: {lossy_text(plan)}",
             hint=choices(("replay a complete feed; or the messages that exist", hints.command("--allow-lossy"))),
             code="E-REPLAY-LOSSY",
         )
-    if plan.holes and not hints.options.skip_holes:
-        chain = plan.holes[0].chain
-        raise hole_error(hints, chain, *(hole.rows for hole in plan.holes if hole.chain == chain))
 
 
 def lossy_text(plan: ReplayPlan) -> str:

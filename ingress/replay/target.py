@@ -97,14 +97,14 @@ def missing_error(hints: ReplayHints) -> FloeError:
     )
 
 
-def not_empty_error(hints: ReplayHints, info: StreamInfo) -> FloeError:
+def not_empty_error(hints: ReplayHints, info: StreamInfo, document: StreamDocument | None) -> FloeError:
+    ways = [("append the messages", hints.command("--append"))]
+    if document is None or document.config.get("name") != hints.request.target:  # the source may hold unarchived ones
+        ways.insert(0, ("empty it, and run the same command again; or", hints.purge_command))
     return Stopped(
         f"target {hints.request.target}: expected an empty stream, found {info.messages} messages up to "
         f"sequence {info.last_sequence}",
-        hint=choices(
-            ("empty it, and run the same command again", hints.purge_command),
-            ("or append the messages", hints.command("--append")),
-        ),
+        hint=choices(*ways),
         code="E-TARGET-NOT-EMPTY",
     )
 

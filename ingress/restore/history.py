@@ -156,7 +156,7 @@ class ArchivedHistory:
         """Return the chains of a request and notes for an operator. Try again if retention deletes meanwhile."""
         for left in reversed(range(RELIST_ATTEMPTS)):
             survey = ReplaySurvey(self._store, self._documents, self._threads, self._clock, wanted)
-            survey.progress = self._survey_progress
+            survey.progress, survey.counts_lost_end = self._survey_progress, False  # the plan has it
             try:
                 return (await survey.run())[0].chains, survey.notes
             except Stopped as error:

@@ -46,9 +46,7 @@ async def test_two_feeds_of_one_stream_are_independent(bench: Bench) -> None:
 
 
 @pytest.mark.simulated
-async def test_everything_purged_is_covered_by_a_heartbeat_and_unverified_until_more_comes(
-    bench: Bench,
-) -> None:
+async def test_everything_purged_is_covered_by_a_heartbeat_and_unverified_until_more_comes(bench: Bench) -> None:
     stream = await bench.begun([b"x"] * 5)
     await bench.publish(stream, [b"x"] * 5)
     await bench.client.api(f"STREAM.PURGE.{stream}")

@@ -26,9 +26,7 @@ from tests.support.servers import restore_disk, save_disk
 pytestmark = pytest.mark.simulated
 
 
-async def test_rows_received_before_a_recreation_are_put_though_another_covers_their_beginning(
-    bench: Bench,
-) -> None:
+async def test_rows_received_before_a_recreation_are_put_though_another_covers_their_beginning(bench: Bench) -> None:
     """The rest has no other copy."""
     stream = await bench.make_stream(unique("T"))
     feed = {"stream": stream, "segment": {"max_age": "1h"}}

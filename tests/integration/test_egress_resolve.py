@@ -247,9 +247,7 @@ async def test_a_feed_that_nothing_stops_is_left_alone(bench: Bench) -> None:
 # E-EMPTY-ARCHIVE, of several incarnations
 
 
-async def test_a_lost_bucket_is_accepted_once_for_all_incarnations_and_no_earlier_decision_counts(
-    bench: Bench,
-) -> None:
+async def test_a_lost_bucket_is_accepted_once_for_all_incarnations_and_no_earlier_decision_counts(bench: Bench) -> None:
     """A decision to begin at a later sequence was made for an archive that had the earlier ones."""
     stream = await bench.begun([b"old"] * 10)
     await bench.recreate(stream, [b"new %d" % n for n in range(6)])

@@ -257,9 +257,7 @@ async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_dur
 # `floe egress init`
 
 
-async def test_init_shows_what_was_dropped_missing_stale_or_in_the_way_and_changes_none_of_it(
-    bench: Bench,
-) -> None:
+async def test_init_shows_what_was_dropped_missing_stale_or_in_the_way_and_changes_none_of_it(bench: Bench) -> None:
     stream, queue, limits = [await make(bench, kind) for kind in ("interest", "workqueue", "limits")]
     missing = unique("MISSING")
     await bench.publish(stream, numbered(7))

@@ -204,10 +204,7 @@ async def test_a_target_that_is_being_restored_is_waited_for(client: FloeClient,
     await make(client, centre)
     await carry_once(centre, client)
     await update(
-        client,
-        centre,
-        subjects=[f"{RESTORE_PREFIX}{centre.target}"],
-        metadata={RESTORE_KEY: "0 first=1 end=30"},
+        client, centre, subjects=[f"{RESTORE_PREFIX}{centre.target}"], metadata={RESTORE_KEY: "0 first=1 end=30"}
     )
     async with centre.running() as health:
         await soon(lambda: "is being restored" in centre.status(health).get("why", ""))

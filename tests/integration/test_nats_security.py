@@ -355,10 +355,7 @@ def ways(place: Place) -> dict[str, tuple[dict[str, Any], dict[str, Any], dict[s
         "jwt and seed": (
             {"extra": operator.config()},
             by_jwt,
-            {
-                "another's seed": {**by_jwt, **others},
-                "no JWT": {**by_jwt, "jwt_file": place.write("no.jwt", CANARY)},
-            },
+            {"another's seed": {**by_jwt, **others}, "no JWT": {**by_jwt, "jwt_file": place.write("no.jwt", CANARY)}},
         ),
         "token": (
             {"extra": f'authorization {{ token: "{RIGHT}" }}'},

@@ -254,6 +254,22 @@ async def test_late_rows_are_no_loss_before_the_union_either(world: World) -> No
     assert await world.sequences() == list(range(1, 21))
 
 
+async def test_unread_rows_of_a_damaged_segment_and_a_lost_end_are_holes(world: World) -> None:
+    """The segment 1..40 had not read 1..30; damage hides 11..20 of them, and 41..50 of the incarnation are gone."""
+    gone = {"ledger": Ledger({Reason.GONE_BEFORE_READ: 30}), "unread": SequenceRange(1, 30)}
+    world.archive.put(rows_of(31, 40), SequenceRange(1, 40), **gone)
+    for first in (1, 11, 21):
+        world.archive.put(rows_of(first, first + 9))
+    spoil(world, next(ref for ref in world.archive.store.list(CHAIN) if ref.coverage.first == 11))
+    following = StreamDocument({"name": "NODES"}, "2026-11-21T10:00:00Z", {0: 50})
+    world.archive.documents.create_stream(CHAIN.next_incarnation(), following)
+    await world.make()
+    error = await refused(world, "E-REPLAY-HOLE", incarnation=0)
+    assert "no segment covers 11..20, 41..50" in error.message
+    await world.run(ReplayOptions(skip_holes=True, allow_lossy=True), incarnation=0)
+    assert await world.sequences() == [*range(1, 11), *range(21, 41)]
+
+
 @pytest.mark.parametrize(("bad", "asked"), [(1, 150), (1, 201), (2, 250), (0, 101)])
 async def test_damage_is_a_hole_and_may_be_as_new_as_the_moment(world: World, bad: int, asked: int) -> None:
     world.fill((1, 100), (101, 200), (201, 300))

@@ -156,11 +156,7 @@ async def copy_of(bench: Bench, stream: str, server: str, until: int) -> list[Me
     ids=["short", "each"],
 )
 async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarded_one(
-    clustered: Bench,
-    cluster: NatsCluster,
-    monkeypatch: pytest.MonkeyPatch,
-    count: int,
-    moments: list[tuple[str, ...]],
+    clustered: Bench, cluster: NatsCluster, monkeypatch: pytest.MonkeyPatch, count: int, moments: list[tuple[str, ...]]
 ) -> None:
     bench, servers = clustered, sorted(server.name for server in cluster.servers)
     stream, before, state = await lost(bench, count, num_replicas=3)

@@ -466,14 +466,7 @@ KINDS: dict[str, Kind] = {
         incarnation=1,
         missing="that it continues is the same stream only up to 20",
     ),
-    "cut anew": Kind(
-        before=two(9),
-        then=deletes(4),
-        between=cuts,
-        after=two(5),
-        incarnation=1,
-        cut=2,
-    ),
+    "cut anew": Kind(before=two(9), then=deletes(4), between=cuts, after=two(5), incarnation=1, cut=2),
     "T, before it was set back": Kind(
         between=acts(set_back(20), puts(15), resolves()),
         incarnation=1,

@@ -195,9 +195,7 @@ async def test_no_silence_is_reported_right_after_a_rebuild(site: SampledArchive
     assert {a.value for a in advisories} == facts(found.sampler).keys()
 
 
-async def test_inputs_of_a_damaged_merge_are_read_and_damaged_ones_left_out(
-    site: SampledArchive,
-) -> None:
+async def test_inputs_of_a_damaged_merge_are_read_and_damaged_ones_left_out(site: SampledArchive) -> None:
     log = busy_log(300)
     site.archive(log, [100, 200, 300])
     inputs = site.store.list(CHAIN)

@@ -14,7 +14,7 @@ import pytest
 from rich.cells import cell_len
 
 from common import segments_cli as cli
-from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.archive.keys import Layout
 from common.archive.segment import Message, SegmentRef
 from common.archive.store import SegmentStore
@@ -352,6 +352,19 @@ def test_a_hole_at_the_beginning_is_one(run: Run, archive: Archive) -> None:
     assert [run(*words).code for words in (("info", str(CHAIN)), ("cat", str(CHAIN)))] == [0, 0]
     archive.objects.put(Layout("data").chain_document(CHAIN), b"{")
     assert len(run("cat", str(CHAIN)).out.splitlines()) == 2
+
+
+def test_a_lost_end_is_named_and_an_accepted_gap_is_no_hole(run: Run, archive: Archive) -> None:
+    archive.put(rows(1, 2), SequenceRange(1, 2))
+    archive.chains.write_tail(CHAIN, 4)
+    assert (done := run("cat", str(CHAIN))).code == 3
+    assert done.err == "no segment covers 3..4\n"
+    created = "2026-11-21T10:00:00Z"
+    archive.chains.create_stream(CHAIN.next_incarnation(), StreamDocument({"name": "NODES"}, created, {0: 6}))
+    assert run("cat", str(CHAIN)).err == "no segment covers 3..6\n"
+    assert json.loads(run("info", str(CHAIN), "--json").out)["holes"] == ["3..6"]
+    archive.chains.accept_gap(CHAIN, AcceptedGap(SequenceRange(3, 6)))
+    assert [run(*words).code for words in (("info", str(CHAIN)), ("cat", str(CHAIN)))] == [0, 0]
 
 
 def test_a_damaged_segment_is_skipped_if_others_cover_it(run: Run, archive: Archive, merged: Merged) -> None:

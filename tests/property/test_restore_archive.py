@@ -15,13 +15,7 @@ from common.archive.columns import batch_of
 from common.archive.segment import Message
 from common.errors import ConfigError
 from common.sequences import MAX_SEQUENCE
-from ingress.restore.archive import (
-    KEEP_ALIVE_FRAME,
-    ArchiveConsumer,
-    ArchiveState,
-    ArchiveWriter,
-    varint,
-)
+from ingress.restore.archive import KEEP_ALIVE_FRAME, ArchiveConsumer, ArchiveState, ArchiveWriter, varint
 from ingress.restore.highwayhash import hash_of
 from ingress.restore.preflight import archive_writer
 from tests.support.restore import crc32c, encoded_block, entries, tar_files, unframed

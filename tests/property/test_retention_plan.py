@@ -101,10 +101,7 @@ def test_a_plan_repeated_changes_nothing_and_a_footer_is_read_only_if_the_object
 CHAINS = st.builds(Chain, st.just("us-east"), st.just("NODES"), st.integers(0, 2), st.integers(0, 3))
 
 
-@given(
-    st.dictionaries(CHAINS, st.tuples(st.integers(0, 1000), st.integers(0, 100)), max_size=8),
-    st.integers(0, 6000),
-)
+@given(st.dictionaries(CHAINS, st.tuples(st.integers(0, 1000), st.integers(0, 100)), max_size=8), st.integers(0, 6000))
 def test_bytes_above_the_limit_are_taken_from_the_oldest_incarnation_first(
     drawn: dict[Chain, tuple[int, int]], most: int
 ):

@@ -105,13 +105,7 @@ class Cleaning:
 
 
 def compaction(
-    world: World,
-    name: str,
-    settings: Settings,
-    objects: SimObjects,
-    folder: Path,
-    rule: RetentionRule,
-    done: Cleaning,
+    world: World, name: str, settings: Settings, objects: SimObjects, folder: Path, rule: RetentionRule, done: Cleaning
 ) -> Member:
     """A process that runs compaction repeatedly, with retention by `rule`."""
 

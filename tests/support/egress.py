@@ -397,11 +397,7 @@ def feed_of(stream: str, count: int = 3, **keys: Any) -> dict[str, Any]:
 
 
 async def begun_parts(
-    bench: Bench,
-    count: int,
-    messages: int,
-    subjects: Sequence[str] = ("0.a", "1.a"),
-    **config: Any,
+    bench: Bench, count: int, messages: int, subjects: Sequence[str] = ("0.a", "1.a"), **config: Any
 ) -> tuple[str, Partitioned]:
     """Create a stream of so many messages, all archived by the partitions of a feed of its name; return both."""
     stream = await bench.make_stream(unique("T"), **config)

@@ -277,7 +277,7 @@ class Caller:
             shown["config"] = _consumer_config(document["config"])
         elif "consumers" in document:
             shown["consumers"] = sorted(
-                (each if isinstance(each, str) else each["name"] for each in document["consumers"] or []),
+                each if isinstance(each, str) else each["name"] for each in document["consumers"] or []
             )
         return shown
 

@@ -161,10 +161,7 @@ def test_text_that_only_yaml_1_1_would_change_stays_text_and_a_number_is_written
         ("a: " + "[" * 500_000, "f.yaml:1:36: expected at most 32 levels, found more"),
         ("a: {" + "? {" * 300_000, "expected at most 32 levels, found more"),
         ("a: [" + "[]," * 60_000, "expected at most 50000 keys and values, found more"),
-        (
-            "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)),
-            "the anchor &a0",
-        ),
+        ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60)), "the anchor &a0"),
     ],
     ids=lambda value: repr(value[:40]),
 )

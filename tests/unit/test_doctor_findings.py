@@ -28,10 +28,7 @@ from common.settings.service import NatsSettings
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
 GOOD, WARNED = ok("nats", "version", "2.15.1"), warning("nats", "version", "2.9.0", "old")
-BAD, LEFT_OUT = (
-    problem("nats", "target", "none", "nothing is carried"),
-    skipped("nats", "jetstream", "not told"),
-)
+BAD, LEFT_OUT = (problem("nats", "target", "none", "nothing is carried"), skipped("nats", "jetstream", "not told"))
 AWAY = failed("nats", "connection", Unavailable("no answer"))
 
 

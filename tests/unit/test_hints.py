@@ -119,7 +119,7 @@ def of_chains() -> Iterator[str]:
 
 def of_replays() -> Iterator[str]:
     former = receipt.Receipt(REQUEST, (), 0, 0, True, 0.0)
-    yield from (target.missing_error(HINTS).hint, target.not_empty_error(HINTS, INFO).hint, HINTS.source_hint(""))
+    yield from (target.missing_error(HINTS).hint, target.not_empty_error(HINTS, INFO, None).hint, HINTS.source_hint(""))
     yield from (
         HINTS.source_hint("NODES"),
         HINTS.restart_hint(),
@@ -152,6 +152,7 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
     "egress/partition.py:resolve_command": lambda: [
         partition.resolve_command("IT'S", "--new-incarnation --from 3"),
         partition.believe_command(CHAIN),
+        partition.resolve_command("-dash", "--believe-listing"),
     ],
     "egress/partition.py:repartition_command": lambda: [partition.repartition_command("IT'S")],
     "egress/partition.py:restore_command": lambda: [

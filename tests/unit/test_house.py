@@ -18,13 +18,13 @@ PRODUCT = (*COUNTED, "infra", "bench")
 MOST_FILES = 240
 # Lines of code by folder. A number rises only where another falls by as much in the same commit.
 MOST_LINES = {
-    "common": 14_310,
-    "egress": 8_900,
-    "ingress": 12_550,
-    "compaction": 4_800,
+    "common": 14_323,
+    "egress": 8_895,
+    "ingress": 12_560,
+    "compaction": 4_792,
     "floe.py": 151,
     "pyspark_floe.py": 22,
-    "infra": 3_550,
+    "infra": 3_532,
     "bench": 1_350,
 }
 MOST_TEST_LINES = 45_000

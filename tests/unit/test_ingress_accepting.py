@@ -242,7 +242,4 @@ def test_what_was_parked_counts_for_nothing_where_it_is_carried_again() -> None:
     assert names_of(forget(CLOSED, reading(100), 0).after, 1) == ["t0+1"]
     assert names_of(forget(CLOSED, reading(0), 0).after, 1) == ["t0+1"]
     assert names_of(forget(CLOSED, reading(7, created="t1"), 0).after, 1) == ["t1"]
-    assert names_of(rebuild(CLOSED, reading(2), scan(0, 2, (1, A, 3), (2, A, 5))).after, 5, 6) == [
-        "t0",
-        "t0+1",
-    ]
+    assert names_of(rebuild(CLOSED, reading(2), scan(0, 2, (1, A, 3), (2, A, 5))).after, 5, 6) == ["t0", "t0+1"]

@@ -284,11 +284,7 @@ def small(first: int, last: int) -> list[str]:
 def test_levels_above_are_listed_only_if_level_0_does_not_continue_and_until_one_does() -> None:
     store, objects = store_of(*small(1, 500), key(1, 500, 1))
     found = plan_from_listings(store, CHAIN, 5, None, NONE).stretches
-    assert (found[0].rows.first, found[-1].rows.last, objects.entries) == (
-        5,
-        4 + SEARCH_PAGE,
-        SEARCH_PAGE,
-    )
+    assert (found[0].rows.first, found[-1].rows.last, objects.entries) == (5, 4 + SEARCH_PAGE, SEARCH_PAGE)
 
     store, objects = store_of(*small(501, 900), key(1, 500, 2), *[key(n, n, 7) for n in range(1, 500)])
     [above, *_] = plan_from_listings(store, CHAIN, 42, None, NONE).stretches

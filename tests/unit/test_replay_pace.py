@@ -69,8 +69,8 @@ def test_a_request_is_known_by_its_meaning_and_its_prefix_is_text_and_no_templat
     assert ReplayRequest("s", "F", "T", since=60.0).moments(100.0) == (40 * SECOND, None)
     with pytest.raises(UsageError):
         ReplayRequest("s", "F", "T", since=60.0, to_time="1970-01-01T00:00:30Z").moments(100.0)
-    for prefix in ("{site}", "a.{x", "a}"):
-        with pytest.raises(UsageError, match="--subject-prefix: expected the text itself, without braces"):
+    for prefix in ("{site}", "a.{x", "a}", "a.*", "a b", "a..b", "."):
+        with pytest.raises(UsageError, match="--subject-prefix: expected a subject without wildcards and braces"):
             ReplayRequest("s", "F", "T", prefix=prefix)
 
 

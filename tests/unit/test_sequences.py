@@ -152,8 +152,18 @@ def test_a_damaged_segment_hides_none_of_the_others(archive: Archive):
     broken, sound = archive.put(1, 100), archive.put(11, 99)
     path = archive.folder / "store" / broken.key
     path.write_bytes(path.read_bytes()[:-9] + b"123456789")
-    assert cover_of(archive, 1, 120) == ([*range(11, 121)], [])
-    assert sound.level == 0
+    found, [problem] = cover_of(archive, 1, 120)
+    assert (found, broken.key in problem, sound.level) == ([*range(11, 121)], True, 0)
+
+
+def test_a_segment_that_was_merged_since_the_listing_keeps_its_rows_in_the_unread_range(archive: Archive):
+    unread(archive)
+    late, problems = archive.put(1, 100), list[Hole | Damage]()
+    chain = ChainArchive(archive.store, CHAIN, archive.listed())
+    archive.put(1, 100, level=1)
+    archive.store.delete(late)
+    batches = Scan(chain, SequenceRange(1, 120), problems.append).batches()
+    assert ([s for b in batches for s in b.column("sequence").to_pylist()], problems) == ([*range(1, 121)], [])
 
 
 def test_two_contents_under_one_sequence_are_a_fork(archive: Archive):
