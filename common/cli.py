@@ -444,13 +444,13 @@ def _parse_selector(text: str) -> ChainSelector:
         raise ValueError(error.message) from None
 
 
-_SELECTOR_TYPE = ParsedType("chain", ChainSelector, _parse_selector)
+CHAIN_TYPE = ParsedType("chain", ChainSelector, _parse_selector)
 
 #: `SITE/FEED[/INCARNATION[/PARTITION]]`; the command gets `selector: ChainSelector`.
-chain_argument = click.argument("selector", type=_SELECTOR_TYPE, metavar=CHAIN_FORM)
+chain_argument = click.argument("selector", type=CHAIN_TYPE, metavar=CHAIN_FORM)
 
 #: The same for a command that can do without a chain; it gets None then.
-optional_chain_argument = click.argument("selector", type=_SELECTOR_TYPE, required=False, metavar=f"[{CHAIN_FORM}]")
+optional_chain_argument = click.argument("selector", type=CHAIN_TYPE, required=False, metavar=f"[{CHAIN_FORM}]")
 
 
 def confirm(question: str, yes: bool, *, is_needed: bool = True) -> None:

@@ -242,7 +242,7 @@ async def run_flush(settings: Settings, name: str, wait: bool | None, timeout: f
         if not wait:
             leases = optional_leases(client, settings.egress, new_owner(settings.instance), clock)
             if not await flushing.find_holders(leases):
-                what = f"flush of {settings.site}/{name or '*'}: no process holds the lease, so no segment is open"
+                what = f"flush of {settings.site}/{feed or '*'}: no process holds the lease, so no segment is open"
                 raise Unavailable(what, hint=choices(("start egress", floe_command("egress run"))), code="E-LEASE")
         await flushing.send_request()
         is_done = wait is False or await flushing.wait(timeout, partial(click.echo, err=True))

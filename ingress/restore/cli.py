@@ -12,11 +12,11 @@ import click
 
 from common.chain import FEED_PATTERN
 from common.cli import (
+    CHAIN_TYPE,
     ChainSelector,
     RequestedTime,
     SequenceType,
     TimeType,
-    chain_argument,
     config_option,
     confirm,
     json_option,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@chain_argument
+@click.argument("selector", type=CHAIN_TYPE, metavar="SITE/FEED[/INCARNATION]")
 @click.option("--as", "name", metavar="NAME", help="Name of the restored stream; default: its former name.")
 @click.option("--subjects", metavar="A,B", help="With --as: its subjects; default: the former ones.")
 @click.option("--to-sequence", type=SequenceType(), help="The last sequence; default: the end of the archive.")
