@@ -483,11 +483,12 @@ def _range_of(chains: ChainStore, chain: Chain, refs: Sequence[SegmentRef]) -> S
     """Return the range from the begin to the end of the chain, by its documents and `refs`; None if there is none."""
     whole = span(refs)
     with suppress(DataError):  # `segments verify` reports it
-        end, first = chains.read_end(chain), _first_sequence(chains, chain)
+        if (document := chains.read_chain(chain)) is None:
+            return whole
+        end, floor = chains.read_end(chain), chains.read_floor(chain)
         end = max(whole.last if whole else 0, (chains.read_tail(chain) or 0) if end is None else end)
-        if whole and not chains.read_floor(chain):
-            first = min(first, whole.first)
-        if first <= end and chains.read_chain(chain):
+        first = max(document.first, floor) if floor else min(document.first, whole.first if whole else MAX_SEQUENCE)
+        if first <= end:
             return SequenceRange(first, end)
     return whole
 

@@ -146,9 +146,8 @@ class ChainArchive:
             return None
         return self.leave_out(segment, error)
 
-    def leave_out(self, segment: SegmentRef, error: BaseException | None) -> Damage:
+    def leave_out(self, segment: SegmentRef, error: DataError) -> Damage:
         """Leave out a segment from now on."""
-        assert isinstance(error, DataError), "the cause of a segment that cannot be read"
         self._errors[segment.key] = damage = Damage(segment, error)
         self._avoided[segment.key] = segment
         self._stretches = None
@@ -224,7 +223,7 @@ class Scan:
                         yield from self._rows(reader, part)
                     self.position = part.rows.last + 1
                     for error in reader.left_out:
-                        self._on_problem(self._archive.leave_out(error.segment, error.__cause__))
+                        self._on_problem(self._archive.leave_out(error.segment, error.error))
                 except (SegmentGone, SegmentCorrupt) as error:
                     if (damage := self._archive.avoid(part.segment, error)) is not None:
                         self._on_problem(damage)

@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 
 class UnreadableSegmentError(Exception):
-    """Failure to read one segment of several; the cause is its error."""
+    """Failure to read one segment of several, with its error."""
 
-    def __init__(self, segment: SegmentRef) -> None:
+    def __init__(self, segment: SegmentRef, error: DataError) -> None:
         super().__init__(segment.key)
-        self.segment = segment
+        self.segment, self.error = segment, error
 
 
 Report = Callable[[UnreadableSegmentError], None]
@@ -52,7 +52,7 @@ def reading(segment: SegmentRef, *kinds: type[DataError]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise UnreadableSegmentError(segment) from error
+        raise UnreadableSegmentError(segment, error) from error
 
 
 def around_damage(usable: list[SegmentRef], work: Callable[[], T], report: Report = lambda _: None) -> T:
@@ -66,8 +66,8 @@ def around_damage(usable: list[SegmentRef], work: Callable[[], T], report: Repor
 
 
 def log_left_out(error: UnreadableSegmentError) -> None:
-    cause = str(error.__cause__)
-    log.warning("segment left out", action="segment_left_out", error=cause, **error.segment.log_context())
+    context = error.segment.log_context()
+    log.warning("segment left out", action="segment_left_out", error=str(error.error), **context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class StretchReader(AbstractContextManager["StretchReader"]):
             except UnreadableSegmentError as error:
                 log_left_out(error)
                 self._excluded.add(error.segment.key)
-                if isinstance(error.__cause__, SegmentGone):
+                if isinstance(error.error, SegmentGone):
                     self._refs = None  # merged since it was listed
                 else:
                     self.left_out.append(error)

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import cast
 
 from common.archive.documents import ChainStore, Floor, StreamDocument
 from common.archive.guard import SegmentGone
@@ -206,7 +205,9 @@ class ReplaySurvey:
             if not wrong:
                 sound = tuple(part for part in parts if isinstance(part, ReplayPart))
                 unread = [rows for part in sound for rows in _lost_unread(part, usable, gaps, damaged.values())]
-                return ReplayChain(each, sound, tuple(sorted([*missing, *unread])), tuple(accepted))
+                # Two damaged segments may hide the same sequences: the complement of the complement has each once.
+                every = holes(holes([*missing, *unread], each.rows), each.rows)
+                return ReplayChain(each, sound, tuple(every), tuple(accepted))
             lost |= wrong.keys()
             damaged |= {key: p.segment for key, p in wrong.items() if isinstance(p.error, SegmentCorrupt)}
             self.notes += [f"damaged or gone, left out: {key}" for key in sorted(wrong)]
@@ -226,8 +227,8 @@ def _read_part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence
             return ReplayPart(stretch, footer)
         with open_stretch(store, stretch, refs=refs) as reader:
             missing = reader.max_missing(stretch.rows)
-            for each in reader.left_out:
-                return Damage(each.segment, cast(DataError, each.__cause__))
+            if reader.left_out:
+                return Damage(reader.left_out[0].segment, reader.left_out[0].error)
             return ReplayPart(stretch, footer, missing)
     except (SegmentGone, SegmentCorrupt) as error:
         return Damage(stretch.segment, error)

@@ -404,7 +404,7 @@ def test_spark_starts_for_a_user_without_a_name_and_a_home(s3: SharedS3, tmp_pat
     room = Room(tmp_path / "room", "/var/cache/floe", {config: text}, NAMELESS)
     words = ["floe", "segments", "verify", "-c", config, "--engine", "spark", "--master", "local[1]", "--json"]
     with running(room, words, {"HOME": "/"}) as process:
-        assert process.wait(3 * PATIENCE) == 0, room.text()  # Spark, compiled anew: this user may write no bytecode
+        assert process.wait(3 * PATIENCE) == 0, room.text()  # this user may write no bytecode for Spark
     assert '"rows": 30' in room.text()
 
 

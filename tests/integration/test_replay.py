@@ -258,9 +258,11 @@ async def test_unread_rows_of_a_damaged_segment_and_a_lost_end_are_holes(world: 
     """The segment 1..40 had not read 1..30; damage hides 11..20 of them, and 41..50 of the incarnation are gone."""
     gone = {"ledger": Ledger({Reason.GONE_BEFORE_READ: 30}), "unread": SequenceRange(1, 30)}
     world.archive.put(rows_of(31, 40), SequenceRange(1, 40), **gone)
-    for first in (1, 11, 21):
-        world.archive.put(rows_of(first, first + 9))
-    spoil(world, next(ref for ref in world.archive.store.list(CHAIN) if ref.coverage.first == 11))
+    for first, level in ((1, 0), (11, 0), (21, 0), (11, 1)):
+        world.archive.put(rows_of(first, first + 9), level=level)
+    for ref in world.archive.store.list(CHAIN):
+        if ref.coverage.first == 11:
+            spoil(world, ref)
     following = StreamDocument({"name": "NODES"}, "2026-11-21T10:00:00Z", {0: 50})
     world.archive.documents.create_stream(CHAIN.next_incarnation(), following)
     await world.make()
