@@ -53,14 +53,14 @@ STATUS_VIEWS = {"egress": "egress.status:site_view", "ingress": "ingress.operato
 #: Checks of `floe doctor` that only one part can make.
 DOCTOR_CHECKS = {"target": "ingress.target:examine_target", "spark": "compaction.spark:examine_spark"}
 
-#: Checks of `floe config check` that only one part can make.
-CONFIG_CHECKS = {"contradictions": "ingress.preflight:settings_problems"}
+#: Checks of `floe config check` and `floe check` that only one part can make.
+ROLE_CHECKS = {"contradictions": "ingress.preflight:settings_problems", "compaction": "compaction.cli:check_compaction"}
 
 #: Programs that a part starts and only `infra` can run.
 PROGRAMS = {"server": "infra.local.nats:NatsServer"}
 
 #: Commands that a group of one part gets from another part.
-EXTRAS = {"segments": {"verify": "compaction.cli:verify"}, "check": {"compaction": "compaction.cli:check_compaction"}}
+EXTRAS = {"segments": {"verify": "compaction.cli:verify"}}
 
 
 class LazyGroup(click.Group):
@@ -133,7 +133,7 @@ def cli(ctx: click.Context, verbose: bool, debug: bool) -> None:  # noqa: ARG001
 
     The configuration is -c FILE, else FLOE_CONFIG, else /etc/floe/floe.yaml.
     """
-    hooks = STATUS_VIEWS | DOCTOR_CHECKS | CONFIG_CHECKS | PROGRAMS
+    hooks = STATUS_VIEWS | DOCTOR_CHECKS | ROLE_CHECKS | PROGRAMS
     ctx.obj = {section: functools.partial(_load, target) for section, target in hooks.items()}
 
 

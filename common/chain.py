@@ -44,9 +44,7 @@ class Chain:
     @classmethod
     def parse(cls, text: str) -> Chain:
         """Parse the form of `str`; `site/feed` alone means incarnation 0000, partition 0. Raises ValueError."""
-        site, feed, incarnation, partition = parse_chain_parts(text)
-        if feed is None:
-            raise ValueError(f"chain {text!r:.80}: expected {CHAIN_FORM}")
+        site, feed, incarnation, partition = parse_feed_parts(text)
         return cls(site, feed, incarnation or 0, partition or 0)
 
     def next_incarnation(self) -> Chain:
@@ -68,4 +66,12 @@ def parse_chain_parts(text: str) -> tuple[str, str | None, int | None, int | Non
         Chain(site, "ANY" if feed is None else feed, incarnation or 0, partition or 0)
     except ValueError as error:
         raise ValueError(f"{expected}: {error}") from None
+    return site, feed, incarnation, partition
+
+
+def parse_feed_parts(text: str) -> tuple[str, str, int | None, int | None]:
+    """Return the same as `parse_chain_parts`, but require the feed."""
+    site, feed, incarnation, partition = parse_chain_parts(text)
+    if feed is None:
+        raise ValueError(f"chain {text!r:.80}: expected {CHAIN_FORM}")
     return site, feed, incarnation, partition

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import http.client
 import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import Command, Duration, config_option, json_option, print_json
+from common.cli import Duration, chains_argument, config_option, json_option, print_json
 from common.clock import SystemClock
 from common.errors import ConfigError, DataError, FloeError, Refused, Unavailable, UsageError
 from common.logs import escape
-from common.settings.types import format_count, format_duration, parse_duration
+from common.settings.types import format_count, format_duration
 
 if TYPE_CHECKING:
     from common.archive.documents import ChainStore
@@ -34,7 +33,11 @@ if TYPE_CHECKING:
 MONITOR_TIMEOUT_S = 10.0  # seconds for a monitor to answer
 HANG_AFTER_S = 30.0  # seconds without a beat of the event loop that count as a hang
 MAX_SHOWN = 3  # problems in a line; the number of the others follows
+HOUR_S, DAY_S = 3600.0, 86_400.0
 MIN_PARQUET_BYTES = 12  # bytes of the smallest possible Parquet file: its magic twice, and a length
+
+
+Thresholds = tuple[float | None, float | None]  # of WARNING and CRITICAL, in seconds; None: the default
 
 
 class CheckState(IntEnum):
@@ -97,9 +100,7 @@ class CheckResult:
         return f"{self.state.name} - {self.text()}" + (f" | {figures}" if figures else "")
 
 
-def thresholds(
-    given: tuple[float | None, float | None], defaults: tuple[float, float], *, at_least: bool = False
-) -> tuple[float, float]:
+def thresholds(given: Thresholds, defaults: tuple[float, float], *, at_least: bool = False) -> tuple[float, float]:
     """Return WARNING and CRITICAL in seconds: as `given`, else the default, limited by the other one.
 
     Raises UsageError if a value would be CRITICAL before it is a WARNING. `at_least`: values have to stay above.
@@ -116,93 +117,106 @@ def thresholds(
     return warning, critical
 
 
-class _CheckGroup(click.Group):
-    """A group that reports a wrong command line as UNKNOWN, in a line like any check: 2 would be read as CRITICAL."""
+class _CheckCommand(click.Command):
+    """A command that reports a wrong command line as UNKNOWN, in a line like any check: 2 would be read as CRITICAL."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with self._unknown():
-            return super().make_context(*args, **kwargs)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with self._unknown():
-            return super().invoke(ctx)
-
-    @contextmanager
-    def _unknown(self) -> Iterator[None]:
         try:
-            yield
+            return super().make_context(*args, **kwargs)
         except click.UsageError as error:
             text = error.format_message()
-            if isinstance(error, click.exceptions.NoArgsIsHelpError):
-                click.echo(text, err=True)
-                text = f"floe check: expected one of {', '.join(self.commands)}, found none"
-            elif error.ctx is not None:
+            if isinstance(error, click.MissingParameter):
+                text = f"floe check: expected one of {', '.join(PARTS)}, found none"
+            if error.ctx is not None:
                 click.echo(error.ctx.get_usage(), err=True)
             click.echo(CheckResult("", problems=[(CheckState.UNKNOWN, f"E-USAGE: {text}")]).line())
             raise click.exceptions.Exit(CheckState.UNKNOWN) from None
 
 
-def check_command(
-    group: click.Group | None, name: str, warning: str, critical: str, quantity: str, *, at_least: bool = False
-) -> Callable[[Command], Command]:
-    """Return a decorator that makes the command `name` of `group` (None: it is added later).
-
-    It takes a function of settings, `warning`, `critical` and the values of other options, which returns a CheckResult.
-    `quantity`: the quantity that the thresholds limit. `warning`, `critical`: their defaults as durations; without, the
-    function finds them by `thresholds`. `at_least`: as there.
-    """
-
-    def decorate(fn: Command) -> Command:
-        @functools.wraps(fn)
-        def run(config: str, as_json: bool, **options: Any) -> None:
-            try:
-                from common.open import load_settings
-
-                if warning:
-                    defaults = parse_duration(warning), parse_duration(critical)
-                    found = thresholds((options["warning"], options["critical"]), defaults, at_least=at_least)
-                    options["warning"], options["critical"] = found
-                result = fn(load_settings(config, quiet=True), **options)
-            except FloeError as error:
-                result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{error.code}: {error.message}")])
-            except KeyboardInterrupt:
-                result = CheckResult("", problems=[(CheckState.UNKNOWN, "interrupted before the check was done")])
-            except Exception as error:  # a monitor must receive any error as a state
-                result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{type(error).__name__}: {error}")])
-            if as_json:
-                figures = {each.name: each.value for each in result.performance_data if math.isfinite(each.value)}
-                print_json({"state": result.state.name, "text": result.text(), "figures": figures})
-            else:
-                click.echo(result.line())
-            sys.exit(result.state)
-
-        chosen = _option(CheckState.WARNING, warning, quantity)(_option(CheckState.CRITICAL, critical, quantity)(run))
-        return (group.command if group else click.command)(name)(json_option(config_option(chosen)))
-
-    return decorate
+#: Loaders of checks that only one part can make: `compaction` of `floe.ROLE_CHECKS`.
+PartChecks = Mapping[str, Callable[[], Callable[..., CheckResult]]]
+PARTS = ("egress", "ingress", "archive", "compaction")
 
 
-def _option(state: CheckState, default: str, quantity: str) -> Callable[[Command], Command]:
-    """Return the option `--warning DURATION` or `--critical DURATION`, by `state`; None if it is not given."""
-    shown = f"  [default: {default}]" if default else ""
-    return click.option(f"--{state.name.lower()}", type=Duration(), help=f"{state.name} beyond this {quantity}.{shown}")
+@click.command(cls=_CheckCommand)
+@click.argument("part", type=click.Choice(PARTS))
+@chains_argument
+@click.option("--warning", type=Duration(), help="WARNING beyond this time.")
+@click.option("--critical", type=Duration(), help="CRITICAL beyond this time.")
+@json_option
+@config_option
+@click.pass_obj
+def check(
+    parts: PartChecks,
+    part: str,
+    what: str | None,
+    warning: float | None,
+    critical: float | None,
+    as_json: bool,
+    config: str,
+) -> None:
+    """Report the state of a part in one line, for Nagios and cron: exit 0, 1, 2 or 3.
 
+    egress, ingress: asks the service that runs on this host, at `monitor.listen` of its section. CRITICAL if a chain or
+    target waits for an operator, is beyond --critical, or the process hangs; WARNING if anything is not ready; UNKNOWN
+    if there is no answer.
 
-@click.group(cls=_CheckGroup)
-def check() -> None:
-    """Report the state of a part in one line, for Nagios and cron: exit 0, 1, 2 or 3."""
+    archive: the end of each chain in the bucket, holes, damage, and the heartbeats of egress. Lists all segments, one
+    request for each thousand, and reads the newest of each chain; only `floe segments verify` finds damage inside the
+    others. The chains are those that the argument names, else those of the configuration, if any, else all.
 
-
-@check_command(check, "egress", "1d", "6h", "time until the source expires unarchived messages", at_least=True)
-def check_egress(settings: Settings, warning: float, critical: float) -> CheckResult:
-    """Check the egress that runs on this host, at `egress.monitor.listen`.
-
-    CRITICAL if a chain waits for an operator, the source is about to expire messages that are not archived, or
-    the process hangs; WARNING if anything is not ready; UNKNOWN if there is no answer.
+    compaction: the segments that a run would merge now, as `floe compact --dry-run` lists them, and the results that
+    the last runs left in the bucket. Without thresholds also WARNING a day, CRITICAL three days after the last success.
 
     \b
-    Example: floe check egress -c site.yaml --critical 12h
+    part        the thresholds limit                               WARNING       CRITICAL
+    egress      time until the source expires unarchived messages  1d            6h
+    ingress     age of the oldest message that is not delivered    15m           1h
+    archive     time since the last heartbeat of egress            1m            1h
+    compaction  age of the oldest segment that waits for a merge   max_wait +1d  +3d
+
+    \b
+    Examples:
+      floe check egress -c site.yaml --critical 12h
+      floe check ingress -c central.yaml --warning 5m --critical 30m
+      floe check archive -c central.yaml us-east/NODES
+      floe check compaction -c central.yaml --warning 2d --critical 4d
     """
+    try:
+        result = _find(parts, part, config, (warning, critical), what)
+    except FloeError as error:
+        result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{error.code}: {error.message}")])
+    except KeyboardInterrupt:
+        result = CheckResult("", problems=[(CheckState.UNKNOWN, "interrupted before the check was done")])
+    except Exception as error:  # a monitor must receive any error as a state
+        result = CheckResult("", problems=[(CheckState.UNKNOWN, f"{type(error).__name__}: {error}")])
+    if as_json:
+        figures = {each.name: each.value for each in result.performance_data if math.isfinite(each.value)}
+        print_json({"state": result.state.name, "text": result.text(), "figures": figures})
+    else:
+        click.echo(result.line())
+    sys.exit(result.state)
+
+
+def _find(parts: PartChecks, part: str, config: str, given: Thresholds, what: str | None) -> CheckResult:
+    """Check `part`. `given`: the thresholds of the command line. Raises UsageError for `what` of another part."""
+    from common.open import load_settings
+
+    if what is not None and part != "archive":
+        raise UsageError(f"{what}: expected only with archive, found {part}")
+    settings = load_settings(config, quiet=True)
+    if part == "egress":
+        return check_egress(settings, *thresholds(given, (DAY_S, 6 * HOUR_S), at_least=True))
+    if part == "ingress":
+        limits = thresholds(given, (900.0, HOUR_S))
+        return judge_ingress(fetch_status(settings.ingress.monitor, "ingress.monitor.listen"), *limits)
+    if part == "archive":
+        return check_archive(settings, *thresholds(given, (60.0, HOUR_S)), what)
+    return parts["compaction"]()(settings, given)
+
+
+def check_egress(settings: Settings, warning: float, critical: float) -> CheckResult:
+    """Check the egress of this host. `warning`, `critical`: seconds until the source expires unarchived messages."""
     monitor = settings.egress.monitor
     document = fetch_status(monitor, "egress.monitor.listen")
     metrics = fetch_page(monitor, "/metrics")
@@ -210,31 +224,10 @@ def check_egress(settings: Settings, warning: float, critical: float) -> CheckRe
     return judge_egress(document, min(map(float, left), default=math.inf), warning, critical)
 
 
-@check_command(check, "ingress", "15m", "1h", "age of the oldest archived message that is not delivered")
-def check_ingress(settings: Settings, warning: float, critical: float) -> CheckResult:
-    """Check the ingress that runs on this host, at `ingress.monitor.listen`.
-
-    CRITICAL if a target or a chain waits for an operator, is too late, or the process hangs; WARNING if
-    anything is not ready; UNKNOWN if there is no answer.
-
-    \b
-    Example: floe check ingress -c central.yaml --warning 5m --critical 30m
-    """
-    return judge_ingress(fetch_status(settings.ingress.monitor, "ingress.monitor.listen"), warning, critical)
-
-
-@check_command(check, "archive", "1m", "1h", "time since the last heartbeat of egress for a chain")
-@click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 def check_archive(settings: Settings, warning: float, critical: float, what: str | None) -> CheckResult:
-    """Check the bucket: the end of each chain, holes, damage, and the heartbeats of egress.
+    """Check the chains in the bucket that `what` names; None: those of the configuration, if any, else all.
 
-    Lists all segments, one request for each thousand, and reads the newest of each chain; only
-    `floe segments verify` finds damage inside the others. Without an argument, the chains are those that the
-    configuration names, if any, else all.
-
-    \b
-    Example: floe check archive -c central.yaml
-             floe check archive -c central.yaml us-east/NODES
+    `warning`, `critical`: seconds since the last heartbeat of egress for a chain.
     """
     from common.archive.catalog import select_chains
     from common.archive.keys import configured_feeds, parse_chain_name
@@ -373,7 +366,7 @@ class CheckedChain:
     recreated: float | None = None
 
 
-RECREATED_WARNING_S = 86_400.0  # seconds for which it is a warning
+RECREATED_WARNING_S = DAY_S  # for which it is a warning
 
 
 def judge_archive(found: list[CheckedChain], warning: float, critical: float) -> CheckResult:

@@ -27,8 +27,8 @@ from zoneinfo import ZoneInfo
 
 import click
 
-from common.chain import CHAIN_FORM, Chain
-from common.clock import NS_PER_S, parse_time
+from common.chain import CHAIN_FORM, Chain, parse_feed_parts
+from common.clock import NS_PER_S, format_time, parse_time
 from common.errors import UsageError
 from common.exits import CONTEXT_META_KEY, exit_with_code
 from common.logs import escape
@@ -126,6 +126,9 @@ def _zone_name(at: datetime) -> str:
     except (ValueError, OSError, KeyError):
         return name if name == zone == "UTC" else f"UTC: {UNKNOWN_ZONE_TEXT}{zone:.60}"
     return name
+
+
+Bounds = tuple[int | None, int | None]  # from and up to, in ns since 1970; None: no bound
 
 
 def resolve_time(now: float, requested: RequestedTime | None) -> int | None:
@@ -290,11 +293,10 @@ DEFAULT_CONFIG = Path("/etc/floe/floe.yaml")
 
 
 def config_file(ctx: click.Context, _param: click.Parameter, value: str | None) -> str:
-    """Return the file that is named, that of FLOE_CONFIG, or the default; for `config check` also that of the argument.
+    """Return the file that is named, that of FLOE_CONFIG, or the default.
 
     Raises click.UsageError if none is named and the default does not exist.
     """
-    value = ctx.params.get("document") or value
     if not value and not DEFAULT_CONFIG.exists():
         message = f"expected a configuration: -c FILE, FLOE_CONFIG or {DEFAULT_CONFIG}; found none of them"
         raise click.UsageError(message, ctx)
@@ -327,7 +329,7 @@ def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return file(context(command))
 
 
-#: `--json`; the command gets `as_json: bool`.
+#: `-j`, `--json`; the command gets `as_json: bool`.
 json_option = click.option("-j", "--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -363,6 +365,12 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 Command = Callable[..., Any]
 
+
+def config_command(fn: Callable[P, Any]) -> Command:
+    """Run `fn` as `run_command` does, with `config: str` and `as_json: bool`; place it below the click decorators."""
+    return json_option(config_option(run_command(fn)))
+
+
 #: `--target STREAM`; the command gets `target: str`.
 target_option = click.option("--target", required=True, metavar="STREAM", help="The target.")
 
@@ -376,30 +384,51 @@ wide_option = click.option("--wide", "is_wide", is_flag=True, help="All columns,
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show the changes; make none.")
 
 
+#: `--since TIME`, inclusive, and `--until TIME`, exclusive; the command gets `RequestedTime | None`.
+since_option = click.option("--since", type=TimeType(), help="From this time on: 2026-01-02T03:04:05Z, 2h (ago).")
+until_option = click.option("--until", type=TimeType(), help="Up to this time, exclusive.")
+
+#: `--from-sequence N` and `--to-sequence N`, both inclusive; the command gets `int | None`.
+from_sequence_option = click.option("--from-sequence", type=SequenceType(), help="The first sequence.")
+to_sequence_option = click.option("--to-sequence", type=SequenceType(), help="The last sequence.")
+
+
+def range_options(command: Command) -> Command:
+    """Add the bounds of a range, as sequences and as times."""
+    return from_sequence_option(to_sequence_option(since_option(until_option(command))))
+
+
+def check_range(first: int | None, last: int | None, since: RequestedTime | None, until: RequestedTime | None) -> None:
+    """Raise UsageError for two bounds at one end, and for sequences in the wrong order."""
+    if first is not None and since is not None:
+        raise UsageError("expected one of --from-sequence and --since, found both")
+    if last is not None and until is not None:
+        raise UsageError("expected one of --to-sequence and --until, found both")
+    if first is not None and last is not None and first > last:
+        raise UsageError(f"--from-sequence {first} is greater than --to-sequence {last}")
+
+
+def resolve_range(now: float, since: RequestedTime | None, until: RequestedTime | None) -> Bounds:
+    """Return both times in ns since 1970, None for no bound. Raises UsageError if nothing lies between them."""
+    begin, end = resolve_time(now, since), resolve_time(now, until)
+    if begin is not None and end is not None and begin >= end:
+        raise UsageError(f"--since {format_time(begin)}: expected before --until {format_time(end)}")
+    return begin, end
+
+
 @dataclass(frozen=True, slots=True)
 class ChainSelector:
-    """One chain as an operator names it. `incarnation`, `partition` None: the newest, the only one.
-
-    Raises UsageError for values that no chain can have.
-    """
+    """One chain as an operator names it. `incarnation`, `partition` None: the newest, the only one."""
 
     site: str
     feed: str
     incarnation: int | None = None
     partition: int | None = None
 
-    def __post_init__(self) -> None:
-        try:
-            Chain(self.site, self.feed, self.incarnation or 0, self.partition or 0)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-
     @classmethod
     def parse(cls, text: str) -> ChainSelector:
-        """Parse `SITE/FEED[/INCARNATION[/PARTITION]]`. Raises UsageError."""
-        from common.archive.keys import parse_chain_of_feed
-
-        return cls(*parse_chain_of_feed(text))
+        """Parse `SITE/FEED[/INCARNATION[/PARTITION]]`. Raises ValueError."""
+        return cls(*parse_feed_parts(text))
 
     def resolve(self, settings: Settings, tracked: Collection[Chain] = (), delivered: Collection[Chain] = ()) -> Chain:
         """Return the chain that is meant, among those of the archive, `tracked` and `delivered`.
@@ -437,19 +466,15 @@ class ChainSelector:
             )
 
 
-def _parse_selector(text: str) -> ChainSelector:
-    try:
-        return ChainSelector.parse(text)
-    except UsageError as error:
-        raise ValueError(error.message) from None
-
-
-CHAIN_TYPE = ParsedType("chain", ChainSelector, _parse_selector)
+CHAIN_TYPE = ParsedType("chain", ChainSelector, ChainSelector.parse)
 
 #: `SITE/FEED[/INCARNATION[/PARTITION]]`; the command gets `selector: ChainSelector`.
 chain_argument = click.argument("selector", type=CHAIN_TYPE, metavar=CHAIN_FORM)
 
-#: The same for a command that can do without a chain; it gets None then.
+#: Any chains of the archive; the command gets `what: str | None`.
+chains_argument = click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
+
+#: One chain, for a command that can do without; the command gets `selector: ChainSelector | None`.
 optional_chain_argument = click.argument("selector", type=CHAIN_TYPE, required=False, metavar=f"[{CHAIN_FORM}]")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import config_file, json_option, print_json, run_async, run_command
+from common.cli import config_command, json_option, print_json, run_async, run_command
 from common.errors import ConfigError, FloeError, Refused, UsageError
 from common.settings.types import format_count
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from common.migration.write import Imported, ImportedFile
     from common.settings.loader import ConfigDocument
 
-#: Loaders of functions that only one role has: `contradictions` of `floe.CONFIG_CHECKS`.
+#: Loaders of functions that only one role has: `contradictions` of `floe.ROLE_CHECKS`.
 RoleFunctions = Mapping[str, Callable[[], Any]]
 
 
@@ -26,15 +26,12 @@ def config() -> None:
 
 
 @config.command()
-@click.argument("document", required=False, metavar="FILE", is_eager=True)
-@click.option("-c", "--config", envvar="FLOE_CONFIG", callback=config_file, metavar="FILE", help="The same.")
 @click.option("--strict", is_flag=True, help="Treat warnings as errors.")
 @click.option("--connect", is_flag=True, help="Also connect to NATS and the store.")
-@json_option
 @click.pass_obj
-@run_command
-def check(parts: RoleFunctions, document: str | None, config: str, strict: bool, connect: bool, as_json: bool) -> int:
-    """Check all documents of FILE; connects to neither NATS nor the store, unless with --connect.
+@config_command
+def check(parts: RoleFunctions, config: str, strict: bool, connect: bool, as_json: bool) -> int:
+    """Check all documents of a configuration; connects to neither NATS nor the store, unless with --connect.
 
     Exit 78 if there is a problem; each one is a line `file:line:column: key: text`. If egress and ingress of a
     document would feed each other, this command warns, and every command that runs the document refuses it.
@@ -43,11 +40,10 @@ def check(parts: RoleFunctions, document: str | None, config: str, strict: bool,
     or 78. `floe doctor` examines more.
 
     \b
-    Example: floe config check /etc/floe/site.yaml
-             floe config check --connect /etc/floe/site.yaml
+    Example: floe config check -c /etc/floe/site.yaml
+             floe config check -c /etc/floe/site.yaml --connect
     """
-    file = document or config
-    documents, errors, loops = _check(file, parts)
+    documents, errors, loops = _check(config, parts)
     warnings = list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
     if strict and warnings:
         errors, documents, warnings = [*errors, ConfigError(*warnings, code="E-CONFIG-STRICT")], [], []
@@ -55,7 +51,7 @@ def check(parts: RoleFunctions, document: str | None, config: str, strict: bool,
     failures = [error for _, error in tried if error is not None]
     if as_json:
         found: dict[str, object] = {
-            "file": file,
+            "file": config,
             "ok": not errors and not failures,
             "documents": [_summary(document) for document in documents],
             "problems": [problem for error in errors for problem in _problem_rows(error)],
@@ -66,7 +62,7 @@ def check(parts: RoleFunctions, document: str | None, config: str, strict: bool,
             found |= {"connections": shown}
         print_json(found)
     else:
-        _print_checked(file, documents, errors, warnings)
+        _print_checked(config, documents, errors, warnings)
         for name, error in tried:
             click.echo(f"{name}: ok") if error is None else click.echo(f"{name}: {error.as_text()}", err=True)
     return ConfigError.exit_code if errors else failures[0].exit_code if failures else 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import StyledCell, config_option, json_option, print_json, print_table, run_command
+from common.cli import StyledCell, config_command, print_json, print_table
 from common.doctor import (
     CHECKS,
     ROLES,
@@ -58,10 +58,8 @@ PROBE_THREADS = 3  # store, disk, Spark
 @click.option(
     "--role", "roles", type=click.Choice(ROLES), multiple=True, help="Examine for this role; may be repeated."
 )
-@json_option
-@config_option
 @click.pass_obj
-@run_command
+@config_command
 def doctor(probes: RoleProbes, roles: tuple[str, ...], config: str, as_json: bool) -> int:
     """Examine the store, NATS, Spark and the disk; explain each result and its remedy.
 

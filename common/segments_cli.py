@@ -30,21 +30,24 @@ from common.archive.times import Timeline
 from common.archive.views import duckdb_view, object_address, polars_frame
 from common.chain import Chain
 from common.cli import (
+    Bounds,
     RequestedTime,
-    SequenceType,
     StatusView,
     StyledCell,
-    TimeType,
-    config_option,
+    chains_argument,
+    check_range,
+    config_command,
     confirm,
     format_age,
-    json_option,
     print_json,
     print_table,
-    resolve_time,
-    run_command,
+    range_options,
+    resolve_range,
+    since_option,
     terminal_width,
+    to_sequence_option,
     truncate,
+    until_option,
     wide_option,
 )
 from common.clock import NS_PER_S, SystemClock, format_time, parse_time
@@ -75,7 +78,7 @@ def segments() -> None:
 
 
 @segments.command("ls")
-@click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
+@chains_argument
 @click.option("--cover", "is_cover", is_flag=True, help="Only the segments of the cover: each sequence once.")
 @click.option("--level", type=click.IntRange(0, 9), help="Only this level.")
 @click.option(
@@ -85,12 +88,10 @@ def segments() -> None:
     default="table",
     help="paths: one path per line; duckdb, polars: SQL or Python that defines `messages` over the cover.",
 )
-@click.option("--since", type=TimeType(), help="Only segments with messages of that time or later.")
-@click.option("--until", type=TimeType(), help="Only segments with messages before that time.")
+@since_option
+@until_option
 @wide_option
-@json_option
-@config_option
-@run_command
+@config_command
 def list_segments(
     config: str,
     what: str | None,
@@ -104,8 +105,9 @@ def list_segments(
 ) -> int:
     """List segments, of all chains or of those that the argument names; the totals go to stderr.
 
-    A listing reads no segment. --since and --until read the footers of some segments of each chain; --wide
-    reads that of every listed segment: rows, and the times of the first and last message (also with --json).
+    A listing reads no segment. --since and --until select the segments with messages of these times, and read the
+    footers of some segments of each chain; --wide reads that of every listed segment: rows, and the times of the first
+    and last message (also with --json).
 
     A glob over the bucket counts every merged row twice; the cover does not. A view holds no secret: its first
     lines explain how it gets keys for S3.
@@ -121,7 +123,7 @@ def list_segments(
     settings = load_settings(config, quiet=True)
     store, chains = open_for_view(settings)
 
-    bounds, taken, problems = _bounds(since, until), list[Stretch[SegmentRef]](), list[str]()
+    bounds, taken, problems = resolve_range(SystemClock().now(), since, until), list[Stretch[SegmentRef]](), list[str]()
     for chain in select_chains(chains, what, configured_feeds(settings)):
         refs = store.list(chain, level=level)
         if (within := _select(store, refs, bounds)) is not None:
@@ -146,18 +148,6 @@ def list_segments(
     for problem in problems:
         click.echo(str(problem), err=True)
     return EXIT_DIFFERENCES if problems else 0
-
-
-Bounds = tuple[int | None, int | None]
-
-
-def _bounds(since: RequestedTime | None, until: RequestedTime | None) -> Bounds:
-    """Return from (inclusive) and to (exclusive), ns since 1970. Raises click.UsageError if nothing lies between."""
-    now = SystemClock().now()
-    begin, end = resolve_time(now, since), resolve_time(now, until)
-    if begin is not None and end is not None and begin >= end:
-        raise click.UsageError(f"--since {format_time(begin)}: expected before --until {format_time(end)}")
-    return begin, end
 
 
 def _select(store: SegmentStore, refs: Sequence[SegmentRef], bounds: Bounds) -> SequenceRange | Literal[False] | None:
@@ -200,9 +190,7 @@ def _total(refs: Sequence[SegmentRef], rows: Sequence[Mapping[str, Any]]) -> str
 @segments.command("quarantine")
 @click.argument("key", metavar="KEY")
 @click.option("--yes", is_flag=True, help="Do not ask, even if no other segment covers its sequences.")
-@json_option
-@config_option
-@run_command
+@config_command
 def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
     """Move a damaged or wrong segment, or an object that Floe did not write, to quarantine.
 
@@ -233,9 +221,7 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
 
 @segments.command()
 @click.argument("what", metavar="KEY|CHAIN")
-@json_option
-@config_option
-@run_command
+@config_command
 def info(config: str, what: str, as_json: bool) -> int:
     """Show the footer of one segment, or the state of one chain in the archive.
 
@@ -261,16 +247,11 @@ def info(config: str, what: str, as_json: bool) -> int:
 
 @segments.command()
 @click.argument("what", metavar="KEY|CHAIN")
-@click.option("--from-sequence", type=SequenceType(), help="The first sequence to print.")
-@click.option("--to-sequence", type=SequenceType(), help="The last sequence to print.")
-@click.option("--since", type=TimeType(), help="From the first message of that time or later.")
-@click.option("--until", type=TimeType(), help="Before the first message of that time or later.")
+@range_options
 @click.option("--subject", "subjects", multiple=True, metavar="FILTER", help="Only these; may be repeated.")
 @click.option("--limit", type=click.IntRange(min=1), help="At most this many messages.")
 @click.option("-f", "--follow", is_flag=True, help="Continue with messages archived later, until Ctrl-C.")
-@json_option
-@config_option
-@run_command
+@config_command
 def cat(
     config: str,
     what: str,
@@ -298,9 +279,13 @@ def cat(
         floe segments cat -c central.yaml us-east/NODE_DATA --from-sequence 1000 --to-sequence 1010
         floe segments cat -c central.yaml us-east/NODE_DATA --json | jq -r .payload
     """
-    _refuse_conflicts(from_sequence, to_sequence, since, until, subjects, follow)
+    check_range(from_sequence, to_sequence, since, until)
+    if follow and (to_sequence, until) != (None, None):
+        raise click.UsageError("--follow: expected neither --to-sequence nor --until")
+    if wrong := [each for each in subjects if not is_filter(each)]:
+        raise click.UsageError(f"--subject: expected a filter such as nodes.*.temp, found {wrong[0]!r:.80}")
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    bounds, (store, chains) = _bounds(since, until), open_for_view(settings)
+    bounds, (store, chains) = resolve_range(clock.now(), since, until), open_for_view(settings)
     ref = _segment(store, settings, what)
     if ref and follow:
         raise click.UsageError("--follow: expected a chain, found one segment")
@@ -348,30 +333,6 @@ def cat(
     for problem in problems:
         click.echo(str(problem), err=True)
     return EXIT_DIFFERENCES if is_damaged or problems else 0
-
-
-def _refuse_conflicts(
-    first: int | None,
-    last: int | None,
-    since: RequestedTime | None,
-    until: RequestedTime | None,
-    subjects: Sequence[str],
-    follow: bool,
-) -> None:
-    """Raise click.UsageError for options that contradict each other."""
-    for given, other, names in (
-        (first, since, "--from-sequence and --since"),
-        (last, until, "--to-sequence and --until"),
-    ):
-        if given is not None and other is not None:
-            raise click.UsageError(f"expected one of {names}, found both")
-    if first is not None and last is not None and first > last:
-        raise click.UsageError(f"--from-sequence {first} is greater than --to-sequence {last}")
-    if follow and (last is not None or until is not None):
-        raise click.UsageError("--follow: expected neither --to-sequence nor --until")
-    for each in subjects:
-        if not is_filter(each):
-            raise click.UsageError(f"--subject: expected a filter such as nodes.*.temp, found {each!r:.80}")
 
 
 def _print(
@@ -669,15 +630,14 @@ _CONSUMER_COLUMNS = ("consumer", "delivered", "ack_floor", "ack_pending", "redel
 
 @consumers.command("ls")
 @click.argument("feed", metavar="SITE/FEED[/INC]")
-@click.option("--to-sequence", type=SequenceType(), help="From the last capture at or before this end of the archive.")
-@json_option
-@config_option
-@run_command
+@to_sequence_option
+@config_command
 def list_consumers(config: str, feed: str, to_sequence: int | None, as_json: bool) -> None:
     """List the consumers of a feed's stream as egress captured them last; the age of the capture goes to stderr.
 
-    For the newest incarnation, unless one is named. Sequences are those of the stream: the last one delivered, and
-    the one up to which all are acknowledged. Progress of a consumer since the capture is not shown.
+    For the newest incarnation, unless one is named. With --to-sequence, from the last capture at or before this end of
+    the archive. Sequences are those of the stream: the last one delivered, and the one up to which all are
+    acknowledged. Progress of a consumer since the capture is not shown.
 
     \b
     Examples:

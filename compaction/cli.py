@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import click
 
 from common.chain import Chain
-from common.check_cli import CheckResult, CheckState, PerformanceValue, check_command, thresholds
-from common.cli import config_option, json_option, print_json, print_table, run_command
+from common.check_cli import DAY_S, CheckResult, CheckState, PerformanceValue, Thresholds, thresholds
+from common.cli import chains_argument, config_command, print_json, print_table
 from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Unavailable, UsageError
 from common.logs import escape, get_logger
@@ -26,7 +26,6 @@ from common.settings.types import format_count, size_words
 
 log = get_logger("compaction.cli")
 
-DAY = 86_400.0  # seconds
 STORE_SILENCE_S = 25.0  # seconds that a call of the store may take after a signal
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
+@chains_argument
 @click.option("--level", type=click.IntRange(0, 8), help="Only merges that read this level.")
 @click.option("--engine", type=click.Choice(["spark", "local"]), help="The engine for the merges.")
 @click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
@@ -52,9 +51,7 @@ if TYPE_CHECKING:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the metrics of the run there, for node_exporter: NAME.prom.",
 )
-@json_option
-@config_option
-@run_command
+@config_command
 def compact(
     config: str,
     what: str | None,
@@ -86,7 +83,8 @@ def compact(
         raise UsageError(f"--metrics-textfile {textfile}: expected the name of a file, found something else")
     if textfile and not os.access(textfile.parent, os.W_OK | os.X_OK):
         raise UsageError(f"--metrics-textfile {textfile}: expected a file in a writable folder, found none")
-    from common.archive.keys import parse_chain_name
+    from common.archive.catalog import select_chains
+    from common.archive.keys import configured_feeds, parse_chain_name
     from common.service.process_log import ProcessLog
     from compaction import report
     from compaction.run import Selection
@@ -100,7 +98,7 @@ def compact(
         with closing(store):
             life = ProcessLog("compact", settings, SystemClock(), {}, engine=settings.compaction.engine, feed=feed)
             if what is not None:
-                _check_names(settings, selection)
+                select_chains(chains, what, configured_feeds(settings))  # raises UsageError for unknown names
             with _compaction(config, settings, store) as compaction:
                 retention = _retention(settings, store)
                 if dry_run:
@@ -115,7 +113,7 @@ def compact(
 
 
 @click.command()
-@click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
+@chains_argument
 @click.option("--deep", is_flag=True, help="Read every row, and compare levels row by row.")
 @click.option(
     "--engine", type=click.Choice(["spark", "local"]), default="local", help="The engine for the reads; default: local."
@@ -126,9 +124,7 @@ def compact(
     is_flag=True,
     help="Read only segments that no earlier run with --since-last has signed off, and sign them off.",
 )
-@json_option
-@config_option
-@run_command
+@config_command
 def verify(
     config: str, what: str | None, deep: bool, engine: str, master: str | None, since_last: bool, as_json: bool
 ) -> int:
@@ -190,32 +186,20 @@ def verify(
     return next((refusal.exit_code for _, refusal in unsigned if refusal.code != "E-STORE-CONTENDED"), 0)
 
 
-@check_command(None, "compaction", "", "", "age of the oldest segment that waits for a merge")
-@click.option(
-    "--textfile",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The file of `floe compact --metrics-textfile`, in place of the records of the runs in the bucket.",
-)
-def check_compaction(
-    settings: Settings, warning: float | None, critical: float | None, textfile: Path | None
-) -> CheckResult:
+def check_compaction(settings: Settings, given: Thresholds) -> CheckResult:
     """Check the bucket: the segments that a run of compaction would merge now, and the time that they have waited.
 
-    List all segments, as `floe compact --dry-run` does, and read the results that the last runs left there: the time of
-    the last success. Without thresholds: WARNING a day, CRITICAL three days after the last success; for waiting
-    segments, a day and three days beyond the longest `max_wait` of the levels.
-
-    \b
-    Example: floe check compaction -c central.yaml --warning 2d --critical 4d
+    Lists all segments, and reads the results that the last runs left there: the time of the last success. `given`
+    without values: a day and three days after the last success; for waiting segments, these times beyond the longest
+    `max_wait` of the levels.
     """
     from common.archive.documents import run_of
-    from compaction.report import read_last_success
     from compaction.run import Compaction, LocalRunner, Selection
 
     levels, now = settings.compaction.levels, SystemClock().now()
     longest = max((level.max_wait for level in levels), default=0.0)
-    limits = thresholds((warning, critical), (longest + DAY, longest + 3 * DAY))
-    succeeded = thresholds((warning, critical), (DAY, 3 * DAY))  # a run that has nothing to do succeeds too
+    limits = thresholds(given, (longest + DAY_S, longest + 3 * DAY_S))
+    succeeded = thresholds(given, (DAY_S, 3 * DAY_S))  # a run that has nothing to do succeeds too
     with closing(open_for_view(settings)[0]) as store:
         surveys = Compaction(store, levels, None, LocalRunner(store)).preview(Selection(settings.site or None))
         merged = (store.pages(survey.chain, level) for survey in surveys for level in {level.to for level in levels})
@@ -238,19 +222,13 @@ def check_compaction(
     for survey in surveys:
         for problem in survey.problems:
             result.add_problem(CheckState.WARNING, problem.line)
-    if textfile is not None:
-        if (done := read_last_success(textfile)) is None:
-            result.add_problem(CheckState.UNKNOWN, f"{textfile}: expected the metrics of a run, found none")
-            return result
-    else:
-        # Runs that covered one of the chains. Without any, the archive has waited since its oldest segment.
-        found = [run for survey in surveys if (run := run_of(runs, survey.chain)) is not None]
-        if not found:
-            result.check_limit(
-                f"no run is recorded, and the oldest segment is {now - oldest:.0f} s old", now - oldest, *succeeded
-            )
-            return result
-        done = min(run.succeeded or 0 for run in found)
+    # Runs that covered one of the chains. Without any, the archive has waited since its oldest segment.
+    found = [run for survey in surveys if (run := run_of(runs, survey.chain)) is not None]
+    if not found:
+        text = f"no run is recorded, and the oldest segment is {now - oldest:.0f} s old"
+        result.check_limit(text, now - oldest, *succeeded)
+        return result
+    done = min(run.succeeded or 0 for run in found)
     if done == 0:
         result.add_problem(CheckState.CRITICAL, "no run has succeeded yet")
     else:
@@ -307,16 +285,6 @@ def _override_settings(settings: Settings, engine: str | None, master: str | Non
     settings = with_master(settings, master)
     changes = {"engine": engine or settings.compaction.engine}
     return settings.model_copy(update={"compaction": settings.compaction.model_copy(update=changes)})
-
-
-def _check_names(settings: Settings, selection: Selection) -> None:
-    """Raise UsageError for a site, feed or partition that does not exist."""
-    from common.archive.catalog import match_chains
-    from common.archive.keys import configured_feeds, filter_chains
-
-    site, feed, numbers = selection.site, selection.feed, (selection.incarnation, selection.partition)
-    feeds, chains = configured_feeds(settings), open_for_work(settings)[1]
-    match_chains(chains, site, feed, lambda known: filter_chains(known, feeds, site, feed, *numbers))
 
 
 @contextmanager

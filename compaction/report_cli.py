@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from common.cli import (
-    RequestedTime,
-    TimeType,
-    config_option,
-    json_option,
-    print_json,
-    print_table,
-    resolve_time,
-    run_command,
-)
-from common.clock import SystemClock, format_time
+from common.cli import RequestedTime, config_command, print_json, print_table, resolve_range, since_option, until_option
+from common.clock import SystemClock
 from common.errors import DataError, FloeError, UsageError
 from common.open import load_settings, open_chains, open_store, reload_on_hangup
 
@@ -34,77 +25,53 @@ if TYPE_CHECKING:
 REPORT_COLUMNS = ("report", "chains", "segments", "bytes", "rows", "damaged")
 
 
-@click.group()
-def report() -> None:
-    """Make tables of the archive, and keep them current."""
+@click.command()
+@click.argument("kind", type=click.Choice(["latest", "traffic"]))
+@click.argument("what", required=False, metavar="[SITE[/FEED]]")
+@since_option
+@until_option
+@click.option(
+    "--output",
+    required=True,
+    metavar="DIR",
+    help="The place of the report: a directory, or s3://BUCKET/PREFIX beside the archive.",
+)
+@click.option("--full", is_flag=True, help="Begin again: drop the data that retention has deleted since.")
+@click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
+@config_command
+def report(as_json: bool, kind: str, since: RequestedTime | None, until: RequestedTime | None, **options: Any) -> int:
+    """Make a table of the archive, or keep it current: a second run reads only new data. Needs Spark.
 
+    latest: the newest message of each sample key, as a registry at the centre would hold it: latest.parquet. For
+    messages without a sample key, the newest of each subject. A deleted key of a key-value bucket is also a row, with
+    `operation` DEL or PURGE.
 
-def _report_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for decorate in (
-        config_option,
-        json_option,
-        click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077."),
-        click.option("--full", is_flag=True, help="Begin again: drop the data that retention has deleted since."),
-        click.option(
-            "--output",
-            required=True,
-            metavar="DIR",
-            help="The place of the report: a directory, or s3://BUCKET/PREFIX beside the archive.",
-        ),
-        click.argument("what", required=False, metavar="[SITE[/FEED]]"),
-    ):
-        command = decorate(command)
-    return command
-
-
-@report.command()
-@_report_options
-@run_command
-def latest(as_json: bool, **options: Any) -> int:
-    """Write the newest message of each sample key to latest.parquet, as a registry at the centre would hold it.
-
-    For messages without a sample key: the newest of each subject. A deleted key of a key-value bucket is also a row,
-    with `operation` DEL or PURGE. A second run reads only new data. Needs Spark.
+    traffic: messages, bytes, kept, sampled out and lag by site, feed and hour: traffic.parquet, traffic.csv,
+    traffic.html. A kept message counts in the hour of its timestamp. One that was left out counts in that of the next
+    kept one, with the reason from the ledger of its segment. The lag is known only for data that the report read before
+    compaction. With --since, a new report reads no data of earlier hours, and the page shows the hours from there on,
+    else the last 30 days. --until ends the page and the CSV; the Parquet file also holds later hours.
 
     \b
     Examples:
       floe report latest -c central.yaml --output /srv/floe
       floe report latest -c central.yaml us-east/NODES --output s3://archive/reports
-    """
-    from compaction.reports import LatestReport
-
-    with _updated_report(LatestReport, None, **options) as (_made_report, done, _place):
-        return _show("latest", options["output"], done, as_json)
-
-
-@report.command()
-@click.option("--since", type=TimeType(), help="Only from that hour on; a new report reads no older data.")
-@click.option("--until", type=TimeType(), help="Up to that time; the Parquet file also holds later hours.")
-@_report_options
-@run_command
-def traffic(as_json: bool, since: RequestedTime | None, until: RequestedTime | None, **options: Any) -> int:
-    """Write messages, bytes, kept, sampled out and lag by site, feed and hour: traffic.parquet, traffic.csv,
-    traffic.html.
-
-    A kept message counts in the hour of its timestamp. One that was left out counts in that of the next kept one, with
-    the reason from the ledger of its segment. The lag is known only for data that the report read before compaction. A
-    second run reads only new data. The page shows the last 30 days, or from --since on. Needs Spark.
-
-    \b
-    Examples:
-      floe report traffic -c central.yaml --output /srv/floe
       floe report traffic -c central.yaml us-east --since 7d --output /srv/floe/us-east --json
     """
+    from compaction.reports import LatestReport
     from compaction.traffic import HOUR_NS, TrafficReport
 
     now = SystemClock().now()
-    begin, end = resolve_time(now, since), resolve_time(now, until)
+    begin, end = resolve_range(now, since, until)
+    if kind == "latest":
+        if since is not None or until is not None:
+            raise UsageError("--since, --until: expected only with traffic")
+        with _updated_report(LatestReport, None, **options) as (_made_report, done, _place):
+            return _show(kind, options["output"], done, as_json)
     begin = None if begin is None else begin - begin % HOUR_NS
-    if begin is not None and end is not None and begin >= end:
-        raise UsageError(f"--since {format_time(begin)}: expected before --until {format_time(end)}")
     with _updated_report(TrafficReport, begin, **options) as (made, done, place):
         _put_views(made, place, begin, end, now)
-        return _show("traffic", options["output"], done, as_json)
+        return _show(kind, options["output"], done, as_json)
 
 
 @contextmanager
@@ -138,18 +105,16 @@ def _updated_report(
 
 def _selected(settings: Settings, what: str | None) -> tuple[list[Chain], str]:
     """Return the selected chains, and a name for them. Raises UsageError for a site or feed that does not exist."""
-    from common.archive.catalog import match_chains
-    from common.archive.keys import configured_feeds, filter_chains, parse_chain_name
+    from common.archive.catalog import select_chains
+    from common.archive.keys import configured_feeds, parse_chain_name
 
     site, feed, *history = (None, None) if what is None else parse_chain_name(what)
     if any(part is not None for part in history):
         raise UsageError(f"{what}: expected SITE[/FEED], found a chain", hint="a report is about whole feeds")
     documents, site = open_chains(settings), site or settings.site or None
     named = f"{site or 'all sites'}/{feed}" if feed else site or "all sites"
-    if what is None:
-        return documents.chains(site), named
-    feeds = configured_feeds(settings)
-    return match_chains(documents, site, feed, lambda known: filter_chains(known, feeds, site, feed)), named
+    chains = documents.chains(site) if what is None else select_chains(documents, what, configured_feeds(settings))
+    return chains, named
 
 
 def _put_views(made: TrafficReport, place: ReportPlace, since: int | None, until: int | None, now: float) -> None:

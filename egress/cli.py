@@ -2,11 +2,10 @@
 
 import click
 
-from common.cli import Duration, config_option, json_option, print_json, print_table, run_command
+from common.cli import Duration, config_command, config_option, print_json, print_table, run_command
 from common.memory import reduce_memory
 from common.open import load_settings, reload_on_hangup
-from egress.repartition_cli import repartition
-from egress.resolve_cli import resolve
+from egress.decisions_cli import repartition, resolve
 
 
 @click.group()
@@ -22,9 +21,7 @@ egress.add_command(resolve)
 @click.argument("feed", default="", metavar="[FEED|SITE/FEED[/INC[/PART]]]")
 @click.option("--wait/--no-wait", default=None, help="Also wait for partitions without a lease holder; or do not wait.")
 @click.option("--timeout", type=Duration(), default=60.0, help="How long to wait.  [default: 1m]")
-@json_option
-@config_option
-@run_command
+@config_command
 async def flush(config: str, feed: str, wait: bool | None, timeout: float, as_json: bool) -> int:
     """Close the open segment of FEED now, or of all feeds, and wait until it is stored.
 
@@ -77,9 +74,7 @@ INIT_COLUMNS = ("what", "name", "stream", "result", "note")
 
 
 @egress.command("init")
-@config_option
-@json_option
-@run_command
+@config_command
 async def init(config: str, as_json: bool) -> int:
     """Create the buckets, and the durables of interest and work-queue streams, before anything is published.
 

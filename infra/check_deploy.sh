@@ -69,7 +69,7 @@ for each in documents:
         path = f"{sys.argv[2]}/{name}"
         open(path, "w").write(text.replace("/etc/floe/credentials", sys.argv[2]))
         open(f"{sys.argv[2]}/s3-secret", "w").write("secret")
-        subprocess.run([sys.executable, "-m", "floe", "config", "check", path], check=True)
+        subprocess.run([sys.executable, "-m", "floe", "config", "check", "-c", path], check=True)
 print(names)
 END
 }

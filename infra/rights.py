@@ -173,7 +173,7 @@ ROLES = (
                 "parked retry",
             ),
             *("segments ls", "segments info", "segments cat", "segments verify", "segments quarantine"),
-            *("consumers ls", "check archive", "check compaction"),
+            *("consumers ls", "check"),
         ),
         (
             SubjectRights((*_stream("{target}", *INFO_CALLS), *_consumer("{target}", *CONSUMER_CALLS))),
@@ -185,6 +185,7 @@ ROLES = (
             KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*", "_floe/verify/*")),
             KeyRights(DELETE, ("site=*",)),
         ),
+        note=" (of `egress` and `ingress` it asks only the monitor)",
     ),
     RoleRights(
         "replay",
@@ -241,8 +242,7 @@ ROLES = (
 #: Commands without a role, by reason.
 COMMANDS_WITHOUT_ROLE = {
     "it has the rights of the role that it examines": ("doctor", "config check"),
-    "it asks the monitor of a service, and neither NATS nor the bucket": ("check egress", "check ingress"),
-    "docs/reports.md names its rights, which depend on where it writes": ("report latest", "report traffic"),
+    "docs/reports.md names its rights, which depend on where it writes": ("report",),
     "docs/advisories.md names its rights, on the stream of advisories alone": ("advisories",),
     "it makes what it needs": ("demo", "emulate"),
     "it connects to nothing": ("config import-stream-replicator", "version", "completion"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from common.cli import Interval, StatusView, config_option, json_option, print_json, run_async, run_command, wide_option
+from common import cli
+from common.cli import StatusView, config_command, config_option, print_json, run_async, run_command
 from common.clock import SystemClock
 from common.errors import OutcomeUnknown, StoreUnavailable, Unavailable
 from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER, report_error
@@ -72,9 +73,7 @@ checkpoint.add_command(checkpoint_release)
 
 
 @checkpoint.command("ls")
-@config_option
-@json_option
-@run_command
+@config_command
 async def checkpoint_ls(config: str, as_json: bool) -> None:
     """List the checkpoint of each target: the rows known to be stored, and the open intent if there is one.
 
@@ -92,14 +91,12 @@ EXIT_CODES_BY_SEVERITY = (EXIT_DIFFERENCES, EXIT_RETRY_LATER)
 Views = Mapping[str, Callable[[], "Callable[[Settings], Awaitable[StatusView]]"]]
 
 
-def _status_options(fn: Callable[..., Any]) -> Callable[..., Any]:
-    archive = click.option("--archive", "is_archive", is_flag=True, help="Show only the archive, without NATS.")
-    return archive(wide_option(json_option(config_option(click.pass_obj(run_command(fn))))))
-
-
 @click.command()
-@click.option("--watch", "every", is_flag=False, flag_value="2s", type=Interval(), help="Repeat at this interval.")
-@_status_options
+@click.option("--watch", "every", is_flag=False, flag_value="2s", type=cli.Interval(), help="Repeat at this interval.")
+@click.option("--archive", "is_archive", is_flag=True, help="Show only the archive, without NATS.")
+@cli.wide_option
+@click.pass_obj
+@config_command
 def status(views: Views, config: str, is_archive: bool, is_wide: bool, every: float | None, as_json: bool) -> int:
     """Show the state of this site, of the centre, or of the archive.
 

@@ -264,7 +264,7 @@ def load_document(path: str) -> ConfigDocument:
     if len(documents) != 1:
         raise ConfigError(
             f"{path}: expected one document, found {len(documents)}",
-            hint=f"floe config check {path} checks all documents; a command takes a file with one",
+            hint=f"a command takes a file with one; to check all documents:\nfloe config check -c {shlex.quote(path)}",
         )
     check_runnable(documents[0])
     return documents[0]

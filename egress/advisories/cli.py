@@ -13,7 +13,7 @@ import click
 from msgspec import structs
 
 from common.chain import FEED_PATTERN
-from common.cli import RequestedTime, TimeType, config_option, run_command
+from common.cli import RequestedTime, config_command, since_option
 from common.clock import NS_PER_S, Clock, SystemClock, parse_time
 from common.errors import FloeError, Unavailable
 from common.logs import escape
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from common.settings.root import Role
 
 
+LAST_HOUR = RequestedTime(seconds_ago=3600.0)
 RECONNECT_PAUSE_S = 1.0  # seconds between attempts after a lost connection
 
 
@@ -104,8 +105,7 @@ def _has_time(document: AdvisoryDocument) -> bool:
 @click.command()
 @click.argument("stream")
 @click.argument("value", required=False)
-@config_option
-@click.option("--since", type=TimeType(), default="1h", show_default=True, help="Only advisories stored since then.")
+@since_option
 @click.option("-f", "--follow", is_flag=True, help="Continue with new ones, until Ctrl-C.")
 @click.option(
     "--nats",
@@ -113,12 +113,19 @@ def _has_time(document: AdvisoryDocument) -> bool:
     type=click.Choice(["egress", "ingress"]),
     help="Role whose connection is used; default: egress if the configuration has feeds, else ingress.",
 )
-@click.option("-j", "--json", "as_json", is_flag=True, help="Print JSON, one document a line.")
-@run_command
+@config_command
 async def advisories(
-    stream: str, value: str | None, config: str, since: RequestedTime, follow: bool, role: Role | None, as_json: bool
+    stream: str,
+    value: str | None,
+    config: str,
+    since: RequestedTime | None,
+    follow: bool,
+    role: Role | None,
+    as_json: bool,
 ) -> None:
     """Show the advisories in STREAM, or those of one VALUE: new, silent, recovered or expired values.
+
+    Those stored in the last hour, or from --since on. With --json, one document a line.
 
     \b
     Example: floe advisories NODE_DATA_ADVISORIES node1.example.net -c site.yaml --since 5h
@@ -131,7 +138,7 @@ async def advisories(
     is_egress = settings.egress.feeds or not settings.ingress.targets
     nats = settings.nats_for(role or ("egress" if is_egress else "ingress"))
     client = await connect(nats, name="floe advisories", clock=clock)
-    search = AdvisorySearch(client, clock, stream, value, since, follow)
+    search = AdvisorySearch(client, clock, stream, value, since or LAST_HOUR, follow)
     try:
         async with stop_on_signals() as stop:
             await run_until_stopped(stop, _print(search, as_json))

@@ -12,7 +12,7 @@ import click
 from common.archive.documents import SnapshotRef
 from common.archive.store import SegmentStore
 from common.chain import Chain
-from common.cli import RequestedTime, TimeType, config_option, json_option, resolve_time, run_command
+from common.cli import ParsedType, RequestedTime, config_command, resolve_time, since_option
 from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import DataError, FloeError
 from common.logs import escape
@@ -109,27 +109,20 @@ def _format_json(chain: Chain, known: KnownKey) -> str:
     )
 
 
-class RegexType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """A regular expression, as re.Pattern."""
-
-    name = "regular expression"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> re.Pattern[str]:
-        try:
-            return re.compile(str(value))
-        except (re.error, RecursionError, OverflowError) as error:
-            self.fail(f"expected a regular expression, found {str(value)!r:.60}: {error}", param, ctx)
+def _parse_pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"expected a regular expression, found {text!r:.60}: {error}") from None
 
 
 @click.command()
-@click.argument("value", required=False, type=RegexType())
+@click.argument("value", required=False, type=ParsedType("regular expression", re.Pattern, _parse_pattern))
 @click.option("--feed", metavar="FEED|SITE/FEED[/INC[/PART]]", help="Only this feed, or this chain of it.")
-@click.option("--since", type=TimeType(), help="Only values seen since: 2h, a time.")
+@since_option
 @click.option("--silent", is_flag=True, help="Only values silent for longer than warn_duration, and not yet expired.")
 @click.option("--values", "is_values", is_flag=True, help="Print the values only.")
-@json_option
-@config_option
-@run_command
+@config_command
 def state(
     config: str,
     value: re.Pattern[str] | None,
@@ -141,9 +134,9 @@ def state(
 ) -> int:
     """List the values that the samplers of a site know: when each was last seen and copied, and its last advisory.
 
-    VALUE is a regular expression that is searched for in the values. The newest snapshot of each chain is read
-    from the store; stderr shows its last sequence, its age, and the end of the archive. With --json: one object
-    a line.
+    VALUE is a regular expression that is searched for in the values; with --since, only values seen from then on. The
+    newest snapshot of each chain is read from the store; stderr shows its last sequence, its age, and the end of the
+    archive. With --json: one object a line.
 
     Values that had expired at the snapshot are no longer known, and not listed. Those that have expired since are
     listed, and stderr counts them. A feed writes no snapshot while it is quiet; `floe egress flush` makes it

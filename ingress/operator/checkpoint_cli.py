@@ -30,7 +30,7 @@ def _parse_position(text: str) -> Position:
     name, _, sequence = text.rpartition("=")
     try:
         return cli.ChainSelector.parse(name), cli.parse_sequence(sequence)
-    except (ValueError, UsageError) as error:
+    except ValueError as error:
         raise ValueError(f"expected SITE/FEED/INCARNATION/PARTITION=SEQUENCE: {error}") from None
 
 
@@ -38,7 +38,6 @@ position_type = cli.ParsedType("chain=sequence", tuple, _parse_position)
 
 
 @click.command("set")
-@cli.config_option
 @cli.target_option
 @cli.optional_chain_argument
 @click.option("--sequence", type=cli.SequenceType(), help="The sequence at which the chain continues.")
@@ -51,8 +50,7 @@ position_type = cli.ParsedType("chain=sequence", tuple, _parse_position)
 @click.option("--accept-repeats", "repeats", is_flag=True, help="Store messages twice rather than lose them.")
 @cli.dry_run_option
 @cli.yes_option
-@cli.json_option
-@cli.run_command
+@cli.config_command
 async def checkpoint_set(
     config: str, target: str, selector: cli.ChainSelector | None, dry_run: bool, yes: bool, as_json: bool, **chosen: Any
 ) -> None:

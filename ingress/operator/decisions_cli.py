@@ -53,9 +53,7 @@ def gap() -> None:
 
 
 @gap.command("ls")
-@cli.config_option
-@cli.json_option
-@cli.run_command
+@cli.config_command
 async def gap_ls(config: str, as_json: bool) -> int:
     """List the holes of every chain that flows into a target, from the target's position on.
 
@@ -116,15 +114,13 @@ def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[
 
 
 @gap.command("accept")
-@cli.config_option
 @cli.chain_argument
 @click.option("--first", type=cli.SequenceType(), required=True, help="The first sequence of the gap.")
 @click.option("--last", type=cli.SequenceType(), required=True, help="The last sequence of the gap.")
 @click.option("--note", default="", help="Reason; stored with the decision.")
 @cli.dry_run_option
 @cli.yes_option
-@cli.json_option
-@cli.run_command
+@cli.config_command
 def gap_accept(
     config: str, selector: cli.ChainSelector, first: int, last: int, note: str, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
@@ -181,12 +177,10 @@ def chain() -> None:
 
 
 @chain.command("pause")
-@cli.config_option
 @cli.target_option
 @cli.chain_argument
 @click.option("--note", default="", help="Reason; shown by `floe chain ls`.")
-@cli.json_option
-@cli.run_command
+@cli.config_command
 async def chain_pause(config: str, target: str, selector: cli.ChainSelector, note: str, as_json: bool) -> None:
     """Deliver nothing more of a chain into a target until it is resumed; others continue.
 
@@ -205,13 +199,11 @@ async def chain_pause(config: str, target: str, selector: cli.ChainSelector, not
 
 
 @chain.command("resume")
-@cli.config_option
 @cli.target_option
 @cli.optional_chain_argument
 @click.option("--all", "is_all", is_flag=True, help="Every paused chain of the target.")
 @click.option("--yes", is_flag=True, help="With --all: do not ask.")
-@cli.json_option
-@cli.run_command
+@cli.config_command
 async def chain_resume(
     config: str, target: str, selector: cli.ChainSelector | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:
@@ -242,9 +234,7 @@ async def chain_resume(
 
 
 @chain.command("ls")
-@cli.config_option
-@cli.json_option
-@cli.run_command
+@cli.config_command
 async def chain_ls(config: str, as_json: bool) -> None:
     """List the paused chains of every target.
 
@@ -263,13 +253,11 @@ async def chain_ls(config: str, as_json: bool) -> None:
 @asynccontextmanager
 async def _store(config: str, target: str) -> AsyncIterator[tuple[Settings, PauseStore]]:
     from ingress.chains.pauses import pause_stores
+    from ingress.operator.correct import find_target
 
     settings = load_settings(config, quiet=True)
     async with pause_stores(settings) as stores:
-        if target not in stores:
-            known = ", ".join(stores) or "none"
-            raise UsageError(f"--target {target}: expected a target of the configuration ({known})")
-        yield settings, stores[target]
+        yield settings, stores[find_target(settings, target).stream]
 
 
 async def _decide(

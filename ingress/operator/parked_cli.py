@@ -28,10 +28,8 @@ def parked() -> None:
 
 
 @parked.command("ls")
-@cli.config_option
 @click.option("--target", default="", metavar="STREAM", help="Only messages of this target.")
-@cli.json_option
-@cli.run_command
+@cli.config_command
 def parked_ls(config: str, target: str, as_json: bool) -> None:
     """List parked messages: their target, time, reason and state.
 
@@ -48,13 +46,11 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
 
 
 @parked.command("cat")
-@cli.config_option
 @cli.target_option
 @cli.chain_argument
 @click.option("--sequence", type=cli.SequenceType(), required=True, help="Sequence of the message.")
 @click.option("--headers", "is_headers", is_flag=True, help="Its header block instead of its payload.")
-@cli.json_option
-@cli.run_command
+@cli.config_command
 async def parked_cat(
     config: str, target: str, selector: cli.ChainSelector, sequence: int, is_headers: bool, as_json: bool
 ) -> None:
@@ -84,14 +80,12 @@ async def parked_cat(
 
 
 @parked.command("retry")
-@cli.config_option
 @cli.target_option
 @cli.chain_argument
 @click.option("--sequence", type=cli.SequenceType(), help="Sequence of the message.")
 @click.option("--all", "is_all", is_flag=True, help="All parked messages of the chain.")
 @cli.yes_option
-@cli.json_option
-@cli.run_command
+@cli.config_command
 async def parked_retry(
     config: str, target: str, selector: cli.ChainSelector, sequence: int | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:

@@ -12,15 +12,13 @@ import click
 from common.chain import FEED_PATTERN
 from common.cli import (
     ChainSelector,
-    Command,
-    SequenceType,
-    TimeType,
     chain_argument,
-    config_option,
+    config_command,
     confirm,
-    json_option,
+    dry_run_option,
     print_json,
-    run_command,
+    range_options,
+    target_option,
     yes_option,
 )
 from common.errors import UsageError
@@ -29,24 +27,11 @@ from common.logs import escape
 from common.open import load_settings, open_for_work
 
 
-def range_options(function: Command) -> Command:
-    """Add the options for the replayed range to a command."""
-    for option in reversed(
-        [
-            click.option("--from-sequence", type=SequenceType(), help="The first sequence."),
-            click.option("--from-time", type=TimeType(), help="The first time: 2026-01-02T03:04:05Z, 2h (ago)."),
-            click.option("--to-sequence", type=SequenceType(), help="The last sequence."),
-            click.option("--to-time", type=TimeType(), help="Up to this time, exclusive."),
-        ]
-    ):
-        function = option(function)
-    return chain_argument(function)
-
-
 @click.command()
+@chain_argument
 @range_options
 @click.option("--subject", "subjects", multiple=True, metavar="FILTER", help="Only these subjects; may be repeated.")
-@click.option("--target", required=True, help="The stream to replay into.")
+@target_option
 @click.option("--subject-prefix", "prefix", default="", help="Prefix of each subject, joined with a dot.")
 @click.option("--into-source", is_flag=True, help="The target is the source stream of the feed.")
 @click.option("--create", is_flag=True, help="Create a missing target from stream.json.")
@@ -55,15 +40,13 @@ def range_options(function: Command) -> Command:
 @click.option("--allow-lossy", is_flag=True, help="Also replay an archive that lacks messages.")
 @click.option("--skip-holes", is_flag=True, help="Continue after sequences that no segment covers.")
 @click.option("--again", is_flag=True, help="Begin again, regardless of earlier replays into the target.")
-@click.option("--dry-run", is_flag=True, help="Show the plan, and change nothing.")
+@dry_run_option
 @yes_option
-@json_option
-@config_option
-@run_command
+@config_command
 async def replay(
     config: str, selector: ChainSelector, as_json: bool, dry_run: bool, yes: bool, rate: str, **args: Any
 ) -> int:
-    """Replay the archived messages of a feed into a stream, in order and once.
+    """Replay the archived messages of a feed into a stream, the target, in order and once.
 
     Without bounds, all of them. The same command continues a replay that was stopped or killed. Exit 75 if it was
     stopped before its end. On a terminal, --again asks for confirmation.
@@ -108,9 +91,9 @@ async def replay(
 
 def resolve_times(args: dict[str, Any]) -> dict[str, Any]:
     """Return `args` with its times in the form of a `ReplayRequest`."""
-    for name, relative in (("from_time", "since"), ("to_time", "until")):
+    for name, absolute in (("since", "from_time"), ("until", "to_time")):
         if (at := args.pop(name)) is not None:
-            args |= {name: at.text} if at.text else {relative: at.seconds_ago}
+            args |= {absolute: at.text} if at.text else {name: at.seconds_ago}
     return args
 
 

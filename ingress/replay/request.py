@@ -61,7 +61,7 @@ class ReplayRequest:
             most = f"--to-sequence {self.to_sequence}"
             raise UsageError(f"--from-sequence: expected at most {most}, found {self.from_sequence}")
         if len(times) == 2 and times[0] >= times[1]:
-            raise UsageError(f"--from-time: expected before --to-time {self.to_time}, found {self.from_time}")
+            raise UsageError(f"--since: expected before --until {self.to_time}, found {self.from_time}")
 
     @property
     def has_sequence_bounds(self) -> bool:
@@ -156,7 +156,7 @@ class ReplayRequest:
 
 
 def _option(name: str) -> str:
-    named = {"prefix": "subject-prefix", "since": "from-time", "until": "to-time"}
+    named = {"prefix": "subject-prefix", "from_time": "since", "to_time": "until"}
     return f"--{named.get(name, name).replace('_', '-')}"
 
 

@@ -16,18 +16,20 @@ from common.cli import (
     ChainSelector,
     RequestedTime,
     SequenceType,
-    TimeType,
-    config_option,
+    chain_argument,
+    check_range,
+    config_command,
     confirm,
-    json_option,
     print_json,
+    range_options,
     resolve_time,
-    run_command,
+    to_sequence_option,
+    until_option,
     yes_option,
 )
 from common.errors import UsageError
 from common.open import load_settings, open_for_work
-from ingress.replay.cli import echo_lines, range_options, resolve_times
+from ingress.replay.cli import echo_lines, resolve_times
 
 if TYPE_CHECKING:
     from ingress.replay.drill import DrillReport
@@ -39,10 +41,11 @@ if TYPE_CHECKING:
 @click.argument("selector", type=CHAIN_TYPE, metavar="SITE/FEED[/INCARNATION]")
 @click.option("--as", "name", metavar="NAME", help="Name of the restored stream; default: its former name.")
 @click.option("--subjects", metavar="A,B", help="With --as: its subjects; default: the former ones.")
-@click.option("--to-sequence", type=SequenceType(), help="The last sequence; default: the end of the archive.")
-@click.option("--to-time", type=TimeType(), help="Up to this time, exclusive.")
+@to_sequence_option
+@until_option
 @click.option(
     "--skip-to-sequence",
+    "skip_to",
     type=SequenceType(),
     is_flag=False,
     flag_value=0,
@@ -63,34 +66,26 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Also on a nats-server newer than the tested ones.")
 @click.option(
     "--format",
-    "form",
     type=click.Choice(["auto", "logical", "files"]),
     default="auto",
     show_default=True,
     help="Form of the archive sent. files: a single server keeps `created` on 2.15 too, so sourcing streams continue.",
 )
 @yes_option
-@json_option
-@config_option
-@run_command
+@config_command
 async def restore(
     config: str,
     selector: ChainSelector,
     name: str | None,
     subjects: str | None,
     to_sequence: int | None,
-    to_time: RequestedTime | None,
-    skip_to_sequence: int | None,
-    replicas: int | None,
+    until: RequestedTime | None,
+    skip_to: int | None,
     no_consumers: bool,
     dry_run: bool,
-    verify: str,
-    allow_lossy: bool,
-    allow_elsewhere: bool,
-    force: bool,
-    form: str,
     yes: bool,
     as_json: bool,
+    **others: Any,
 ) -> int:
     """Restore a lost stream exactly: sequences, times, headers, configuration, consumers with their positions.
 
@@ -130,10 +125,9 @@ async def restore(
         )
     if own_subjects and name is None:
         raise UsageError("--subjects: expected only with --as: under its own name it keeps its subjects")
-    if to_sequence is not None and to_time is not None:
-        raise UsageError("expected one of --to-sequence and --to-time, found both")
-    if skip_to_sequence is not None and (to_sequence, to_time) != (None, None):
-        raise UsageError("--skip-to-sequence: expected only without --to-sequence and --to-time")
+    check_range(None, to_sequence, None, until)
+    if skip_to is not None and (to_sequence, until) != (None, None):
+        raise UsageError("--skip-to-sequence: expected only without --to-sequence and --until")
     settings, clock = load_settings(config, quiet=True), SystemClock()
     request = RestoreRequest(
         selector.site,
@@ -141,16 +135,11 @@ async def restore(
         selector.incarnation,
         name or "",
         to_sequence,
-        resolve_time(clock.now(), to_time),
-        replicas,
-        not no_consumers,
-        verify,
-        allow_lossy,
-        force,
-        format=form,
+        resolve_time(clock.now(), until),
+        consumers=not no_consumers,
         subjects=own_subjects,
-        allow_elsewhere=allow_elsewhere,
-        skip_to=skip_to_sequence,
+        skip_to=skip_to,
+        **others,
     )
     store, chains = open_for_work(settings)
     with closing(store):
@@ -183,6 +172,7 @@ async def restore(
 
 
 @click.command()
+@chain_argument
 @range_options
 @click.option("--storage", type=click.Choice(["file", "memory"]), help="Storage of the scratch stream; default: file.")
 @click.option("--exact", is_flag=True, help="Restore the whole stream, as `floe restore` does, and compare everything.")
@@ -194,10 +184,8 @@ async def restore(
 @click.option("--replicas", type=click.IntRange(1, 5), help="With --exact: replicas; default: the former number.")
 @click.option("--allow-lossy", is_flag=True, help="With --exact: also an archive that lacks messages.")
 @click.option("--force", is_flag=True, help="With --exact: also on a nats-server newer than the tested ones.")
-@json_option
-@config_option
 @click.pass_obj
-@run_command
+@config_command
 async def drill(
     parts: Mapping[str, Callable[[], Any]], /, config: str, selector: ChainSelector, as_json: bool, **args: Any
 ) -> int:
@@ -209,7 +197,7 @@ async def drill(
 
     \b
     Examples:
-      floe drill -c site.yaml us-east/NODES --from-time 1h
+      floe drill -c site.yaml us-east/NODES --since 1h
       floe drill -c site.yaml us-east/NODES --exact
       floe drill -c site.yaml us-east/NODES --exact --server local
     """
@@ -248,7 +236,7 @@ async def drill(
 def _check_drill(is_exact: bool, args: Mapping[str, Any]) -> None:
     """Check that no option of the other kind of drill is given. `args`: those options. Raises UsageError."""
     wrong = [f"--{key.replace('_', '-')}" for key, value in args.items() if value not in (None, False)]
-    if is_exact and (wrong := [each for each in wrong if each not in ("--to-sequence", "--to-time")]):
+    if is_exact and (wrong := [each for each in wrong if each not in ("--to-sequence", "--until")]):
         raise UsageError(f"{', '.join(wrong)}: expected none with --exact, which restores from the beginning")
     if wrong and not is_exact:
         raise UsageError(f"{', '.join(wrong)}: expected only with --exact")
@@ -257,8 +245,7 @@ def _check_drill(is_exact: bool, args: Mapping[str, Any]) -> None:
 def _exact_request(selector: ChainSelector, args: dict[str, Any], exact: dict[str, Any], now: float) -> RestoreRequest:
     from ingress.restore.plan import RestoreRequest
 
-    if args["to_sequence"] is not None and args["to_time"]:
-        raise UsageError("expected one of --to-sequence and --to-time, found both")
-    end = (args["to_sequence"], resolve_time(now, args["to_time"]))
+    check_range(None, args["to_sequence"], None, args["until"])
+    end = (args["to_sequence"], resolve_time(now, args["until"]))
     flags = {name: exact[name] for name in ("replicas", "allow_lossy", "force")}
     return RestoreRequest(selector.site, selector.feed, selector.incarnation, "", *end, **flags)

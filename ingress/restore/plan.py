@@ -67,7 +67,7 @@ class RestoreRequest:
         if self.to_sequence is not None:
             yield f"--to-sequence {self.to_sequence}"
         if self.to_time_ns is not None:
-            yield f"--to-time {format_time(self.to_time_ns)}"
+            yield f"--until {format_time(self.to_time_ns)}"
         if self.server:
             yield f"--server {self.server}"
         elif self.replicas is not None:  # a server that is started for a drill is in no cluster

@@ -450,7 +450,7 @@ VIEWS = {
     "segments info us-east/NODES -c": 75,
     "check archive -c": 3,
     "check compaction -c": 3,
-    "config check --connect": 75,
+    "config check --connect -c": 75,
     "doctor -c": 1,
 }
 

@@ -204,14 +204,14 @@ async def test_each_kind_of_missing_answer_has_a_next_step(
             for name, todo in (("nats connection", of_nats), ("store connection", of_store)):
                 assert todo in found[name]["todo"]
                 assert found[name]["meaning"]
-            done = await floe("config", "check", "--connect", config)
+            done = await floe("config", "check", "--connect", "-c", config)
             assert done.code == 75, done
             assert all(found[f"{part} connection"]["todo"] in done.err for part in ("nats", "store")), "as it says"
         assert found["nats connection"]["found"] == f"E-UNAVAILABLE: a.invalid, b.invalid: {why}"
         assert found["store connection"]["found"] == f"E-UNAVAILABLE: s3.invalid: {why}"
         some = {"url": ["nats://a.invalid", nats_url], "connect_timeout": "1s"}
         config = write(tmp_path, s3.store(), some, **egress())
-        assert (await floe("config", "check", "--connect", config)).code == 0
+        assert (await floe("config", "check", "--connect", "-c", config)).code == 0
         answers.set()
     assert asked == {"unknown.invalid", "a.invalid", "b.invalid", "s3.invalid"}, "a number needs no resolver"
 
@@ -262,10 +262,10 @@ async def test_a_wrong_credential_is_a_problem(s3: SharedS3, tmp_path: Path) -> 
             assert (found[name]["state"], found[name]["found"].startswith(code)) == ("problem", True)
         nats["password"] = "right-password"
         right = write(tmp_path, s3.store(), nats, **egress())
-        runs = [await floe("config", "check", "--connect", config) for config in (wrong, right)]
-        done = await floe("config", "check", "--connect", "--json", right)
+        runs = [await floe("config", "check", "--connect", "-c", config) for config in (wrong, right)]
+        done = await floe("config", "check", "--connect", "--json", "-c", right)
         assert [each["ok"] for each in done.json()["connections"]] == [True, True]
-    runs.append(await floe("config", "check", "--connect", right))
+    runs.append(await floe("config", "check", "--connect", "-c", right))
     assert [done.code for done in runs] == [77, 0, 75]
     assert ("E-NATS-AUTH" in runs[0].err, runs[1].out[-5:], "error[E-NATS]: " in runs[2].err) == (True, ": ok\n", True)
 
@@ -288,7 +288,7 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
         assert found["nats rights"]["state"] == "ok"
         assert found["nats jetstream"]["state"] == "skipped", "no role needs the right to ask"
         assert found["nats stream"]["state"] == "warning"
-        done = await floe("config", "check", "--connect", write(tmp_path, store, user, **document))
+        done = await floe("config", "check", "--connect", "-c", write(tmp_path, store, user, **document))
         assert (done.code, done.err) == (0, ""), "what it may not ask is no error"
         found = await examined(write(tmp_path, store, user | {"user": "few"}, **document), code=3)
         assert "$JS.API.CONSUMER.CREATE.NODES.floe-doctor" in found["nats rights"]["found"]
@@ -321,7 +321,7 @@ async def test_a_server_without_jetstream_is_named(
         nats = {"url": server.url, "user": "a", "password": "p", "jetstream_domain": domain}
         config = write(tmp_path, folder_store(tmp_path), nats, **egress())
         findings = await examined(config, code=3)
-        done = await floe("config", "check", "--connect", config)
+        done = await floe("config", "check", "--connect", "-c", config)
     found = findings["nats jetstream"]
     assert (found["state"], found["found"].startswith(f"{code}: no JetStream: ")) == ("problem", True), found
     assert todo in found["todo"]

@@ -140,11 +140,11 @@ async def test_only_its_row_groups_are_read(world: World, by: str, monkeypatch: 
 
 
 def test_one_bound_of_a_kind_and_no_option_of_another_kind_of_drill(tmp_path: Path) -> None:
-    both = "expected one of --{0}-sequence and --{0}-time, found both"
+    both = "expected one of --{}-sequence and --{}, found both"
     for words, expected in (
-        ("replay s/F --target BACK --from-sequence 5 --from-time 1h", both.format("from")),
-        ("drill s/F --to-sequence 5 --to-time 1h", both.format("to")),
-        ("drill s/F --exact --to-sequence 5 --to-time 1h", "found both"),
+        ("replay s/F --target BACK --from-sequence 5 --since 1h", both.format("from", "since")),
+        ("drill s/F --to-sequence 5 --until 1h", both.format("to", "until")),
+        ("drill s/F --exact --to-sequence 5 --until 1h", "found both"),
         ("drill s/F --exact --storage memory --from-sequence 2", "--from-sequence, --storage: expected none with"),
         ("drill s/F --server local", "--server: expected only with --exact"),
     ):

@@ -230,7 +230,7 @@ async def test_lost_sequences_are_left_out_on_request(bench: Bench) -> None:
     shown = await floe(*words, "--dry-run", "--json")
     assert (shown.code, shown.json()["end"], shown.json()["last"]) == (0, 200, 250), shown
     past = await floe(*words, "260", "--to-sequence", "9")
-    assert (past.code, "expected only without --to-sequence and --to-time" in past.err) == (2, True), past
+    assert (past.code, "expected only without --to-sequence and --until" in past.err) == (2, True), past
     report = await back.restored(bench, stream, skip_to=0)
     assert (report.exit_code, report.plan.last_sequence) == (0, 250), [*report.lines()]
     assert "new messages begin at 251: 201..250 is left out" in [*report.plan.lines()]

@@ -35,7 +35,7 @@ import compaction.merge
 import compaction.run
 import egress.archive
 import egress.context
-import egress.resolve_cli
+import egress.decisions_cli
 import ingress.chains.search
 import ingress.restore.history
 import ingress.rows.decoder
@@ -169,7 +169,7 @@ def _unlock_cached_properties() -> None:
 
 def _lead_commands_here() -> None:
     """Redirect commands: they read the configuration of the world, open its store, and print into its trace."""
-    replace(vars(egress.resolve_cli), "load_settings", lambda *_, **__: _opened()[0])
+    replace(vars(egress.decisions_cli), "load_settings", lambda *_, **__: _opened()[0])
     replace(vars(egress.context), "open_objects", lambda *_, **__: _opened()[1])
     replace(vars(click), "echo", lambda text="", **_: current().note(f"printed: {text}"))
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-import egress.resolve_cli
+import egress.decisions_cli
 from common.errors import FloeError
 from tests.sim.actors import Member
 from tests.sim.world import Process, World
 
-COMMANDS: dict[str, click.Command] = {"egress resolve": egress.resolve_cli.resolve}
+COMMANDS: dict[str, click.Command] = {"egress resolve": egress.decisions_cli.resolve}
 STOPPED = ("stopped", "waiting")
 LOOKS_WITHIN = (3.0, 30.0)  # seconds from a stop until the operator acts
 WAITS = 25.0  # seconds more if egress waits by itself: a listing may show missing objects later

@@ -94,7 +94,7 @@ def test_help_names_all_commands_and_loads_none_of_them():
         ("comfig", "No such command 'comfig'. Did you mean config?"),
         ("xyzzy", "No such command 'xyzzy'."),
         ("--nothing", "No such option"),
-        ("config check", "Usage: floe config check [OPTIONS] FILE"),
+        ("config check", "Usage: floe config check [OPTIONS]"),
         ("chain pause --target T / -c no", "site '': expected 1 to 63"),
         ("gap accept --first 1 --last 6 /NODES -c no", "site '': expected 1 to 63"),
         ("checkpoint set --target T --sequence 3 us -c no", "expected SITE/FEED[/INCARNATION[/PARTITION]]"),
@@ -181,7 +181,7 @@ def test_a_poor_locale_does_no_harm(tmp_path: Path):
     file = tmp_path / "f.yaml"
     file.write_text("site: é\n", encoding="utf-8")
     poor = {"PATH": "/usr/bin", "COLUMNS": "0", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    ended = run("config", "check", str(file), env=poor, stdin=subprocess.DEVNULL)
+    ended = run("config", "check", "-c", str(file), env=poor, stdin=subprocess.DEVNULL)
     assert (ended.returncode, "Traceback" in ended.stderr) == (78, False)
     assert ended.stderr.startswith("error[E-CONFIG]: ")
 
@@ -312,14 +312,13 @@ def test_the_configuration_comes_from_the_option_the_environment_or_this_host(
     assert shown("", "b.yaml") == "b.yaml False\n"
 
 
-def test_a_command_takes_its_file_by_option_and_config_check_as_an_argument_too(folder: Path):
+def test_every_command_takes_its_file_by_one_option(folder: Path):
     (folder / "c.yaml").write_text(f"store: {{url: file://{folder}/store}}\nsite: us\n")
-    for words in (["c.yaml"], ["-c", "c.yaml"]):
-        ended = run_here("config", "check", *words)
-        assert (ended.code, ended.out.startswith("c.yaml:1: ok")) == (0, True), ended
+    ended = run_here("config", "check", "-c", "c.yaml")
+    assert (ended.code, ended.out.startswith("c.yaml:1: ok")) == (0, True), ended
     assert run_here("segments", "ls", "-c", "c.yaml", "--json") == Done(0, "[]\n", "")
     missing = "error[E-CONFIG]: none.yaml: expected a file that can be read, found: no such file or directory\n"
-    assert run_here("config", "check", "none.yaml") == Done(78, "", missing)
+    assert run_here("config", "check", "-c", "none.yaml") == Done(78, "", missing)
 
 
 # floe version, floe completion
@@ -464,7 +463,7 @@ def test_progress_is_a_line_every_ten_seconds_or_one_that_is_rewritten_on_a_term
 
 def check(folder: Path, text: str, *options: str) -> tuple[int, str, str]:
     (folder / "f.yaml").write_text(text)
-    done = run_here("config", "check", "f.yaml", *options)
+    done = run_here("config", "check", "-c", "f.yaml", *options)
     return done.code, done.out, done.err
 
 

@@ -85,7 +85,7 @@ def test_the_documented_becomes_files_that_pass(name: str, tmp_path: Path, monke
     for variable in re.findall(r"\$\{(\w+)\}", printed.stdout):
         monkeypatch.setenv(variable, "value")
     for file in (*files, tmp_path / "both.yaml"):  # also as one file of all documents
-        checked = run("check", str(file))
+        checked = run("check", "-c", str(file))
         assert checked.exit_code == 0, checked.output
     if name == "registration":
         assert "(site US-EAST, 2 feeds, 0 targets)" in checked.stdout

@@ -65,7 +65,7 @@ def test_a_request_is_known_by_its_meaning_and_its_prefix_is_text_and_no_templat
     assert ReplayRequest.from_json(json.loads(json.dumps(one.to_json()))) == one
     assert one.digest == ReplayRequest("s", "F", "T", 0, 0, subjects=("a", "b"), since=90.0).digest
     assert one.digest != ReplayRequest("s", "F", "T", 0, subjects=("a", "b"), since=90.0).digest
-    assert "s/F/0000/0 --target T --from-time 1m30s --subject b --subject a" in one.arguments()
+    assert "s/F/0000/0 --target T --since 1m30s --subject b --subject a" in one.arguments()
     assert ReplayRequest("s", "F", "T", since=60.0).moments(100.0) == (40 * SECOND, None)
     with pytest.raises(UsageError):
         ReplayRequest("s", "F", "T", since=60.0, to_time="1970-01-01T00:00:30Z").moments(100.0)
