@@ -26,13 +26,13 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, FloeError, Stopped, Unavailable
 from common.failpoints import failpoint
+from common.hints import believe_command
 from common.logs import get_logger
 from common.sequences import CoverageSet, SequenceRange, reaches
 from common.service.process import ThreadPool
 from common.tasks import first_of
 from egress.deps import Intervals, PartitionDeps
 from egress.incarnations import HighWaterMarks, Incarnation
-from egress.partition import believe_command
 
 log = get_logger(__name__)
 

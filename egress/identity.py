@@ -18,7 +18,6 @@ nothing: it drifts on the same data, and a recreated stream may already be longe
 or queries. `egress.evidence` gathers the evidence, and gathers it again before a verdict has consequences.
 """
 
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -30,10 +29,10 @@ from common.archive.segment import Tip
 from common.chain import Chain
 from common.documents import JsonCodec
 from common.errors import Stopped
-from common.exits import floe_command
+from common.hints import believe_command, list_command, resolve_command, restore_command
 from common.nats.kv import KeyValue, KvDocument, state_key
 from common.sequences import MAX_SEQUENCE, SequenceRange
-from egress.partition import Partition, believe_command, kv_error, resolve_command, restore_command
+from egress.partition import Partition, kv_error
 
 
 class HeldMessage(StrEnum):
@@ -371,7 +370,7 @@ def _hint(partition: Partition, chain: Chain, evidence: Evidence, verdict: Sourc
     }.get(verdict.kind, "compare it with the archive, then choose")
     lines = [f"{first} (a new incarnation may begin within {possible_first(source)})"]
     if verdict.kind is VerdictKind.UNKNOWN:
-        lines += ["to list the archive:", floe_command("segments ls", shlex.quote(str(chain)))]
+        lines += ["to list the archive:", list_command(chain)]
     has_partitions = len(partition.settings.filters()) > 1
     for choice in choices(evidence, verdict, proposal, has_partitions=has_partitions):
         named = chain if has_partitions and choice.options == "--same" else chain.feed

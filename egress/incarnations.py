@@ -21,12 +21,13 @@ from common.chain import MAX_INCARNATION, Chain
 from common.documents import JsonCodec
 from common.errors import Stopped
 from common.failpoints import failpoint
+from common.hints import believe_command, repartition_command, resolve_command
 from common.logs import get_logger
 from common.nats.api import StreamInfo
 from common.nats.kv import KeyValue, KvDocument, state_key
 from common.sequences import MAX_SEQUENCE
 from egress.deps import PartitionDeps
-from egress.partition import Partition, believe_command, kv_error, partitions_of, repartition_command, resolve_command
+from egress.partition import Partition, kv_error, partitions_of
 
 log = get_logger(__name__)
 

@@ -1,13 +1,12 @@
-"""Partition of a feed, the unit of a lease and of a worker; commands to paste about it."""
+"""Partition of a feed, the unit of a lease and of a worker."""
 
 import re
-import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.chain import Chain
 from common.errors import ConfigError, DataError, UsageError
-from common.exits import config_source, floe_command
+from common.exits import config_source
 from common.nats.durables import durable_name_prefix, name_hash
 from common.nats.kv import state_key
 from common.sequences import SequenceRange
@@ -121,25 +120,6 @@ def next_position(first: int, end: int, gaps: Iterable[SequenceRange], source_fi
     return Position(max(held.first, source_first), held.last, lost)
 
 
-def resolve_command(feed: str | Chain, options: str = "") -> str:
-    """Return the command that resolves a stop of a feed, or of one chain of it."""
-    named = shlex.quote(str(feed))
-    return floe_command("egress resolve", *((options, "--", named) if named.startswith("-") else (named, options)))
-
-
-def repartition_command(feed: str) -> str:
-    return floe_command("egress repartition", shlex.quote(feed))
-
-
-def restore_command(chain: Chain, *, elsewhere: bool = False) -> str:
-    """Return the command that restores the stream. `elsewhere`: with effects outside of its own subjects."""
-    return floe_command("restore", shlex.quote(f"{chain.site}/{chain.feed}"), "--allow-elsewhere" if elsewhere else "")
-
-
 def kv_error(document: str, hint: str) -> Callable[[str], DataError]:
     """Return a function that makes the error for an invalid value in the bucket (`KvDocument`)."""
     return lambda reason: DataError(f"{document}: {reason}", hint=hint, code="E-STATE-KV")
-
-
-def believe_command(chain: Chain) -> str:
-    return resolve_command(chain if chain.partition else chain.feed, "--believe-listing")

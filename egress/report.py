@@ -1,7 +1,6 @@
 """Report of a feed: metrics, readiness and the status page."""
 
 import math
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ from prometheus_client import Gauge
 from common.archive.documents import SnapshotRef
 from common.archive.heartbeats import STANDBY, ChainHeartbeat
 from common.archive.segment import UNREAD_REASONS, Reason
+from common.archive.store import quarantine_command
 from common.archive.writer import SpooledSegment
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, SystemClock
@@ -296,8 +296,8 @@ class FeedReport:
     def set_damaged(self, found: Mapping[str, str]) -> None:
         self._set(metrics.damaged, len(found))
         for key in found.keys() - self._status.get("damaged", {}).keys():
-            away = floe_command("segments quarantine", shlex.quote(key))
-            hint = f"left out, and read again as far as the stream holds its range; to quarantine it: {away}"
+            hint = "left out, and read again as far as the stream holds its range; to quarantine it: "
+            hint += quarantine_command(key)
             self._log("error", "segment damaged", action="segment_damaged", key=key, error=found[key], hint=hint)
         self._show(damaged=dict(found))
 

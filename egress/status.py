@@ -19,6 +19,7 @@ from common.cli import StatusView, StyledCell, format_age
 from common.clock import SystemClock, format_time
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
 from common.exits import EXIT_RETRY_LATER
+from common.hints import resolve_command
 from common.nats.api import stream_info
 from common.nats.buckets import optional_leases
 from common.nats.client import connect
@@ -29,7 +30,7 @@ from common.service.process import ThreadPool
 from common.settings.egress import EgressMonitorSettings
 from common.settings.root import Settings
 from common.settings.types import duration_words, size_words
-from egress.partition import Partition, all_partitions, lease_key, resolve_command
+from egress.partition import Partition, all_partitions, lease_key
 
 COLUMNS = (
     "chain", "state", "archived", "source", "lag", "open segment", "closes", "last archived", "holder", "stream",

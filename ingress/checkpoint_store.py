@@ -12,6 +12,7 @@ from common.archive.keys import Layout, SegmentName
 from common.chain import Chain
 from common.errors import OutcomeUnknown, Stopped
 from common.exits import choices
+from common.hints import checkpoint_command
 from common.nats.kv import KvEntry
 from common.sequences import SequenceRange
 from ingress.checkpoint import (
@@ -25,7 +26,6 @@ from ingress.checkpoint import (
     TargetState,
     advance_positions,
 )
-from ingress.errors import checkpoint_command
 
 STATE_VERSION = 1
 _GAP = "gap"  # instead of a segment name

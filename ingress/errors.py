@@ -1,13 +1,13 @@
-"""Effect of an error on a target, and commands to paste for a chain or a hole; pure functions."""
+"""Effect of an error on a target, and hints for a hole and a floor; pure functions."""
 
-import shlex
 from collections.abc import Sequence
 
-from common.archive.documents import chain_arguments, hole_remedies
+from common.archive.documents import hole_remedies
 from common.archive.store import quarantine_command
 from common.chain import Chain
 from common.errors import ConfigError, DataError, FloeError, OtherWriter, OutcomeUnknown, Refused, Stopped, Unavailable
-from common.exits import config_source, floe_command
+from common.exits import config_source
+from common.hints import position_command
 from common.nats.requests import ApiError
 from common.sequences import SequenceRange
 from common.settings.ingress import IngressSettings
@@ -55,10 +55,6 @@ def check_targets(settings: IngressSettings) -> None:
         raise ConfigError(f"{config_source()}: ingress.targets: expected at least one target, found none")
 
 
-def checkpoint_command(target: str, *options: str) -> str:
-    return floe_command("checkpoint set", f"--target {shlex.quote(target)}", *options)
-
-
 MAX_SHOWN_ITEMS = 5  # damaged segments
 
 
@@ -71,16 +67,8 @@ def hole_hint(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str:
     return f"{text}\n{commands}\n{hole_remedies(chain, hole)}"
 
 
-def resume_command(target: str, chain: Chain) -> str:
-    return floe_command("chain resume", f"--target {shlex.quote(target)}", chain_arguments(chain))
-
-
 def floor_remedy(target: str, chain: Chain, floor: int) -> tuple[str, str]:
     """Return the advice for a position below the floor of retention, and its command."""
     return "put the segments back from a copy of the bucket; or continue with the remaining ones", position_command(
         target, chain, floor
     )
-
-
-def position_command(target: str, chain: Chain, sequence: int) -> str:
-    return checkpoint_command(target, chain_arguments(chain), f"--sequence {sequence} --yes")

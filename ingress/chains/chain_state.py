@@ -12,6 +12,7 @@ from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import ConfigError, FloeError, Stopped
 from common.exits import choices
+from common.hints import checkpoint_command, position_command
 from common.logs import get_logger
 from common.metrics import show_zeros
 from common.sequences import SequenceRange, Stretch
@@ -19,7 +20,6 @@ from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import errors
 from ingress.chains.plan import ChainPlan, Phase
 from ingress.chains.search import SearchState
-from ingress.errors import checkpoint_command, position_command
 from ingress.rows.decoder import IncompleteFill
 from ingress.rows.prepare import Preparer, TargetLimits, rule_of
 

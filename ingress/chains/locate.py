@@ -14,6 +14,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, Stopped
 from common.exits import choices
+from common.hints import position_command
 from common.logs import get_logger
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
@@ -209,7 +210,7 @@ class SegmentLocator:
             raise Stopped(
                 f"{self._documents.layout.stream_document(chain)}: previous: expected partitions of incarnation "
                 f"{before[2]:04d} that have a chain.json, found {text}{more} without one",
-                hint=choices((missed, errors.position_command(self._chains.target, chain, first))),
+                hint=choices((missed, position_command(self._chains.target, chain, first))),
                 code="E-STATE-JSON",
             )
 
@@ -337,6 +338,6 @@ class SegmentLocator:
         for gap, ref in found:
             first = max(gap.range.first, ref.coverage.first)
             metrics.behind_gaps.labels(state.chain.site, state.chain.feed).inc()
-            command = errors.position_command(self._chains.target, state.chain, first)
+            command = position_command(self._chains.target, state.chain, first)
             context = {"gap": str(gap.range), "command": command, **ref.log_context()}
             log.warning("late segment found in a skipped gap", action="late_segment_found", **context)

@@ -8,7 +8,6 @@ it knows. `floe chain resume --all` writes a new value.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,8 @@ import msgspec
 
 from common.chain import Chain
 from common.errors import Stopped
-from common.exits import choices, floe_command
+from common.exits import choices
+from common.hints import resume_command
 from common.nats.buckets import open_ingress_state
 from common.nats.kv import KeyValue, KvDocument, state_key
 from common.settings.root import Settings
@@ -100,10 +100,9 @@ class PauseStore:
         key = state_key(PAUSES_ROLE, target)
 
         def unreadable(reason: str) -> Stopped:
-            resume_all = floe_command("chain resume", f"--target {shlex.quote(target)}", "--all")
             return Stopped(
                 f"pauses of target {target} cannot be read: {reason}",
-                hint=choices((f"restore {key} of {bucket.bucket}; or resume all chains", resume_all)),
+                hint=choices((f"restore {key} of {bucket.bucket}; or resume all chains", resume_command(target, None))),
                 code="E-PAUSES",
             )
 

@@ -9,11 +9,12 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
 from common.exits import choices
+from common.hints import resume_command
 from common.logs import get_logger
 from common.sequences import Stretch
 from common.service.process import ThreadPool
 from common.tasks import PendingError, Stop, run_all
-from ingress import errors, metrics
+from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState, Turn
 from ingress.chains.locate import SegmentLocator
 from ingress.chains.pauses import Pauses, PauseStore
@@ -346,7 +347,7 @@ class Prefetcher:
         """
         if not self.chains.is_current(chain):
             return
-        shown = with_command(error, errors.resume_command(self.chains.target, chain.chain))
+        shown = with_command(error, resume_command(self.chains.target, chain.chain))
         now, feed = self._clock.monotonic(), (chain.chain.site, chain.chain.feed)
         if chain.stop(shown, now + self.stopped_recheck_s):
             reason, since = self._reported.get(feed, ("", now))

@@ -10,13 +10,13 @@ from common.archive.store import SegmentGone, SegmentStore
 from common.chain import Chain
 from common.errors import DataError, SegmentCorrupt, Stopped
 from common.exits import choices
+from common.hints import checkpoint_command
 from common.logs import get_logger
 from common.sequences import SequenceRange, Stretch
 from common.service.process import ThreadPool
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.search import stretches_for
 from ingress.checkpoint import Gap, Intent, IntentPiece
-from ingress.errors import checkpoint_command
 from ingress.parked import ParkedName, ParkedStore, to_bytes
 from ingress.rows.decoder import DecodeOptions, Decoder, RelayFlags
 from ingress.rows.prepare import Preparer, RowRefused, oversize_remedies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from common import cli
 from common.clock import NS_PER_S
 from common.errors import DataError, UsageError
 from common.exits import choices, floe_command
+from common.hints import parked_command
 from common.open import load_settings
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ async def parked_cat(
         raise _parked_error(
             f"message {sequence} of {entry.name.chain} is no longer in the store",
             "put it back from a copy of the bucket; to list the parked messages",
-            _ls(target),
+            parked_command(target),
         )
     if as_json:
         row = _row(store, entry)
@@ -127,7 +127,7 @@ def _check_deliverable(entry: ParkedEntry, target: str) -> ParkedEntry:
     message = f"message {entry.name.sequence} of {entry.name.chain}"
     if entry.state is ParkedState.DELIVERED:
         found = f"{message}: expected one to deliver, found it delivered"
-        raise _parked_error(found, "to list the parked messages", _ls(target))
+        raise _parked_error(found, "to list the parked messages", parked_command(target))
     if entry.state is ParkedState.PENDING:
         raise _parked_error(
             f"{message}: expected one that its chain has passed, found one that it has not",
@@ -189,12 +189,8 @@ def _entry(store: ParkedStore, chain: Chain, sequence: int) -> ParkedEntry:
     raise _parked_error(
         f"target {store.target}: expected message {sequence} of {chain} among the parked ones, found none",
         "to list the parked messages",
-        _ls(store.target),
+        parked_command(store.target),
     )
-
-
-def _ls(target: str) -> str:
-    return floe_command("parked ls", f"--target {shlex.quote(target)}")
 
 
 def _row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:

@@ -15,6 +15,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S, parse_time
 from common.errors import UsageError
 from common.exits import choices, floe_command
+from common.hints import name_argument
 from common.sequences import SequenceRange
 from common.settings.types import format_duration, is_filter, is_subject
 from ingress.replay.pace import Pace
@@ -139,8 +140,7 @@ class ReplayRequest:
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def arguments(self) -> str:
-        parts = (self.site, self.feed, None if self.incarnation is None else f"{self.incarnation:04d}", self.partition)
-        words = [shlex.quote("/".join(str(part) for part in parts if part is not None))]
+        words = [name_argument(self.site, self.feed, self.incarnation, self.partition)]
         for name, value in self.to_json().items():
             if name in ("site", "feed", "incarnation", "partition"):
                 continue

@@ -5,7 +5,6 @@ sequences needs them. A listing is repeated if compaction has removed a segment 
 """
 
 import asyncio
-import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +19,8 @@ from common.archive.unread import open_stretch
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
-from common.exits import choices, floe_command
+from common.exits import choices
+from common.hints import verify_command
 from common.nats.api import StreamInfo
 from common.sequences import SequenceRange, Stretch, cover, holes
 from common.service.process import ThreadPool
@@ -248,7 +248,7 @@ def vanishing_error(chain: Chain) -> Unavailable:
     then = "run the same command again when compaction is done; if it fails again, check the store"
     return Unavailable(
         f"chain {chain}: segments vanish while they are read, in {RELIST_ATTEMPTS} listings",
-        hint=choices((then, _verify(chain))),
+        hint=choices((then, verify_command(f"{chain.site}/{chain.feed}"))),
         code="E-SEG-GONE",
     )
 
@@ -257,13 +257,9 @@ def damaged_error(chain: Chain, keys: Collection[str]) -> DataError:
     shown = ", ".join(sorted(keys)[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
     return DataError(
         f"chain {chain}: expected sound segments, found damaged ones in place of damaged ones: {shown}",
-        hint=choices(("restore the objects; all damaged ones", _verify(chain))),
+        hint=choices(("restore the objects; all damaged ones", verify_command(f"{chain.site}/{chain.feed}"))),
         code="E-SEG-CORRUPT",
     )
-
-
-def _verify(chain: Chain) -> str:
-    return floe_command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 from common.archive.documents import StreamDocument
 from common.errors import ConfigError, FloeError, Stopped
 from common.exits import choices
+from common.hints import checkpoint_command
 from common.logs import get_logger
 from common.nats.api import StreamInfo, create_stream, stream_info
 from common.nats.client import FloeClient
@@ -14,7 +15,6 @@ from common.nats.kv import KeyValue, state_key
 from common.nats.requests import ApiError
 from common.settings.types import format_size
 from ingress.checkpoint_store import STATE_ROLE as INGRESS
-from ingress.errors import checkpoint_command
 from ingress.preflight import add_command, config_problems
 from ingress.replay.plan import ReplayPlan
 from ingress.replay.request import ReplayHints, ReplayRequest

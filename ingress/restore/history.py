@@ -34,6 +34,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S, Backoff, Clock, doubling_delays, format_time, parse_time
 from common.errors import DataError, Stopped, Unavailable, UsageError
 from common.exits import choices, floe_command
+from common.hints import name_argument, verify_command
 from common.nats.durables import WORK_QUEUE
 from common.sequences import MAX_SEQUENCE, SequenceRange, holes
 from common.service.process import ThreadPool
@@ -75,7 +76,7 @@ SOURCE_SEARCH_ROWS = 50_000  # sequences at the end of the archive that are sear
 
 
 def repeat_command(request: RestoreRequest, *more: str) -> str:
-    feed = "/".join(map(str, filter(lambda part: part is not None, (request.site, request.feed, request.incarnation))))
+    feed = name_argument(request.site, request.feed, request.incarnation)
     words = [*dict.fromkeys((*request.command_options(), *more))]
     return floe_command("restore", feed, *words) if request.promote else floe_command("drill", feed, "--exact", *words)
 
@@ -505,7 +506,7 @@ class ArchivedHistory:
         raise DataError(
             f"chain {chain}: rows cannot be read: {'; '.join(map(str, [*problem.causes[:4], problem]))}",
             hint=choices(
-                ("restore the objects; all damaged ones", floe_command("segments verify", str(chain))),
+                ("restore the objects; all damaged ones", verify_command(str(chain))),
                 ("quarantine them, and restore the rest", repeat_command(self._request, "--allow-lossy")),
             ),
             code="E-SEG-CORRUPT",

@@ -21,10 +21,10 @@ from common.archive.segment import Message, decode_subject
 from common.chain import Chain
 from common.errors import Stopped
 from common.exits import choices
+from common.hints import checkpoint_command, position_command, resume_command
 from common.nats.headers import Provenance, escape_lines, parse_block
 from common.settings.ingress import SourceSettings
 from common.subjects import Transform, compile_transform, covers, matches, overlaps
-from ingress.errors import checkpoint_command, position_command, resume_command
 from ingress.rows.rows import PreparedBatch
 
 # Bytes that would end or split the control line of the protocol. A server accepts everything else, even wildcards:

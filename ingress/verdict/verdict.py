@@ -18,12 +18,12 @@ from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, OtherWriter, Stopped
 from common.exits import choices
+from common.hints import checkpoint_command
 from common.nats.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, query, ready_stream_info, stored_message
 from common.nats.client import FloeClient
 from common.nats.headers import split_provenance
 from common.nats.requests import ApiError
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, LastMessage, TargetState
-from ingress.errors import checkpoint_command
 
 
 @dataclass(frozen=True, slots=True)

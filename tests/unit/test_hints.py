@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain as joined
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common import exits
+from common import exits, hints
 from common.archive import catalog, documents, store
 from common.archive.segment import Tip
 from common.chain import Chain
@@ -31,9 +32,12 @@ from ingress.replay import receipt, survey, target
 from ingress.replay.replay import ReplayTargetErrors, target_held_error
 from ingress.replay.request import ReplayHints, ReplayOptions, ReplayRequest
 from ingress.replay.source import hole_error
+from ingress.restore.history import repeat_command
+from ingress.restore.plan import RestoreRequest
 from ingress.rows import prepare
 from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, NoOrigin, Origin, TargetErrors, TargetReading
 from tests.support.basics import commands_of, problems_of
+from tests.support.commands_page import commands
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("common", "egress", "ingress", "compaction")
@@ -51,6 +55,7 @@ REQUEST = ReplayRequest(
     subjects=("a.*", "b.>"),
     into_source=True,
 )
+RESTORE = RestoreRequest("us-east", "IT'S", 3, "A NAME", to_time_ns=10**18, consumers=False, subjects=("a.>", "b.*"))
 HINTS = ReplayHints(REQUEST, ReplayOptions(create=True, append=True, allow_lossy=True, skip_holes=True))
 INFO = StreamInfo("BACK", "t0", {}, 1, 9, 9, "", "", "")
 
@@ -87,7 +92,7 @@ def hint_of(call: Callable[[], object]) -> str:
 
 
 def of_targets() -> Iterator[str]:
-    yield errors.checkpoint_command("A TARGET", "--forget")
+    yield hints.checkpoint_command("A TARGET", "--forget")
     for choices in (TargetErrors("A TARGET"), ReplayTargetErrors(HINTS)):
         for finding in Finding:
             for last in (0, 7):
@@ -113,8 +118,10 @@ def of_chains() -> Iterator[str]:
         yield prepare.row_remedies(CHAIN, "A TARGET", code, 7)
         yield Recall(None, None, None, registry, None).refused_row_error(Stopped("x", code=code)).hint
     for hint in ("", "mend it"):
-        yield with_command(FloeError("x", hint=hint), errors.resume_command("A TARGET", CHAIN)).hint
-    yield from (errors.position_command("A TARGET", CHAIN, 5), errors.resume_command("A TARGET", PLAIN))
+        yield with_command(FloeError("x", hint=hint), hints.resume_command("A TARGET", CHAIN)).hint
+    yield from (hints.position_command("A TARGET", CHAIN, 5), hints.resume_command("A TARGET", PLAIN))
+    yield hints.resume_command("A TARGET", None)
+    yield errors.floor_remedy("A TARGET", CHAIN, 5)[1]
 
 
 def of_replays() -> Iterator[str]:
@@ -148,25 +155,29 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
         documents.late_rows_remedies(each, HOLE) for each in (CHAIN, PLAIN)
     ],
     "common/archive/store.py:quarantine_command": lambda: [store.quarantine_command("a b.parquet")],
-    "egress/identity.py:_hint": verdicts,
-    "egress/partition.py:resolve_command": lambda: [
-        partition.resolve_command("IT'S", "--new-incarnation --from 3"),
-        partition.believe_command(CHAIN),
-        partition.resolve_command("-dash", "--believe-listing"),
+    "common/hints.py:resolve_command": lambda: [
+        hints.resolve_command("IT'S", "--new-incarnation --from 3"),
+        hints.believe_command(CHAIN),
+        hints.resolve_command("-dash", "--believe-listing"),
     ],
-    "egress/partition.py:repartition_command": lambda: [partition.repartition_command("IT'S")],
-    "egress/partition.py:restore_command": lambda: [
-        partition.restore_command(chain, elsewhere=reaches) for chain in (CHAIN, PLAIN) for reaches in (True, False)
+    "common/hints.py:repartition_command": lambda: [hints.repartition_command("IT'S")],
+    "common/hints.py:restore_command": lambda: [
+        hints.restore_command(chain, elsewhere=reaches) for chain in (CHAIN, PLAIN) for reaches in (True, False)
     ],
-    "ingress/errors.py:checkpoint_command": of_targets,
-    "ingress/errors.py:resume_command": of_chains,
+    "common/hints.py:list_command": verdicts,
+    "common/hints.py:verify_command": lambda: [hints.verify_command(str(CHAIN)), hints.verify_command("us-east/IT'S")],
+    "common/hints.py:parked_command": lambda: [hints.parked_command("A TARGET")],
+    "common/hints.py:checkpoint_command": of_targets,
+    "common/hints.py:resume_command": of_chains,
     "ingress/replay/request.py:ReplayHints.command": of_replays,
+    "ingress/restore/history.py:repeat_command": lambda: [
+        repeat_command(each, "--force") for each in (RESTORE, replace(RESTORE, promote=False, subjects=()))
+    ],
 }
 # Built in code that needs servers; the text after `floe_command(` is a literal, or other tests check it.
 ELSEWHERE = {
-    *("egress/flush.py", "egress/report.py", "ingress/delivery.py", "ingress/chains/pauses.py"),
-    *("ingress/operator/parked_cli.py", "ingress/replay/drill.py", "ingress/replay/survey.py"),
-    "ingress/restore/history.py",
+    *("egress/flush.py", "egress/report.py", "ingress/delivery.py"),
+    *("ingress/operator/parked_cli.py", "ingress/replay/drill.py"),
 }
 
 
@@ -195,6 +206,17 @@ def _calling(node: ast.AST, within: str) -> Iterator[str]:
 def test_each_function_that_builds_a_command_is_tried_here() -> None:
     untried = {each for each in builders() if each.split(":")[0] not in ELSEWHERE}
     assert untried == set(SAMPLES)
+
+
+def test_the_words_of_each_printed_command_name_a_command() -> None:
+    calls = []
+    for path in joined.from_iterable((ROOT / each).rglob("*.py") for each in PRODUCT):
+        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        calls += [n.args[0] for n in nodes if getattr(n.func, "id", "") == "floe_command"]
+    words = [each.value.split() for each in calls if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+
+    assert len(words) == len(calls) > 20
+    assert [each for each in words if tuple(each) not in {*commands()}] == []
 
 
 def problems(hint: str) -> list[str]:
