@@ -366,9 +366,6 @@ class CheckedChain:
     recreated: float | None = None
 
 
-RECREATED_WARNING_S = DAY_S  # for which it is a warning
-
-
 def judge_archive(found: list[CheckedChain], warning: float, critical: float) -> CheckResult:
     """Judge the bucket. `warning`, `critical`: seconds since the last heartbeat of a chain."""
     heartbeats = [(each.chain, each.egress) for each in found if each.egress is not None]
@@ -386,7 +383,7 @@ def judge_archive(found: list[CheckedChain], warning: float, critical: float) ->
     for each in found:
         for key in each.damaged:
             result.add_problem(CheckState.CRITICAL, f"damaged: {key}")
-        if (age := each.recreated) is not None and age < RECREATED_WARNING_S:
+        if (age := each.recreated) is not None and age < DAY_S:
             result.add_problem(CheckState.WARNING, f"{each.chain}: the stream was recreated {age:.0f} s ago")
         if each.missing:
             result.add_problem(CheckState.CRITICAL, f"{each.chain}: {', '.join(each.missing[:MAX_SHOWN])} missing")

@@ -74,8 +74,7 @@ def _try_connections(documents: list[ConfigDocument]) -> list[tuple[str, FloeErr
     from common.doctor import try_connections
 
     logs.configure("critical")  # the lines below already show the errors that the connections log
-    found = [each for document in documents for each in run_async(try_connections(document.settings))]
-    return [(each.name, each.error) for each in found]
+    return [each for document in documents for each in run_async(try_connections(document.settings))]
 
 
 def _check(file: str, parts: RoleFunctions) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:

@@ -147,18 +147,20 @@ def roles_of(settings: Settings) -> tuple[str, ...]:
 # Connections, for `floe config check --connect`
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionResult:
-    """The result of an attempt to connect; `error` None: it succeeded."""
+async def try_connections(settings: Settings) -> list[tuple[str, FloeError | None]]:
+    """Connect to NATS as each role with a service, and to the store; return names, and errors, None if it works."""
+    found = {role: settings.nats_for("egress" if role == "egress" else "ingress") for role in roles_of(settings)}
+    found.pop("compaction", None)
+    tried = [_error_of(f"nats ({role}) {of.context or ', '.join(of.url)}", _connect(of)) for role, of in found.items()]
+    return await asyncio.gather(*tried, _error_of(f"store {settings.store.url}", _list_store(settings)))
 
-    name: str
-    error: FloeError | None = None
 
-
-async def try_connections(settings: Settings) -> list[ConnectionResult]:
-    """Connect to NATS as each role with a service, and to the store."""
-    roles = [role for role in roles_of(settings) if role != "compaction"]
-    return await asyncio.gather(*(_try_nats(settings, role) for role in roles), _try_store(settings))
+async def _error_of(name: str, work: Coroutine[Any, Any, None]) -> tuple[str, FloeError | None]:
+    try:
+        await work
+    except FloeError as error:
+        return name, error
+    return name, None
 
 
 async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
@@ -245,30 +247,18 @@ def _unresolved_error(key: str, addresses: Sequence[str], seconds: float) -> Una
     return Unavailable(f"{names}: not resolved: no answer from the resolver within {seconds:g} s", hint=hint)
 
 
-async def _try_nats(settings: Settings, role: str) -> ConnectionResult:
+async def _connect(nats: NatsSettings) -> None:
     from common.nats.client import connect
 
-    nats = settings.nats_for("egress" if role == "egress" else "ingress")
-    name = f"nats ({role}) {nats.context or ', '.join(nats.url)}"
-    try:
-        async with aclosing(await connect(await resolve_servers(nats), name="floe config check")) as client:
-            await jetstream_account(client)
-            return ConnectionResult(name)
-    except FloeError as error:
-        return ConnectionResult(name, error)
+    async with aclosing(await connect(await resolve_servers(nats), name="floe config check")) as client:
+        await jetstream_account(client)
 
 
-async def _try_store(settings: Settings) -> ConnectionResult:
+async def _list_store(settings: Settings) -> None:
     from common.service.process import ThreadPool
 
-    threads = ThreadPool("connect", 1)
-    try:
+    with closing(ThreadPool("connect", 1)) as threads:
         await run_if_resolved(settings.store, threads.run(_list_first_key, settings))
-    except FloeError as error:
-        return ConnectionResult(f"store {settings.store.url}", error)
-    finally:
-        threads.close()
-    return ConnectionResult(f"store {settings.store.url}")
 
 
 def _list_first_key(settings: Settings) -> None:
