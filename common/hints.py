@@ -5,6 +5,7 @@ beside their requests; all are built by `floe_command`.
 """
 
 import shlex
+from collections.abc import Mapping
 
 from common.chain import Chain
 from common.exits import floe_command
@@ -14,6 +15,20 @@ def name_argument(site: str, feed: str, incarnation: int | None = None, partitio
     """Return the argument that names a feed, an incarnation or a chain, as far as the parts are given."""
     numbers = ["" if incarnation is None else f"/{incarnation:04d}", "" if partition is None else f"/{partition}"]
     return shlex.quote("".join([f"{site}/{feed}", *numbers]))
+
+
+def option_words(given: Mapping[str, object]) -> list[str]:
+    """Return options by their names, with quoted values: True gives an option alone, a list one for each of its values,
+    any other value that is not true none.
+    """
+    words = list[str]()
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif value:
+            words += [f"{option} {shlex.quote(str(each))}" for each in (value if isinstance(value, list) else [value])]
+    return words
 
 
 # Stops of a feed

@@ -15,7 +15,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S, parse_time
 from common.errors import UsageError
 from common.exits import choices, floe_command
-from common.hints import name_argument
+from common.hints import name_argument, option_words
 from common.sequences import SequenceRange
 from common.settings.types import format_duration, is_filter, is_subject
 from ingress.replay.pace import Pace
@@ -140,24 +140,20 @@ class ReplayRequest:
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def arguments(self) -> str:
-        words = [name_argument(self.site, self.feed, self.incarnation, self.partition)]
-        for name, value in self.to_json().items():
-            if name in ("site", "feed", "incarnation", "partition"):
-                continue
-            if name in ("since", "until"):
-                words += [_option(name), format_duration(value)]
-            elif name == "subjects":
-                words += [word for subject in value for word in ("--subject", shlex.quote(subject))]
-            elif value is True:
-                words.append(_option(name))
-            else:
-                words += [_option(name), shlex.quote(str(value))]
-        return " ".join(words)
+        given = {
+            OPTION_NAMES.get(name, name): format_duration(value) if name in ("since", "until") else value
+            for name, value in self.to_json().items()
+            if name not in ("site", "feed", "incarnation", "partition")
+        }
+        named = name_argument(self.site, self.feed, self.incarnation, self.partition)
+        return " ".join([named, *option_words(given)])
+
+
+OPTION_NAMES = {"prefix": "subject_prefix", "from_time": "since", "to_time": "until", "subjects": "subject"}
 
 
 def _option(name: str) -> str:
-    named = {"prefix": "subject-prefix", "from_time": "since", "to_time": "until"}
-    return f"--{named.get(name, name).replace('_', '-')}"
+    return f"--{OPTION_NAMES.get(name, name).replace('_', '-')}"
 
 
 def _time(option: str, text: str) -> int:
@@ -190,9 +186,7 @@ class ReplayOptions:
     reading_spacing_s: float = CONFIRM_INTERVAL_S
 
     def arguments(self) -> Iterator[str]:
-        for name in FLAG_OPTIONS:
-            if getattr(self, name):
-                yield f"--{name.replace('_', '-')}"
+        yield from option_words({name: getattr(self, name) for name in FLAG_OPTIONS})
         yield from self.pace_arguments
 
 

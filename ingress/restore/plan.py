@@ -5,7 +5,6 @@ Messages that limits dropped are not sent if whole segments can be left out; the
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +16,7 @@ from common.archive.captures import Captured, CapturedConfig, CapturedConsumers,
 from common.archive.segment import Reason
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
+from common.hints import option_words
 from common.nats.api import RESTORE_KEY, RESTORE_PREFIX
 from common.sequences import SequenceRange
 from common.settings.types import duration_words, format_count, size_words
@@ -58,34 +58,24 @@ class RestoreRequest:
     has_effects_elsewhere: bool = False
     skip_to: int | None = None
 
-    def command_options(self) -> Iterator[str]:
-        """Yield the command-line options of this request, without the feed."""
-        if self.promote and self.name:
-            yield f"--as {shlex.quote(self.name)}"
-        if self.subjects:
-            yield f"--subjects {shlex.quote(','.join(self.subjects))}"
-        if self.to_sequence is not None:
-            yield f"--to-sequence {self.to_sequence}"
-        if self.to_time_ns is not None:
-            yield f"--until {format_time(self.to_time_ns)}"
-        if self.server:
-            yield f"--server {self.server}"
-        elif self.replicas is not None:  # a server that is started for a drill is in no cluster
-            yield f"--replicas {self.replicas}"
-        if self.promote and not self.consumers:
-            yield "--no-consumers"
-        if self.promote and self.verify != "full":
-            yield f"--verify {self.verify}"
-        if self.allow_lossy:
-            yield "--allow-lossy"
-        if self.skip_to is not None:
-            yield f"--skip-to-sequence {self.skip_to}"
-        if self.promote and (self.allow_elsewhere or self.has_effects_elsewhere):
-            yield "--allow-elsewhere"
-        if self.force:
-            yield "--force"
-        if self.format != "auto":
-            yield f"--format {self.format}"
+    def command_options(self) -> list[str]:
+        """Return the command-line options of this request, without the feed."""
+        is_restore = self.promote
+        return option_words({
+            "as": is_restore and self.name,
+            "subjects": ",".join(self.subjects),
+            "to_sequence": self.to_sequence,
+            "until": None if self.to_time_ns is None else format_time(self.to_time_ns),
+            "server": self.server,
+            "replicas": None if self.server else self.replicas,  # a server of a drill is in no cluster
+            "no_consumers": is_restore and not self.consumers,
+            "verify": is_restore and self.verify != "full" and self.verify,
+            "allow_lossy": self.allow_lossy,
+            "skip_to_sequence": True if self.skip_to == 0 else self.skip_to,
+            "allow_elsewhere": is_restore and (self.allow_elsewhere or self.has_effects_elsewhere),
+            "force": self.force,
+            "format": self.format != "auto" and self.format,
+        })  # fmt: skip
 
     @property
     def is_in_the_past(self) -> bool:

@@ -171,7 +171,9 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
     "common/hints.py:resume_command": of_chains,
     "ingress/replay/request.py:ReplayHints.command": of_replays,
     "ingress/restore/history.py:repeat_command": lambda: [
-        repeat_command(each, "--force") for each in (RESTORE, replace(RESTORE, promote=False, subjects=()))
+        repeat_command(RESTORE, "--force"),
+        repeat_command(replace(RESTORE, skip_to=0, to_time_ns=None)),
+        repeat_command(replace(RESTORE, promote=False, subjects=())),
     ],
 }
 # Built in code that needs servers; the text after `floe_command(` is a literal, or other tests check it.
