@@ -78,7 +78,7 @@ def _try_connections(documents: list[ConfigDocument]) -> list[tuple[str, FloeErr
 
 
 def _check(file: str, parts: RoleFunctions) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:
-    from common.settings.loader import add_combinations, add_loop_problems, add_unbuilt_problems, read_documents
+    from common.settings.loader import add_combinations, add_loop_problems, read_documents
     from common.settings.yaml import ConfigFileError, Problems
 
     try:
@@ -89,7 +89,6 @@ def _check(file: str, parts: RoleFunctions) -> tuple[list[ConfigDocument], list[
     refused: list[str] = []
     for document in documents:
         wrong, loops = Problems(document.name), Problems(document.name)
-        add_unbuilt_problems(document, wrong)
         if document.settings.ingress.targets:
             found = parts["contradictions"]()(document.settings.ingress)
             add_combinations((), found, document.root, wrong)

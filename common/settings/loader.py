@@ -13,7 +13,7 @@ from pydantic import SecretStr, ValidationError
 
 from common.errors import ConfigError
 from common.settings import yaml
-from common.settings.root import UNBUILT, Settings, default_of, default_text, fields_of, is_secret, section_at
+from common.settings.root import Settings, fields_of, is_secret, section_at
 from common.settings.types import FROM_FILE, ExpandedText, FileSecret, Section, is_plaintext, regular_file
 
 
@@ -226,11 +226,8 @@ def _is_private(path: yaml.KeyPath) -> bool:
 
 
 def check_runnable(document: ConfigDocument) -> None:
-    """Raise ConfigError with a line for each key with a feature that is not built, and for each target that flows into
-    itself.
-    """
+    """Raise ConfigError with a line for each target that flows into itself."""
     problems = yaml.Problems(document.name)
-    add_unbuilt_problems(document, problems)
     add_loop_problems(document, problems)
     yaml.raise_problems(problems)
 
@@ -239,21 +236,10 @@ def add_loop_problems(document: ConfigDocument, problems: yaml.Problems) -> None
     add_combinations((), document.settings.loop_problems(), document.root, problems)
 
 
-def add_unbuilt_problems(document: ConfigDocument, problems: yaml.Problems) -> None:
-    for path in UNBUILT:
-        above, _, key = path.rpartition(".")
-        section: Section = attrgetter(above)(document.settings)
-        if getattr(section, key) != default_of(type(section), key):
-            place = yaml.locate(document.root, path.split("."))
-            default = default_text(fields_of(type(section))[key])
-            reason = f"not implemented in this version; remove it or leave it at its default ({default})"
-            problems.add(place.mark, place.path, reason)
-
-
 def load(path: str) -> Settings:
     """Return the configuration in the file `path`, which holds one document.
 
-    Raises ConfigError with a line for each problem, including keys with a feature that this version does not have.
+    Raises ConfigError with a line for each problem.
     """
     return load_document(path).settings
 
@@ -354,7 +340,7 @@ def _display_text(key: str, value: Any) -> str | None:
 def parse(text: str, name: str) -> list[Settings]:
     """Return the configurations of all YAML documents in `text`; messages call it `name`.
 
-    Raises ConfigError with a line for each problem. Does not check if the feature of a key is built.
+    Raises ConfigError with a line for each problem.
     """
     return [document.settings for document in parse_documents(text.encode(), name)]
 

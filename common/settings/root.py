@@ -1,14 +1,11 @@
-"""The whole configuration: store, compaction, log, keys that are not built yet, and lookups of keys."""
+"""The whole configuration: store, compaction, log, and lookups of keys."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, SecretStr, TypeAdapter, ValidationInfo, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, SecretStr, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from common.clock import parse_time
 from common.settings import types as t
@@ -20,8 +17,6 @@ from common.settings.types import Section, find_repeated, merge, needed, option,
 # Characters that need no encoding anywhere. No engine needs more, and most skip names that begin with `_` or `.`.
 _PREFIX = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._=-]*(/[A-Za-z0-9-][A-Za-z0-9._=-]*)*")
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
-# Values without quotes in a file: a word, a duration, a size with its unit.
-_UNQUOTED = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*|[0-9]+[A-Za-z]+")
 _STORAGE_CLASS = re.compile(r"[A-Z0-9_-]{1,64}")
 
 
@@ -301,9 +296,6 @@ def _with_nats(nats: Any, role: Any) -> Any:
     return {**role, "nats": merge(nats, role.get("nats", {}))} if isinstance(role, Mapping) else role
 
 
-UNBUILT: tuple[str, ...] = ()  # keys that are defined, but refused until their feature is built
-
-
 def sections_of(annotation: Any) -> list[type[Section]]:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
@@ -324,37 +316,6 @@ def section_at(path: Sequence[str | int]) -> type[Section] | None:
     return section
 
 
-@cache
-def default_of(section: type[Section], key: str) -> Any:
-    """Return the default as the program sees it; None for a key without one."""
-    field = fields_of(section)[key]
-    if field.default is PydanticUndefined:
-        return None
-    adapter: TypeAdapter[Any] = TypeAdapter(field.rebuild_annotation())
-    return adapter.validate_python(field.default)
-
-
 def is_secret(section: type[Section] | None, key: str) -> bool:
     field = fields_of(section).get(key) if section else None
     return field is not None and field.annotation is SecretStr
-
-
-def default_text(field: FieldInfo) -> str:
-    """Return the default of a key as in a file; `required` for a key without one."""
-    return yaml_text(_default_as_written(field))
-
-
-def _default_as_written(field: FieldInfo) -> Any:
-    if field.default == {} and (inner := sections_of(field.annotation)):
-        return {name: _default_as_written(below) for name, below in fields_of(inner[0]).items()}
-    return "required" if field.default is PydanticUndefined else field.default
-
-
-def yaml_text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {yaml_text(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(yaml_text, value)) + "]"
-    if isinstance(value, str):
-        return value if _UNQUOTED.fullmatch(value) else json.dumps(value)
-    return json.dumps(value)

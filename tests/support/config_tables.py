@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from common.settings.root import UNBUILT, Settings, default_text, fields_of, sections_of
+from common.settings.root import Settings, fields_of, sections_of
 from common.settings.types import OneOrMore, Range, Section, TypeName
 
 
@@ -37,10 +40,29 @@ def every_key(section: type[Section] = Settings, path: tuple[str, ...] = ()) -> 
 
 def _key(path: tuple[str, ...], field: FieldInfo) -> Key:
     limits = "; ".join(str(m) for m in field.metadata if isinstance(m, Range))
-    unbuilt = " *(so far only the default)*" if ".".join(path) in UNBUILT else ""
-    meaning = (field.description or "") + unbuilt
-    default = "{}" if path[-1] == "nats" else default_text(field)
-    return Key(path, type_name(field), default, limits, meaning)
+    default = "{}" if path[-1] == "nats" else _yaml_text(_default_as_written(field))
+    return Key(path, type_name(field), default, limits, field.description or "")
+
+
+def _default_as_written(field: FieldInfo) -> Any:
+    """Return the default of a key as in a file; `required` for a key without one."""
+    if field.default == {} and (inner := sections_of(field.annotation)):
+        return {name: _default_as_written(below) for name, below in fields_of(inner[0]).items()}
+    return "required" if field.default is PydanticUndefined else field.default
+
+
+# Values without quotes in a file: a word, a duration, a size with its unit.
+_UNQUOTED = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*|[0-9]+[A-Za-z]+")
+
+
+def _yaml_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_yaml_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_yaml_text, value)) + "]"
+    if isinstance(value, str):
+        return value if _UNQUOTED.fullmatch(value) else json.dumps(value)
+    return json.dumps(value)
 
 
 def type_name(field: FieldInfo) -> str:

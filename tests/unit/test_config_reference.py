@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
+from pydantic_core import PydanticUndefined
 
 from common.errors import ConfigError
 from common.settings.ingress import CreateSettings
-from common.settings.loader import ConfigDocument, add_unbuilt_problems, check_runnable, load, parse, parse_documents
-from common.settings.root import Settings, default_of, fields_of, sections_of
+from common.settings.loader import ConfigDocument, check_runnable, parse, parse_documents
+from common.settings.root import Settings, fields_of, sections_of
 from common.settings.types import Section
 from common.settings.yaml import ListNode, MappingNode, Node, Problems, parse_yaml, raise_problems
 from tests.support.config_tables import every_key, with_tables
@@ -51,15 +53,21 @@ def _key_differences(node: Node, section: type[Section], name: str, path: tuple[
         return [difference for item in node.items for difference in differences(item, below[0], path)]
     if isinstance(node, MappingNode) and node.entries and below:
         return differences(node, below[0], path)
-    if path in EXAMPLES or path[:2] == LEVELS or default_of(section, name) == _read(node, section, name):
+    if path in EXAMPLES or path[:2] == LEVELS or _default_of(section, name) == _read(node, section, name):
         return []
-    return [f"{'.'.join(path)}: the models say {default_of(section, name)!r}"]
+    return [f"{'.'.join(path)}: the models say {_default_of(section, name)!r}"]
+
+
+def _default_of(section: type[Section], name: str) -> Any:
+    """Return the default as the program sees it; None for a key without one."""
+    field = fields_of(section)[name]
+    if field.default is PydanticUndefined:
+        return None
+    return TypeAdapter(field.rebuild_annotation()).validate_python(field.default)
 
 
 def _read(node: Node, section: type[Section], name: str) -> Any:
     """Return the value of a file as the program reads it."""
-    from pydantic import TypeAdapter
-
     return TypeAdapter(fields_of(section)[name].rebuild_annotation()).validate_python(_plain(node))
 
 
@@ -94,21 +102,14 @@ def test_the_page_on_configuration_is_up_to_date_and_gives_every_key_a_meaning()
     assert [key.path for key in every_key() if not key.meaning] == []
 
 
-# Keys that are specified and not built yet
+# The example, and configurations that cannot be run
 
 HEAD = "site: s\nstore: {url: s3://floe}\n"
-NOT_BUILT = "not implemented in this version; remove it or leave it at its default"
 
 
 def document(text: str) -> ConfigDocument:
     [found] = parse_documents(text.encode(), "f.yaml", {})
     return found
-
-
-def refuse_unbuilt(found: ConfigDocument) -> None:
-    problems = Problems(found.name)
-    add_unbuilt_problems(found, problems)
-    raise_problems(problems)
 
 
 def example() -> list[ConfigDocument]:
@@ -125,21 +126,7 @@ def test_both_documents_of_the_example_are_valid_and_nothing_in_them_is_refused(
     pairs = [(site, feed) for site in ("us-east", "eu-west") for feed in ("NODE_DATA", "NODE_DATA_ADVISORIES")]
     assert target.sources[0].site_feed_pairs() == pairs
     for found in example():
-        refuse_unbuilt(found)
         check_runnable(found)
-
-
-def test_a_key_is_refused_at_its_place_unless_at_its_default_and_others_beside_it_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("common.settings.loader.UNBUILT", ("compaction.delete_grace",))
-    others = HEAD + "nats: {context: prod}\ningress: {targets: [{stream: T, sources: [{site: s, feed: f}]}]}\n"
-    refuse_unbuilt(document(others + "compaction: {delete_grace: 1d}\n"))
-    (tmp_path / "f.yaml").write_text(others + "compaction: {delete_grace: 30d}\n")
-    with pytest.raises(ConfigError) as caught:
-        load(str(tmp_path / "f.yaml"))
-    problem = f"{tmp_path}/f.yaml:5:28: compaction.delete_grace: {NOT_BUILT} (24h)"
-    assert list(caught.value.problems) == [problem]
 
 
 def test_a_target_that_flows_into_itself_cannot_be_run():
