@@ -23,15 +23,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from common.archive.keys import Layout, configured_feeds, encode
+from common.chain import Chain
+from common.clock import Clock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.objects.port import ConditionalPutRefused, LinkingStore, PolicyStore
+from common.nats.context import apply_context
+from common.nats.requests import NO_RESPONDERS_CODE, ApiError
+from common.objects.port import (
+    ConditionalPutRefused,
+    LifecycleRule,
+    LinkingStore,
+    ObjectStore,
+    PolicyStore,
+    read_store_clock,
+)
+from common.service.process import ThreadPool
+from common.settings.types import size_words
 from common.tasks import cancel
 
-if TYPE_CHECKING:
-    from common.chain import Chain
-    from common.clock import Clock
+if TYPE_CHECKING:  # these load boto3, the NATS client or pyarrow, or build the models of all settings
     from common.nats.client import FloeClient
-    from common.objects.port import LifecycleRule, ObjectStore
     from common.settings.root import Settings, StoreSettings
     from common.settings.service import NatsSettings
 
@@ -169,7 +180,6 @@ async def jetstream_account(client: FloeClient) -> dict[str, Any] | None:
     Raises ConfigError if there is none for it, Unavailable and OutcomeUnknown if that is not known.
     """
     from common.nats.api import query
-    from common.nats.requests import NO_RESPONDERS_CODE, ApiError
 
     try:
         return await query(client, "INFO")
@@ -193,8 +203,6 @@ async def resolve_servers(nats: NatsSettings) -> NatsSettings:
     The resolution is not left to `connect`: the end of an event loop waits for its own resolutions, even long ones.
     Raises Unavailable if no server is left, else as `apply_context`.
     """
-    from common.nats.context import apply_context
-
     nats = cap_timeout(apply_context(nats))
     async with _resolving(*nats.url) as lookups:
         await asyncio.wait(lookups.values(), timeout=nats.connect_timeout)
@@ -221,8 +229,6 @@ async def run_if_resolved(store: StoreSettings, work: Coroutine[Any, Any, T]) ->
 @asynccontextmanager
 async def _resolving(*addresses: str) -> AsyncIterator[dict[str, asyncio.Task[None]]]:
     """Yield a task for each address, done once the resolver has answered for its host. Leaves threads behind."""
-    from common.service.process import ThreadPool
-
     threads = ThreadPool("lookup", len(addresses) or 1)
 
     async def look_up(address: str) -> None:
@@ -255,17 +261,19 @@ async def _connect(nats: NatsSettings) -> None:
 
 
 async def _list_store(settings: Settings) -> None:
-    from common.service.process import ThreadPool
-
     with closing(ThreadPool("connect", 1)) as threads:
         await run_if_resolved(settings.store, threads.run(_list_first_key, settings))
 
 
 def _list_first_key(settings: Settings) -> None:
+    _open_objects(settings).list(_listed_prefixes(settings, roles_of(settings))[0], limit=1)
+
+
+def _open_objects(settings: Settings) -> ObjectStore:
+    """Open the store for probes: it answers within a time that a person waits for."""
     from common.objects.open import VIEW_TIMEOUT_S, open_objects
 
-    objects = open_objects(settings.store, timeout=max(VIEW_TIMEOUT_S, cap_timeout(settings.nats).connect_timeout))
-    objects.list(_listed_prefixes(settings, roles_of(settings))[0], limit=1)
+    return open_objects(settings.store, timeout=max(VIEW_TIMEOUT_S, cap_timeout(settings.nats).connect_timeout))
 
 
 def _only_site(settings: Settings, roles: Collection[str]) -> str | None:
@@ -275,8 +283,6 @@ def _only_site(settings: Settings, roles: Collection[str]) -> str | None:
 
 def _listed_prefixes(settings: Settings, roles: Collection[str]) -> tuple[str, ...]:
     """Return the prefixes that the roles list; a site lists only its own keys."""
-    from common.archive.keys import Layout, encode
-
     layout, site = Layout(settings.store.prefix), _only_site(settings, roles)
     if not site:
         return (f"{layout.root}site=", f"{layout.root}_floe/")
@@ -289,10 +295,8 @@ def _listed_prefixes(settings: Settings, roles: Collection[str]) -> tuple[str, .
 
 def examine_store(settings: Settings, roles: Collection[str], clock: Clock) -> list[DoctorFinding]:
     """Probe the store; blocking. `roles`: those with the rights to check."""
-    from common.objects.open import VIEW_TIMEOUT_S, open_objects
-
     try:
-        objects = open_objects(settings.store, timeout=max(VIEW_TIMEOUT_S, cap_timeout(settings.nats).connect_timeout))
+        objects = _open_objects(settings)
     except FloeError as error:
         return [failed("store", "connection", error)]
     return list(_StoreProbes(settings, frozenset(roles), clock, objects).findings())
@@ -302,8 +306,6 @@ class _StoreProbes:
     """The checks of one store, one after the other: a later one needs the results of an earlier one."""
 
     def __init__(self, settings: Settings, roles: frozenset[str], clock: Clock, objects: ObjectStore) -> None:
-        from common.archive.keys import Layout
-
         self._settings, self._roles, self._clock, self._objects = settings, roles, clock, objects
         self._layout, self._site = Layout(settings.store.prefix), settings.site
         self._chains: list[Chain] | None = None  # of the archive; None: not known
@@ -384,8 +386,6 @@ class _StoreProbes:
 
     def _probe_prefix(self) -> str | None:
         """Return the prefix for probes: under the first feed of the file, else under an archived chain; else None."""
-        from common.archive.keys import configured_feeds
-
         pairs = sorted(configured_feeds(self._settings)) or [(chain.site, chain.feed) for chain in self._chains or ()]
         pairs = [pair for pair in pairs if pair[0] == self._site] or pairs
         return f"{self._layout.documents_prefix(*pairs[0])}probe/" if pairs else None
@@ -504,8 +504,6 @@ class _StoreProbes:
         return ok("store", "list after write", "an object is listed at once, with its new size")
 
     def _clocks(self) -> DoctorFinding:
-        from common.objects.port import read_store_clock
-
         before = self._clock.now()
         theirs = read_store_clock(self._objects, self._key)
         skew = theirs - (before + self._clock.now()) / 2
@@ -643,7 +641,6 @@ def _rule_text(rule: LifecycleRule) -> str:
 def examine_disk(settings: Settings, roles: Collection[str]) -> list[DoctorFinding]:
     """Probe the disk; blocking. Writes one file of 64 KiB into the spool, and removes it."""
     from common.archive.writer import Spool, spool_error
-    from common.settings.types import size_words
 
     folder = Path(settings.spool_dir or tempfile.gettempdir())
     with closing(Spool(folder)) as spool:

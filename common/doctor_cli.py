@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import StyledCell, config_command, print_json, print_table
+from common.chain import Chain
+from common.cli import StyledCell, config_command, print_json, print_table, run_async
+from common.clock import SystemClock
 from common.doctor import (
     CHECKS,
     ROLES,
@@ -29,11 +31,13 @@ from common.doctor import (
     skipped,
     warning,
 )
-from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.logs import escape
+from common.nats.requests import NO_RESPONDERS_CODE, ApiError
+from common.open import load_settings, open_for_view
+from common.service.process import ThreadPool
 
 if TYPE_CHECKING:
-    from common.chain import Chain
     from common.nats.client import FloeClient
     from common.settings.root import Role, Settings
     from common.settings.service import ServiceSettings
@@ -71,14 +75,10 @@ def doctor(probes: RoleProbes, roles: tuple[str, ...], config: str, as_json: boo
     Example: floe doctor -c site.yaml
              floe doctor -c central.yaml --role compaction
     """
-    from common.cli import run_async
-    from common.open import load_settings
-
     settings = load_settings(config, quiet=True)
     found = run_async(examine(settings, roles, probes))
     if as_json:
-        document = {"roles": found.roles, "code": found.exit_code, "findings": found.findings}
-        print_json(document)
+        print_json({"roles": found.roles, "code": found.exit_code, "findings": found.findings})
     else:
         _show(found)
     return found.exit_code
@@ -98,9 +98,6 @@ def _show(found: Examination) -> None:
 
 async def examine(settings: Settings, roles: Collection[str], probes: RoleProbes) -> Examination:
     """Examine all parts at the same time: one without an answer delays no other. `roles` empty: as the file has."""
-    from common.clock import SystemClock
-    from common.service.process import ThreadPool
-
     examined, threads = tuple(roles) or roles_of(settings), ThreadPool("doctor", PROBE_THREADS)
     work: list[Coroutine[Any, Any, list[DoctorFinding]]] = [
         _examine_store(settings, threads.run(examine_store, settings, examined, SystemClock())),
@@ -177,8 +174,6 @@ async def _server_findings(
 
 def _stopped_chains(settings: Settings, target: str) -> Mapping[Chain, str]:
     """Return why chains of the target have stopped; empty if unreadable, which the checks of the store report."""
-    from common.open import open_for_view
-
     with suppress(FloeError):
         positions = open_for_view(settings)[1].read_positions(target)
         return positions.stopped if positions else {}
@@ -210,13 +205,8 @@ async def _account(client: FloeClient) -> dict[str, Any] | DoctorFinding:
 
 def _limits(account: Mapping[str, Any]) -> DoctorFinding:
     limits, full, texts = account.get("limits") or {}, [], []
-    for name, used in (
-        ("storage", "storage"),
-        ("memory", "memory"),
-        ("streams", "streams"),
-        ("consumers", "consumers"),
-    ):
-        limit, now = int(limits.get(f"max_{name}", -1)), int(account.get(used, 0))
+    for name in ("storage", "memory", "streams", "consumers"):
+        limit, now = int(limits.get(f"max_{name}", -1)), int(account.get(name, 0))
         texts.append(f"{name} {now}" + (f" of {limit}" if limit > 0 else ""))
         if limit > 0 and now >= limit * NEARLY_FULL_RATIO:
             full.append(f"{name} {now} of {limit}")
@@ -242,9 +232,7 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
     """Send the requests of the role in a way that changes nothing: requests without a body, which a server rejects only
     after it has authorized them, and a write on a condition that cannot hold.
     """
-    from common.errors import OutcomeUnknown
     from common.nats.kv import KeyValue
-    from common.nats.requests import NO_RESPONDERS_CODE, ApiError
 
     section: ServiceSettings = settings.egress if role == "egress" else settings.ingress
     buckets = (section.state_bucket, section.lease_bucket)
