@@ -41,7 +41,7 @@ from common.service.process import ThreadPool
 from common.settings.types import size_words
 from common.tasks import cancel
 
-if TYPE_CHECKING:  # these load boto3, the NATS client or pyarrow, or build the models of all settings
+if TYPE_CHECKING:  # they load the NATS client, or build the models of all settings
     from common.nats.client import FloeClient
     from common.settings.root import Settings, StoreSettings
     from common.settings.service import NatsSettings

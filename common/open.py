@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from common import exits, logs
+from common.archive.keys import Layout
+from common.errors import ConfigError, UsageError
+from common.service.process import on_hangup
 
 if TYPE_CHECKING:
     from common.archive.documents import ChainStore, PutOnceClaims
@@ -22,10 +28,6 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
     `quiet`: for a command that ends by itself. Unless `-v` or `--debug` is given it has no log: warnings and errors
     come as lines for people.
     """
-    import socket
-
-    from common import exits, logs
-    from common.errors import UsageError
     from common.settings import loader
 
     document = loader.load_document(path)
@@ -55,8 +57,6 @@ class ConfigReload:
 
     def __call__(self) -> None:
         """Read the file again. An invalid file changes nothing; its problems are logged, one in each line."""
-        from common import exits, logs
-        from common.errors import ConfigError
         from common.settings import loader
 
         log = logs.get_logger("common.config")
@@ -88,8 +88,6 @@ RELOADABLE_KEYS = ("log.level",)
 @contextmanager
 def reload_on_hangup(path: str, settings: Settings) -> Iterator[None]:
     """Make SIGHUP read the configuration at `path` again, within the block. `settings`: the values in use."""
-    from common.service.process import on_hangup
-
     on_hangup.append(reload := ConfigReload(path, settings))
     try:
         yield
@@ -99,7 +97,6 @@ def reload_on_hangup(path: str, settings: Settings) -> Iterator[None]:
 
 def open_store(settings: Settings, objects: ObjectStore | None = None) -> SegmentStore:
     """Open the segment store, on `objects` if given, else on the configured object store."""
-    from common.archive.keys import Layout
     from common.archive.store import SegmentStore
     from common.objects.open import open_objects
 
@@ -131,7 +128,6 @@ def open_chains(
     settings: Settings, objects: ObjectStore | None = None, claims: PutOnceClaims | None = None
 ) -> ChainStore:
     from common.archive.documents import ChainStore
-    from common.archive.keys import Layout
     from common.objects.open import open_objects
 
     return ChainStore(objects or open_objects(settings.store), Layout(settings.store.prefix), claims)
