@@ -53,7 +53,7 @@ class GroupMembership:
     async def member_keys(self) -> set[str]:
         """Return the keys of all members, including this one's. Raises Unavailable if they cannot be read."""
         try:
-            return {*await self._leases.keys(self._prefix), self.key}
+            return {*await self._leases.kv.keys(self._prefix), self.key}
         except BucketDeleted:
             await self.aclose()  # this member's key is gone with the bucket, although it had time left
             raise
@@ -121,7 +121,7 @@ class LeaseWatcher:
         """Return the subscription once the server has it; None if it is refused or `stop` is set first."""
         while not stop.is_set:
             try:
-                return await self._leases.subscribe(pattern, on_message, report_error)
+                return await self._leases.kv.subscribe(pattern, on_message, report_error)
             except Refused as error:
                 log.warning("lease watch refused", action="lease_watch_refused", error=str(error))
                 return None

@@ -81,7 +81,7 @@ class SubjectHeartbeats:
     async def _subscribe_to_release(self, pending: tasks.PendingError) -> RawSubscription | None:
         """Listen for a leader that steps down. None without the right to: the lease is then tried periodically."""
         try:
-            return await self._leases.subscribe(self._key, self._on_write, pending.set)
+            return await self._leases.kv.subscribe(self._key, self._on_write, pending.set)
         except FloeError as error:
             log.info("heartbeat subscription refused", action="heartbeats_unsubscribed", error=str(error))
             return None

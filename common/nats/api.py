@@ -262,14 +262,8 @@ async def consumer_info(client: FloeClient, stream: str, consumer: str) -> Consu
 
 
 async def consumer_names(client: FloeClient, stream: str) -> list[str]:
-    """Return the names of the stream's consumers. Raises ApiError if there is no such stream."""
-    names: list[str] = []
-    while True:
-        answer = await query(client, f"CONSUMER.NAMES.{check_token(stream)}", {"offset": len(names)})
-        page = answer.get("consumers") or []
-        names += map(str, page)
-        if not page or len(names) >= int(answer.get("total", 0)):
-            return names
+    """Return the names of the stream's consumers. Raises as `list_consumers`."""
+    return [str(name) for name in await _read_pages(client, stream, "NAMES")]
 
 
 async def list_consumers(client: FloeClient, stream: str) -> list[dict[str, Any]]:
@@ -277,17 +271,20 @@ async def list_consumers(client: FloeClient, stream: str) -> list[dict[str, Any]
 
     Raises ApiError if there is no such stream, Unavailable if a consumer's leader did not answer the server.
     """
-    found: dict[str, dict[str, Any]] = {}
-    listed = 0
+    return list({str(each.get("name")): each for each in await _read_pages(client, stream, "LIST")}.values())
+
+
+async def _read_pages(client: FloeClient, stream: str, kind: str) -> list[Any]:
+    """Return the consumers on all pages of CONSUMER.NAMES or CONSUMER.LIST."""
+    found: list[Any] = []
     while True:
-        answer = await query(client, f"CONSUMER.LIST.{check_token(stream)}", {"offset": listed})
+        answer = await query(client, f"CONSUMER.{kind}.{check_token(stream)}", {"offset": len(found)})
         if missing := answer.get("missing"):
-            raise Unavailable(f"CONSUMER.LIST of {stream}: no answer from {', '.join(map(str, missing))[:200]}")
+            raise Unavailable(f"CONSUMER.{kind} of {stream}: no answer from {', '.join(map(str, missing))[:200]}")
         page = answer.get("consumers") or []
-        found |= {str(each.get("name")): each for each in page}
-        listed += len(page)
-        if not page or listed >= int(answer.get("total", 0)):
-            return list(found.values())
+        found += page
+        if not page or len(found) >= int(answer.get("total", 0)):
+            return found
 
 
 async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:

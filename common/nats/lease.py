@@ -11,14 +11,12 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable
 
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown
 from common.logs import get_logger
-from common.nats.client import RawSubscription
 from common.nats.kv import BucketDeleted, KeyValue, KvEntry
-from common.tasks import ReportError, Stop, StopReason, raise_fatal, record_unexpected
+from common.tasks import Stop, StopReason, record_unexpected
 
 log = get_logger(__name__)
 
@@ -40,7 +38,7 @@ def format_owner(owner: str) -> str:
 
 
 class Leases:
-    """The leases of one owner in one bucket with a time to live of `ttl` seconds.
+    """The leases of one owner in the bucket `kv` with a time to live of `ttl` seconds.
 
     Methods raise the errors of the bucket.
     """
@@ -48,38 +46,30 @@ class Leases:
     def __init__(self, kv: KeyValue, owner: str, ttl: float, clock: Clock) -> None:
         if kv.ttl != ttl:
             raise ValueError(f"bucket {kv.bucket}: expected a time to live of {ttl:g} s, found {kv.ttl or 0:g} s")
-        self._kv, self.owner, self.ttl, self.clock = kv, owner, ttl, clock
+        self.kv, self.owner, self.ttl, self.clock = kv, owner, ttl, clock
 
     async def acquire(self, key: str) -> Lease | None:
         """Acquire the lease; return None if another owner holds it. Raises Unavailable, OutcomeUnknown."""
         try:
             return await self._acquire(key)
         except BucketDeleted:
-            await self._kv.ensure()
+            await self.kv.ensure()
             return await self._acquire(key)
 
     async def _acquire(self, key: str) -> Lease | None:
         started = self.clock.monotonic()
         try:
-            revision = await self._kv.create(key, self.owner.encode())
+            revision = await self.kv.create(key, self.owner.encode())
         except OutcomeUnknown:
             revision = None  # the write may have happened; the value below settles it
         if revision is None:
             # If this owner already holds the lease, write it again: its remaining time is unknown.
             started = self.clock.monotonic()
-            if (entry := await self._kv.get(key)) is None or entry.value != self.owner.encode():
+            if (entry := await self.kv.get(key)) is None or entry.value != self.owner.encode():
                 return None
-            if (revision := await self._kv.update(key, entry.value, entry.revision)) is None:
+            if (revision := await self.kv.update(key, entry.value, entry.revision)) is None:
                 return None
-        return Lease(self._kv, key, self.owner, revision, started, self.ttl, self.clock)
-
-    async def keys(self, prefix: str) -> list[str]:
-        return await self._kv.keys(prefix)
-
-    async def subscribe(
-        self, pattern: str, on_change: Callable[[str, bytes | None], None], report_error: ReportError = raise_fatal
-    ) -> RawSubscription:
-        return await self._kv.subscribe(pattern, on_change, report_error)
+        return Lease(self, key, revision, started)
 
     async def get_owner(self, key: str) -> str | None:
         """Return the owner; None if the lease is free."""
@@ -88,7 +78,7 @@ class Leases:
 
     async def get_entry(self, key: str) -> KvEntry | None:
         """Return the owner with the revision, which rises when the lease is renewed; None if the lease is free."""
-        return await self._kv.get(key)
+        return await self.kv.get(key)
 
 
 class Lease:
@@ -98,12 +88,10 @@ class Lease:
     The group that shares leases sets `return_requested`: the work then ends at the next suitable point.
     """
 
-    def __init__(
-        self, kv: KeyValue, key: str, owner: str, revision: int, started: float, ttl: float, clock: Clock
-    ) -> None:
+    def __init__(self, leases: Leases, key: str, revision: int, started: float) -> None:
         self.key, self.lost, self.return_requested = key, Stop(), Stop()
-        self._kv, self._value, self._revision = kv, owner.encode(), revision
-        self._ttl, self._clock, self._deadline = ttl, clock, started + ttl
+        self._kv, self._value, self._revision = leases.kv, leases.owner.encode(), revision
+        self._ttl, self._clock, self._deadline = leases.ttl, leases.clock, started + leases.ttl
         self._is_late = False
 
     def is_usable(self) -> bool:

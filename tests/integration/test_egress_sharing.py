@@ -194,7 +194,7 @@ async def test_members_that_cannot_be_listed_change_nothing(group: Group, monkey
     async def nobody_answers(*_: object) -> list[str]:
         raise Unavailable("no answer")
 
-    monkeypatch.setattr(Leases, "keys", nobody_answers)
+    monkeypatch.setattr(KeyValue, "keys", nobody_answers)
     second = await group.join()
     await soon(lambda: all(observer.set_waiting.called for observer in second.observers.values()))
     await asyncio.sleep(TTL)

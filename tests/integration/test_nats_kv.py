@@ -273,7 +273,7 @@ async def test_a_refused_renewal_of_a_lease_that_is_ours_is_tried_again(
 
 async def test_a_bucket_that_is_gone_is_found_gone_though_somebody_listens(client: FloeClient, timed: KeyValue):
     """A subscriber to a bucket's writes receives them: then the server does not report that nobody does."""
-    await leases(timed).subscribe("*", lambda *_: None)
+    await timed.subscribe("*", lambda *_: None)
     await client.api(f"STREAM.DELETE.KV_{timed.bucket}")
     assert await leases(timed, "me").acquire("k") is not None
     assert await leases(timed).get_owner("k") == "me"
