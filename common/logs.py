@@ -116,11 +116,7 @@ _handler: LineHandler | None = None
 
 # Set at import: without this, structlog alone would print to stdout until `configure` is called, if it ever is.
 structlog.configure(
-    processors=[
-        structlog.stdlib.filter_by_level,
-        structlog.contextvars.merge_contextvars,
-        ProcessorFormatter.wrap_for_formatter,
-    ],
+    processors=[structlog.stdlib.filter_by_level, ProcessorFormatter.wrap_for_formatter],
     logger_factory=structlog.stdlib.LoggerFactory(),
     wrapper_class=BoundLogger,
     cache_logger_on_first_use=True,
@@ -150,7 +146,7 @@ def configure(level: str = "info", format: str = "auto", *, instance: str = "", 
     render = {"text": _as_text, "plain": _as_plain_line}.get(format, _as_json)
     _handler.setFormatter(ProcessorFormatter(processors=[lambda _, _name, event: render(_arrange(event, instance))]))
     logging.getLogger().addHandler(_handler)
-    _set_level(getattr(logging, level.upper()))
+    set_level(level)
 
 
 def remove_handler() -> None:
@@ -159,20 +155,16 @@ def remove_handler() -> None:
         logging.getLogger().removeHandler(_handler)
         _handler.close()
         _handler = None
-    _set_level(logging.NOTSET)
+    set_level("notset")
 
 
 def set_level(level: str) -> None:
-    """Log from `level` up from now on; everything else stays as configured."""
-    _set_level(getattr(logging, level.upper()))
-
-
-def _set_level(level: int) -> None:
+    """Log from `level` up from now on; everything else stays as configured. `notset`: log everything."""
     global _level
-    _level = level
-    logging.getLogger().setLevel(max(level, logging.WARNING))
+    _level = getattr(logging, level.upper())
+    logging.getLogger().setLevel(max(_level, logging.WARNING))
     for name in _names:
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(_level)
 
 
 def add_fields(**fields: Any) -> None:
