@@ -65,14 +65,11 @@ def _account(settings: StoreSettings, endpoint_url: str) -> S3Account:
     return S3Account(key or None, secret or None, settings.region or None, endpoint_url or None, verify)
 
 
-PROBE_PREFIX = "_floe/probe/"
-
-
 _probe_lock = threading.Lock()
 _probe_results: WeakKeyDictionary[ObjectStore, bool] = WeakKeyDictionary()
 
 
-def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
+def is_verifying(objects: ObjectStore, prefix: str) -> bool:
     """True if the store `verifies_checksums`, tested once for each store; False if the credential may not test it."""
     with _probe_lock:
         if (answer := _probe_results.get(objects)) is None:
@@ -88,7 +85,7 @@ def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
         return answer
 
 
-def verifies_checksums(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
+def verifies_checksums(objects: ObjectStore, prefix: str) -> bool:
     """True if the store refuses bytes with another SHA-256; if not, only a full GET proves a put.
 
     Puts one object under `prefix`, always the same, and removes it if that is allowed. Raises the errors of
