@@ -17,7 +17,7 @@ import ssl
 from asyncio import Future
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from nats import errors
 from nats.aio.client import Client, Srv
@@ -33,11 +33,8 @@ from common.nats.context import apply_context
 from common.nats.credentials import Credential, error_text
 from common.nats.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.nats.requests import NO_RESPONDERS_CODE, ApiError, PendingRequests, RawAnswer, api_answer
-from common.settings.service import API_PREFIX
+from common.settings.service import API_PREFIX, NatsSettings
 from common.tasks import ReportError, raise_fatal, report_errors, wait_for, wait_result
-
-if TYPE_CHECKING:
-    from common.settings.service import NatsSettings
 
 __all__ = ["ApiError", "FloeClient", "RawSubscription", "Sink", "connect", "frame"]
 

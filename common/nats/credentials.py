@@ -17,7 +17,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import nkeys  # type: ignore[import-untyped]
@@ -26,10 +26,8 @@ from pydantic import SecretStr
 from common.clock import Clock
 from common.errors import ConfigError, FloeError, Refused, Unavailable, certificate_hint, is_out_of_date
 from common.logs import get_logger
+from common.settings.service import NatsSettings
 from common.settings.types import FileSecret, regular_file
-
-if TYPE_CHECKING:
-    from common.settings.service import NatsSettings
 
 log = get_logger(__name__)
 
