@@ -261,8 +261,7 @@ class Settings(Section):
         if not name:
             return self
         parts = {part: getattr(self, part) for part in ("egress", "ingress")}
-        nats = {part: found.nats.from_context(name) for part, found in parts.items()}
-        roles = {part: found.model_copy(update={"nats": nats[part]}) for part, found in parts.items()}
+        roles = {part: each.model_copy(update={"nats": each.nats.from_context(name)}) for part, each in parts.items()}
         return self.model_copy(update={"nats": self.nats.from_context(name), **roles})
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
