@@ -11,7 +11,7 @@ import io
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -38,6 +38,7 @@ from common.errors import (
 from common.logs import get_logger
 from common.objects import s3_errors
 from common.objects.port import (
+    COPY_CHUNK_BYTES,
     Body,
     ConditionalPutRefused,
     DeletedObject,
@@ -362,12 +363,18 @@ class S3Objects:
         if length == 0:
             return None if self.head(key) is None else b""
         wanted = None if first == 0 and length is None else ByteRange(first, length)
-        return self._read(key, wanted, AnswerBody.read_all)
+        return self._read(key, wanted, lambda body: b"".join(body.chunks()))
 
     @measure_call("get")
     def download(self, key: str, path: Path) -> bool:
         check_key(key)
-        return self._read(key, None, lambda body: body.copy_to(path)) is not None
+
+        def store(body: AnswerBody) -> bool:
+            with path.open("wb") as file:
+                file.writelines(body.chunks(COPY_CHUNK_BYTES))
+            return True
+
+        return self._read(key, None, store) is not None
 
     @measure_call("put")
     def put(
@@ -416,8 +423,10 @@ class S3Objects:
     def _read(self, key: str, wanted: ByteRange | None, use: Callable[[AnswerBody], T]) -> T | None:
         for pause in (*S3_RETRY_PAUSES_S[: self._options.attempts - 1], None):
             try:
-                body = self._open(key, wanted)
-                return None if body is None else body.consume(use)
+                if (body := self._open(key, wanted)) is None:
+                    return None
+                with closing(body):
+                    return use(body)
             except (BotoCoreError, TruncatedBodyError) as error:
                 cut = TruncatedBodyError(f"get {self._url(key)}: {without_paths(str(error))}")
                 if pause is None:

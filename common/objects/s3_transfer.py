@@ -13,17 +13,15 @@ import io
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote_plus
 
 from urllib3.exceptions import HTTPError
 
 from common.errors import OutcomeUnknown, Unavailable
 from common.objects.port import (
-    COPY_CHUNK_BYTES,
     Body,
     ChecksumMismatch,
     DeletedObject,
@@ -276,7 +274,6 @@ class Upload:
         return {}
 
 
-T = TypeVar("T")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -311,7 +308,7 @@ class AnswerBody:
     """A body and its required length; at most one byte more than that is read."""
 
     def __init__(self, stream: io.BufferedIOBase, expected: int) -> None:
-        self._stream, self._expected, self._found = stream, expected, 0
+        self._stream, self._expected = stream, expected
 
     @classmethod
     def open(cls, answer: Mapping[str, Any], wanted: ByteRange | None, size: Callable[[], int | None]) -> AnswerBody:
@@ -328,28 +325,18 @@ class AnswerBody:
             stream.close()
             raise
 
-    def consume(self, reader: Callable[[AnswerBody], T]) -> T:
-        """Return the result of `reader` for the body. Raises TruncatedBodyError unless it is as long as announced."""
-        with closing(self):
-            result = reader(self)
-        if self._found != self._expected:
-            more = " or more" if self._found > self._expected else ""
-            raise TruncatedBodyError(f"expected {self._expected} bytes, found {self._found}{more}")
-        return result
-
     def close(self) -> None:
         self._stream.close()
 
-    def read_all(self) -> bytes:
-        return b"".join(iter(lambda: self._next(self._expected + 1), b""))
+    def chunks(self, max_bytes: int | None = None) -> Iterator[bytes]:
+        """Yield the body in pieces of at most `max_bytes`; by default as few as the server sends.
 
-    def copy_to(self, path: Path) -> int:
-        with path.open("wb") as file:
-            while chunk := self._next(COPY_CHUNK_BYTES):
-                file.write(chunk)
-        return self._found
-
-    def _next(self, max_bytes: int) -> bytes:
-        chunk = self._stream.read(min(max_bytes, self._expected + 1 - self._found))
-        self._found += len(chunk)
-        return chunk
+        Raises TruncatedBodyError after the last one, unless the body is as long as announced.
+        """
+        size, found = max_bytes or self._expected + 1, 0
+        while chunk := self._stream.read(min(size, self._expected + 1 - found)):
+            found += len(chunk)
+            yield chunk
+        if found != self._expected:
+            more = " or more" if found > self._expected else ""
+            raise TruncatedBodyError(f"expected {self._expected} bytes, found {found}{more}")
