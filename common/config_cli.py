@@ -78,7 +78,7 @@ def _try_connections(documents: list[ConfigDocument]) -> list[ConnectionResult]:
 
 
 def _check(file: str, parts: RoleFunctions) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:
-    from common.settings.loader import add_combinations, add_loop_problems, read_documents
+    from common.settings.loader import add_combinations, find_loops, read_documents
     from common.settings.yaml import ConfigFileError, Problems
 
     try:
@@ -88,13 +88,12 @@ def _check(file: str, parts: RoleFunctions) -> tuple[list[ConfigDocument], list[
     errors: list[ConfigError] = []
     refused: list[str] = []
     for document in documents:
-        wrong, loops = Problems(document.name), Problems(document.name)
+        wrong = Problems(document.name)
         if document.settings.ingress.targets:
             found = parts["contradictions"]()(document.settings.ingress)
             add_combinations((), found, document.root, wrong)
-        add_loop_problems(document, loops)
         errors += [ConfigFileError(wrong)] if wrong else []
-        refused += [f"{problem}; every command that runs it refuses it" for problem in loops]
+        refused += [f"{problem}; every command that runs it refuses it" for problem in find_loops(document)]
     return documents, errors, refused
 
 

@@ -225,15 +225,11 @@ def _is_private(path: yaml.KeyPath) -> bool:
     return is_free or _SECRET_NAME.search(name) is not None or is_secret(section_at(path[:-1]), name)
 
 
-def check_runnable(document: ConfigDocument) -> None:
-    """Raise ConfigError with a line for each target that flows into itself."""
+def find_loops(document: ConfigDocument) -> yaml.Problems:
+    """Return a problem for each target that flows into itself: such a document cannot be run."""
     problems = yaml.Problems(document.name)
-    add_loop_problems(document, problems)
-    yaml.raise_problems(problems)
-
-
-def add_loop_problems(document: ConfigDocument, problems: yaml.Problems) -> None:
     add_combinations((), document.settings.loop_problems(), document.root, problems)
+    return problems
 
 
 def load(path: str) -> Settings:
@@ -252,7 +248,7 @@ def load_document(path: str) -> ConfigDocument:
             f"{path}: expected one document, found {len(documents)}",
             hint=f"a command takes a file with one; to check all documents:\nfloe config check -c {shlex.quote(path)}",
         )
-    check_runnable(documents[0])
+    yaml.raise_problems(find_loops(documents[0]))
     return documents[0]
 
 

@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from common.errors import ConfigError
 from common.settings.ingress import CreateSettings
-from common.settings.loader import ConfigDocument, check_runnable, parse, parse_documents
+from common.settings.loader import ConfigDocument, find_loops, parse, parse_documents
 from common.settings.root import Settings, fields_of, sections_of
 from common.settings.types import Section
 from common.settings.yaml import ListNode, MappingNode, Node, Problems, parse_yaml, raise_problems
@@ -126,10 +126,10 @@ def test_both_documents_of_the_example_are_valid_and_nothing_in_them_is_refused(
     pairs = [(site, feed) for site in ("us-east", "eu-west") for feed in ("NODE_DATA", "NODE_DATA_ADVISORIES")]
     assert target.sources[0].site_feed_pairs() == pairs
     for found in example():
-        check_runnable(found)
+        assert not find_loops(found)
 
 
 def test_a_target_that_flows_into_itself_cannot_be_run():
     targets = "ingress: {targets: [{stream: A, sources: [{site: s, feed: A}]}]}\n"
     with pytest.raises(ConfigError, match=r"4:43: ingress.targets.0.sources.0: expected a stream other than"):
-        check_runnable(document(f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n{targets}"))
+        raise_problems(find_loops(document(f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n{targets}")))
