@@ -170,13 +170,7 @@ async def create_stream(client: FloeClient, config: dict[str, Any], max_bytes: i
 
 async def delete_stream(client: FloeClient, stream: str, timeout: float = 5.0) -> bool:
     """Delete the stream; return False if it did not exist."""
-    try:
-        await client.api(f"STREAM.DELETE.{check_token(stream)}", timeout=timeout)
-    except ApiError as error:
-        if error.err_code != STREAM_NOT_FOUND:
-            raise
-        return False
-    return True
+    return await _delete(client, f"STREAM.DELETE.{check_token(stream)}", STREAM_NOT_FOUND, timeout=timeout)
 
 
 async def next_message(client: FloeClient, stream: str, sequence: int, filter_subject: str = "") -> Message | None:
@@ -289,10 +283,16 @@ async def _read_pages(client: FloeClient, stream: str, kind: str) -> list[Any]:
 
 async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
     """Delete the consumer; return False if the consumer or the stream did not exist."""
+    name = f"CONSUMER.DELETE.{check_token(stream)}.{check_token(consumer)}"
+    return await _delete(client, name, STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
+
+
+async def _delete(client: FloeClient, name: str, *not_found: int, timeout: float = 5.0) -> bool:
+    """Send a request that deletes; return False if JetStream answers with one of the error codes `not_found`."""
     try:
-        await client.api(f"CONSUMER.DELETE.{check_token(stream)}.{check_token(consumer)}")
+        await client.api(name, timeout=timeout)
     except ApiError as error:
-        if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
+        if error.err_code in not_found:
             return False
         raise
     return True

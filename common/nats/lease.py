@@ -15,7 +15,7 @@ import socket
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown
 from common.logs import get_logger
-from common.nats.kv import BucketDeleted, KeyValue, KvEntry
+from common.nats.kv import BucketDeleted, KeyValue
 from common.tasks import Stop, StopReason, record_unexpected
 
 log = get_logger(__name__)
@@ -73,12 +73,8 @@ class Leases:
 
     async def get_owner(self, key: str) -> str | None:
         """Return the owner; None if the lease is free."""
-        entry = await self.get_entry(key)
+        entry = await self.kv.get(key)
         return None if entry is None else entry.value.decode("utf-8", "backslashreplace")
-
-    async def get_entry(self, key: str) -> KvEntry | None:
-        """Return the owner with the revision, which rises when the lease is renewed; None if the lease is free."""
-        return await self.kv.get(key)
 
 
 class Lease:

@@ -60,7 +60,7 @@ class GuardedStream:
         """Acquire the lease. Raises Unavailable if its holder renews it, and so is alive, or if the restore stops."""
         key, seen = state_key("restore", self._name), dict[bytes, int]()
         while (lease := await leases.acquire(key)) is None:
-            if (entry := await leases.get_entry(key)) is None:
+            if (entry := await leases.kv.get(key)) is None:
                 continue
             holder = format_owner(entry.value.decode("utf-8", "backslashreplace"))
             if seen and seen != {entry.value: entry.revision}:
