@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from common.errors import ConfigError
 from common.settings.ingress import CreateSettings
-from common.settings.loader import ConfigDocument, find_loops, parse, parse_documents
+from common.settings.loader import ConfigDocument, find_loops, load, parse, parse_documents
 from common.settings.root import Settings, fields_of, sections_of
 from common.settings.types import Section
 from common.settings.yaml import ListNode, MappingNode, Node, Problems, parse_yaml, raise_problems
@@ -107,11 +107,6 @@ def test_the_page_on_configuration_is_up_to_date_and_gives_every_key_a_meaning()
 HEAD = "site: s\nstore: {url: s3://floe}\n"
 
 
-def document(text: str) -> ConfigDocument:
-    [found] = parse_documents(text.encode(), "f.yaml", {})
-    return found
-
-
 def example() -> list[ConfigDocument]:
     environment = {"FLOE_S3_KEY": "key", "FLOE_S3_SECRET": "secret"}
     return parse_documents((ROOT / "floe.example.yaml").read_bytes(), "floe.example.yaml", environment)
@@ -129,7 +124,8 @@ def test_both_documents_of_the_example_are_valid_and_nothing_in_them_is_refused(
         assert not find_loops(found)
 
 
-def test_a_target_that_flows_into_itself_cannot_be_run():
+def test_a_target_that_flows_into_itself_cannot_be_run(tmp_path: Path):
     targets = "ingress: {targets: [{stream: A, sources: [{site: s, feed: A}]}]}\n"
+    (tmp_path / "f.yaml").write_text(f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n{targets}")
     with pytest.raises(ConfigError, match=r"4:43: ingress.targets.0.sources.0: expected a stream other than"):
-        raise_problems(find_loops(document(f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n{targets}")))
+        load(str(tmp_path / "f.yaml"))
