@@ -6,9 +6,8 @@ If that is not enough (a list on the path, two members with one name), the slow 
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -16,6 +15,7 @@ from common.archive.columns import Columns
 from common.documents import is_too_deep
 from egress.sampling.settings import MAX_JSON_DEPTH, MAX_KEY_BYTES, SamplingSettings
 
+T = TypeVar("T")
 Path = tuple[str, ...]
 
 #: The errors that a decoder raises for a document that it cannot read.
@@ -85,8 +85,8 @@ def _step_finder(name: str) -> Callable[[bytes], bytes | None]:
 def _member_finder(name: str) -> Callable[[bytes], bytes | None]:
     if not _is_plain(name):
         return lambda value: _bytes(_members(value).get(name))
-    decode = msgspec.json.Decoder(_struct({name: 0}, [msgspec.Raw], "", [""])).decode
-    return lambda value: _bytes(decode(value).m0)
+    decode = msgspec.json.Decoder(_struct((name,), msgspec.Raw)).decode
+    return lambda value: _bytes(decode(value).member)
 
 
 def _bytes(raw: msgspec.Raw | None) -> bytes | None:
@@ -97,140 +97,64 @@ def _is_plain(name: str) -> bool:
     return not any(character in '"\\' or character < " " for character in name)
 
 
-Find = Callable[[Any], Any]
-Branch = dict[str, "Branch | int"]
+def _struct(path: Path, kind: Any) -> Any:
+    """Return the struct type of a document with a value of the type `kind` at `path`; each step is named `member`.
 
-
-def _add_path(branch: Branch, path: Path, index: int) -> bool:
-    """Add `path` to the tree under `branch`. Return False if it collides with another path."""
-    for name in path[:-1]:
-        below = branch.setdefault(name, {})
-        if isinstance(below, int):
-            return False
-        branch = below
-    return branch.setdefault(path[-1], index) == index
-
-
-def _struct(branch: Branch, kinds: Sequence[Any], prefix: str, attributes: list[str]) -> Any:
-    """Return the struct type of a branch. An absent value is None at the end of a path, an empty struct before it.
-
-    `attributes` receives, for each path, the attributes that lead from the root to its value. `prefix`: the
-    attributes that lead from the root to this branch.
+    An absent value is None at the end of the path, an empty struct before it.
     """
-    fields: list[tuple[str, Any, Any]] = []
-    for number, below in enumerate(branch.values()):
-        attribute = f"m{number}"
-        if isinstance(below, int):
-            attributes[below] = prefix + attribute
-            fields.append((attribute, kinds[below], None))
-        else:
-            kind = _struct(below, kinds, f"{prefix}{attribute}.", attributes)
-            fields.append((attribute, kind, kind()))
-    names = {f"m{number}": name for number, name in enumerate(branch)}
-    return msgspec.defstruct("Document", fields, rename=names, frozen=True, gc=False)
+    default: Any = None
+    for name in reversed(path):
+        fields = [("member", kind, default)]
+        kind = msgspec.defstruct("Document", fields, rename={"member": name}, frozen=True, gc=False)
+        default = kind()
+    return kind
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentReader:
-    """One method to read a document. Its functions may raise one of `UNREADABLE`; then the next method is tried."""
+class JsonReader(Generic[T]):
+    """Reader of the value at one path in JSON payloads. `kind`: the type that nearly all values have, str or bool.
+    `of_json`: returns a value for its JSON, None if it does not count.
 
-    decode: Callable[[bytes], Any]
-    key: Callable[[Any], str | None]
-    forced: Callable[[Any], bool]
-
-
-class JsonReader:
-    """The reader of JSON payloads: of the key at one path, and of `true` at another; either path may be None.
-
-    It first tries a decoder of text. A document with another type of key is decoded once more, as raw JSON values;
-    after the first key found that way, this decoder is tried first. A document that neither can read is walked. The
-    result depends on the document alone, not on documents read before.
+    It first tries a decoder of that type. A document with another type of value is decoded once more, as a raw JSON
+    value; after the first value found that way, this decoder is tried first. A document that neither can read is
+    walked. The result depends on the document alone, not on documents read before.
     """
 
-    def __init__(self, key: Path | None, force: Path | None) -> None:
-        self._document_readers, self._preferred = _document_readers(key, force), 0
+    def __init__(self, path: Path, kind: Any, of_json: Callable[[bytes], T | None]) -> None:
+        def convert(found: Any) -> T | None:
+            return None if found is None else of_json(bytes(found))
 
-    def keys(self, payloads: Sequence[bytes]) -> list[str | None]:
-        """Return the keys; None for a document that has none, is not JSON, or is nested too deeply."""
-        keys: list[str | None] = []
-        append, reader = keys.append, self._document_readers[self._preferred]
-        decode, key = reader.decode, reader.key
+        # Each is a decoder, and the value of what it returns; both may raise one of `UNREADABLE`.
+        self._methods: list[tuple[Callable[[bytes], Any], Callable[[Any], T | None]]] = [(_path_finder(path), convert)]
+        # Only a walk finds a name that could be an index or contains an escaped character.
+        if all(_is_plain(name) and not name.isdigit() for name in path):
+            find = attrgetter(".".join(["member"] * len(path)))
+            typed, raw = (msgspec.json.Decoder(_struct(path, each)).decode for each in (kind | None, msgspec.Raw))
+            self._methods[:0] = [(typed, find), (raw, lambda document: convert(find(document)))]
+        self._preferred = 0
+
+    def values(self, payloads: Sequence[bytes]) -> list[T | None]:
+        """Return the values; None for a document that has none, is not JSON, or is nested too deeply, and for an empty
+        value.
+        """
+        values: list[T | None] = []
+        append, (decode, value) = values.append, self._methods[self._preferred]
         for payload in payloads:
             try:
-                append(None if is_too_deep(payload, MAX_JSON_DEPTH) else key(decode(payload)) or None)
+                append(None if is_too_deep(payload, MAX_JSON_DEPTH) else value(decode(payload)) or None)
             except UNREADABLE:
-                append(self._read_with_fallbacks(payload)[0])
-        return keys
+                append(self._read_with_fallbacks(payload))
+        return values
 
-    def keys_and_forces(self, payloads: Sequence[bytes]) -> tuple[list[str | None], list[bool]]:
-        """Return the keys, as `keys` does, and True for each message that is forced to pass, False if unreadable."""
-        found: list[tuple[str | None, bool]] = []
-        reader = self._document_readers[self._preferred]
-        decode, key, forced = reader.decode, reader.key, reader.forced
-        for payload in payloads:
-            if is_too_deep(payload, MAX_JSON_DEPTH):
-                found.append((None, False))
-                continue
+    def _read_with_fallbacks(self, payload: bytes) -> T | None:
+        for number, (decode, value) in enumerate(self._methods):
             try:
-                document = decode(payload)
-                found.append((key(document) or None, forced(document)))
-            except UNREADABLE:
-                found.append(self._read_with_fallbacks(payload))
-        return [each for each, _ in found], [force for _, force in found]
-
-    def _read_with_fallbacks(self, payload: bytes) -> tuple[str | None, bool]:
-        for number, reader in enumerate(self._document_readers):
-            try:
-                document = reader.decode(payload)
-                key, forced = reader.key(document) or None, reader.forced(document)
+                found = value(decode(payload)) or None
             except UNREADABLE:
                 continue
-            if number == 1 and key is not None:
+            if number == 1 and found is not None:
                 self._preferred = 1
-            return key, forced
-        return None, False
-
-
-def _document_readers(key: Path | None, force: Path | None) -> list[DocumentReader]:
-    by_walk = _document_reader(bytes, _path_finder(key) if key else None, _path_finder(force) if force else None)
-    readers = [_struct_reader(key, force, str | None), _struct_reader(key, force, msgspec.Raw), by_walk]
-    return [reader for reader in readers if reader is not None]
-
-
-def _struct_reader(key: Path | None, force: Path | None, kind: Any) -> DocumentReader | None:
-    """Return one decoder for both paths, with a value of the type `kind` as the key.
-
-    None if only a walk finds them: a name could be an index or contains an escaped character, or one path leads
-    through another.
-    """
-    paths = [path for path in (key, force) if path is not None]
-    if not all(_is_plain(name) and not name.isdigit() for path in paths for name in path):
+            return found
         return None
-    root: Branch = {}
-    if not all(_add_path(root, path, index) for index, path in enumerate(paths)):
-        return None
-    attributes = [""] * len(paths)
-    document = _struct(root, [kind, msgspec.Raw][key is None :], "", attributes)
-    find = list(map(attrgetter, attributes))
-    decode = msgspec.json.Decoder(document).decode
-    reader = _document_reader(decode, find[0] if key else None, find[-1] if force else None)
-    return reader if key is None or kind is msgspec.Raw else replace(reader, key=find[0])
-
-
-def _document_reader(decode: Callable[[bytes], Any], find_key: Find | None, find_force: Find | None) -> DocumentReader:
-    """Return a `DocumentReader`. `find_key`, `find_force`: return the JSON of a value, None if it is absent; each is
-    None itself if the value is not needed.
-    """
-
-    def key(document: Any) -> str | None:
-        found = find_key(document) if find_key else None
-        return None if found is None else key_of_json(bytes(found))
-
-    def forced(document: Any) -> bool:
-        found = find_force(document) if find_force else None
-        return found is not None and bytes(found) == b"true"
-
-    return DocumentReader(decode, key, forced)
 
 
 Keys = list[str | None]
@@ -241,24 +165,29 @@ class KeyReader:
     """The reader of the keys of messages, as set by `sampling`; made once per session, for one thread."""
 
     def __init__(self, sampling: SamplingSettings) -> None:
-        key, force = (parse_path(path) if path else None for path in (sampling.field, sampling.force_field))
-        self._json, self._has_force, self._reader = JsonReader(key, force), force is not None, None
-        if key is None:
-            self._reader = _header_reader(sampling.header) if sampling.header else _token_reader(sampling.subject_token)
+        if sampling.field:
+            self._read_keys = _json_reader(parse_path(sampling.field))
+        elif sampling.header:
+            self._read_keys = _header_reader(sampling.header)
+        else:
+            self._read_keys = _token_reader(sampling.subject_token)
+        force = sampling.force_field
+        self._forces = JsonReader(parse_path(force), bool, lambda raw: raw == b"true") if force else None
 
     def read(self, columns: Columns) -> tuple[Keys, Forces]:
         """Return the key of each message, None if it has none; and True for each that is forced to pass, None instead
         of a list if the settings name no force field.
         """
-        keys, forced = self._json.keys_and_forces(columns.payloads) if self._has_force else ([], None)
-        if self._reader is not None:
-            keys = self._reader(columns)
-        elif forced is None:
-            keys = self._json.keys(columns.payloads)
+        keys = self._read_keys(columns)
         # A character has at most four bytes: this one comparison is enough for most batches.
         if max(map(len, filter(None, keys)), default=0) > MAX_KEY_BYTES // 4:
             keys = [None if key is None or len(key.encode()) > MAX_KEY_BYTES else key for key in keys]
-        return keys, forced
+        return keys, None if self._forces is None else list(map(bool, self._forces.values(columns.payloads)))
+
+
+def _json_reader(path: Path) -> Callable[[Columns], Keys]:
+    reader = JsonReader(path, str, key_of_json)
+    return lambda columns: reader.values(columns.payloads)
 
 
 def _header_reader(name: str) -> Callable[[Columns], Keys]:
