@@ -101,18 +101,6 @@ def add_capped(time_ns: int, by_ns: int) -> int:
     return min(MAX_INT64, time_ns + by_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class DueLimits:
-    """The limits of due keys: last seen before `timeout`, not after `expire`, or not after `forget` (ns).
-
-    A timeout or an expiry is due only if it was not reported yet.
-    """
-
-    timeout: int
-    expire: int
-    forget: int
-
-
 class KeyTable:
     """The keys and their columns. A place is reused only after `forget`.
 
@@ -184,18 +172,22 @@ class KeyTable:
         notices = pa.Array.from_buffers(pa.uint8(), count, [None, pa.py_buffer(self.notices)])
         return seen, notices
 
-    def due_places(self, limits: DueLimits, max_count: int) -> list[int]:
-        """Return the first places of keys that are due, at most `max_count`."""
+    def due_places(self, timeout: int, expire: int, forget: int, max_count: int) -> list[int]:
+        """Return the first places of keys that are due, at most `max_count`: last seen before `timeout`, not after
+        `expire`, or not after `forget` (ns).
+
+        A timeout or an expiry is due only if it was not reported yet.
+        """
         seen, notices = self._columns()
-        is_silent = pc.less(seen, _int64(max(limits.timeout, limits.expire + 1, limits.forget + 1)))
+        is_silent = pc.less(seen, _int64(max(timeout, expire + 1, forget + 1)))
         silent = cast("pa.Array[Any]", pc.call_function("indices_nonzero", [is_silent]))
         if not len(silent):
             return []
         seen, notices = seen.take(silent), notices.take(silent)
-        forget = pc.less_equal(seen, _int64(limits.forget))
-        expire = pc.and_(pc.less_equal(seen, _int64(limits.expire)), pc.less(notices, _notice(Notice.EXPIRE)))
-        timeout = pc.and_(pc.less(seen, _int64(limits.timeout)), pc.equal(notices, _notice(Notice.NONE)))
-        due = silent.filter(pc.or_(pc.or_(forget, expire), timeout))
+        forgotten = pc.less_equal(seen, _int64(forget))
+        expired = pc.and_(pc.less_equal(seen, _int64(expire)), pc.less(notices, _notice(Notice.EXPIRE)))
+        timed_out = pc.and_(pc.less(seen, _int64(timeout)), pc.equal(notices, _notice(Notice.NONE)))
+        due = silent.filter(pc.or_(pc.or_(forgotten, expired), timed_out))
         return cast(list[int], due.slice(0, max_count).to_pylist())
 
     def oldest_seen(self) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from typing import cast
 from common.archive.columns import Columns
 from egress.advisories.advisory import Advisory, AdvisoryEvent
 from egress.sampling.key_reader import KeyReader
-from egress.sampling.key_table import MAX_INT64, DueLimits, KeyTable, Notice, SamplerState, add_capped, period_ns
+from egress.sampling.key_table import MAX_INT64, KeyTable, Notice, SamplerState, add_capped, period_ns
 from egress.sampling.settings import SamplingSettings
 
 
@@ -208,18 +208,18 @@ class Sampler:
         # The server's time only leads to advisories. If it made keys be forgotten, choices would depend on a clock
         # other than that of the messages.
         forget = self.watermark_ns - self._duration
-        limits = DueLimits(timeout=forget, expire=forget, forget=forget)
+        timeout, expire = forget, forget
         if self._makes_advisories:
-            limits = DueLimits(timeout=now_ns - self._warn, expire=now_ns - self._duration, forget=forget)
-        for place in table.due_places(limits, min(max_keys, len(table))):
+            timeout, expire = now_ns - self._warn, now_ns - self._duration
+        for place in table.due_places(timeout, expire, forget, min(max_keys, len(table))):
             key, seen, notice = table.key(place), table.seen[place], table.notices[place]
-            if self._makes_advisories and notice == Notice.NONE and seen < limits.timeout:
+            if self._makes_advisories and notice == Notice.NONE and seen < timeout:
                 found.append(Advisory(AdvisoryEvent.TIMEOUT, key, seen, add_capped(seen, self._warn)))
                 table.notices[place] = Notice.TIMEOUT
-            if self._makes_advisories and notice < Notice.EXPIRE and seen <= limits.expire:
+            if self._makes_advisories and notice < Notice.EXPIRE and seen <= expire:
                 found.append(Advisory(AdvisoryEvent.EXPIRE, key, seen, add_capped(seen, self._duration)))
                 table.notices[place] = Notice.EXPIRE
-            if seen <= limits.forget:
+            if seen <= forget:
                 table.forget(place)
         # Nothing is due before these times, even if messages of known keys come meanwhile.
         unreported_ns, timed_out, least = table.oldest_seen()
