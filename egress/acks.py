@@ -130,7 +130,7 @@ class Acknowledger:
     async def _check_permission(self, indexes: range) -> None:
         """Send one acknowledgement and raise Refused if it is not permitted, before a million are sent."""
         self._client.send(self.frames_of(indexes[:1]))
-        await self._info()
+        await current_consumer(self._client, self._stream, self._consumer)
         number = self._number + indexes.start
         subject = b"%b%d.%d%b" % (self._head, self._sequences[indexes.start], number, self._tail)
         if refused := self._client.permission_error(subject):
@@ -143,7 +143,7 @@ class Acknowledger:
         while True:
             if self._client.generation != self._generation:
                 raise ReaderResetError("reconnect", "the connection was lost while acknowledging")
-            info = await self._info()
+            info = await current_consumer(self._client, self._stream, self._consumer)
             if is_settled(info, number, remaining):
                 return
             if lowest is None or info.ack_floor > lowest:
@@ -155,11 +155,13 @@ class Acknowledger:
                 )
             await self._clock.sleep(next(pauses, ACK_POLL_PAUSES_S[-1]))
 
-    async def _info(self) -> ConsumerInfo:
-        info = await consumer_info(self._client, self._stream, self._consumer.name)
-        if info is None or info.created != self._consumer.created:
-            raise ReaderResetError("consumer_gone", "the consumer does not exist any more")
-        return info
+
+async def current_consumer(client: FloeClient, stream: str, consumer: ConsumerInfo) -> ConsumerInfo:
+    """Return the present state of `consumer`. Raises ReaderResetError if none with its creation time exists."""
+    info = await consumer_info(client, stream, consumer.name)
+    if info is None or info.created != consumer.created:
+        raise ReaderResetError("consumer_gone", "the consumer does not exist any more")
+    return info
 
 
 def is_settled(info: ConsumerInfo, number: int, remaining: int) -> bool:

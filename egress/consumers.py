@@ -111,16 +111,6 @@ class WantedMessages:
         return partition is not None and partition >= len(self.partition.settings.filters())
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedConsumer:
-    """Consumer to read through, and the partition's durables that it has replaced, except those created by
-    `ensure_durable`.
-    """
-
-    consumer: ConsumerInfo
-    former: tuple[str, ...] = ()
-
-
 def ephemeral(wanted: WantedMessages) -> dict[str, Any]:
     return {
         "name": f"floe-{secrets.token_hex(8)}",
@@ -140,15 +130,15 @@ def durable(wanted: WantedMessages, version: tuple[int, int, int], description: 
     return durable_config(name, wanted.retention, wanted.first, filter_subject, version, description)
 
 
-async def open_consumer(client: FloeClient, wanted: WantedMessages) -> OpenedConsumer:
+async def open_consumer(client: FloeClient, wanted: WantedMessages) -> tuple[ConsumerInfo, list[str]]:
     """Create a consumer to read through; on an interest stream and a work queue it replaces the partition's former
-    ones.
+    ones. Return it with the names of those, except the ones that `ensure_durable` created.
 
     Raises ReaderResetError if another instance was faster, Stopped if the stream does not allow it, else as
     `create_consumer`.
     """
     if not wanted.is_durable:
-        return OpenedConsumer(await create_ephemeral_consumer(client, wanted.stream, ephemeral(wanted)))
+        return await create_ephemeral_consumer(client, wanted.stream, ephemeral(wanted)), []
     names = await consumer_names(client, wanted.stream)
     own, former = list(filter(wanted.is_own_durable, names)), list(filter(wanted.is_former_durable, names))
     if wanted.retention == INTEREST:
@@ -164,7 +154,7 @@ async def open_consumer(client: FloeClient, wanted: WantedMessages) -> OpenedCon
     else:
         await _delete(client, wanted, own + former)
         consumer = await create_durable(client, wanted)
-    return OpenedConsumer(consumer, tuple(own))
+    return consumer, own
 
 
 def first_of_durable(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:

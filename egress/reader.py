@@ -23,15 +23,15 @@ from common.clock import NS_PER_S
 from common.errors import FloeError, Stopped, Unavailable, UnexpectedError
 from common.exits import choices
 from common.logs import get_logger
-from common.nats.api import StreamInfo, consumer_info, delete_consumer, stream_info
+from common.nats.api import ConsumerInfo, StreamInfo, delete_consumer, stream_info
 from common.nats.client import RawSubscription, frame
 from common.nats.durables import INTEREST
 from common.nats.protocol import ConsumerError, IdleHeartbeat, ParsedReplies, PullEnd, parse_replies, parse_status
 from common.sequences import SequenceRange
 from common.settings.types import size_words
 from common.tasks import cancel, record_unexpected, spawn
-from egress.acks import Acknowledger, ReaderResetError
-from egress.consumers import OpenedConsumer, WantedMessages, delete_stray_durables, open_consumer
+from egress.acks import Acknowledger, ReaderResetError, current_consumer
+from egress.consumers import WantedMessages, delete_stray_durables, open_consumer
 from egress.deps import PartitionDeps
 from egress.identity import SourceStream
 from egress.memory import MemoryAccount
@@ -87,7 +87,8 @@ class Reader:
         self._largest = MAX_MESSAGE_BYTES + PULL_OVERHEAD_BYTES
         # The server never sends a message that does not fit into the largest window: it is not archived anyway.
         self._window = min(max(deps.budget.window_bytes, client.max_payload + PULL_OVERHEAD_BYTES), self._largest)
-        self._opened: OpenedConsumer | None = None
+        self._consumer: ConsumerInfo | None = None
+        self._former: list[str] = []
         self._acks: Acknowledger | None = None
         self._catching_up: asyncio.Task[None] | None = None
         self._below_first, self._last = asyncio.Event(), 0
@@ -108,10 +109,11 @@ class Reader:
         self._generation = self._client.generation
         self._loop = asyncio.get_running_loop()
         await self._check_stream()
-        self._opened = await open_consumer(self._client, self._wanted)
+        consumer, self._former = await open_consumer(self._client, self._wanted)
+        self._consumer = consumer
         self._source = await self._check_stream()
-        self._max_batch = min(self._max_batch, self._opened.consumer.max_batch or self._max_batch)
-        inbox, consumer = self._client.new_inbox(), self._opened.consumer
+        self._max_batch = min(self._max_batch, consumer.max_batch or self._max_batch)
+        inbox = self._client.new_inbox()
         self._pull_subject = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{consumer.name}").encode()
         self._inbox = inbox.encode()
         self._is_open = True
@@ -133,7 +135,7 @@ class Reader:
         """State of the stream if an interest stream had no durable of the partition when this one was made: messages
         published before, and not wanted by others, were not kept. Else None. After `open` only.
         """
-        if self._opened is None or self._opened.former or self._wanted.retention != INTEREST:
+        if self._consumer is None or self._former or self._wanted.retention != INTEREST:
             return None
         return self._source
 
@@ -146,10 +148,8 @@ class Reader:
     async def check(self) -> None:
         """Raise ReaderResetError unless the consumer exists with the same creation time, on the same connection."""
         self._check_generation()
-        consumer = None if self._opened is None else self._opened.consumer
-        found = consumer and await consumer_info(self._client, self._stream, consumer.name)
-        if consumer is None or found is None or found.created != consumer.created:
-            raise ReaderResetError("consumer_gone", "the consumer does not exist any more")
+        assert self._consumer is not None, "only an open reader is checked"
+        await current_consumer(self._client, self._stream, self._consumer)
         self._check_generation()
 
     async def acknowledge(self, last: int) -> None:
@@ -158,12 +158,12 @@ class Reader:
         Returns once the server has applied it. Raises Unavailable, OutcomeUnknown (it may be called again),
         ReaderResetError if the consumer or the connection is gone, Refused without the right.
         """
-        if self._acks is None or self._opened is None:
+        if self._acks is None or self._consumer is None:
             return
         self._check_generation()
         await self._acks.acknowledge_up_to(last)
         if self._wanted.retention == INTEREST:
-            await delete_stray_durables(self._client, self._wanted, self._opened.consumer.name)
+            await delete_stray_durables(self._client, self._wanted, self._consumer.name)
 
     async def _catch_up(self, acks: Acknowledger) -> None:
         is_failing = False
@@ -204,8 +204,8 @@ class Reader:
             await cancel(self._catching_up)
         with suppress(FloeError):
             await self.stop()
-            if self._opened is not None and not self._wanted.is_durable and self._client.is_up:
-                await delete_consumer(self._client, self._stream, self._opened.consumer.name)
+            if self._consumer is not None and not self._wanted.is_durable and self._client.is_up:
+                await delete_consumer(self._client, self._stream, self._consumer.name)
 
     # Pulling
 
@@ -282,11 +282,11 @@ class Reader:
         self._scheduled = False
         replies, subjects, payloads, headers = self._replies, self._subjects, self._payloads, self._headers
         self._replies, self._subjects, self._payloads, self._headers = [], [], [], []
-        if not replies or not self._is_open or self._opened is None:
+        if not replies or not self._is_open or self._consumer is None:
             return
         self._last_received_at = self._clock.monotonic()
         try:
-            acks = parse_replies(replies, self._opened.consumer.name.encode(), self._next)
+            acks = parse_replies(replies, self._consumer.name.encode(), self._next)
         except ValueError as error:
             self._reset("malformed", str(error))
             return
