@@ -14,11 +14,11 @@ class MemoryBudget:
 
     def __init__(self, limit: int, chains: int = 1) -> None:
         self.limit, self._chains = limit, max(1, chains)
-        self._accounts: list[MemoryAccount] = []
+        self.accounts: list[MemoryAccount] = []
 
     @property
     def used(self) -> int:
-        return sum(account.used for account in self._accounts)
+        return sum(account.used for account in self.accounts)
 
     @property
     def window_bytes(self) -> int:
@@ -32,18 +32,15 @@ class MemoryBudget:
     def account(self, on_release: Callable[[], None]) -> MemoryAccount:
         """Return a new account. `on_release` is called whenever any account releases bytes."""
         account = MemoryAccount(self, on_release)
-        self._accounts.append(account)
+        self.accounts.append(account)
         return account
 
-    def is_largest(self, account: MemoryAccount) -> bool:
-        return account.used == max(each.used for each in self._accounts)
-
     def notify_release(self) -> None:
-        for account in list(self._accounts):
+        for account in list(self.accounts):
             account.on_release()
 
     def close(self, account: MemoryAccount) -> None:
-        self._accounts.remove(account)
+        self.accounts.remove(account)
         self.notify_release()
 
 
@@ -61,7 +58,7 @@ class MemoryAccount:
         self._budget.notify_release()
 
     def is_largest(self) -> bool:
-        return self._budget.is_largest(self)
+        return self.used == max(each.used for each in self._budget.accounts)
 
     def close(self) -> None:
         self._budget.close(self)
