@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from common.errors import FloeError, Stopped
 from common.nats.api import StreamInfo, consumer_names, stream_info
-from common.nats.buckets import kv_replicas
+from common.nats.buckets import open_leases, open_state
 from common.nats.client import FloeClient
 from common.nats.durables import INTEREST, LIMITS
-from common.nats.kv import KeyValue
+from common.nats.lease import new_owner
 from common.settings.root import Settings
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_error
@@ -57,16 +57,12 @@ def _missing(stream: str) -> Stopped:
 
 async def _buckets(client: FloeClient, settings: Settings) -> list[SetupResult]:
     egress = settings.egress
-    done = []
-    leases, state = (
-        (egress.lease_bucket, egress.lease_ttl, egress.lease_bytes),
-        (egress.state_bucket, None, egress.kv_max_bytes),
-    )
-    for bucket, ttl, size in (leases, state):
-        was_there = await stream_info(client, f"KV_{bucket}") is not None
-        await KeyValue(client, bucket, ttl=ttl, replicas=await kv_replicas(client, egress), max_bytes=size).ensure()
-        done.append(SetupResult("bucket", bucket, EXISTS if was_there else CREATED))
-    return done
+    names = egress.lease_bucket, egress.state_bucket
+    found = [await stream_info(client, f"KV_{name}") for name in names]
+    await open_leases(client, egress, new_owner(settings.instance), client.clock)
+    await open_state(client, egress)
+    results = (CREATED if info is None else EXISTS for info in found)
+    return [SetupResult("bucket", *each) for each in zip(names, results, strict=True)]
 
 
 async def _durable(client: FloeClient, partition: Partition, info: StreamInfo) -> SetupResult:
