@@ -104,6 +104,13 @@ class Position:
         return self.until is not None and not self.is_end
 
 
+def accounted_until(first: int, end: int) -> int:
+    """Return the last sequence of which a chain needs no message any more: the end of its coverage (0: there is none),
+    or the sequence before its beginning `first`.
+    """
+    return max(end, first - 1)
+
+
 def next_position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: int) -> Position:
     """Return the position: the first sequence from `first` (the chain's beginning) on that is not covered and can be.
 

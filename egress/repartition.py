@@ -28,28 +28,12 @@ from egress.archive import Archive
 from egress.consumers import WantedMessages, create_durable
 from egress.context import CommandContext
 from egress.incarnations import Incarnation, Incarnations, configured_layout, newest_incarnation, partition_layout
-from egress.partition import Partition, Position, lease_key, partitions_of
+from egress.partition import Partition, Position, accounted_until, lease_key, partitions_of
 from egress.report import NewlyUnmatched, find_unmatched
 from egress.session import ReadContext
 from egress.worker import Worker
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionProgress:
-    """Progress of an old partition: the beginning of its chain, and the end of its coverage (0: there is none)."""
-
-    first: int
-    end: int
-
-    @property
-    def accounted_until(self) -> int:
-        return max(self.end, self.first - 1)
-
-
-def common_end(progress: Sequence[PartitionProgress]) -> int:
-    return max(each.accounted_until for each in progress)
 
 
 def settings_of(layout: Sequence[ChainDocument], settings: FeedSettings) -> FeedSettings:
@@ -61,22 +45,23 @@ def settings_of(layout: Sequence[ChainDocument], settings: FeedSettings) -> Feed
 @dataclass(frozen=True, slots=True)
 class RepartitionPlan:
     """Plan of a repartition. `current`: the open incarnation. `old`, `new`: its partitions, as they are and as
-    configured. `progress`: of the old ones. `is_done`: the incarnation has the configured partitions already.
+    configured. `reached`: the sequence that each old one is accounted for until. `is_done`: the incarnation has the
+    configured partitions already.
     """
 
     current: Chain
     old: Sequence[Partition]
     new: Sequence[Partition]
-    progress: Sequence[PartitionProgress]
+    reached: Sequence[int]
     is_done: bool
 
     @property
     def end(self) -> int:
-        return common_end(self.progress)
+        return max(self.reached)
 
     @property
     def remaining(self) -> dict[int, int]:
-        return {number: self.end - each.accounted_until for number, each in enumerate(self.progress)}
+        return {number: self.end - until for number, until in enumerate(self.reached)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +88,9 @@ class Repartition:
         chain = replace(self._new[0].chain, incarnation=number)
         layout = await io.run(self._read_layout, chain)
         old = partitions_of(self._site, settings_of(layout, self._settings))
-        progress = [await self._read_progress(each, number) for each in old]
+        reached = [await self._reached(each, number) for each in old]
         is_done = partition_layout(layout) == partition_layout(configured_layout(self._new[0]))
-        return RepartitionPlan(chain, old, self._new, progress, is_done)
+        return RepartitionPlan(chain, old, self._new, reached, is_done)
 
     def _read_layout(self, chain: Chain) -> Sequence[ChainDocument]:
         chains = self._context.deps.chains
@@ -118,13 +103,13 @@ class Repartition:
             )
         return stream.chains or ([document] if document else [])
 
-    async def _read_progress(self, partition: Partition, number: int) -> PartitionProgress:
+    async def _reached(self, partition: Partition, number: int) -> int:
         current = await self._load(partition)
         if current.chain.incarnation != number:
             raise Unavailable(f"{current.chain}: the feed has a newer incarnation", hint="stop egress, then try again")
         archive = await Archive.open(current, self._context.deps_of(partition))
         await archive.load()
-        return PartitionProgress(archive.first, archive.end)
+        return accounted_until(archive.first, archive.end)
 
     async def _load(self, partition: Partition) -> Incarnation:
         if (found := await Incarnations(self._context.deps_of(partition)).load()) is None:

@@ -31,7 +31,7 @@ from egress.identity import (
     possible_first,
 )
 from egress.incarnations import Closings, EndDecision, HighWaterMarks, Incarnation, Incarnations, newest_incarnation
-from egress.partition import Partition
+from egress.partition import Partition, accounted_until
 
 log = get_logger(__name__)
 
@@ -274,7 +274,7 @@ async def accept_listing(context: CommandContext, case: Case) -> int:
     if case.code not in LISTING_CODES:
         raise UsageError(f"{case.chain}: nothing is wrong with its listing")
     deps, chain = context.deps, case.chain
-    end = max(case.end, case.first - 1)
+    end = accounted_until(case.first, case.end)
     await HighWaterMarks(deps.state).overwrite(chain, end)
     acceptance, closings = acceptance_of(deps.state, chain), Closings(deps.state)
     for read, key in ((acceptance.get(), acceptance.key), (closings.get(chain), closings.key(chain))):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.subjects import first_overlap, matches, overlaps
 from egress.incarnations import CLOSING, Closing, End, EndDecision, NextStream
-from egress.repartition import PartitionProgress, common_end
+from egress.partition import accounted_until
 
 LETTERS = ("a", "b")
 # Every filter over two letters of up to four tokens, and every subject of up to five: a subject shared by two
@@ -102,7 +102,7 @@ def test_the_cut_lies_behind_everything_that_is_archived_and_before_no_beginning
     reaches: list[tuple[int, int]],
 ) -> None:
     """Cut after the latest beginning: a chain that begins later than the others end must not be read again."""
-    end = common_end([PartitionProgress(first, end) for first, end in reaches])
+    end = max(accounted_until(first, end) for first, end in reaches)
 
     assert end >= max(each[1] for each in reaches)
     assert end + 1 >= max(each[0] for each in reaches)
