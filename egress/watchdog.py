@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.clock import NS_PER_S, Clock, parse_time
@@ -90,12 +90,6 @@ class ProgressCheck:
         self._seen = progress
         return self._unread(progress, now) or self._unarchived(progress, now)
 
-    def clear_unread(self, progress: SessionProgress, now: float) -> Stall | None:
-        """Note that no message waits after all. Return another stall of the chain, if there is one."""
-        self._received_at = now
-        self.is_moving = not progress.is_open
-        return self._unarchived(progress, now)
-
     def _unread(self, progress: SessionProgress, now: float) -> Stall | None:
         since = now - self._received_at
         if since < self._timeout:
@@ -133,7 +127,8 @@ class Liveness:
         now = self._clock.monotonic()
         stall = self._check.judge(progress, now)
         if stall is not None and stall.unread and not await self._has_message_from(progress.received + 1):
-            stall = self._check.clear_unread(progress, now)
+            # No message waits after all; the chain may have another stall.
+            stall = self._check.judge(replace(progress, source=progress.received), now)
         if stall is None:
             if self._check.is_moving:
                 self._report.set_moving()
