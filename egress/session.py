@@ -155,7 +155,7 @@ class Session:
             self._report.set_open_segment(lambda: self._builder.open_segment)
             self._report.set_reading(self._archive.chain, first, end_before, self._archive.first)
             async with asyncio.TaskGroup() as tasks:
-                sampling = [] if self._sampled is None else self._sampled.background_loops(self._identity.stream_info)
+                sampling = [] if self._sampled is None else self._sampled.background_loops()
                 works = self._wake_on_stop(stop), self._watch_lease(), self._check(), *sampling
                 side_tasks = [tasks.create_task(work) for work in works]
                 encoding = tasks.create_task(self._encode(stop), name="encode")

@@ -5,7 +5,7 @@ sequences that were put, and at a clean end lets it write the last snapshot.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import FloeError
 from common.logs import get_logger
-from common.nats.api import StreamInfo
+from common.nats.api import ready_stream_info
 from common.nats.lease import Lease
 from egress.advisories.senders import sender_class
 from egress.builder import SegmentBuilder
@@ -76,6 +76,7 @@ class SamplingSession:
         feed = deps.partition.settings
         sampling = SamplingSettings.from_feed(feed)
         assert sampling is not None, "only a sampled feed is resumed"
+        self._client, self._stream = deps.client, feed.stream
         self._clock, self._pace = deps.clock, deps.tuning.intervals
         self._chain, self._digest = chain, sampling.digest
         self._sampler, self._builder, self._source = resumed.sampler, builder, source
@@ -180,14 +181,14 @@ class SamplingSession:
 
     # Loops
 
-    def background_loops(self, fetch: Callable[[], Awaitable[StreamInfo | None]]) -> list[Coroutine[Any, Any, None]]:
-        """Return the loops that run beside reading until cancelled. `fetch`: returns the state of the stream."""
+    def background_loops(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the loops that run beside reading until cancelled."""
         loops = [] if self._snapshot_writer is None else [self._snapshot_writer.run()]
         if self._advisories is not None:
-            loops += [self._advisories.run(), self._advance_when_idle(fetch)]
+            loops += [self._advisories.run(), self._advance_when_idle()]
         return loops
 
-    async def _advance_when_idle(self, fetch: Callable[[], Awaitable[StreamInfo | None]]) -> None:
+    async def _advance_when_idle(self) -> None:
         idle_clock = IdleClock()
         while True:
             await self._clock.sleep(self._pace.idle)
@@ -197,7 +198,7 @@ class SamplingSession:
                 continue
             asked_ns = round(self._clock.now() * NS_PER_S)
             try:
-                info = await fetch()
+                info = await ready_stream_info(self._client, self._stream)
             except FloeError:
                 info = None
             source = None if info is None else source_of(info)
