@@ -172,9 +172,9 @@ class KeyTable:
         notices = pa.Array.from_buffers(pa.uint8(), count, [None, pa.py_buffer(self.notices)])
         return seen, notices
 
-    def due_places(self, timeout: int, expire: int, forget: int, max_count: int) -> list[int]:
-        """Return the first places of keys that are due, at most `max_count`: last seen before `timeout`, not after
-        `expire`, or not after `forget` (ns).
+    def due_places(self, timeout: int, expire: int, forget: int) -> list[int]:
+        """Return the places of keys that are due: last seen before `timeout`, not after `expire`, or not after `forget`
+        (ns).
 
         A timeout or an expiry is due only if it was not reported yet.
         """
@@ -188,7 +188,7 @@ class KeyTable:
         expired = pc.and_(pc.less_equal(seen, _int64(expire)), pc.less(notices, _notice(Notice.EXPIRE)))
         timed_out = pc.and_(pc.less(seen, _int64(timeout)), pc.equal(notices, _notice(Notice.NONE)))
         due = silent.filter(pc.or_(pc.or_(forgotten, expired), timed_out))
-        return cast(list[int], due.slice(0, max_count).to_pylist())
+        return cast(list[int], due.to_pylist())
 
     def oldest_seen(self) -> tuple[int, int, int]:
         """Return the least `seen` of keys without a notice, of those with a timeout, and of all keys.

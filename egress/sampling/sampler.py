@@ -101,18 +101,17 @@ class Sampler:
             self.watermark_ns = run.times[-1]
         return SampledBatch(kept, keys, keys.count(None), forced.count(True) if forced else 0, found)
 
-    def advance(self, now_ns: int, max_keys: int = MAX_INT64) -> list[Advisory]:
+    def advance(self, now_ns: int) -> list[Advisory]:
         """Advance time to `now_ns` at least; return the advisories of silent keys, sorted by moment and value.
 
-        `now_ns`: the watermark, or the server's time if the source holds nothing newer. `max_keys`: greatest number of
-        keys to handle; the next call continues with the others, so that a whole silent site does not block the
-        caller. Cheap if nothing is due; else it scans the whole table.
+        `now_ns`: the watermark, or the server's time if the source holds nothing newer. Cheap if nothing is due; else
+        it scans the whole table.
         """
         now_ns = max(now_ns, self.watermark_ns)
         is_nothing_due = not self._makes_advisories or now_ns < self._next_advisory_ns
         if is_nothing_due and self.watermark_ns < self._next_forget_ns:
             return []
-        return self._report_silent(now_ns, max_keys)
+        return self._report_silent(now_ns)
 
     def mark_all_seen(self, at_ns: int) -> None:
         """Mark every known key as seen at `at_ns` or later, and without a notice.
@@ -203,7 +202,7 @@ class Sampler:
                 found.append(Advisory(AdvisoryEvent.RECOVER, key, seen, now))
         return unknown
 
-    def _report_silent(self, now_ns: int, max_keys: int) -> list[Advisory]:
+    def _report_silent(self, now_ns: int) -> list[Advisory]:
         table, found = self._table, list[Advisory]()
         # The server's time only leads to advisories. If it made keys be forgotten, choices would depend on a clock
         # other than that of the messages.
@@ -211,7 +210,7 @@ class Sampler:
         timeout, expire = forget, forget
         if self._makes_advisories:
             timeout, expire = now_ns - self._warn, now_ns - self._duration
-        for place in table.due_places(timeout, expire, forget, min(max_keys, len(table))):
+        for place in table.due_places(timeout, expire, forget):
             key, seen, notice = table.key(place), table.seen[place], table.notices[place]
             if self._makes_advisories and notice == Notice.NONE and seen < timeout:
                 found.append(Advisory(AdvisoryEvent.TIMEOUT, key, seen, add_capped(seen, self._warn)))
@@ -235,7 +234,7 @@ class Sampler:
         matter.
         """
         table, duration = self._table, self._duration
-        found.extend(self._report_silent(self.watermark_ns, MAX_INT64))
+        found.extend(self._report_silent(self.watermark_ns))
         for key, place in table.places.items():
             if table.seen[place] > to_ns:
                 table.seen[place] = to_ns

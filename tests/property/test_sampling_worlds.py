@@ -145,7 +145,7 @@ def test_as_the_model(world: list[Sent], cuts: list[int], trigger: int, coins: i
         advisories += choices.advisories
         coin = coins >> (2 * number) & 3
         if coin & 1:
-            advisories += sampler.advance(sampler.watermark_ns, [1, 1 << 60][coin >> 1])
+            advisories += sampler.advance(sampler.watermark_ns)
         if coin == 2:
             sampler = reborn(sampler, how(trigger))
     advisories += sampler.advance(0)
