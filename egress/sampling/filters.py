@@ -18,6 +18,7 @@ from egress.advisories.senders import AdvisorySender
 from egress.batch import CODE_LOOPED, CODE_SAMPLED_OUT, CODE_TOO_OLD, MessageBatch
 from egress.builder import SegmentBuilder
 from egress.loops import LoopMarkers
+from egress.partition import Position
 from egress.sampling.sampler import SampledBatch, Sampler
 
 # Maps "is kept" (1 or 0) to the code of a message, and its code to 1 if it is still undecided.
@@ -165,27 +166,12 @@ class FilterStage:
         self._builder.skip_to(sequence)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRange:
-    """The sequences that a session of a sampled feed reads.
-
-    `read_from`, `write_from`: messages between them are archived already, and are only folded in. `until`: the end of
-    the hole that is filled, None without one. `source_newest_ns`: time of the newest message that the source holds;
-    it counts for `max_age` only from `write_from` on, so that a second reading filters as the first did.
-    """
-
-    read_from: int
-    write_from: int
-    until: int | None = None
-    source_newest_ns: int = 0
-
-
 class SamplingStage:
-    """The filter stage of a sampled feed.
+    """The filter stage of a sampled feed, which writes from `position` on.
 
-    `on_writing`: called once, when writing begins; its argument is the result of `FeedFilter.observe_source_time`: True
-    if a time that no snapshot holds decides for `max_age`. `on_batch`: called before each batch that is written is
-    filtered; `on_sampled`: after that.
+    `read_from`: messages from there up to the position are archived already, and are only folded in. `on_writing`:
+    called once, when writing begins. `on_batch`: called before each batch that is written is filtered; `on_sampled`:
+    after that.
     """
 
     def __init__(
@@ -193,25 +179,26 @@ class SamplingStage:
         builder: SegmentBuilder,
         feed_filter: FeedFilter,
         tracker: AdvisoryTracker,
-        read_range: SampledRange,
+        position: Position,
         *,
-        on_writing: Callable[[bool], None],
+        read_from: int,
+        on_writing: Callable[[], None],
         on_batch: Callable[[], None],
         on_sampled: Callable[[SampledBatch], None],
     ) -> None:
-        self._builder, self._feed_filter, self._tracker, self._range = builder, feed_filter, tracker, read_range
+        self._builder, self._feed_filter, self._tracker = builder, feed_filter, tracker
         self._on_writing, self._on_batch, self._on_sampled = on_writing, on_batch, on_sampled
-        self._until = MAX_SEQUENCE if read_range.until is None else read_range.until
-        self._is_writing = False
+        self._write_from, self._is_writing = position.first, False
+        self._until = MAX_SEQUENCE if position.until is None else position.until
         #: The last sequence folded in, or known to hold nothing to fold.
-        self.last_sequence = read_range.read_from - 1
+        self.last_sequence = read_from - 1
 
     def begin(self) -> None:
         """Start the stage. Call it once, before the first message."""
         self._advance(self.last_sequence)
 
     def add_messages(self, columns: Columns) -> None:
-        if count := bisect_left(columns.sequences, self._range.write_from):
+        if count := bisect_left(columns.sequences, self._write_from):
             self._filter(columns.part(0, count))
             self._advance(columns.sequences[count - 1])
             columns = columns.part(count, len(columns))
@@ -242,7 +229,7 @@ class SamplingStage:
         self._advance(last)
 
     def _advance(self, sequence: int) -> None:
-        if sequence >= self._range.write_from - 1:
+        if sequence >= self._write_from - 1:
             self._begin_writing()
         self.last_sequence = sequence
         self._tracker.advance_sequence(sequence)
@@ -250,5 +237,5 @@ class SamplingStage:
     def _begin_writing(self) -> None:
         if not self._is_writing:
             self._is_writing = True
-            self.last_sequence = self._range.write_from - 1
-            self._on_writing(self._feed_filter.observe_source_time(self._range.source_newest_ns))
+            self.last_sequence = self._write_from - 1
+            self._on_writing()

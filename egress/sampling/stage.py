@@ -23,7 +23,7 @@ from egress.identity import SourceStream
 from egress.loops import LoopMarkers
 from egress.partition import Position
 from egress.report import SamplingReport
-from egress.sampling.filters import AdvisoryTracker, FeedFilter, SampledRange, SamplingStage
+from egress.sampling.filters import AdvisoryTracker, FeedFilter, SamplingStage
 from egress.sampling.resume import ResumedSampler
 from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot
@@ -110,7 +110,8 @@ class SamplingSession:
             builder,
             self._feed_filter,
             self._tracker,
-            SampledRange(resumed.read_from, position.first, position.until, source.last_timestamp_ns or 0),
+            position,
+            read_from=resumed.read_from,
             on_writing=self._on_writing,
             on_batch=self._freeze_if_due,
             on_sampled=lambda found: self._report.count_choices(found.missing, found.forced),
@@ -150,8 +151,10 @@ class SamplingSession:
             self._snapshot_writer.request()
             self._freeze_if_due()
 
-    def _on_writing(self, is_new_time: bool) -> None:
-        if is_new_time and self._snapshot_writer is not None:
+    def _on_writing(self) -> None:
+        # Only from here on, so that a second reading filters as the first did.
+        is_new_time = self._feed_filter.observe_source_time(self._source.last_timestamp_ns or 0)
+        if is_new_time and self._snapshot_writer is not None:  # a time that no snapshot holds decides for `max_age`
             self._is_opening = True
             self._snapshot_writer.schedule(self._freeze(), self._builder.closed)
             self._snapshot_writer.mark_put(self.stage.last_sequence)

@@ -19,7 +19,7 @@ from egress.batch import CODE_SAMPLED_OUT, CODE_TOO_OLD, MessageBatch
 from egress.builder import ClosedBy, Emitted, Piece, SegmentBuilder, ledger_of, unread
 from egress.memory import MemoryBudget
 from egress.partition import Position
-from egress.sampling.filters import AdvisoryTracker, FeedFilter, SampledRange, SamplingStage
+from egress.sampling.filters import AdvisoryTracker, FeedFilter, SamplingStage
 from egress.sampling.sampler import SampledBatch
 from tests.support.basics import is_gapless
 from tests.support.clock import ManualClock
@@ -270,7 +270,9 @@ class Stage:
 
     has_room, watermark_ns = True, 0
 
-    def __init__(self, stretch: SampledRange, again: tuple[int, int] | None = None, *, keep: int = 0) -> None:
+    def __init__(
+        self, read_from: int, position: Position, again: tuple[int, ...] = (), *, newest: int = 0, keep: int = 0
+    ) -> None:
         self.emitted: list[Emitted] = []
         self.folded: list[int] = []
         self.reported_again, self.reported_new = list[str](), list[str]()
@@ -279,14 +281,16 @@ class Stage:
         self.batches_at: list[int] = []
         account = MemoryBudget(1 << 30).account(lambda: None)
         closing = SegmentSettings.model_construct(max_messages=1_000, max_size=1 << 30, max_age=60.0)
-        position = Position(stretch.write_from, stretch.until)
         self.builder = SegmentBuilder(closing, ManualClock(), account, self.emitted.append, position, sampled=True)
+        feed_filter = FeedFilter("here", max_age_ns=keep * SECOND, sampler=self)
+        observe = feed_filter.observe_source_time
         self.intake = SamplingStage(
             self.builder,
-            FeedFilter("here", max_age_ns=keep * SECOND, sampler=self),
-            AdvisoryTracker(self, self, *(again or (stretch.write_from - 1, 0))),
-            stretch,
-            on_writing=lambda is_new_time: self.written_from.append((self.intake.last_sequence + 1, is_new_time)),
+            feed_filter,
+            AdvisoryTracker(self, self, *(again or (position.first - 1, 0))),
+            position,
+            read_from=read_from,
+            on_writing=lambda: self.written_from.append((self.intake.last_sequence + 1, observe(newest * SECOND))),
             on_batch=lambda: self.batches_at.append(self.intake.last_sequence + 1),
             on_sampled=lambda _: None,
         )
@@ -319,7 +323,7 @@ class Stage:
 
 
 def test_archived_messages_are_folded_only_and_each_written_batch_is_announced_before() -> None:
-    bench = Stage(SampledRange(5, 8))
+    bench = Stage(5, Position(8))
     assert bench.written_from == []
     bench.read([5, 6], [7, 8, 9])
     assert (bench.folded, bench.rows()) == ([5, 6, 7, 8, 9], [8, 9])
@@ -331,14 +335,14 @@ def test_archived_messages_are_folded_only_and_each_written_batch_is_announced_b
 
 
 def test_with_nothing_to_read_again_writing_begins_at_once() -> None:
-    bench = Stage(SampledRange(8, 8))
+    bench = Stage(8, Position(8))
     assert (bench.written_from, bench.settled) == ([(8, False)], 1)
     bench.read([8])
     assert (bench.reported_again[1:], bench.reported_new, len(bench.written_from)) == ([], ["8"], 1)
 
 
 def test_what_is_archived_and_gone_from_the_source_ends_reading_again_too() -> None:
-    by_heartbeat, by_message = Stage(SampledRange(5, 8)), Stage(SampledRange(5, 8))
+    by_heartbeat, by_message = Stage(5, Position(8)), Stage(5, Position(8))
     by_heartbeat.intake.skip_to(20)
     by_message.read([12])
     assert by_heartbeat.written_from == by_message.written_from == [(8, False)]
@@ -346,7 +350,7 @@ def test_what_is_archived_and_gone_from_the_source_ends_reading_again_too() -> N
 
 
 def test_what_a_crashed_session_may_have_read_is_in_doubt_up_to_the_sources_end_and_time() -> None:
-    bench = Stage(SampledRange(5, 8), (10, 30 * SECOND))
+    bench = Stage(5, Position(8), (10, 30 * SECOND))
     bench.read([6, 7, 8])
     assert (bench.settled, bench.rows()) == (0, [8])
     bench.read([9, 10])
@@ -356,13 +360,13 @@ def test_what_a_crashed_session_may_have_read_is_in_doubt_up_to_the_sources_end_
 
 
 def test_the_newest_message_of_the_source_counts_only_from_where_messages_are_written() -> None:
-    bench = Stage(SampledRange(5, 8, None, 100 * SECOND), keep=91)
+    bench = Stage(5, Position(8), newest=100, keep=91)
     bench.read([5, 6, 7, 8, 9, 10])
     assert (bench.folded, bench.rows(), bench.written_from) == ([5, 6, 7, 9, 10], [9, 10], [(8, True)])
 
 
 def test_a_hole_is_filled_and_nothing_behind_it_is_folded() -> None:
-    bench = Stage(SampledRange(5, 8, 10), (50, 0))
+    bench = Stage(5, Position(8, 10), (50, 0))
     bench.read([6, 8, 9, 12, 13], [14])
     bench.intake.skip_to(40)
     assert (bench.folded, bench.rows(), bench.intake.last_sequence) == ([6, 8, 9], [8, 9], 10)
