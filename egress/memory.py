@@ -39,10 +39,6 @@ class MemoryBudget:
         for account in list(self.accounts):
             account.on_release()
 
-    def close(self, account: MemoryAccount) -> None:
-        self.accounts.remove(account)
-        self.notify_release()
-
 
 class MemoryAccount:
     """Memory that one chain holds."""
@@ -61,4 +57,5 @@ class MemoryAccount:
         return self.used == max(each.used for each in self._budget.accounts)
 
     def close(self) -> None:
-        self._budget.close(self)
+        self._budget.accounts.remove(self)
+        self._budget.notify_release()
