@@ -22,7 +22,7 @@ def main(only: str | None) -> None:
             click.echo(f"measuring {bench.name} …", err=True)
             done.append((bench, bench.run()))
     print_table(done)
-    save(result for _, result in done)
+    save(done)
 
 
 main()

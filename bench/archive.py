@@ -144,7 +144,7 @@ def measure_listing() -> BenchResult:
         )
         for _ in range(SEARCHES)
     ]
-    return BenchResult("listing.1m", round(max(statistics.median(old), statistics.median(new)), 2), "ms")
+    return BenchResult(round(max(statistics.median(old), statistics.median(new)), 2))
 
 
 class HighMarks:
@@ -177,7 +177,7 @@ def measure_walk() -> BenchResult:
         for ref in page:
             covered.add(ref.coverage)
     assert covered.stretches() == [SequenceRange(1, archive.end)], "expected no hole"
-    return BenchResult("listing.egress_1m", round(_resident_mb("VmHWM") - before, 1), "MB")
+    return BenchResult(round(_resident_mb("VmHWM") - before, 1))
 
 
 def _resident_mb(field: str) -> float:
@@ -251,7 +251,7 @@ def measure_plan() -> BenchResult:
         f"{failing_runner.inputs} segments were to be merged"
     )
     assert grown < MAX_MEMORY_MB, f"expected less than {MAX_MEMORY_MB} MB, found {grown:.0f}"
-    return BenchResult("compaction.plan_1m", round(elapsed, 1), "s")
+    return BenchResult(round(elapsed, 1))
 
 
 INPUTS, INPUT_ROWS = 8, 50_000
@@ -313,12 +313,7 @@ def merge_rate() -> BenchResult:
             store.delete(ref)
             return raw / elapsed
 
-        return measure_paired(
-            "compaction.merge",
-            "MB/s raw",
-            floor=lambda: raw / plain_copy(paths, Path(folder) / "copy.parquet"),
-            value=merged,
-        )
+        return measure_paired(floor=lambda: raw / plain_copy(paths, Path(folder) / "copy.parquet"), value=merged)
 
 
 TINY_SEGMENTS, TINY_ROWS = 1_000, 15
@@ -346,7 +341,7 @@ def delete_rate() -> BenchResult:
     for _ in range(2):
         measure_delete()  # starts the Python processes, then has Java compile the code that runs often
     seconds = statistics.median(measure_delete() for _ in range(REPEATS))
-    return BenchResult("compaction.delete_small", round(1000 * seconds / TINY_SEGMENTS, 3), "ms")
+    return BenchResult(round(1000 * seconds / TINY_SEGMENTS, 3))
 
 
 #: Nodes of a fleet, and how many segments are merged: those of a day, or of a tenth of it for the largest fleet.
@@ -380,8 +375,7 @@ def measure_stored_bytes(nodes: int) -> tuple[float, float, float]:
 
 def stored_bytes(nodes: int) -> BenchResult:
     _, before, after = measure_stored_bytes(nodes)
-    name = f"compaction.stored.{nodes}"
-    return BenchResult(name, round(after, 1), "B/message", round(before, 1), round(after / before, 3))
+    return BenchResult(round(after, 1), round(before, 1), round(after / before, 3))
 
 
 OUTPUTS = 4
@@ -420,7 +414,7 @@ def spark_rate() -> BenchResult:
 
         for _ in range(2):
             rate(spark)  # starts the Python processes, then has Java compile the code that runs often
-        return measure_paired("compaction.spark", "MB/s raw", floor=on_one_core, value=lambda: rate(spark))
+        return measure_paired(floor=on_one_core, value=lambda: rate(spark))
 
 
 MERGES = {"small": 4, "large": 80}  # inputs of about 50 MB raw
@@ -451,13 +445,9 @@ def merge_in_child(folder: Path) -> None:
     store.delete(merged.ref)
 
 
-def small_merge() -> BenchResult:
-    return BenchResult("memory.merge.small", merge_peak("small"), "MB")
-
-
 def large_merge() -> BenchResult:
     small, large = merge_peak("small"), merge_peak("large")
-    return BenchResult("memory.merge.large", large, "MB", floor=small, ratio=round(large / small, 3))
+    return BenchResult(large, floor=small, ratio=round(large / small, 3))
 
 
 SMALL_SEGMENTS, SMALL_ROWS, PAYLOAD_BYTES = 10_000, 50, 1000
@@ -529,7 +519,7 @@ def bytes_read() -> BenchResult:
         folder.mkdir()
         total = fill_folder(folder)
         read = asyncio.run(replay_part(folder, server.url))
-    return BenchResult("replay.bytes_read", round(read / total, 4), "1")
+    return BenchResult(round(read / total, 4))
 
 
 def measure_query() -> BenchResult:
@@ -548,7 +538,7 @@ def measure_query() -> BenchResult:
         frame = spark_session().read.format("floe_counted").options(url=f"file://{folder}", **options).load()
         sizes = [row.size for row in frame.selectExpr("octet_length(payload) AS size").collect()]
         assert len(sizes) == whole // REPLAY_DIVISOR, len(sizes)
-        return BenchResult("query.time_1pct", round(counted_bytes(counts) / total, 4), "1")
+        return BenchResult(round(counted_bytes(counts) / total, 4))
 
 
 BENCHES = [
@@ -564,7 +554,7 @@ BENCHES = [
     Bench("compaction.delete_small", "ms", "value <= 1.5", delete_rate),
     Bench("compaction.merge", "MB/s raw", "ratio >= 0.85", merge_rate),
     Bench("compaction.spark", "MB/s raw", "ratio >= 1.4", spark_rate),
-    Bench("memory.merge.small", "MB", "value <= 600", small_merge),
+    Bench("memory.merge.small", "MB", "value <= 600", lambda: BenchResult(merge_peak("small"))),
     Bench("memory.merge.large", "MB", "ratio <= 1.15, value <= 600", large_merge),
 ]
 

@@ -1,6 +1,7 @@
 """Benchmarks `egress.unsampled`, `egress.sampled.*`, `memory.egress`: a source stream to segments in the store."""
 
 import time
+from functools import partial
 
 from bench.harness import Bench, BenchResult, measure_paired
 from bench.place import (
@@ -43,8 +44,6 @@ def bench_unsampled() -> BenchResult:
     with bench_environment() as at:
         run(fill_stream(at.nats.url, STREAM, MESSAGE_COUNT))
         return measure_paired(
-            "egress.unsampled",
-            "msg/s",
             floor=lambda: run(measure_raw_read(at.nats.url, STREAM, MESSAGE_COUNT)),
             value=lambda: measure_archiving(at)[0],
         )
@@ -53,7 +52,7 @@ def bench_unsampled() -> BenchResult:
 def bench_memory() -> BenchResult:
     with bench_environment() as at:
         run(fill_stream(at.nats.url, STREAM, MESSAGE_COUNT))
-        return BenchResult("memory.egress", measure_archiving(at)[1], "MB")
+        return BenchResult(measure_archiving(at)[1])
 
 
 def measure_sampled(at: BenchEnvironment, count: int) -> float:
@@ -78,12 +77,10 @@ def measure_sampled(at: BenchEnvironment, count: int) -> float:
     return (last - first) / (ended - started)
 
 
-def bench_sampled(name: str, size: int, count: int) -> BenchResult:
+def bench_sampled(size: int, count: int) -> BenchResult:
     with bench_environment() as at:
         run(fill_stream(at.nats.url, STREAM, count, documents(size, SENDER_COUNT)))
         return measure_paired(
-            name,
-            "msg/s",
             floor=lambda: run(measure_raw_read(at.nats.url, STREAM, count, size)),
             value=lambda: measure_sampled(at, count),
         )
@@ -91,17 +88,7 @@ def bench_sampled(name: str, size: int, count: int) -> BenchResult:
 
 BENCHES = [
     Bench("egress.unsampled", "msg/s", "ratio >= 0.3", bench_unsampled),
-    Bench(
-        "egress.sampled.1k",
-        "msg/s",
-        "ratio >= 0.3",
-        lambda: bench_sampled("egress.sampled.1k", 1_000, 2 * HOUR_MESSAGES),
-    ),
-    Bench(
-        "egress.sampled.14k",
-        "msg/s",
-        "ratio >= 0.3",
-        lambda: bench_sampled("egress.sampled.14k", 14_000, HOUR_MESSAGES),
-    ),
+    Bench("egress.sampled.1k", "msg/s", "ratio >= 0.3", partial(bench_sampled, 1_000, 2 * HOUR_MESSAGES)),
+    Bench("egress.sampled.14k", "msg/s", "ratio >= 0.3", partial(bench_sampled, 14_000, HOUR_MESSAGES)),
     Bench("memory.egress", "MB", "<= 300", bench_memory),
 ]

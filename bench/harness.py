@@ -15,18 +15,16 @@ REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """One figure. `floor`: in the same unit, None if nothing compares; `ratio`: value / floor."""
+    """The values of a figure. `floor`: in the same unit, None if nothing compares; `ratio`: value / floor."""
 
-    name: str
     value: float
-    unit: str
     floor: float | None = None
     ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A figure and its `requirement`: the least ratio, or a bound of the value if there is no floor."""
+    """A figure, its unit and its `requirement`: the least ratio, or a bound of the value if there is no floor."""
 
     name: str
     unit: str
@@ -34,20 +32,13 @@ class Bench:
     run: Callable[[], BenchResult]
 
 
-def measure_paired(
-    name: str, unit: str, floor: Callable[[], float], value: Callable[[], float], repeats: int = REPEATS
-) -> BenchResult:
+def measure_paired(*, floor: Callable[[], float], value: Callable[[], float]) -> BenchResult:
     """Measure floor and value in turn, so that a machine that changes speed affects both; return the medians."""
-    pairs = [(floor(), value()) for _ in range(repeats)]
+    pairs = [(floor(), value()) for _ in range(REPEATS)]
     floors, values = zip(*pairs, strict=True)
     ratios = [v / f for f, v in pairs]
-    return BenchResult(
-        name,
-        round(statistics.median(values), 1),
-        unit,
-        round(statistics.median(floors), 1),
-        round(statistics.median(ratios), 3),
-    )
+    medians = round(statistics.median(values), 1), round(statistics.median(floors), 1)
+    return BenchResult(*medians, round(statistics.median(ratios), 3))
 
 
 def print_table(results: Iterable[tuple[Bench, BenchResult]]) -> None:
@@ -55,7 +46,7 @@ def print_table(results: Iterable[tuple[Bench, BenchResult]]) -> None:
     for bench, result in results:
         floor = "–" if result.floor is None else f"{result.floor:,.0f}"
         ratio = "–" if result.ratio is None else f"{result.ratio:.2f}"
-        table.add_row(result.name, _shown(result.value), result.unit, floor, ratio, bench.requirement)
+        table.add_row(bench.name, _shown(result.value), bench.unit, floor, ratio, bench.requirement)
     Console().print(table)
 
 
@@ -63,8 +54,8 @@ def _shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
-def save(results: Iterable[BenchResult]) -> None:
+def save(results: Iterable[tuple[Bench, BenchResult]]) -> None:
     """Save the figures: replace those of the same names, keep those of other names (`ONLY=` runs one)."""
     kept = {r["name"]: r for r in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
-    kept.update({result.name: asdict(result) for result in results})
+    kept |= {bench.name: {"name": bench.name, "unit": bench.unit, **asdict(result)} for bench, result in results}
     RESULTS.write_text(json.dumps(sorted(kept.values(), key=lambda r: r["name"]), indent=1) + "\n")

@@ -5,12 +5,13 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bench.harness import Bench, BenchResult, measure_paired
+from bench.harness import REPEATS, Bench, BenchResult, measure_paired
 from bench.place import (
     STREAM,
     TARGET,
@@ -143,41 +144,27 @@ async def _floor(url: str, raw: Raw) -> float:
     return rate
 
 
-def _measure_against(name: str, publisher: str, raw: Raw) -> BenchResult:
+def bench_publisher(publisher: str, raw: Raw) -> BenchResult:
     with bench_environment() as at:
         run(fill_stream(at.nats.url, STREAM, MESSAGE_COUNT))
         config = archive_with_egress(at)
         return measure_paired(
-            name,
-            "msg/s",
-            floor=lambda: run(_floor(at.nats.url, raw)),
-            value=lambda: measure_ingress(at, config, publisher)[0],
+            floor=lambda: run(_floor(at.nats.url, raw)), value=lambda: measure_ingress(at, config, publisher)[0]
         )
-
-
-def bench_atomic() -> BenchResult:
-    return _measure_against("ingress.atomic", "atomic", measure_raw_atomic)
-
-
-def bench_fast() -> BenchResult:
-    return _measure_against("ingress.fast", "fast", measure_raw_fast)
 
 
 def bench_ten_chains() -> BenchResult:
     with bench_environment() as at:
         one, ten = write_archive(at, 1), write_archive(at, CHAIN_COUNT)
         return measure_paired(
-            "ingress.ten_chains",
-            "msg/s",
-            floor=lambda: measure_ingress(at, one, "fast")[0],
-            value=lambda: measure_ingress(at, ten, "fast")[0],
+            floor=lambda: measure_ingress(at, one, "fast")[0], value=lambda: measure_ingress(at, ten, "fast")[0]
         )
 
 
 def bench_memory() -> BenchResult:
     with bench_environment() as at:
         run(fill_stream(at.nats.url, STREAM, MESSAGE_COUNT))
-        return BenchResult("memory.ingress", measure_ingress(at, archive_with_egress(at), "auto")[1], "MB")
+        return BenchResult(measure_ingress(at, archive_with_egress(at), "auto")[1])
 
 
 LATENCY_MESSAGES = 32
@@ -270,20 +257,20 @@ def measure_latencies(at: BenchEnvironment, endpoint_url: str, ingress: Mapping[
 def bench_poll() -> BenchResult:
     with bench_environment() as at:
         found = measure_latencies(at, at.s3.endpoint_url, {"poll_interval": "1s"})
-    return BenchResult("latency.poll", round(statistics.median(found), 3), "s")
+    return BenchResult(round(statistics.median(found), 3))
 
 
 def bench_events() -> BenchResult:
     with bench_environment() as at, Notifying(at.s3.endpoint_url, at.nats.url, SUBJECT) as s3:
         found = measure_latencies(at, s3.url, {"events": f"nats://{SUBJECT}"})
-    return BenchResult("latency.events", round(statistics.median(found), 3), "s")
+    return BenchResult(round(statistics.median(found), 3))
 
 
 # 12,000 chains in one target: a feed with a thousand incarnations, one with many partitions, one between the two.
 CHAINS_BY_FEED = {"incarnations": (1000, 4), "partitions": (4, 1000), "mixed": (80, 50)}
 
 
-def bench_start(times: int = 3) -> BenchResult:
+def bench_start() -> BenchResult:
     """Measure the work of the event loop for chains at a start: positions, ends of former incarnations, obstacles."""
     source = {"site": "bench", "feed": [*CHAINS_BY_FEED]}
     settings = TargetSettings.model_validate({"stream": TARGET, "sources": [source]})
@@ -294,9 +281,7 @@ def bench_start(times: int = 3) -> BenchResult:
         for p in range(partitions)
     ]
     stored = {chain: 10 for chain in chains if chain.incarnation < CHAINS_BY_FEED[chain.feed][0] - 1}
-    return BenchResult(
-        "start.chains", round(statistics.median(_started(settings, chains, stored) for _ in range(times)), 2), "s"
-    )
+    return BenchResult(round(statistics.median(_started(settings, chains, stored) for _ in range(REPEATS)), 2))
 
 
 def _started(settings: TargetSettings, chains: list[Chain], stored: dict[Chain, int]) -> float:
@@ -313,8 +298,8 @@ def _started(settings: TargetSettings, chains: list[Chain], stored: dict[Chain, 
 
 BENCHES = [
     Bench("start.chains", "s", "<= 2", bench_start),
-    Bench("ingress.fast", "msg/s", "ratio >= 0.7", bench_fast),
-    Bench("ingress.atomic", "msg/s", "ratio >= 0.8", bench_atomic),
+    Bench("ingress.fast", "msg/s", "ratio >= 0.7", partial(bench_publisher, "fast", measure_raw_fast)),
+    Bench("ingress.atomic", "msg/s", "ratio >= 0.8", partial(bench_publisher, "atomic", measure_raw_atomic)),
     Bench("ingress.ten_chains", "msg/s", "ratio >= 0.9", bench_ten_chains),
     Bench("memory.ingress", "MB", "<= 300", bench_memory),
     Bench("latency.poll", "s", "value <= 2.5", bench_poll),

@@ -155,25 +155,15 @@ async def server_version_of(url: str) -> str:
     return version
 
 
-def against_memory(name: str, unit: str, size: int, amount: float) -> BenchResult:
+def bench_restore(size: int, amount: float) -> BenchResult:
     """Measure a restore beside sending the same bytes from memory. `amount`: of the unit, in one restore."""
     with bench_environment() as at:
         config = archive_stream(at, size)
         archive = PreparedUpload(config, run(server_version_of(at.nats.url)))
         return measure_paired(
-            name,
-            unit,
             floor=lambda: amount / run(archive.measure_upload(at.nats.url)),
             value=lambda: amount / run(measure_restore(config, size)),
         )
-
-
-def bench_small() -> BenchResult:
-    return against_memory("restore.200", "msg/s", 200, ROWS_BY_PAYLOAD_BYTES[200])
-
-
-def bench_large() -> BenchResult:
-    return against_memory("restore.1k", "MB/s", 1000, ROWS_BY_PAYLOAD_BYTES[1000] * 1000 / 1e6)
 
 
 def bench_memory() -> BenchResult:
@@ -186,7 +176,7 @@ def bench_memory() -> BenchResult:
                 peak = max(peak, peak_mb(service))
             time.sleep(0.02)
         assert service.wait(10) == 0, service.tail()
-        return BenchResult("memory.restore", peak, "MB")
+        return BenchResult(peak)
 
 
 def _nats(at: BenchEnvironment, *words: str) -> float:
@@ -203,7 +193,7 @@ def measure_nats_cli(operation: str) -> BenchResult:
         rates = {"backup": _nats(at, "backup", STREAM, folder, "--no-progress")}
         _nats(at, "rm", STREAM, "-f")
         rates["restore"] = _nats(at, "restore", folder, "--no-progress")
-        return BenchResult(f"restore.nats_{operation}", round(rates[operation], 1), "msg/s")
+        return BenchResult(round(rates[operation], 1))
 
 
 # Rows to the bytes from which nats-server restores a stream, on one core
@@ -228,7 +218,7 @@ def batches() -> Iterator[pa.RecordBatch]:
         yield record_batch(sequences, times, subjects, headers, payloads)
 
 
-def encode(name: str, version: str) -> BenchResult:
+def encode(version: str) -> BenchResult:
     """Measure messages per second of CPU time, which other processes on the machine do not lengthen."""
     rows = list(batches())
     last = rows[-1].column("sequence")[-1].as_py()
@@ -247,18 +237,18 @@ def encode(name: str, version: str) -> BenchResult:
         )
         return ENCODED_MESSAGES / (time.process_time() - started)
 
-    return BenchResult(name, round(statistics.median(once() for _ in range(REPEATS))), "msg/s")
+    return BenchResult(round(statistics.median(once() for _ in range(REPEATS))))
 
 
 BENCHES = [
-    Bench("restore.200", "msg/s", "ratio >= 0.8", bench_small),
-    Bench("restore.1k", "MB/s", "ratio >= 0.8", bench_large),
-    Bench("restore.encode", "msg/s", "value >= 500,000", partial(encode, "restore.encode", "2.15.1")),
-    Bench("restore.encode_files", "msg/s", "value >= 200,000", partial(encode, "restore.encode_files", "2.14.6")),
+    Bench("restore.200", "msg/s", "ratio >= 0.8", partial(bench_restore, 200, ROWS_BY_PAYLOAD_BYTES[200])),
+    Bench("restore.1k", "MB/s", "ratio >= 0.8", partial(bench_restore, 1000, ROWS_BY_PAYLOAD_BYTES[1000] * 1000 / 1e6)),
+    Bench("restore.encode", "msg/s", "value >= 500,000", partial(encode, "2.15.1")),
+    Bench("restore.encode_files", "msg/s", "value >= 200,000", partial(encode, "2.14.6")),
     Bench("memory.restore", "MB", "<= 300", bench_memory),
 ]
 if shutil.which("nats"):
     BENCHES += [
-        Bench("restore.nats_backup", "msg/s", "reported", lambda: measure_nats_cli("backup")),
-        Bench("restore.nats_restore", "msg/s", "reported", lambda: measure_nats_cli("restore")),
+        Bench("restore.nats_backup", "msg/s", "reported", partial(measure_nats_cli, "backup")),
+        Bench("restore.nats_restore", "msg/s", "reported", partial(measure_nats_cli, "restore")),
     ]
