@@ -37,16 +37,16 @@ from typing import overload
 
 import pyarrow.parquet as pq
 
-from bench.harness import REPEATS, Bench, BenchResult, measure_paired
+from bench.harness import REPEATS, Bench, BenchResult, measure_paired, memory_mb
 from bench.place import payloads
 from common.archive.columns import record_batch
 from common.archive.documents import ChainDocument, ChainStore, StreamDocument
 from common.archive.keys import Layout, SegmentName
 from common.archive.segment import Footer, Ledger, Reason, SegmentRef
 from common.archive.store import LIST_PAGE_SEGMENTS, SegmentStore
-from common.archive.writer import SegmentWriter
+from common.archive.writer import SegmentWriter, SpooledSegment
 from common.chain import Chain
-from common.clock import SystemClock
+from common.clock import NS_PER_S, SystemClock
 from common.errors import Unavailable
 from common.nats.api import create_stream, stream_info
 from common.objects.local import LocalObjects
@@ -170,19 +170,14 @@ async def open_session(objects: SyntheticStore) -> Archive:
 
 def measure_walk() -> BenchResult:
     """Measure the most MB by which the process grows while a session begins and the whole chain is walked."""
-    before = _resident_mb("VmRSS")
+    before = memory_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     archive, covered = asyncio.run(open_session(SyntheticStore())), CoverageSet()
     for page in archive.pages():
         for ref in page:
             covered.add(ref.coverage)
     assert covered.stretches() == [SequenceRange(1, archive.end)], "expected no hole"
-    return BenchResult(round(_resident_mb("VmHWM") - before, 1))
-
-
-def _resident_mb(field: str) -> float:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field)) * 1024 / 1e6
+    return BenchResult(round(memory_mb("VmHWM") - before, 1))
 
 
 CHAIN_COUNT, SEGMENTS_PER_CHAIN = 1000, 1000  # segments of each chain, one every five minutes
@@ -235,7 +230,7 @@ class FailingRunner:
 
 def measure_plan() -> BenchResult:
     """Measure the seconds of a plan. Fails if the process grows by more than `MAX_MEMORY_MB`."""
-    before = _resident_mb("VmRSS")
+    before = memory_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     levels = parse("store: {url: 'file:///bench'}\n", "bench")[0].compaction.levels
     store, failing_runner = SegmentStore(ManyChainsStore(), LAYOUT), FailingRunner()  # type: ignore[arg-type]
@@ -243,7 +238,7 @@ def measure_plan() -> BenchResult:
     reduce_garbage_collection()
     started = time.perf_counter()
     Compaction(store, levels, None, failing_runner).run(Selection())  # type: ignore[arg-type]
-    elapsed, grown = time.perf_counter() - started, _resident_mb("VmHWM") - before
+    elapsed, grown = time.perf_counter() - started, memory_mb("VmHWM") - before
     young = 11  # segments of each chain within min_age
     gc.unfreeze()
     gc.set_threshold(*thresholds)
@@ -261,27 +256,30 @@ def inputs(
     store: SegmentStore, count: int = INPUTS, chain: Chain = CHAIN, rows: int = INPUT_ROWS, step: int = 1
 ) -> list[SegmentRef]:
     """Put `count` segments of `rows` messages each, one of every `step` sequences."""
-    bodies = payloads()
-    ranges = [SequenceRange(n * rows * step + 1, (n + 1) * rows * step) for n in range(count)]
-    return [_segment(store, chain, coverage, bodies, step) for coverage in ranges]
-
-
-def _segment(store: SegmentStore, chain: Chain, coverage: SequenceRange, bodies: list[bytes], step: int) -> SegmentRef:
-    sequences = list(range(coverage.first, coverage.last + 1, step))
-    times = [1_700_000_000_000_000_000 + s for s in sequences]
-    values = [bodies[s % len(bodies)] for s in sequences]
-    subjects = [b"nodes.%d" % (s % 1000) for s in sequences]
-    batch = record_batch(sequences, times, subjects, [None] * len(sequences), values)
-    raw = sum(map(len, values)) + sum(map(len, subjects))
-    writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)
-    writer.append(batch)
-    ledger = Ledger({Reason.DELETED: len(coverage) - len(sequences)} if step > 1 else {})
-    footer = Footer(chain, 0, coverage, len(sequences), ledger, raw, times[0], times[-1], None, "bench")
-    spooled = writer.finish(footer)
-    try:
-        return store.put(spooled)
-    finally:
+    bodies, found = payloads(), list[SegmentRef]()
+    for number in range(count):
+        coverage = SequenceRange(number * rows * step + 1, (number + 1) * rows * step)
+        sequences = range(coverage.first, coverage.last + 1, step)
+        times = [START_S * NS_PER_S + s for s in sequences]
+        subjects = [b"nodes.%d" % (s % 1000) for s in sequences]
+        values = [bodies[s % len(bodies)] for s in sequences]
+        spooled = spool_segment(store.new_spool(), chain, coverage, times, subjects, values)
+        found.append(store.put(spooled))
         spooled.path.unlink()
+    return found
+
+
+def spool_segment(
+    path: Path, chain: Chain, coverage: SequenceRange, times: list[int], subjects: list[bytes], bodies: list[bytes]
+) -> SpooledSegment:
+    """Write a segment as egress does, with messages of sequences of `coverage` at equal distances."""
+    count = len(times)
+    sequences = range(coverage.first, coverage.last + 1, len(coverage) // count)
+    writer = SegmentWriter(path, level=0, compression_level=1)
+    writer.append(record_batch(sequences, times, subjects, [None] * count, bodies))
+    ledger = Ledger({Reason.DELETED: len(coverage) - count} if count < len(coverage) else {})
+    # The writer adds raw bytes and times.
+    return writer.finish(Footer(chain, 0, coverage, count, ledger, 0, None, None, None, "bench"))
 
 
 def plain_copy(paths: list[Path], target: Path) -> float:
@@ -349,33 +347,23 @@ SEGMENTS_BY_NODES = {10: 288, 100: 288, 1000: 29}
 INTERVAL_S = 300  # seconds; each node publishes once in it, and its messages are one segment
 
 
-def measure_stored_bytes(nodes: int) -> tuple[float, float, float]:
-    """Return the bytes per message: as published, in segments of egress with default settings, and after a merge."""
+def stored_bytes(nodes: int) -> BenchResult:
+    """Measure the bytes per message after a merge, beside those in segments of egress with default settings."""
     fleet, segments = Fleet(read_facts(), seed=SEED, nodes=nodes, interval=INTERVAL_S), SEGMENTS_BY_NODES[nodes]
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
         store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
-        refs, raw, count = [], 0, nodes * segments
+        refs, count = list[SegmentRef](), nodes * segments
         for turn in range(segments):
             first = turn * nodes + 1
             times = [(START_S + turn * INTERVAL_S) * 10**9 + n * INTERVAL_S * 10**9 // nodes for n in range(nodes)]
             subjects = [DEFAULT_SUBJECT.format(sender=fleet.sender(node)).encode() for node in range(nodes)]
             bodies = [fleet.document(node, turn, time / 1e9) for node, time in enumerate(times)]
-            batch = record_batch(range(first, first + nodes), times, subjects, [None] * nodes, bodies)
-            size = sum(map(len, bodies)) + sum(map(len, subjects))
-            writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)
-            writer.append(batch)
             coverage = SequenceRange(first, first + nodes - 1)
-            footer = Footer(CHAIN, 0, coverage, nodes, Ledger(), size, times[0], times[-1], None, "bench")
-            refs.append(store.put(writer.finish(footer)))
-            raw += size
+            refs.append(store.put(spool_segment(store.new_spool(), CHAIN, coverage, times, subjects, bodies)))
         after = merge(store, Output(1, tuple(refs))).ref.size
         store.close()
-    return raw / count, sum(ref.size for ref in refs) / count, after / count
-
-
-def stored_bytes(nodes: int) -> BenchResult:
-    _, before, after = measure_stored_bytes(nodes)
-    return BenchResult(round(after, 1), round(before, 1), round(after / before, 3))
+    before = sum(ref.size for ref in refs)
+    return BenchResult(round(after / count, 1), round(before / count, 1), round(after / before, 3))
 
 
 OUTPUTS = 4
@@ -441,7 +429,7 @@ def merge_in_child(folder: Path) -> None:
     """Merge all segments of the bench in this process; print its peak in MB as JSON."""
     store = SegmentStore(LocalObjects(folder), Layout("data"))
     merged = merge(store, Output(1, tuple(store.list(CHAIN, level=0))))
-    print(json.dumps({"peak": round(_resident_mb("VmHWM"), 1), "raw_bytes": merged.raw_bytes}))
+    print(json.dumps({"peak": memory_mb("VmHWM"), "raw_bytes": merged.raw_bytes}))
     store.delete(merged.ref)
 
 
@@ -460,23 +448,13 @@ def fill_folder(folder: Path) -> int:
     layout, noise, total = Layout("data"), random.Random(1).randbytes(PAYLOAD_BYTES + SMALL_ROWS * SMALL_SEGMENTS), 0
     for number in range(SMALL_SEGMENTS):
         coverage = SequenceRange(number * SMALL_ROWS + 1, (number + 1) * SMALL_ROWS)
-        sequences = list(range(coverage.first, coverage.last + 1))
-        times = [(START_S + s) * 10**9 for s in sequences]
-        batch = record_batch(
-            sequences,
-            times,
-            [b"bench.a"] * SMALL_ROWS,
-            [None] * SMALL_ROWS,
-            [noise[s : s + PAYLOAD_BYTES] for s in sequences],
-        )
-        spool = folder / "spool.parquet"
-        writer = SegmentWriter(spool, level=0, compression_level=1)
-        writer.append(batch)
-        footer = Footer(CHAIN, 0, coverage, SMALL_ROWS, Ledger(), 0, None, None, None, "bench")
-        done = writer.finish(footer)
+        sequences = range(coverage.first, coverage.last + 1)
+        times = [(START_S + s) * NS_PER_S for s in sequences]
+        bodies = [noise[s : s + PAYLOAD_BYTES] for s in sequences]
+        done = spool_segment(folder / "spool.parquet", CHAIN, coverage, times, [b"bench.a"] * SMALL_ROWS, bodies)
         path = folder / layout.segment(SegmentName(CHAIN, 0, coverage, done.sha256[:16]))
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(spool, path)
+        os.replace(done.path, path)
         total += done.size
     return total
 

@@ -3,17 +3,16 @@
 import time
 from functools import partial
 
-from bench.harness import Bench, BenchResult, measure_paired
+from bench.harness import Bench, BenchResult, measure_paired, memory_mb
 from bench.place import (
+    CHAIN,
     STREAM,
     BenchEnvironment,
-    archive_end,
     bench_environment,
     documents,
     fill_stream,
     measure_raw_read,
     open_bench_store,
-    peak_mb,
     run,
     wait_until,
 )
@@ -32,10 +31,10 @@ def measure_archiving(at: BenchEnvironment) -> tuple[float, float]:
     config = at.config(at.s3.new_bucket())
     store = open_bench_store(config)
     service = at.service("egress", "egress", "run", "-c", str(config))
-    started = wait_until(lambda: archive_end(store) > 0, service)
-    first = archive_end(store)
-    ended = wait_until(lambda: archive_end(store) >= MESSAGE_COUNT, service)
-    peak = peak_mb(service)
+    started = wait_until(lambda: store.end(CHAIN) > 0, service)
+    first = store.end(CHAIN)
+    ended = wait_until(lambda: store.end(CHAIN) >= MESSAGE_COUNT, service)
+    peak = memory_mb("VmHWM", service.pid)
     assert service.drain(is_known_to_work=True) == 0, service.tail()
     return (MESSAGE_COUNT - first) / (ended - started), peak
 
@@ -66,7 +65,7 @@ def measure_sampled(at: BenchEnvironment, count: int) -> float:
     seen: list[tuple[int, float]] = []
 
     def moved() -> bool:
-        end = archive_end(store)
+        end = store.end(CHAIN)
         if end and (not seen or end != seen[-1][0]):
             seen.append((end, time.perf_counter()))
         return end >= count

@@ -41,6 +41,13 @@ def measure_paired(*, floor: Callable[[], float], value: Callable[[], float]) ->
     return BenchResult(*medians, round(statistics.median(ratios), 3))
 
 
+def memory_mb(field: str, pid: int | str = "self") -> float:
+    """Return the resident size of a running process (`field` VmRSS), or its peak so far (VmHWM), in MB (10^6 bytes)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field))
+    return round(kib * 1024 / 1e6, 1)
+
+
 def print_table(results: Iterable[tuple[Bench, BenchResult]]) -> None:
     table = Table("name", "value", "unit", "floor", "ratio", "requirement")
     for bench, result in results:

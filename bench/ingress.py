@@ -4,19 +4,20 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bench.harness import REPEATS, Bench, BenchResult, measure_paired
+from bench.harness import REPEATS, Bench, BenchResult, measure_paired, memory_mb
 from bench.place import (
+    CHAIN,
     STREAM,
     TARGET,
     BenchEnvironment,
-    archive_end,
+    archive_chain,
     bench_environment,
     connect_bench,
     fill_stream,
@@ -24,21 +25,20 @@ from bench.place import (
     measure_raw_fast,
     open_bench_store,
     payloads,
-    peak_mb,
     run,
     wait_until,
 )
-from common.archive.documents import ChainDocument, StreamDocument
+from common.archive.documents import StreamDocument
+from common.archive.segment import Message
 from common.chain import Chain
 from common.nats.api import create_stream, stream_info
 from common.nats.client import FloeClient, frame
-from common.open import load_settings, open_chains
 from common.settings.ingress import TargetSettings
 from ingress.chains.chain_state import ChainRegistry
 from ingress.rows.prepare import SubjectFilters, TargetLimits
 from tests.scenarios.processes import Service
 from tests.support.basics import soon, unique
-from tests.support.segments import message, write_segment
+from tests.support.segments import message
 from tests.support.servers import Notifying
 
 MESSAGE_COUNT = 400_000
@@ -56,7 +56,7 @@ def archive_with_egress(at: BenchEnvironment) -> Path:
     config = at.config(at.s3.new_bucket())
     store = open_bench_store(config)
     service = at.service("egress", "egress", "run", "-c", str(config))
-    wait_until(lambda: archive_end(store) >= MESSAGE_COUNT, service, every=0.2)
+    wait_until(lambda: store.end(CHAIN) >= MESSAGE_COUNT, service, every=0.2)
     assert service.drain(is_known_to_work=True) == 0, service.tail()
     return config
 
@@ -64,24 +64,17 @@ def archive_with_egress(at: BenchEnvironment) -> Path:
 def write_archive(at: BenchEnvironment, chains: int) -> Path:
     config = at.config(at.s3.new_bucket())
     sites = [f"bench-{number}" for number in range(chains)]
-    _change(config, ["sources"], [{"site": sites, "feed": STREAM}])
+    document = yaml.safe_load(config.read_text())
+    document["ingress"]["targets"][0]["sources"] = [{"site": sites, "feed": STREAM}]
+    config.write_text(yaml.safe_dump(document))
+    bodies, stream = payloads(), StreamDocument({"name": STREAM}, "t0", None)
+
+    def make(sequence: int) -> Message:
+        return message(sequence, bodies[sequence % len(bodies)], subject=b"%d" % (sequence % 1000))
+
     for site in sites:
-        _write(config, Chain(site, STREAM), MESSAGE_COUNT // chains)
+        archive_chain(config, Chain(site, STREAM), stream, make, MESSAGE_COUNT // chains, SEGMENT_MESSAGES)
     return config
-
-
-def _write(config: Path, chain: Chain, count: int) -> None:
-    store, documents = open_bench_store(config), open_chains(load_settings(str(config)))
-    bodies = payloads()
-    documents.create_stream(chain, StreamDocument({"name": STREAM}, "t0", None))
-    documents.create_chain(chain, ChainDocument((), 1, 1))
-    for first in range(1, count + 1, SEGMENT_MESSAGES):
-        sequences = range(first, min(count, first + SEGMENT_MESSAGES - 1) + 1)
-        rows = [message(s, bodies[s % len(bodies)], subject=b"%d" % (s % 1000)) for s in sequences]
-        path = store.new_spool()
-        store.put(write_segment(path, rows, chain=chain))
-        path.unlink()
-    documents.write_tail(chain, count)
 
 
 def measure_ingress(at: BenchEnvironment, config: Path, publisher: str) -> tuple[float, float]:
@@ -91,28 +84,20 @@ def measure_ingress(at: BenchEnvironment, config: Path, publisher: str) -> tuple
     """
     fresh = unique("T")
     own = config.with_name(f"{fresh}.yaml")
-    own.write_text(config.read_text())
-    own.chmod(0o600)
-    _change(own, ["stream"], fresh)
-    _change(own, ["publisher"], publisher)
-    _change(own, ["create", "subjects"], [f"{fresh}.>"])
-    _change(own, ["sources", 0, "subject_prefix"], fresh)
+    own.touch(mode=0o600)
+    document = yaml.safe_load(config.read_text())
+    target = document["ingress"]["targets"][0]
+    target |= {"stream": fresh, "publisher": publisher}
+    target["create"]["subjects"] = [f"{fresh}.>"]
+    target["sources"][0]["subject_prefix"] = fresh
+    own.write_text(yaml.safe_dump(document))
     service = at.service("ingress", "ingress", "run", "-c", str(own))
     try:
         rate = run(_watch(at.nats.url, fresh, service))
-        return rate, peak_mb(service)
+        return rate, memory_mb("VmHWM", service.pid)
     finally:
         service.drain(is_known_to_work=True)
         run(_delete(at.nats.url, fresh))
-
-
-def _change(config: Path, path: Sequence[Any], value: Any) -> None:
-    document = yaml.safe_load(config.read_text())
-    part = document["ingress"]["targets"][0]
-    for step in path[:-1]:
-        part = part[step]
-    part[path[-1]] = value
-    config.write_text(yaml.safe_dump(document))
 
 
 async def _watch(url: str, stream: str, service: Service) -> float:

@@ -14,16 +14,19 @@ from typing import Any
 import uvloop
 import yaml
 
+from common.archive.documents import ChainDocument, StreamDocument
+from common.archive.segment import Message
 from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.nats.api import create_consumer, create_stream, delete_consumer, stream_info
 from common.nats.client import FloeClient, connect, frame
-from common.open import load_settings, open_store
+from common.open import load_settings, open_chains, open_store
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS
 from tests.scenarios.processes import Service
 from tests.support.basics import SharedS3
+from tests.support.segments import write_segment
 
 STREAM = "BENCH"
 CHAIN = Chain("bench", STREAM)
@@ -87,15 +90,6 @@ def bench_environment() -> Iterator[BenchEnvironment]:
         yield BenchEnvironment(Path(folder), nats, SharedS3(s3))
 
 
-def archive_end(store: SegmentStore) -> int:
-    """Return the last sequence that the archive covers without a hole from 1; 0 if it does not cover 1."""
-    end = 0
-    for ref in sorted(store.list(CHAIN, level=0), key=lambda ref: ref.coverage.first):
-        if ref.coverage.first <= end + 1:
-            end = max(end, ref.coverage.last)
-    return end
-
-
 def open_bench_store(config: Path) -> SegmentStore:
     return open_store(load_settings(str(config)))
 
@@ -110,11 +104,19 @@ def wait_until(check: Callable[[], bool], service: Service, seconds: float = 120
     return time.perf_counter()
 
 
-def peak_mb(service: Service) -> float:
-    """Return the peak resident size of a running process so far, in MB (10^6 bytes)."""
-    status = Path(f"/proc/{service.pid}/status").read_text()
-    kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-    return round(kib * 1024 / 1e6, 1)
+def archive_chain(
+    config: Path, chain: Chain, stream: StreamDocument, make: Callable[[int], Message], count: int, segment: int
+) -> None:
+    """Archive messages of the sequences 1 to `count` as `chain`, `segment` of them in each segment."""
+    store, documents = open_bench_store(config), open_chains(load_settings(str(config)))
+    documents.create_stream(chain, stream)
+    documents.create_chain(chain, ChainDocument((), 1, 1))
+    for first in range(1, count + 1, segment):
+        path = store.new_spool()
+        rows = [make(sequence) for sequence in range(first, min(count, first + segment - 1) + 1)]
+        store.put(write_segment(path, rows, chain=chain))
+        path.unlink()
+    documents.write_tail(chain, count)
 
 
 MESSAGE_BYTES = 1000  # of payload

@@ -17,21 +17,22 @@ from typing import Any
 
 import pyarrow as pa
 
-from bench.harness import REPEATS, Bench, BenchResult, measure_paired
+from bench.harness import REPEATS, Bench, BenchResult, measure_paired, memory_mb
 from bench.place import (
     CHAIN,
     STREAM,
     BenchEnvironment,
+    archive_chain,
     bench_environment,
     connect_bench,
     documents,
     fill_stream,
     open_bench_store,
-    peak_mb,
     run,
 )
 from common.archive.columns import record_batch
-from common.archive.documents import ChainDocument, StreamDocument
+from common.archive.documents import StreamDocument
+from common.archive.segment import Message
 from common.clock import SystemClock
 from common.nats.api import stream_info
 from common.open import load_settings, open_chains
@@ -45,7 +46,6 @@ from ingress.restore.preflight import archive_writer
 from ingress.restore.restore import ROW_COLUMNS, Restore, RestoreTuning
 from ingress.restore.upload import ArchiveUpload
 from tests.support.basics import unique
-from tests.support.segments import message, write_segment
 
 ROWS_BY_PAYLOAD_BYTES = {200: 800_000, 1000: 300_000}  # by bytes of payload
 SEGMENT_MESSAGES = 50_000  # messages
@@ -66,24 +66,13 @@ CONFIG = {
 def archive_stream(at: BenchEnvironment, size: int) -> Path:
     """Archive the stream in a new bucket; return the configuration of its site."""
     config = at.config(at.s3.new_bucket())
-    store, chains = open_bench_store(config), open_chains(load_settings(str(config)))
-    chains.create_stream(CHAIN, StreamDocument(CONFIG, CREATED, None))
-    chains.create_chain(CHAIN, ChainDocument((), 1, 1))
-    body = documents(size, SEGMENT_MESSAGES)
-    for first in range(1, ROWS_BY_PAYLOAD_BYTES[size] + 1, SEGMENT_MESSAGES):
-        rows = [
-            message(
-                s,
-                body(s)[:size],
-                subject=b"%s.%d" % (STREAM.encode(), s % SUBJECTS),
-                timestamp_ns=FIRST_TIME_NS + s * 1000,
-            )
-            for s in range(first, first + SEGMENT_MESSAGES)
-        ]
-        path = store.new_spool()
-        store.put(write_segment(path, rows, chain=CHAIN))
-        path.unlink()
-    chains.write_tail(CHAIN, ROWS_BY_PAYLOAD_BYTES[size])
+    body, stream = documents(size, SEGMENT_MESSAGES), StreamDocument(CONFIG, CREATED, None)
+
+    def make(sequence: int) -> Message:
+        subject = b"%s.%d" % (STREAM.encode(), sequence % SUBJECTS)
+        return Message(sequence, FIRST_TIME_NS + sequence * 1000, subject, None, body(sequence)[:size])
+
+    archive_chain(config, CHAIN, stream, make, ROWS_BY_PAYLOAD_BYTES[size], SEGMENT_MESSAGES)
     return config
 
 
@@ -173,7 +162,7 @@ def bench_memory() -> BenchResult:
         service = at.service("restore", "restore", "-c", str(config), f"{CHAIN.site}/{STREAM}", "--yes")
         while service.runs():
             with suppress(StopIteration, OSError):  # the process has just ended
-                peak = max(peak, peak_mb(service))
+                peak = max(peak, memory_mb("VmHWM", service.pid))
             time.sleep(0.02)
         assert service.wait(10) == 0, service.tail()
         return BenchResult(peak)

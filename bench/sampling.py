@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from bench.harness import REPEATS, Bench, BenchResult
+from bench.harness import REPEATS, Bench, BenchResult, memory_mb
 from common.archive.columns import Columns
 from common.archive.keys import Layout
 from common.archive.store import SegmentStore
@@ -48,11 +48,6 @@ def batch(start: int, order: list[int]) -> Columns:
     return Columns([n + 1 for n in numbers], times, subjects, [None] * BATCH_MESSAGES, [b"x" * 1000] * BATCH_MESSAGES)
 
 
-def resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
-
-
 def longest_fold_ms(sampler: Sampler, batches: list[Columns], is_over: threading.Event) -> float:
     """Fold in batches as the reader does, until `is_over`; return the longest time between two, in ms."""
     longest, number, before = 0.0, 0, time.perf_counter()
@@ -88,11 +83,11 @@ def run_child() -> None:
     random.Random(1).shuffle(order)
     sampler = Sampler(settings(), makes_advisories=True)
     gc.collect()
-    before = resident_mb()
+    before = memory_mb("VmRSS")
     for start in range(0, SENDER_COUNT, BATCH_MESSAGES):
         sampler.fold(batch(start, order))
     gc.collect()
-    memory = resident_mb() - before
+    memory = memory_mb("VmRSS") - before
     assert sampler.value_count == SENDER_COUNT
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
         batches = [batch(SENDER_COUNT + number * BATCH_MESSAGES, order) for number in range(100)]
