@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from infra.local.process import free_port, spawn
 
@@ -92,7 +92,28 @@ class ClusterMember:
         return f'cluster {{ name: {self.name}, listen: "127.0.0.1:{self.port}", {no_advertise}, routes: [{routes}] }}'
 
 
-class NatsServer:
+class _RunningContext:
+    """Context that starts servers, and closes them at its end, also if the start fails."""
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class NatsServer(_RunningContext):
     """One nats-server with JetStream.
 
     `folder`: holds configuration, log and store; None: a temporary one, removed by `close`. `users`: password by user
@@ -137,19 +158,6 @@ class NatsServer:
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
-
-    def __enter__(self) -> NatsServer:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def start(self, *, wait: bool = True) -> None:
         """Start the server; with `wait`, return when JetStream is ready. Raises RuntimeError if it does not start."""
@@ -259,7 +267,7 @@ class NatsServer:
         return "\n".join([*lines, self.extra, ""])
 
 
-class NatsCluster:
+class NatsCluster(_RunningContext):
     """A cluster of `size` servers; streams may have up to as many replicas.
 
     Without `advertise`, clients know only the addresses that they were given, such as those of proxies.
@@ -293,19 +301,6 @@ class NatsCluster:
     def server(self, name: str) -> NatsServer:
         """Return the member with this server name, as STREAM.INFO names leaders. Raises KeyError."""
         return {server.name: server for server in self.servers}[name]
-
-    def __enter__(self) -> NatsCluster:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def start(self) -> None:
         for server in self.servers:
