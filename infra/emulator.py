@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, DataError, UsageError
@@ -20,7 +20,6 @@ log = get_logger(__name__)
 
 
 DEFAULT_SUBJECT = "choria.node_metadata.{sender}"
-DEFAULT_STREAM = "NODE_DATA"
 MAX_BURST_MESSAGES = 20_000  # published before the next check
 DUE_CHECK_INTERVAL_S = 0.05  # seconds between two checks for due messages
 
@@ -60,22 +59,11 @@ class PublishSchedule:
         return timed_out or (self.count is not None and published >= self.count)
 
 
-@dataclass(slots=True)
-class EmulatorProgress:
-    """The progress of an emulation; read while it runs."""
-
-    published: PublishCounts = field(default_factory=PublishCounts)
-    elapsed: float = 0.0
-
-    def rate(self) -> float:
-        """Return the messages per second so far."""
-        return self.published.sent / self.elapsed if self.elapsed else 0.0
-
-
 class Emulator:
     """One fleet that publishes into one stream. `subject` contains `{sender}` in the place of the node's name.
 
-    Raises UsageError for another subject.
+    `published`, `elapsed`: the outcomes so far, and the seconds since the start; read while it runs. Raises UsageError
+    for another subject.
     """
 
     def __init__(
@@ -88,7 +76,7 @@ class Emulator:
         subject: str = DEFAULT_SUBJECT,
     ) -> None:
         subject_filter(subject)
-        self.progress = EmulatorProgress()
+        self.published, self.elapsed = PublishCounts(), 0.0
         self._client, self._fleet, self._schedule, self._clock = client, fleet, schedule, clock
         self._subject = subject
         self._documents = self._iter_documents()
@@ -97,14 +85,18 @@ class Emulator:
         """Publish until the schedule is over or `stop` is set; return when no message is in flight."""
         started = self._clock.monotonic()
         async with AckedPublisher(self._client) as publisher:
-            self.progress.published = publisher.published
+            self.published = publisher.published
             while not stop.is_set:
-                elapsed = self.progress.elapsed = self._clock.monotonic() - started
+                elapsed = self.elapsed = self._clock.monotonic() - started
                 if self._schedule.is_over(publisher.published.sent, elapsed):
                     break
                 await self._publish_due(publisher, elapsed, stop)
-            self.progress.elapsed = self._clock.monotonic() - started
+            self.elapsed = self._clock.monotonic() - started
             return await publisher.wait_for_acks()
+
+    def rate(self) -> float:
+        """Return the messages per second so far."""
+        return self.published.sent / self.elapsed if self.elapsed else 0.0
 
     async def _publish_due(self, publisher: AckedPublisher, elapsed: float, stop: Stop) -> None:
         """Publish what is due now; then sleep for `DUE_CHECK_INTERVAL_S`, or not if there is no limit."""
@@ -186,17 +178,16 @@ class EmulationSettings:
         return PublishSchedule(self.nodes, self.interval, self.rate, self.count, self.duration)
 
 
-async def run_emulation(emulation: EmulationSettings, clock: Clock | None = None) -> dict[str, object]:
+async def run_emulation(emulation: EmulationSettings) -> dict[str, object]:
     """Publish until the schedule is over or a signal comes; return the result, with a sentence under `line`.
 
     Raises DataError if the stream does not hold all messages sent, ConfigError if it does not exist.
     """
-    clock, facts = clock or SystemClock(), read_facts()
-    schedule = emulation.schedule()
+    clock, facts = SystemClock(), read_facts()
     sizes = Sizes(emulation.min_size, emulation.max_size)
     fleet = Fleet(facts, seed=emulation.seed, nodes=emulation.nodes, interval=emulation.interval, sizes=sizes)
     async with aclosing(await connect(emulation.settings, name="floe emulate", clock=clock)) as client:
-        emulator = Emulator(client, fleet, schedule, clock, subject=emulation.subject)
+        emulator = Emulator(client, fleet, emulation.schedule(), clock, subject=emulation.subject)
         before = await open_stream(client, emulation.stream, emulation.subject, create=emulation.create)
         log.info(
             "emulation started",
@@ -206,7 +197,7 @@ async def run_emulation(emulation: EmulationSettings, clock: Clock | None = None
             seed=emulation.seed,
         )
         await _run(emulator)
-        await check_stored(client, before, emulator.progress.published)
+        await check_stored(client, before, emulator.published)
     return _result(emulation, emulator)
 
 
@@ -219,14 +210,13 @@ async def _run(emulator: Emulator) -> None:
 
 async def _log_progress(emulator: Emulator, stop: Stop) -> None:
     while not await wait_for(stop, LOG_INTERVAL_S):
-        progress = emulator.progress
-        counts = {"published": progress.published.summary(), "per_second": round(progress.rate())}
+        counts = {"published": emulator.published.summary(), "per_second": round(emulator.rate())}
         log.info("emulation progressed", action="emulation_progressed", **counts)
 
 
 def _result(emulation: EmulationSettings, emulator: Emulator) -> dict[str, object]:
-    published, elapsed = emulator.progress.published, emulator.progress.elapsed
-    pace = f"in {elapsed:.1f} s, {emulator.progress.rate():,.0f} a second"
+    published, elapsed = emulator.published, emulator.elapsed
+    pace = f"in {elapsed:.1f} s, {emulator.rate():,.0f} a second"
     return {
         "line": f"{published.summary()} {pace}, seed {emulation.seed}",
         "stream": emulation.stream,

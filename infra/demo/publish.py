@@ -61,11 +61,11 @@ class SitePublisher:
 
     def sent(self) -> int:
         """Return the number of messages published so far, without those of the current burst."""
-        documents = sum(emulator.progress.published.sent for emulator in self.emulators)
+        documents = sum(emulator.published.sent for emulator in self.emulators)
         return documents + sum(report.published.sent for report in self.reports)
 
     def summary(self) -> str:
-        documents = self.emulators[0].progress.published.summary() if self.emulators else "none"
+        documents = self.emulators[0].published.summary() if self.emulators else "none"
         kinds = {kind for report in self.reports for kind in report.stored}
         stored = sum(report.published.stored for report in self.reports)
         deleted = sum(len(report.deleted) for report in self.reports)
