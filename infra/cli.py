@@ -20,34 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EMULATE_HELP = """Publish messages into a stream, as a fleet of nodes would.
 
-Each node registers once in every interval with a document of 1 to 15 KB: its name, the time, facts and
-counters, varied from the facts of this machine. The published messages are compared with the stored ones.
-
-\b
-Examples:
-  floe emulate --server nats://127.0.0.1:4222 --create --nodes 500 --interval 5m
-  floe emulate -c site.yaml --stream NODE_DATA --rate 20000 --max-size 3K --count 1000000
-  floe emulate -c site.yaml --stream NODE_DATA --rate 0 --duration 1m --seed 7
-"""
-
-DEMO_HELP = """Run everything on this machine: two sites, a bucket, a centre, and Floe between them.
-
-The demo publishes for a while, kills egress and ingress and restarts them, compacts with Spark, then compares
-source, archive and target message by message. It ends with one line, and with exit code 0 only if every number
-in it is 0. It needs Java 17 or 21, and uses only loopback and one temporary folder.
-
-\b
-Examples:
-  floe demo
-  floe demo --seconds 120 --rate 1000
-  floe demo --keep            # leaves data, logs and configurations to look at
-  floe demo --json --seed 7
-"""
-
-
-@click.command(help=EMULATE_HELP)
+@click.command()
 @click.option("-c", "--config", type=click.Path(), envvar="FLOE_CONFIG", help="Connect as this configuration.")
 @click.option("--server", help="Connect to this URL instead.")
 @click.option("--stream", default="NODE_DATA", show_default=True, help="The stream to publish into.")
@@ -69,6 +43,17 @@ Examples:
 @json_option
 @run_command
 async def emulate(**options: Any) -> None:
+    """Publish messages into a stream, as a fleet of nodes would.
+
+    Each node registers once in every interval with a document of 1 to 15 KB: its name, the time, facts and
+    counters, varied from the facts of this machine. The published messages are compared with the stored ones.
+
+    \b
+    Examples:
+      floe emulate --server nats://127.0.0.1:4222 --create --nodes 500 --interval 5m
+      floe emulate -c site.yaml --stream NODE_DATA --rate 20000 --max-size 3K --count 1000000
+      floe emulate -c site.yaml --stream NODE_DATA --rate 0 --duration 1m --seed 7
+    """
     from infra.emulator import EmulationSettings, run_emulation
 
     as_json = options.pop("as_json")
@@ -83,7 +68,7 @@ async def emulate(**options: Any) -> None:
         click.echo(result["line"])
 
 
-@click.command(help=DEMO_HELP)
+@click.command()
 @click.option("--seconds", type=click.FloatRange(min=5), default=30, show_default=True, help="How long to publish.")
 @click.option(
     "--rate",
@@ -97,19 +82,31 @@ async def emulate(**options: Any) -> None:
 @json_option
 @run_command
 async def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: bool) -> int:
-    from infra.demo.demo import STEP_COUNT, DemoOptions, run_demo
+    """Run everything on this machine: two sites, a bucket, a centre, and Floe between them.
+
+    The demo publishes for a while, kills egress and ingress and restarts them, compacts with Spark, then compares
+    source, archive and target message by message. It ends with one line, and with exit code 0 only if every number
+    in it is 0. It needs Java 17 or 21, and uses only loopback and one temporary folder.
+
+    \b
+    Examples:
+      floe demo
+      floe demo --seconds 120 --rate 1000
+      floe demo --keep            # leaves data, logs and configurations to look at
+      floe demo --json --seed 7
+    """
+    from infra.demo.demo import STEP_COUNT, run_demo
     from infra.demo.publish import PublishLoad
     from infra.demo.view import ConsoleView, StepView
 
-    options = DemoOptions(PublishLoad(seconds=seconds, seed=_seed(seed), rate=rate), keep=keep)
-    clock = SystemClock()
+    load, clock = PublishLoad(seconds=seconds, seed=_seed(seed), rate=rate), SystemClock()
     if as_json:
-        result = await _until_terminated(run_demo(options, StepView(), clock))
+        result = await _until_terminated(run_demo(load, StepView(), clock, keep=keep))
         print_json(result.to_json())
     else:
         view = ConsoleView(clock, STEP_COUNT)
         with view.running():
-            result = await _until_terminated(run_demo(options, view, clock))
+            result = await _until_terminated(run_demo(load, view, clock, keep=keep))
         click.echo(f"\n{result.comparison().summary()}")
     return 0 if result.is_ok else 1
 

@@ -264,8 +264,7 @@ def _require_order(trace: Trace) -> None:
 async def read_source_trace(client: FloeClient, stream: str, subject: SubjectMap = same_subject) -> Trace:
     """Read a source stream into a trace. Raises ConfigError if the stream does not exist."""
     trace = Trace()
-    last = await read_stream(client, stream, lambda message: trace.add(message, subject(message.subject)))
-    trace.last_accounted = last
+    trace.last_accounted = await read_stream(client, stream, lambda m: trace.add(m, subject(m.subject)))
     return trace
 
 
@@ -286,7 +285,7 @@ class TargetTraces:
         if provenance is None:
             self.foreign += 1
             return
-        chain = Chain(provenance.site, provenance.feed, provenance.incarnation, provenance.partition)
+        chain = provenance.chain
         self.traces.setdefault(chain, Trace()).add(
             Message(provenance.sequence, provenance.timestamp_ns, message.subject, original, message.payload)
         )

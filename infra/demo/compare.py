@@ -45,24 +45,34 @@ COLUMNS = ("chain", "source", "left out", "archive", "target", "restored", "segm
 
 
 @dataclass(frozen=True, slots=True)
-class ChainReadings:
-    """The messages of one chain in three places.
+class ArchivedChain:
+    """One chain of the archive, read through the cover rule. `segments`: how many by level.
 
-    `delays`: milliseconds from source to target, unsorted. `segments`: how many by level. `stored_bytes`: of the
-    segments in the cover of the chain; `merged_bytes`: of those that have been merged into others. `left_out`:
-    messages that were left out on purpose, according to the ledgers of the segments. `restored`: messages that were
-    restored if the site lost its server, else None.
+    `stored_bytes`: of the segments that the cover takes; `merged_bytes`: of those that have been merged into others.
+    `left_out`: messages left out on purpose, according to the ledgers of those segments.
     """
 
-    chain: Chain
-    source: Trace
-    archive: Trace
-    target: Trace
-    delays: Sequence[int] = ()
+    trace: Trace = field(default_factory=Trace)
     segments: Mapping[int, int] = field(default_factory=dict)
     stored_bytes: int = 0
     merged_bytes: int = 0
     left_out: int = 0
+    holes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChainReadings:
+    """The messages of one chain in three places.
+
+    `delays`: milliseconds from source to target, unsorted. `restored`: messages that were restored if the site lost its
+    server, else None.
+    """
+
+    chain: Chain
+    source: Trace
+    archived: ArchivedChain
+    target: Trace
+    delays: Sequence[int] = ()
     restored: int | None = None
 
     def comparisons(self) -> list[OracleResult]:
@@ -74,17 +84,18 @@ class ChainReadings:
         """
         name = f"{self.chain.site}/{self.chain.feed}"
         return [
-            self._from_source(self.archive, f"{name} source to archive"),
-            compare(self.archive, self.target, name=f"{name} archive to target"),
+            self._from_source(self.archived.trace, f"{name} source to archive"),
+            compare(self.archived.trace, self.target, name=f"{name} archive to target"),
             self._from_source(self.target, f"{name} source to target"),
         ]
 
     def _from_source(self, found: Trace, name: str) -> OracleResult:
-        return allow_left_out(compare(self.source, found, name=name, may_be_gone=True), self.left_out)
+        return allow_left_out(compare(self.source, found, name=name, may_be_gone=True), self.archived.left_out)
 
     def compression_ratio(self) -> float:
         """Return the bytes of the messages over those of their segments; 0 without segments."""
-        return self.archive.raw_bytes / self.stored_bytes if self.stored_bytes else 0.0
+        stored = self.archived.stored_bytes
+        return self.archived.trace.raw_bytes / stored if stored else 0.0
 
     def delay_quantile(self, fraction: float) -> float:
         """Return the seconds that `fraction` (0 to 1) of the messages did not exceed; 0 without messages."""
@@ -95,11 +106,11 @@ class ChainReadings:
         return (
             f"{self.chain.site}/{self.chain.feed}",
             f"{len(self.source):,}",
-            f"{self.left_out:,}",
-            f"{len(self.archive):,}",
+            f"{self.archived.left_out:,}",
+            f"{len(self.archived.trace):,}",
             f"{len(self.target):,}",
             "–" if self.restored is None else f"{self.restored:,}",
-            "+".join(str(self.segments.get(level, 0)) for level in (0, 1)),
+            "+".join(str(self.archived.segments.get(level, 0)) for level in (0, 1)),
             f"{self.compression_ratio():.1f}x",
             f"{self.delay_quantile(0.5):.1f} s",
         )
@@ -128,9 +139,9 @@ class DemoResult:
 
     def summary_lines(self) -> tuple[str, ...]:
         target = sum(len(r.target) for r in self.readings)
-        raw, stored = (sum(r.archive.raw_bytes for r in self.readings), sum(r.stored_bytes for r in self.readings))
-        waiting = sum(readings.merged_bytes for readings in self.readings)
-        left_out = sum(readings.left_out for readings in self.readings)
+        archived = [readings.archived for readings in self.readings]
+        raw, stored = sum(each.trace.raw_bytes for each in archived), sum(each.stored_bytes for each in archived)
+        waiting, left_out = sum(each.merged_bytes for each in archived), sum(each.left_out for each in archived)
         gone = sum(readings.comparisons()[0].gone for readings in self.readings)
         latest = max((readings.delay_quantile(1.0) for readings in self.readings), default=0.0)
         return (
@@ -163,17 +174,18 @@ def worst_comparison(comparisons: Sequence[OracleResult]) -> OracleResult:
 
 
 def _chain_json(readings: ChainReadings) -> dict[str, object]:
+    archived = readings.archived
     return {
         "chain": str(readings.chain),
         "source": len(readings.source),
-        "left_out": readings.left_out,
-        "archive": len(readings.archive),
+        "left_out": archived.left_out,
+        "archive": len(archived.trace),
         "target": len(readings.target),
         "restored": readings.restored,
-        "segments": {str(level): count for level, count in sorted(readings.segments.items())},
-        "raw_bytes": readings.archive.raw_bytes,
-        "stored_bytes": readings.stored_bytes,
-        "waiting_bytes": readings.merged_bytes,
+        "segments": {str(level): count for level, count in sorted(archived.segments.items())},
+        "raw_bytes": archived.trace.raw_bytes,
+        "stored_bytes": archived.stored_bytes,
+        "waiting_bytes": archived.merged_bytes,
         "seconds_behind": {"median": readings.delay_quantile(0.5), "most": readings.delay_quantile(1.0)},
     }
 
@@ -218,22 +230,6 @@ async def read_histories(client: FloeClient, stream: str) -> AdvisoryHistories:
     histories = AdvisoryHistories()
     await read_stream(client, stream, histories.add)
     return histories
-
-
-@dataclass(frozen=True, slots=True)
-class ArchivedChain:
-    """One chain of the archive, read through the cover rule. `segments`: how many by level.
-
-    `stored_bytes`: of the segments that the cover takes; `merged_bytes`: of those that have been merged into others.
-    `left_out`: messages left out on purpose, according to the ledgers of those segments.
-    """
-
-    trace: Trace = field(default_factory=Trace)
-    segments: Mapping[int, int] = field(default_factory=dict)
-    stored_bytes: int = 0
-    merged_bytes: int = 0
-    left_out: int = 0
-    holes: tuple[str, ...] = ()
 
 
 def read_archive(world: DemoWorld) -> dict[Chain, ArchivedChain]:
@@ -290,8 +286,7 @@ async def read_chains(
         held = archive.get(chain, ArchivedChain())
         problems += [f"{chain}: a hole in the archive: {hole}" for hole in held.holes]
         target, delays = arrived.traces.get(chain, Trace()), arrived.delays.get(chain, ())
-        sizes = (held.segments, held.stored_bytes, held.merged_bytes, held.left_out)
-        readings.append(ChainReadings(chain, source, held.trace, target, delays, *sizes, restored.get(chain)))
+        readings.append(ChainReadings(chain, source, held, target, delays, restored.get(chain)))
     return readings, problems
 
 
@@ -329,7 +324,7 @@ async def count_with_spark(
     problems = []
     for reading in readings:
         counted = rows.get(reading.chain, {}).get("messages", 0)
-        if counted != (expected := len(reading.archive) + archived_since.get(reading.chain, 0)):
+        if counted != (expected := len(reading.archived.trace) + archived_since.get(reading.chain, 0)):
             problems.append(f"{reading.chain}: expected {expected} rows, Spark found {counted}")
     total = sum(row["messages"] for row in rows.values())
     senders = sum(row.get("subjects", 0) for chain, row in rows.items() if chain.feed == NODES)

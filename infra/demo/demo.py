@@ -61,14 +61,6 @@ VIEW_INTERVAL_S = 0.5  # seconds between two reads of the counts
 STEP_COUNT = 10
 
 
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """The options of a demo. `keep`: do not remove the folder with all data, logs and configurations."""
-
-    load: PublishLoad
-    keep: bool = False
-
-
 def require_java() -> None:
     """Raise ConfigError with the command that installs Java, if it is missing or has a wrong version."""
     script = Path(__file__).parents[1] / "require_java.sh"
@@ -91,19 +83,22 @@ def require_servers() -> None:
         raise ConfigError(str(error), hint=INSTALL_ALL, code="E-DEMO") from error
 
 
-async def run_demo(options: DemoOptions, view: DemoView, clock: Clock) -> DemoResult:
-    """Run the demo. Raises FloeError if a part does not start, fails, or ends by itself."""
+async def run_demo(load: PublishLoad, view: DemoView, clock: Clock, *, keep: bool = False) -> DemoResult:
+    """Run the demo. `keep`: do not remove the folder with all data, logs and configurations.
+
+    Raises FloeError if a part does not start, fails, or ends by itself.
+    """
     require_spark()
     require_java()
     require_servers()
-    world = DemoWorld(keep=options.keep)
+    world = DemoWorld(keep=keep)
     try:
         async with AsyncExitStack() as stack:
-            return await _steps(DemoRun(options.load, world, view, clock, stack), view, world)
+            return await _steps(DemoRun(load, world, view, clock, stack), view, world)
     finally:
         with _ignore_interrupt():
             world.close()
-        if options.keep:
+        if keep:
             view.print_line(f"kept: {world.folder}")
 
 

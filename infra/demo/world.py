@@ -85,17 +85,12 @@ async def run_command(folder: Path, name: str, *command: str) -> str:
     with log.open("ab") as stderr:
         process = _spawn(command, stdout=subprocess.PIPE, stderr=stderr)
         try:
-            out = await _communicate(process)
+            out, _ = await asyncio.to_thread(process.communicate)
         finally:
             _kill(process)
     if process.returncode:
         raise FloeError(f"{name}: expected exit code 0, found {process.returncode}: {log_end(log)}", code="E-DEMO")
-    return out.decode()
-
-
-async def _communicate(process: subprocess.Popen[bytes]) -> bytes:
-    out, _ = await asyncio.to_thread(process.communicate)
-    return out
+    return str(out, "utf-8")
 
 
 def _spawn(command: tuple[str, ...], *, stdout: int | IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -119,10 +114,10 @@ def _kill(process: subprocess.Popen[bytes]) -> int:
     return process.pid
 
 
-def log_end(log: Path, lines: int = 5) -> str:
+def log_end(log: Path) -> str:
     """Return the end of a log, on one line; empty if there is no log."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    return " | ".join(text.splitlines()[-lines:])
+    return " | ".join(text.splitlines()[-5:])
 
 
 SITES = ("us-east", "eu-west")

@@ -11,8 +11,8 @@ from common.archive.segment import Message
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
-from infra.demo.compare import COLUMNS, AdvisoryHistories, ChainReadings, DemoResult, worst_comparison
-from infra.demo.demo import DemoOptions, run_demo
+from infra.demo.compare import COLUMNS, AdvisoryHistories, ArchivedChain, ChainReadings, DemoResult, worst_comparison
+from infra.demo.demo import run_demo
 from infra.demo.publish import PublishLoad
 from infra.demo.view import StepView
 from infra.oracle import OracleResult, Trace
@@ -30,11 +30,12 @@ def result(readings: ChainReadings, *problems: str) -> DemoResult:
 
 def whole(**changes: Trace) -> ChainReadings:
     places = {"source": trace(1, 2, 3), "archive": trace(1, 2, 3), "target": trace(1, 2, 3), **changes}
-    return ChainReadings(CHAIN, *places.values(), delays=(500, 100, 300), stored_bytes=3)
+    source, archive, target = places.values()
+    return ChainReadings(CHAIN, source, ArchivedChain(archive, stored_bytes=3), target, delays=(500, 100, 300))
 
 
 def sampled(left_out: int, *target: int) -> ChainReadings:
-    return ChainReadings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(*target), left_out=left_out)
+    return ChainReadings(CHAIN, trace(1, 2, 3), ArchivedChain(trace(1, 3), left_out=left_out), trace(*target))
 
 
 def test_is_well_where_all_three_places_agree_whatever_the_source_deleted_later() -> None:
@@ -71,7 +72,7 @@ def test_a_program_reads_the_same_verdict_and_how_far_behind_half_and_all_were()
 
     assert (document["ok"], document["lost"], document["repeated"]) == (False, 1, 1)
     assert document["chains"][0]["seconds_behind"] == {"median": 0.3, "most": 0.5}
-    assert ChainReadings(CHAIN, trace(), trace(), trace()).delay_quantile(0.5) == 0
+    assert ChainReadings(CHAIN, trace(), ArchivedChain(), trace()).delay_quantile(0.5) == 0
 
 
 def test_what_the_ledger_left_out_is_not_lost_and_another_number_than_is_missing_is_damage() -> None:
@@ -91,9 +92,9 @@ async def test_without_pyspark_the_demo_fails_at_once(monkeypatch: pytest.Monkey
     """Fail before a server starts: it once took 20 s, and the line named a failed compaction."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyspark" else found(name))
-    options = DemoOptions(PublishLoad(seconds=1, seed=1, rate=1))
+    load = PublishLoad(seconds=1, seed=1, rate=1)
     with pytest.raises(ConfigError, match="expected pyspark, found none; in a checkout of Floe: pip install"):
-        await run_demo(options, StepView(), SystemClock())
+        await run_demo(load, StepView(), SystemClock())
 
 
 # The view of advisories
