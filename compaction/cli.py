@@ -88,11 +88,11 @@ def compact(
     from common.service.process_log import ProcessLog
     from compaction import report
     from compaction.run import Selection
-    from compaction.spark import require_spark
+    from compaction.spark import require_spark, with_engine
 
     site, feed, incarnation, partition = (None,) * 4 if what is None else parse_chain_name(what)
     with _Metrics(textfile, SystemClock()) as metrics:
-        settings = _override_settings(load_settings(config, quiet=True), engine, master)
+        settings = with_engine(load_settings(config, quiet=True), master, engine)
         selection = Selection((settings.site or None) if site is None else site, feed, partition, level, incarnation)
         store, chains = open_for_work(settings)
         with closing(store):
@@ -146,11 +146,12 @@ def verify(
     from common.archive.keys import configured_feeds
     from compaction import report
     from compaction.sign_off import SignOffStore
+    from compaction.spark import with_engine
     from compaction.verify import known_chains, verify_chains
 
     if master and engine != "spark":
         raise UsageError("--master: expected --engine spark")
-    settings = _override_settings(load_settings(config, quiet=True), engine, master)
+    settings = with_engine(load_settings(config, quiet=True), master, engine)
     store, chains = open_for_work(settings)
     with closing(store):
         selected = select_chains(chains, what, configured_feeds(settings)) if what else known_chains(chains)
@@ -277,14 +278,6 @@ def _verify_runner(settings: Settings) -> Iterator[Runner | None]:
         return
     with spark_until_stopped(settings) as spark:
         yield spark
-
-
-def _override_settings(settings: Settings, engine: str | None, master: str | None) -> Settings:
-    from compaction.spark import with_master
-
-    settings = with_master(settings, master)
-    changes = {"engine": engine or settings.compaction.engine}
-    return settings.model_copy(update={"compaction": settings.compaction.model_copy(update=changes)})
 
 
 @contextmanager

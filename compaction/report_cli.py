@@ -84,9 +84,9 @@ def _updated_report(
     """
     from common.service.process_log import ProcessLog
     from compaction.reports import ReportState, open_place
-    from compaction.spark import require_spark, spark_until_stopped, with_master
+    from compaction.spark import require_spark, spark_until_stopped, with_engine
 
-    settings = with_master(load_settings(config, quiet=True), master)
+    settings = with_engine(load_settings(config, quiet=True), master)
     chains, named = _selected(settings, what)
     place, address = open_place(output, settings), f"{settings.store.url}/{settings.store.prefix}"
     with closing(open_store(settings)) as store:

@@ -395,12 +395,11 @@ def _logging_items(finished: Accumulator[int], item_log: ItemLog) -> Iterator[No
         item_log.close()
 
 
-def with_master(settings: Settings, master: str | None) -> Settings:
-    """Return `settings` with another master; without one as they are."""
-    if not master:
-        return settings
-    spark = settings.compaction.spark.model_copy(update={"master": master})
-    compaction = settings.compaction.model_copy(update={"spark": spark})
+def with_engine(settings: Settings, master: str | None, engine: str | None = None) -> Settings:
+    """Return `settings` with another master and another engine; None: as they are."""
+    present = settings.compaction
+    spark = present.spark.model_copy(update={"master": master or present.spark.master})
+    compaction = present.model_copy(update={"spark": spark, "engine": engine or present.engine})
     return settings.model_copy(update={"compaction": compaction})
 
 
