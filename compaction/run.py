@@ -28,7 +28,7 @@ from common.archive.store import SegmentStore
 from common.archive.table import WINDOW_SEGMENTS, SegmentTable
 from common.archive.unread import open_stretch
 from common.chain import Chain
-from common.clock import Clock, SystemClock
+from common.clock import SystemClock
 from common.errors import DataError, FloeError, SegmentCorrupt
 from common.failpoints import failpoint
 from common.logs import get_logger
@@ -74,13 +74,11 @@ Deleted = tuple[list[SegmentRef], list[Failure]]
 class LocalRunner:
     """Runner in this process, one item after the other. `check`: called before each, raises if the run is to stop."""
 
-    def __init__(
-        self, store: SegmentStore, clock: Clock | None = None, check: Callable[[], None] = lambda: None
-    ) -> None:
-        self._store, self._clock, self._check = store, clock or SystemClock(), check
+    def __init__(self, store: SegmentStore, *, check: Callable[[], None] = lambda: None) -> None:
+        self._store, self._check = store, check
 
     def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
-        results, item_log = [], ItemLog(work.__name__, items, self._clock)
+        results, item_log = [], ItemLog(work.__name__, items, SystemClock())
         with closing(item_log):
             for number, item in enumerate(items):
                 self._check()
