@@ -359,7 +359,7 @@ class ArchiveReport:
         self._spark.check()  # the session takes seconds to start
         from compaction.source import make_frame
 
-        frame = make_frame(self._spark, part, columns, has_late_rows=True)
+        frame = make_frame(self._spark, part, columns)
         # With a task for each stretch, a result would have as many parts as there are segments.
         return frame.coalesce(session.sparkContext.defaultParallelism * TASKS_PER_CORE)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from common.clock import SystemClock
 from common.metrics import version
 from common.objects.open import open_objects
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
-from common.settings.root import Settings
+from common.settings.root import Settings, StoreSettings
 from common.settings.types import is_subject
 from compaction.source_options import HEADERS_PARSED, ReadOptions, arrange_columns, parse_options
 from compaction.spark import Batches, Spark, make_task
@@ -55,17 +55,15 @@ from compaction.stream import ArchiveStream, Positions
 def read_stretch(
     store: SegmentStore,
     stretch: Stretch[SegmentRef],
-    columns: Sequence[str] | None = None,
+    columns: Sequence[str] = SCHEMA.names,
     row_filter: RowFilter = EVERY_ROW,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of `stretch` that match `row_filter`, in order, with `columns` of the schema, or all. No batch is
-    empty.
+    """Yield the rows of `stretch` that match `row_filter`, in order, with `columns` of the schema. No batch is empty.
 
     Includes the rows that others have of the segment's unread sequences (`common.archive.unread`). If the segment is
     gone or cannot be read, the rest is read through the cover of the remaining segments. Raises the segment's own error
     (SegmentGone, SegmentCorrupt) if nothing else accounts for the rows.
     """
-    wanted = [name for name in SCHEMA.names if columns is None or name in columns]
     chain = stretch.segment.chain
 
     def refuse(problem: Hole | Damage) -> None:
@@ -77,28 +75,27 @@ def read_stretch(
         raise problem.causes[-1] if problem.causes else SegmentGone(f"{chain}: {problem}")
 
     archive = ChainArchive.planned(store, stretch)
-    for batch in Scan(archive, stretch.rows, refuse, columns=wanted, row_filter=row_filter).batches():
-        yield batch.select(wanted)
+    for batch in Scan(archive, stretch.rows, refuse, columns=columns, row_filter=row_filter).batches():
+        yield batch.select(columns)
 
 
 def read_segment(
     store: SegmentStore,
     stretch: Stretch[SegmentRef],
-    columns: Sequence[str] | None = None,
-    row_filter: RowFilter = EVERY_ROW,
+    columns: Sequence[str],
+    row_filter: RowFilter,
     *,
-    has_late_rows: bool = False,
+    has_late_rows: bool,
 ) -> Iterator[pa.RecordBatch]:
     """Yield rows as `read_stretch`, from the stretch's own segment only; with `has_late_rows` also those that others
     have of its unread sequences. Raises SegmentGone, SegmentCorrupt.
     """
-    wanted = [name for name in SCHEMA.names if columns is None or name in columns]
     with open_stretch(store, stretch) if has_late_rows else store.open(stretch.segment, rows=stretch.rows) as reader:
         ranges = reader.ranges(row_filter) if row_filter != EVERY_ROW else [stretch.rows]
         for rows in filter(None, (each.intersection(stretch.rows) for each in ranges)):
-            for batch in reader.batches(rows, [*{*wanted, *row_filter.columns}]):
+            for batch in reader.batches(rows, [*{*columns, *row_filter.columns}]):
                 if (found := row_filter.select(batch)).num_rows:
-                    yield found.select(wanted)
+                    yield found.select(columns)
 
 
 _CONCURRENT_LISTINGS = 8
@@ -153,20 +150,15 @@ def make_source(settings: Settings, name: str) -> type[FloeDataSource]:
     return _ConfiguredSource
 
 
-def make_frame(
-    spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: Sequence[str] = (), *, has_late_rows: bool = False
-) -> DataFrame:
-    """Return the rows of `stretches`, each as its own segment has them, in a task each; column `segment` is the place
-    of the stretch. Without `columns` all of them. `has_late_rows`: with the rows that others have of its unread
-    sequences.
+def make_frame(spark: Spark, stretches: Sequence[Stretch[SegmentRef]], columns: Sequence[str]) -> DataFrame:
+    """Return the rows of `stretches`, each as its own segment has them, with those that others have of its unread
+    sequences, in a task each; column `segment` is the place of the stretch.
 
     It is not a data source: Spark plans one in a process of the driver, by the executors' interpreter, which is missing
     there if it comes with an archive.
     """
-    rows, own, names = SequenceRange(1, MAX_SEQUENCE), spark.settings, tuple(columns) or None
-    options = ReadOptions(
-        own.store, own.spool_dir, {}, rows, names, headers_parsed=False, is_by_segment=True, has_late_rows=has_late_rows
-    )
+    rows, own, names = SequenceRange(1, MAX_SEQUENCE), spark.settings, tuple(columns)
+    options = ReadOptions(own.store, own.spool_dir, {}, rows, names, headers_parsed=False, is_by_segment=True)
     task = make_task(pickle.dumps((options, list(stretches))), version(), work=f"{__name__}:read_parts")
     numbers = spark.session().range(0, len(stretches), 1, max(1, len(stretches)))
     return numbers.mapInArrow(task, _schema(options))
@@ -202,7 +194,7 @@ class _Reader(DataSourceReader):
         return [_Partition(stretch, number, is_at_edge) for number, (stretch, is_at_edge) in enumerate(self._covers())]
 
     def _covers(self) -> list[tuple[Stretch[SegmentRef], bool]]:
-        store = _open_store(self._options)
+        store = _open_store(self._options.store, self._options.spool_dir)
         chains = self._options.selected(ChainStore(store.objects, store.layout))
         with ThreadPoolExecutor(_CONCURRENT_LISTINGS) as pool:
             found = pool.map(lambda chain: _plan_chain(store, chain, self._options), chains)
@@ -227,7 +219,7 @@ def _plan_chain(store: SegmentStore, chain: Chain, options: ReadOptions) -> list
 def _read_partition(options: ReadOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
     if not isinstance(partition, _Partition):
         return  # Spark passes another object if there are no partitions
-    schema, stretch, store = options.schema(), partition.stretch, _open_store(options)
+    schema, stretch, store = options.schema(), partition.stretch, _open_store(options.store, options.spool_dir)
     wanted = {*schema.names, *(["headers"] if HEADERS_PARSED.name in schema.names else [])}
     columns = [name for name in SCHEMA.names if name in wanted]
     # A named segment is read as it is, and so is one of a single level: no other may replace it.
@@ -236,7 +228,7 @@ def _read_partition(options: ReadOptions, partition: InputPartition) -> Iterator
     is_little = not is_whole or "payload" not in columns or bool(options.row_filter.subjects)
     if not options.is_by_segment and (partition.is_at_edge or (is_large and is_little)):
         store = store.with_partial_reads(always=True)
-    read = read_stretch if is_cover else partial(read_segment, has_late_rows=options.has_late_rows)
+    read = read_stretch if is_cover else partial(read_segment, has_late_rows=options.is_by_segment)
     for batch in read(store, stretch, columns, options.row_filter):
         yield arrange_columns(batch, schema, stretch.segment.chain, partition.number)
 
@@ -327,7 +319,8 @@ class _StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @property
     def _stream(self) -> ArchiveStream:
         if self._archive is None:
-            self._archive = ArchiveStream(_open_store(self._given), self._given, SystemClock())
+            store = _open_store(self._given.store, self._given.spool_dir)
+            self._archive = ArchiveStream(store, self._given, SystemClock())
         return self._archive
 
     def initialOffset(self) -> Positions:  # noqa: N802
@@ -367,14 +360,9 @@ _SPARK_TYPES: dict[pa.DataType, types.DataType] = {
     HEADERS_PARSED.type: types.ArrayType(_HEADER),
 }
 
-_stores: dict[str, SegmentStore] = {}
 
-
-def _open_store(options: ReadOptions) -> SegmentStore:
+@cache
+def _open_store(settings: StoreSettings, spool_dir: str) -> SegmentStore:
     """Return the store, opened once in each process: Spark gives one Python process many small partitions."""
-    settings = options.store
-    identity = f"{settings.model_dump_json()} {settings.secret_access_key.get_secret_value()} {options.spool_dir}"
-    if identity not in _stores:
-        spool_dir = Path(options.spool_dir) if options.spool_dir else None
-        _stores[identity] = SegmentStore(open_objects(settings), Layout(settings.prefix), spool_dir=spool_dir)
-    return _stores[identity]
+    spool = Path(spool_dir) if spool_dir else None
+    return SegmentStore(open_objects(settings), Layout(settings.prefix), spool_dir=spool)
