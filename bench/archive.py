@@ -20,7 +20,6 @@ the pages of a listing, not a server's.
 """
 
 import asyncio
-import bisect
 import gc
 import json
 import os
@@ -30,10 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import overload
 
 import pyarrow.parquet as pq
 
@@ -46,7 +45,7 @@ from common.archive.segment import Footer, Ledger, Reason, SegmentRef
 from common.archive.store import LIST_PAGE_SEGMENTS, SegmentStore
 from common.archive.writer import SegmentWriter, SpooledSegment
 from common.chain import Chain
-from common.clock import NS_PER_S, SystemClock
+from common.clock import NS_PER_S, SystemClock, format_time
 from common.errors import Unavailable
 from common.nats.api import create_stream, stream_info
 from common.objects.local import LocalObjects
@@ -81,48 +80,31 @@ SEARCHES = 300
 SEED = 7
 
 
-class LevelKeys(Sequence[str]):
-    """The keys of one level, ascending: `count` segments of ROWS sequences each after sequence `after`."""
-
-    def __init__(self, level: int, after: int, count: int) -> None:
-        self._level, self._after, self._count = level, after, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self._key(each) for each in range(*index.indices(self._count))]
-        return self._key(index)
-
-    def _key(self, index: int) -> str:
-        first = self._after + index * SEGMENT_ROWS + 1
-        coverage = SequenceRange(first, first + SEGMENT_ROWS - 1)
-        return LAYOUT.segment(SegmentName(CHAIN, self._level, coverage, f"{index:016x}"))
-
-
 class SyntheticStore:
     """An object store with listings only, made on request. `requests`: the LISTs that a server would have needed."""
 
     def __init__(self) -> None:
         self.requests = 0
+        # Of each level: its number, the sequences before it, and the number of its segments.
         self._levels = {
-            LAYOUT.segments_prefix(CHAIN, 0): LevelKeys(0, LEVEL1_SEGMENTS * SEGMENT_ROWS, LEVEL0_SEGMENTS),
-            LAYOUT.segments_prefix(CHAIN, 1): LevelKeys(1, 0, LEVEL1_SEGMENTS),
+            LAYOUT.segments_prefix(CHAIN, 0): (0, LEVEL1_SEGMENTS * SEGMENT_ROWS, LEVEL0_SEGMENTS),
+            LAYOUT.segments_prefix(CHAIN, 1): (1, 0, LEVEL1_SEGMENTS),
         }
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
         if prefix == LAYOUT.partition_prefix(CHAIN):
             prefix = LAYOUT.segments_prefix(CHAIN, 0)
-        keys = self._levels.get(prefix, ())
-        start = bisect.bisect_right(keys, start_after)
-        stop = len(keys) if limit is None else min(len(keys), start + limit)
+        level, before, count = self._levels.get(prefix, (0, 0, 0))
+
+        def key(number: int) -> str:
+            first = before + number * SEGMENT_ROWS + 1
+            coverage = SequenceRange(first, first + SEGMENT_ROWS - 1)
+            return LAYOUT.segment(SegmentName(CHAIN, level, coverage, f"{number:016x}"))
+
+        start = bisect_right(range(count), start_after, key=key)
+        stop = count if limit is None else min(count, start + limit)
         self.requests += max(1, -(-(stop - start) // LIST_PAGE_SEGMENTS))
-        return [ObjectInfo(key, 100_000, 1.0, "e") for key in keys[start:stop]]
+        return [ObjectInfo(key(number), 100_000, 1.0, "e") for number in range(start, stop)]
 
 
 def measure_search(store: SegmentStore, position: int) -> float:
@@ -468,9 +450,8 @@ async def replay_part(folder: Path, url: str) -> int:
     settings = parse(f"nats: {{url: '{url}'}}\nstore: {{url: 'file://{folder}', prefix: data}}\n", "bench")[0]
     whole = SMALL_SEGMENTS * SMALL_ROWS
     first = START_S + whole // 2 + 7
-    request = ReplayRequest(
-        "bench", "BENCH", "BACK", from_time=_text(first), to_time=_text(first + whole // REPLAY_DIVISOR)
-    )
+    begin, end = format_time(first * NS_PER_S), format_time((first + whole // REPLAY_DIVISOR) * NS_PER_S)
+    request = ReplayRequest("bench", "BENCH", "BACK", from_time=begin, to_time=end)
     work = Replay(settings, request, ReplayOptions(), store, documents, SystemClock(), Progress())
     objects.read = 0
     async with work.open_connection() as client:
@@ -483,12 +464,6 @@ async def replay_part(folder: Path, url: str) -> int:
     assert info.messages == whole // REPLAY_DIVISOR, info.messages
     store.close()
     return objects.read
-
-
-def _text(seconds: int) -> str:
-    from datetime import UTC, datetime
-
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def bytes_read() -> BenchResult:
@@ -512,8 +487,9 @@ def measure_query() -> BenchResult:
         ChainStore(LocalObjects(folder), Layout("data")).create_chain(CHAIN, ChainDocument((), 1, 1))
         spark_session().dataSource.register(counting_source(counts))
         first = START_S + whole // 2 + 7
-        options = {"since": _text(first), "until": _text(first + whole // REPLAY_DIVISOR)}
-        frame = spark_session().read.format("floe_counted").options(url=f"file://{folder}", **options).load()
+        begin, end = format_time(first * NS_PER_S), format_time((first + whole // REPLAY_DIVISOR) * NS_PER_S)
+        options = {"url": f"file://{folder}", "since": begin, "until": end}
+        frame = spark_session().read.format("floe_counted").options(**options).load()
         sizes = [row.size for row in frame.selectExpr("octet_length(payload) AS size").collect()]
         assert len(sizes) == whole // REPLAY_DIVISOR, len(sizes)
         return BenchResult(round(counted_bytes(counts) / total, 4))
