@@ -16,7 +16,7 @@ import platform
 import random
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -288,6 +288,5 @@ def _packages(facts: MachineFacts, count: int, rng: random.Random) -> dict[str, 
 
 
 def describe(facts: MachineFacts) -> str:
-    data = asdict(facts)
-    lists = ", ".join(f"{len(data[name])} {name}" for name in ("mounts", "processes", "packages"))
+    lists = f"{len(facts.mounts)} mounts, {len(facts.processes)} processes, {len(facts.packages)} packages"
     return f"{facts.os.get('pretty_name', facts.kernel['name'])}, {facts.cpu['count']} CPUs, {lists}"

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from common.archive.columns import messages
 from common.archive.segment import Message
@@ -234,18 +234,15 @@ class _TraceComparer:
         """Return how many are lost at the start, in the middle, at the end; all at the end if nothing came at all."""
         lost = self._seen.count(0)
         if lost:
-            self._example_lost()
+            missing = (
+                sequence for sequence, seen in zip(self._expected.sequences, self._seen, strict=True) if not seen
+            )
+            self._examples += [f"lost: sequence {sequence}" for sequence in islice(missing, MAX_EXAMPLES)]
         if lost == len(self._seen):
             return 0, 0, lost
         prefix = sum(1 for _ in takewhile(lambda mark: not mark, self._seen))
         postfix = sum(1 for _ in takewhile(lambda mark: not mark, reversed(self._seen)))
         return prefix, lost - prefix - postfix, postfix
-
-    def _example_lost(self) -> None:
-        place = -1
-        for _ in range(min(MAX_EXAMPLES, self._seen.count(0))):
-            place = self._seen.index(0, place + 1)
-            self._examples.append(f"lost: sequence {self._expected.sequences[place]}")
 
     def _note(self, kind: str, example: str) -> None:
         self._counts[kind] += 1
