@@ -8,7 +8,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,7 +146,7 @@ def verify(
     from common.archive.keys import configured_feeds
     from compaction import report
     from compaction.sign_off import SignOffStore
-    from compaction.spark import with_engine
+    from compaction.spark import spark_until_stopped, with_engine
     from compaction.verify import known_chains, verify_chains
 
     if master and engine != "spark":
@@ -156,7 +156,11 @@ def verify(
     with closing(store):
         selected = select_chains(chains, what, configured_feeds(settings)) if what else known_chains(chains)
         signed = SignOffStore(store.objects, store.layout, deep=deep) if since_last else None
-        with closing(_VerifyProgress(len(selected), SystemClock())) as bar, _verify_runner(settings) as spark:
+        # Spark starts with the first task.
+        running: AbstractContextManager[Runner | None] = nullcontext()
+        if engine == "spark":
+            running = spark_until_stopped(settings)
+        with closing(_VerifyProgress(len(selected), SystemClock())) as bar, running as spark:
             found = verify_chains(
                 store, chains, selected, deep=deep, on_segment=bar, runner=spark, sign_offs=signed, on_listed=bar.listed
             )
@@ -266,18 +270,6 @@ class _VerifyProgress:
 
     def close(self) -> None:
         self._progress.end_line()
-
-
-@contextmanager
-def _verify_runner(settings: Settings) -> Iterator[Runner | None]:
-    """Yield the runner for tasks of a verification: None for this process. Spark starts with the first task."""
-    from compaction.spark import spark_until_stopped
-
-    if settings.compaction.engine == "local":
-        yield None
-        return
-    with spark_until_stopped(settings) as spark:
-        yield spark
 
 
 @contextmanager
