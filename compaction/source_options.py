@@ -147,17 +147,17 @@ def parse_options(options: Mapping[str, str], now: float) -> ReadOptions:
     if unknown := sorted(given.keys() - OPTIONS):
         raise UsageError(f"option {unknown[0]}: expected one of {', '.join(sorted(OPTIONS))}")
     store, spool_dir, feeds = _store(given)
-    chain: dict[str, str | int] = {n: given[n] for n in ("site", "feed") if n in given}
-    chain |= {n: _number(given, n, 0, 65_535) for n in ("incarnation", "partition") if n in given}
+    numbers = {n: _number(given, n, 0, 65_535) for n in ("incarnation", "partition")}
+    named = {n: given.get(n) for n in ("site", "feed")} | numbers
     columns = [name.strip() for name in given.get("columns", "").split(",") if name.strip()]
     parsed = ReadOptions(
         store=store,
         spool_dir=spool_dir,
-        chain=chain,
+        chain={name: value for name, value in named.items() if value is not None},
         rows=_rows(given),
         columns=tuple(columns) or None,
         headers_parsed=_flag(given, "headers_parsed"),
-        level=_number(given, "level", 0, MAX_LEVEL) if "level" in given else None,
+        level=_number(given, "level", 0, MAX_LEVEL),
         row_filter=_row_filter(given, now),
         margin_ns=_margin(given),
         feeds=feeds,
@@ -189,8 +189,8 @@ def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str, frozenset[Feed
 
 
 def _rows(given: Mapping[str, str]) -> SequenceRange:
-    first = _number(given, "from_sequence", 1, MAX_SEQUENCE) if "from_sequence" in given else 1
-    last = _number(given, "to_sequence", 1, MAX_SEQUENCE) if "to_sequence" in given else MAX_SEQUENCE
+    first = _number(given, "from_sequence", 1, MAX_SEQUENCE) or 1
+    last = _number(given, "to_sequence", 1, MAX_SEQUENCE) or MAX_SEQUENCE
     if last < first:
         raise UsageError(f"option to_sequence: expected at least from_sequence {first}, found {last}")
     return SequenceRange(first, last)
@@ -226,22 +226,20 @@ def _margin(given: Mapping[str, str]) -> int:
 
 
 def _stream(given: Mapping[str, str]) -> StreamOptions:
-    limits = {
-        n: _number(given, f"max_{n}_per_batch", 1, 2**31 - 1)
-        for n in ("rows", "segments")
-        if f"max_{n}_per_batch" in given
-    }
-    if len(limits) > 1:
+    rows, segments = (_number(given, f"max_{n}_per_batch", 1, 2**31 - 1) for n in ("rows", "segments"))
+    if rows and segments:
         raise UsageError("expected one of the options max_rows_per_batch and max_segments_per_batch, found both")
     starts = {*_BEGINS, "from_sequence", "from"} & given.keys()
     if "from" in starts and len(starts) > 1:
         raise UsageError(f"option from: excludes {', '.join(sorted(starts - {'from'}))}")
     from_latest = _choice(given, "from", "earliest", "latest") == "latest"
-    return StreamOptions(from_latest, _choice(given, "on_expired", "fail", "skip") == "skip", **limits)
+    return StreamOptions(from_latest, _choice(given, "on_expired", "fail", "skip") == "skip", rows, segments)
 
 
-def _number(given: Mapping[str, str], name: str, low: int, high: int) -> int:
-    text = given[name]
+def _number(given: Mapping[str, str], name: str, low: int, high: int) -> int | None:
+    """Return the number that an option sets; None if it is not given."""
+    if (text := given.get(name)) is None:
+        return None
     if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
         raise UsageError(f"option {name}: expected a number from {low} to {high}, found {text!r:.60}")
     return int(text)
