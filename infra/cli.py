@@ -42,7 +42,20 @@ T = TypeVar("T")
 @click.option("--seed", type=int, help="The same seed makes the same fleet; default: random.")
 @json_option
 @run_command
-async def emulate(**options: Any) -> None:
+async def emulate(
+    config: str | None,
+    server: str | None,
+    nodes: int,
+    interval: float,
+    rate: float | None,
+    min_size: int,
+    max_size: int,
+    count: int | None,
+    duration: float | None,
+    seed: int | None,
+    as_json: bool,
+    **stream: Any,
+) -> None:
     """Publish messages into a stream, as a fleet of nodes would.
 
     Each node registers once in every interval with a document of 1 to 15 KB: its name, the time, facts and
@@ -54,14 +67,13 @@ async def emulate(**options: Any) -> None:
       floe emulate -c site.yaml --stream NODE_DATA --rate 20000 --max-size 3K --count 1000000
       floe emulate -c site.yaml --stream NODE_DATA --rate 0 --duration 1m --seed 7
     """
-    from infra.emulator import EmulationSettings, run_emulation
+    from infra.emulator import PublishSchedule, run_emulation
+    from infra.fleet import Sizes
 
-    as_json = options.pop("as_json")
-    config, server = options.pop("config"), options.pop("server")
     is_on_command_line = click.get_current_context().get_parameter_source("config") is ParameterSource.COMMANDLINE
     settings = _nats_settings(config if is_on_command_line or not server else None, server)
-    options["seed"] = _seed(options["seed"])
-    result = await run_emulation(EmulationSettings(settings=settings, **options))
+    schedule = PublishSchedule(nodes, interval, rate, count, duration)
+    result = await run_emulation(settings, schedule, Sizes(min_size, max_size), seed=_seed(seed), **stream)
     if as_json:
         print_json(result)
     else:

@@ -157,48 +157,41 @@ async def check_stored(client: FloeClient, before: StreamInfo, published: Publis
 LOG_INTERVAL_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class EmulationSettings:
-    """The settings of an emulation: server, stream, messages and schedule. Sizes in bytes, times in seconds."""
-
-    settings: NatsSettings
-    stream: str
-    subject: str
-    create: bool
-    nodes: int
-    interval: float
-    rate: float | None
-    min_size: int
-    max_size: int
-    count: int | None
-    duration: float | None
-    seed: int
-
-    def schedule(self) -> PublishSchedule:
-        return PublishSchedule(self.nodes, self.interval, self.rate, self.count, self.duration)
-
-
-async def run_emulation(emulation: EmulationSettings) -> dict[str, object]:
+async def run_emulation(
+    settings: NatsSettings,
+    schedule: PublishSchedule,
+    sizes: Sizes,
+    *,
+    stream: str,
+    subject: str,
+    create: bool,
+    seed: int,
+) -> dict[str, object]:
     """Publish until the schedule is over or a signal comes; return the result, with a sentence under `line`.
 
-    Raises DataError if the stream does not hold all messages sent, ConfigError if it does not exist.
+    `create`: create the stream if it is missing. Raises DataError if the stream does not hold all messages sent,
+    ConfigError if it does not exist.
     """
     clock, facts = SystemClock(), read_facts()
-    sizes = Sizes(emulation.min_size, emulation.max_size)
-    fleet = Fleet(facts, seed=emulation.seed, nodes=emulation.nodes, interval=emulation.interval, sizes=sizes)
-    async with aclosing(await connect(emulation.settings, name="floe emulate", clock=clock)) as client:
-        emulator = Emulator(client, fleet, emulation.schedule(), clock, subject=emulation.subject)
-        before = await open_stream(client, emulation.stream, emulation.subject, create=emulation.create)
-        log.info(
-            "emulation started",
-            action="emulation_started",
-            machine=describe(facts),
-            nodes=fleet.nodes,
-            seed=emulation.seed,
-        )
+    fleet = Fleet(facts, seed=seed, nodes=schedule.nodes, interval=schedule.interval, sizes=sizes)
+    async with aclosing(await connect(settings, name="floe emulate", clock=clock)) as client:
+        emulator = Emulator(client, fleet, schedule, clock, subject=subject)
+        before = await open_stream(client, stream, subject, create=create)
+        context = {"machine": describe(facts), "nodes": fleet.nodes, "seed": seed}
+        log.info("emulation started", action="emulation_started", **context)
         await _run(emulator)
         await check_stored(client, before, emulator.published)
-    return _result(emulation, emulator)
+    published, elapsed = emulator.published, emulator.elapsed
+    pace = f"in {elapsed:.1f} s, {emulator.rate():,.0f} a second"
+    return {
+        "line": f"{published.summary()} {pace}, seed {seed}",
+        "stream": stream,
+        "seed": seed,
+        "sent": published.sent,
+        "stored": published.stored,
+        "bytes": published.bytes,
+        "seconds": round(elapsed, 3),
+    }
 
 
 async def _run(emulator: Emulator) -> None:
@@ -212,17 +205,3 @@ async def _log_progress(emulator: Emulator, stop: Stop) -> None:
     while not await wait_for(stop, LOG_INTERVAL_S):
         counts = {"published": emulator.published.summary(), "per_second": round(emulator.rate())}
         log.info("emulation progressed", action="emulation_progressed", **counts)
-
-
-def _result(emulation: EmulationSettings, emulator: Emulator) -> dict[str, object]:
-    published, elapsed = emulator.published, emulator.elapsed
-    pace = f"in {elapsed:.1f} s, {emulator.rate():,.0f} a second"
-    return {
-        "line": f"{published.summary()} {pace}, seed {emulation.seed}",
-        "stream": emulation.stream,
-        "seed": emulation.seed,
-        "sent": published.sent,
-        "stored": published.stored,
-        "bytes": published.bytes,
-        "seconds": round(elapsed, 3),
-    }
