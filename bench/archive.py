@@ -25,7 +25,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from bench.harness import REPEATS, Bench, BenchResult, measure_paired, memory_mb
+from bench.harness import REPEATS, Bench, BenchResult, measure_paired, memory_mb, run_in_child
 from bench.place import payloads
 from common.archive.columns import record_batch
 from common.archive.documents import ChainDocument, ChainStore, StreamDocument
@@ -398,13 +397,9 @@ def merge_peak(size: str) -> float:
         refs = inputs(store, MERGES[size])
         raw = sum(store.footer(ref).raw_bytes for ref in refs)
         store.close()
-        words, peaks = [sys.executable, "-m", "bench.archive", folder], list[float]()
-        for _ in range(REPEATS):
-            done = subprocess.run(words, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout)
-            assert found["raw_bytes"] == raw, found
-            peaks.append(found["peak"])
-        return statistics.median(peaks)
+        found = [run_in_child("bench.archive", folder) for _ in range(REPEATS)]
+        assert all(each["raw_bytes"] == raw for each in found), found
+        return statistics.median(each["peak"] for each in found)
 
 
 def merge_in_child(folder: Path) -> None:

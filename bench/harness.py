@@ -2,6 +2,8 @@
 
 import json
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +48,13 @@ def memory_mb(field: str, pid: int | str = "self") -> float:
     status = Path(f"/proc/{pid}/status").read_text()
     kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field))
     return round(kib * 1024 / 1e6, 1)
+
+
+def run_in_child(module: str, *words: str) -> dict[str, float]:
+    """Run a module of the benchmarks in a process of its own; return the figures that it prints as JSON."""
+    done = subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
 
 
 def print_table(results: Iterable[tuple[Bench, BenchResult]]) -> None:

@@ -3,14 +3,12 @@
 import gc
 import json
 import random
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-from bench.harness import REPEATS, Bench, BenchResult, memory_mb
+from bench.harness import REPEATS, Bench, BenchResult, memory_mb, run_in_child
 from common.archive.columns import Columns
 from common.archive.keys import Layout
 from common.archive.store import SegmentStore
@@ -95,15 +93,9 @@ def run_child() -> None:
     print(json.dumps({"memory": memory, "pause": longest}))
 
 
-def run_in_child() -> dict[str, float]:
-    done = subprocess.run([sys.executable, "-m", "bench.sampling"], capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
-
-
 BENCHES = [
-    Bench("memory.senders.1m", "MB", "<= 400", lambda: BenchResult(round(run_in_child()["memory"], 1))),
-    Bench("pause.snapshot", "ms", "<= 50", lambda: BenchResult(round(run_in_child()["pause"], 1))),
+    Bench("memory.senders.1m", "MB", "<= 400", lambda: BenchResult(round(run_in_child("bench.sampling")["memory"], 1))),
+    Bench("pause.snapshot", "ms", "<= 50", lambda: BenchResult(round(run_in_child("bench.sampling")["pause"], 1))),
 ]
 
 if __name__ == "__main__":
