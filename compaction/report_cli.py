@@ -17,7 +17,7 @@ from common.open import load_settings, open_chains, open_store, reload_on_hangup
 if TYPE_CHECKING:
     from common.chain import Chain
     from common.settings.root import Settings
-    from compaction.reports import ArchiveReport, ReportPlace, ReportRun
+    from compaction.reports import ArchiveReport, ReportRun
     from compaction.traffic import TrafficReport
 
     R = TypeVar("R", bound=ArchiveReport)
@@ -66,19 +66,19 @@ def report(as_json: bool, kind: str, since: RequestedTime | None, until: Request
     if kind == "latest":
         if since is not None or until is not None:
             raise UsageError("--since, --until: expected only with traffic")
-        with _updated_report(LatestReport, None, **options) as (_made_report, done, _place):
+        with _updated_report(LatestReport, None, **options) as (_made_report, done):
             return _show(kind, options["output"], done, as_json)
     begin = None if begin is None else begin - begin % HOUR_NS
-    with _updated_report(TrafficReport, begin, **options) as (made, done, place):
-        _put_views(made, place, begin, end, now)
+    with _updated_report(TrafficReport, begin, **options) as (made, done):
+        _put_views(made, begin, end, now)
         return _show(kind, options["output"], done, as_json)
 
 
 @contextmanager
 def _updated_report(
     kind: type[R], since: int | None, *, config: str, what: str | None, output: str, full: bool, master: str | None
-) -> Iterator[tuple[R, ReportRun, ReportPlace]]:
-    """Yield the updated report, the result of the run, and the report's place. Spark starts only for new data.
+) -> Iterator[tuple[R, ReportRun]]:
+    """Yield the updated report, and the result of the run. Spark starts only for new data.
 
     Raises Unavailable if a signal requests a stop.
     """
@@ -100,7 +100,7 @@ def _updated_report(
                 error.hint = error.hint.replace(", or use --engine local", "")  # there is no other engine here
                 raise
             life.add_end_fields(segments=done.segments, bytes=done.size, rows=done.rows, failures=len(done.damaged))
-            yield made, done, place
+            yield made, done
 
 
 def _selected(settings: Settings, what: str | None) -> tuple[list[Chain], str]:
@@ -117,7 +117,7 @@ def _selected(settings: Settings, what: str | None) -> tuple[list[Chain], str]:
     return chains, named
 
 
-def _put_views(made: TrafficReport, place: ReportPlace, since: int | None, until: int | None, now: float) -> None:
+def _put_views(made: TrafficReport, since: int | None, until: int | None, now: float) -> None:
     """Put the page and the CSV of the hours from `since` up to `until`."""
     from compaction.traffic import render_page, select_hours, write_csv
 
@@ -125,9 +125,9 @@ def _put_views(made: TrafficReport, place: ReportPlace, since: int | None, until
     try:
         with new.open("w", newline="", encoding="utf-8") as file:
             write_csv(select_hours(whole, since, until), file)
-        place.put("traffic.csv", new)
+        made.place.put("traffic.csv", new)
         new.write_bytes(render_page(whole, since, until, now))
-        place.put("traffic.html", new)
+        made.place.put("traffic.html", new)
     finally:
         new.unlink(missing_ok=True)
 

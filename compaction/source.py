@@ -49,7 +49,7 @@ from common.settings.root import Settings, StoreSettings
 from common.settings.types import is_subject
 from compaction.source_options import HEADERS_PARSED, ReadOptions, arrange_columns, parse_options
 from compaction.spark import Batches, Spark, make_task
-from compaction.stream import ArchiveStream, Positions
+from compaction.stream import CONCURRENT_LISTINGS, ArchiveStream, Positions
 
 
 def read_stretch(
@@ -98,7 +98,6 @@ def read_segment(
                     yield found.select(columns)
 
 
-_CONCURRENT_LISTINGS = 8
 _WHOLE_FETCH_BYTES = 2**20  # bytes; a segment up to this size is fetched by one request, even for a part of it
 
 
@@ -191,14 +190,12 @@ class _Reader(DataSourceReader):
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        return [_Partition(stretch, number, is_at_edge) for number, (stretch, is_at_edge) in enumerate(self._covers())]
-
-    def _covers(self) -> list[tuple[Stretch[SegmentRef], bool]]:
         store = _open_store(self._options.store, self._options.spool_dir)
         chains = self._options.selected(ChainStore(store.objects, store.layout))
-        with ThreadPoolExecutor(_CONCURRENT_LISTINGS) as pool:
-            found = pool.map(lambda chain: _plan_chain(store, chain, self._options), chains)
-            return [stretch for stretches in found for stretch in stretches]
+        with ThreadPoolExecutor(CONCURRENT_LISTINGS) as pool:
+            planned = pool.map(lambda chain: _plan_chain(store, chain, self._options), chains)
+            found = [stretch for stretches in planned for stretch in stretches]
+        return [_Partition(stretch, number, is_at_edge) for number, (stretch, is_at_edge) in enumerate(found)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return _read_partition(self._options, partition)
