@@ -95,7 +95,7 @@ def _updated_report(
             made = kind(spark, store, place)
             try:
                 require_spark()
-                done = made.run(ReportState(kind.name, address, named, since), chains, full=full)
+                done = made.run(ReportState(kind.name, address, named, {}, since), chains, full=full)
             except FloeError as error:
                 error.hint = error.hint.replace(", or use --engine local", "")  # there is no other engine here
                 raise

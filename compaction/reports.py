@@ -135,53 +135,45 @@ def open_place(output: str, settings: Settings) -> ReportPlace:
 # State of a report
 
 
-class _ReportWire(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
+class ReportState(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
+    """The data in a report. `chains`: the name of its chains; `since`: nothing before was read, ns since 1970.
+
+    `accounted`: by the name of a chain, the first and the last sequence of each range that is in it, with or without
+    rows.
+    """
+
     report: str
     store: str
     chains: str
     accounted: dict[str, list[tuple[int, int]]]
     since: int | None = None
 
-
-_FORM = JsonCodec(_ReportWire)
-
-
-@dataclass(frozen=True, slots=True)
-class ReportState:
-    """The data in a report. `chains`: the name of its chains; `since`: nothing before was read, ns since 1970.
-
-    `accounted`: the sequences of each chain that are in it, with or without rows.
-    """
-
-    report: str
-    store: str
-    chains: str
-    since: int | None = None
-    accounted: Mapping[Chain, tuple[SequenceRange, ...]] = field(default_factory=dict)
-
     def covered(self, chain: Chain) -> CoverageSet:
         found = CoverageSet()
-        for each in self.accounted.get(chain, ()):
-            found.add(each)
+        for first, last in self.accounted.get(str(chain), ()):
+            found.add(SequenceRange(first, last))
         return found
 
     def plus(self, more: Iterable[tuple[Chain, SequenceRange]]) -> ReportState:
         grown: dict[Chain, CoverageSet] = {}
         for chain, rows in more:
             grown.setdefault(chain, self.covered(chain)).add(rows)
-        accounted = {**self.accounted, **{chain: tuple(each.stretches()) for chain, each in grown.items()}}
-        return ReportState(self.report, self.store, self.chains, self.since, accounted)
+        added = {str(chain): [(e.first, e.last) for e in each.stretches()] for chain, each in grown.items()}
+        return msgspec.structs.replace(self, accounted=self.accounted | added)
 
     def to_json(self) -> bytes:
-        accounted = {str(chain): [(e.first, e.last) for e in each] for chain, each in self.accounted.items()}
-        return _FORM.encode(_ReportWire(self.report, self.store, self.chains, accounted, self.since))
+        return _FORM.encode(self)
 
     @classmethod
     def from_json(cls, raw: bytes) -> ReportState:
         """Parse the metadata of a report. Raises ValueError."""
-        wire = _FORM.decode(raw)
-        accounted = {Chain.parse(c): tuple(SequenceRange(*each) for each in e) for c, e in wire.accounted.items()}
-        return cls(wire.report, wire.store, wire.chains, wire.since, accounted)
+        state = _FORM.decode(raw)
+        for chain in state.accounted:
+            state.covered(Chain.parse(chain))  # checks the ranges
+        return state
+
+
+_FORM = JsonCodec(ReportState)
 
 
 def uncovered(refs: Sequence[SegmentRef], accounted: CoverageSet, *, finest: bool) -> list[Stretch[SegmentRef]]:
@@ -296,7 +288,7 @@ class ArchiveReport:
             raise UsageError(f"{text}, found {format_time(wanted.since)}", hint="begin again with --full")
         skipped = []
         for chain in chains:
-            if state.since is not None and chain not in state.accounted:
+            if state.since is not None and str(chain) not in state.accounted:
                 found_at, behind = search(self.store, chain, state.since)
                 if (last := (found_at or behind) - 1) > 0:
                     skipped.append((chain, SequenceRange(1, last)))

@@ -98,7 +98,7 @@ class Fleet(Archive):
         place: Any = None,
     ) -> ReportRun:
         made = kind(SharedSpark(self.settings), self.store, place or FolderPlace(folder))
-        wanted = ReportState(kind.name, f"file://{self.folder}/store/data", "all sites", since)
+        wanted = ReportState(kind.name, f"file://{self.folder}/store/data", "all sites", {}, since)
         return made.run(wanted, [OTHER, CHAIN], full=full)
 
 
@@ -247,7 +247,7 @@ def test_a_run_that_is_asked_to_stop_leaves_the_former_report_and_the_next_resum
     made = LatestReport(running, fleet.store, FolderPlace(folder))
     threading.Timer(0.5, asked.set).start()
     with pytest.raises(Unavailable, match="a signal"):
-        made.run(ReportState("latest", f"file://{fleet.folder}/store/data", "all sites"), [CHAIN], full=False)
+        made.run(ReportState("latest", f"file://{fleet.folder}/store/data", "all sites", {}), [CHAIN], full=False)
     assert (folder / "latest.parquet").read_bytes() == former
     assert fleet.report(LatestReport, folder).damaged == [ref.key]
     fleet.path(ref.key).write_bytes(sound)
@@ -261,7 +261,7 @@ def test_a_file_of_something_else_is_refused_and_replaced_only_when_asked(tmp_pa
     assert rows_of(folder, "latest") == []
     made = LatestReport(SharedSpark(fleet.settings), fleet.store, FolderPlace(folder))
     with pytest.raises(UsageError, match="found one of latest of all sites"):
-        made.run(ReportState("latest", "file:///elsewhere", "all sites"), [CHAIN], full=False)
+        made.run(ReportState("latest", "file:///elsewhere", "all sites", {}), [CHAIN], full=False)
     (folder / "latest.parquet").write_bytes(b"no Parquet")
     with pytest.raises(DataError, match="expected a report of Floe"):
         fleet.report(LatestReport, folder)
