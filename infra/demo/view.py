@@ -1,8 +1,8 @@
 """The output of the demo: numbered steps, with a moving line on a terminal and plain lines elsewhere."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from rich.console import Console
@@ -32,9 +32,9 @@ class DemoView(Protocol):
 class ConsoleView:
     """The output for people, on stdout. `steps`: how many there will be."""
 
-    def __init__(self, clock: Clock, steps: int, console: Console | None = None) -> None:
+    def __init__(self, clock: Clock, steps: int) -> None:
         self._clock, self._steps, self._number = clock, steps, 0
-        self._console = console or Console(highlight=False)
+        self._console = Console(highlight=False)
         self._progress_bar = Progress(
             SpinnerColumn(),
             TimeElapsedColumn(),
@@ -45,14 +45,9 @@ class ConsoleView:
         self._line = self._progress_bar.add_task("starting", total=None)
         self._started = self._printed_at = clock.monotonic()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[object]:
         """Keep the moving line in place, and restore the terminal afterwards."""
-        if not self._console.is_terminal:
-            yield
-            return
-        with self._progress_bar:
-            yield
+        return self._progress_bar if self._console.is_terminal else nullcontext()
 
     def step(self, title: str, reason: str) -> None:
         self._number += 1
@@ -61,8 +56,8 @@ class ConsoleView:
         self._update(title)
 
     def print_line(self, text: str) -> None:
-        self._console.print(f"  {self._elapsed()}  {text}", markup=False, soft_wrap=True)
         self._printed_at = self._clock.monotonic()
+        self._console.print(f"  {self._printed_at - self._started:5.1f} s  {text}", markup=False, soft_wrap=True)
 
     def progress(self, text: str) -> None:
         self._update(text)
@@ -81,9 +76,6 @@ class ConsoleView:
 
     def _update(self, text: str) -> None:
         self._progress_bar.update(self._line, description=text)
-
-    def _elapsed(self) -> str:
-        return f"{self._clock.monotonic() - self._started:5.1f} s"
 
 
 class StepView:
