@@ -42,9 +42,9 @@ def rate(metric: str, selector: str = "", by: str = "") -> str:
     return f"sum by ({by}) ({found})" if by else found
 
 
-def quantile(metric: str, selector: str, by: str, fraction: float = 0.95) -> str:
-    """Return the expression for the value below which `fraction` of a histogram's observations lies."""
-    return f"histogram_quantile({fraction}, {rate(f'{metric}_bucket', selector, f'{by}, le')})"
+def quantile(metric: str, selector: str, by: str) -> str:
+    """Return the expression for the value below which 95 % of a histogram's observations lie."""
+    return f"histogram_quantile(0.95, {rate(f'{metric}_bucket', selector, f'{by}, le')})"
 
 
 def stat_panel(title: str, expression: str, *, unit: str = "short", red_from: float | None = 1) -> Panel:

@@ -274,20 +274,13 @@ class NatsCluster(_RunningContext):
     """
 
     def __init__(
-        self,
-        size: int = 3,
-        *,
-        max_payload: int | None = None,
-        extra: str = "",
-        binary: Path | None = None,
-        advertise: bool = True,
+        self, size: int = 3, *, max_payload: int | None = None, binary: Path | None = None, advertise: bool = True
     ) -> None:
         routes = tuple(free_port() for _ in range(size))
         self.servers = [
             NatsServer(
                 name=f"n{i + 1}",
                 max_payload=max_payload,
-                extra=extra,
                 cluster=ClusterMember("floe", port, routes, advertise),
                 binary=binary,
             )

@@ -73,7 +73,6 @@ def _hmac(key: bytes, text: str) -> bytes:
 
 START_TIMEOUT_S = 120.0  # seconds; a start takes 3.4, sometimes 7.5, a restart 2.2
 _POLL_INTERVAL_S = 0.05  # seconds
-_SERVICES = ("master", "volume", "filer", "s3")
 _START_ATTEMPTS = 3  # attempts, each on other ports
 
 
@@ -233,24 +232,20 @@ class SeaweedFS(LocalS3):
     """`weed server`, with two identities.
 
     `reader_access_key` may only read objects, neither list nor write. All buckets share their volumes (64 MiB each,
-    at most `volumes`), so a new bucket takes writes at once. `policies`: by name; each has an identity of its own, with
+    at most 20), so a new bucket takes writes at once. `policies`: by name; each has an identity of its own, with
     its keys in `keys`.
     """
 
     name = "SeaweedFS"
-    _services = _SERVICES
+    _services = ("master", "volume", "filer", "s3")
     _paired = True
 
     def __init__(
-        self,
-        folder: Path | None = None,
-        *,
-        volumes: int = 20,
-        policies: Mapping[str, Mapping[str, object]] | None = None,
+        self, folder: Path | None = None, *, policies: Mapping[str, Mapping[str, object]] | None = None
     ) -> None:
         super().__init__(folder)
         self.reader_access_key, self.reader_secret_key = "floe-reader", secrets.token_hex(20)
-        self._volumes, self._policies = volumes, dict(policies or {})
+        self._policies = dict(policies or {})
         #: Access key and secret of each identity with a policy, by the policy's name.
         self.keys = {name: (f"floe-{name}", secrets.token_hex(20)) for name in self._policies}
 
@@ -279,7 +274,7 @@ class SeaweedFS(LocalS3):
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             "-s3.autoCreateBucket=false",
-            f"-volume.max={self._volumes}",
+            "-volume.max=20",
             "-volume.minFreeSpace=100MiB",
             "-master.volumeSizeLimitMB=64",
             "-master.electionTimeout=200ms",  # it elects itself; by default a restart takes 7 s, not 2
