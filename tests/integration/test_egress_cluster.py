@@ -156,7 +156,7 @@ async def test_a_leader_that_dies_in_an_older_cluster_and_comes_back_as_the_newe
                 await bench.archived_to(stream, 100)
                 leader = older.server((await stream_info(client, stream)).leader)
                 await asyncio.to_thread(leader.kill)
-                leader.set_binary(nats_server_binary())
+                leader.binary = nats_server_binary()
                 await asyncio.to_thread(leader.start)
                 await asyncio.to_thread(older.wait_ready)
                 await soon(lambda: reaches(200))
