@@ -266,7 +266,7 @@ class Retention:
             failpoint("compaction.after_floor")
             limits[each.chain] = report.floors[each.chain] = floor
             log.info("floor raised", action="floor_raised", floor=floor, **each.chain.log_context())
-        for ref in self._find_captures(chains, {each: limits.get(each, 1) for each in chains}, report):
+        for ref in self._find_captures(chains, limits, report):
             check()
             self._delete_capture(ref, report)
         if len(planned.expired):
@@ -279,7 +279,7 @@ class Retention:
         """Return the report that `apply` would give. `now` 0: unknown; each chain's newest object gives the time."""
         report, listed = self._plan(chains, now)
         floors = {each.chain: report.floors.get(each.chain, each.floor) for each in listed}
-        report.captures = self._find_captures(chains, {each: floors.get(each, 1) for each in chains}, report)
+        report.captures = self._find_captures(chains, floors, report)
         return report
 
     def _plan(self, chains: Sequence[Chain], now: float) -> tuple[RetentionReport, list[_ListedChain]]:
@@ -330,10 +330,12 @@ class Retention:
     def _find_captures(
         self, chains: Sequence[Chain], floors: Mapping[Chain, int], report: RetentionReport
     ) -> list[CaptureRef]:
-        """Return captures of incarnations in which a floor was raised; the lowest floor of the partitions counts."""
+        """Return captures of incarnations in which a floor was raised; the lowest floor of the partitions counts, 1 for
+        one that could not be listed.
+        """
         found = list[CaptureRef]()
         for first in sorted({replace(chain, partition=0) for chain in report.floors}):
-            floor = min(floors[chain] for chain in chains if chain.incarnation == first.incarnation)
+            floor = min(floors.get(chain, 1) for chain in chains if chain.incarnation == first.incarnation)
             try:
                 for kind in CAPTURES:
                     found += unneeded_captures(self._captures.list_captures(first, kind), floor)

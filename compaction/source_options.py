@@ -97,9 +97,9 @@ class ReadOptions:
     `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain. `columns`: None
     for all. `is_by_segment`: segments are read as they are instead of the cover, with the rows that others have of
     their unread sequences, and with their place as a column. `level`: only its segments, None for the cover over all.
-    `row_filter`: rows by time and subject; `margin_ns`: the time by which a message may be earlier
-    than one before it. `feeds`: those of the configuration, if there is one; they need not be archived yet. `pushdown`:
-    filters are pushed down. `given`: names of the options that are set.
+    `row_filter`: rows by time and subject; `margin_ns`: the time by which a message may be earlier than one before it.
+    `feeds`: those of the configuration, if there is one; they need not be archived yet. `pushdown`: filters are pushed
+    down. `given`: names of the options that are set.
     """
 
     store: StoreSettings
