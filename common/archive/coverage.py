@@ -8,7 +8,6 @@ from itertools import islice, takewhile
 from typing import Any
 
 from common.archive.documents import ChainStore, CompactionRuns, run_of
-from common.archive.keys import parse_chain_name
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.chain import Chain
@@ -117,8 +116,7 @@ class CoverageScanner:
         self._health.set_coverage({name: found[name] for name in names if name in found})
 
     def _chain_coverage(self, name: str, runs: CompactionRuns, stop: Stop) -> dict[str, Any]:
-        site, feed, incarnation, partition = parse_chain_name(name)
-        chain = Chain(site, feed or "", incarnation or 0, partition or 0)
+        chain = Chain.parse(name)
         pages = takewhile(lambda _: not stop.is_set, self._store.walk(chain))
         run = run_of(runs, chain)
         compaction = run and {"ended": run.ended, "code": run.code, "succeeded": run.succeeded}

@@ -93,7 +93,6 @@ class ChainArchive:
         self._errors: dict[str, Damage] = {}
         self._avoided: dict[str, SegmentRef] = {}
         self._stretches: deque[Stretch[SegmentRef]] | None = None
-        self.generation = 0  # of the cover that `upcoming` returns
 
     @classmethod
     def planned(cls, store: SegmentStore, stretch: Stretch[SegmentRef]) -> ChainArchive:
@@ -124,7 +123,10 @@ class ChainArchive:
             self._refs = self._stretches = None
 
     def upcoming(self) -> Iterable[Stretch[SegmentRef]]:
-        """Return the stretches of the present cover; the first is the one that `next` returned."""
+        """Return the stretches of the present cover; the first is the one that `next` returned.
+
+        It is the same object until there is another cover.
+        """
         return self._stretches or ()
 
     def opener(self, stretch: Stretch[SegmentRef]) -> Callable[[], StretchReader]:
@@ -162,7 +164,6 @@ class ChainArchive:
         if self._stretches is None:
             usable = (ref for ref in self._refs if ref.key not in self._avoided)
             self._stretches = deque(cover(usable, position, last))
-            self.generation += 1
         while self._stretches and self._stretches[0].rows.last < position:
             self._stretches.popleft()
         return self._stretches
@@ -204,7 +205,8 @@ class Scan:
         ahead: ReadAhead | None = None,
     ) -> None:
         self._archive, self.position, self._last, self._on_problem = archive, rows.first, rows.last, on_problem
-        self._columns, self._filter, self._ahead, self._generation = columns, row_filter, ahead, 0
+        self._columns, self._filter, self._ahead = columns, row_filter, ahead
+        self._cover: Iterable[Stretch[SegmentRef]] = ()  # whose leading stretches are fetched
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the rows that match the filter. No batch is empty.
@@ -244,10 +246,10 @@ class Scan:
             with self._archive.opener(part)() as reader:
                 yield reader
             return
-        if self._archive.generation != self._generation:
+        if (upcoming := self._archive.upcoming()) is not self._cover:
             _close(fetched)
-            self._generation = self._archive.generation
-        for each in islice(self._archive.upcoming(), len(fetched), None):
+            self._cover = upcoming
+        for each in islice(upcoming, len(fetched), None):
             if not self._ahead.has_room((stretch.segment for stretch, _ in fetched), each.segment):
                 break
             fetched.append((each, self._ahead.pool.submit(self._archive.opener(each))))

@@ -179,38 +179,28 @@ class SegmentStore:
         return self._list_from(ref.chain, ref.level, ref.key, limit)
 
     def pages(
-        self, chain: Chain, level: int, *, position: int = 1, size: int = LIST_PAGE_SEGMENTS
+        self, chain: Chain, level: int | None = None, *, position: int = 1, size: int = LIST_PAGE_SEGMENTS
     ) -> Iterator[builtins.list[SegmentRef]]:
-        """Yield the segments of one level that reach `position`, by their end, `size` at a time."""
-        page = self.list(chain, position=position, level=level, limit=size)
-        while page:
-            yield page
-            page = self.list_after(page[-1], size) if len(page) >= size else []
+        """Yield the segments that reach `position`, `size` at a time: of a level by their end, of all levels (None)
+        level by level from the bottom, so that a segment that a merge moves up meanwhile is seen in the higher level.
+        """
+        for each in range(MAX_LEVEL + 1) if level is None else (level,):
+            page = self.list(chain, position=position, level=each, limit=size)
+            while page:
+                yield page
+                page = self.list_after(page[-1], size) if len(page) >= size else []
 
     def walk(self, chain: Chain, size: int = LIST_PAGE_SEGMENTS) -> Iterator[builtins.list[SegmentRef]]:
-        """Yield all segments, `size` at a time; from one listing if there are fewer.
-
-        Level by level from the bottom: a segment that a merge moves up meanwhile is seen in the higher level.
-        """
+        """Yield all segments, `size` at a time, as `pages`; from one listing if there are fewer."""
         page = self.objects.list(self.layout.partition_prefix(chain), limit=size)
         if len(page) < size:
             yield [ref for info in page if (ref := self._ref(info)) is not None]
             return
-        for level in range(MAX_LEVEL + 1):
-            yield from self.pages(chain, level, size=size)
+        yield from self.pages(chain, size=size)
 
     def table(self, chain: Chain) -> SegmentTable:
         """Return the segments of `list(chain)` in a sixteenth of the memory: no page is kept."""
         return SegmentTable(ref for page in self.walk(chain, TABLE_PAGE_SEGMENTS) for ref in page)
-
-    def covering(self, chain: Chain, within: SequenceRange) -> builtins.list[SegmentRef]:
-        """Return the segments of all levels that cover some of `within`.
-
-        All segments that end after its first sequence are listed, page by page, because one that ends far after it may
-        begin before it; only matching segments are kept.
-        """
-        levels = (self.pages(chain, level, position=within.first) for level in range(MAX_LEVEL + 1))
-        return [ref for pages in levels for page in pages for ref in page if ref.coverage.overlaps(within)]
 
     def _list_from(self, chain: Chain, level: int, after: str, limit: int | None) -> builtins.list[SegmentRef]:
         prefix = self.layout.segments_prefix(chain, level)

@@ -67,10 +67,6 @@ class SegmentTable(Sequence[SegmentRef]):
         self._folders: dict[str, _Folder] = {}
         self.extend(refs)
 
-    @classmethod
-    def listing(cls, refs: Iterable[SegmentRef]) -> SegmentTable:
-        return cls(sorted(refs, key=lambda ref: (ref.level, ref.name)))
-
     def extend(self, refs: Iterable[SegmentRef]) -> None:
         for ref in refs:
             prefix = ref.key[: ref.key.rindex("/") + 1]

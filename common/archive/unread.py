@@ -113,7 +113,8 @@ class StretchReader(AbstractContextManager["StretchReader"]):
         if (unread := self.unread) is None:
             return []
         if self._refs is None:  # no `cached_property`: in Python 3.11 one computation blocks all instances
-            self._refs = self._store.covering(self._stretch.segment.chain, unread)
+            pages = self._store.pages(self._stretch.segment.chain, position=unread.first)
+            self._refs = [ref for page in pages for ref in page if ref.coverage.overlaps(unread)]
         return [ref for ref in self._refs if ref.coverage.overlaps(unread) and ref.key not in self._excluded]
 
     def batches(

@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.archive.segment import SegmentRef
-from common.archive.table import SegmentTable
 from common.sequences import holes
 from compaction.plan import Planner, WaitingSegments, blocks
 from compaction.run import Compaction, LocalRunner, RunReport, Selection
 from compaction.supersede import find_supersessions, may_supersede, unsuperseded
 from compaction.tombstones import StoredTombstone, Tombstone
-from tests.support.compaction import CHAIN, NOW, Archive, TestPolicy, begun, index_of, plan, ref, refs, rows
+from tests.support.compaction import CHAIN, NOW, Archive, TestPolicy, begun, index_of, plan, ref, refs, rows, table_of
 
 SEGMENTS = refs(60, level=2, size=500, count=25)
 POLICIES = st.builds(
@@ -130,7 +129,7 @@ def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
         for n, s in enumerate(find_supersessions(segments))
         if n not in kept
     ]
-    index = index_of(SegmentTable.listing(segments), stones)
+    index = index_of(table_of(segments), stones)
     going = {s.key for each in index.deletable(NOW, 10) for s in each.superseded}
     left = [s for s in segments if s.key not in going]
     assert covered(left) == covered(segments)
@@ -159,7 +158,7 @@ HIGH = replace(LOW, from_=1, to=2)
 
 
 def cut(segments, size):
-    table = SegmentTable.listing(segments)
+    table = table_of(segments)
     for window in table.windows(size):
         yield [table[place] for places in window for place in places]
 

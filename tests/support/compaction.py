@@ -196,6 +196,11 @@ def plan(
     return [*planner.add(blocks(s for s in segments if s.key not in damaged)), *planner.end()]
 
 
+def table_of(refs: Iterable[SegmentRef]) -> SegmentTable:
+    """Return these segments in the order of a listing."""
+    return SegmentTable(sorted(refs, key=lambda ref: (ref.level, ref.name)))
+
+
 def index_of(listed: SegmentTable, stones: Iterable[StoredTombstone]) -> TombstoneIndex:
     """Return the index of these tombstones over the listed segments."""
     index = TombstoneIndex(listed)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from common.archive.store import SegmentRef
-from common.archive.table import SegmentTable
 from common.chain import Chain
 from common.logs import RESERVED_KEYS
 from compaction.merge import prefetch
@@ -21,7 +20,7 @@ from compaction.plan import Output, Planner, blocks, unite, unsuperseded_overlap
 from compaction.supersede import find_supersessions, may_supersede, supersession_of_merge, unsuperseded
 from compaction.tombstones import StoredTombstone, Tombstone, TombstoneIndex
 from tests.support.basics import PATIENCE
-from tests.support.compaction import CHAIN, LAYOUT, NOW, TestPolicy, index_of, plan, ref
+from tests.support.compaction import CHAIN, LAYOUT, NOW, TestPolicy, index_of, plan, ref, table_of
 
 
 def ranges(outputs: list[Output]) -> list[str]:
@@ -199,7 +198,7 @@ def going(listing=LISTING, stones=None, *, grace: float = 100) -> list[str]:
 
 
 def index(listing, *stones: StoredTombstone) -> TombstoneIndex:
-    return index_of(SegmentTable.listing(listing), stones)
+    return index_of(table_of(listing), stones)
 
 
 def changed(**fields: object) -> bytes:

@@ -21,7 +21,7 @@ from common.errors import DataError
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, choose_segment, cover
 from compaction.source import read_stretch
 from tests.support.basics import PATIENCE
-from tests.support.compaction import CHAIN, Archive, ref, refs, rows
+from tests.support.compaction import CHAIN, Archive, ref, refs, rows, table_of
 
 
 def test_a_range_includes_both_ends_and_may_be_the_whole_of_a_stream_and_no_more() -> None:
@@ -58,7 +58,7 @@ def windows(table: SegmentTable, size: int) -> Iterator[list[SegmentRef]]:
 
 @given(SEGMENTS)
 def test_what_is_put_in_comes_out(segments: list[SegmentRef]) -> None:
-    table = SegmentTable.listing(segments)
+    table = table_of(segments)
     assert table == listed(segments)
     assert table != [*segments, ref(1000, 1000)]
     assert [table.index_of(s) for s in listed(segments)] == list(range(len(segments)))
@@ -87,7 +87,7 @@ def test_the_greatest_values_are_kept_exactly() -> None:
 
 @given(SEGMENTS, st.integers(1, 10))
 def test_windows_hold_each_segment_once_and_no_two_overlap(segments: list[SegmentRef], size: int) -> None:
-    found, reach = list(windows(SegmentTable.listing(segments), size)), 0
+    found, reach = list(windows(table_of(segments), size)), 0
     assert listed([s for window in found for s in window]) == listed(segments)
     for window in found:
         assert window == sorted(window, key=lambda s: (s.level, s.name))
@@ -98,9 +98,9 @@ def test_windows_hold_each_segment_once_and_no_two_overlap(segments: list[Segmen
 @given(st.integers(0, 60), st.integers(1, 10))
 def test_a_window_is_no_larger_than_it_must_be(count: int, size: int) -> None:
     apart = [ref(n * 10 + 1, n * 10 + 10) for n in range(count)]
-    assert all(len(window) <= size for window in windows(SegmentTable.listing(apart), size))
+    assert all(len(window) <= size for window in windows(table_of(apart), size))
     across = [ref(1, 1000, 1)]
-    assert [len(window) for window in windows(SegmentTable.listing(apart + across), size)] == [count + 1]
+    assert [len(window) for window in windows(table_of(apart + across), size)] == [count + 1]
 
 
 def test_what_was_taken_in_any_order_and_of_many_levels_can_be_gone_through() -> None:
@@ -185,19 +185,19 @@ def test_segments_that_read_everything_are_read_alone(archive: Archive):
 
 def test_a_listing_without_an_answer_holds_up_no_other_reader(archive: Archive, monkeypatch: pytest.MonkeyPatch):
     early = unread(archive)
-    asked, answered, real = threading.Event(), threading.Event(), archive.store.covering
+    asked, answered, real = threading.Event(), threading.Event(), archive.store.list
 
-    def silent(*of: Any) -> Any:
+    def silent(*of: Any, **named: Any) -> Any:
         asked.set()
         answered.wait(PATIENCE)
-        return real(*of)
+        return real(*of, **named)
 
     stretch = Stretch(early, early.coverage)
     with ThreadPoolExecutor() as pool, open_stretch(archive.store, stretch) as held:
-        monkeypatch.setattr(archive.store, "covering", silent)
+        monkeypatch.setattr(archive.store, "list", silent)
         waiting = pool.submit(lambda: held.others)
         assert asked.wait(PATIENCE)
-        monkeypatch.setattr(archive.store, "covering", real)
+        monkeypatch.setattr(archive.store, "list", real)
         with open_stretch(archive.store, stretch) as free:
             assert pool.submit(lambda: free.others).result(PATIENCE / 2) == []
         answered.set()
