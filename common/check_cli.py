@@ -445,8 +445,6 @@ def _damaged_keys(store: SegmentStore, table: SegmentTable) -> Iterator[str]:
     yield from (table[place].key for place in range(len(table)) if table.size_at(place) < MIN_PARQUET_BYTES)
     newest = max(range(len(table)), key=table.end_at, default=None)
     if newest is not None and table.size_at(newest) >= MIN_PARQUET_BYTES:
-        with suppress(SegmentGone):  # merged meanwhile
-            try:
-                store.footer(table[newest])
-            except DataError:
-                yield table[newest].key
+        found = store.inspect(table[newest])
+        if isinstance(found, DataError) and not isinstance(found, SegmentGone):  # gone: merged meanwhile
+            yield table[newest].key

@@ -23,7 +23,7 @@ from common.archive.columns import is_text, messages
 from common.archive.documents import ChainStore, CompactionRun, run_of
 from common.archive.guard import SegmentGone
 from common.archive.keys import configured_feeds, parse_chain_name
-from common.archive.scan import ChainArchive, Damage, Hole, Scan
+from common.archive.scan import ChainArchive, Hole, Problem, Scan
 from common.archive.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.archive.store import SegmentStore, quarantine
 from common.archive.times import Timeline
@@ -292,7 +292,7 @@ def cat(
     chain = None if ref else _chain(settings, chains, what)
     refs = store.list(chain, position=from_sequence or 1) if chain else [ref] if ref else []
     within = _select(store, refs, bounds)
-    problems, is_damaged = list[Hole | Damage](), False
+    problems, is_damaged = list[Problem](), False
     reach = partial(_range_of, chains, chain) if chain and not from_sequence else span
     whole = None if within is False else reach(refs)
     position = from_sequence or 1
@@ -341,7 +341,7 @@ def _print(
     subjects: Sequence[str],
     limit: int | None,
     form: Callable[[Message], str],
-    problems: list[Hole | Damage],
+    problems: list[Problem],
 ) -> int | None:
     """Print the messages of `parts` by sequence that match one of `subjects`, all if there are none; return how many
     more may be printed, None for any number.
@@ -359,13 +359,13 @@ def _print(
     return limit
 
 
-def _note_problem(problems: list[Hole | Damage], chains: ChainStore, chain: Chain, problem: Hole | Damage) -> None:
+def _note_problem(problems: list[Problem], chains: ChainStore, chain: Chain, problem: Problem) -> None:
     """Note a problem; of a hole only the sequences that no accepted gap has."""
-    if isinstance(problem, Damage):
-        problems.append(problem)
-    else:
+    if isinstance(problem, Hole):
         gaps = [gap.range for gap in chains.gaps(chain, position=problem.rows.first)]
         problems += [Hole(rows, problem.causes) for rows in holes(gaps, problem.rows)]
+    else:
+        problems.append(problem)
 
 
 def _earlier_parts(

@@ -19,6 +19,7 @@ from common.archive.guard import SegmentGone, fork_error
 from common.archive.reader import SegmentReader
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
+from common.archive.unread import UnreadableSegment, reading
 from common.errors import DataError
 from common.sequences import SequenceRange, Stretch, holes
 from compaction.supersede import SegmentCover, Supersession
@@ -70,8 +71,9 @@ class DeletionProof:
         if len(coverage) <= DENSE_SEQUENCES and self._first_missing(coverage.first + np.arange(len(coverage))) is None:
             return
         try:
-            opened = self._opened(segment)
-        except SegmentGone:
+            with reading(segment, SegmentGone):
+                opened = self._opened(segment)
+        except UnreadableSegment:
             return
         with opened as below:
             for batch in below.batches(columns=("sequence",)):

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.archive.guard import ForkError, SegmentGone
-from common.archive.segment import SegmentRef
+from common.archive.unread import UnreadableSegment
 from common.chain import Chain
-from common.errors import FloeError, SegmentCorrupt
+from common.errors import FloeError
 
 # If several of these occurred, the operator must see the first in this order.
 _EXIT_ORDER = (78, 77, 3, 4, 75)
-
-
-class UnreadableInput(SegmentCorrupt):
-    """Error of a segment that a merge cannot read; `key`: that of the segment."""
-
-    def __init__(self, key: str, error: SegmentCorrupt) -> None:
-        super().__init__(error.message, hint=error.hint, code=error.code)
-        self.key = key
-
-
-@contextmanager
-def as_unreadable_input(segment: SegmentRef) -> Iterator[None]:
-    """Convert SegmentCorrupt in the block into UnreadableInput of `segment`."""
-    try:
-        yield
-    except SegmentCorrupt as error:
-        raise UnreadableInput(segment.key, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +33,10 @@ class Failure:
     chain: Chain | None = None
 
     @classmethod
-    def of(cls, work: str, error: FloeError, chain: Chain | None = None) -> Failure:
-        damaged = (error.key,) if isinstance(error, UnreadableInput) else ()
+    def of(cls, work: str, error: FloeError | UnreadableSegment, chain: Chain | None = None) -> Failure:
+        damaged: tuple[str, ...] = ()
+        if isinstance(error, UnreadableSegment):
+            damaged, error = () if error.is_gone else (error.segment.key,), error.error
         suspects = error.keys if isinstance(error, ForkError) else damaged
         is_stale = isinstance(error, SegmentGone)
         return cls(work, error.as_text(), error.exit_code, frozenset(damaged), is_stale, error.code, suspects, chain)

@@ -19,13 +19,14 @@ from common.archive.guard import MIB
 from common.archive.reader import SegmentReader
 from common.archive.segment import UNREAD_REASONS, Footer, Ledger, MergeInputs, Reason, SegmentRef
 from common.archive.store import SegmentStore
+from common.archive.unread import count_up_to
 from common.archive.writer import SegmentWriter, SpooledSegment
 from common.errors import SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
 from common.metrics import version
 from common.sequences import SequenceRange, Stretch, cover, preference
 from compaction.plan import Output
-from compaction.union import Values, count_up_to, union
+from compaction.union import Values, union
 
 
 class RowTally:
@@ -232,9 +233,9 @@ class MergedSegment:
 def merge(store: SegmentStore, output: Output) -> MergedSegment:
     """Make `output`; return after it was read back without error. The same inputs always give the same bytes.
 
-    Memory is bounded by two row groups of the output and one of each input that overlaps them. Raises SegmentCorrupt
-    for an invalid input, DataError (E-FORK) for inputs that contradict each other, SegmentGone for one that was
-    deleted, Unavailable (E-SPOOL) if the spool disk has too little space.
+    Memory is bounded by two row groups of the output and one of each input that overlaps them. Raises
+    UnreadableSegment for an invalid or deleted input, DataError (E-FORK) for inputs that contradict each other,
+    Unavailable (E-SPOOL) if the spool disk has too little space.
     """
     # Order at a crash: nothing refers to a spool file. The stored output is a complete, contained segment that readers
     # may already use. Only a later step, with its own proof, writes a tombstone.

@@ -26,7 +26,7 @@ from common.archive.documents import ChainStore, SnapshotRef, late_rows_remedies
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.table import WINDOW_SEGMENTS, SegmentTable
-from common.archive.unread import open_stretch
+from common.archive.unread import UnreadableSegment, open_stretch
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import DataError, FloeError, SegmentCorrupt
@@ -92,7 +92,7 @@ def merge_output(store: SegmentStore, output: Output) -> MergedSegment | Failure
     began = clock.monotonic()
     try:
         merged = merge(store, output)
-    except FloeError as error:
+    except (FloeError, UnreadableSegment) as error:
         work = f"merge of {output.coverage} of {output.chain} to level {output.level}"
         return Failure.of(work, error, output.chain)
     done = {"rows": merged.rows, "stored_bytes": merged.ref.size, "seconds": round(clock.monotonic() - began, 3)}

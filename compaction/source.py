@@ -35,7 +35,7 @@ from common.archive.columns import SCHEMA
 from common.archive.documents import ChainStore
 from common.archive.keys import Layout
 from common.archive.reader import RowFilter
-from common.archive.scan import EVERY_ROW, ChainArchive, Damage, Hole, Scan, with_current_listing
+from common.archive.scan import EVERY_ROW, ChainArchive, Hole, Problem, Scan, with_current_listing
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentGone, SegmentStore
 from common.archive.times import Timeline
@@ -66,8 +66,8 @@ def read_stretch(
     """
     chain = stretch.segment.chain
 
-    def refuse(problem: Hole | Damage) -> None:
-        if isinstance(problem, Damage):
+    def refuse(problem: Problem) -> None:
+        if not isinstance(problem, Hole):
             return  # others may cover its rows
         floor = ChainStore(store.objects, store.layout).floor(chain)
         if floor is not None and problem.rows.first < floor.first:

@@ -28,9 +28,9 @@ from common.archive.keys import CAPTURES, MAX_LEVEL
 from common.archive.segment import Footer, Reason, SegmentRef
 from common.archive.store import SegmentGone, SegmentStore, quarantine_command
 from common.archive.table import WINDOW_SEGMENTS, SegmentTable
-from common.archive.unread import StretchReader, open_stretch
+from common.archive.unread import StretchReader, UnreadableSegment, open_stretch, reading
 from common.chain import Chain
-from common.errors import DataError, FloeError, SegmentCorrupt, Unavailable
+from common.errors import DataError, FloeError, Unavailable
 from common.exits import config_in_use, set_config
 from common.objects.port import DeletedObject, VersionedStore
 from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, cover, holes
@@ -506,10 +506,11 @@ class _TaskCheck:
             if footers[stretch.segment.key].unread is None:
                 continue
             try:
-                with open_stretch(self._store, stretch, refs=segments) as reader:
-                    found += _late_problems(reader, stretch.segment, self._task.chain)
+                segment = stretch.segment
+                with reading(segment, SegmentGone), open_stretch(self._store, stretch, refs=segments) as reader:
+                    found += _late_problems(reader, segment, self._task.chain)
                     found += self._gone_problems(reader)
-            except SegmentGone:
+            except UnreadableSegment:
                 continue
             except ForkError as error:
                 found.append(VerifyProblem("fork", error.message, error.hint, stretch.rows))
@@ -546,10 +547,11 @@ class _TaskCheck:
             except ForkError as error:
                 hint = "\n".join([f"{error.hint}:", *map(quarantine_command, error.keys)])
                 self._result.cross_problems.append(VerifyProblem("fork", error.message, hint, within))
-            except SegmentCorrupt as error:  # it was sound when it was checked
-                self._result.cross_problems.append(VerifyProblem("damaged", error.message, rows=within))
-            except SegmentGone:
-                self._result.unsettled.append(within)
+            except UnreadableSegment as found:
+                if found.is_gone:
+                    self._result.unsettled.append(within)
+                else:  # it was sound when it was checked
+                    self._result.cross_problems.append(VerifyProblem("damaged", found.error.message, rows=within))
         for supersession in find_supersessions(segments):
             self._result.cross_problems += self._missing_rows(supersession)
 
@@ -557,10 +559,10 @@ class _TaskCheck:
         for part in supersession.parts(-(-len(supersession.superseded) // 2)):
             try:
                 prove_by_reading(self._store, part)
-            except SegmentGone:
-                self._result.unsettled += [segment.coverage for segment in part.superseded]
             except DataError as error:
-                if len(part.superseded) > 1:
+                if isinstance(error, SegmentGone):
+                    self._result.unsettled += [segment.coverage for segment in part.superseded]
+                elif len(part.superseded) > 1:
                     yield from self._missing_rows(part)
                 elif error.code != "E-FORK":  # reported above
                     late = "the next `floe compact` merges it with the segment that covers it"
@@ -570,23 +572,14 @@ class _TaskCheck:
 
 def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer | VerifyProblem | None:
     """Return the footer, or a problem; None for a segment that is gone: the others show if its coverage is missing."""
-    try:
-        if deep:
-            # Its name proves all of its bytes, at any size; the reader checks order, range, counts and pages.
-            with store.open(segment, whole=True) as reader:
-                for _batch in reader.batches():
-                    pass
-                return reader.footer
-        footer = store.footer(segment)
-        if not store.is_intact(segment):
-            raise DataError(f"segment {segment.key}: expected bytes with the digest of its name, found others")
-        return footer
-    except SegmentGone:
-        return None
-    except DataError as error:
-        away = quarantine_command(segment.key)
-        hint = f"put a good copy back, or quarantine it:\n{away}"
-        return VerifyProblem("damaged", error.message, hint, segment.coverage)
+    found = store.inspect(segment, deep=deep)
+    if isinstance(found, Footer) and not deep and not store.is_intact(segment):
+        found = DataError(f"segment {segment.key}: expected bytes with the digest of its name, found others")
+    if isinstance(found, Footer):
+        return found
+    hint = f"put a good copy back, or quarantine it:\n{quarantine_command(segment.key)}"
+    is_gone = isinstance(found, SegmentGone)
+    return None if is_gone else VerifyProblem("damaged", found.message, hint, segment.coverage)
 
 
 def _undelete_hint(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:

@@ -20,9 +20,11 @@ from common.archive.guard import SegmentGone
 from common.archive.reader import RowFilter
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
-from common.archive.unread import StretchReader, open_stretch
+from common.archive.unread import StretchReader, UnreadableSegment, open_stretch, reading
 from common.chain import Chain
-from common.errors import DataError, SegmentCorrupt
+from common.errors import DataError, Unavailable
+from common.exits import choices
+from common.hints import verify_command
 from common.sequences import SequenceRange, Stretch, cover
 
 T = TypeVar("T")
@@ -45,18 +47,8 @@ class Hole:
         return f"no segment covers {self.rows}"
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """A segment that cannot be read. Other segments may cover its rows; if none does, a `Hole` follows."""
-
-    segment: SegmentRef
-    error: DataError
-
-    def __str__(self) -> str:
-        return str(self.error)
-
-
-OnProblem = Callable[[Hole | Damage], None]  # returns to continue, or raises to end the scan
+Problem = Hole | UnreadableSegment  # if no other segment covers the rows of an unreadable one, a hole follows
+OnProblem = Callable[[Problem], None]  # returns to continue, or raises to end the scan
 
 
 def with_current_listing(
@@ -68,12 +60,21 @@ def with_current_listing(
 ) -> T:
     """Return the result of `work` for the segments that reach `position`, listed again if `work` raises SegmentGone.
 
-    `level` None: all levels. Raises SegmentGone after `RELIST_ATTEMPTS`, and the errors of the store.
+    `level` None: all levels. Raises Unavailable (E-SEG-GONE) after `RELIST_ATTEMPTS`, and the errors of the store.
     """
-    for _ in range(RELIST_ATTEMPTS - 1):
+    for _ in range(RELIST_ATTEMPTS):
         with suppress(SegmentGone):
             return work(store.list(chain, position=position, level=level))
-    return work(store.list(chain, position=position, level=level))
+    raise vanishing_error(chain)
+
+
+def vanishing_error(chain: Chain) -> Unavailable:
+    then = "run the same command again when compaction is done; if it fails again, check the store"
+    return Unavailable(
+        f"chain {chain}: segments vanish while they are read, in {RELIST_ATTEMPTS} listings",
+        hint=choices((then, verify_command(f"{chain.site}/{chain.feed}"))),
+        code="E-SEG-GONE",
+    )
 
 
 class ChainArchive:
@@ -90,7 +91,7 @@ class ChainArchive:
         self._refs = None if refs is None else list(refs)
         self._is_fixed, self._is_listed, self._listed_at = is_fixed, refs is not None, 0
         self._position, self._attempts = 0, 0
-        self._errors: dict[str, Damage] = {}
+        self._errors: dict[str, UnreadableSegment] = {}
         self._avoided: dict[str, SegmentRef] = {}
         self._stretches: deque[Stretch[SegmentRef]] | None = None
 
@@ -139,21 +140,21 @@ class ChainArchive:
         """The keys of the segments that are left out."""
         return frozenset(self._avoided)
 
-    def avoid(self, segment: SegmentRef, error: DataError) -> Damage | None:
-        """Leave out a segment that cannot be read. A segment that is gone is listed again first: return None then."""
-        if isinstance(error, SegmentGone) and not self._is_fixed and self._attempts < RELIST_ATTEMPTS - 1:
+    def avoid(self, found: UnreadableSegment) -> bool:
+        """Leave out a segment, and return True. A segment that is gone is listed again first: return False then."""
+        if found.is_gone and not self._is_fixed and self._attempts < RELIST_ATTEMPTS - 1:
             self._attempts += 1
-            self._errors[segment.key] = Damage(segment, error)
+            self._errors[found.segment.key] = found
             self._refs = self._stretches = None
-            return None
-        return self.leave_out(segment, error)
+            return False
+        self.leave_out(found)
+        return True
 
-    def leave_out(self, segment: SegmentRef, error: DataError) -> Damage:
+    def leave_out(self, found: UnreadableSegment) -> None:
         """Leave out a segment from now on."""
-        self._errors[segment.key] = damage = Damage(segment, error)
-        self._avoided[segment.key] = segment
+        self._errors[found.segment.key] = found
+        self._avoided[found.segment.key] = found.segment
         self._stretches = None
-        return damage
 
     def _cover(self, position: int, last: int) -> deque[Stretch[SegmentRef]]:
         if self._refs is None:
@@ -221,14 +222,15 @@ class Scan:
                     self.position = part.rows.last + 1
                     continue
                 try:
-                    with self._open(part, fetched) as reader:
+                    with reading(part.segment), self._open(part, fetched) as reader:
                         yield from self._rows(reader, part)
                     self.position = part.rows.last + 1
-                    for error in reader.left_out:
-                        self._on_problem(self._archive.leave_out(error.segment, error.error))
-                except (SegmentGone, SegmentCorrupt) as error:
-                    if (damage := self._archive.avoid(part.segment, error)) is not None:
-                        self._on_problem(damage)
+                    for other in reader.left_out:
+                        self._archive.leave_out(other)
+                        self._on_problem(other)
+                except UnreadableSegment as found:
+                    if self._archive.avoid(found):
+                        self._on_problem(found)
         finally:
             _close(fetched)
 

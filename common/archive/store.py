@@ -376,10 +376,19 @@ class SegmentStore:
         with self.open_part(ref) as reader:
             return reader.footer
 
-    def inspect(self, ref: SegmentRef) -> Footer | DataError:
-        """Return the footer; or the error, SegmentCorrupt or SegmentGone, if it cannot be read."""
+    def inspect(self, ref: SegmentRef, *, deep: bool = False) -> Footer | DataError:
+        """Return the footer; or the error, SegmentCorrupt or SegmentGone, if it cannot be read.
+
+        `deep`: fetch the segment whole, so that its name proves its bytes, and read all rows, so that their order,
+        range and counts and the checksums of pages are checked.
+        """
         try:
-            return self.footer(ref)
+            if not deep:
+                return self.footer(ref)
+            with self.open(ref, whole=True) as reader:
+                for _batch in reader.batches():
+                    pass
+                return reader.footer
         except (SegmentCorrupt, SegmentGone) as error:
             return error
 

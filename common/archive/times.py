@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from common.archive.scan import with_current_listing
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
-from common.archive.unread import UnreadableSegmentError, around_damage, open_stretch, reading
+from common.archive.unread import UnreadableSegment, around_damage, open_stretch, reading
 from common.chain import Chain
 from common.errors import SegmentCorrupt
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
@@ -27,8 +27,8 @@ def search(store: SegmentStore, chain: Chain, moment_ns: int, position: int = 1)
     nothing was found: earlier segments are not listed again.
 
     None: all rows of the archive are earlier, or there are none. If damaged segments lie right before that row, return
-    the first sequence that they hide: a reader from there on finds the damage. Blocking. Raises SegmentGone if segments
-    vanish repeatedly, and the errors of the store.
+    the first sequence that they hide: a reader from there on finds the damage. Blocking. Raises Unavailable
+    (E-SEG-GONE) if segments vanish repeatedly, and the errors of the store.
     """
 
     def find(refs: list[SegmentRef]) -> tuple[int | None, int]:
@@ -95,7 +95,7 @@ class Timeline:
         """Return the least and the greatest timestamp (ns) in a segment; None if it holds no times or is damaged."""
         try:
             times = self._times_of(ref)
-        except UnreadableSegmentError:
+        except UnreadableSegment:
             return None
         return None if times is None else (times.first, times.last)
 

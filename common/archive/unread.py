@@ -8,16 +8,17 @@ segments count. For the other sequences, no other segment is read.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from common.archive.columns import CONTENT_COLUMNS, SCHEMA, first_difference
 from common.archive.guard import SegmentGone, fork_error
@@ -30,44 +31,57 @@ from common.sequences import CoverageSet, SequenceRange, Stretch, preference
 
 log = get_logger(__name__)
 
+Batches = Generator[pa.RecordBatch, None, None]
+SegmentBatches = list[tuple[SegmentRef, pa.RecordBatch]]
+
 NO_KEYS: frozenset[str] = frozenset()
 T = TypeVar("T")
 
 
-class UnreadableSegmentError(Exception):
-    """Failure to read one segment of several, with its error."""
+class UnreadableSegment(Exception):
+    """A segment that cannot be read, with the error. Other segments may cover its rows.
+
+    Raised by `reading`; a scan hands it to its caller as a value.
+    """
 
     def __init__(self, segment: SegmentRef, error: DataError) -> None:
-        super().__init__(segment.key)
+        super().__init__(segment, error)
         self.segment, self.error = segment, error
 
+    def __str__(self) -> str:
+        return str(self.error)
 
-Report = Callable[[UnreadableSegmentError], None]
+    @property
+    def is_gone(self) -> bool:
+        """True if it was deleted after it was listed, False if it is damaged."""
+        return isinstance(self.error, SegmentGone)
+
+
+OnUnreadable = Callable[[UnreadableSegment], None]
 
 
 @contextmanager
 def reading(segment: SegmentRef, *kinds: type[DataError]) -> Iterator[None]:
-    """Convert errors of `kinds` (none: SegmentCorrupt and SegmentGone) into UnreadableSegmentError."""
+    """Convert errors of `kinds` (none: SegmentCorrupt and SegmentGone) into UnreadableSegment."""
     kinds = kinds or (SegmentCorrupt, SegmentGone)
     try:
         yield
     except kinds as error:
-        raise UnreadableSegmentError(segment, error) from error
+        raise UnreadableSegment(segment, error) from error
 
 
-def around_damage(usable: list[SegmentRef], work: Callable[[], T], report: Report = lambda _: None) -> T:
+def around_damage(usable: list[SegmentRef], work: Callable[[], T], report: OnUnreadable = lambda _: None) -> T:
     """Return the result of `work`; repeat it for each segment that it cannot read, and remove that from `usable`."""
     while True:
         try:
             return work()
-        except UnreadableSegmentError as error:
-            report(error)
-            usable.remove(error.segment)
+        except UnreadableSegment as found:
+            report(found)
+            usable.remove(found.segment)
 
 
-def log_left_out(error: UnreadableSegmentError) -> None:
-    context = error.segment.log_context()
-    log.warning("segment left out", action="segment_left_out", error=str(error.error), **context)
+def log_left_out(found: UnreadableSegment) -> None:
+    log.warning("segment left out", action="segment_left_out", error=str(found), **found.segment.log_context())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +114,7 @@ class StretchReader(AbstractContextManager["StretchReader"]):
         self.footer: Footer = reader.footer
         self._store, self._stretch, self._reader = store, stretch, reader
         self._refs, self._excluded = refs, {*excluded, stretch.segment.key}
-        self.left_out: list[UnreadableSegmentError] = []  # damaged segments that may hold rows of `unread`
+        self.left_out: list[UnreadableSegment] = []  # damaged segments that may hold rows of `unread`
 
     @property
     def unread(self) -> SequenceRange | None:
@@ -178,23 +192,32 @@ class StretchReader(AbstractContextManager["StretchReader"]):
         position = within.first
         while position <= within.last:
             usable = [ref for ref in self.others if ref.key not in self._excluded]
-            merge = _RowMerge(self._store, own, self._reader, usable, SequenceRange(position, within.last))
+            read, current = partial(self._read_within, SequenceRange(position, within.last)), own
             try:
-                for segment, batch in merge.parts():
-                    begins = self._stretch.rows if segment is own else within
-                    since = max(begins.first, segment.coverage.first)
-                    yield UnreadPart(segment, since, batch.select(names))
-                    position = batch.column("sequence")[-1].as_py() + 1
+                with closing(merge_windows([own, *usable], read, lambda ref: (ref is own, preference(ref)))) as windows:
+                    for window in windows:
+                        for segment, batch in _choose(window, current):
+                            begins = self._stretch.rows if segment is own else within
+                            since = max(begins.first, segment.coverage.first)
+                            yield UnreadPart(segment, since, batch.select(names))
+                            position, current = batch.column("sequence")[-1].as_py() + 1, segment
                 return
-            except UnreadableSegmentError as error:
-                log_left_out(error)
-                self._excluded.add(error.segment.key)
-                if isinstance(error.error, SegmentGone):
+            except UnreadableSegment as found:
+                if found.segment is own:
+                    raise found.error from None
+                log_left_out(found)
+                self._excluded.add(found.segment.key)
+                if found.is_gone:
                     self._refs = None  # merged since it was listed
                 else:
-                    self.left_out.append(error)
-            finally:
-                merge.close()
+                    self.left_out.append(found)
+
+    def _read_within(self, rows: SequenceRange, segment: SegmentRef) -> Batches:
+        if segment is self._stretch.segment:
+            yield from self._reader.batches(rows)
+            return
+        with self._store.open(segment, rows=rows) as reader:
+            yield from reader.batches(rows)
 
     def close(self) -> None:
         self._reader.close()
@@ -219,93 +242,41 @@ def open_stretch(
     return StretchReader(store, stretch, reader, refs, excluded)
 
 
-_Batches = list[tuple[SegmentRef, pa.RecordBatch]]
+def merge_windows(
+    segments: Iterable[SegmentRef],
+    read: Callable[[SegmentRef], Batches],
+    rank: Callable[[SegmentRef], Any] = preference,
+) -> Generator[SegmentBatches, None, None]:
+    """Yield the rows of `segments`, ascending, in windows: each up to the sequence that every open segment has reached.
 
-
-class _RowMerge:
-    """A merge of the rows of `own` and of `others` inside `within`, each sequence once. It is used once.
-
-    Of equal rows it takes the one from the segment of the row before, so that the segment changes rarely.
+    A window has the rows of each segment with rows there, that of the highest `rank` first; several may have the same
+    sequence. `read` returns the batches of a segment; it is called when the coverage of the segment is reached.
+    Memory is bounded by one batch of each segment that overlaps. Raises UnreadableSegment and the errors of the store.
     """
-
-    def __init__(
-        self,
-        store: SegmentStore,
-        own: SegmentRef,
-        reader: SegmentReader,
-        others: Sequence[SegmentRef],
-        within: SequenceRange,
-    ) -> None:
-        self._store, self._own, self._within = store, own, within
-        self._runs = [_Run(own, reader.batches(within))]
-        self._waiting = deque(sorted(others, key=lambda ref: (ref.coverage, ref.name)))
-        self._open: list[SegmentReader] = []
-        self._current = own
-
-    def parts(self) -> Iterator[tuple[SegmentRef, pa.RecordBatch]]:
-        for run in self._runs:
-            self._advance(run)
-        while True:
-            self._open_reached()
-            self._runs = [run for run in self._runs if run.head is not None]
-            if not self._runs:
-                return
-            last = min(run.last for run in self._runs)
-            taken = [(run.segment, self._take(run, last)) for run in self._runs]
-            yield from self._choose([each for each in taken if each[1].num_rows])
-
-    def close(self) -> None:
-        for reader in self._open:
-            reader.close()
-
-    def _open_reached(self) -> None:
-        while self._waiting:
-            open_ends = [run.last for run in self._runs if run.head is not None]
-            if open_ends and self._waiting[0].coverage.first > min(open_ends):
-                return
-            ref = self._waiting.popleft()
-            with reading(ref):
-                reader = self._store.open(ref, rows=self._within)
-            self._open.append(reader)
-            run = _Run(ref, reader.batches(self._within))
-            self._advance(run)
-            self._runs.append(run)
-            self._runs.sort(key=lambda each: (each.segment is self._own, preference(each.segment)), reverse=True)
-
-    def _advance(self, run: _Run) -> None:
-        with nullcontext() if run.segment is self._own else reading(run.segment):
-            run.head = next(run.batches, None)
-
-    def _take(self, run: _Run, last: int) -> pa.RecordBatch:
-        assert run.head is not None
-        count = bisect_right(_sequences(run.head), last)
-        taken, run.head = run.head.slice(0, count), run.head.slice(count)
-        if not run.head.num_rows:
-            self._advance(run)
-        return taken
-
-    def _choose(self, taken: _Batches) -> Iterator[tuple[SegmentRef, pa.RecordBatch]]:
-        row_maps = [{sequence: row for row, sequence in enumerate(_sequences(batch))} for _, batch in taken]
-        _check_forks(taken, row_maps)
-        number = next((n for n, (segment, _) in enumerate(taken) if segment is self._current), 0)
-        begin, end = 0, 0  # of the rows that are taken from `number` and not yet yielded
-        for sequence in sorted(set().union(*row_maps)):
-            if sequence not in row_maps[number]:
-                if end > begin:
-                    yield taken[number][0], taken[number][1].slice(begin, end - begin)
-                number = next(n for n, each in enumerate(row_maps) if sequence in each)
-                begin = end = row_maps[number][sequence]
-            elif end == begin:
-                begin = end = row_maps[number][sequence]
-            end += 1
-        self._current = taken[number][0]
-        yield taken[number][0], taken[number][1].slice(begin, end - begin)
+    waiting = deque(sorted(segments, key=lambda ref: (ref.coverage, ref.name)))
+    runs: list[_Run] = []
+    try:
+        while waiting or runs:
+            while waiting and all(waiting[0].coverage.first <= run.last for run in runs):
+                segment = waiting.popleft()
+                runs.append(_Run(segment, read(segment)))
+                runs[-1].advance()
+                runs = [run for run in runs if run.head is not None]
+            if runs:
+                last = min(run.last for run in runs)
+                runs.sort(key=lambda run: rank(run.segment), reverse=True)
+                taken = [(run.segment, run.take(last)) for run in runs]
+                runs = [run for run in runs if run.head is not None]
+                yield [each for each in taken if each[1].num_rows]
+    finally:
+        for run in runs:
+            run.batches.close()
 
 
 class _Run:
     """One open segment and its next rows; `head` None: there are no more."""
 
-    def __init__(self, segment: SegmentRef, batches: Iterator[pa.RecordBatch]) -> None:
+    def __init__(self, segment: SegmentRef, batches: Batches) -> None:
         self.segment, self.batches = segment, batches
         self.head: pa.RecordBatch | None = None
 
@@ -314,19 +285,54 @@ class _Run:
         assert self.head is not None
         return int(self.head.column("sequence")[-1].as_py())
 
+    def advance(self) -> None:
+        with reading(self.segment):
+            self.head = next(self.batches, None)
 
-def _sequences(batch: pa.RecordBatch) -> list[int]:
-    column: Any = batch.column("sequence")
-    found: list[int] = column.to_pylist()
-    return found
+    def take(self, last: int) -> pa.RecordBatch:
+        """Return the next rows up to the sequence `last`."""
+        assert self.head is not None
+        count = self.head.num_rows if self.last <= last else count_up_to(self.head.column("sequence"), last)
+        taken, self.head = self.head.slice(0, count), self.head.slice(count)
+        if not self.head.num_rows:
+            self.advance()
+        return taken
 
 
-def _check_forks(taken: _Batches, row_maps: Sequence[dict[int, int]]) -> None:
-    for (one, other), (here, there) in zip(combinations(taken, 2), combinations(row_maps, 2), strict=True):
-        if not (common := sorted(here.keys() & there.keys())):
-            continue
-        left = one[1].take(pa.array([here[sequence] for sequence in common]))
-        right = other[1].take(pa.array([there[sequence] for sequence in common]))
-        for name in CONTENT_COLUMNS:
-            if (row := first_difference(left.column(name), right.column(name))) is not None:
-                raise fork_error(one[0], other[0], common[row])
+def count_up_to(sequences: Any, last: int) -> int:
+    """Return the number of `sequences`, an array, that are at most `last`."""
+    return int(pc.sum(pc.less_equal(sequences, pa.scalar(last, pa.int64()))).as_py() or 0)
+
+
+def _choose(taken: SegmentBatches, current: SegmentRef) -> Iterator[tuple[SegmentRef, pa.RecordBatch]]:
+    """Yield the rows of a window, each sequence once.
+
+    Of equal rows it takes the one from the segment of the row before, at first `current`, so that the segment changes
+    rarely.
+    """
+    check_forks(taken)
+    columns: list[Any] = [batch.column("sequence").to_pylist() for _, batch in taken]
+    row_maps = [{sequence: row for row, sequence in enumerate(column)} for column in columns]
+    number = next((n for n, (segment, _) in enumerate(taken) if segment is current), 0)
+    begin, end = 0, 0  # of the rows that are taken from `number` and not yet yielded
+    for sequence in sorted(set().union(*row_maps)):
+        if sequence not in row_maps[number]:
+            if end > begin:
+                yield taken[number][0], taken[number][1].slice(begin, end - begin)
+            number = next(n for n, each in enumerate(row_maps) if sequence in each)
+            begin = end = row_maps[number][sequence]
+        elif end == begin:
+            begin = end = row_maps[number][sequence]
+        end += 1
+    yield taken[number][0], taken[number][1].slice(begin, end - begin)
+
+
+def check_forks(parts: SegmentBatches) -> None:
+    """Raise ForkError if two segments have different messages under one sequence."""
+    for (one, left), (other, right) in combinations(parts, 2):
+        places: Any = pc.index_in(left.column("sequence"), value_set=right.column("sequence"))
+        is_common: Any = pc.is_valid(places)
+        for name in CONTENT_COLUMNS if pc.any(is_common).as_py() else ():
+            here, there = left.column(name).filter(is_common), right.column(name).take(places.drop_null())
+            if (row := first_difference(here, there)) is not None:
+                raise fork_error(one, other, left.column("sequence").filter(is_common)[row].as_py())

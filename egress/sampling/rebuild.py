@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from common.archive.columns import columns_of
 from common.archive.documents import ChainStore
-from common.archive.scan import ChainArchive, Damage, Hole, Scan
+from common.archive.scan import ChainArchive, Problem, Scan
 from common.archive.segment import Footer, SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.unread import around_damage, log_left_out, reading
@@ -238,5 +238,5 @@ class SamplerRebuild:
             log.info("sampler rebuild progressed", action="sampler_rebuild_progressed", **fields, **chain.log_context())
 
 
-def _log_missing(problem: Hole | Damage) -> None:
+def _log_missing(problem: Problem) -> None:
     log.info("rows missing", action="rows_missing", error=str(problem))

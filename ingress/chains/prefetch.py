@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping
 
 from common.archive.documents import ChainStore
 from common.archive.segment import SegmentRef
-from common.archive.store import SegmentGone, SegmentStore
+from common.archive.store import SegmentStore
+from common.archive.unread import UnreadableSegment
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import FloeError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
+from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
 from common.exits import choices
 from common.hints import resume_command
 from common.logs import get_logger
@@ -209,7 +210,7 @@ class Prefetcher:
                 log.info("chain read recovered", action="chain_read_recovered", **chain.chain.log_context())
         except _StaleError:
             pass
-        except SegmentGone:
+        except UnreadableSegment:
             # Compacted meanwhile: search again at once, but after two failures in a row only at the next tick.
             log.info("segment gone", action="segment_gone", **chain.chain.log_context())
             chain.fail()
@@ -258,11 +259,13 @@ class Prefetcher:
             rest = chain.end_turn(stretch, is_done=source.is_done)
         except IncompleteFillError as error:
             chain.block(error.found)
-        except SegmentCorrupt as error:
+        except UnreadableSegment as found:
+            if found.is_gone:
+                raise
             chain.damaged.add(ref.key)
             chain.replan(everywhere=True)
             metrics.damaged.labels(chain.chain.site, chain.chain.feed).inc()
-            log.error("segment damaged", action="segment_damaged", error=str(error), **ref.log_context())
+            log.error("segment damaged", action="segment_damaged", error=str(found), **ref.log_context())
         else:
             if problem is not None:
                 self.stop_chain(chain, problem)

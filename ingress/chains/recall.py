@@ -6,9 +6,10 @@ from common.archive.columns import batch_of
 from common.archive.documents import ChainStore
 from common.archive.keys import DIGEST_LENGTH, SegmentName
 from common.archive.segment import Message, SegmentRef
-from common.archive.store import SegmentGone, SegmentStore
+from common.archive.store import SegmentStore
+from common.archive.unread import UnreadableSegment
 from common.chain import Chain
-from common.errors import DataError, SegmentCorrupt, Stopped
+from common.errors import DataError, Stopped
 from common.exits import choices
 from common.hints import checkpoint_command
 from common.logs import get_logger
@@ -164,11 +165,11 @@ class Recall:
                 raise self._lost_rows_error(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
         except BaseException as error:
             self._budget.release(sum(block.size for block in blocks))
-            if not isinstance(error, SegmentCorrupt | SegmentGone):
+            if not isinstance(error, UnreadableSegment):
                 raise
             context = piece.chain.log_context()
             log.warning("recall segment rejected", action="recall_segment_rejected", error=str(error), **context)
-            damaged.add(stretch.segment.key)
+            damaged.add(error.segment.key)
             return None
         return blocks
 

@@ -13,15 +13,17 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from common.archive.guard import ForkError, SegmentGone
+from common.archive.guard import ForkError
 from common.archive.keys import MAX_LEVEL
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
+from common.archive.unread import UnreadableSegment
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
+from common.errors import OutcomeUnknown, Refused, Unavailable
 from common.logs import get_logger
 from common.objects.port import ObjectStore, read_store_clock
 from common.sequences import SequenceRange, Stretch, leading_stretches, preference, reaches
@@ -111,14 +113,14 @@ def plan_from_contents(
         plan = plan_from_listings(store, chain, position, end, frozenset(damaged))
         if not plan.stretches or len(damaged) >= MAX_DAMAGED_AT_POSITION:
             return OpenedPlan(plan, damaged)
-        segment = plan.stretches[0].segment
+        segment, fill = plan.stretches[0].segment, None
         try:
-            fill = check_filled_hole(store, plan.stretches[0], frozenset(damaged), skipped)
-        except SegmentCorrupt:
-            damaged = (*damaged, segment.key)
-            continue
-        except (SegmentGone, ForkError):  # being replaced right now; `segments verify` reports a lasting one
-            return OpenedPlan(plan, damaged)
+            with suppress(ForkError):  # being replaced right now; `segments verify` reports a lasting one
+                fill = check_filled_hole(store, plan.stretches[0], frozenset(damaged), skipped)
+        except UnreadableSegment as found:
+            if not found.is_gone:
+                damaged = (*damaged, segment.key)
+                continue
         if fill is None or fill.rows.first != position:
             return OpenedPlan(plan, damaged)
         return OpenedPlan(ChainPlan(Phase.LATE, (), fill.rows, segment.modified, plan.late_end), damaged, fill)

@@ -12,7 +12,7 @@ from common.archive.store import SegmentStore
 from common.archive.unread import open_stretch
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
-from common.errors import FloeError, UsageError
+from common.errors import DataError, UsageError
 from common.sequences import SequenceRange, Stretch, cover, holes
 from ingress.chains.plan import Phase, first_position
 from ingress.chains.search import plan_from_contents
@@ -159,16 +159,9 @@ def check_unambiguous(store: SegmentStore, documents: ChainStore, chain: Chain, 
 
 def _problem(store: SegmentStore, ref: SegmentRef) -> str | None:
     """Return the reason why the segment cannot be replayed; None if it can."""
-    try:
-        if not store.is_intact(ref):
-            return f"{ref.key}: the bytes do not match the name"
-        with store.open(ref) as reader:
-            for _batch in reader.batches():
-                pass  # the reader checks order, range, counts and page checksums as it goes
-    except SegmentGone:
+    if not store.is_intact(ref):
+        return f"{ref.key}: the bytes do not match the name"
+    found = store.inspect(ref, deep=True)
+    if isinstance(found, SegmentGone):
         return f"{ref.key}: gone"
-    except FloeError as error:
-        if error.exit_code != 3:
-            raise
-        return error.message
-    return None
+    return found.message if isinstance(found, DataError) else None

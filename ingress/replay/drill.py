@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from common.archive.columns import messages
 from common.archive.documents import ChainStore
-from common.archive.scan import ChainArchive, Damage, Hole, Scan
+from common.archive.scan import ChainArchive, Hole, Problem, Scan
 from common.archive.segment import Message
 from common.archive.store import SegmentStore
 from common.chain import Chain
@@ -323,12 +323,12 @@ class Drill:
         if not result.finished or not isinstance(former, StoredReplay) or stop.is_set:
             raise Unavailable("the drill was stopped before its end", hint="run the same command again")
         found = await self._read_scratch(client)
-        ranges, problems = former.receipt.ranges, list[Hole | Damage]()
+        ranges, problems = former.receipt.ranges, list[Problem]()
         expected = await self._threads.run(self._read_archive, ranges, problems)
         compared = (compare_trails(expected[chain], found[chain], str(chain)) for chain in sorted({*expected, *found}))
         total = reduce(Differences.plus, compared, Differences())
         # The plan reports holes without damage; accepted ones do not count.
-        reported = tuple(str(each) for each in problems if isinstance(each, Damage) or each.causes)
+        reported = tuple(str(each) for each in problems if not isinstance(each, Hole) or each.causes)
         full = await self._threads.run(self._full_replay_seconds, work.request, plan, result)
         return DrillReport(work.request, result, plan, total, full, reported)
 
@@ -368,7 +368,7 @@ class Drill:
         return trails
 
     def _read_archive(
-        self, ranges: tuple[ChainRange, ...], problems: list[Hole | Damage]
+        self, ranges: tuple[ChainRange, ...], problems: list[Problem]
     ) -> defaultdict[Chain, MessageTrail]:
         """Read the messages of the archive, by another code path than the replay. Blocking."""
         trails, read = defaultdict[Chain, MessageTrail](MessageTrail), 0

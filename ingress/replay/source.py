@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.archive.documents import ChainStore, Floor
-from common.archive.guard import SegmentGone
 from common.archive.scan import ChainArchive, Hole
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
+from common.archive.unread import UnreadableSegment
 from common.chain import Chain
-from common.errors import SegmentCorrupt, Stopped
+from common.errors import Stopped
 from common.exits import choices
 from common.logs import get_logger
 from common.nats.headers import REPLAY_HEADER
@@ -194,10 +194,10 @@ class ReplaySource:
         elif part is not None:
             try:
                 await self._decode(cursor, part)
-            except (SegmentGone, SegmentCorrupt) as error:
-                if cursor.archive.avoid(part.segment, error) is not None:
-                    context = part.segment.log_context()
-                    log.error("segment damaged", action="segment_damaged", error=str(error), **context)
+            except UnreadableSegment as found:
+                if cursor.archive.avoid(found):
+                    context = found.segment.log_context()
+                    log.error("segment damaged", action="segment_damaged", error=str(found), **context)
 
     async def _decode(self, cursor: _ChainCursor, stretch: Stretch[SegmentRef]) -> None:
         preparer = self._chains.preparer(stretch.segment.chain)

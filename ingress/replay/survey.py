@@ -10,15 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from common.archive.documents import ChainStore, Floor, StreamDocument
-from common.archive.guard import SegmentGone
-from common.archive.scan import RELIST_ATTEMPTS, Damage, with_current_listing
+from common.archive.scan import RELIST_ATTEMPTS, vanishing_error, with_current_listing
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.times import Timeline
-from common.archive.unread import open_stretch
+from common.archive.unread import UnreadableSegment, open_stretch, reading
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
+from common.errors import DataError, SegmentCorrupt, Stopped
 from common.exits import choices
 from common.hints import verify_command
 from common.nats.api import StreamInfo
@@ -138,10 +137,7 @@ class ReplaySurvey:
             timing = SegmentTimes(self._store, refs, begins)
             return covered, timing.extent(), timing.between(moments)
 
-        try:
-            found = await self._threads.run(with_current_listing, self._store, chain, look_up)
-        except SegmentGone as error:
-            raise vanishing_error(chain) from error
+        found = await self._threads.run(with_current_listing, self._store, chain, look_up)
         covered, (first_ns, last_ns), timed = found
         held = ArchivedSpan(chain, clip_range(begins, covered, ends, None, None))
         first, last = request.from_sequence, request.to_sequence
@@ -193,12 +189,12 @@ class ReplaySurvey:
             refs = await self._threads.run(self._store.list, each.chain, position=each.rows.first)
             usable = [ref for ref in refs if ref.key not in lost]
             stretches, missing, accepted = split_range(usable, each.rows, gaps)
-            parts = list[ReplayPart | Damage]()
+            parts = list[ReplayPart | UnreadableSegment]()
             for begin in range(0, len(stretches), REPORT_SEGMENTS):
                 some = stretches[begin : begin + REPORT_SEGMENTS]
                 self.progress(each.chain, begin, len(stretches))
                 parts += await asyncio.gather(*(self._threads.run(_read_part, self._store, s, usable) for s in some))
-            wrong = {part.segment.key: part for part in parts if isinstance(part, Damage)}
+            wrong = {part.segment.key: part for part in parts if isinstance(part, UnreadableSegment)}
             floor = await self._threads.run(self._documents.floor, each.chain) if missing and not wrong else None
             if floor is not None and missing[0].first < floor.first:  # raised after the survey began
                 raise retention_error(each.chain, floor)
@@ -209,29 +205,30 @@ class ReplaySurvey:
                 every = holes(holes([*missing, *unread], each.rows), each.rows)
                 return ReplayChain(each, sound, tuple(every), tuple(accepted))
             lost |= wrong.keys()
-            damaged |= {key: p.segment for key, p in wrong.items() if isinstance(p.error, SegmentCorrupt)}
+            damaged |= {key: part.segment for key, part in wrong.items() if not part.is_gone}
             self.notes += [f"damaged or gone, left out: {key}" for key in sorted(wrong)]
-        is_gone = any(isinstance(part.error, SegmentGone) for part in wrong.values())
+        is_gone = any(part.is_gone for part in wrong.values())
         raise vanishing_error(each.chain) if is_gone else damaged_error(each.chain, damaged)
 
 
-def _read_part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart | Damage:
-    """Return the part with its footer; a segment that is gone or damaged, if one is needed for it. Blocking; reads rows
+def _read_part(
+    store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]
+) -> ReplayPart | UnreadableSegment:
+    """Return the part with its footer; or a segment that cannot be read, if one is needed for it. Blocking; reads rows
     only if others of `refs` may hold the unread sequences of the segment.
     """
     try:
-        footer = store.footer(stretch.segment)
-        unread = footer.unread and footer.unread.intersection(stretch.rows)
-        others = (ref for ref in refs if ref.key != stretch.segment.key)
-        if unread is None or not any(ref.coverage.overlaps(unread) for ref in others):
-            return ReplayPart(stretch, footer)
-        with open_stretch(store, stretch, refs=refs) as reader:
-            missing = reader.max_missing(stretch.rows)
-            if reader.left_out:
-                return Damage(reader.left_out[0].segment, reader.left_out[0].error)
-            return ReplayPart(stretch, footer, missing)
-    except (SegmentGone, SegmentCorrupt) as error:
-        return Damage(stretch.segment, error)
+        with reading(stretch.segment):
+            footer = store.footer(stretch.segment)
+            unread = footer.unread and footer.unread.intersection(stretch.rows)
+            others = (ref for ref in refs if ref.key != stretch.segment.key)
+            if unread is None or not any(ref.coverage.overlaps(unread) for ref in others):
+                return ReplayPart(stretch, footer)
+            with open_stretch(store, stretch, refs=refs) as reader:
+                missing = reader.max_missing(stretch.rows)
+                return reader.left_out[0] if reader.left_out else ReplayPart(stretch, footer, missing)
+    except UnreadableSegment as found:
+        return found
 
 
 def _lost_unread(
@@ -242,15 +239,6 @@ def _lost_unread(
         others = [ref.coverage for ref in usable if ref.key != part.stretch.segment.key]
         for within in filter(None, (ref.coverage.intersection(unread) for ref in damaged)):
             yield from holes([*others, *gaps], within)
-
-
-def vanishing_error(chain: Chain) -> Unavailable:
-    then = "run the same command again when compaction is done; if it fails again, check the store"
-    return Unavailable(
-        f"chain {chain}: segments vanish while they are read, in {RELIST_ATTEMPTS} listings",
-        hint=choices((then, verify_command(f"{chain.site}/{chain.feed}"))),
-        code="E-SEG-GONE",
-    )
 
 
 def damaged_error(chain: Chain, keys: Collection[str]) -> DataError:

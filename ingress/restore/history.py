@@ -26,7 +26,7 @@ from common.archive.captures import (
 )
 from common.archive.catalog import chain_ends as chains_of
 from common.archive.documents import ChainStore
-from common.archive.scan import RELIST_ATTEMPTS, ChainArchive, Damage, Hole, ReadAhead, Scan, with_current_listing
+from common.archive.scan import RELIST_ATTEMPTS, ChainArchive, Hole, Problem, ReadAhead, Scan, with_current_listing
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.times import search
@@ -493,9 +493,9 @@ class ArchivedHistory:
                 self._progress.print(f"waiting for the store: {error.message}")
                 self._clock.block(backoff.next_delay())
 
-    def _refuse_hole(self, chain: Chain, problem: Hole | Damage) -> None:
+    def _refuse_hole(self, chain: Chain, problem: Problem) -> None:
         """Raise the error of a hole. Damage that other segments cover is no problem."""
-        if isinstance(problem, Damage):
+        if not isinstance(problem, Hole):
             return
         if (floor := self._documents.floor(chain)) is not None and floor.first > problem.rows.first:
             raise Unavailable(

@@ -20,7 +20,7 @@ from common.archive.guard import DEFAULT_LIMITS, MAX_MESSAGE_BYTES, DecodingCost
 from common.archive.keys import SegmentName
 from common.archive.segment import Reason, SegmentRef
 from common.archive.store import SegmentStore
-from common.archive.unread import NO_KEYS, StretchReader, UnreadPart, open_stretch
+from common.archive.unread import NO_KEYS, StretchReader, UnreadPart, open_stretch, reading
 from common.chain import Chain
 from common.errors import DataError, FloeError, Stopped, Unavailable
 from common.sequences import SequenceRange, Stretch, holes
@@ -77,12 +77,13 @@ def check_filled_hole(
     """Return the filled hole at which ingress blocks in the stretch, because sequences are missing; None without one.
 
     `damaged_keys`, `skipped`: as in `DecodeOptions`. Reads the footer, and more only if its ledger counts sequences
-    that are gone. Blocking; raises as `open_stretch`, and E-FORK.
+    that are gone. Blocking. Raises UnreadableSegment, ForkError and the errors of the store.
     """
-    if not store.footer(stretch.segment).ledger.counts.get(Reason.GONE_FROM_HOLE):
-        return None
-    with open_stretch(store, stretch, excluded=damaged_keys) as reader:
-        return _find_fill(reader, stretch, damaged_keys, skipped)
+    with reading(stretch.segment):
+        if not store.footer(stretch.segment).ledger.counts.get(Reason.GONE_FROM_HOLE):
+            return None
+        with open_stretch(store, stretch, excluded=damaged_keys) as reader:
+            return _find_fill(reader, stretch, damaged_keys, skipped)
 
 
 def _find_fill(
@@ -119,15 +120,16 @@ class Decoder:
 
         The memory for decoding is taken from the budget first (with `wait` false: even if it is not free), and the
         bytes of a block belong to its receiver. Return the problem of the first row that must not be published, None
-        if there is none. Raises SegmentCorrupt (blocks handed out before are good), SegmentGone, errors of the store
-        and of `emit`, and IncompleteFillError at a filled hole with missing sequences that are not skipped.
+        if there is none. Raises UnreadableSegment (blocks handed out before are good), errors of the store and
+        of `emit`, and IncompleteFillError at a filled hole with missing sequences that are not skipped.
         """
         source.preparer, source.refuse_oversize, problem, began = preparer, wait, None, source.next_sequence
         while problem is None and not source.is_done and source.next_sequence == began:
             granted = source.needed_bytes
             async with self._budget.reserve_for_decoding(granted, wait=wait):
                 try:
-                    problem = await self._decode(source, granted, emit)
+                    with reading(source.segment):
+                        problem = await self._decode(source, granted, emit)
                 except BaseException:
                     await self.close(source)  # no decoding may continue once the bytes are given back
                     raise

@@ -8,12 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from common.archive.guard import SegmentGone
 from common.archive.segment import Ledger, MergeInputs, Reason, SegmentRef, Tip
+from common.archive.unread import UnreadableSegment
 from common.errors import DataError, Unavailable
 from common.sequences import SequenceRange, Stretch
 from compaction.compare import prove_by_reading
-from compaction.failures import UnreadableInput
 from compaction.merge import MergedSegment, merge
 from compaction.plan import Output
 from compaction.supersede import Supersession, supersession_of_merge
@@ -150,11 +149,10 @@ def test_a_damaged_or_deleted_input_is_named_as_such_and_nothing_is_left_behind(
     sound, damaged, deleted = archive.put(1, 40), archive.put(41, 90), archive.put(91, 99)
     archive.path(damaged.key).write_bytes(b"PAR1" + bytes(damaged.size - 8) + b"PAR1")
     archive.store.delete(deleted)
-    with pytest.raises(UnreadableInput) as caught:
-        merged(archive, sound, damaged)
-    assert caught.value.key == damaged.key
-    with pytest.raises(SegmentGone):
-        merged(archive, sound, deleted)
+    for input_, is_gone in ((damaged, False), (deleted, True)):
+        with pytest.raises(UnreadableSegment) as caught:
+            merged(archive, sound, input_)
+        assert (caught.value.segment, caught.value.is_gone) == (input_, is_gone)
     assert [s.level for s in archive.listed()] == [0, 0]
     assert [f for f in (archive.folder / "spool").rglob("*") if f.is_file() and f.name != "lock"] == []
     with pytest.raises(Unavailable, match="free bytes") as refused:

@@ -19,6 +19,7 @@ from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, Str
 from common.archive.keys import Layout, SegmentName
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentGone, SegmentStore
+from common.archive.unread import UnreadableSegment
 from common.chain import Chain
 from common.errors import SegmentCorrupt
 from common.objects.port import ObjectInfo
@@ -153,9 +154,9 @@ class World:
             turns -= 1
             await asyncio.sleep(0)
             if ref.key not in self.objects.held:
-                raise SegmentGone(ref.key)
+                raise UnreadableSegment(ref, SegmentGone(ref.key))
             if ref.key in self.broken and self.rng.random() < 0.7:
-                raise SegmentCorrupt(ref.key)
+                raise UnreadableSegment(ref, SegmentCorrupt(ref.key))
             end = self.rng.randint(reading.next_sequence, reading.last)
             piece = IntentPiece(ref.segment, SequenceRange(reading.next_sequence, end), end - reading.next_sequence + 1)
             emit(Block(piece, None, 100))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from common.archive.guard import SegmentGone
 from common.archive.reader import RowFilter
-from common.archive.scan import ChainArchive, Damage, Hole, ReadAhead, Scan
+from common.archive.scan import ChainArchive, Hole, Problem, ReadAhead, Scan
 from common.archive.segment import SegmentRef
-from common.archive.unread import StretchReader
+from common.archive.unread import StretchReader, UnreadableSegment
 from common.sequences import SequenceRange, Stretch
 from tests.support.compaction import CHAIN, Archive
 
@@ -73,7 +73,7 @@ def test_each_covered_sequence_is_read_once_and_each_other_one_is_in_a_hole(
     is_ahead: bool,
     columns: tuple[str, ...] | None,
 ) -> None:
-    archive, problems, found, fates = Archive(tmp_path_factory.mktemp("a")), list[Hole | Damage](), list[int](), {}
+    archive, problems, found, fates = Archive(tmp_path_factory.mktemp("a")), list[Problem](), list[int](), {}
     for coverage, level, fate in made:
         ref = archive.put(coverage.first, coverage.last, level=level)
         fates[ref.key] = fate
@@ -95,7 +95,7 @@ def test_each_covered_sequence_is_read_once_and_each_other_one_is_in_a_hole(
     missing = [n for each in problems if isinstance(each, Hole) for n in range(each.rows.first, each.rows.last + 1)]
     assert found == expected
     assert missing == [n for n in range(within.first, within.last + 1) if n not in expected]
-    assert {fates[each.segment.key] for each in problems if isinstance(each, Damage)} <= {"damaged"}
+    assert {fates[each.segment.key] for each in problems if isinstance(each, UnreadableSegment)} <= {"damaged"}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -103,7 +103,7 @@ def test_each_covered_sequence_is_read_once_and_each_other_one_is_in_a_hole(
 def test_a_planned_stretch_is_read_through_others_if_its_segment_fails_and_the_filter_selects_rows(
     tmp_path_factory: pytest.TempPathFactory, made: list[tuple[SequenceRange, int, str]], wanted: str, planned: Any
 ) -> None:
-    archive, problems, fates = Archive(tmp_path_factory.mktemp("a")), list[Hole | Damage](), dict[str, str]()
+    archive, problems, fates = Archive(tmp_path_factory.mktemp("a")), list[Problem](), dict[str, str]()
     for coverage, level, fate in made:
         fates[archive.put(coverage.first, coverage.last, level=level).key] = fate
     own = archive.put(planned.first, planned.last)
@@ -130,8 +130,8 @@ def test_a_hole_names_its_causes_and_a_segment_that_was_put_back_counts_again(tm
     damage(archive, lost)
     chain = ChainArchive(archive.store, CHAIN)
 
-    def put_back(problem: Hole | Damage) -> None:
-        if isinstance(problem, Damage):
+    def put_back(problem: Problem) -> None:
+        if isinstance(problem, UnreadableSegment):
             archive.path(lost.key).write_bytes(kept)
         else:
             pytest.fail(str(problem))
@@ -140,11 +140,11 @@ def test_a_hole_names_its_causes_and_a_segment_that_was_put_back_counts_again(tm
     assert [n for batch in scan.batches() for n in batch.column("sequence").to_pylist()] == [*range(1, 21)]
 
     damage(archive, lost)
-    problems = list[Hole | Damage]()
+    problems = list[Problem]()
     assert [
         b.num_rows for b in Scan(ChainArchive(archive.store, CHAIN), SequenceRange(1, 20), problems.append).batches()
     ]
     [broken, hole] = problems
     assert (str(hole), isinstance(hole, Hole) and len(hole.causes)) == ("no segment covers 11..20", 1)
-    assert isinstance(broken, Damage)
+    assert isinstance(broken, UnreadableSegment)
     assert broken.segment.key == lost.key

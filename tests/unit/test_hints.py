@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from common import exits, hints
-from common.archive import catalog, documents, store
+from common.archive import catalog, documents, scan, store
 from common.archive.segment import Tip
 from common.chain import Chain
 from common.errors import FloeError, Stopped
@@ -140,7 +140,8 @@ def of_replays() -> Iterator[str]:
     yield hint_of(lambda: target.template(REQUEST, None))
     for key in (receipt.receipt_key("BACK"), "ingress.BACK"):
         yield target_held_error(HINTS, key, "somebody").hint
-    yield from (survey.vanishing_error(CHAIN).hint, survey.damaged_error(CHAIN, ["a"]).hint)
+    yield survey.damaged_error(CHAIN, ["a"]).hint
+    yield scan.vanishing_error(CHAIN).hint
 
 
 # By the function that builds a command: texts with such commands.

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.archive.scan import ChainArchive, Damage, Hole, Scan
+from common.archive.scan import ChainArchive, Problem, Scan
 from common.archive.segment import Reason, SegmentRef
 from common.archive.table import SegmentTable
 from common.archive.times import search
@@ -128,7 +128,7 @@ def unread(archive: Archive) -> SegmentRef:
 
 def cover_of(archive: Archive, first: int, last: int) -> tuple[list[int], list[str]]:
     """Return the sequences of all rows, and the reported problems."""
-    problems: list[Hole | Damage] = []
+    problems: list[Problem] = []
     batches = Scan(ChainArchive(archive.store, CHAIN), SequenceRange(first, last), problems.append).batches()
     return [s for batch in batches for s in batch.column("sequence").to_pylist()], [*map(str, problems)]
 
@@ -158,7 +158,7 @@ def test_a_damaged_segment_hides_none_of_the_others(archive: Archive):
 
 def test_a_segment_that_was_merged_since_the_listing_keeps_its_rows_in_the_unread_range(archive: Archive):
     unread(archive)
-    late, problems = archive.put(1, 100), list[Hole | Damage]()
+    late, problems = archive.put(1, 100), list[Problem]()
     chain = ChainArchive(archive.store, CHAIN, archive.listed())
     archive.put(1, 100, level=1)
     archive.store.delete(late)
