@@ -412,20 +412,19 @@ def _read_heartbeats(documents: ChainStore, now: float) -> dict[Chain, StoredHea
 
 
 def _check(store: SegmentStore, documents: ChainStore, chain: Chain, egress: StoredHeartbeat | None) -> CheckedChain:
-    from common.sequences import CoverageSet, SequenceRange, holes
+    from common.archive.catalog import first_sequence
+    from common.sequences import CoverageSet, SequenceRange
 
     # Before the listing: objects that are written meanwhile can only extend the coverage.
     tail, ended = documents.read_tail(chain) or 0, documents.read_end(chain)
-    document, table, covered = documents.read_chain(chain), store.table(chain), CoverageSet()
-    floor = documents.read_floor(chain) or 1  # after the listing: segments that retention deletes are no hole
+    table, covered = store.table(chain), CoverageSet()
+    first = first_sequence(documents, chain)  # after the listing: segments that retention deletes are no hole
     for ref in table:
         covered.add(ref.coverage)
     end = max(covered.end, tail) if ended is None else ended
-    stretches, first = covered.stretches(), max(document.first if document else 1, floor)
-    missing: list[SequenceRange] = []
-    if end >= first:
-        accepted = [gap.range for gap in documents.gaps(chain)]
-        missing = holes([*stretches, *accepted], SequenceRange(first, end))
+    for gap in documents.gaps(chain) if end >= first else ():
+        covered.add(gap.range)
+    missing = covered.holes(SequenceRange(first, end)) if end >= first else []
     found = CheckedChain(chain, end, tuple(map(str, missing)), tuple(_damaged_keys(store, table)))
     return replace(found, egress=egress, recreated=_recreation_age(documents, chain))
 

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import click
 from msgspec import structs
 
 from common.archive.captures import CapturedConsumer, CapturedConsumers, CaptureStore
-from common.archive.catalog import chain_ends, find_chain, find_incarnation, select_chains, span
+from common.archive.catalog import chain_ends, find_chain, find_incarnation, first_sequence, select_chains, span
 from common.archive.columns import is_text, messages
 from common.archive.documents import ChainStore, CompactionRun, run_of
 from common.archive.guard import SegmentGone
@@ -125,9 +125,8 @@ def list_segments(
 
     bounds, taken, problems = resolve_range(SystemClock().now(), since, until), list[Stretch[SegmentRef]](), list[str]()
     for chain in select_chains(chains, what, configured_feeds(settings)):
-        refs = store.list(chain, level=level)
-        if (within := _select(store, refs, bounds)) is not None:
-            refs = [ref for ref in refs if ref.coverage.overlaps(within)] if within else []
+        archive = ChainArchive.listed(store, chain, level=level)
+        refs = archive.overlapping(within) if (within := _select(archive, bounds)) else []
         taken += cover(refs, 1) if is_cover else [Stretch(ref, ref.coverage) for ref in refs]
     rows = [_listed(each, settings) for each in taken]
     if is_wide:
@@ -150,18 +149,14 @@ def list_segments(
     return EXIT_DIFFERENCES if problems else 0
 
 
-def _select(store: SegmentStore, refs: Sequence[SegmentRef], bounds: Bounds) -> SequenceRange | Literal[False] | None:
-    """Return the sequences of one chain between two times, by the footers of some of `refs`, with those that are
-    missing or damaged right before them; None for no bound, False if there are none.
+def _select(archive: ChainArchive, bounds: Bounds) -> SequenceRange | None:
+    """Return the sequences of one chain between two times, by the footers of some listed segments, with those that are
+    missing or damaged right before them; all without bounds, None if there are none.
     """
-    if bounds == (None, None):
-        return None
-    (begin, end), timeline = bounds, Timeline(store, refs)
+    (begin, end), timeline = bounds, Timeline(archive.store, archive.refs)
     first = 1 if begin is None else timeline.start_sequence_at(begin) or timeline.next_position
-    behind = None if end is None else timeline.first_sequence_at(end)
-    if behind is not None and behind <= first:
-        return False
-    return SequenceRange(first, MAX_SEQUENCE if behind is None else behind - 1)
+    last = MAX_SEQUENCE if end is None else (timeline.first_sequence_at(end) or MAX_SEQUENCE + 1) - 1
+    return SequenceRange(first, last) if first <= last else None
 
 
 def _add_footers(
@@ -289,47 +284,43 @@ def cat(
     ref = _segment(store, settings, what)
     if ref and follow:
         raise click.UsageError("--follow: expected a chain, found one segment")
-    chain = None if ref else _chain(settings, chains, what)
-    refs = store.list(chain, position=from_sequence or 1) if chain else [ref] if ref else []
-    within = _select(store, refs, bounds)
+    chain, position = ref.chain if ref else _chain(settings, chains, what), from_sequence or 1
+    archive = ChainArchive(store, chain, (ref,), is_fixed=True) if ref else ChainArchive.listed(store, chain, position)
+    within = _select(archive, bounds)
     problems, is_damaged = list[Problem](), False
-    reach = partial(_range_of, chains, chain) if chain and not from_sequence else span
-    whole = None if within is False else reach(refs)
-    position = from_sequence or 1
+    whole = within and (span(archive.refs) if ref or from_sequence else _range_of(chains, archive))
     form = (lambda each: json.dumps(_as_json(each))) if as_json else partial(format_message, width=terminal_width())
-    is_feed = chain is not None and parse_chain_name(what)[2] is None
-    before = _earlier_parts(store, chains, chain, (from_sequence, to_sequence), bounds) if chain and is_feed else []
+    is_feed = ref is None and parse_chain_name(what)[2] is None
+    before = _earlier_parts(store, chains, chain, (from_sequence, to_sequence), bounds) if is_feed else []
     with suppress(KeyboardInterrupt) if follow else nullcontext():
         limit = _print(chains, before, subjects, limit, form, problems)
-        if whole is not None and limit != 0:
+        if within and whole and limit != 0:
             first, last = from_sequence or whole.first, to_sequence or whole.last
-            if before and chain:
-                first = max(first, _first_sequence(chains, chain))
-            if within:
-                first, last = max(first, within.first), min(last, within.last)
+            if before:
+                first = max(first, first_sequence(chains, chain))
+            first, last = max(first, within.first), min(last, within.last)
             if first > last and not follow and not before:
-                if within:
+                if bounds != (None, None):
                     return 0
                 raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
             position = max(first, last + 1)
-            archive = ChainArchive(store, chain or refs[0].chain, refs, is_fixed=ref is not None)
             rows = [(archive, SequenceRange(first, min(last, MAX_SEQUENCE)))] if first <= last else []
             limit = _print(chains, rows, subjects, limit, form, problems)
         elif to_sequence is not None and bounds == (None, None) and not before:
             problems.append(Hole(SequenceRange(position, to_sequence)))
-        elif follow and within is False:  # new messages come after all existing ones
-            position = max((each.coverage.last + 1 for each in refs), default=position)
-        while follow and chain and limit != 0:
+        elif follow and within is None:  # new messages come after all existing ones
+            position = max(position, archive.end + 1)
+        while follow and limit != 0:
             for problem in problems:
                 click.echo(str(problem), err=True)
             is_damaged |= bool(problems)
             problems.clear()
             clock.block(FOLLOW_POLL_S)
-            refs = store.list(chain, position=position)
-            if (whole := span(refs)) is not None and whole.last >= position:
-                rows = [(ChainArchive(store, chain, refs), SequenceRange(position, whole.last))]
+            archive = ChainArchive.listed(store, chain, position)
+            if archive.end >= position:
+                rows = [(archive, SequenceRange(position, archive.end))]
                 limit = _print(chains, rows, subjects, limit, form, problems)
-                position = whole.last + 1
+                position = archive.end + 1
     for problem in problems:
         click.echo(str(problem), err=True)
     return EXIT_DIFFERENCES if is_damaged or problems else 0
@@ -376,12 +367,13 @@ def _earlier_parts(
     for each, end in chain_ends(chains, newest).items():
         if each.incarnation == newest.incarnation:
             continue
-        refs = store.list(each, position=requested[0] or 1)
-        within, last = _select(store, refs, bounds), min(end, chains.read_end(each) or end, requested[1] or end)
-        first = max(requested[0] or 1, _first_sequence(chains, each), within.first if within else 1)
-        last = min(last, within.last) if within else last
-        if within is not False and first <= last and (refs or last < MAX_SEQUENCE):
-            found.append((ChainArchive(store, each, refs), SequenceRange(first, last)))
+        archive = ChainArchive.listed(store, each, requested[0] or 1)
+        if (within := _select(archive, bounds)) is None:
+            continue
+        first = max(requested[0] or 1, first_sequence(chains, each), within.first)
+        last = min(end, chains.read_end(each) or end, requested[1] or end, within.last)
+        if first <= last and (archive.refs or last < MAX_SEQUENCE):
+            found.append((archive, SequenceRange(first, last)))
     return found
 
 
@@ -435,14 +427,9 @@ def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
     return {"key": ref.key, "bytes": ref.size, "modified": modified, **footer, "row_groups": groups}
 
 
-def _first_sequence(chains: ChainStore, chain: Chain) -> int:
-    document = chains.read_chain(chain)
-    return max(document.first if document else 1, chains.read_floor(chain) or 1)
-
-
-def _range_of(chains: ChainStore, chain: Chain, refs: Sequence[SegmentRef]) -> SequenceRange | None:
-    """Return the range from the begin to the end of the chain, by its documents and `refs`; None if there is none."""
-    whole = span(refs)
+def _range_of(chains: ChainStore, archive: ChainArchive) -> SequenceRange | None:
+    """Return the range from the begin to the end of a chain, by its documents and segments; None if there is none."""
+    chain, whole = archive.chain, span(archive.refs)
     with suppress(DataError):  # `segments verify` reports it
         if (document := chains.read_chain(chain)) is None:
             return whole
@@ -455,12 +442,11 @@ def _range_of(chains: ChainStore, chain: Chain, refs: Sequence[SegmentRef]) -> S
 
 
 def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dict[str, Any]:
-    refs = store.list(chain)
-    whole = span(refs)
+    archive = ChainArchive.listed(store, chain)
+    refs, whole = archive.refs, span(archive.refs)
     document, stream, floor = chains.read_chain(chain), chains.read_stream(chain), chains.floor(chain)
-    reach = _range_of(chains, chain, refs)
+    reach = _range_of(chains, archive)
     gaps = [gap.range for gap in chains.gaps(chain)]
-    missing = holes([*(ref.coverage for ref in refs), *gaps], reach) if reach else []
     return {
         "chain": str(chain),
         "begins": document.first if document else None,
@@ -478,7 +464,7 @@ def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dic
             for level in sorted({ref.level for ref in refs})
             if (at := [ref for ref in refs if ref.level == level])
         },
-        "holes": [str(hole) for hole in missing],
+        "holes": [str(hole) for hole in (archive.holes(reach, gaps) if reach else ())],
     }
 
 

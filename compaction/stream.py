@@ -13,7 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from common.archive.catalog import first_sequence
 from common.archive.documents import ChainStore, accepted_part, hole_remedies
+from common.archive.scan import ChainArchive
 from common.archive.segment import SegmentRef
 from common.archive.store import LIST_PAGE_SEGMENTS, SegmentStore
 from common.archive.times import search
@@ -21,7 +23,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, Refused
 from common.logs import get_logger
-from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
 from compaction.source_options import ReadOptions
 
 log = get_logger(__name__)
@@ -114,12 +116,13 @@ class ArchiveStream:
 
     def _between(self, chain: Chain, rows: SequenceRange) -> list[Stretch[SegmentRef]]:
         seen = self._ahead.get(str(chain))
-        for refs in ([each.segment for each in seen.stretches] if seen else [], None):
-            listed = self._store.list(chain, position=rows.first) if refs is None else refs
-            taken = cover(listed, rows.first, rows.last)
-            missing = holes([each.rows for each in taken], rows)
-            if not missing or (refs is None and all(self._skippable_part(chain, hole) == hole for hole in missing)):
-                return taken
+        known = ChainArchive(self._store, chain, [each.segment for each in seen.stretches] if seen else ())
+        if not known.holes(rows):
+            return known.covers(rows)
+        listed = ChainArchive.listed(self._store, chain, rows.first)
+        missing = listed.holes(rows)
+        if all(self._skippable_part(chain, hole) == hole for hole in missing):
+            return listed.covers(rows)
         raise DataError(
             f"chain {chain}: expected segments that cover {missing[0]} of a planned batch, found none",
             hint=hole_remedies(chain, missing[0]),
@@ -135,15 +138,14 @@ class ArchiveStream:
         return {}
 
     def _first(self, chain: Chain) -> int:
-        document = self._chains.read_chain(chain)
-        return max(document.first if document else 1, self._chains.read_floor(chain) or 1)
+        return first_sequence(self._chains, chain)
 
     def _start(self, chain: Chain) -> int:
         options, position = self._options, self._first(chain)
         if options.stream.from_latest:
             # A copy of a bucket may have the tail but not yet the segments.
             places = (max(position, self._chains.read_tail(chain) or 0), position)
-            end = next(filter(None, (self._store.end(chain, position=at) for at in places)), position - 1)
+            end = next(filter(None, (ChainArchive.listed(self._store, chain, at).end for at in places)), position - 1)
             return end + 1
         if options.row_filter.begin is not None:
             found, behind = search(self._store, chain, options.row_filter.begin, position)
@@ -172,15 +174,15 @@ class ArchiveStream:
 
     def _list_next_part(self, chain: Chain, position: int, limit: int | None) -> _NextPart:
         """Return the next part of `chain`. `limit`: the number of segments to list of each level, None for all."""
-        refs = self._store.list(chain, position=position, limit=limit)
+        archive = ChainArchive.listed(self._store, chain, position, limit=limit)
         ends: dict[int, list[int]] = {}
-        for ref in refs:
+        for ref in archive.refs:
             ends.setdefault(ref.level, []).append(ref.coverage.last)
         # Segments of a level that are not listed end after the listed ones.
         last = min((max(each) for each in ends.values() if limit and len(each) >= limit), default=MAX_SEQUENCE)
         taken: list[Stretch[SegmentRef]] = []
-        end, hole = max((ref.coverage.last + 1 for ref in refs), default=position), None
-        for stretch in cover(refs, position, last):
+        end, hole = max(position, archive.end + 1), None
+        for stretch in archive.covers(SequenceRange(position, last)):
             if stretch.rows.first > position:
                 if last < MAX_SEQUENCE:
                     return self._list_next_part(chain, position, None)  # unlisted segments may cover it

@@ -96,6 +96,12 @@ def chain_ends(chains: ChainStore, newest: Chain) -> dict[Chain, int]:
     return found
 
 
+def first_sequence(chains: ChainStore, chain: Chain) -> int:
+    """Return the sequence at which a chain begins: that of `chain.json`, or the floor if that is greater; else 1."""
+    document = chains.read_chain(chain)
+    return max(document.first if document else 1, chains.read_floor(chain) or 1)
+
+
 def span(refs: Sequence[SegmentRef]) -> SequenceRange | None:
     """Return the range from the first to the last sequence that `refs` cover, holes included; None without segments."""
     if not refs:

@@ -25,12 +25,13 @@ from common.chain import Chain
 from common.errors import DataError, Unavailable
 from common.exits import choices
 from common.hints import verify_command
-from common.sequences import SequenceRange, Stretch, cover
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 
 T = TypeVar("T")
 
 RELIST_ATTEMPTS = 3  # listings without progress: compaction may delete a segment after it was listed
 EVERY_ROW = RowFilter()
+WHOLE = SequenceRange(1, MAX_SEQUENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,34 @@ class ChainArchive:
         archive._is_listed = False
         return archive
 
+    @classmethod
+    def listed(
+        cls, store: SegmentStore, chain: Chain, position: int = 1, *, level: int | None = None, limit: int | None = None
+    ) -> ChainArchive:
+        """Return the archive of the segments that reach `position`, listed now. The rest as in `SegmentStore.list`."""
+        return cls(store, chain, store.list(chain, position=position, level=level, limit=limit))
+
+    @property
+    def refs(self) -> list[SegmentRef]:
+        """The listed segments without those that are left out, by level and within a level by their end."""
+        return [ref for ref in self._refs or () if ref.key not in self._avoided]
+
+    @property
+    def end(self) -> int:
+        """The last sequence that a listed segment covers; 0 if there is none."""
+        return max((ref.coverage.last for ref in self.refs), default=0)
+
+    def overlapping(self, rows: SequenceRange) -> list[SegmentRef]:
+        return [ref for ref in self.refs if ref.coverage.overlaps(rows)]
+
+    def covers(self, rows: SequenceRange = WHOLE) -> list[Stretch[SegmentRef]]:
+        """Return the stretches of listed segments that account once for each covered sequence of `rows`, ascending."""
+        return cover(self.refs, rows.first, rows.last)
+
+    def holes(self, rows: SequenceRange, accepted: Iterable[SequenceRange] = ()) -> list[SequenceRange]:
+        """Return the parts of `rows` that no listed segment covers, without the `accepted` gaps, ascending."""
+        return holes([*(ref.coverage for ref in self.refs), *accepted], rows)
+
     def next(self, position: int, last: int) -> Stretch[SegmentRef] | Hole | None:
         """Return the stretch or the hole that begins at `position`, up to `last`; None if `position` is after `last`.
 
@@ -163,8 +192,7 @@ class ChainArchive:
             # A segment that was put back has another time, and counts again.
             self._avoided = {ref.key: ref for ref in self._refs if self._avoided.get(ref.key) == ref}
         if self._stretches is None:
-            usable = (ref for ref in self._refs if ref.key not in self._avoided)
-            self._stretches = deque(cover(usable, position, last))
+            self._stretches = deque(cover(self.refs, position, last))
         while self._stretches and self._stretches[0].rows.last < position:
             self._stretches.popleft()
         return self._stretches

@@ -171,10 +171,6 @@ class SegmentStore:
         afters = ((each, self.layout.start_after(chain, each, position)) for each in levels)
         return [ref for each, after in afters for ref in self._list_from(chain, each, after, limit)]
 
-    def end(self, chain: Chain, *, position: int = 1) -> int:
-        """Return the last sequence that a segment covers; 0 if none reaches `position`."""
-        return max((ref.coverage.last for ref in self.list(chain, position=position)), default=0)
-
     def list_after(self, ref: SegmentRef, limit: int) -> builtins.list[SegmentRef]:
         return self._list_from(ref.chain, ref.level, ref.key, limit)
 

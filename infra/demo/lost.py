@@ -161,7 +161,7 @@ async def _check_archiving(world: DemoWorld, client: FloeClient, last: int, cloc
     service.start()
     settings, deadline = loader.load(str(world.central_config)), clock.monotonic() + SITE_TIMEOUT_S
     with closing(open_store(settings)) as store:
-        while (end := store.end(Chain(LOST_SITE, AWKWARD))) < last + NEW_MESSAGES:
+        while (end := store.table(Chain(LOST_SITE, AWKWARD)).end) < last + NEW_MESSAGES:
             service.raise_if_ended()
             if clock.monotonic() > deadline:
                 break

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import msgspec
 
 from common.archive.documents import MAX_DOCUMENT_BYTES, ChainStore
+from common.archive.scan import ChainArchive
 from common.archive.store import SegmentStore
 from common.archive.times import search
 from common.chain import Chain
@@ -119,7 +120,7 @@ class StartResolver:
     def _coverage_end(self, chain: Chain) -> int:
         """Return the end of the coverage, by listing: the tail is a hint that may be old, or claim too much."""
         tail = self._documents.read_tail(chain) or 1
-        return self._store.end(chain, position=tail) or self._store.end(chain)
+        return ChainArchive.listed(self._store, chain, tail).end or ChainArchive.listed(self._store, chain).end
 
     def _read(self, key: str) -> FeedStart | None:
         raw = self._documents.objects.get(key, length=MAX_DOCUMENT_BYTES)

@@ -15,6 +15,7 @@ from common.archive.checks import find_foreign_keys
 from common.archive.documents import ChainStore, TargetPositions
 from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
 from common.archive.keys import suggestion
+from common.archive.scan import ChainArchive
 from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.cli import StatusView, StyledCell, format_age, print_json, print_table
@@ -360,7 +361,7 @@ class ArchiveReader:
         found = found if found.position else replace(found, first=self._first_sequence(chain))
         position = found.position or found.first
         if (reached := documents.read_tail(chain)) is None:
-            reached = self._store.end(chain, position=position) or None
+            reached = ChainArchive.listed(self._store, chain, position).end or None
         found = replace(found, archived=reached)
         if reached is None and found.position and documents.read_chain(chain) is None:
             found = replace(found, phase=str(Phase.LOST), reason="its archive is gone from the bucket")
@@ -389,7 +390,7 @@ class ArchiveReader:
         return first
 
     def _after_end_text(self, chain: Chain, end: int) -> str:
-        coverages = [ref.coverage for ref in self._store.list(chain, position=end + 1)]
+        coverages = [ref.coverage for ref in ChainArchive.listed(self._store, chain, end + 1).refs]
         accepted = [gap.range for gap in self._documents.gaps(chain, position=end + 1)]
         if not (found := ranges_after_end(coverages, end, accepted)):
             return ""

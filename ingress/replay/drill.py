@@ -30,7 +30,6 @@ from common.nats.headers import split_provenance
 from common.nats.kv import BucketDeleted, KeyValue, state_key
 from common.nats.lease import Lease, Leases, new_owner
 from common.nats.pull import for_each_message
-from common.sequences import cover
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.settings.root import Settings
@@ -338,7 +337,7 @@ class Drill:
             return request
         chains = request.chains(known_chains(self._documents, request))
         newest = [chain for chain in chains if chain.incarnation == chains[-1].incarnation]
-        if not (end := max(map(self._store.end, newest))):
+        if not (end := max(ChainArchive.listed(self._store, chain).end for chain in newest)):
             return request
         first = max(1, end - DEFAULT_SEQUENCES + 1)
         return replace(request, incarnation=newest[0].incarnation, from_sequence=first)
@@ -394,5 +393,6 @@ class Drill:
         if not drilled:
             return None
         chains = self._documents.chains(request.site, request.feed)
-        whole = sum(s.segment.size for chain in chains for s in cover(self._store.list(chain), 1))
+        archives = [ChainArchive.listed(self._store, chain) for chain in chains]
+        whole = sum(each.segment.size for archive in archives for each in archive.covers())
         return result.seconds * whole / drilled

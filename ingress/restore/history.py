@@ -24,7 +24,7 @@ from common.archive.captures import (
     outside_effects,
     source_key,
 )
-from common.archive.catalog import chain_ends as chains_of
+from common.archive.catalog import chain_ends, first_sequence
 from common.archive.documents import ChainStore
 from common.archive.scan import RELIST_ATTEMPTS, ChainArchive, Hole, Problem, ReadAhead, Scan, with_current_listing
 from common.archive.segment import SegmentRef
@@ -142,16 +142,12 @@ class ArchivedHistory:
         upto = {c: min(end, to_sequence or end) for c, end in history.items() if c.incarnation == number}
         site, feed, is_one = self._request.site, self._request.feed, len({*upto.values()}) == 1
         wanted = ReplayRequest(site, feed, "", incarnation=number)
-        parts = [c for c in upto if self._archive_begin(c) <= history[c]]
+        parts = [c for c in upto if first_sequence(self._documents, c) <= history[c]]
         parts = [c for c in parts if self._first_sequence([c], number) <= upto[c]]
         return [
             replace(wanted, partition=None if is_one else c.partition, to_sequence=upto[c] % MAX_SEQUENCE or None)
             for c in (parts[:1] if is_one else parts)
         ]
-
-    def _archive_begin(self, chain: Chain) -> int:
-        """Return the first archived sequence of a chain: retention may have deleted earlier ones."""
-        return max(self._documents.read_floor(chain) or 1, self._first_sequence([chain], chain.incarnation))
 
     async def _survey(self, wanted: ReplayRequest) -> tuple[Sequence[ReplayChain], list[str]]:
         """Return the chains of a request and notes for an operator. Try again if retention deletes meanwhile."""
@@ -171,7 +167,7 @@ class ArchivedHistory:
         """
         ends = {each.chain: each.range.rows.last for each in plan.chains}
         for chain, end in self._listed_ends(self._history()).items():
-            if end > (before := ends[chain] if chain in ends else self._archive_begin(chain) - 1):
+            if end > (before := ends[chain] if chain in ends else first_sequence(self._documents, chain) - 1):
                 return f"{chain} was archived up to {before}, and now up to {end}"
         return ""
 
@@ -181,7 +177,7 @@ class ArchivedHistory:
 
     def _listed_ends(self, history: Mapping[Chain, int]) -> dict[Chain, int]:
         """Return the last sequence in the segments of each chain that has segments, as far as it counts."""
-        found = {chain: self._store.end(chain) for chain in history}
+        found = {chain: ChainArchive.listed(self._store, chain).end for chain in history}
         return {chain: min(end, history[chain]) for chain, end in found.items() if end}
 
     def _history(self) -> dict[Chain, int]:
@@ -189,7 +185,7 @@ class ArchivedHistory:
         request = self._request
         wanted = ReplayRequest(request.site, request.feed, "", incarnation=request.incarnation)
         known = wanted.chains(known_chains(self._documents, wanted))
-        return chains_of(self._documents, known[-1])
+        return chain_ends(self._documents, known[-1])
 
     def _known_ends(self, history: Mapping[Chain, int]) -> dict[Chain, int]:
         """Return the end of the coverage of each chain, from the documents and captures of the archive (0: none)."""
@@ -230,7 +226,7 @@ class ArchivedHistory:
     ) -> RestorePlan:
         """Make the plan. `known`: the requested chains, each with the end of its coverage within the request."""
         request, newest = self._request, max(known)
-        ends = {chain: min(self._archive_begin(chain) - 1, history[chain]) for chain in known}
+        ends = {chain: min(first_sequence(self._documents, chain) - 1, history[chain]) for chain in known}
         ends |= {chain.chain: chain.range.rows.last for chain in chains}
         end = max(*ends.values(), *known.values())  # lost messages keep their sequences: targets may have them
         archived = max([end, *self._listed_ends(history).values()])
@@ -414,7 +410,7 @@ class ArchivedHistory:
             if document is None or document.config.get("name") != name or not times & {*self._creation_times(last)}:
                 continue
             chains = [replace(last, partition=number) for number in range(last.partition + 1)]
-            refs = [ref for chain in chains for ref in self._store.list(chain, position=end + 1)]
+            refs = [ref for chain in chains for ref in ChainArchive.listed(self._store, chain, end + 1).refs]
             known = [self._documents.read_tail(chain) or 0 for chain in chains]
             if (reached := max([*known, *(ref.coverage.last for ref in refs)])) > end:
                 filters = [each for chain in chains if (d := self._documents.read_chain(chain)) for each in d.filters]
