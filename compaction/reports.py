@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 
 from common.archive.columns import SCHEMA, microseconds
 from common.archive.keys import MAX_LEVEL
+from common.archive.scan import ChainArchive
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.times import search
@@ -317,7 +318,8 @@ class ArchiveReport:
         for chain in chains:
             accounted = state.covered(chain)
             position = accounted.holes(SequenceRange(1, MAX_SEQUENCE))[0].first
-            refs = [ref for ref in self.store.list(chain, position=position) if ref.key not in damaged]
+            listed = ChainArchive.listed(self.store, chain, position)
+            refs = [ref for ref in listed.refs if ref.key not in damaged]
             for stretch in uncovered(refs, accounted, finest=self.is_finest):
                 part.append(stretch)
                 if len(part) >= STRETCHES_PER_PART:

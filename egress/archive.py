@@ -19,6 +19,7 @@ from common.archive.documents import ChainStore
 from common.archive.guard import SegmentGone
 from common.archive.keys import MAX_LEVEL
 from common.archive.reader import SegmentReader, open_file
+from common.archive.scan import ChainArchive
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.writer import SpooledSegment
@@ -194,7 +195,7 @@ class Archive:
         return map(self._undamaged, self._store.walk(self.chain))
 
     def refs(self, position: int = 1) -> list[SegmentRef]:
-        return self._undamaged(self._store.list(self.chain, position=position))
+        return self._undamaged(ChainArchive.listed(self._store, self.chain, position).refs)
 
     def _undamaged(self, refs: Iterable[SegmentRef]) -> list[SegmentRef]:
         return [ref for ref in refs if ref.key not in self.damaged]
@@ -228,20 +229,16 @@ class Archive:
     def _segments_at(self, position: int) -> Sequence[SegmentRef]:
         found: list[SegmentRef] = []
         for level in range(MAX_LEVEL + 1):
-            page = self._store.list(self.chain, position=position, level=level, limit=LOOKUP_SEGMENTS)
-            found += self._undamaged(page)
+            page = ChainArchive.listed(self._store, self.chain, position, level=level, limit=LOOKUP_SEGMENTS)
+            found += self._undamaged(page.refs)
             if any(reaches(ref.coverage, position) for ref in found):
                 break
         return found
 
     def _uncovered(self, within: SequenceRange) -> list[SequenceRange]:
         covered = CoverageSet()
-        for level in range(MAX_LEVEL + 1):
-            for page in self._store.pages(self.chain, level, position=within.first):
-                for ref in self._undamaged(page):
-                    covered.add(ref.coverage)
-                if page[-1].coverage.last >= within.last:
-                    break
+        for ref in self._overlapping(within):
+            covered.add(ref.coverage)
             if not covered.holes(within):
                 break
         return covered.holes(within)
@@ -276,7 +273,7 @@ class Archive:
         # The listing begins at the newest segment, which remains in level 0 until there is a newer one.
         newest = next((ref for ref in self.newest[:1] if not ref.level and ref.coverage.last == sequence - 1), None)
         position = sequence if newest is None else newest.coverage.last
-        refs = self._store.list(self.chain, position=position, level=0, limit=LOOKUP_SEGMENTS)
+        refs = ChainArchive.listed(self._store, self.chain, position, level=0, limit=LOOKUP_SEGMENTS).refs
         if newest is not None and all(ref.key != newest.key for ref in refs):
             self.missing_key = newest.key
         return any(reaches(ref.coverage, sequence) and self._is_valid(ref) for ref in refs)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import chain as joined
 
 from common.archive.columns import Columns, messages
+from common.archive.scan import ChainArchive
 from common.archive.segment import Message, SegmentRef
 from common.chain import Chain
 from common.errors import DataError
@@ -172,8 +173,8 @@ class LoopFilter:
         except ValueError:
             return None
         for level in (0, None):
-            refs = self._store.list(chain, position=claim.sequence, level=level, limit=LISTED_SEGMENTS)
-            if (ref := choose_segment(refs, claim.sequence)) is not None:
+            near = ChainArchive.listed(self._store, chain, claim.sequence, level=level, limit=LISTED_SEGMENTS)
+            if (ref := choose_segment(near.refs, claim.sequence)) is not None:
                 return ref
         return None
 

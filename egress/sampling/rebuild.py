@@ -6,7 +6,7 @@ show when a value was seen and left out. So every value counts as just seen, and
 
 import heapq
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeVar
@@ -46,13 +46,11 @@ class LookbackRange:
 
 
 class ArchivedRows:
-    """The rows of `chain` up to `last`, by the cover of `refs`, that match `filter_subject`. Blocking."""
+    """The rows of a listed `archive` up to `last`, by its cover, that match `filter_subject`. Blocking."""
 
-    def __init__(
-        self, store: SegmentStore, chain: Chain, refs: Sequence[SegmentRef], last: int, filter_subject: str = ""
-    ) -> None:
-        self.chain, self.refs, self.last, self.filter_subject = chain, refs, last, filter_subject
-        self._store, self._usable = store, list(refs)
+    def __init__(self, archive: ChainArchive, last: int, filter_subject: str = "") -> None:
+        self.archive, self.last, self.filter_subject = archive, last, filter_subject
+        self._store, self._usable = archive.store, archive.refs
         self._footers: dict[str, Footer] = {}
 
     def newest_ns(self) -> int:
@@ -169,21 +167,19 @@ class RebuildResult:
 class SamplerRebuild:
     """The rebuild of the sampler of one chain. Blocks for a long time; used once.
 
-    `refs`: the segments of `chain`. `last`: the last sequence that counts. `filter_subject`: selects the rows that
-    the chain takes from the incarnations before, of the same stream with other partitions; empty: all. `cancelled`
-    ends it with AbandonedError.
+    `archive`: the listed segments of the chain. `last`: the last sequence that counts. `filter_subject`: selects the
+    rows that the chain takes from the incarnations before, of the same stream with other partitions; empty: all.
+    `cancelled` ends it with RebuildCancelledError.
     """
 
-    store: SegmentStore
+    archive: ChainArchive
     sampling: SamplingSettings
-    chain: Chain
-    refs: Sequence[SegmentRef]
     last: int
     filter_subject: str = ""
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._current = ArchivedRows(self.store, self.chain, self.refs, self.last)
+        self._current = ArchivedRows(self.archive, self.last)
         self._keys, self._rows = KeyReader(self.sampling), 0
 
     def run(self, base: Snapshot | None = None, *, makes_advisories: bool = True) -> RebuildResult:
@@ -213,19 +209,20 @@ class SamplerRebuild:
             if base or all(reach.is_complete for _, reach in reaches):
                 break
             # Only up to `last`: the chain still reads the rows after it, and they would count twice.
+            store = self.archive.store
             group = [
-                ArchivedRows(self.store, former, self.store.list(former), min(end, self.last), self.filter_subject)
-                for former, end in previous_chains(self.store, group[0].chain).items()
+                ArchivedRows(ChainArchive.listed(store, former), min(end, self.last), self.filter_subject)
+                for former, end in previous_chains(store, group[0].archive.chain).items()
             ]
         return newest_ns, groups[::-1]
 
     def iter_rows(self, past: ArchivedRows, within: SequenceRange) -> Iterator[Row]:
-        for batch in Scan(ChainArchive(self.store, past.chain, past.refs), within, _log_missing).batches():
+        for batch in Scan(past.archive, within, _log_missing).batches():
             if self.cancelled.is_set():
                 raise RebuildCancelledError
             lists = columns_of(batch)
             keys, _forced = self._keys.read(lists)
-            self.record_progress(len(keys), lists.sequences[-1], past.chain)
+            self.record_progress(len(keys), lists.sequences[-1], past.archive.chain)
             rows = zip(lists.sequences, keys, lists.timestamps_ns, lists.payloads, lists.subjects, strict=True)
             for sequence, key, timestamp_ns, payload, subject in rows:
                 if key is not None and matches(past.filter_subject, subject):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.archive.documents import SnapshotRef
+from common.archive.scan import ChainArchive
 from common.archive.store import SegmentStore
 from common.errors import DataError
 from common.logs import get_logger
@@ -125,11 +126,10 @@ class SamplerResume:
         reason = rebuild_reason(bool(known), bool(followed), self._newest_digest(), self._sampling.digest)
         chain = self._chain
         log.info("sampler rebuild started", action="sampler_rebuild_started", reason=reason, **chain.log_context())
+        refs = self._archive.refs(base[1].position if base else 1)
         rebuilt = SamplerRebuild(
-            self._store,
+            ChainArchive(self._store, chain, refs),
             self._sampling,
-            self._chain,
-            self._archive.refs(base[1].position if base else 1),
             self._first - 1,
             filter_subject=self._partition.filter_subject,
             cancelled=self._cancelled,

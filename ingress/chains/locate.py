@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from common.archive import documents
 from common.archive.documents import MAX_TEXT_CHARS, AcceptedGap, ChainStore
+from common.archive.scan import ChainArchive
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.chain import Chain
@@ -96,10 +97,10 @@ class GapSkipper:
 
     def _segments_in_gap(self, chain: Chain, gap: AcceptedGap) -> Iterator[SegmentRef]:
         since = parse_time(gap.decided_at) / NS_PER_S if gap.decided_at else 0.0
-        for ref in self._store.list(chain, position=gap.range.first, limit=SEARCH_PAGE):
+        near = ChainArchive.listed(self._store, chain, gap.range.first, limit=SEARCH_PAGE)
+        for ref in near.overlapping(gap.range):
             # A segment that existed before is damaged: otherwise it would have been replayed.
-            is_new = ref.modified >= since and ref.key not in self._reported
-            if is_new and ref.coverage.overlaps(gap.range):
+            if ref.modified >= since and ref.key not in self._reported:
                 self._reported.add(ref.key)
                 yield ref
 

@@ -5,6 +5,7 @@ import hashlib
 from common.archive.columns import batch_of
 from common.archive.documents import ChainStore
 from common.archive.keys import DIGEST_LENGTH, SegmentName
+from common.archive.scan import ChainArchive
 from common.archive.segment import Message, SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.unread import UnreadableSegment
@@ -131,11 +132,11 @@ class Recall:
         name, call = piece.segment, self._threads.run
         assert not isinstance(name, Gap), "a gap has no rows to be found"
         last, level = name.coverage.last, name.level
-        refs = await call(self._store.list, piece.chain, position=last, level=level, limit=MAX_SAME_END_SEGMENTS)
+        near = await call(ChainArchive.listed, self._store, piece.chain, last, level=level, limit=MAX_SAME_END_SEGMENTS)
         while True:
             # The named segment holds exactly the rows of the intent. Other segments may hold rows that it left unread,
             # which are not part of it. If it is gone, the cover holds the rows, and may hold more by now.
-            named = [ref for ref in refs if ref.segment == name and ref.key not in damaged]
+            named = [ref for ref in near.refs if ref.segment == name and ref.key not in damaged]
             stretches = [Stretch(ref, piece.rows) for ref in named]
             if not named:
                 stretches = await call(stretches_for, self._store, piece.chain, piece.rows, frozenset(damaged))

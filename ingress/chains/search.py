@@ -15,9 +15,11 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain as joined
 
 from common.archive.guard import ForkError
 from common.archive.keys import MAX_LEVEL
+from common.archive.scan import ChainArchive
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.unread import UnreadableSegment
@@ -70,7 +72,7 @@ def plan_from_listings(
     full: list[SegmentRef] = []
     plan = ChainPlan(Phase.IDLE)
     for level in range(MAX_LEVEL + 1):
-        page = store.list(chain, position=position, level=level, limit=limit)
+        page = ChainArchive.listed(store, chain, position, level=level, limit=limit).refs
         found += page
         full += page[-1:] if len(page) >= limit else []
         plan = plan_chain(found, position, end, damaged)
@@ -137,7 +139,7 @@ def search_whole_chain(
     """
     best: SegmentRef | None = None
     reach = hole.last
-    for ref in _list_all(store, chain, hole.first):
+    for ref in joined.from_iterable(store.pages(chain, position=hole.first, size=FULL_SEARCH_PAGE)):
         if ref.key in damaged or ref.coverage.first > reach:
             continue
         if reaches(ref.coverage, hole.first):
@@ -148,17 +150,8 @@ def search_whole_chain(
 
 
 def has_new_segments(store: SegmentStore, fill: IncompleteFill) -> bool:
-    refs = store.list(fill.segment.chain, position=fill.rows.first, limit=SEARCH_PAGE)
-    return any(ref.coverage.overlaps(fill.rows) and ref.key not in fill.known for ref in refs)
-
-
-def _list_all(store: SegmentStore, chain: Chain, position: int) -> Iterator[SegmentRef]:
-    """List level by level, from the lowest: a segment that is merged meanwhile is found in one of them."""
-    for level in range(MAX_LEVEL + 1):
-        page = store.list(chain, position=position, level=level, limit=FULL_SEARCH_PAGE)
-        while page:
-            yield from page
-            page = store.list_after(page[-1], FULL_SEARCH_PAGE) if len(page) >= FULL_SEARCH_PAGE else []
+    near = ChainArchive.listed(store, fill.segment.chain, fill.rows.first, limit=SEARCH_PAGE)
+    return any(ref.key not in fill.known for ref in near.overlapping(fill.rows))
 
 
 COVER_FIRST_PAGE, COVER_NEXT_PAGE = 100, 1000  # segments that are listed at a time
@@ -185,7 +178,7 @@ def _pages(store: SegmentStore, chain: Chain, position: int) -> Iterator[list[Se
     """List the first page of each level, because it almost always holds the wanted segment; then the other pages."""
     behind: deque[SegmentRef] = deque()
     for level in range(MAX_LEVEL + 1):
-        page = store.list(chain, position=position, level=level, limit=COVER_FIRST_PAGE)
+        page = ChainArchive.listed(store, chain, position, level=level, limit=COVER_FIRST_PAGE).refs
         behind += page[-1:] if len(page) >= COVER_FIRST_PAGE else []
         yield page
     while behind:

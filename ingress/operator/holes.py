@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from common.archive.documents import AcceptedGap, ChainStore, filled_hole_remedies
+from common.archive.catalog import first_sequence
+from common.archive.documents import ChainStore, filled_hole_remedies
 from common.archive.guard import SegmentGone
+from common.archive.scan import ChainArchive
 from common.archive.segment import Reason, SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.unread import open_stretch
@@ -21,14 +23,13 @@ from ingress.errors import hole_hint
 
 @dataclass(frozen=True, slots=True)
 class ArchivedCover:
-    """The coverage of one chain in the archive. `first`: the first sequence that is checked; `end`: the end of its
-    coverage, or of its incarnation if that is greater; 0 if there is none. `incarnation_end`: the last sequence of its
-    incarnation; None if that has not ended.
+    """The listed segments of one chain, and its accepted gaps. `first`: the first sequence that is checked; `end`: the
+    end of its coverage, or of its incarnation if that is greater; 0 if there is none. `incarnation_end`: the last
+    sequence of its incarnation; None if that has not ended.
     """
 
-    chain: Chain
-    segments: Sequence[SegmentRef]
-    accepted: Sequence[AcceptedGap]
+    archive: ChainArchive
+    accepted: Sequence[SequenceRange]
     first: int
     end: int
     incarnation_end: int | None = None
@@ -37,12 +38,11 @@ class ArchivedCover:
         if self.end < self.first:
             return []
         found = []
-        for rows in holes((ref.coverage for ref in self.segments), SequenceRange(self.first, self.end)):
-            behind = [ref for ref in self.segments if ref.coverage.first > rows.last]
+        for rows in self.archive.holes(SequenceRange(self.first, self.end)):
+            behind = [ref for ref in self.archive.refs if ref.coverage.first > rows.last]
             nearest = min(behind, key=lambda ref: ref.coverage, default=None)
-            left = tuple(holes((gap.range for gap in self.accepted), rows))
             since = min((ref.modified for ref in behind), default=None)
-            found.append(ChainHole(self.chain, rows, since, nearest, left))
+            found.append(ChainHole(self.archive.chain, rows, since, nearest, tuple(holes(self.accepted, rows))))
         return found
 
 
@@ -86,28 +86,26 @@ def read_cover(store: SegmentStore, documents: ChainStore, chain: Chain, positio
 
     Raises DataError for an invalid document, else as the store does.
     """
-    first = position
-    if first is None:
-        document = documents.read_chain(chain)
-        first = document.first if document else 1
-    first = first_position(first, documents.read_floor(chain))  # below the floor there is no hole, for any target
-    segments = store.list(chain, position=first)
-    ended = documents.read_end(chain)
-    ends = (ref.coverage.last for ref in segments)
-    end = max(ended or 0, *ends, 0)  # the tail is a hint: coverage that it alone claims does not exist
-    return ArchivedCover(chain, segments, documents.gaps(chain, position=first), first, end, ended)
+    if position is None:
+        first = first_sequence(documents, chain)
+    else:  # below the floor there is no hole, for any target
+        first = first_position(position, documents.read_floor(chain))
+    archive, ended = ChainArchive.listed(store, chain, first), documents.read_end(chain)
+    end = max(ended or 0, archive.end)  # the tail is a hint: coverage that it alone claims does not exist
+    accepted = [gap.range for gap in documents.gaps(chain, position=first)]
+    return ArchivedCover(archive, accepted, first, end, ended)
 
 
 def find_blocking_hole(store: SegmentStore, archived: ArchivedCover) -> ChainHole | None:
     """Return the hole at which ingress blocks although a segment covers the position by name: some of a filled hole is
     gone, or the segment is damaged. None if neither is so. Blocking.
     """
-    accepted = [gap.range for gap in archived.accepted]
-    found = plan_from_contents(store, archived.chain, archived.first, archived.incarnation_end, accepted)
+    chain, accepted = archived.archive.chain, archived.accepted
+    found = plan_from_contents(store, chain, archived.first, archived.incarnation_end, accepted)
     plan = found.plan
     if plan.hole is None or not (found.incomplete_fill or plan.phase is Phase.DAMAGED):
         return None
-    hole = ChainHole(archived.chain, plan.hole, plan.waiting_since, None, tuple(holes(accepted, plan.hole)))
+    hole = ChainHole(chain, plan.hole, plan.waiting_since, None, tuple(holes(accepted, plan.hole)))
     if found.incomplete_fill is not None:
         return replace(hole, next_segment=found.incomplete_fill.segment, kind="gone")
     return replace(hole, kind="damaged", damaged=found.damaged)
@@ -125,10 +123,10 @@ def check_acceptable(store: SegmentStore, archived: ArchivedCover, gap: Sequence
         raise UsageError(f"{gap}: expected an end within the coverage, {ends}: later segments may still arrive")
     if archived.incarnation_end is not None and gap.first > archived.incarnation_end:
         return []
-    problems = {ref: _problem(store, ref) for ref in archived.segments if ref.coverage.overlaps(gap)}
+    problems = {ref: _problem(store, ref) for ref in archived.archive.overlapping(gap)}
     sound = [ref for ref, problem in problems.items() if problem is None]
     for stretch in cover(sound, gap.first, gap.last):
-        if not _is_incomplete_fill(store, stretch, archived.segments):
+        if not _is_incomplete_fill(store, stretch, archived.archive.refs):
             ref = stretch.segment
             raise UsageError(f"{gap}: expected no segment there, found {ref.coverage} in {ref.key}")
     return [problem for problem in problems.values() if problem is not None]

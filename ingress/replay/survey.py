@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from common.archive.documents import ChainStore, Floor, StreamDocument
-from common.archive.scan import RELIST_ATTEMPTS, vanishing_error, with_current_listing
+from common.archive.scan import RELIST_ATTEMPTS, ChainArchive, vanishing_error, with_current_listing
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.times import Timeline
@@ -186,8 +186,8 @@ class ReplaySurvey:
         found = await self._threads.run(self._documents.gaps, each.chain)
         gaps = [gap.range for gap in found]
         for _ in range(RELIST_ATTEMPTS):
-            refs = await self._threads.run(self._store.list, each.chain, position=each.rows.first)
-            usable = [ref for ref in refs if ref.key not in lost]
+            listed = await self._threads.run(ChainArchive.listed, self._store, each.chain, each.rows.first)
+            usable = [ref for ref in listed.refs if ref.key not in lost]
             stretches, missing, accepted = split_range(usable, each.rows, gaps)
             parts = list[ReplayPart | UnreadableSegment]()
             for begin in range(0, len(stretches), REPORT_SEGMENTS):

@@ -9,6 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.archive.scan import ChainArchive
 from common.archive.segment import Message
 from common.sequences import SequenceRange
 from egress.sampling.rebuild import SamplerRebuild
@@ -54,7 +55,7 @@ def test_every_value_of_the_last_duration_is_known_by_its_last_row(
         for first, end, level in [*level_0, *merged]:
             if end <= last:
                 put_one(site, examined, rows, first, end, level)
-        rebuilt = SamplerRebuild(site.store, site.sampling, CHAIN, site.store.list(CHAIN), last).run()
+        rebuilt = SamplerRebuild(ChainArchive.listed(site.store, CHAIN), site.sampling, last).run()
         site.store.close()
 
     newest = examined[last - 1].timestamp_ns
