@@ -121,6 +121,7 @@ class ChainArchive:
         return max((ref.coverage.last for ref in self.refs), default=0)
 
     def overlapping(self, rows: SequenceRange) -> list[SegmentRef]:
+        """Return the listed segments that cover some of `rows`."""
         return [ref for ref in self.refs if ref.coverage.overlaps(rows)]
 
     def covers(self, rows: SequenceRange = WHOLE) -> list[Stretch[SegmentRef]]:

@@ -77,6 +77,10 @@ def test_each_covered_sequence_is_read_once_and_each_other_one_is_in_a_hole(
     for coverage, level, fate in made:
         ref = archive.put(coverage.first, coverage.last, level=level)
         fates[ref.key] = fate
+    listing = ChainArchive.listed(archive.store, CHAIN, within.first)
+    covers, holes = [each.rows for each in listing.covers(within)], listing.holes(within)
+    assert [n for each in covers for n in range(each.first, each.last + 1)] == covered(archive, {}, within)
+    assert sum(map(len, [*covers, *holes])) == len(within)
     for ref in archive.listed():
         if fates[ref.key] == "damaged":
             damage(archive, ref)
