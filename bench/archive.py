@@ -440,7 +440,7 @@ async def replay_part(folder: Path, url: str) -> int:
     """Replay a part of the time in the middle; return the bytes that were read."""
     objects = CountingObjects(folder)
     store, documents = SegmentStore(objects, Layout("data")), ChainStore(objects, Layout("data"))
-    documents.create_stream(CHAIN, StreamDocument({"name": "BENCH"}, "t0"))
+    documents.create_stream(CHAIN, StreamDocument({"name": "BENCH"}, "t0", None))
     documents.create_chain(CHAIN, ChainDocument((), 1, 1))
     settings = parse(f"nats: {{url: '{url}'}}\nstore: {{url: 'file://{folder}', prefix: data}}\n", "bench")[0]
     whole = SMALL_SEGMENTS * SMALL_ROWS

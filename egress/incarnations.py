@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from common.archive.documents import ChainDocument, ChainStore, StreamDocument
+from common.archive.documents import ChainDocument, ChainStart, ChainStore, StreamDocument
 from common.chain import MAX_INCARNATION, Chain
 from common.documents import JsonCodec
 from common.errors import Stopped
@@ -260,8 +260,8 @@ class Incarnations:
 
         Raises Stopped if its archive was lost.
         """
-        layout, stream_first = configured_layout(self._partition, first), max(1, info.first_sequence)
-        document = StreamDocument(info.config, info.created, None, layout, stream_first=stream_first)
+        starts, stream_first = ChainStart.of(configured_layout(self._partition, first)), max(1, info.first_sequence)
+        document = StreamDocument(info.config, info.created, None, starts, stream_first=stream_first)
         found = await self._create_stream(self._feed, document)
         if found.chains:
             return await self._threads.run(self._loaded, self._feed)
@@ -328,7 +328,7 @@ class Incarnations:
         # A partition that continues by itself is the same up to its end.
         joins = {n: decision.continues_from.get(n, end.first) for n, end in closing.ends.items()}
         more = False, joins if decision.continues_from else None, decision.continued, decision.stream_first
-        document = StreamDocument(stream.config, stream.created, previous, tuple(layout), *more)
+        document = StreamDocument(stream.config, stream.created, previous, ChainStart.of(layout), *more)
         await self.open_next(chain, document)
         return await self._threads.run(self._loaded, chain)
 

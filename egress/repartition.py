@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from common.archive.documents import ChainDocument, StreamDocument
+from common.archive.documents import ChainDocument, ChainStart, StreamDocument
 from common.chain import Chain
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
@@ -167,7 +167,7 @@ class Repartition:
         ends = {each.number: await self._catch_up(each, plan.end, lease, stop) for each, lease in held}
         if (info := await stream_info(self._context.deps.client, self._settings.stream)) is None:
             raise Unavailable(f"stream {self._settings.stream} does not exist any more")
-        layout = configured_layout(self._new[0], plan.end + 1)
+        layout = ChainStart.of(configured_layout(self._new[0], plan.end + 1))
         stream_first = max(1, info.first_sequence)
         document = StreamDocument(info.config, info.created, ends, layout, continues=True, stream_first=stream_first)
         await self._make_durables(info, plan.end + 1)

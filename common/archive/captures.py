@@ -26,18 +26,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from common.archive.documents import Document, expect_range, list_named
 from common.archive.keys import DIGEST_LENGTH, CaptureName, Layout
 from common.chain import FEED_PATTERN, Chain
 from common.clock import parse_time
 from common.documents import JsonCodec
-from common.errors import DataError, OutcomeUnknown
-from common.logs import get_logger
-from common.objects.port import ConditionalPutRefused, ObjectStore
+from common.objects.port import ObjectStore
 from common.sequences import MAX_SEQUENCE
 
-log = get_logger(__name__)
-
 MAX_CAPTURE_BYTES = 32 * 1024 * 1024  # some 50,000 consumers
+OLDER_CAPTURE_HINT = "remove it: an older capture is used then"
 CONFIG, CONSUMERS, DELETIONS, RESTORED = "config", "consumers", "deletions", "restored"
 
 _SAME_TIME_S = 2.0  # seconds: objects of one end that were stored within them are ordered by their content
@@ -90,7 +88,7 @@ class _Capture(_Origin, frozen=True, omit_defaults=True, tag_field="format_versi
     def __post_init__(self) -> None:
         for text in (self.at, self.ts or self.at):
             parse_time(text)
-        _expect("end", self.end)
+        expect_range("end", self.end, 0, MAX_SEQUENCE)
 
     @property
     def moment(self) -> str:
@@ -125,7 +123,7 @@ class CapturedConfig(_Capture, frozen=True):
         parse_time(self.created)
         check_config(self.config)
         for field in ("first", "last", "messages", "before"):
-            _expect(field, getattr(self, field) or 0)
+            expect_range(field, getattr(self, field) or 0, 0, MAX_SEQUENCE)
 
 
 class CapturedConsumer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -152,9 +150,9 @@ class CapturedConsumer(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ValueError(f"config: expected the name of the consumer, found {name!r:.60}")
         check_config(self.config)
         for field in ("delivered_consumer", "delivered_stream", "ack_floor_consumer", "ack_floor_stream"):
-            _expect(field, getattr(self, field))
+            expect_range(field, getattr(self, field), 0, MAX_SEQUENCE)
         for field in ("ack_pending", "redelivered"):
-            _expect(field, getattr(self, field))
+            expect_range(field, getattr(self, field), 0, MAX_SEQUENCE)
 
     @property
     def name(self) -> str:
@@ -186,9 +184,8 @@ class CapturedDeletions(_Capture, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _expect("last", self.last)
-        if not 0 <= self.first <= MAX_SEQUENCE + 1:
-            raise ValueError(f"first: expected 0 to 2^63, found {self.first}")
+        expect_range("last", self.last, 0, MAX_SEQUENCE)
+        expect_range("first", self.first, 0, MAX_SEQUENCE + 1)
         before = self.first - 1
         for first, last in self.deleted:
             if not before < first <= last <= self.last:
@@ -215,12 +212,12 @@ class CapturedRestore(_Capture, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _expect("skipped_to", self.skipped_to)
+        expect_range("skipped_to", self.skipped_to, 0, MAX_SEQUENCE)
         parse_time(self.created)
         for text in (self.was, self.seen) if self.seen else ():
             parse_time(text)
         for end in self.ends.values():
-            _expect("ends", end)
+            expect_range("ends", end, 0, MAX_SEQUENCE)
 
     def has_created(self, created: str) -> bool:
         """True if a stream with this creation time is the restored one."""
@@ -328,22 +325,8 @@ class CaptureStore:
         Raises DataError if it is larger than the limit of a read.
         """
         body = to_json(document := with_chain_name(chain, document))
-        sha256, kind = hashlib.sha256(body).hexdigest(), CAPTURE_KINDS[type(document)]
-        name = CaptureName(replace(chain, partition=0), kind, document.end, sha256[:DIGEST_LENGTH])
-        key = self.layout.capture(name)
-        if len(body) > MAX_CAPTURE_BYTES:
-            raise DataError(
-                f"{key}: expected at most {MAX_CAPTURE_BYTES} bytes, found {len(body)}", code="E-STATE-JSON"
-            )
-        try:
-            return self.objects.put_if_absent(key, body, sha256=sha256)
-        except ConditionalPutRefused:  # the name holds the digest: another writer puts the same content
-            if self.objects.head(key) is not None:
-                return False
-        self.objects.put(key, body, sha256=sha256)
-        if self.objects.get(key, length=len(body) + 1) != body:
-            raise OutcomeUnknown(f"{key}: the bytes read back differ from those written", code="E-READ-BACK")
-        return True
+        kind, digest = CAPTURE_KINDS[type(document)], hashlib.sha256(body).hexdigest()[:DIGEST_LENGTH]
+        return self._document(CaptureName(replace(chain, partition=0), kind, document.end, digest)).add(document)
 
     def config(self, chain: Chain, end: int | None = None, moment_ns: int | None = None) -> CapturedConfig | None:
         return self.newest(CapturedConfig, chain, end, moment_ns)
@@ -409,44 +392,30 @@ class CaptureStore:
 
     def list_captures(self, chain: Chain, kind: str) -> list[CaptureRef]:
         """List the captures, oldest first: by end, then by time of storage. Foreign keys are skipped."""
-        found = []
-        for info in self.objects.list(self.layout.captures_prefix(chain, kind)):
-            if (name := self.layout.parse_capture(info.key)) is None:
-                log.debug("foreign key skipped", action="foreign_key_skipped", key=info.key)
-            else:
-                found.append(CaptureRef(name, info.key, info.size, info.modified))
+        listed = list_named(self.objects, self.layout.captures_prefix(chain, kind), self.layout.parse_capture)
+        found = (CaptureRef(name, info.key, info.size, info.modified) for name, info in listed)
         return sorted(found, key=lambda ref: (ref.end, ref.modified, ref.key))
 
     def read(self, ref: CaptureRef) -> Captured | None:
         """Read a capture; None if it is gone."""
-        raw = self.objects.get(ref.key, length=MAX_CAPTURE_BYTES + 1)
-        if raw is None:
-            return None
-        if len(raw) > MAX_CAPTURE_BYTES:
-            raise _unreadable(ref.key, f"expected at most {MAX_CAPTURE_BYTES} bytes, found more")
-        if (digest := hashlib.sha256(raw).hexdigest()[:DIGEST_LENGTH]) != ref.name.digest:
-            raise _unreadable(ref.key, f"expected the digest of its name, found {digest}")
-        try:
-            document: Captured = _CODECS[ref.name.kind].decode(raw)
-        except ValueError as error:
-            raise _unreadable(ref.key, str(error)) from error
-        if document.end != ref.end:
-            raise _unreadable(ref.key, f"expected end {ref.end} of its name, found {document.end}")
-        if document.chain not in ("", of := str(replace(ref.chain, partition=0))):
-            raise _unreadable(ref.key, f"expected chain {of} of its name, found {document.chain:.80}")
-        return document
+        return self._document(ref.name).read()
+
+    def _document(self, name: CaptureName) -> Document[Captured]:
+        def decode(raw: bytes) -> Captured:
+            if (digest := hashlib.sha256(raw).hexdigest()[:DIGEST_LENGTH]) != name.digest:
+                raise ValueError(f"expected the digest of its name, found {digest}")
+            document: Captured = _CODECS[name.kind].decode(raw)
+            if document.end != name.end:
+                raise ValueError(f"expected end {name.end} of its name, found {document.end}")
+            if document.chain not in ("", of := str(replace(name.chain, partition=0))):
+                raise ValueError(f"expected chain {of} of its name, found {document.chain:.80}")
+            return document
+
+        key, limit = self.layout.capture(name), MAX_CAPTURE_BYTES
+        return Document(self.objects, key, to_json, decode, max_bytes=limit, hint=OLDER_CAPTURE_HINT)
 
 
 def _is_undone(found: CapturedConfig | CapturedDeletions, restores: Iterable[Captured | None]) -> bool:
     """True if they describe lost messages: since a restore, other messages have their sequences."""
     at, last = found.moment_ns, found.last or 0
     return any(each and at < each.moment_ns and each.end < last for each in restores)
-
-
-def _expect(name: str, value: int) -> None:
-    if not 0 <= value <= MAX_SEQUENCE:
-        raise ValueError(f"{name}: expected 0 to {MAX_SEQUENCE}, found {value}")
-
-
-def _unreadable(key: str, cause: str) -> DataError:
-    return DataError(f"{key}: {cause}", hint="remove it: an older capture is used then", code="E-STATE-JSON")

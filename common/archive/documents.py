@@ -1,5 +1,8 @@
 """The small JSON documents beside the segments: definition, beginning and end of each chain, and more.
 
+`Document` is the one way in which they are put and read: it decides what an unanswered put, a document that is too
+large, and a damaged one mean.
+
     stream.json   one for each incarnation: the stream as it was found, the end of the incarnation before, and
                   the beginning of each partition
     chain.json    one for each chain: filters, number of partitions, first sequence, relay or not
@@ -18,9 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -29,35 +32,193 @@ from common.archive.keys import Layout, StateName
 from common.chain import MAX_INCARNATION, MAX_PARTITIONS_PER_FEED, Chain
 from common.clock import NS_PER_S, format_time, parse_time
 from common.documents import JsonCodec
-from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
+from common.errors import DataError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.exits import floe_command
 from common.failpoints import failpoint
 from common.logs import get_logger
-from common.objects.port import ConditionalPutRefused, ObjectInfo, ObjectStore
+from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectInfo, ObjectStore
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
 log = get_logger(__name__)
 
 
+MAX_DOCUMENT_BYTES = 1024 * 1024
+PUT_ATTEMPTS = 3  # attempts to put an object that is then read back
+
+D = TypeVar("D")
+
+
+class PutOnceClaims(Protocol):
+    """Arbiter between writers of one document, for stores that refuse conditions. Blocking; not for the event loop."""
+
+    def claim(self, key: str, body: bytes) -> tuple[bytes, int]:
+        """Claim `key`. Return the bytes that were claimed first, `body` if none were, and the claim's revision.
+
+        Raises Unavailable, OutcomeUnknown.
+        """
+
+    def settle(self, key: str, revision: int) -> None:
+        """Remove the claim: its document is there. If this fails, the claim stays, which is harmless."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document(Generic[D]):
+    """One small object that holds a value of type D. Its twin for the buckets of NATS is `common.nats.kv.KvDocument`.
+
+    A put that is answered by nothing may have been done, and may still be under way. It is never repeated by guess: the
+    object is read, and its bytes are the answer.
+
+        create    the value that is there counts, whoever put it; none: not done (Unavailable)
+        update    done if the object holds these bytes; else another writer was first, or it was not done
+        add       done if there is an object of this name; else as `put`
+        put       done if the object holds these bytes; else it is put again, at most PUT_ATTEMPTS times (Unavailable)
+        replace   unknown (OutcomeUnknown): for a value that is soon written again, and for which no read is worthwhile
+
+    A value above `max_bytes` is not written, and not more than that is read. Bytes that are too large, damaged, of
+    another version, or that have a problem according to `check` are never acted on: `read` and `create` raise DataError
+    (E-STATE-JSON) with `hint`. Every method raises the errors of the object store. `claims`: for `create`, if the store
+    refuses conditions; it raises ConditionalPutRefused without.
+    """
+
+    objects: ObjectStore
+    key: str
+    encode: Callable[[D], bytes]
+    decode: Callable[[bytes], D]
+    check: Callable[[D], str] = lambda _: ""
+    max_bytes: int = MAX_DOCUMENT_BYTES
+    hint: str = "compare it with a good copy; it is not used"
+    claims: PutOnceClaims | None = None
+
+    # Reading
+
+    def head(self) -> ObjectInfo | None:
+        """Return the properties of the object; None if there is none. Read them before the content for an `update`: a
+        change between the two then makes the update fail, not the decision.
+        """
+        return self.objects.head(self.key)
+
+    def read(self) -> D | None:
+        if (raw := self.objects.get(self.key, length=self.max_bytes + 1)) is None:
+            return None
+        try:
+            if len(raw) > self.max_bytes:
+                raise ValueError(f"expected at most {self.max_bytes} bytes, found more")
+            value = self.decode(raw)
+            if problem := self.check(value):
+                raise ValueError(problem)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{self.key}: {error}", hint=self.hint, code="E-STATE-JSON") from error
+        return value
+
+    def holds(self, value: D) -> bool:
+        """True if the object has the very bytes of `value`."""
+        body = self.encode(value)
+        return self.objects.get(self.key, length=len(body) + 1) == body
+
+    # Writing
+
+    def create(self, value: D) -> D:
+        """Put the value unless there is an object. Return the value that is there afterwards."""
+        body = self._body(value)
+        # Check first, because some servers ignore the condition of the put.
+        if self.head() is None:
+            try:
+                self._send(self.objects.put_if_absent, body, sha256=_sha256(body))
+            except ConditionalPutRefused:
+                if self.claims is None:
+                    raise
+                self._put_claimed(self.claims, body)
+        if (found := self.read()) is None:
+            raise Unavailable(f"{self.key}: not found after it was put", code="E-READ-BACK")
+        return found
+
+    def update(self, value: D, etag: str | None) -> bool:
+        """Put the value if the object still has `etag` (None: if there is none). Return True if it is there now."""
+        body, objects = self._body(value), self.objects
+        if etag is None:
+            self._send(objects.put_if_absent, body, sha256=_sha256(body))
+        else:
+            self._send(objects.put_if_match, body, etag)
+        return self.holds(value)
+
+    def add(self, value: D) -> bool:
+        """Put an object that has the same bytes from every writer, as its name holds their digest. Return False if it
+        is there already. One request, if that is answered.
+        """
+        body = self._body(value)
+        try:
+            return self.objects.put_if_absent(self.key, body, sha256=_sha256(body))
+        except (ConditionalPutRefused, OutcomeUnknown):
+            if self.head() is not None:
+                return False
+        self.put(value)
+        return True
+
+    def put(self, value: D, metadata: Mapping[str, str] | None = None) -> None:
+        """Put the value over any other until the store returns it. Raises Unavailable if it never does."""
+        body = self._body(value)
+        for _ in range(PUT_ATTEMPTS):
+            # A store that received other bytes kept none of them.
+            self._send(self.objects.put, body, sha256=_sha256(body), metadata=metadata, also=ChecksumMismatch)
+            if self.holds(value):
+                return
+        message = f"{self.key}: put {PUT_ATTEMPTS} times and never read back as it was sent"
+        raise Unavailable(message, code="E-READ-BACK")
+
+    def replace(self, value: D) -> None:
+        """Put the value over any other. Raises OutcomeUnknown if the answer is lost."""
+        self.objects.put(self.key, self._body(value))
+
+    def _body(self, value: D) -> bytes:
+        if len(body := self.encode(value)) > self.max_bytes:
+            message = f"{self.key}: expected at most {self.max_bytes} bytes, found {len(body)}"
+            raise DataError(message, code="E-STATE-JSON")
+        return body
+
+    def _send(self, put: Callable[..., Any], *given: Any, also: type[FloeError] = OutcomeUnknown, **named: Any) -> None:
+        """Call `put`. The caller reads the object to find the outcome, also if no answer comes, or the error `also`."""
+        try:
+            put(self.key, *given, **named)
+        except (OutcomeUnknown, also) as error:
+            log.warning("document unconfirmed", action="document_unconfirmed", key=self.key, error=str(error))
+
+    def _put_claimed(self, claims: PutOnceClaims, body: bytes) -> None:
+        """Put the bytes that were claimed first, by this writer or by another."""
+        claimed, revision = claims.claim(self.key, body)
+        failpoint("documents.claimed")
+        # Check after the claim: another writer may have settled its own before, or the bucket of claims was lost.
+        if self.head() is None:
+            failpoint("documents.put_claimed")
+            self._send(self.objects.put, claimed, sha256=_sha256(claimed))
+        if self.head() is not None:
+            failpoint("documents.settle")
+            claims.settle(self.key, revision)
+
+
+def _sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+def list_named(objects: ObjectStore, prefix: str, parse: Callable[[str], D | None]) -> Iterator[tuple[D, ObjectInfo]]:
+    """List the objects under `prefix`, each with what `parse` makes of its key. Foreign keys are skipped."""
+    for info in objects.list(prefix):
+        if (name := parse(info.key)) is not None:
+            yield name, info
+        else:
+            log.debug("foreign key skipped", action="foreign_key_skipped", key=info.key)
+
+
 class _Versioned(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
     """Base of the documents with format version 1."""
 
+    def to_json(self) -> bytes:
+        return _CODECS[type(self)].encode(self)
 
-class _ChainStartWire(msgspec.Struct, frozen=True, omit_defaults=True):
-    filters: tuple[str, ...]
-    first: int
-    relay: bool = False
-
-
-class _StreamWire(_Versioned, frozen=True):
-    config: dict[str, Any]
-    created: str
-    previous: dict[int, int] | None
-    chains: tuple[_ChainStartWire, ...] = ()
-    continues: bool = False
-    continues_from: dict[int, int] | None = None
-    continued: int | None = None
-    stream_first: int | None = None
+    @classmethod
+    def from_json(cls, raw: bytes) -> Self:
+        """Parse the stored form. Raises ValueError."""
+        found: Self = _CODECS[cls].decode(raw)
+        return found
 
 
 class _FloorWire(_Versioned, frozen=True):
@@ -81,24 +242,28 @@ class ChainDocument(_Versioned, frozen=True):
     relay: bool = False
 
     def __post_init__(self) -> None:
-        _expect("partitions", self.partitions, 1, MAX_PARTITIONS_PER_FEED)
-        _expect("first", self.first, 1, MAX_SEQUENCE)
+        expect_range("partitions", self.partitions, 1, MAX_PARTITIONS_PER_FEED)
+        expect_range("first", self.first, 1, MAX_SEQUENCE)
 
-    def to_json(self) -> bytes:
-        return _CHAIN_CODEC.encode(self)
+
+class ChainStart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of a `chain.json` in `stream.json`, without the number of partitions."""
+
+    filters: tuple[str, ...]
+    first: int
+    relay: bool = False
 
     @classmethod
-    def from_json(cls, raw: bytes) -> ChainDocument:
-        """Parse `chain.json`. Raises ValueError."""
-        return _CHAIN_CODEC.decode(raw)
+    def of(cls, layout: Iterable[ChainDocument]) -> tuple[ChainStart, ...]:
+        """Return the starts of the partitions of a layout."""
+        return tuple(cls(each.filters, each.first, each.relay) for each in layout)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamDocument:
+class StreamDocument(_Versioned, frozen=True, rename={"starts": "chains"}):
     """One incarnation of a stream. `config`, `created`: as in STREAM.INFO when it was first seen.
 
     `previous`: for each partition of the incarnation before, the last sequence it covered (0: none); None
-    if there is no incarnation before. `chains`: the content of each partition's `chain.json`, by its number, so
+    if there is no incarnation before. `starts`: the content of each partition's `chain.json`, by its number, so
     that all hosts begin alike, in any order; empty in the oldest documents. `continues`: the history is that of the
     incarnation before, only divided into other partitions.
 
@@ -109,58 +274,49 @@ class StreamDocument:
     Raises ValueError if a number is outside its range.
     """
 
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     created: str
-    previous: Mapping[int, int] | None = None
-    chains: tuple[ChainDocument, ...] = ()
+    previous: dict[int, int] | None
+    starts: tuple[ChainStart, ...] = ()
     continues: bool = False
-    continues_from: Mapping[int, int] | None = None
+    continues_from: dict[int, int] | None = None
     continued: int | None = None
     stream_first: int | None = None
 
     def __post_init__(self) -> None:
         for partition, end in (self.previous or {}).items():
-            _expect("previous: partition", partition, 0, MAX_PARTITIONS_PER_FEED - 1)
-            _expect("previous: end", end, 0, MAX_SEQUENCE)
+            expect_range("previous: partition", partition, 0, MAX_PARTITIONS_PER_FEED - 1)
+            expect_range("previous: end", end, 0, MAX_SEQUENCE)
         for partition, first in (self.continues_from or {}).items():
-            _expect("continues_from: partition", partition, 0, MAX_PARTITIONS_PER_FEED - 1)
-            _expect("continues_from: sequence", first, 1, MAX_SEQUENCE)
-        _expect("continued", self.continued or 0, 0, MAX_INCARNATION)
-        _expect("stream_first", 1 if self.stream_first is None else self.stream_first, 1, MAX_SEQUENCE)
-        for chain in self.chains:
-            _expect("chains: partitions", chain.partitions, len(self.chains), len(self.chains))
+            expect_range("continues_from: partition", partition, 0, MAX_PARTITIONS_PER_FEED - 1)
+            expect_range("continues_from: sequence", first, 1, MAX_SEQUENCE)
+        expect_range("continued", self.continued or 0, 0, MAX_INCARNATION)
+        expect_range("stream_first", 1 if self.stream_first is None else self.stream_first, 1, MAX_SEQUENCE)
+        for each in self.starts:
+            expect_range("chains: first", each.first, 1, MAX_SEQUENCE)
+        expect_range("chains", len(self.starts), 0, MAX_PARTITIONS_PER_FEED)
 
-    def to_json(self) -> bytes:
-        previous, joins = (None if each is None else dict(each) for each in (self.previous, self.continues_from))
-        chains = tuple(_ChainStartWire(each.filters, each.first, each.relay) for each in self.chains)
-        more = self.continues, joins, self.continued, self.stream_first
-        return _STREAM_CODEC.encode(_StreamWire(dict(self.config), self.created, previous, chains, *more))
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> StreamDocument:
-        """Parse `stream.json`. Raises ValueError."""
-        wire = _STREAM_CODEC.decode(raw)
-        count = len(wire.chains)
-        chains = tuple(ChainDocument(each.filters, count, each.first, each.relay) for each in wire.chains)
-        more = wire.continues, wire.continues_from, wire.continued, wire.stream_first
-        return cls(wire.config, wire.created, wire.previous, chains, *more)
+    @property
+    def chains(self) -> tuple[ChainDocument, ...]:
+        """The content of each partition's `chain.json`."""
+        return tuple(ChainDocument(each.filters, len(self.starts), each.first, each.relay) for each in self.starts)
 
     @property
     def join_sequences(self) -> Mapping[int, int]:
         """The sequence below which an earlier incarnation has the messages, by partition; empty if none has them."""
         if self.continues:
-            return {number: chain.first for number, chain in enumerate(self.chains)}
+            return {number: start.first for number, start in enumerate(self.starts)}
         return self.continues_from or {}
 
 
 def floor_to_json(first: int) -> bytes:
     """Encode `floor.json`. Raises ValueError."""
-    return _FLOOR_CODEC.encode(_FloorWire(_expect("first", first, 1, MAX_SEQUENCE)))
+    return _FloorWire(expect_range("first", first, 1, MAX_SEQUENCE)).to_json()
 
 
 def floor_from_json(raw: bytes) -> int:
     """Parse `floor.json`. Raises ValueError."""
-    return _expect("first", _FLOOR_CODEC.decode(raw).first, 1, MAX_SEQUENCE)
+    return expect_range("first", _FloorWire.from_json(raw).first, 1, MAX_SEQUENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +334,16 @@ class Floor:
 
 def tail_to_json(end: int) -> bytes:
     """Encode a tail. `end` 0: nothing is covered. Raises ValueError."""
-    return _TAIL_CODEC.encode(_TailWire(_expect("end", end, 0, MAX_SEQUENCE)))
+    return _TailWire(expect_range("end", end, 0, MAX_SEQUENCE)).to_json()
 
 
 def tail_from_json(raw: bytes) -> int:
     """Parse a tail. Raises ValueError."""
-    return _expect("end", _TAIL_CODEC.decode(raw).end, 0, MAX_SEQUENCE)
+    return expect_range("end", _TailWire.from_json(raw).end, 0, MAX_SEQUENCE)
 
 
-def _expect(name: str, value: int, least: int, most: int) -> int:
+def expect_range(name: str, value: int, least: int, most: int) -> int:
+    """Return the value. Raises ValueError unless it is from `least` to `most`."""
     if not least <= value <= most:
         raise ValueError(f"{name}: expected {least} to {most}, found {value}")
     return value
@@ -232,12 +389,12 @@ class AcceptedGap:
 
     def to_json(self) -> bytes:
         decided = self.decided_by, self.decided_at
-        return _GAP_CODEC.encode(_GapWire(self.range.first, self.range.last, *decided, self.note, self.from_hole))
+        return _GapWire(self.range.first, self.range.last, *decided, self.note, self.from_hole).to_json()
 
     @classmethod
     def from_json(cls, raw: bytes) -> AcceptedGap:
         """Parse an accepted gap. Raises ValueError."""
-        wire = _GAP_CODEC.decode(raw)
+        wire = _GapWire.from_json(raw)
         return cls(SequenceRange(wire.first, wire.last), wire.note, wire.by, wire.at, wire.from_hole)
 
 
@@ -318,13 +475,8 @@ def newest_first(ref: SnapshotRef) -> tuple[int, float, str]:
 
 def list_snapshots(objects: ObjectStore, layout: Layout, chain: Chain) -> list[SnapshotRef]:
     """List the snapshots of a chain, newest first. Foreign keys are skipped. Raises the errors of the store."""
-    found = []
-    for info in objects.list(layout.states_prefix(chain)):
-        if (name := layout.parse_state(info.key)) is None:
-            log.debug("foreign key skipped", action="foreign_key_skipped", key=info.key)
-        else:
-            found.append(SnapshotRef(name, info.key, info.size, info.modified))
-    return sorted(found, key=newest_first)
+    listed = list_named(objects, layout.states_prefix(chain), layout.parse_state)
+    return sorted((SnapshotRef(name, info.key, info.size, info.modified) for name, info in listed), key=newest_first)
 
 
 def snapshot_metadata(sampling_digest: str, sha256: str) -> dict[str, str]:
@@ -379,17 +531,14 @@ class TargetPositions:
     def to_json(self) -> bytes:
         positions = {str(chain): at for chain, at in self.positions.items()}
         stopped = {str(chain): reason[:MAX_TEXT_CHARS] for chain, reason in self.stopped.items()}
-        return _POSITIONS_CODEC.encode(
-            _PositionsWire(self.target, self.time, positions, self.sources, self.released, stopped)
-        )
+        return _PositionsWire(self.target, self.time, positions, self.sources, self.released, stopped).to_json()
 
     @classmethod
     def from_json(cls, raw: bytes) -> TargetPositions:
         """Parse a document of this version, or of a later one that added fields. Raises ValueError."""
-        wire = _POSITIONS_CODEC.decode(raw)
+        wire = _PositionsWire.from_json(raw)
         for chain, at in wire.positions.items():
-            if not 0 <= at <= MAX_SEQUENCE + 1:
-                raise ValueError(f"{chain}: expected a position from 0 to {MAX_SEQUENCE + 1}, found {at}")
+            expect_range(f"position of {chain}", at, 0, MAX_SEQUENCE + 1)
         positions = {Chain.parse(chain): at for chain, at in wire.positions.items()}
         stopped = {Chain.parse(chain): reason[:MAX_TEXT_CHARS] for chain, reason in wire.stopped.items()}
         return cls(wire.target, wire.time, positions, wire.sources, wire.released, stopped)
@@ -411,17 +560,9 @@ class CompactionRun(_Versioned, frozen=True):
     succeeded: float | None = None
 
     def __post_init__(self) -> None:
-        _expect("code", self.code, 0, 255)
+        expect_range("code", self.code, 0, 255)
         for name, value in (("ended", self.ended), ("seconds", self.seconds), ("succeeded", self.succeeded or 0)):
-            _expect(name, int(value), 0, _MAX_UNIX_S)
-
-    def to_json(self) -> bytes:
-        return _RUN_CODEC.encode(self)
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> CompactionRun:
-        """Parse a run. Raises ValueError."""
-        return _RUN_CODEC.decode(raw)
+            expect_range(name, int(value), 0, _MAX_UNIX_S)
 
 
 #: By site and feed, None for all of them.
@@ -438,36 +579,17 @@ def run_of(runs: CompactionRuns, chain: Chain) -> CompactionRun | None:
     return msgspec.structs.replace(max(found, key=lambda run: run.ended), succeeded=succeeded)
 
 
-_RUN_CODEC = JsonCodec(CompactionRun)
-_CHAIN_CODEC, _STREAM_CODEC = JsonCodec(ChainDocument), JsonCodec(_StreamWire)
-_FLOOR_CODEC, _TAIL_CODEC = JsonCodec(_FloorWire), JsonCodec(_TailWire)
-_GAP_CODEC, _POSITIONS_CODEC = JsonCodec(_GapWire), JsonCodec(_PositionsWire)
+# All of them at import: if two threads decode a type for the first time at once, the process ends.
+_CODECS: dict[type[_Versioned], JsonCodec[Any]] = {kind: JsonCodec(kind) for kind in _Versioned.__subclasses__()}
 
-MAX_DOCUMENT_BYTES = 1024 * 1024
 _PAGE_KEYS = 1000  # keys of one listing
 _CAS_ATTEMPTS = 5  # attempts at compare-and-set, each lost to another writer
-
-D = TypeVar("D")
-
-
-class PutOnceClaims(Protocol):
-    """Arbiter between writers of one document, for stores that refuse conditions. Blocking; not for the event loop."""
-
-    def claim(self, key: str, body: bytes) -> tuple[bytes, int]:
-        """Claim `key`. Return the bytes that were claimed first, `body` if none were, and the claim's revision.
-
-        Raises Unavailable, OutcomeUnknown.
-        """
-
-    def settle(self, key: str, revision: int) -> None:
-        """Remove the claim: its document is there. If this fails, the claim stays, which is harmless."""
 
 
 class ChainStore:
     """The documents under one layout. Blocking; safe to use from several threads.
 
-    `claims`: needed for a `create_…` and `put_once` if the store refuses conditions; they raise ConditionalPutRefused
-    without.
+    `claims`: needed for a `create_…` if the store refuses conditions; it raises ConditionalPutRefused without.
 
     A `read_…` method returns None if there is no such document; a `create_…` method writes the document unless there
     is one, and returns the one that is there afterwards. Every method raises the errors of the object store, and
@@ -478,11 +600,17 @@ class ChainStore:
         self.objects, self.layout, self.claims = objects, layout, claims
         self._reported_invalid: dict[str, str] = {}  # the key and error of invalid gaps, heartbeats and runs
 
+    def _document(self, key: str, encode: Callable[[D], bytes], decode: Callable[[bytes], D]) -> Document[D]:
+        return Document(self.objects, key, encode, decode, claims=self.claims)
+
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
-        return self._create(self.layout.stream_document(chain), document.to_json(), StreamDocument.from_json)
+        return self._stream(chain).create(document)
 
     def read_stream(self, chain: Chain) -> StreamDocument | None:
-        return self._read(self.layout.stream_document(chain), StreamDocument.from_json)
+        return self._stream(chain).read()
+
+    def _stream(self, chain: Chain) -> Document[StreamDocument]:
+        return self._document(self.layout.stream_document(chain), StreamDocument.to_json, StreamDocument.from_json)
 
     def has_next_incarnation(self, chain: Chain) -> bool:
         """True if the next incarnation exists: nothing is put into this one any more. One HEAD request."""
@@ -492,7 +620,7 @@ class ChainStore:
         """Return the start of the next incarnation, seconds since 1970 by the store's clock; None if there is none."""
         if chain.incarnation == MAX_INCARNATION:
             return None
-        info = self.objects.head(self.layout.stream_document(chain.next_incarnation()))
+        info = self._stream(chain.next_incarnation()).head()
         return info.modified if info else None
 
     def read_end(self, chain: Chain) -> int | None:
@@ -502,49 +630,48 @@ class ChainStore:
         return None if previous is None else previous.get(chain.partition, 0)
 
     def create_chain(self, chain: Chain, document: ChainDocument) -> ChainDocument:
-        return self._create(self.layout.chain_document(chain), document.to_json(), ChainDocument.from_json)
+        return self._document(self.layout.chain_document(chain), ChainDocument.to_json, ChainDocument.from_json).create(
+            document
+        )
 
     def read_chain(self, chain: Chain) -> ChainDocument | None:
-        return self._read(self.layout.chain_document(chain), ChainDocument.from_json)
+        return self._document(self.layout.chain_document(chain), ChainDocument.to_json, ChainDocument.from_json).read()
 
     def read_floor(self, chain: Chain) -> int | None:
         """Return the first sequence that retention left; None if there is no floor."""
-        return self._read(self.layout.floor_document(chain), floor_from_json)
+        return self._floor(chain).read()
 
     def floor(self, chain: Chain) -> Floor | None:
         """Return the floor with its time; None as for `read_floor`."""
-        if (first := self.read_floor(chain)) is None:
+        document = self._floor(chain)
+        if (first := document.read()) is None:
             return None
-        info = self.objects.head(self.layout.floor_document(chain))
+        info = document.head()
         return Floor(first, info.modified if info else 0.0)
 
     def raise_floor(self, chain: Chain, first: int) -> None:
         """Raise the floor to `first` unless it is that high already: it never falls. Raises also Unavailable."""
-        key, body = self.layout.floor_document(chain), floor_to_json(first)
+        document, first = self._floor(chain), expect_range("first", first, 1, MAX_SEQUENCE)
         for _ in range(_CAS_ATTEMPTS):
-            # Read the ETag before the content: a change between the two makes the write fail, not the check.
-            info = self.objects.head(key)
-            if (self.read_floor(chain) or 0) >= first:
+            info = document.head()
+            if (document.read() or 0) >= first or document.update(first, info.etag if info else None):
                 return
-            self._replace(key, body, info.etag if info else None)
-        if (self.read_floor(chain) or 0) < first:
-            raise Unavailable(
-                f"floor of {chain}: lost to other writers {_CAS_ATTEMPTS} times", code="E-STORE-CONTENDED"
-            )
+        if (document.read() or 0) < first:
+            message = f"floor of {chain}: lost to other writers {_CAS_ATTEMPTS} times"
+            raise Unavailable(message, code="E-STORE-CONTENDED")
+
+    def _floor(self, chain: Chain) -> Document[int]:
+        return self._document(self.layout.floor_document(chain), floor_to_json, floor_from_json)
 
     def write_tail(self, chain: Chain, end: int) -> None:
-        self.objects.put(self.layout.tail(chain), tail_to_json(end))
+        self._document(self.layout.tail(chain), tail_to_json, tail_from_json).replace(end)
 
     def read_tail(self, chain: Chain) -> int | None:
         """Return the end of coverage at the time the tail was written; None if there is none, or it is invalid.
 
         It is only a hint: an invalid tail is written again, and stops nothing.
         """
-        try:
-            return self._read(self.layout.tail(chain), tail_from_json)
-        except DataError as error:
-            log.warning("tail ignored", action="tail_ignored", error=str(error), **chain.log_context())
-            return None
+        return self._read_or_warn(self._document(self.layout.tail(chain), tail_to_json, tail_from_json), "tail")
 
     def tail_etags(self) -> dict[Chain, str]:
         """Return the ETag of every tail, from one listing: a tail that changed since the last call has a new one."""
@@ -552,45 +679,52 @@ class ChainStore:
 
     def list_tails(self, site: str | None = None) -> dict[Chain, ObjectInfo]:
         """Return the tails of a site, or of all, from one listing; `modified` is the time of the last archiving."""
-        listing = self.objects.list(self.layout.tails_prefix(site))
-        found = ((self.layout.parse_tail(info.key), info) for info in listing)
-        return {chain: info for chain, info in found if chain is not None}
+        return dict(list_named(self.objects, self.layout.tails_prefix(site), self.layout.parse_tail))
 
     # Heartbeats
 
     def write_heartbeat(self, process: str, heartbeat: HeartbeatObject) -> None:
-        self.objects.put(self.layout.heartbeat(heartbeat.site, process), heartbeat.to_json())
+        self._document(
+            self.layout.heartbeat(heartbeat.site, process), HeartbeatObject.to_json, HeartbeatObject.from_json
+        ).replace(heartbeat)
 
     def list_heartbeats(self, site: str | None = None) -> list[ObjectInfo]:
         """Return the heartbeat objects of a site, or of all, without those that are too old (`drop_outdated`)."""
-        listing = self.objects.list(self.layout.heartbeats_prefix(site))
-        parsed = ((self.layout.parse_heartbeat(info.key), info) for info in listing)
-        return drop_outdated((name[0], info) for name, info in parsed if name is not None)
+        listed = list_named(self.objects, self.layout.heartbeats_prefix(site), self.layout.parse_heartbeat)
+        return drop_outdated((name[0], info) for name, info in listed)
 
     def read_heartbeat(self, key: str) -> HeartbeatObject | None:
         """Read a heartbeat; None if there is none at `key`, or it is invalid: it stops nothing."""
         name = self.layout.parse_heartbeat(key)
-        try:
-            heartbeat = self._read(key, HeartbeatObject.from_json)
-            if heartbeat is not None and (name is None or heartbeat.site != name[0]):
-                raise _unreadable(key, f"expected the site of its key, found {heartbeat.site!r:.80}")
-        except DataError as error:
-            self._warn_once(key, str(error), "heartbeat")
-            return None
-        self._reported_invalid.pop(key, None)
-        return heartbeat
+
+        def check(found: HeartbeatObject) -> str:
+            return "" if name and found.site == name[0] else f"expected the site of its key, found {found.site!r:.80}"
+
+        return self._read_or_warn(
+            Document(self.objects, key, HeartbeatObject.to_json, HeartbeatObject.from_json, check=check), "heartbeat"
+        )
 
     # Targets
 
     def write_positions(self, positions: TargetPositions) -> None:
-        self.objects.put(self.layout.ingress_positions(positions.target), positions.to_json())
+        self._positions(positions.target).replace(positions)
 
     def read_positions(self, target: str) -> TargetPositions | None:
+        return self._positions(target).read()
+
+    def _positions(self, target: str) -> Document[TargetPositions]:
+        def check(found: TargetPositions) -> str:
+            return "" if found.target == target else f"expected target {target}, found {found.target!r:.80}"
+
         key = self.layout.ingress_positions(target)
-        found = self._read(key, TargetPositions.from_json, MAX_POSITIONS_BYTES)
-        if found is not None and found.target != target:
-            raise _unreadable(key, f"expected target {target}, found {found.target!r:.80}")
-        return found
+        return Document(
+            self.objects,
+            key,
+            TargetPositions.to_json,
+            TargetPositions.from_json,
+            check=check,
+            max_bytes=MAX_POSITIONS_BYTES,
+        )
 
     def targets_with_positions(self) -> list[str]:
         """Return the targets that have a positions document, released ones too."""
@@ -600,24 +734,20 @@ class ChainStore:
     # Runs of compaction
 
     def write_run(self, site: str | None, feed: str | None, run: CompactionRun) -> None:
-        self.objects.put(self.layout.run(site, feed), run.to_json())
+        self._document(self.layout.run(site, feed), CompactionRun.to_json, CompactionRun.from_json).replace(run)
 
     def read_run(self, site: str | None, feed: str | None) -> CompactionRun | None:
         """Read a run; None if there is none, or it is invalid: it stops nothing."""
-        key = self.layout.run(site, feed)
-        try:
-            run = self._read(key, CompactionRun.from_json)
-        except DataError as error:
-            self._warn_once(key, str(error), "compaction run")
-            return None
-        self._reported_invalid.pop(key, None)
-        return run
+        return self._read_or_warn(
+            self._document(self.layout.run(site, feed), CompactionRun.to_json, CompactionRun.from_json),
+            "compaction run",
+        )
 
     def runs(self) -> CompactionRuns:
         """Return the last run of each selection; none if access is refused."""
         try:
-            names = [self.layout.parse_run(info.key) for info in self.objects.list(self.layout.runs_prefix())]
-            return {name: run for name in names if name is not None and (run := self.read_run(*name)) is not None}
+            listed = list_named(self.objects, self.layout.runs_prefix(), self.layout.parse_run)
+            return {name: run for name, _ in listed if (run := self.read_run(*name)) is not None}
         except Refused:
             return {}
 
@@ -651,99 +781,47 @@ class ChainStore:
 
     def accept_gap(self, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
         """Write an accepted gap unless its range is accepted already. Return the stored one, read back."""
-        prefix = self.layout.gaps_prefix(chain)
+        document = self._gap(self.layout.gaps_prefix(chain), gap.range)
         try:
-            return self._create_gap(prefix, gap)
+            return document.create(gap)
         except ConditionalPutRefused:  # another writer accepts the same range, which is the key: only the notes differ
-            self.objects.put(self.layout.gap(prefix, gap.range), gap.to_json())
-            return self._create_gap(prefix, gap)
+            document.replace(gap)
+            return document.create(gap)
 
     def skipped_gaps(self, target: str, chain: Chain, *, position: int = 1) -> list[AcceptedGap]:
         return self._gaps(self.layout.skipped_prefix(target, chain), position)
 
     def record_skipped_gap(self, target: str, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
-        return self._create_gap(self.layout.skipped_prefix(target, chain), gap)
+        return self._gap(self.layout.skipped_prefix(target, chain), gap.range).create(gap)
 
     def _gaps(self, prefix: str, position: int) -> list[AcceptedGap]:
         listing = self.objects.list(prefix, start_after=self.layout.gaps_after(prefix, position))
-        return [gap for info in listing if (gap := self._gap(prefix, info.key)) is not None]
+        ranges = (rows for info in listing if (rows := self.layout.parse_gap(prefix, info.key)) is not None)
+        return [gap for rows in ranges if (gap := self._read_or_warn(self._gap(prefix, rows), "gap")) is not None]
 
-    def _gap(self, prefix: str, key: str) -> AcceptedGap | None:
-        expected = self.layout.parse_gap(prefix, key)
-        try:
-            gap = None if expected is None else self._read(key, AcceptedGap.from_json)
-            if gap is not None and gap.range != expected:
-                raise _unreadable(key, f"expected {expected}, found {gap.range}")
-        except DataError as error:
-            self._warn_once(key, str(error), "gap")
-            return None
-        self._reported_invalid.pop(key, None)
-        return gap
+    def _gap(self, prefix: str, rows: SequenceRange) -> Document[AcceptedGap]:
+        def check(found: AcceptedGap) -> str:
+            return "" if found.range == rows else f"expected {rows}, found {found.range}"
 
-    def _warn_once(self, key: str, reason: str, kind: str) -> None:
-        """Log an invalid object once: a chain that waits has its gaps read again and again."""
-        if self._reported_invalid.get(key) != reason:
-            self._reported_invalid[key] = reason
-            log.warning("document ignored", action="document_ignored", kind=kind, error=reason)
+        return Document(
+            self.objects,
+            self.layout.gap(prefix, rows),
+            AcceptedGap.to_json,
+            AcceptedGap.from_json,
+            check=check,
+            claims=self.claims,
+        )
 
-    def _create_gap(self, prefix: str, gap: AcceptedGap) -> AcceptedGap:
-        return self._create(self.layout.gap(prefix, gap.range), gap.to_json(), AcceptedGap.from_json)
-
-    def _create(self, key: str, body: bytes, parse: Callable[[bytes], D]) -> D:
-        if len(body) > MAX_DOCUMENT_BYTES:
-            raise DataError(f"{key}: expected at most {MAX_DOCUMENT_BYTES} bytes, found {len(body)}")
-        # Check first, because some servers ignore the condition of the put.
-        if self.objects.head(key) is None:
-            self.put_once(key, body)
-        if (document := self._read(key, parse)) is None:
-            raise Unavailable(f"{key}: not found after it was put", code="E-READ-BACK")
-        return document
-
-    def put_once(self, key: str, body: bytes) -> None:
-        """Write the object unless there is one. If another writer has claimed it, write the bytes of that claim. The
-        caller reads the object to find its content.
+    def _read_or_warn(self, document: Document[D], kind: str) -> D | None:
+        """Read a document that stops nothing: an invalid one counts as none. It is logged once, since a chain that
+        waits has its gaps read again and again.
         """
         try:
-            self._replace(key, body, None)
-        except ConditionalPutRefused:
-            if self.claims is None:
-                raise
-            self._put_claimed(self.claims, key, body)
-
-    def _put_claimed(self, claims: PutOnceClaims, key: str, body: bytes) -> None:
-        claimed, revision = claims.claim(key, body)
-        failpoint("documents.claimed")
-        # Check after the claim: another writer may have settled its own before, or the bucket of claims was lost.
-        if self.objects.head(key) is None:
-            failpoint("documents.put_claimed")
-            try:
-                self.objects.put(key, claimed, sha256=hashlib.sha256(claimed).hexdigest())
-            except OutcomeUnknown as error:
-                log.warning("document unconfirmed", action="document_unconfirmed", key=key, error=str(error))
-        if self.objects.head(key) is not None:
-            failpoint("documents.settle")
-            claims.settle(key, revision)
-
-    def _replace(self, key: str, body: bytes, etag: str | None) -> None:
-        """Write if the object still has `etag` (None: does not exist). The caller reads it to find the outcome."""
-        try:
-            if etag is None:
-                self.objects.put_if_absent(key, body, sha256=hashlib.sha256(body).hexdigest())
-            else:
-                self.objects.put_if_match(key, body, etag)
-        except OutcomeUnknown as error:
-            log.warning("document unconfirmed", action="document_unconfirmed", key=key, error=str(error))
-
-    def _read(self, key: str, parse: Callable[[bytes], D], most: int = MAX_DOCUMENT_BYTES) -> D | None:
-        if (raw := self.objects.get(key, length=most + 1)) is None:
+            found = document.read()
+        except DataError as error:
+            if self._reported_invalid.get(document.key) != str(error):
+                self._reported_invalid[document.key] = str(error)
+                log.warning("document ignored", action="document_ignored", kind=kind, error=str(error))
             return None
-        if len(raw) > most:
-            raise _unreadable(key, f"expected at most {most} bytes, found more")
-        try:
-            return parse(raw)
-        except ValueError as error:
-            raise _unreadable(key, str(error)) from error
-
-
-def _unreadable(key: str, cause: str) -> DataError:
-    return DataError(f"{key}: {cause}", hint="compare it with a good copy; it is not used", code="E-STATE-JSON")
+        self._reported_invalid.pop(document.key, None)
+        return found

@@ -15,13 +15,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from common.archive.documents import MAX_DOCUMENT_BYTES, ChainStore
+from common.archive.documents import ChainStore, Document
 from common.archive.scan import ChainArchive
 from common.archive.store import SegmentStore
 from common.archive.times import search
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
-from common.errors import DataError, Unavailable
 from common.logs import get_logger
 from common.sequences import MAX_SEQUENCE
 from common.settings.service import StartSettings
@@ -58,6 +57,7 @@ class FeedStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 # Created at import: if two threads decode a type for the first time at once, the process crashes.
 _DECODER = msgspec.json.Decoder(FeedStart)
 _ENCODER = msgspec.json.Encoder(order="sorted")
+RESOLVED_AGAIN_HINT = "delete it, and the start keys are resolved again"
 
 
 class StartResolver:
@@ -102,9 +102,16 @@ class StartResolver:
         if not settings.is_set:
             return None
         key = self._documents.layout.start_document(self._target, chain.site, chain.feed)
-        if (start := self._read(key)) is None and any(_feed(other) == _feed(chain) for other in positions):
+        objects, claims = self._documents.objects, self._documents.claims
+        form = FeedStart.to_json, FeedStart.from_json
+        document = Document(objects, key, *form, hint=RESOLVED_AGAIN_HINT, claims=claims)
+        if (start := document.read()) is not None:
+            return start
+        if any(_feed(other) == _feed(chain) for other in positions):
             return None
-        return start or self._write(key, self._resolve_new(chain, settings))
+        found = document.create(start := self._resolve_new(chain, settings))
+        log.info("start resolved", action="start_resolved", key=key, start=start.to_json().decode())
+        return found
 
     def _resolve_new(self, chain: Chain, settings: StartSettings) -> FeedStart:
         if settings.start_at_end:
@@ -121,23 +128,6 @@ class StartResolver:
         """Return the end of the coverage, by listing: the tail is a hint that may be old, or claim too much."""
         tail = self._documents.read_tail(chain) or 1
         return ChainArchive.listed(self._store, chain, tail).end or ChainArchive.listed(self._store, chain).end
-
-    def _read(self, key: str) -> FeedStart | None:
-        raw = self._documents.objects.get(key, length=MAX_DOCUMENT_BYTES)
-        try:
-            return None if raw is None else FeedStart.from_json(raw)
-        except ValueError as error:
-            raise DataError(
-                f"{key}: {error}", hint="delete it, and the start keys are resolved again", code="E-STATE-JSON"
-            ) from error
-
-    def _write(self, key: str, start: FeedStart) -> FeedStart:
-        body = start.to_json()
-        self._documents.put_once(key, body)
-        if (found := self._read(key)) is None:
-            raise Unavailable(f"{key}: not found after it was put", code="E-READ-BACK")
-        log.info("start resolved", action="start_resolved", key=key, start=body.decode())
-        return found
 
 
 def _feed(chain: Chain) -> tuple[str, str]:

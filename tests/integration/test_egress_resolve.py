@@ -167,7 +167,7 @@ async def test_an_old_incarnation_that_is_back_resumes_behind_its_archived_end(
 async def test_a_stream_that_cannot_be_compared_is_the_same_by_an_operator_s_word(bench: Bench) -> None:
     """All archived messages are gone from it, and `created` differs; a later recreation is still noticed."""
     stream = await bench.begun([b"x"] * 10)
-    drifted = StreamDocument({}, "2001-01-01T00:00:00Z").to_json()
+    drifted = StreamDocument({}, "2001-01-01T00:00:00Z", None).to_json()
     bench.objects.put(bench.chains.layout.stream_document(bench.chain(stream)), drifted)
     await bench.client.api(f"STREAM.PURGE.{stream}")
     await bench.publish(stream, [b"later"] * 5)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from common.archive.documents import ChainDocument, StreamDocument
+from common.archive.documents import ChainStart, StreamDocument
 from common.nats.api import stream_info
 from egress.deps import ConfirmSettings
 from infra.local.process import free_port
@@ -63,7 +63,7 @@ async def test_an_incarnation_that_another_site_made_is_left_behind_by_the_comma
     stream = await bench.begun([b"first"] * 10)
     await bench.recreate(stream, [b"second"] * 20)
     key = bench.chains.layout.stream_document(bench.chain(stream, 1))
-    cut = bench.chains.read_stream(bench.chain(stream)).chains
+    cut = bench.chains.read_stream(bench.chain(stream)).starts
     theirs = StreamDocument({}, "2001-01-01T00:00:00Z", {0: 10}, cut)
 
     def race(real: Any, written: str, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ async def test_with_the_source_of_the_next_incarnation_it_resumes_there(bench: B
     async with bench.egress({"stream": stream}) as running:
         await bench.archived_to(stream, 10)
         info = await stream_info(bench.client, stream)
-        cut = (ChainDocument((), 1, 11),)
+        cut = (ChainStart((), 11),)
         document = StreamDocument(info.config, info.created, {0: 10}, cut, continues=True)
         bench.chains.create_stream(bench.chain(stream, 1), document)
         await bench.publish(stream, [b"y"] * 5)

@@ -213,7 +213,7 @@ async def test_hops_stay_if_another_process_finishes_an_intent(world: World) -> 
     """A second publication must have the very same bytes: `chain.json` is read again."""
     archive, target = Archive(world.bench.root / "bucket"), unique("T")
     chain, origin = Chain("region", unique("FLEET")), Provenance("city", "NODES", 0, 0, 9, 9)
-    archive.documents.create_stream(chain, StreamDocument({"name": chain.feed}, "t0"))
+    archive.documents.create_stream(chain, StreamDocument({"name": chain.feed}, "t0", None))
     archive.documents.create_chain(chain, ChainDocument((), 1, 1, relay=True))
     block = escape(build_block([b"A: 1"]), origin)
     ref = archive.put([message(n, b"x", headers=block) for n in range(1, 6)], chain=chain)

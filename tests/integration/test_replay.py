@@ -215,7 +215,7 @@ async def test_a_range_inside_that_holds_no_rows_is_done_though_a_partition_ends
 async def test_a_missing_target_is_refused_or_made_as_it_was(world: World) -> None:
     kept = {"subjects": [f"{world.target}.>"], "storage": "memory", "max_age": 86_400_000_000_000}
     more = {"name": "NODES", "republish": {"src": ">", "dest": "copy.>"}, "metadata": {"_nats.ver": "2.9"}}
-    world.archive.documents.create_stream(CHAIN, StreamDocument({**kept, **more, "num_replicas": 1}, "t0"))
+    world.archive.documents.create_stream(CHAIN, StreamDocument({**kept, **more, "num_replicas": 1}, "t0", None))
     world.archive.documents.create_chain(CHAIN, ChainDocument((), 1, 1))
     world.archive.put([replace(m, subject=f"{world.target}.a".encode()) for m in rows_of(1, 50)])
     await refused(world, "E-TARGET-MISSING", prefix="")

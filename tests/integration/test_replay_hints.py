@@ -164,7 +164,7 @@ async def source_named(world: World) -> None:
 async def source_left_out(world: World) -> None:
     begin_at_source(world)
     await world.make()
-    world.archive.documents.create_stream(CHAIN.next_incarnation(), StreamDocument({"name": "ELSE"}, "t0"))
+    world.archive.documents.create_stream(CHAIN.next_incarnation(), StreamDocument({"name": "ELSE"}, "t0", None))
     world.archive.begin(CHAIN.next_incarnation())
     text = await stopped(world, "E-REPLAY-SOURCE", exit_code=78, prefix="", into_source=True)
     assert "into-source" not in " ".join(command(text, f"--target {world.target}"))
@@ -173,7 +173,7 @@ async def source_left_out(world: World) -> None:
 
 def begin_at_source(world: World) -> None:
     """Make the archived stream itself the target."""
-    document = StreamDocument({"name": world.target, "subjects": [f"{world.target}.>"]}, "t0")
+    document = StreamDocument({"name": world.target, "subjects": [f"{world.target}.>"]}, "t0", None)
     world.archive.documents.create_stream(CHAIN, document)
     world.archive.documents.create_chain(CHAIN, ChainDocument((), 1, 1))
     world.archive.put([replace(m, subject=f"{world.target}.a".encode()) for m in rows_of(1, ROWS)])

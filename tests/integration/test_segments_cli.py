@@ -38,7 +38,7 @@ class Archive:
         self.store = SegmentStore(self.objects, Layout("data"), spool_dir=folder / "spool")
         self.chains = ChainStore(self.objects, Layout("data"))
         self.chains.create_chain(CHAIN, ChainDocument(("nodes.>",), 1, 1))
-        self.chains.create_stream(CHAIN, StreamDocument({"name": "NODES"}, "2026-11-20T10:00:00Z"))
+        self.chains.create_stream(CHAIN, StreamDocument({"name": "NODES"}, "2026-11-20T10:00:00Z", None))
         self.config = folder / "floe.yaml"
         self.config.write_text(
             f"site: us-east\nspool_dir: {folder / 'spool'}\nlog: {{level: error}}\n"

@@ -20,7 +20,7 @@ from common.archive.captures import (
     CapturedDeletions,
     to_json,
 )
-from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
+from common.archive.documents import AcceptedGap, ChainDocument, ChainStart, ChainStore, StreamDocument
 from common.archive.keys import CaptureName, Layout
 from common.archive.segment import Ledger, Message, Reason, SegmentRef
 from common.archive.store import SegmentStore
@@ -45,7 +45,7 @@ STREAM = StreamDocument(
     {"name": "NODES", "subjects": ["nodes.>"], "max_age": 86_400_000_000_000, "metadata": {"a": "ä"}},
     "2026-11-20T10:00:00.123456789Z",
     {0: 100, 1: 0},
-    tuple(ChainDocument((f"nodes.{number}.>",), 3, 1, relay=True) for number in range(3)),
+    tuple(ChainStart((f"nodes.{number}.>",), 1, relay=True) for number in range(3)),
     continues=True,
 )
 DOCUMENT = ChainDocument(("nodes.2.>",), 3, 1, relay=True)

@@ -29,7 +29,7 @@ from common.archive.captures import (
 from common.archive.keys import CAPTURES, CaptureName, Layout
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time, parse_time
-from common.errors import DataError, OutcomeUnknown
+from common.errors import DataError, Unavailable
 from common.objects.local import LocalObjects
 from tests.support.clock import ManualClock
 from tests.support.stores import CountingObjects, DatedObjects, answering, refusing_conditions
@@ -72,7 +72,7 @@ def test_captures_come_back_as_they_were_made(captures: CaptureStore, objects: L
         assert not captures.put(Chain("us-east", "NODES", 1, 3), each), "the partition does not matter"
     reads = (captures.config, captures.consumers, captures.deletions)
     assert [read(CHAIN) for read in reads] == [config(10), consumers, gone]
-    with pytest.raises(OutcomeUnknown, match="read back"):
+    with pytest.raises(Unavailable, match="never read back"):
         CaptureStore(LAYOUT, refusing_conditions(objects).on("put", answering(None))).put(CHAIN, config(11))
     assert consumers.consumers[0].name == "app"
     assert to_json(config(5, b=1, a=2)) == to_json(config(5, a=2, b=1))

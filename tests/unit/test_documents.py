@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from common.archive.catalog import chain_ends
-from common.archive.documents import AcceptedGap, ChainDocument, ChainStore, CompactionRun, StreamDocument, run_of
+from common.archive.documents import (
+    AcceptedGap,
+    ChainDocument,
+    ChainStart,
+    ChainStore,
+    CompactionRun,
+    StreamDocument,
+    run_of,
+)
 from common.archive.keys import CaptureName, Layout
 from common.chain import Chain
 from common.documents import MAX_DEPTH, check_depth, is_too_deep
@@ -46,13 +54,13 @@ def test_what_an_incarnation_continues_is_read_again_and_passed_over_by_older_re
     assert (chains.tail_etags(), chains.chains()) == ({}, [])
     for previous in (None, {}):  # the first, and one after an incarnation without partitions
         assert StreamDocument.from_json(StreamDocument({}, "", previous).to_json()).previous == previous
-    one = ChainDocument((), 1, 7)
+    one = ChainStart((), 7)
     made = StreamDocument({}, "", {0: 9}, (one,), continues_from={0: 7}, continued=3, stream_first=2)
     assert StreamDocument.from_json(made.to_json()) == made
     old = json.loads(made.to_json())
     assert (old["continues_from"], old["continued"], old["stream_first"]) == ({"0": 7}, 3, 2)
     assert not {"continues_from", "continued", "stream_first"} & json.loads(STREAM.to_json()).keys()
-    cut = StreamDocument({}, "", {0: 9}, (ChainDocument((), 1, 10),), continues=True)
+    cut = StreamDocument({}, "", {0: 9}, (ChainStart((), 10),), continues=True)
     assert (made.join_sequences, STREAM.join_sequences, cut.join_sequences) == ({0: 7}, {}, {0: 10})
 
 
@@ -61,7 +69,7 @@ def chained(chains: ChainStore, number: int, firsts: list[int], **keys: Any) -> 
     cut = keys.pop("cut", [f"{n}.>" for n in range(len(firsts))])
     own = tuple(ChainDocument((text,), len(firsts), first) for text, first in zip(cut, firsts, strict=True))
     chain = Chain("site", "F", number)
-    chains.create_stream(chain, StreamDocument({}, "", {} if number else None, own, **keys))
+    chains.create_stream(chain, StreamDocument({}, "", {} if number else None, ChainStart.of(own), **keys))
     for part, document in enumerate(own):
         chains.create_chain(Chain("site", "F", number, part), document)
 
@@ -99,7 +107,7 @@ def test_the_second_writer_gets_what_the_first_made_also_if_the_store_ignores_th
     chains.create_chain(CHAIN, DOCUMENT)
     chains.create_stream(CHAIN, STREAM)
     assert chains.create_chain(CHAIN, ChainDocument((), 1, 1)) == DOCUMENT
-    assert chains.create_stream(CHAIN, StreamDocument({}, "later")) == STREAM
+    assert chains.create_stream(CHAIN, StreamDocument({}, "later", None)) == STREAM
     chain = Chain("us-east", "RACED")
 
     def overtaken(real: Any, key: str, body: bytes, **options: Any) -> Any:
@@ -211,7 +219,7 @@ def test_no_more_of_a_document_is_read_or_written_than_its_greatest_size(tmp_pat
     refusal(chains.read_chain)
     assert objects.read == 1024 * 1024 + 1
     with pytest.raises(DataError, match="expected at most"):
-        chains.create_stream(CHAIN, StreamDocument({"x": "y" * 2_000_000}, ""))
+        chains.create_stream(CHAIN, StreamDocument({"x": "y" * 2_000_000}, "", None))
     assert chains.read_stream(CHAIN) is None
 
 
@@ -222,10 +230,10 @@ def test_no_more_of_a_document_is_read_or_written_than_its_greatest_size(tmp_pat
         lambda: ChainDocument((), 1, 0),
         lambda: StreamDocument({}, "", {-1: 1}),
         lambda: StreamDocument({}, "", {0: MAX_SEQUENCE + 1}),
-        lambda: StreamDocument({}, "", continues_from={0: 0}),
-        lambda: StreamDocument({}, "", continues_from={-1: 1}),
-        lambda: StreamDocument({}, "", continued=10_000),
-        lambda: StreamDocument({}, "", stream_first=0),
+        lambda: StreamDocument({}, "", None, continues_from={0: 0}),
+        lambda: StreamDocument({}, "", None, continues_from={-1: 1}),
+        lambda: StreamDocument({}, "", None, continued=10_000),
+        lambda: StreamDocument({}, "", None, stream_first=0),
     ],
 )
 def test_values_outside_their_range_are_refused_before_they_are_written(make: Callable[[], object]) -> None:

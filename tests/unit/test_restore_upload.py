@@ -165,7 +165,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Archive:
     archive = Archive(tmp_path_factory.mktemp("quiet"))
     chains = ChainStore(archive.objects, archive.layout)
     config = {"name": CHAIN.feed, "subjects": ["nodes.>", "bad.>"], "retention": "limits"}
-    chains.create_stream(CHAIN, StreamDocument(config, "2026-01-02T03:04:05Z"))
+    chains.create_stream(CHAIN, StreamDocument(config, "2026-01-02T03:04:05Z", None))
     chains.create_chain(CHAIN, ChainDocument((), 1, 1))
     for first in range(1, 361, 3):
         archive.put(first, first + 2)
