@@ -19,11 +19,12 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.documents import Document
 from common.archive.keys import Layout
 from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.documents import JsonCodec
-from common.errors import OutcomeUnknown
+from common.errors import DataError
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import ObjectStore
@@ -80,41 +81,37 @@ class SignOffStore:
         """Return the sign-off of `chain`; an empty one if there is none. An unreadable one is logged and counts as
         empty: all segments are read, and it is rewritten.
         """
-        key = self._layout.verify_result(chain, deep=self._deep)
-        # ETag first, content second: a change between the two makes the next write fail, not this check.
-        info, limit = self._objects.head(key), SIGN_OFF_MAX_BYTES + 1
-        if info is None or (raw := self._objects.get(key, length=limit)) is None:
+        document = self._document(chain)
+        if (info := document.head()) is None:
             return SignOff()
         try:
-            if len(raw) > SIGN_OFF_MAX_BYTES:
-                raise ValueError(f"expected at most {SIGN_OFF_MAX_BYTES} bytes, found more")
-            wire = _SIGN_OFF.decode(raw)
-            if wire.deep is not self._deep or len(wire.marks) % FINGERPRINT_BYTES:
-                raise ValueError(f"expected whole marks and deep: {self._deep}, found deep: {wire.deep}")
-        except ValueError as error:
-            log.warning("sign-off ignored", action="sign_off_ignored", key=key, error=str(error))
+            wire = document.read()
+        except DataError as error:
+            log.warning("sign-off ignored", action="sign_off_ignored", key=document.key, error=str(error))
             return SignOff(etag=info.etag)
-        return SignOff(wire.end, info.modified, info.etag, array("Q", wire.marks))
+        return SignOff(wire.end, info.modified, info.etag, array("Q", wire.marks)) if wire else SignOff()
 
     def write(self, chain: Chain, former: SignOff, end: int, fingerprints: array[int]) -> bool:
         """Sign `fingerprints` off in place of `former`, and read the object back. Return False if another run has
         written meanwhile, or if there are too many: the stored object then stays as it is. Raises the errors of the
         store.
         """
-        key = self._layout.verify_result(chain, deep=self._deep)
-        body = _SIGN_OFF.encode(_SignOffWire(self._deep, end, _ascending(fingerprints)))
-        if len(body) > SIGN_OFF_MAX_BYTES:
-            log.warning("sign-off skipped", action="sign_off_skipped", key=key, segments=len(fingerprints))
-            return False
+        document, wire = self._document(chain), _SignOffWire(self._deep, end, _ascending(fingerprints))
         failpoint("verify.sign_off")
         try:
-            if former.etag is None:
-                self._objects.put_if_absent(key, body, sha256=hashlib.sha256(body).hexdigest())
-            else:
-                self._objects.put_if_match(key, body, former.etag)
-        except OutcomeUnknown as error:
-            log.warning("sign-off unconfirmed", action="sign_off_unconfirmed", key=key, error=str(error))
-        return self._objects.get(key, length=len(body) + 1) == body
+            return document.update(wire, former.etag)
+        except DataError:
+            log.warning("sign-off skipped", action="sign_off_skipped", key=document.key, segments=len(fingerprints))
+            return False
+
+    def _document(self, chain: Chain) -> Document[_SignOffWire]:
+        def check(found: _SignOffWire) -> str:
+            is_sound = found.deep is self._deep and len(found.marks) % FINGERPRINT_BYTES == 0
+            return "" if is_sound else f"expected whole marks and deep: {self._deep}, found deep: {found.deep}"
+
+        key = self._layout.verify_result(chain, deep=self._deep)
+        form = _SIGN_OFF.encode, _SIGN_OFF.decode
+        return Document(self._objects, key, *form, check=check, max_bytes=SIGN_OFF_MAX_BYTES)
 
 
 def _ascending(fingerprints: array[int]) -> bytes:
