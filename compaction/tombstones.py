@@ -18,12 +18,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.archive.documents import SnapshotRef, newest_first
+from common.archive.documents import Document, SnapshotRef, newest_first
 from common.archive.keys import Layout
 from common.archive.segment import SegmentRef
 from common.archive.table import SegmentTable
 from common.chain import Chain
-from common.errors import DataError, OutcomeUnknown
+from common.errors import DataError
 from common.logs import get_logger
 from common.objects.port import ClockedStore, ObjectInfo, ObjectStore, read_store_clock
 from common.sequences import SequenceRange, holes
@@ -35,6 +35,7 @@ log = get_logger(__name__)
 
 FORMAT_VERSION = 1
 TOMBSTONE_MAX_BYTES = 16 << 20
+FORGED_HINT = "it deletes no segment; find out its writer, then quarantine it"
 
 _NAME = re.compile(r"(?P<last>\d{20})-(?P<first>\d{20})-(?P<digest>[0-9a-f]{16})\.json")
 
@@ -204,37 +205,32 @@ class TombstoneStore:
 
     def read(self, chain: Chain, info: ObjectInfo) -> StoredTombstone | None:
         """Return the tombstone; None if it was deleted meanwhile. Raises DataError (E-STATE-JSON) if it is invalid."""
-        try:
-            if not (match := _NAME.fullmatch(info.key.rpartition("/")[2])):
-                raise ValueError("foreign name")
-            if info.size > TOMBSTONE_MAX_BYTES:
-                raise ValueError(f"expected at most {TOMBSTONE_MAX_BYTES} bytes, found {info.size}")
-            if (raw := self._objects.get(info.key, length=TOMBSTONE_MAX_BYTES + 1)) is None:
-                return None
-            if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
-                raise ValueError(f"expected content with SHA-256 {match['digest']}…")
-            return StoredTombstone(Tombstone.from_json(raw, self._layout, chain), info.key, info.modified)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"tombstone {info.key}: {error}",
-                hint="it deletes no segment; find out its writer, then quarantine it",
-                code="E-STATE-JSON",
-            ) from error
+        found = self._document(chain, info.key).read()
+        return None if found is None else StoredTombstone(found, info.key, info.modified)
 
     def put(self, supersession: Supersession) -> str:
         """Write it, read it back, and return its key; an equal one that exists already keeps its age.
 
-        Raises DataError if `supersession` breaks a rule, and OutcomeUnknown if it does not read back.
+        Raises DataError if `supersession` breaks a rule, and Unavailable if it does not read back.
         """
         tombstone = Tombstone.of(supersession)
         if problem := tombstone.problem():
             raise DataError(problem, code="E-TOMBSTONE")
-        key, body = self._layout.tombstones_prefix(tombstone.chain) + tombstone.name, tombstone.to_json()
-        if self._objects.get(key, length=len(body) + 1) != body:
-            self._objects.put(key, body, sha256=hashlib.sha256(body).hexdigest())
-            if self._objects.get(key, length=len(body) + 1) != body:
-                raise OutcomeUnknown(f"tombstone {key}: the bytes read back differ from those written")
-        return key
+        document = self._document(tombstone.chain, self._layout.tombstones_prefix(tombstone.chain) + tombstone.name)
+        if not document.holds(tombstone):
+            document.put(tombstone)
+        return document.key
+
+    def _document(self, chain: Chain, key: str) -> Document[Tombstone]:
+        def decode(raw: bytes) -> Tombstone:
+            if not (match := _NAME.fullmatch(key.rpartition("/")[2])):
+                raise ValueError("foreign name")
+            if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
+                raise ValueError(f"expected content with SHA-256 {match['digest']}…")
+            return Tombstone.from_json(raw, self._layout, chain)
+
+        limit = TOMBSTONE_MAX_BYTES
+        return Document(self._objects, key, Tombstone.to_json, decode, max_bytes=limit, hint=FORGED_HINT)
 
     def now(self) -> float:
         """Return the seconds since 1970 UTC by the store's clock, taken from an object that is written for it."""
