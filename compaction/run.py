@@ -13,6 +13,7 @@ round works in batches, so that no more of them are held at once than one batch 
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from common.archive.documents import ChainStore, SnapshotRef, late_rows_remedies, list_snapshots
+from common.archive.documents import ChainStore, SnapshotRef, chain_arguments, list_snapshots
 from common.archive.segment import SegmentRef
 from common.archive.store import SegmentStore
 from common.archive.table import WINDOW_SEGMENTS, SegmentTable
@@ -30,6 +31,7 @@ from common.archive.unread import UnreadableSegment, open_stretch
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import DataError, FloeError, SegmentCorrupt
+from common.exits import floe_command
 from common.failpoints import failpoint
 from common.logs import get_logger
 from common.objects.port import ObjectInfo
@@ -594,6 +596,16 @@ def _is_in(keys: AbstractSet[str], supersessions: Iterable[Supersession]) -> boo
 
 def _is_about_rows(failure: Failure) -> bool:
     return failure.exit_code == DataError.exit_code and not failure.damaged and not failure.is_stale
+
+
+def late_rows_remedies(chain: Chain, rows: SequenceRange) -> str:
+    bounds = f"--from-sequence {rows.first} --to-sequence {rows.last}"
+    target = shlex.quote(f"{chain.feed}_LATE")
+    replay = floe_command("replay", chain_arguments(chain), bounds, f"--target {target} --subject-prefix late --create")
+    return (
+        "deliver them to a target that lacks them by `floe checkpoint set`, which reports how many "
+        f"messages the target then holds twice; or replay them into another stream:\n{replay}"
+    )
 
 
 def _late_rows_failure(ref: SegmentRef, count: int, rows: SequenceRange) -> Failure:

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from common.archive.captures import CaptureStore
 from common.archive.catalog import leftover_remedies, ranges_after_end
-from common.archive.documents import ChainStore, filled_hole_remedies, hole_remedies, late_rows_remedies
+from common.archive.documents import ChainStore, filled_hole_remedies, hole_remedies
 from common.archive.guard import ForkError
 from common.archive.keys import CAPTURES, MAX_LEVEL
 from common.archive.segment import Footer, Reason, SegmentRef
@@ -36,7 +36,7 @@ from common.objects.port import DeletedObject, VersionedStore
 from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.plan import blocks
-from compaction.run import BATCH_SEGMENTS, Runner
+from compaction.run import BATCH_SEGMENTS, Runner, late_rows_remedies
 from compaction.sign_off import SignOff, SignOffStore, fingerprint
 from compaction.supersede import Supersession, find_supersessions
 from compaction.union import union

@@ -419,16 +419,6 @@ def filled_hole_remedies(chain: Chain, rows: SequenceRange) -> str:
     )
 
 
-def late_rows_remedies(chain: Chain, rows: SequenceRange) -> str:
-    bounds = f"--from-sequence {rows.first} --to-sequence {rows.last}"
-    target = shlex.quote(f"{chain.feed}_LATE")
-    replay = floe_command("replay", chain_arguments(chain), bounds, f"--target {target} --subject-prefix late --create")
-    return (
-        "deliver them to a target that lacks them by `floe checkpoint set`, which reports how many "
-        f"messages the target then holds twice; or replay them into another stream:\n{replay}"
-    )
-
-
 def accepted_part(hole: SequenceRange, gaps: Iterable[SequenceRange]) -> SequenceRange | None:
     """Return the first part of `hole` that `gaps` account for without a break; None if they lack its first sequence."""
     reach = hole.first - 1

@@ -21,6 +21,7 @@ from common.nats.api import StreamInfo
 from common.sequences import SequenceRange
 from common.settings.egress import FeedSettings
 from common.settings.ingress import TargetSettings
+from compaction.run import late_rows_remedies
 from egress import identity, partition
 from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness
 from ingress import checkpoint_store, errors
@@ -152,10 +153,8 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
     "common/archive/documents.py:accept_command": lambda: [
         documents.hole_remedies(each, HOLE) for each in (CHAIN, PLAIN)
     ],
-    "common/archive/documents.py:late_rows_remedies": lambda: [
-        documents.late_rows_remedies(each, HOLE) for each in (CHAIN, PLAIN)
-    ],
     "common/archive/store.py:quarantine_command": lambda: [store.quarantine_command("a b.parquet")],
+    "compaction/run.py:late_rows_remedies": lambda: [late_rows_remedies(each, HOLE) for each in (CHAIN, PLAIN)],
     "common/hints.py:resolve_command": lambda: [
         hints.resolve_command("IT'S", "--new-incarnation --from 3"),
         hints.believe_command(CHAIN),
