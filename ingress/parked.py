@@ -14,16 +14,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from common.archive.documents import Document
 from common.archive.keys import Layout, decode, encode
 from common.archive.segment import Message
 from common.chain import Chain
-from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.errors import DataError
 from common.failpoints import failpoint
 from common.logs import get_logger
-from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
+from common.objects.port import ObjectInfo, ObjectStore
 from common.sequences import MAX_SEQUENCE
 from ingress import metrics
 from ingress.checkpoint import ParkedNames, TargetState
+from ingress.rows.decoder import MAX_DECODED_BYTES
 from ingress.rows.prepare import Oversize
 
 log = get_logger(__name__)
@@ -144,6 +146,7 @@ def count_waiting(entries: Mapping[ParkedName, ParkedEntry]) -> int:
 
 PARKED_VERSION = 1
 MAX_HEADER_LINE_BYTES = 64 * 1024
+MAX_PARKED_BYTES = MAX_DECODED_BYTES + MAX_HEADER_LINE_BYTES  # a message is decoded before it is parked
 
 
 def to_bytes(chain: Chain, message: Message) -> bytes:
@@ -186,9 +189,6 @@ def _message(line: dict[str, Any], body: bytes, chain: Chain, sequence: int) -> 
     return Message(sequence, int(line["timestamp_ns"]), subject, headers, body[size or 0 :])
 
 
-PUT_ATTEMPTS = 3  # attempts to put an object and read it back
-
-
 class ParkedStore:
     """The parked messages of `target`, under the names in its present state. Every method raises as the store does.
 
@@ -208,11 +208,11 @@ class ParkedStore:
     def park(self, chain: Chain, oversize: Oversize) -> None:
         """Store a message durably and read it back. The same message may be put several times."""
         message = oversize.message
-        key, body = self.keys.key(self.name(chain, message.sequence), "message"), to_bytes(chain, message)
-        if self._objects.get(key, length=len(body) + 1) == body:
+        document, body = self._document(self.name(chain, message.sequence), "message"), to_bytes(chain, message)
+        if document.holds(body):
             return
         failpoint("ingress.before_park")
-        self._put_and_verify(key, body, {"why": oversize.reason})
+        document.put(body, {"why": oversize.reason})
         failpoint("ingress.after_park")
         metrics.parked_messages.labels(self.target, chain.site, chain.feed, str(chain.partition)).inc()
         context = {"target": self.target, "sequence": message.sequence, "error": oversize.reason}
@@ -224,19 +224,19 @@ class ParkedStore:
     # Marks
 
     def mark_left_out(self, name: ParkedName) -> None:
-        self._put_and_verify(self.keys.key(name, "left_out"), b"{}")
+        self._document(name, "left_out").put(b"{}")
 
     def mark_delivered(self, name: ParkedName) -> None:
         """Mark the message as delivered: after its intent's rows are stored, before the intent is closed."""
-        self._put_and_verify(self.keys.key(name, "delivered"), b"{}")
+        self._document(name, "delivered").put(b"{}")
 
     def refuse_retry(self, entry: ParkedEntry, reason: str) -> None:
         body = json.dumps({"why": reason}).encode()
-        self._objects.put(self.keys.key(entry.name, "answered", entry.asked), body)
+        self._document(entry.name, "answered", entry.asked).replace(body)
 
     def request_retry(self, *entries: ParkedEntry) -> None:
         for entry in entries:
-            self._put_and_verify(self.keys.key(entry.name, "asked", entry.answered + 1), b"{}")
+            self._document(entry.name, "asked", entry.answered + 1).put(b"{}")
         # After the requests: a reader that finds the new marker also finds them.
         self._objects.put(self.keys.request_marker, secrets.token_hex(16).encode())
 
@@ -270,9 +270,9 @@ class ParkedStore:
 
     def read(self, name: ParkedName) -> Message | None:
         """Read a message; None if it is not there. Raises DataError (E-PARKED) if it is damaged."""
-        key = self.keys.key(name, "message")
-        raw = self._objects.get(key)
-        return None if raw is None else from_bytes(key, raw, name.chain, name.sequence)
+        document = self._document(name, "message")
+        raw = document.read()
+        return None if raw is None else from_bytes(document.key, raw, name.chain, name.sequence)
 
     def read_reason(self, entry: ParkedEntry) -> str:
         if entry.answered:
@@ -284,14 +284,5 @@ class ParkedStore:
         info = self._objects.head(self.keys.key(entry.name, "message"))
         return "" if info is None else info.metadata.get("why", "")
 
-    def _put_and_verify(self, key: str, body: bytes, metadata: Mapping[str, str] | None = None) -> None:
-        """Put `body` until the store returns it. Raises Unavailable if it never does."""
-        sha256 = hashlib.sha256(body).hexdigest()
-        for _ in range(PUT_ATTEMPTS):
-            try:
-                self._objects.put(key, body, sha256=sha256, metadata=metadata)
-            except (OutcomeUnknown, ChecksumMismatch) as error:
-                log.warning("put unconfirmed", action="put_unconfirmed", key=key, error=str(error))
-            if self._objects.get(key, length=len(body) + 1) == body:
-                return
-        raise Unavailable(f"{key}: put {PUT_ATTEMPTS} times and never read back as it was sent", code="E-READ-BACK")
+    def _document(self, name: ParkedName, part: str, number: int | None = None) -> Document[bytes]:
+        return Document(self._objects, self.keys.key(name, part, number), bytes, bytes, max_bytes=MAX_PARKED_BYTES)
