@@ -6,14 +6,14 @@ A stored value is untrusted: one that this version did not write stops the targe
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from common.archive.keys import Layout, SegmentName
 from common.chain import Chain
-from common.errors import OutcomeUnknown, Stopped
+from common.errors import Stopped
 from common.exits import choices
 from common.hints import checkpoint_command
-from common.nats.kv import KvEntry
+from common.nats.kv import Bucket, KvDocument
 from common.sequences import SequenceRange
 from ingress.checkpoint import (
     Checkpoint,
@@ -154,14 +154,6 @@ STATE_ROLE = "ingress"
 MAX_STATE_BYTES = 900 * 1024  # bytes; a server accepts messages of up to 1 MiB by default
 
 
-class StateBucket(Protocol):
-    """The methods of `common.nats.kv.KeyValue` that are used here."""
-
-    async def get(self, key: str) -> KvEntry | None: ...
-    async def create(self, key: str, value: bytes) -> int | None: ...
-    async def update(self, key: str, value: bytes, revision: int) -> int | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StoredState:
     """The state that was read or written (None: there is none yet) and its revision (0: none yet)."""
@@ -183,6 +175,26 @@ class StateChanged(Exception):
         self.stored = stored
 
 
+class _StateCodec:
+    """The stored form of the state of one target, with a bound on its size."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    def encode(self, state: TargetState) -> bytes:
+        """Encode the state. Raises Stopped (E-STATE-SIZE) if it is too large."""
+        value = to_json(self._target, state)
+        if len(value) > MAX_STATE_BYTES:
+            message = f"state of target {self._target}: expected at most {MAX_STATE_BYTES} bytes, found {len(value)}"
+            spread = "spread its sources over several targets; or forget chains that are no longer listed"
+            forget = checkpoint_command(self._target, "--forget-unlisted")
+            raise Stopped(message, hint=choices((spread, forget)), code="E-STATE-SIZE")
+        return value
+
+    def decode(self, raw: bytes) -> TargetState:
+        return from_json(self._target, raw)
+
+
 class StateStore:
     """The stored state of one target, under one key.
 
@@ -190,48 +202,23 @@ class StateStore:
     """
 
     def __init__(
-        self, bucket: StateBucket, key: str, target: str, on_state: Callable[[TargetState], None] = lambda _: None
+        self, bucket: Bucket, key: str, target: str, on_state: Callable[[TargetState], None] = lambda _: None
     ) -> None:
-        self._bucket, self._key, self._target, self._on_state = bucket, key, target, on_state
+        self._document, self._on_state = KvDocument(bucket, key, _StateCodec(target), Stopped), on_state
 
     async def load(self) -> StoredState:
         """Load the state. Raises Stopped if it cannot be parsed, Unavailable, OutcomeUnknown."""
-        if (entry := await self._bucket.get(self._key)) is None:
-            return StoredState(None, 0)
-        state = from_json(self._target, entry.value)
-        self._on_state(state)
-        return StoredState(state, entry.revision)
+        state, revision = await self._document.get()
+        if state is not None:
+            self._on_state(state)
+        return StoredState(state, revision)
 
     async def save(self, state: TargetState, revision: int) -> StoredState | None:
         """Store `state` if the revision still is `revision` (0: if there is no value yet).
 
-        None if it does not: another writer was first. A lost answer is settled by a read. Raises Stopped if the state
-        is too large, Unavailable, and OutcomeUnknown if the read does not settle it.
+        None if it does not: another writer was first. A lost answer is settled by a read (`KvDocument`). Raises Stopped
+        if the state is too large, Unavailable, and OutcomeUnknown if the read does not settle it.
         """
         self._on_state(state)
-        value = to_json(self._target, state)
-        if len(value) > MAX_STATE_BYTES:
-            message = f"state of target {self._target}: expected at most {MAX_STATE_BYTES} bytes, found {len(value)}"
-            spread = "spread its sources over several targets; or forget chains that are no longer listed"
-            forget = checkpoint_command(self._target, "--forget-unlisted")
-            raise Stopped(message, hint=choices((spread, forget)), code="E-STATE-SIZE")
-        try:
-            written = await self._write(value, revision)
-        except OutcomeUnknown:
-            return await self._resolve_lost_answer(state, value, revision)
+        written = await self._document.update(state, revision)
         return None if written is None else StoredState(state, written)
-
-    async def _write(self, value: bytes, revision: int) -> int | None:
-        if revision == 0:
-            return await self._bucket.create(self._key, value)
-        return await self._bucket.update(self._key, value, revision)
-
-    async def _resolve_lost_answer(self, state: TargetState, value: bytes, revision: int) -> StoredState | None:
-        if (entry := await self._bucket.get(self._key)) is None or entry.revision == revision:
-            # Not there yet, and perhaps still in flight: a second write can only store the same bytes once.
-            if (written := await self._write(value, revision)) is not None:
-                return StoredState(state, written)
-            entry = await self._bucket.get(self._key)
-        if entry is not None and entry.value == value and entry.revision > revision:
-            return StoredState(state, entry.revision)
-        return None

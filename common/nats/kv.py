@@ -307,7 +307,12 @@ class Bucket(Protocol):
 
 
 class KvDocument(Generic[T]):
-    """One key that holds a value of type T. Methods raise the errors of the bucket.
+    """One key that holds a value of type T. Methods raise the errors of the bucket. Its twin for the object store is
+    `common.archive.documents.Document`.
+
+    A write that is answered by nothing may have been done, and may still be under way. The key is read, and its bytes
+    are the answer: a write with a condition is done if they are there, sent once more if nothing has changed, and else
+    lost to another writer. A `put` is not sent again, as it might undo the write of another: OutcomeUnknown.
 
     `unreadable_error` makes the error for an invalid value from a description of the problem; `get` and `change` raise
     it.
@@ -333,13 +338,27 @@ class KvDocument(Generic[T]):
         return await self._bucket.put(self.key, self._codec.encode(value))
 
     async def create(self, value: T) -> int | None:
-        return await self._bucket.create(self.key, self._codec.encode(value))
+        """Set the value unless there is one; return the revision, or None if there is one."""
+        return await self.update(value, 0)
 
     async def update(self, value: T, revision: int) -> int | None:
-        """Replace the value as in `KeyValue.update`; create it as in `create` if `revision` is 0."""
+        """Replace the value of that revision (0: there is none). Return the new revision, or None if it has changed."""
+        body = self._codec.encode(value)
+        try:
+            return await self._write(body, revision)
+        except OutcomeUnknown:
+            entry = await self._bucket.get(self.key)
+        if entry is None or entry.revision == revision:
+            # Not there yet, and perhaps still under way: a second write can only store the same bytes once.
+            if (written := await self._write(body, revision)) is not None:
+                return written
+            entry = await self._bucket.get(self.key)
+        return entry.revision if entry is not None and entry.value == body and entry.revision > revision else None
+
+    async def _write(self, body: bytes, revision: int) -> int | None:
         if revision == 0:
-            return await self.create(value)
-        return await self._bucket.update(self.key, self._codec.encode(value), revision)
+            return await self._bucket.create(self.key, body)
+        return await self._bucket.update(self.key, body, revision)
 
     async def change(self, step: Callable[[T | None], T | None], *, allow_unreadable: bool = False) -> T | None:
         """Replace the value by the result of `step` (its argument None: there is no value), even while others change

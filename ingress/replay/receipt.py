@@ -141,6 +141,9 @@ class ReceiptBucket:
     async def update(self, key: str, value: bytes, revision: int) -> int | None:
         return await self._bucket.update(key, self._wrap(value), revision)
 
+    async def put(self, key: str, value: bytes) -> int:
+        return await self._bucket.put(key, self._wrap(value))
+
     def _wrap(self, state: bytes) -> bytes:
         head = json.dumps(self.receipt.to_json(), separators=(",", ":")).encode()
         return b'{"version":%d,"replay":%b,"state":%b}' % (RECEIPT_VERSION, head, state)

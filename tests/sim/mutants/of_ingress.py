@@ -11,7 +11,9 @@ import ingress.publishers.fast
 import ingress.publishers.publisher
 import ingress.rows.prepare
 import ingress.verdict.settle
+from common.errors import OutcomeUnknown
 from common.nats.headers import Provenance
+from common.nats.kv import KvDocument
 from common.nats.requests import WRONG_LAST_SEQUENCE_CODES, PendingRequests
 from common.sequences import cover
 from ingress.checkpoint import Intent
@@ -66,20 +68,23 @@ def intent_not_stored() -> None:
 def state_written_unconditionally() -> None:
     """The state is replaced even if another write came in between."""
 
-    async def overwrite(self: StateStore, value: bytes, _revision: int) -> int | None:
-        return await self._bucket.put(self._key, value)  # type: ignore[attr-defined,no-any-return]
+    async def overwrite(self: KvDocument[Any], body: bytes, _revision: int) -> int | None:
+        return await self._bucket.put(self.key, body)
 
-    change(StateStore, "_write", lambda _: overwrite)
+    change(KvDocument, "_write", lambda _: overwrite)
 
 
 @mutant
 def lost_save_taken_for_done() -> None:
     """A save with a lost answer counts as done, without reading it back."""
 
-    async def trusting(_self: StateStore, state: Any, _value: bytes, revision: int) -> StoredState | None:
-        return StoredState(state, revision + 1)
+    async def trusting(self: KvDocument[Any], value: Any, revision: int) -> int | None:
+        try:
+            return await self._write(self._codec.encode(value), revision)
+        except OutcomeUnknown:
+            return revision + 1
 
-    change(StateStore, "_resolve_lost_answer", lambda _: trusting)
+    change(KvDocument, "update", lambda _: trusting)
 
 
 @mutant
