@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from common.archive.store import SegmentStore
     from common.archive.table import SegmentTable
     from common.chain import Chain
-    from common.service.monitor import MonitorAddress
+    from common.observe.monitor import MonitorAddress
     from common.settings.root import Settings
 
 MONITOR_TIMEOUT_S = 10.0  # seconds for a monitor to answer
@@ -262,7 +262,7 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
 
 def fetch_page(monitor: MonitorAddress, path: str) -> str:
     """Return the answer of the monitor to `path`. Raises Unavailable."""
-    from common.service.monitor import fetch
+    from common.observe.monitor import fetch
 
     try:
         return fetch(monitor, path, MONITOR_TIMEOUT_S)
@@ -285,7 +285,7 @@ def fetch_status(monitor: MonitorAddress, key: str) -> dict[str, Any]:
 
 def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, critical: float) -> CheckResult:
     """Judge /status of egress. `expiry`: seconds until the first source expires messages that are not archived."""
-    from common.service.page import parts_of
+    from common.observe.page import parts_of
 
     feeds: dict[str, Mapping[str, Any]] = {}
     for name, part in parts_of(document).items():
@@ -311,7 +311,7 @@ def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, cri
 
 def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) -> CheckResult:
     """Judge /status of ingress. `warning`, `critical`: seconds of lag."""
-    from common.service.page import parts_of
+    from common.observe.page import parts_of
 
     targets = {name: part for name, part in parts_of(document).items() if name.startswith("target ")}
     chains = {

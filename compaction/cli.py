@@ -85,7 +85,7 @@ def compact(
         raise UsageError(f"--metrics-textfile {textfile}: expected a file in a writable folder, found none")
     from common.archive.catalog import select_chains
     from common.archive.keys import configured_feeds, parse_chain_name
-    from common.service.process_log import ProcessLog
+    from common.observe.process_log import ProcessLog
     from compaction import report
     from compaction.run import Selection
     from compaction.spark import require_spark, with_engine

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 
 from common.archive.segment import Footer, Reason, SegmentRef
 from common.clock import NS_PER_S, format_time
+from common.observe.page import STYLE, style_source, templates
 from common.sequences import SequenceRange, Stretch
-from common.service.page import STYLE, style_source, templates
 from common.settings.types import duration_words, size_words
 from compaction.reports import CONCURRENT_REQUESTS, FEED_FIELDS, METADATA, ArchiveReport, ReportState, as_floe_error
 

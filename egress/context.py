@@ -16,8 +16,8 @@ from common.nats.kv import KeyValue
 from common.nats.lease import Leases, new_owner
 from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.objects.port import ObjectStore
+from common.observe.monitor import Health
 from common.open import open_chains, open_store
-from common.service.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings

@@ -15,7 +15,7 @@ from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Une
 from common.leasing import LeaseGroup
 from common.logs import get_logger
 from common.nats.lease import Lease
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from common.tasks import BACKOFF_RESET_S, Stop, StopReason, cancel, raise_fatal, restart_on_error, spawn, wait_for
 from egress import metrics

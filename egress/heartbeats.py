@@ -21,7 +21,7 @@ from common.nats.headers import build_block
 from common.nats.kv import state_key
 from common.nats.lease import Lease, Leases
 from common.nats.requests import ApiError, api_error
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.egress import HeartbeatSubjectSettings
 from common.settings.root import Settings

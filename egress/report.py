@@ -22,7 +22,7 @@ from common.metrics import show_zeros
 from common.nats.api import StreamInfo, query
 from common.nats.client import FloeClient
 from common.nats.lease import format_owner
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.types import format_count
 from common.subjects import matches

@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from typing import Any, TypeVar
 
-from common.archive.coverage import CoverageScanner
 from common.archive.heartbeats import process_name
 from common.archive.keys import Layout
 from common.clock import Backoff, Clock, SystemClock
@@ -25,9 +24,10 @@ from common.nats.lease import Leases, new_owner
 from common.objects.open import open_objects
 from common.objects.port import ObjectInfo, ObjectStore
 from common.objects.s3_errors import ObservedStore, without_paths
-from common.service.monitor import Health, Monitor
+from common.observe.coverage import CoverageScanner
+from common.observe.monitor import Health, Monitor
+from common.observe.process_log import ProcessLog
 from common.service.process import SystemdNotifier, ThreadPool, count_running_calls, handle_signal, stop_on_signals
-from common.service.process_log import ProcessLog
 from common.settings.root import Settings
 from common.tasks import Stop, cancel, raise_fatal, run_until_stopped, spawn, wait_for, warn_if_slow
 from egress import metrics

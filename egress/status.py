@@ -24,8 +24,8 @@ from common.nats.api import stream_info
 from common.nats.buckets import optional_leases
 from common.nats.client import connect
 from common.nats.lease import format_owner, new_owner
+from common.observe.monitor import fetch
 from common.open import open_for_view
-from common.service.monitor import fetch
 from common.service.process import ThreadPool
 from common.settings.egress import EgressMonitorSettings
 from common.settings.root import Settings

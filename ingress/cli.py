@@ -42,8 +42,8 @@ async def run(config: str) -> None:
     """
     reduce_memory()
     from common.clock import SystemClock
+    from common.observe.monitor import Health, Monitor
     from common.open import load_settings, open_chains, open_store, reload_on_hangup
-    from common.service.monitor import Health, Monitor
     from common.service.process import SystemdNotifier, stop_on_signals
     from ingress.errors import check_targets
     from ingress.service import Controller

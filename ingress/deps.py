@@ -10,7 +10,7 @@ from common.clock import Clock
 from common.leasing import LeaseGroup, LeaseScope
 from common.nats.client import FloeClient
 from common.nats.kv import state_key
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.ingress import IngressSettings
 from ingress.checkpoint_store import STATE_ROLE

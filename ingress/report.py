@@ -16,7 +16,7 @@ from common.errors import FloeError
 from common.logs import get_logger
 from common.metrics import show_zeros
 from common.nats.lease import format_owner
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from ingress import metrics
 from ingress.chains.chain_state import ChainState

@@ -4,7 +4,6 @@ import asyncio
 import random
 from functools import partial
 
-from common.archive.coverage import CoverageScanner
 from common.archive.documents import ChainStore
 from common.archive.store import SegmentStore
 from common.clock import Clock
@@ -15,9 +14,10 @@ from common.metrics import show_zeros
 from common.nats.buckets import BucketClaims, open_leases, optional_state
 from common.nats.client import FloeClient, connect
 from common.nats.lease import Leases, new_owner
-from common.service.monitor import Health
+from common.observe.coverage import CoverageScanner
+from common.observe.monitor import Health
+from common.observe.process_log import ProcessLog
 from common.service.process import ThreadPool
-from common.service.process_log import ProcessLog
 from common.settings.root import Settings
 from common.tasks import Stop, cancel, first_of, restart_on_error
 from ingress import metrics

@@ -1,1 +1,1 @@
-"""Components that make a program a service: its health, the pages that show it, signals, threads."""
+"""Components that make a program a service: signals, threads and progress."""

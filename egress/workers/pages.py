@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from common.logs import escape
 from common.metrics import REGISTRY
-from common.service.monitor import Answer, Health, Pages
+from common.observe.monitor import Answer, Health, Pages
 from egress.workers.process import WorkerProcess
 
 PAGE_TIMEOUT_S = 2.0  # seconds

@@ -15,9 +15,9 @@ from common.errors import FloeError
 from common.exits import is_debug, requested_context
 from common.logs import flush, get_logger
 from common.metrics import counter, gauge
-from common.service.monitor import Health, Monitor
+from common.observe.monitor import Health, Monitor
+from common.observe.process_log import ProcessLog
 from common.service.process import SystemdNotifier, exit_at_once, handle_signal, on_hangup, on_quit, stop_on_signals
-from common.service.process_log import ProcessLog
 from common.settings.root import Settings
 from common.tasks import BACKOFF_RESET_S, Stop, cancel, raise_fatal, spawn, wait_for
 from egress.partition import require_feeds

@@ -15,7 +15,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
 from common.logs import get_logger
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from common.tasks import first_of, report_errors, run_all, warn_if_slow
 from ingress import metrics

@@ -20,7 +20,7 @@ from common.metrics import show_zeros
 from common.nats.client import FloeClient
 from common.objects.open import open_queue
 from common.objects.sqs import ReceivedMessage, SqsQueue
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.settings.root import Settings
 from common.tasks import PendingError, first_of, record_unexpected, report_errors
 from ingress import metrics

@@ -18,8 +18,8 @@ from common.chain import Chain
 from common.nats.api import create_stream, query
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
+from common.observe.monitor import Health
 from common.sequences import SequenceRange
-from common.service.monitor import Health
 from ingress import metrics
 from tests.support import ingress as ingress_world
 from tests.support.basics import counted, soon

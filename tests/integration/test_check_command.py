@@ -19,7 +19,7 @@ import yaml
 from common.archive.documents import ChainDocument, ChainStore, CompactionRun
 from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
 from common.nats.client import FloeClient
-from common.service.monitor import Health, Monitor
+from common.observe.monitor import Health, Monitor
 from infra.local.process import free_ports, spawn
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.commands import ROOT, floe

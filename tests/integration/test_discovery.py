@@ -18,7 +18,7 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, Refused, Unavailable
 from common.objects.local import LocalObjects
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from ingress import metrics
 from ingress.discovery import discovery as module

@@ -16,7 +16,7 @@ import yaml
 from common.chain import Chain
 from common.errors import ConfigError, Refused
 from common.nats.api import stream_info
-from common.service.monitor import BEAT_INTERVAL_S
+from common.observe.monitor import BEAT_INTERVAL_S
 from egress import service
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique

@@ -18,7 +18,7 @@ from common.leasing import LeaseGroup, fair_share
 from common.nats.client import FloeClient, connect
 from common.nats.kv import KeyValue, state_key
 from common.nats.lease import Lease, Leases, new_owner
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.settings.service import NatsSettings
 from common.tasks import Stop, cancel, first_of
 from egress.deps import Intervals, Tuning

@@ -12,8 +12,8 @@ import pytest
 from common.chain import Chain
 from common.nats.client import FloeClient, frame
 from common.nats.headers import Provenance, build_block
+from common.observe.monitor import Health
 from common.sequences import SequenceRange
-from common.service.monitor import Health
 from ingress import checkpoint_store as state_module
 from ingress import delivery
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent

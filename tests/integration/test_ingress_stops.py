@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.logs import configure, flush
 from common.nats.api import RESTORE_KEY, RESTORE_PREFIX
 from common.nats.client import FloeClient
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.target import examine_target

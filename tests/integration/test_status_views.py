@@ -23,7 +23,7 @@ from common.archive.documents import ChainDocument, CompactionRun, TargetPositio
 from common.chain import Chain
 from common.nats.api import create_stream
 from common.nats.client import FloeClient
-from common.service.monitor import Health, Monitor
+from common.observe.monitor import Health, Monitor
 from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, soon, unique

@@ -29,8 +29,8 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.doctor import CHECKS
 from common.nats.client import FloeClient
+from common.observe.monitor import Health
 from common.open import load_settings, open_chains, open_store
-from common.service.monitor import Health
 from common.tasks import Stop
 from egress.service import EgressService
 from infra.local.seaweedfs import S3Client, SeaweedFS

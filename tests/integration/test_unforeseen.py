@@ -19,7 +19,7 @@ from common.archive.columns import Columns
 from common.clock import SystemClock
 from common.nats.api import stream_info
 from common.nats.client import FloeClient, frame
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.settings.root import Settings
 from common.tasks import run_until_fatal
 from egress.builder import SegmentBuilder
@@ -344,7 +344,7 @@ def _down(_self: object, *args: object) -> bool:
         *(
             "egress.feed:PartitionFeed._work_under_lease",
             "egress.feed:PartitionFeed._stop_after_hand_over",
-            "common.service.monitor:Health.beat",
+            "common.observe.monitor:Health.beat",
         ),
         *("egress.feed:_deadline", "egress.heartbeats:Reachability.set_nats"),
     ],
@@ -373,7 +373,7 @@ async def test_ownerless_errors_end_egress(
     ("place", "where"),
     [
         ("ingress.target:TargetSupervisor._hold", lambda one, *_: one.target.endswith("_A")),
-        ("common.service.monitor:Health.beat", lambda *_: True),
+        ("common.observe.monitor:Health.beat", lambda *_: True),
         ("ingress.service:Controller._set_nats_state", _down),
     ],
     ids=["target", "beat", "listener"],

@@ -24,7 +24,7 @@ from common.nats.kv import KeyValue
 from common.nats.lease import Leases
 from common.nats.pull import StartAt, for_each_message, get_message, scan
 from common.nats.requests import PendingRequests
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.settings.service import NatsSettings
 from common.tasks import Stop, run_until_fatal
 from egress.service import service_stop

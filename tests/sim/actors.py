@@ -13,7 +13,7 @@ from common.archive.keys import Layout
 from common.archive.store import SegmentStore
 from common.clock import SystemClock
 from common.errors import OutcomeUnknown, Unavailable
-from common.service.monitor import Health
+from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.root import Settings
 from common.tasks import Stop

@@ -22,8 +22,8 @@ from common.nats.client import FloeClient, frame
 from common.nats.kv import KeyValue
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
+from common.observe.monitor import Health
 from common.sequences import SequenceRange, cover
-from common.service.monitor import Health
 from common.settings.root import Settings, StoreSettings
 from common.tasks import Stop
 from egress.deps import ConfirmSettings, Intervals, PullSettings, Tuning

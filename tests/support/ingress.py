@@ -25,8 +25,8 @@ from common.nats.headers import Provenance, split_provenance
 from common.nats.kv import KeyValue, state_key
 from common.nats.requests import ApiError
 from common.objects.local import LocalObjects
+from common.observe.monitor import Health
 from common.sequences import SequenceRange
-from common.service.monitor import Health
 from common.settings.loader import load
 from common.settings.root import Settings
 from common.tasks import Stop

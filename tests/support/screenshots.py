@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.chain import Chain
 from common.nats.api import create_stream
-from common.service.monitor import Health, Monitor
+from common.observe.monitor import Health, Monitor
 from infra.local.nats import NatsServer
 from tests.support.basics import soon
 from tests.support.browser import screenshot

@@ -16,7 +16,7 @@ from common.errors import ConfigError, Refused
 from common.nats.context import apply_context
 from common.nats.credentials import load_credential, tls_context
 from common.objects.open import open_objects
-from common.service.monitor import Health, Monitor
+from common.observe.monitor import Health, Monitor
 from common.settings.loader import load, load_document, parse, parse_documents
 from common.settings.root import Settings, StoreSettings
 from common.settings.service import MonitorTlsSettings, NatsSettings

@@ -16,8 +16,8 @@ from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.nats.api import STREAM_NOT_FOUND
 from common.nats.requests import ApiError
+from common.observe.monitor import Health
 from common.sequences import SequenceRange
-from common.service.monitor import Health
 from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings
 from common.tasks import Stop

@@ -22,8 +22,8 @@ from common.clock import RETRY_DELAYS_S, Backoff
 from common.errors import Stopped, Unavailable
 from common.leasing import fair_share, group_name, surplus
 from common.nats.lease import format_owner, new_owner
+from common.observe.monitor import Health
 from common.sequences import SequenceRange
-from common.service.monitor import Health
 from common.settings.egress import SegmentSettings
 from common.tasks import Stop, first_of, run_until_stopped
 from egress import metrics

@@ -15,8 +15,8 @@ from common import errors
 from common.chain import Chain
 from common.clock import SystemClock, doubling_delays
 from common.nats.requests import ApiError
+from common.observe.monitor import Health
 from common.sequences import SequenceRange
-from common.service.monitor import Health
 from common.settings.ingress import TargetSettings
 from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry, ChainState

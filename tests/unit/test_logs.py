@@ -22,8 +22,8 @@ from common.chain import Chain
 from common.errors import Stopped, Unavailable
 from common.logs import LineHandler, configure, flush, get_logger
 from common.metrics import version
-from common.service.monitor import Health
-from common.service.process_log import LOG_INTERVAL_S, ProcessLog
+from common.observe.monitor import Health
+from common.observe.process_log import LOG_INTERVAL_S, ProcessLog
 from common.settings.root import Settings
 from egress.report import FeedReport
 from infra.local.process import spawn

@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from common.clock import SystemClock
 from common.errors import ConfigError, Unavailable
-from common.service import monitor as monitor_http
-from common.service.monitor import MAX_BEAT_AGE_S, Health, Monitor, Pages, fetch
+from common.observe import monitor as monitor_http
+from common.observe.monitor import MAX_BEAT_AGE_S, Health, Monitor, Pages, fetch
 from common.service.process import SystemdNotifier, on_hangup
 from common.settings.egress import EgressMonitorSettings
 from common.settings.service import MonitorTlsSettings

@@ -15,14 +15,14 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.archive.coverage import MAX_DRAWN_RANGES, sum_coverage
 from common.archive.keys import SegmentName
 from common.archive.segment import SegmentRef
 from common.chain import Chain
 from common.errors import UsageError
+from common.observe import page
+from common.observe.coverage import MAX_DRAWN_RANGES, sum_coverage
+from common.observe.monitor import MAX_BEAT_AGE_S, Health
 from common.sequences import SequenceRange
-from common.service import page
-from common.service.monitor import MAX_BEAT_AGE_S, Health
 from egress.workers.pages import WorkerAnswer, WorkerPages, fetch_from_all, merge_metrics
 from egress.workers.process import WorkerIdentity, WorkerProcess, shell_exit_code, worst_exit_code
 from tests.support.browser import bars, table_rows
@@ -302,7 +302,7 @@ def test_the_picture_shows_fewer_than_very_many_ranges_and_none_without_segments
 
 
 def test_only_so_many_segments_of_a_huge_chain_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.archive.coverage.MAX_SCANNED_SEGMENTS", 3)
+    monkeypatch.setattr("common.observe.coverage.MAX_SCANNED_SEGMENTS", 3)
     many = iter([ref(n, n) for n in range(1, 100)])
     found = sum_coverage(many, 0.0)
     assert (found["is_complete"], found["last"], len([*many])) == (False, 3, 95)

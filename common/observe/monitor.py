@@ -28,7 +28,7 @@ from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
 from common.logs import escape, get_logger
 from common.metrics import REGISTRY, version
-from common.service import page
+from common.observe import page
 from common.settings.types import parse_listen, regular_file
 from common.tasks import record_unexpected
 
@@ -352,7 +352,7 @@ class Health:
         return sorted({name for part in parts for name in (part.get("chain"), *part.get("chains", ())) if name})
 
     def coverage(self) -> dict[str, Mapping[str, Any]]:
-        """Return the last known coverage of each chain; see `common.archive.coverage`."""
+        """Return the last known coverage of each chain; see `common.observe.coverage`."""
         with self._lock:
             return dict(self._coverage)
 

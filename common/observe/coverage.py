@@ -14,8 +14,8 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
 from common.logs import get_logger
+from common.observe.monitor import Health
 from common.sequences import CoverageSet, SequenceRange
-from common.service.monitor import Health
 from common.service.process import ThreadPool
 from common.tasks import Stop, restart_on_error, run_until_stopped, wait_for
 

@@ -11,7 +11,7 @@ from common.errors import FloeError
 from common.exits import config_source
 from common.logs import get_logger
 from common.metrics import version
-from common.service.monitor import Health
+from common.observe.monitor import Health
 
 if TYPE_CHECKING:
     from common.settings.root import Settings
