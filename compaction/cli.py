@@ -21,7 +21,7 @@ from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError, Unavailable, UsageError
 from common.logs import escape, get_logger
 from common.open import load_settings, open_chains, open_for_view, open_for_work, reload_on_hangup
-from common.service.progress import Progress, format_share
+from common.service.progress import ProcessLog, Progress, format_share
 from common.settings.types import format_count, size_words
 
 log = get_logger("compaction.cli")
@@ -85,7 +85,6 @@ def compact(
         raise UsageError(f"--metrics-textfile {textfile}: expected a file in a writable folder, found none")
     from common.archive.catalog import select_chains
     from common.archive.keys import configured_feeds, parse_chain_name
-    from common.observe.process_log import ProcessLog
     from compaction import report
     from compaction.run import Selection
     from compaction.spark import require_spark, with_engine

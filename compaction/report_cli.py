@@ -82,7 +82,7 @@ def _updated_report(
 
     Raises Unavailable if a signal requests a stop.
     """
-    from common.observe.process_log import ProcessLog
+    from common.service.progress import ProcessLog
     from compaction.reports import ReportState, open_place
     from compaction.spark import require_spark, spark_until_stopped, with_engine
 

@@ -26,8 +26,8 @@ from common.objects.port import ObjectInfo, ObjectStore
 from common.objects.s3_errors import ObservedStore, without_paths
 from common.observe.coverage import CoverageScanner
 from common.observe.monitor import Health, Monitor
-from common.observe.process_log import ProcessLog
 from common.service.process import SystemdNotifier, ThreadPool, count_running_calls, handle_signal, stop_on_signals
+from common.service.progress import ProcessLog
 from common.settings.root import Settings
 from common.tasks import Stop, cancel, raise_fatal, run_until_stopped, spawn, wait_for, warn_if_slow
 from egress import metrics
@@ -152,7 +152,7 @@ class EgressService:
         """Run until the stop is requested and everything is drained. Return True if it was drained in time."""
         settings, totals = self._settings.egress, metrics.totals()
         what = {"feeds": [each.name for each in settings.feeds], "monitor": settings.monitor.listen}
-        process_log = ProcessLog("egress", self._settings, self._clock, totals, self._health, **what)
+        process_log = ProcessLog("egress", self._settings, self._clock, totals, self._health.problems, **what)
         with process_log:
             async with AsyncExitStack() as stack:
                 # The start may wait for a server or the store; the process is healthy all the same.

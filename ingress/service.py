@@ -16,8 +16,8 @@ from common.nats.client import FloeClient, connect
 from common.nats.lease import Leases, new_owner
 from common.observe.coverage import CoverageScanner
 from common.observe.monitor import Health
-from common.observe.process_log import ProcessLog
 from common.service.process import ThreadPool
+from common.service.progress import ProcessLog
 from common.settings.root import Settings
 from common.tasks import Stop, cancel, first_of, restart_on_error
 from ingress import metrics
@@ -61,7 +61,9 @@ class Controller:
         settings = self._settings.ingress
         targets, listen = [target.stream for target in settings.targets], settings.monitor.listen
         more = {"targets": targets, "events": settings.events, "monitor": listen}
-        with ProcessLog("ingress", self._settings, self._clock, metrics.totals(), self._health, **more) as process_log:
+        with ProcessLog(
+            "ingress", self._settings, self._clock, metrics.totals(), self._health.problems, **more
+        ) as process_log:
             check_targets(settings)
             await self._run_all(stop, process_log)
 

@@ -1,1 +1,1 @@
-"""Observation of a process: its health, its coverage, and the pages and log lines that show them."""
+"""Observation of a process: its health, its coverage, and the pages that show them."""

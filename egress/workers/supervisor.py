@@ -16,8 +16,8 @@ from common.exits import is_debug, requested_context
 from common.logs import flush, get_logger
 from common.metrics import counter, gauge
 from common.observe.monitor import Health, Monitor
-from common.observe.process_log import ProcessLog
 from common.service.process import SystemdNotifier, exit_at_once, handle_signal, on_hangup, on_quit, stop_on_signals
+from common.service.progress import ProcessLog
 from common.settings.root import Settings
 from common.tasks import BACKOFF_RESET_S, Stop, cancel, raise_fatal, spawn, wait_for
 from egress.partition import require_feeds
@@ -121,7 +121,7 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
     monitor = Monitor(wanted.listen, health, pages=pages, tls=wanted.tls)
     monitor.start()
     log_fields = {"feeds": [each.name for each in settings.egress.feeds], "workers": count, "monitor": wanted.listen}
-    with closing(monitor), ProcessLog("egress", settings, clock, {}, None, **log_fields) as life:
+    with closing(monitor), ProcessLog("egress", settings, clock, {}, list, **log_fields) as life:
         status_page = monitor.page_text if wanted.listen else lambda _path: (200, f"{count} workers, not checked")
         code = await supervise(supervisor, health, SystemdNotifier(status_page, clock))
         life.add_end_fields(exit_code=code)

@@ -23,7 +23,7 @@ from common.errors import Stopped, Unavailable
 from common.logs import LineHandler, configure, flush, get_logger
 from common.metrics import version
 from common.observe.monitor import Health
-from common.observe.process_log import LOG_INTERVAL_S, ProcessLog
+from common.service.progress import LOG_INTERVAL_S, ProcessLog
 from common.settings.root import Settings
 from egress.report import FeedReport
 from infra.local.process import spawn
@@ -262,7 +262,7 @@ def test_start_minutes_and_end(lines: Lines) -> None:
     clock, counted = ManualClock(), {"messages": 5.0}
     health = Health(clock)
     counters = {"messages": lambda: counted["messages"]}
-    with ProcessLog("egress", SETTINGS, clock, counters, health, feeds=["A"], monitor="") as life:
+    with ProcessLog("egress", SETTINGS, clock, counters, health.problems, feeds=["A"], monitor="") as life:
         for messages, is_ready in ((5.0, True), (12.0, True), (12.0, False)):  # at first nothing, and all is well
             counted["messages"] = messages
             health.set_ready("nats", is_ready, "no answer")
