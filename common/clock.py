@@ -30,6 +30,11 @@ def parse_time(text: str) -> int:
     return (at - _EPOCH) // timedelta(seconds=1) * NS_PER_S + int((match[2] or "").ljust(9, "0"))
 
 
+def format_unix(seconds: float | None) -> str | None:
+    """Format whole seconds since 1970 as `format_time` does; None stays."""
+    return None if seconds is None else format_time(int(seconds) * NS_PER_S)
+
+
 def format_time(nanoseconds: int) -> str:
     """Format as RFC 3339 UTC, with nanoseconds if they are not 0; the bare number for a year outside 1 to 9999."""
     seconds, rest = divmod(nanoseconds, NS_PER_S)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.clock import NS_PER_S, format_time
+from common.clock import format_unix
 from common.settings.types import duration_words, format_count, size_words
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def templates(folder: Path = FOLDER) -> Environment:
     from jinja2 import Environment, FileSystemLoader
 
     found = Environment(loader=FileSystemLoader([folder, FOLDER]), autoescape=True)
-    found.filters |= {"text": _text, "pairs": _pairs, "duration": _duration}
+    found.filters |= {"text": _text, "pairs": _pairs, "duration": _duration, "time": format_unix}
+    found.globals |= {"unarchived": unarchived, "count": format_count}
     return found
 
 
@@ -71,109 +72,30 @@ def render_page(document: Part, paths: Iterable[str]) -> bytes:
     feeds = {name: part for name, part in parts.items() if "stream" in part}
     targets = {name: part for name, part in parts.items() if name.startswith("target ")}
     leases = {name: part for name, part in parts.items() if "owner" in part and "held" in part}
-    text = (
-        templates()
-        .get_template("page.html")
-        .render(
-            style=STYLE,
-            document=document,
-            paths=[*paths],
-            stops=[*_stops({**feeds, **targets})],
-            workers=[_worker(index, each) for index, each in document.get("workers", {}).items()],
-            feeds=[_feed(name, part) for name, part in feeds.items()],
-            targets=[_target(name, part) for name, part in targets.items()],
-            leases=[_lease(name, part) for name, part in leases.items()],
-            coverages=[(chain, _coverage_summary(f), _picture(f)) for chain, f in coverage_of(document).items()],
-            others=[(name, part) for name, part in parts.items() if name not in {**feeds, **targets, **leases}],
-        )
+    template = templates().get_template("page.html")
+    text = template.render(
+        style=STYLE,
+        document=document,
+        paths=[*paths],
+        feeds=feeds,
+        targets=targets,
+        leases=leases,
+        coverages=[(chain, found, _picture(found)) for chain, found in coverage_of(document).items()],
+        others=[(name, part) for name, part in parts.items() if name not in {**feeds, **targets, **leases}],
     )
     return text.encode("utf-8", "backslashreplace")
 
 
-def _stops(parts: Mapping[str, Part]) -> Iterator[Part]:
-    """Yield each part that waits for an operator, with the command that lets it continue."""
-    found = [(name, each) for name, part in parts.items() for name, each in _with_chains(name, part)]
-    for name, each in found:
-        if hint := each.get("hint"):
-            reason = each.get("stopped") or each.get("why") or (f"{each['hole']} is missing" if "hole" in each else "")
-            yield {"name": name, "code": each.get("code") or each.get("phase"), "reason": reason, "hint": hint}
-
-
-def _with_chains(name: str, part: Part) -> Iterator[tuple[str, Part]]:
-    yield name, part
-    for chain, state in part.get("chains", {}).items():
-        yield f"{chain} into {name}", state
-
-
-# Rows of the tables
-
-Row = list[object]
-
-
-def _worker(index: str, part: Part) -> Row:
-    state = _StateText("ready" if part.get("ready") else "not ready", not part.get("ready"))
-    return [index, state, part.get("pid"), part.get("restarts")]
-
-
-def _feed(name: str, part: Part) -> Row:
-    end, last = part.get("end"), part.get("source_last")
-    behind = None if end is None or last is None else max(0, last - max(end, part.get("first", 1) - 1))
-    state = " ".join(filter(None, (str(part.get("state", "")), part.get("code", ""))))
-    is_bad = bool(part.get("code")) or part.get("state") in ("stopped", "stalled", "waiting")
-    return [
-        name.removeprefix("egress "), _StateText(state, is_bad), part.get("chain"), end, last, behind,
-        part.get("lost", 0), len(part.get("damaged", ())), _pairs(part.get("open_segment")), part.get("holder"),
-    ]  # fmt: skip
-
-
-def _target(name: str, part: Part) -> dict[str, object]:
-    facts = {key: value for key, value in part.items() if key not in ("chains", "hint") and value not in (None, "")}
-    chains = [_chain(chain, state) for chain, state in part.get("chains", {}).items()]
-    return {"name": name[0].upper() + name[1:], "facts": facts, "chains": chains}
-
-
-def _chain(chain: str, state: Part) -> Row:
-    archived, position = state.get("archived"), state.get("position")
-    lag = None if archived is None or position is None else max(0, archived - max(1, position) + 1)
-    phase = "stopped" if "stopped" in state else state.get("phase")
-    is_bad = phase in ("stopped", "late", "lost", "damaged")
-    return [
-        chain, _StateText(str(phase), is_bad), archived, position, lag, _duration(state.get("lag_seconds")),
-        state.get("hole"), _pairs(state.get("source")),
-    ]  # fmt: skip
-
-
-def _lease(name: str, part: Part) -> Row:
-    held = ", ".join(map(str, part["held"]))
-    return [name, part["owner"], part.get("members"), part.get("share"), held, part.get("failure")]
+def unarchived(source: int | None, archived: int | None, first: int = 1) -> int | None:
+    """Return the number of sequences up to `source`, the last of the stream, that are not archived; None if an end is
+    not known. `first`: of the chain; earlier messages of the stream need not be archived.
+    """
+    return None if source is None or archived is None else max(0, source - max(archived, first - 1))
 
 
 # Coverage, as a picture
 
 IMAGE_WIDTH, BAR_HEIGHT, BAR_GAP, LABEL_WIDTH = 1000, 14, 6, 70  # of the picture, in its own units
-
-
-def _coverage_summary(found: Part) -> str:
-    if not found.get("levels"):
-        return "no segments"
-    holes = found.get("holes", 0)
-    rest = "" if found.get("is_complete", True) else "; only the first segments were scanned"
-    what = f"{found['first']}..{found['last']}, {format_count(holes, 'hole') if holes else 'no hole'}"
-    return f"{what}, {_last_compaction(found)}; scanned {_time(found.get('at'))}{rest}"
-
-
-def _last_compaction(found: Part) -> str:
-    """Return the time of the last successful compaction: by its last run, else by the newest merged segment."""
-    run, merged = found.get("compaction") or {}, found.get("compacted")
-    at = run.get("succeeded") or merged
-    failed = f", its last run, {_time(run['ended'])}, ended with exit code {run['code']}" if run.get("code") else ""
-    return (f"last compaction {_time(at)}" if at else "not compacted yet") + failed
-
-
-def coverage_svg(found: Part) -> str:
-    """Return an SVG of the coverage of each level, and of the holes that no level fills."""
-    macros: Any = templates().get_template("macros.html").module
-    return str(macros.coverage(_picture(found)))
 
 
 def _picture(found: Part) -> Part:
@@ -199,20 +121,9 @@ def _bar(kind: str, rows: Sequence[int], span: tuple[int, int], label: str) -> P
 # Values as text
 
 
-class _StateText(str):
-    """A text, in red if it is bad, else in green."""
-
-    is_bad: bool
-
-    def __new__(cls, text: str, is_bad: bool) -> _StateText:
-        made = super().__new__(cls, text)
-        made.is_bad = is_bad
-        return made
-
-
 def _text(value: object) -> object:
-    """Return a value for the page; a dash for nothing."""
-    return "–" if value is None or value == "" else value
+    """Return a value for the page; a dash for nothing, also for a value that is not there."""
+    return "–" if value is None or str(value) == "" else value
 
 
 def _pairs(value: object) -> str:
@@ -233,14 +144,10 @@ def _pair(key: str, value: object) -> str:
         elif key in ("bytes", "max_size"):
             key, value = {"bytes": "size"}.get(key, key), size_words(value)
         elif key == "alive":
-            value = _time(value)
+            value = format_unix(value)
     return f"{key.replace('_', ' ')} {_pairs(value)}"
 
 
 def _duration(seconds: object) -> object:
     """Format seconds for people; return anything but a number as it is."""
     return duration_words(seconds) if isinstance(seconds, int | float) else seconds
-
-
-def _time(seconds: object) -> str:
-    return format_time(int(seconds) * NS_PER_S) if isinstance(seconds, int | float) else "–"

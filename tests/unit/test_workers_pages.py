@@ -275,7 +275,7 @@ def test_coverage_is_summed_by_level_with_the_holes_that_no_level_fills() -> Non
     assert found["levels"]["1"] == {"segments": 1, "bytes": 100, "newest": 9.0, "ranges": [[1, 20]]}
     assert (found["first"], found["last"], found["holes"], found["missing"]) == (1, 40, 1, [[21, 30]])
     assert (found["compacted"], found["at"], found["is_complete"]) == (9.0, 77.0, True)
-    drawn = page.coverage_svg(found)
+    drawn = html({**document(), "coverage": {"c": found}})
     assert bars(drawn) == {(0, 1, 20), (0, 31, 40), (1, 1, 20)}
     assert bars(drawn, "hole") == {(0, 21, 30), (1, 21, 30)}
 
