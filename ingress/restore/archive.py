@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import google_crc32c
@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from msgspec.structs import replace
 
-from common.archive.captures import CapturedConsumers
+from common.archive.captures import CapturedConsumer, CapturedConsumers
 from common.archive.columns import row_sizes
 from common.clock import format_time
 from common.nats.api import RESTORE_PREFIX
@@ -30,24 +31,6 @@ S2_HEADER = b"\xff\x06\x00\x00S2sTwO"
 KEEP_ALIVE_FRAME = b"\x99\x04\x00\x00idle"  # a frame that readers skip
 MAX_FRAME_BYTES = 1 << 20  # bytes of a frame; the server takes up to 4 MiB
 _FRAME = struct.Struct("<I I")
-
-
-@dataclass(frozen=True, slots=True)
-class ArchiveConsumer:
-    """A consumer and its position. The caller bounds all stream sequences by the last one of the restored stream.
-
-    `delivered`, `ack_floor`: consumer sequence and stream sequence. `pending`: the messages that were delivered and not
-    acknowledged, empty if they are not known; for each stream sequence the consumer sequence and the time (ns) of the
-    delivery. `redelivered`: for each stream sequence the number of deliveries after the first.
-    """
-
-    name: str
-    config: Mapping[str, Any]
-    created: str
-    delivered: tuple[int, int]
-    ack_floor: tuple[int, int]
-    pending: Mapping[int, tuple[int, int]]
-    redelivered: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +63,8 @@ class ArchiveState:
 
 class ArchiveWriter(Protocol):
     """A writer of one archive. Call `encode_head` once, `encode_rows` for each batch in ascending order, `encode_tail`
-    once.
+    once. The caller bounds all stream sequences of consumers by the last one of the restored stream; no message is
+    delivered and not acknowledged.
 
     Each piece that they yield consists of whole frames and is at most a little larger than `MAX_FRAME_BYTES` bytes. So
     `KEEP_ALIVE_FRAME` may be sent between any two pieces. A server ends the restore after 5 s without a byte.
@@ -90,7 +74,7 @@ class ArchiveWriter(Protocol):
     def format(self) -> str: ...
 
     def encode_head(
-        self, config: Mapping[str, Any], created: str, state: ArchiveState, consumers: Sequence[ArchiveConsumer]
+        self, config: Mapping[str, Any], created: str, state: ArchiveState, consumers: Sequence[CapturedConsumer]
     ) -> Iterator[bytes]: ...
 
     def encode_rows(self, batch: pa.RecordBatch) -> Iterator[bytes]: ...
@@ -101,9 +85,11 @@ class ArchiveWriter(Protocol):
 # Captured consumers
 
 
-def restorable_consumers(captured: CapturedConsumers, end: int) -> tuple[list[ArchiveConsumer], list[str]]:
-    """Return the consumers to restore, with no position after `end`, and a line of text for each deviation."""
-    found, notes = list[ArchiveConsumer](), list[str]()
+def restorable_consumers(captured: CapturedConsumers, end: int) -> tuple[list[CapturedConsumer], list[str]]:
+    """Return the consumers to restore, with no position after `end` and no pending message, and a line of text for each
+    deviation.
+    """
+    found, notes = list[CapturedConsumer](), list[str]()
     if passing := sum(not each.config.get("durable_name") for each in captured.consumers):
         notes.append(f"{format_count(passing, 'ephemeral consumer')} left out: applications create them again")
     for each in captured.consumers:
@@ -119,37 +105,27 @@ def restorable_consumers(captured: CapturedConsumers, end: int) -> tuple[list[Ar
         if subject := config.get("deliver_subject"):
             # Captured after a promotion, before `GuardedStream.restore_delivery`.
             config["deliver_subject"] = without_guard_subject(subject)
-        delivered = (each.delivered_consumer, each.delivered_stream)
-        floor = (each.ack_floor_consumer, each.ack_floor_stream)
+        floor, delivered = each.ack_floor_stream, (each.delivered_consumer, each.delivered_stream)
         if each.ack_pending:
             notes.append(
                 f"consumer {each.name}: {format_count(each.ack_pending, 'message')} delivered and not acknowledged: "
-                f"unknown which ones, so all after {floor[1]} are delivered again"
+                f"unknown which ones, so all after {floor} are delivered again"
             )
-            delivered = floor
-        if delivered[1] > end or floor[1] > end:
+            delivered = (each.ack_floor_consumer, floor)
+        if delivered[1] > end or floor > end:
             notes.append(f"consumer {each.name}: was at {delivered[1]}, and is set to the end, {end}")
-        found.append(
-            ArchiveConsumer(
-                each.name,
-                config,
-                each.created,
-                delivered=(delivered[0], min(delivered[1], end)),
-                ack_floor=(floor[0], min(floor[1], end)),
-                pending={},
-                redelivered={},
-            )
-        )
+        position = (delivered[0], min(delivered[1], end), each.ack_floor_consumer, min(floor, end))
+        found.append(CapturedConsumer(config, each.created, *position))
     return found, notes
 
 
 def with_replicas(
-    consumers: Sequence[ArchiveConsumer], config: Mapping[str, Any]
-) -> tuple[list[ArchiveConsumer], list[str]]:
+    consumers: Sequence[CapturedConsumer], config: Mapping[str, Any]
+) -> tuple[list[CapturedConsumer], list[str]]:
     """Return the consumers with replica counts that a stream of this configuration permits, and a line of text for each
     changed count. A consumer has at most as many replicas as the stream; with interest retention exactly as many.
     """
-    found, notes, most = list[ArchiveConsumer](), list[str](), int(config.get("num_replicas") or 1)
+    found, notes, most = list[CapturedConsumer](), list[str](), int(config.get("num_replicas") or 1)
     for each in consumers:
         had = int(each.config.get("num_replicas") or 0)  # 0: as the stream
         if had > most or (had and had != most and config.get("retention") == INTEREST):
@@ -170,12 +146,12 @@ _PUSH_KEYS = (
 )
 
 
-def as_pull_consumer(consumer: ArchiveConsumer) -> ArchiveConsumer:
+def as_pull_consumer(consumer: CapturedConsumer) -> CapturedConsumer:
     """Return it as a pull consumer that never expires: subscribers of the real one must receive no message twice."""
     return replace(consumer, config={key: value for key, value in consumer.config.items() if key not in _PUSH_KEYS})
 
 
-def with_guard_subject(consumer: ArchiveConsumer, stream: str) -> ArchiveConsumer:
+def with_guard_subject(consumer: CapturedConsumer, stream: str) -> CapturedConsumer:
     """Return the consumer with a delivery subject that has no subscribers, for the time until promotion."""
     if not (subject := consumer.config.get("deliver_subject")):
         return consumer
@@ -212,13 +188,8 @@ class RawColumns(NamedTuple):
     payload: pa.Array[Any]
 
     def slice(self, start: int, stop: int) -> RawColumns:
-        return RawColumns(
-            self.sequence[start:stop],
-            self.timestamp_ns[start:stop],
-            self.subject[start:stop],
-            self.headers[start:stop],
-            self.payload[start:stop],
-        )
+        columns: tuple[Any, ...] = self
+        return RawColumns(*(column[start:stop] for column in columns))
 
 
 def raw_columns(batch: pa.RecordBatch) -> RawColumns:

@@ -29,10 +29,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.archive.captures import CapturedConsumer
 from common.clock import NS_PER_S
 from ingress.restore.archive import (
     S2_HEADER,
-    ArchiveConsumer,
     ArchiveState,
     RawColumns,
     concat_rows,
@@ -42,7 +42,6 @@ from ingress.restore.archive import (
     sizes,
     split_batch,
     uvarint,
-    varint,
 )
 from ingress.restore.highwayhash import hash_of, highwayhash64
 
@@ -70,7 +69,7 @@ class FilesWriter:
         self._state: ArchiveState | None = None
 
     def encode_head(
-        self, config: Mapping[str, Any], created: str, state: ArchiveState, consumers: Sequence[ArchiveConsumer]
+        self, config: Mapping[str, Any], created: str, state: ArchiveState, consumers: Sequence[CapturedConsumer]
     ) -> Iterator[bytes]:
         self._state = state
         meta = _JSON.encode({**config, "name": self._stream, "created": created})
@@ -164,19 +163,8 @@ def _encode_records(key: bytes, rows: RawColumns) -> memoryview:
     )[0]
 
 
-def consumer_state(consumer: ArchiveConsumer) -> bytes:
-    """Encode `o.dat`: the positions, then pending and redelivered messages, relative to the ack floor. Times are in
-    whole seconds.
-    """
-    (delivered, delivered_stream), (floor, floor_stream) = consumer.delivered, consumer.ack_floor
-    found = [_CONSUMER_STATE, *map(uvarint, (floor, floor_stream, delivered, delivered_stream))]
-    found.append(uvarint(len(consumer.pending)))
-    if consumer.pending:
-        newest = max(at for _, at in consumer.pending.values()) // NS_PER_S
-        found.append(varint(newest))
-        for sequence, (number, at) in consumer.pending.items():
-            found += uvarint(sequence - floor_stream), uvarint(number - floor), varint(newest - at // NS_PER_S)
-    found.append(uvarint(len(consumer.redelivered)))
-    for sequence, count in consumer.redelivered.items():
-        found += uvarint(sequence - floor_stream), uvarint(count)
-    return b"".join(found)
+def consumer_state(consumer: CapturedConsumer) -> bytes:
+    """Encode `o.dat`: the positions, and that no message is pending or redelivered."""
+    floor = (consumer.ack_floor_consumer, consumer.ack_floor_stream)
+    numbers = (*floor, consumer.delivered_consumer, consumer.delivered_stream, 0, 0)
+    return b"".join([_CONSUMER_STATE, *map(uvarint, numbers)])

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from common.archive.captures import CapturedConsumer
 from ingress.restore.archive import (
     MAX_FRAME_BYTES,
     S2_HEADER,
-    ArchiveConsumer,
     ArchiveState,
     concat_rows,
     frames,
@@ -48,7 +48,7 @@ class LogicalWriter:
         config: Mapping[str, Any],  # noqa: ARG002 - the request carries it
         created: str,  # noqa: ARG002 - this form has no place for it
         state: ArchiveState,
-        consumers: Sequence[ArchiveConsumer],
+        consumers: Sequence[CapturedConsumer],
     ) -> Iterator[bytes]:
         at = state.last_timestamp_ns
         entries = [_MAGIC, _document("state.json", at, state.to_json(len(consumers)))]
@@ -82,14 +82,9 @@ def _document(name: str, time_ns: int, content: dict[str, Any]) -> bytes:
     return _entry(name.encode(), time_ns, _JSON.encode(content))
 
 
-def _consumer(consumer: ArchiveConsumer) -> dict[str, Any]:
-    position: dict[str, Any] = {
-        name: {"consumer_seq": at[0], "stream_seq": at[1]}
-        for name, at in (("delivered", consumer.delivered), ("ack_floor", consumer.ack_floor))
+def _consumer(consumer: CapturedConsumer) -> dict[str, Any]:
+    position = {
+        "delivered": {"consumer_seq": consumer.delivered_consumer, "stream_seq": consumer.delivered_stream},
+        "ack_floor": {"consumer_seq": consumer.ack_floor_consumer, "stream_seq": consumer.ack_floor_stream},
     }
-    if consumer.pending:
-        found = consumer.pending.items()
-        position["pending"] = {str(seq): {"sequence": number, "ts": at} for seq, (number, at) in found}
-    if consumer.redelivered:
-        position["redelivered"] = {str(seq): count for seq, count in consumer.redelivered.items()}
     return {"config": {**consumer.config, "name": consumer.name}, "state": position}

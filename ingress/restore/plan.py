@@ -12,7 +12,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from common.archive.captures import Captured, CapturedConfig, CapturedConsumers, CapturedDeletions, source_key
+from common.archive.captures import (
+    Captured,
+    CapturedConfig,
+    CapturedConsumer,
+    CapturedConsumers,
+    CapturedDeletions,
+    source_key,
+)
 from common.archive.segment import Reason
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
@@ -22,7 +29,7 @@ from common.sequences import SequenceRange
 from common.settings.types import duration_words, format_count, size_words
 from common.subjects import covers
 from ingress.replay.plan import ReplayChain, ReplayPart, time_text
-from ingress.restore.archive import ArchiveConsumer, ArchiveState
+from ingress.restore.archive import ArchiveState
 from ingress.restore.fold import PER_SUBJECT_KEY, RetentionFilter, SourcedRow, config_changes, is_raised, limit_of
 
 
@@ -250,7 +257,7 @@ class RestorePlan:
     archived_end: int
     created: str
     config: Mapping[str, Any]
-    consumers: tuple[ArchiveConsumer, ...] = ()
+    consumers: tuple[CapturedConsumer, ...] = ()
     deletions: CapturedDeletions | None = None
     configs: tuple[CapturedConfig, ...] = ()
     moment_ns: int | None = None

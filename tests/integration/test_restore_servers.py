@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.archive.captures import CapturedConsumers
+from common.archive.captures import CapturedConsumer, CapturedConsumers
 from common.archive.columns import batch_of
 from common.archive.segment import Message
 from common.clock import NS_PER_S
@@ -20,7 +20,7 @@ from common.nats.headers import build_block
 from egress.captures import captured_consumers
 from infra.awkward import MAX_HEADERS, delete_message, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary
-from ingress.restore.archive import KEEP_ALIVE_FRAME, ArchiveConsumer, ArchiveWriter, restorable_consumers
+from ingress.restore.archive import KEEP_ALIVE_FRAME, ArchiveWriter, restorable_consumers
 from ingress.restore.preflight import archive_writer
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, seeded, soon
@@ -76,7 +76,7 @@ async def fill(bench: Bench) -> None:
 
 
 async def restore(
-    bench: Bench, writer: ArchiveWriter, source: Captured, consumers: Sequence[ArchiveConsumer] = ()
+    bench: Bench, writer: ArchiveWriter, source: Captured, consumers: Sequence[CapturedConsumer] = ()
 ) -> None:
     """Restore under a subject that nobody publishes to, then with its own."""
     guarded = {**source.config, "subjects": [f"_floe.restore.{STREAM}"]}

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.archive.captures import CapturedConsumer
 from common.archive.columns import batch_of
 from common.archive.segment import Message
 from common.errors import ConfigError
 from common.sequences import MAX_SEQUENCE
-from ingress.restore.archive import KEEP_ALIVE_FRAME, ArchiveConsumer, ArchiveState, ArchiveWriter, varint
+from ingress.restore.archive import KEEP_ALIVE_FRAME, ArchiveState, ArchiveWriter
 from ingress.restore.highwayhash import hash_of
 from ingress.restore.preflight import archive_writer
 from tests.support.restore import crc32c, encoded_block, entries, tar_files, unframed
@@ -41,16 +42,8 @@ def batches(draw: st.DrawFn, payloads: st.SearchStrategy[bytes] = payloads) -> l
 
 
 CONSUMERS = (
-    ArchiveConsumer("clean", {"durable_name": "clean"}, "2026-01-01T00:00:00Z", (20, 40), (20, 40), {}, {}),
-    ArchiveConsumer(
-        "holes",
-        {"durable_name": "holes", "filter_subject": "a.>"},
-        "2026-01-01T00:00:00.5Z",
-        (20, 300),
-        (3, 7),
-        {41: (5, 1_700_000_000_987_654_321), 9: (4, 1_700_000_001_000_000_000)},
-        {9: 2},
-    ),
+    CapturedConsumer({"durable_name": "clean"}, "2026-01-01T00:00:00Z", 20, 40, 20, 40),
+    CapturedConsumer({"durable_name": "behind", "filter_subject": "a.>"}, "2026-01-01T00:00:00.5Z", 20, 300, 3, 7),
 )
 CONFIG = {"name": "ORDERS", "subjects": ["orders.>"]}
 
@@ -85,7 +78,7 @@ def test_the_logical_archive_holds_every_row_as_it_was(cut: list[list[Message]],
     state = json.loads(head.payload)
     assert (head.name, state["last_seq"], state["messages"]) == (b"state.json", last, len(rows))
     assert (state["first_seq"], state["consumer_count"]) == (rows[0].sequence if rows else last + 1, 2)
-    assert [each.name for each in found[:2]] == [b"consumers/clean", b"consumers/holes"]
+    assert [each.name for each in found[:2]] == [b"consumers/clean", b"consumers/behind"]
     assert found[-1] == (b"", 0, 0, b"", b"")
     assert [tuple(each) for each in found[2:-1]] == [
         (row.subject, row.timestamp_ns, row.sequence, row.headers or b"", row.payload) for row in rows
@@ -94,15 +87,14 @@ def test_the_logical_archive_holds_every_row_as_it_was(cut: list[list[Message]],
 
 def test_the_logical_archive_has_each_consumers_state() -> None:
     archive = unframed(archive_of(archive_writer("ORDERS", "2.15.1"), [], 300))
-    clean, holes = (json.loads(entry.payload) for entry in list(entries(archive))[1:3])
+    clean, behind = (json.loads(entry.payload) for entry in list(entries(archive))[1:3])
 
     at = {"consumer_seq": 20, "stream_seq": 40}
     config = {"durable_name": "clean", "name": "clean"}
     assert clean == {"config": config, "state": {"delivered": at, "ack_floor": at}}
-    assert holes["config"]["filter_subject"] == "a.>"
-    at_41, at_9 = ({"sequence": 5, "ts": 1_700_000_000_987_654_321}, {"sequence": 4, "ts": 1_700_000_001_000_000_000})
-    assert holes["state"]["pending"] == {"41": at_41, "9": at_9}
-    assert holes["state"]["redelivered"] == {"9": 2}
+    assert behind["config"]["filter_subject"] == "a.>"
+    assert behind["state"]["delivered"] == {"consumer_seq": 20, "stream_seq": 300}
+    assert behind["state"]["ack_floor"] == {"consumer_seq": 3, "stream_seq": 7}
 
 
 def expected_blocks(rows: Sequence[Message], last: int) -> list[bytes]:
@@ -138,18 +130,16 @@ def test_configurations_in_the_archive_of_files_carry_their_hash() -> None:
     assert json.loads(files["meta.inf"]) == {**CONFIG, "name": "COPY", "created": "2026-01-01T00:00:00Z"}
     clean = json.loads(files["obs/clean/meta.inf"])
     assert (clean["name"], clean["Name"], clean["Created"]) == ("clean", "clean", "2026-01-01T00:00:00Z")
-    for folder, name in (("", "COPY"), ("obs/clean/", "COPY/clean"), ("obs/holes/", "COPY/holes")):
+    for folder, name in (("", "COPY"), ("obs/clean/", "COPY/clean"), ("obs/behind/", "COPY/behind")):
         found = hash_of(sha256(name.encode()).digest(), files[f"{folder}meta.inf"])
         assert bytes.fromhex(files[f"{folder}meta.sum"].decode()) == found
 
 
-def test_the_state_of_a_consumer_is_counted_from_its_ack_floor() -> None:
+def test_the_state_of_a_consumer_is_its_position() -> None:
     files = tar_files(unframed(archive_of(archive_writer("ORDERS", "2.14.6"), [], 300)))
 
     assert files["obs/clean/o.dat"] == bytes([22, 2, 20, 40, 20, 40, 0, 0])
-    pending = bytes([34, 2, 2]) + bytes([2, 1, 0])  # 41 - 7, 5 - 3, a second before; 9 - 7, 4 - 3
-    newest = varint(1_700_000_001)
-    assert files["obs/holes/o.dat"] == bytes([22, 2, 3, 7, 20, 172, 2, 2]) + newest + pending + bytes([1, 2, 2])
+    assert files["obs/behind/o.dat"] == bytes([22, 2, 3, 7, 20, 172, 2, 0, 0])
 
 
 def test_a_block_ends_before_it_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,13 +22,7 @@ from common.sequences import SequenceRange, Stretch
 from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
 from ingress.restore import compare
 from ingress.restore import plan as planning
-from ingress.restore.archive import (
-    ArchiveConsumer,
-    restorable_consumers,
-    with_guard_subject,
-    with_replicas,
-    without_guard_subject,
-)
+from ingress.restore.archive import restorable_consumers, with_guard_subject, with_replicas, without_guard_subject
 from ingress.restore.compare import (
     DIGEST_BYTES,
     Digests,
@@ -145,7 +139,7 @@ def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_aga
     passing = CapturedConsumer({"name": "passing"}, AT)
     found, notes = restorable_consumers(CapturedConsumers(AT, 50, (clean, ahead, pending, passing)), 50)
     assert found == [
-        ArchiveConsumer(name, {"durable_name": name, "metadata": {}}, AT, delivered, acknowledged, {}, {})
+        CapturedConsumer({"durable_name": name, "metadata": {}}, AT, *delivered, *acknowledged)
         for name, delivered, acknowledged in (
             ("clean", (40, 45), (40, 45)),
             ("ahead", (60, 50), (55, 50)),
@@ -156,11 +150,11 @@ def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_aga
 
 
 def test_a_push_consumer_is_quiet_until_the_stream_is_in_use_and_is_read_back_as_it_was() -> None:
-    pushed = ArchiveConsumer("p", {"durable_name": "p", "deliver_subject": "a.b"}, AT, (0, 0), (0, 0), {}, {})
+    pushed = CapturedConsumer({"durable_name": "p", "deliver_subject": "a.b"}, AT)
     quiet = with_guard_subject(pushed, "S")
     assert quiet.config == {"durable_name": "p", "deliver_subject": "_floe.restore.S.a.b"}
     assert [without_guard_subject(each.config["deliver_subject"]) for each in (pushed, quiet)] == ["a.b", "a.b"]
-    pull = ArchiveConsumer("q", {"durable_name": "q"}, AT, (0, 0), (0, 0), {}, {})
+    pull = CapturedConsumer({"durable_name": "q"}, AT)
     assert with_guard_subject(pull, "S") is pull
     captured = CapturedConsumers(AT, 1, (CapturedConsumer(dict(quiet.config), AT),))
     assert restorable_consumers(captured, 1)[0][0].config["deliver_subject"] == "a.b"
@@ -292,7 +286,7 @@ def test_nothing_is_missing_before_a_message_that_is_too_old_itself() -> None:
 def test_a_consumer_has_no_more_replicas_than_its_stream_allows() -> None:
     cases = ("limits", 1, 3, 1), ("limits", 5, 3, 3), ("limits", 1, 0, 0), ("interest", 5, 3, 5)
     for retention, replicas, had, gets in cases:
-        consumer = ArchiveConsumer("c", {"num_replicas": had}, AT, (0, 0), (0, 0), {}, {})
+        consumer = CapturedConsumer({"durable_name": "c", "num_replicas": had}, AT)
         found, notes = with_replicas([consumer], {"num_replicas": replicas, "retention": retention})
         assert [each.config["num_replicas"] for each in found] == [gets]
         assert notes == [f"consumer c: had {had} replicas, and gets {gets} like its stream"] * (gets != had)
@@ -347,7 +341,7 @@ MANY = 10  # rows of the plan, of 100 bytes each
 def planned(consumers: int = 0, deletions: CapturedDeletions | None = None, **config: Any) -> RestorePlan:
     rows = [message(n, b"x" * 99, subject=b"s", headers=None) for n in range(1, MANY + 1)]
     part = ReplayPart(Stretch(compaction.ref(1, MANY), SequenceRange(1, MANY)), footer_of(rows))
-    several = (ArchiveConsumer("c", {}, AT, (0, 0), (0, 0), {}, {}),) * consumers
+    several = (CapturedConsumer({"durable_name": "c"}, AT),) * consumers
     plan = replace(plan_of(part, **{"storage": "file", **config}), request=REQUEST, end=MANY, archived_end=MANY)
     return replace(plan, consumers=several, deletions=deletions)
 
