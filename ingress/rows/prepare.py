@@ -147,34 +147,14 @@ class RowRefused(Stopped):
         self.reason = refusal.reason
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """Bytes of each row that count against a limit, and the limit."""
-
-    subject: str
-    sizes: list[int]
-    max_bytes: int
-
-    def rows(self) -> list[int]:
-        if max(self.sizes) <= self.max_bytes:
-            return []
-        return [row for row, size in enumerate(self.sizes) if size > self.max_bytes]
-
-    def reason(self, row: int) -> str:
-        return f"the {self.subject} needs {self.sizes[row]} bytes, the target takes {self.max_bytes}"
-
-
-def first_problem(refusal: RowProblem | None, limits: tuple[Limit, ...]) -> RowProblem | None:
-    for limit in limits:
-        for row in limit.rows()[:1]:
-            if refusal is None or row < refusal.row:
-                refusal = RowProblem(row, "E-MSG-TOO-LARGE", limit.reason(row))
-    return refusal
-
-
-def find_oversize(batch: pa.RecordBatch, limits: tuple[Limit, ...], stop: int) -> tuple[Oversize, ...]:
-    over = {row: limit for limit in reversed(limits) for row in limit.rows() if row < stop}
-    return tuple(Oversize(next(messages(batch.slice(row, 1))), over[row].reason(row)) for row in sorted(over))
+def rows_above(subject: str, sizes: list[int], limit: int) -> dict[int, str]:
+    """Return the rows above `limit` (bytes), ascending, each with the reason. `subject`: the part of a row that `sizes`
+    gives the bytes of.
+    """
+    if max(sizes) <= limit:
+        return {}
+    above = ((row, size) for row, size in enumerate(sizes) if size > limit)
+    return {row: f"the {subject} needs {size} bytes, the target takes {limit}" for row, size in above}
 
 
 def without_sequences(batch: pa.RecordBatch, sequences: tuple[int, ...]) -> pa.RecordBatch:
@@ -315,13 +295,15 @@ class Preparer:
         rows = _columns(batch)
         subjects, refusal = self._subjects(rows.subjects)
         tails = self._header_tails(rows)
-        sizes, limits = self._limits(rows.lengths, tails)
+        sizes, above = self._sizes(rows.lengths, tails)
         huge = next((row for row, size in enumerate(sizes) if size > MAX_PUBLISHED_BYTES), len(sizes))
         stop = min(huge, len(sizes) if refusal is None else refusal.row)
-        if parks and (too_large := find_oversize(batch, limits, stop)):
+        if parks and (parked := [row for row in sorted(above) if row < stop]):
             # Prepare again without them: this is rare, and costs nothing in the usual case.
-            return self._without(batch, tuple(each.message.sequence for each in too_large), too_large)
-        refusal = first_problem(refusal, limits)
+            oversize = tuple(Oversize(next(messages(batch.slice(row, 1))), above[row]) for row in parked)
+            return self._without(batch, tuple(each.message.sequence for each in oversize), oversize)
+        if above and (refusal is None or min(above) < refusal.row):
+            refusal = RowProblem(min(above), "E-MSG-TOO-LARGE", above[min(above)])
         if refusal is None:
             return Prepared(self._batch(rows, subjects, tails, sizes, len(sizes)))
         ready = self._batch(rows, subjects, tails, sizes, refusal.row) if refusal.row else None
@@ -399,19 +381,19 @@ class Preparer:
 
     # Sizes
 
-    def _limits(self, lengths: list[int], tails: list[bytes | None] | None) -> tuple[list[int], tuple[Limit, ...]]:
-        """Return the bytes of each row's payload and header block, never less than will be sent; and the limits of the
-        target on them.
+    def _sizes(self, lengths: list[int], tails: list[bytes | None] | None) -> tuple[list[int], dict[int, str]]:
+        """Return the bytes of each row's payload and header block, never less than will be sent; and the rows that are
+        above a limit of the target, each with the reason.
         """
         # An open intent is finished unchanged: only the target's own limit applies to its rows.
         cap = min(self._target.max_message, MAX_PUBLISHED_BYTES) if self.excluded is None else self._target.max_message
         bare = len(self._origin) + _NUMBERS_BYTES + PUBLISHER_LINES_BYTES + len(self._extra)
         if tails is None:
             sizes = [length + bare for length in lengths]
-            return sizes, (Limit(_MESSAGE, sizes, cap),)
+            return sizes, rows_above(_MESSAGE, sizes, cap)
         blocks = [bare if tail is None else len(tail) + PUBLISHER_LINES_BYTES for tail in tails]
         sizes = [length + block for length, block in zip(lengths, blocks, strict=True)]
-        return sizes, (Limit("header block", blocks, MAX_HEADER_BLOCK_BYTES), Limit(_MESSAGE, sizes, cap))
+        return sizes, rows_above(_MESSAGE, sizes, cap) | rows_above("header block", blocks, MAX_HEADER_BLOCK_BYTES)
 
 
 def _columns(batch: pa.RecordBatch) -> _Columns:
