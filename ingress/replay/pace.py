@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from common.clock import Clock
@@ -19,19 +19,20 @@ MAX_WAIT_S = 0.5  # seconds until the next check of the pace
 
 @dataclass
 class Pace:
-    """A token bucket. One message may take it below zero, so that even a huge message can be sent."""
+    """A token bucket of `rate` messages a second; with `counts_bytes`, of bytes of payloads and header blocks. One
+    message may take it below zero, so that even a huge message can be sent.
+    """
 
     rate: float
-    tokens: float = 0.0
-    refilled_at: float | None = None
+    counts_bytes: bool = False
+    tokens: float = field(default=0.0, init=False)
+    refilled_at: float | None = field(default=None, init=False)
 
     def admit(self, now: float, sizes: Sequence[int]) -> tuple[int, float]:
         """Return how many of the next messages may be sent at `now` (monotonic seconds); if none, also the seconds to
         wait. These messages count as sent. `sizes`: the bytes of each message, not empty.
         """
-        return self.take_tokens(now, sizes)
-
-    def take_tokens(self, now: float, costs: Sequence[int]) -> tuple[int, float]:
+        costs = sizes if self.counts_bytes else [1] * min(len(sizes), int(self.rate * BURST_S) + 1)
         first, before = self.refilled_at is None, now if self.refilled_at is None else self.refilled_at
         self.tokens, self.refilled_at = min(self.rate * BURST_S, self.tokens + self.rate * (now - before)), now
         if self.tokens <= 0 and not first:
@@ -39,17 +40,6 @@ class Pace:
         count = max(1, bisect_right(list(accumulate(costs)), self.tokens))
         self.tokens -= sum(costs[:count])
         return count, 0.0
-
-
-class MessageRate(Pace):
-    """A pace of at most `rate` messages a second."""
-
-    def admit(self, now: float, sizes: Sequence[int]) -> tuple[int, float]:
-        return self.take_tokens(now, [1] * min(len(sizes), int(self.rate * BURST_S) + 1))
-
-
-class ByteRate(Pace):
-    """A pace of at most `rate` bytes a second, of payloads and header blocks."""
 
 
 def pace_of(rate: str) -> Pace | None:
@@ -61,7 +51,7 @@ def pace_of(rate: str) -> Pace | None:
         value = parse_size(number)
     if not rate.endswith("/s") or value <= 0:
         raise UsageError(f"--rate: expected messages such as 5000/s or bytes such as 20M/s, found {rate!r:.40}")
-    return MessageRate(value) if number.isdigit() else ByteRate(value)
+    return Pace(value, counts_bytes=not number.isdigit())
 
 
 ADMIT_MESSAGES = 5_000  # the most messages in one call of `Pace.admit`

@@ -34,7 +34,7 @@ from common.settings.egress import EgressSettings
 from common.tasks import Stop
 from ingress.replay.drill import ScratchStreams
 from ingress.replay.output import plan_json, plan_lines
-from ingress.replay.pace import MessageRate
+from ingress.replay.pace import Pace
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, ReplayRequest, ReplayResult
 from tests.support.basics import soon, unique
@@ -321,7 +321,7 @@ async def test_the_same_command_again_does_nothing(world: World) -> None:
 @asynccontextmanager
 async def under_way(world: World, rate: int, **asked: Any) -> AsyncIterator[asyncio.Task[ReplayResult]]:
     """A slow replay that has stored something, stopped at the end of the block."""
-    work, stop = world.replay(ReplayOptions(pace=MessageRate(rate)), **asked), Stop()
+    work, stop = world.replay(ReplayOptions(pace=Pace(rate)), **asked), Stop()
     async with work.open_connection() as client:
         running = asyncio.create_task(work.run(client, stop))
         await soon(lambda: count_in(world.client, world.target))

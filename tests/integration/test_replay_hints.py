@@ -21,7 +21,7 @@ from common.sequences import SequenceRange
 from common.service import process
 from common.tasks import Stop
 from ingress.replay import request
-from ingress.replay.pace import MessageRate
+from ingress.replay.pace import Pace
 from ingress.replay.receipt import receipt_key
 from ingress.replay.request import ReplayOptions
 from tests.support.basics import PATIENCE
@@ -85,7 +85,7 @@ async def half_way(world: World, **asked: Any) -> None:
     """A replay of ROWS messages, stopped within its intent."""
     world.fill((1, ROWS))
     await world.make()
-    work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), Stop()
+    work, stop = world.replay(ReplayOptions(pace=Pace(400)), **asked), Stop()
 
     async with work.open_connection() as client:
         running = asyncio.create_task(work.run(client, stop))

@@ -25,7 +25,7 @@ from common.tasks import run_until_fatal
 from egress.builder import SegmentBuilder
 from egress.memory import MemoryBudget
 from infra.local.nats import NatsServer
-from ingress.replay.pace import MessageRate
+from ingress.replay.pace import Pace
 from ingress.replay.request import ReplayOptions
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.egress import QUICK, Bench
@@ -323,7 +323,7 @@ async def test_any_failure_beside_a_replay_ends_it(world: World, monkeypatch: py
 async def test_a_replay_whose_lease_nobody_renews_takes_it_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     Throw(monkeypatch, *place_of("common.nats.lease:Lease._renew"))
     before = count("lease")
-    result = await asyncio.wait_for(world.run(ReplayOptions(pace=MessageRate(100))), PATIENCE)
+    result = await asyncio.wait_for(world.run(ReplayOptions(pace=Pace(100))), PATIENCE)
     assert result.finished
     assert count("lease") == before + 1
     assert await world.sequences() == list(range(1, 301))

@@ -18,7 +18,7 @@ from ingress.checkpoint import IntentPiece
 from ingress.publishers.publisher import Outcome
 from ingress.replay.drill import Differences, MessageTrail, compare_trails
 from ingress.replay.output import progress_line, progress_of
-from ingress.replay.pace import ByteRate, Interrupted, MessageRate, Pace, PacedPublisher, RowsPrefix, pace_of
+from ingress.replay.pace import Interrupted, Pace, PacedPublisher, RowsPrefix, pace_of
 from ingress.replay.plan import ChainRange, split_range
 from ingress.replay.request import ReplayRequest
 from ingress.rows.rows import Block, PreparedBatch, Rows
@@ -42,19 +42,19 @@ def sent_at(pace: Pace, sizes: list[int]) -> list[float]:
 @pytest.mark.parametrize("rate", [1, 900])
 def test_messages_a_second_are_kept(rate: int) -> None:
     count = rate * 4
-    at = sent_at(MessageRate(rate), [1] * count)
+    at = sent_at(Pace(rate), [1] * count)
     assert 3.0 <= at[-1] <= 4.3
     for begin in range(int(at[-1])):
         assert sum(begin <= moment < begin + 1 for moment in at) <= rate * 1.3 + 2
 
 
 def test_bytes_a_second_are_kept_also_by_one_that_is_larger_than_a_second() -> None:
-    at = sent_at(ByteRate(1000), [10, 5000, 10, 10, 990, 990, 10, 1000, 1000])
+    at = sent_at(Pace(1000, counts_bytes=True), [10, 5000, 10, 10, 990, 990, 10, 1000, 1000])
     assert 7.5 <= at[-1] <= 9.5
 
 
 def test_values_of_the_option() -> None:
-    assert [type(pace_of(text)) for text in ("", "5000/s", "20M/s")] == [type(None), MessageRate, ByteRate]
+    assert [pace_of(text) for text in ("", "5000/s", "20M/s")] == [None, Pace(5000), Pace(20 << 20, counts_bytes=True)]
     for rate in ("5000", "0/s", "x/s"):
         with pytest.raises(UsageError):
             pace_of(rate)
@@ -101,7 +101,7 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_if_asked() -> 
         spans.append((stored, head.count))
         return Outcome(head.count)
 
-    paced = PacedPublisher(SimpleNamespace(name="inner", publish=publish), MessageRate(1000), ManualClock(), stop)
+    paced = PacedPublisher(SimpleNamespace(name="inner", publish=publish), Pace(1000), ManualClock(), stop)
     outcome = await paced.publish(rows, 0, 0)
     assert spans == [(0, outcome.stored)]
     stop.set()
