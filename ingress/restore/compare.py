@@ -52,7 +52,6 @@ class Digests:
 
     blocks: list[DigestBlock] = field(default_factory=list)
     rows: int = 0
-    bytes: int = 0
     _held: list[pa.RecordBatch] = field(default_factory=list)
     _count: int = 0
     _size: int = 0
@@ -120,7 +119,7 @@ class AtRest:
 
 
 async def wait_replicated(
-    client: FloeClient, stream: str, consumers: Sequence[str], clock: Clock, conditions: AtRest | None = None
+    client: FloeClient, stream: str, consumers: Sequence[str], clock: Clock, conditions: AtRest
 ) -> list[str]:
     """Wait until all replicas hold the stream and all `consumers` exist. Return the servers that hold the stream, none
     if it has no replicas.
@@ -128,7 +127,6 @@ async def wait_replicated(
     The first answers of a cluster may wrongly report all replicas as current. Raises Unavailable if the stream does not
     come to rest, Stopped if consumers do not appear.
     """
-    conditions = conditions or AtRest()
     good, lags, moved = 0, -1, clock.monotonic()
     while True:
         info = await stream_info_json(client, stream)

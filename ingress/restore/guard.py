@@ -97,32 +97,29 @@ class GuardedStream:
         for check in range(checks):
             if check:
                 await self._clock.sleep(span_s / (checks - 1))
-            if (info := await stream_info(self._client, self._name)) is None:
-                continue
-            if not info.restore_marker:
-                raise foreign_stream_error(self._plan.request, info)
-            states.add((info.messages, info.last_sequence))
+            if (info := await self._find()) is not None:
+                states.add((info.messages, info.last_sequence))
         if len(states) > 1:
             raise running_error(self._name)
         if states:
             self._progress.print(f"removing {self._name}, a leftover of an earlier restore")
-            await self._remove("")
+            await self.remove("")
 
-    async def remove(self) -> None:
-        """Remove the stream that this attempt filled. Raises LeaseLost, ConfigError for a stream without a marker, and
-        the errors of the server.
+    async def remove(self, marker: str) -> None:
+        """Remove the stream with this marker; with an empty one, the stream of any restore. Raises LeaseLost,
+        ConfigError for a stream without a marker, and the errors of the server.
         """
-        await self._remove(self.marker)
-
-    async def _remove(self, marker: str) -> None:
-        """Remove the stream with this marker; with an empty one, the stream of any restore."""
-        if (info := await stream_info(self._client, self._name)) is None:
-            return
-        if not info.restore_marker:
-            raise foreign_stream_error(self._plan.request, info)
-        if info.restore_marker.startswith(marker):
+        info = await self._find()
+        if info is not None and info.restore_marker.startswith(marker):
             self._require_lease()
             await delete_stream(self._client, self._name, timeout=30.0)
+
+    async def _find(self) -> StreamInfo | None:
+        """Return the stream of this name; None if there is none. Raises ConfigError if no restore made it."""
+        info = await stream_info(self._client, self._name)
+        if info is not None and not info.restore_marker:
+            raise foreign_stream_error(self._plan.request, info)
+        return info
 
     async def read_filled(self) -> StreamInfo:
         """Return the stream that this attempt filled. Its `created` may change with its leader: in a cluster, only the
@@ -132,14 +129,12 @@ class GuardedStream:
         Raises Stopped if it is gone, ConfigError if another stream has its name, Unavailable if another restore fills
         the stream of that name.
         """
-        if (info := await stream_info(self._client, self._name)) is None:
+        if (info := await self._find()) is None:
             raise Stopped(
                 f"stream {self._name}: expected the stream just restored, found none: it was deleted",
                 hint=choices(("begin again", repeat_command(self._plan.request))),
                 code="E-RESTORE-EXISTS",
             )
-        if not info.restore_marker:
-            raise foreign_stream_error(self._plan.request, info)
         if not info.restore_marker.startswith(self.marker):
             raise running_error(self._name)
         return info

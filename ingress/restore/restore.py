@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -80,12 +80,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class RestoreTuning:
     """The timing of a restore. `name_checks`, `name_check_span_s`: how often, and over how many seconds, the name is
-    checked. `at_rest`: None for the defaults of `AtRest`.
+    checked.
     """
 
     name_checks: int = 3
     name_check_span_s: float = 3.0
-    at_rest: AtRest | None = None
+    at_rest: AtRest = field(default_factory=AtRest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,7 @@ class Restore:
             await self._check_end(plan)
         except FloeError as error:
             try:
-                await guarded.remove()
+                await guarded.remove(guarded.marker)
             except ConfigError as other:  # another stream took its place: the cause
                 raise other from error
             except FloeError:
@@ -359,7 +359,7 @@ class Restore:
         while row_filter.passes_left:
             await self._run_filter_pass(plan, row_filter)
         rows = self._rows_to_send(plan, row_filter, digests, client.max_payload)
-        first = await self._run_in_thread(partial(next, rows, None), "reading of the archive")
+        first = await self._read(partial(next, rows, None))
         state = plan.archive_state(first, row_filter.rows_left if row_filter.needs_pass else None)
         marker = f"{marker} first={state.first_sequence} end={plan.last_sequence} rows={state.messages}"
         config = guarded_config(plan.config, f"{marker} format={writer.format}")
@@ -402,8 +402,8 @@ class Restore:
         finally:
             ahead.cancel()
 
-    async def _run_in_thread(self, call: Any, what: str) -> Any:
-        return await self._with_progress(self._threads.run(call), lambda: what)
+    async def _read(self, call: Callable[[], T]) -> T:
+        return await self._with_progress(self._threads.run(call), lambda: "reading of the archive")
 
     async def _with_progress(self, call: Awaitable[T], text: Callable[[], str], begun: str = "") -> T:
         """Return the result of `call`. `text`: its progress; `begun`: a line that stays, printed if it takes long."""
@@ -436,7 +436,7 @@ class Restore:
             row_filter.end_pass()
             return None
 
-        while (count := await self._run_in_thread(observe, "reading of the archive")) is not None:
+        while (count := await self._read(observe)) is not None:
             self._check_stop()
             seen += count
             share = format_share(seen, plan.rows, self._clock.monotonic() - self._started)

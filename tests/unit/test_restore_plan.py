@@ -25,6 +25,7 @@ from ingress.restore import plan as planning
 from ingress.restore.archive import restorable_consumers, with_guard_subject, with_replicas, without_guard_subject
 from ingress.restore.compare import (
     DIGEST_BYTES,
+    AtRest,
     Digests,
     SentRows,
     config_differences,
@@ -443,7 +444,7 @@ async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_y
 
     monkeypatch.setattr(compare, "stream_info_json", info)
     monkeypatch.setattr(compare, "list_consumers", no_consumers)
-    assert await wait_replicated(None, "S", [], ManualClock()) == ["a", "b", "c"]  # type: ignore[arg-type]
+    assert await wait_replicated(None, "S", [], ManualClock(), AtRest()) == ["a", "b", "c"]  # type: ignore[arg-type]
     answers += [()] * 1000
     with pytest.raises(Unavailable, match="found 2 missing or behind"):
-        await wait_replicated(None, "S", [], ManualClock())  # type: ignore[arg-type]
+        await wait_replicated(None, "S", [], ManualClock(), AtRest())  # type: ignore[arg-type]
