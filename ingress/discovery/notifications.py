@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote_plus
 
 import msgspec
@@ -28,6 +29,7 @@ from ingress.discovery.discovery import Discovery
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
 
 MAX_NOTIFICATION_BYTES = 1024 * 1024  # of a document; Amazon's queues accept no more, and a notification has 1 KB
 MAX_ENVELOPES = 3  # envelopes around a document: SNS around EventBridge is two
@@ -103,96 +105,65 @@ RECEIVE_PAUSES_S = doubling_delays(1.0, 60.0)  # seconds between attempts
 
 STANDBY_PAUSE_S = 1.0  # seconds until the next check if notifications are of use here
 EMPTY_RECEIVE_PAUSE_S = 0.1  # seconds after an empty receive: some servers do not wait as they are requested to
-LOOP_TIMEOUT_S = 10.0  # seconds for the event loop to take received messages
 
 
-async def follow_queue(open_queue: Callable[[], SqsQueue], notified: NotificationHandler) -> None:
+async def follow_queue(open_queue: Callable[[], SqsQueue], notified: NotificationHandler, clock: Clock) -> None:
     """Hand over every message of the queue, forever, and delete it from the queue afterwards.
 
-    Shutdown does not wait for the thread: a receive takes up to 20 s. A message received then is not deleted, and is
-    delivered again to the next reader. Raises nothing: errors are logged and retried.
+    A message that is received at the shutdown is not deleted, and is delivered again to the next reader. Raises
+    nothing: errors are logged and retried.
     """
-    receiver = _Receiver(open_queue, notified, asyncio.get_running_loop())
-    threading.Thread(target=receiver.run, name="sqs", daemon=True).start()
-    try:
-        await asyncio.get_running_loop().create_future()
-    finally:
-        receiver.stop.set()
-
-
-class _Receiver:
-    """The thread that receives, until `stop` is set."""
-
-    def __init__(
-        self, open_queue: Callable[[], SqsQueue], notified: NotificationHandler, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.stop = threading.Event()
-        self._open_queue, self._notified, self._loop = open_queue, notified, loop
-        self._queue: SqsQueue | None = None
-
-    def run(self) -> None:
-        pauses = Backoff(None, RECEIVE_PAUSES_S)
-        while not self.stop.is_set():
-            try:
-                if self._notified.is_active:
-                    self._receive()
-                else:
-                    self.stop.wait(STANDBY_PAUSE_S)
-                pauses.reset()
-            except Exception as error:
-                if self.stop.is_set():
-                    return
-                self._queue = None
-                self._record_failure(error, pause := pauses.next_delay())
-                self.stop.wait(pause)
-
-    def _receive(self) -> None:
-        if self._queue is None:
-            self._queue = self._open_queue()
-            messages = self._queue.receive(0)  # at once, to check that it answers
-            self._run_on_loop(self._notified.record_listening)
-            log.info("notifications connected", action="notifications_connected")
-        else:
-            messages = self._queue.receive()
-        if not messages:
-            self.stop.wait(EMPTY_RECEIVE_PAUSE_S)
-        elif not self.stop.is_set():
-            self._run_on_loop(lambda: self._handle_messages(messages))
-            if left := self._queue.delete(messages):
-                log.warning("notifications not deleted", action="notifications_not_deleted", count=left)
-
-    def _handle_messages(self, messages: Sequence[ReceivedMessage]) -> None:
-        for message in messages:
-            self._notified.handle(message.body.encode(errors="replace"))
-
-    def _record_failure(self, error: Exception, pause: float) -> None:
-        reason = error.message if isinstance(error, FloeError) else str(error)
-        if not isinstance(error, FloeError | TimeoutError):
-            record_unexpected(error, "events", "events of sqs")
-        log.warning("notifications failed", action="notifications_failed", error=str(error), pause=pause)
-        with suppress(Exception):  # already logged
-            self._run_on_loop(lambda: self._notified.record_failure(reason))
-
-    def _run_on_loop(self, call: Callable[[], None]) -> None:
-        """Run `call` on the event loop and wait for it. Raises TimeoutError, and the errors of `call`: this thread
-        continues after a pause, whereas the loop would end.
-        """
-        done = threading.Event()
-        failed: list[Exception] = []
-
-        def make() -> None:
-            report_errors(call, failed.append)()
-            done.set()
-
+    queue: SqsQueue | None = None
+    pauses = Backoff(None, RECEIVE_PAUSES_S)
+    while True:
         try:
-            self._loop.call_soon_threadsafe(make)
-        except RuntimeError:  # the loop has ended
-            self.stop.set()
-        else:
-            if not done.wait(LOOP_TIMEOUT_S) and not self.stop.is_set():
-                raise TimeoutError(f"the event loop did not respond for {LOOP_TIMEOUT_S} s")
-            if failed:
-                raise failed[0]
+            if not notified.is_active:
+                await clock.sleep(STANDBY_PAUSE_S)
+            elif queue is None:
+                queue = await _run_in_thread(open_queue)
+                messages = await _run_in_thread(partial(queue.receive, 0))  # at once, to check that it answers
+                notified.record_listening()
+                log.info("notifications connected", action="notifications_connected")
+                await _take(messages, queue, notified, clock)
+            else:
+                await _take(await _run_in_thread(queue.receive), queue, notified, clock)
+            pauses.reset()
+        except Exception as error:
+            queue, pause = None, pauses.next_delay()
+            if not isinstance(error, FloeError):
+                record_unexpected(error, "events", "events of sqs")
+            log.warning("notifications failed", action="notifications_failed", error=str(error), pause=pause)
+            notified.record_failure(error.message if isinstance(error, FloeError) else str(error))
+            await clock.sleep(pause)
+
+
+async def _take(
+    messages: Sequence[ReceivedMessage], queue: SqsQueue, notified: NotificationHandler, clock: Clock
+) -> None:
+    if not messages:
+        await clock.sleep(EMPTY_RECEIVE_PAUSE_S)
+        return
+    for message in messages:
+        notified.handle(message.body.encode(errors="replace"))
+    if left := await _run_in_thread(partial(queue.delete, messages)):
+        log.warning("notifications not deleted", action="notifications_not_deleted", count=left)
+
+
+async def _run_in_thread(call: Callable[[], T]) -> T:
+    """Return the result of `call` in a thread of its own, for which a shutdown does not wait: a receive takes up to
+    20 s.
+    """
+    done = Future[T]()
+    done.set_running_or_notify_cancel()  # so that a cancelled wait leaves the thread its result
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="sqs", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 REFUSAL_CHECK_INTERVAL_S = 30.0  # seconds between two checks for a refusal of the subscription after a reconnect
@@ -283,5 +254,5 @@ async def follow(
     if source == "nats":
         await follow_subject(client, address, notified, clock)
     elif source == "sqs":
-        await follow_queue(lambda: open_queue(address, settings.store), notified)
+        await follow_queue(partial(open_queue, address, settings.store), notified, clock)
     await asyncio.Event().wait()

@@ -88,7 +88,7 @@ async def test_messages_are_handed_over_and_deleted_garbage_among_them(sqs: SqsS
     bodies += ["garbage", json.dumps(TEST_EVENT), json.dumps(sns({"Records": [amazon("k")]}))]
     await asyncio.to_thread(sqs.send, name, *bodies)
 
-    async with beside(follow_queue(queue_of(sqs, name), recorder)):
+    async with beside(follow_queue(queue_of(sqs, name), recorder, SystemClock())):
         await soon(lambda: len(recorder.taken) >= len(bodies))
         await soon(lambda: sqs.left_in(name) == 0)
 
@@ -102,7 +102,7 @@ async def test_a_queue_that_is_missing_is_asked_for_again_and_so_is_one_that_goe
     monkeypatch.setattr(notifications, "RECEIVE_PAUSES_S", (0.1, 0.2))
     name, recorder = unique("late"), Recorder()
     with SqsServer() as server:
-        async with beside(follow_queue(queue_of(server, name), recorder)):
+        async with beside(follow_queue(queue_of(server, name), recorder, SystemClock())):
             await soon(lambda: recorder.failures)
             assert "NonExistentQueue" in recorder.failures[0] or "QueueDoesNotExist" in recorder.failures[0]
             server.new_queue(name)
@@ -121,7 +121,7 @@ async def test_a_queue_that_is_missing_is_asked_for_again_and_so_is_one_that_goe
 async def test_a_notification_that_fails_is_reported_and_its_queue_read_again(
     sqs: SqsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Called on the event loop for a thread: neither ends, and no untaken notification is deleted."""
+    """Reading does not end, and no untaken notification is deleted."""
     monkeypatch.setattr(notifications, "RECEIVE_PAUSES_S", (0.1, 0.2))
     name, recorder, count = sqs.new_queue(), Recorder(), counted(unexpected.labels("events"))
     fails = ["once"]
@@ -133,7 +133,7 @@ async def test_a_notification_that_fails_is_reported_and_its_queue_read_again(
 
     monkeypatch.setattr(recorder, "handle", take)
     await asyncio.to_thread(sqs.send, name, "a")
-    async with beside(follow_queue(queue_of(sqs, name), recorder)):
+    async with beside(follow_queue(queue_of(sqs, name), recorder, SystemClock())):
         await soon(lambda: recorder.failures == ["no room once"])
         await asyncio.to_thread(sqs.send, name, "b")
         await soon(lambda: b"b" in recorder.taken)
@@ -145,9 +145,9 @@ async def test_a_standby_leaves_the_queue_to_the_others(sqs: SqsServer, monkeypa
     # A message received by a call that ends is visible again after a second.
     name, standby, carrying = sqs.new_queue(VisibilityTimeout="1"), Recorder(), Recorder()
     standby.is_active = False
-    async with beside(follow_queue(queue_of(sqs, name), standby)):
+    async with beside(follow_queue(queue_of(sqs, name), standby, SystemClock())):
         await asyncio.to_thread(sqs.send, name, *map(str, range(20)))
-        async with beside(follow_queue(queue_of(sqs, name), carrying)):
+        async with beside(follow_queue(queue_of(sqs, name), carrying, SystemClock())):
             await soon(lambda: len(carrying.taken) == 20)
         assert standby.taken == []
 
