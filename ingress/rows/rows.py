@@ -178,7 +178,7 @@ class ByteBudget:
 
     def __init__(self, limit: int, oversize_lock: asyncio.Lock | None = None) -> None:
         self.limit, self.used, self._oversize_lock = limit, 0, oversize_lock or asyncio.Lock()
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._turn, self._released = asyncio.Lock(), asyncio.Event()
 
     @asynccontextmanager
     async def reserve_for_decoding(self, size: int, *, wait: bool) -> AsyncIterator[None]:
@@ -197,20 +197,11 @@ class ByteBudget:
             self.release(size)
 
     async def acquire(self, size: int) -> None:
-        if not self._waiting and self._fits(size):
+        async with self._turn:  # in the order of the requests
+            while self.used > 0 and self.used + size > self.limit:
+                self._released.clear()
+                await self._released.wait()
             self.used += size
-            return
-        waiting = (size, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        try:
-            await waiting[1]
-        except asyncio.CancelledError:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-                self._serve()
-            else:
-                self.release(size)
-            raise
 
     def acquire_unchecked(self, size: int) -> None:
         """Take `size` bytes, even if they are not free."""
@@ -218,17 +209,7 @@ class ByteBudget:
 
     def release(self, size: int) -> None:
         self.used -= size
-        self._serve()
-
-    def _serve(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            size, turn = self._waiting.popleft()
-            self.used += size
-            if not turn.done():
-                turn.set_result(None)
-
-    def _fits(self, size: int) -> bool:
-        return self.used <= 0 or self.used + size <= self.limit
+        self._released.set()
 
 
 class ReadyBlocks:

@@ -216,7 +216,7 @@ async def test_nothing_is_decoded_before_its_bytes_are_free(measured: tuple[Benc
     ref = bench.archive.put([message(s, b"x" * 1000) for s in range(1, 1001)])
     await bench.budget.acquire(1 << 20)
     reading = asyncio.create_task(read_turns(bench, ref))
-    await soon(lambda: bench.budget._waiting)
+    await soon(bench.budget._turn.locked)
     assert used == []
 
     bench.budget.release(1 << 20)
