@@ -252,30 +252,27 @@ async def examine_target(
         info = await ready_stream_info(client, name)
     except FloeError as error:
         return [failed("nats", "target", error)]
-    if info is None and settings.create is None:
-        meaning = "no message is delivered: there is no such stream, and no `create` allows to create it"
-        return [problem("nats", "target", f"{name}: no such stream", meaning, add_command(settings))]
     if info is None:
-        assert settings.create is not None, "the other case is above"
-        config: Mapping[str, Any] = stream_config(settings, settings.create)
-        found, limit = [ok("nats", "target", f"{name}: created at the first start")], client.max_payload
+        if (create := settings.create) is None:
+            meaning = "no message is delivered: there is no such stream, and no `create` allows to create it"
+            return [problem("nats", "target", f"{name}: no such stream", meaning, add_command(settings))]
+        config: Mapping[str, Any] = stream_config(settings, create)
+        state, limit = "created at the first start", client.max_payload
         wrong = [*config_problems(config, settings)]
-        if is_size_demanded and not settings.create.max_bytes:
+        if is_size_demanded and not create.max_bytes:
             wrong.append("expected max_bytes: the account accepts no stream without it")
-        if wrong:
-            meaning = "the target would not be created: ingress ends with E-TARGET"
-            remedy = f"change `create` of target {name}, or the subject rules of its sources"
-            found = [problem("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, remedy)]
+        meaning = "the target would not be created: ingress ends with E-TARGET"
+        remedy = f"change `create` of target {name}, or the subject rules of its sources"
     else:
         config, limit = info.config, limits_from(client, info, settings).max_message
+        state = f"{info.messages} messages, {config.get('num_replicas', 1)} replicas"
         wrong = [*config_problems(config, settings)]
         meaning = "the target would lose, refuse or change messages: ingress ends with E-TARGET"
-        found = [
-            problem("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, f"nats stream edit {name}")
-            if wrong
-            else ok("nats", "target", f"{name}: {info.messages} messages, {config.get('num_replicas', 1)} replicas")
-        ]
-    return [*found, _batches(client, settings, config), _max_payload(settings, limit, stopped)]
+        remedy = f"nats stream edit {name}"
+    found = ok("nats", "target", f"{name}: {state}")
+    if wrong:
+        found = problem("nats", "target", f"{name}: {'; '.join(wrong)}", meaning, remedy)
+    return [found, _batches(client, settings, config), _max_payload(settings, limit, stopped)]
 
 
 def _batches(client: FloeClient, settings: TargetSettings, config: Mapping[str, Any]) -> DoctorFinding:
