@@ -8,14 +8,22 @@ abandoned batch are exactly the messages that are sent again, at the same sequen
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import Unavailable
 from common.failpoints import failpoint
 from common.tasks import wait_for
-from ingress.publishers.publisher import Expected, Outcome, Reply, SinglePublisher, UnknownOutcome, judge_ack, refused
+from ingress.publishers.publisher import (
+    Expected,
+    Outcome,
+    Reply,
+    SinglePublisher,
+    UnknownOutcome,
+    judge_ack,
+    parse_answer,
+    refused,
+)
 from ingress.rows.rows import Rows
 
 START, APPEND, FINAL = 0, 1, 2  # operations
@@ -88,7 +96,7 @@ class BatchReply(Reply):
         return self.refusal is not None or self.decisive.done()
 
     def take(self, _subject: bytes, payload: bytes, headers: bytes | None) -> None:
-        answer = {} if headers else _parsed(payload)
+        answer = (None if headers else parse_answer(payload)) or {}
         kind = answer.get("type")
         acked, every = answer.get("seq"), answer.get("msgs")
         if kind == "ack" and type(acked) is int and type(every) is int and acked >= 0 and every >= 1:
@@ -200,14 +208,6 @@ def ack_interval_for(rows: Rows, start: int, stop: int) -> int:
             flow = max(1, fits // MAX_OPEN_ACKS)
         at += flow
     return flow
-
-
-def _parsed(payload: bytes) -> dict[str, Any]:
-    try:
-        answer = json.loads(payload)
-    except (ValueError, RecursionError):
-        return {}
-    return answer if isinstance(answer, dict) else {}
 
 
 def _reason(answer: dict[str, Any]) -> UnknownOutcome:

@@ -47,11 +47,7 @@ def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> Unkn
     """Judge an acknowledgement; None if it acknowledges exactly `expected`."""
     if headers is not None and headers.startswith(NO_RESPONDERS_STATUS):
         return UnknownOutcome("no stream takes the subject, or the stream has no leader")
-    try:
-        ack = json.loads(payload)
-    except (ValueError, RecursionError):
-        ack = None
-    if not isinstance(ack, dict):
+    if (ack := parse_answer(payload)) is None:
         return UnknownOutcome(f"acknowledgement: expected JSON, found {payload[:60]!r}")
     if isinstance(ack.get("error"), dict):
         return refused(ack["error"])
@@ -59,6 +55,15 @@ def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> Unkn
     if found != expected or ack.get("duplicate"):
         return UnknownOutcome(f"acknowledgement: expected {expected}, found {ack!r:.200}")
     return None
+
+
+def parse_answer(payload: bytes) -> dict[str, Any] | None:
+    """Parse an answer of JetStream; None if it is no JSON object."""
+    try:
+        answer = json.loads(payload)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
 
 
 def refused(error: dict[str, Any]) -> UnknownOutcome:
@@ -175,8 +180,6 @@ class Outcome:
 
 class Publisher(Protocol):
     """Publisher of rows, for which the server accepts row n only at base + n."""
-
-    name: str
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
         """Send the rows from index `stored` on, the first at target sequence base + stored + 1.

@@ -68,7 +68,6 @@ class PacedPublisher:
     """
 
     def __init__(self, inner: Publisher, pace: Pace, clock: Clock, stop: Stop) -> None:
-        self.name = inner.name
         self._inner, self._pace, self._clock, self._stop = inner, pace, clock, stop
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
