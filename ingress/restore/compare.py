@@ -21,7 +21,7 @@ from common.archive.columns import batch_of, messages
 from common.archive.segment import Message
 from common.clock import Clock
 from common.errors import Stopped, Unavailable
-from common.nats.api import RESTORE_KEY, check_token, list_consumers, query
+from common.nats.api import check_token, list_consumers, query
 from common.nats.client import FloeClient
 from common.nats.headers import header_value
 from common.nats.pull import StartAt, scan
@@ -29,7 +29,7 @@ from common.sequences import SequenceRange
 from common.settings.types import format_count
 from ingress.replay.drill import MAX_EXAMPLES, Differences, fingerprint
 from ingress.restore.archive import raw_columns, with_guard_subject
-from ingress.restore.plan import RestorePlan, guarded_config
+from ingress.restore.plan import RestorePlan, guarded_config, own_metadata
 
 DIGEST_ROWS = 10_000  # the most rows of one digest
 DIGEST_BYTES = 8 * 1024 * 1024  # bytes of one digest; approximate, because rows are added in batches
@@ -362,7 +362,9 @@ def config_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) ->
     not know them. An empty value may be absent. Metadata keys of the server and of a restore are not compared.
     """
     for key, value in expected.items():
-        ours, theirs = (_metadata(value), _metadata(found.get(key))) if key == "metadata" else (value, found.get(key))
+        ours, theirs = value, found.get(key)
+        if key == "metadata":
+            ours, theirs = own_metadata(ours), own_metadata(theirs)
         if not _is_equal_or_extended(ours, theirs):
             yield f"expected {key} {ours!r:.100}, found {theirs!r:.100}"
 
@@ -374,10 +376,6 @@ def _is_equal_or_extended(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, list) and isinstance(theirs, list):
         return len(ours) == len(theirs) and all(map(_is_equal_or_extended, ours, theirs))
     return bool(ours == theirs or not (ours or theirs))
-
-
-def _metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    return {k: v for k, v in (metadata or {}).items() if not k.startswith("_nats.") and k != RESTORE_KEY}
 
 
 def _position_differences(consumer: CapturedConsumer, state: Mapping[str, Any], first: int) -> Iterator[str]:

@@ -142,10 +142,6 @@ class RetentionFilter:
     def needs_pass(self) -> bool:
         return self._has_rollups or self._has_schedules or self._has_limit
 
-    @property
-    def removes_nothing(self) -> bool:
-        return not self.needs_pass and not self._last and not self.floor
-
     def count_deleted(self, rows: SequenceRange) -> int:
         """Return the number of these sequences that were captured as deleted, or are below `floor`."""
         below = max(min(self._first - 1, self._last, rows.last), min(self.floor - 1, rows.last)) - rows.first + 1
@@ -222,7 +218,7 @@ class RetentionFilter:
         self._pending, self._size = [], 0
 
     def filter(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        if self.removes_nothing or not batch.num_rows:
+        if not batch.num_rows or not (self.needs_pass or self._last or self.floor):
             return batch
         keep = self._held_mask(batch)
         if not self.needs_pass:

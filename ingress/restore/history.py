@@ -460,17 +460,15 @@ class ArchivedHistory:
         Waits for an unavailable store until `stop` is set. Raises DataError if rows cannot be read, Unavailable
         (E-RESTORE-EXPIRED) if retention deleted them after the plan.
         """
-        known = {chain.chain: [*chain.holes, *chain.accepted] for chain in plan.chains}
         ranges = [
-            ChainRange(chain.chain, part)
+            ChainRange(chain.chain, SequenceRange(max(part.first, begin), part.last))
             for chain in plan.chains
-            for part in holes(known[chain.chain], chain.range.rows)
+            for part in holes([*chain.holes, *chain.accepted], chain.range.rows)
             if part.last >= begin
         ]
-        cut = [replace(r, rows=SequenceRange(max(r.rows.first, begin), r.rows.last)) for r in ranges]
-        partitions = len({each.chain.partition for each in cut})  # read concurrently
+        partitions = len({each.chain.partition for each in ranges})  # read concurrently
         ahead = ReadAhead(self._readers, PREFETCH_BYTES // max(1, partitions))
-        return merge_rows([(each.rows.first, partial(self._chain_rows, each, columns, stop, ahead)) for each in cut])
+        return merge_rows([(each.rows.first, partial(self._chain_rows, each, columns, stop, ahead)) for each in ranges])
 
     def _chain_rows(
         self, each: ChainRange, columns: tuple[str, ...], stop: Stop, ahead: ReadAhead

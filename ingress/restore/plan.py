@@ -106,15 +106,15 @@ FILE_RECORD_BYTES, MEMORY_RECORD_BYTES = 30, 16  # on disk four more if there ar
 def promoted_config(config: Mapping[str, Any], name: str, replicas: int | None = None) -> dict[str, Any]:
     """Return the final configuration of the stream, under `name`."""
     kept = {key: value for key, value in config.items() if key not in _UNRESTORED_KEYS}
-    metadata = {
-        key: value
-        for key, value in (config.get("metadata") or {}).items()
-        if not key.startswith("_nats.") and key != RESTORE_KEY
-    }
-    kept |= {"name": name, "metadata": metadata}
+    kept |= {"name": name, "metadata": own_metadata(config.get("metadata"))}
     if replicas is not None:
         kept["num_replicas"] = replicas
     return kept
+
+
+def own_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the metadata without the keys of the server and of a restore."""
+    return {k: v for k, v in (metadata or {}).items() if not k.startswith("_nats.") and k != RESTORE_KEY}
 
 
 def guarded_config(config: Mapping[str, Any], marker: str) -> dict[str, Any]:
