@@ -218,8 +218,9 @@ def check_overlap(
     """
     held = [each for each in archive if each.rows is not None]
     if held and not any(_overlaps(request, moments, each) for each in held):
+        bounds = request.bounds("from_sequence", "from_time", "since", "to_sequence", "to_time", "until")
         raise UsageError(
-            f"{_bounds_text(request)}: expected a range that meets the archive of {_archive_text(held)}",
+            f"{bounds}: expected a range that meets the archive of {_archive_text(held)}",
             hint="; ".join([*deleted_notes, "check the dates and the zone; without bounds everything is replayed"]),
         )
 
@@ -232,10 +233,6 @@ def _overlaps(request: ReplayRequest, moments: TimeBounds, held: ArchivedSpan) -
     too_new = begin is not None and held.last_ns is not None and begin > held.last_ns
     too_old = end is not None and held.first_ns is not None and end <= held.first_ns
     return not (too_late or too_early or too_new or too_old)
-
-
-def _bounds_text(request: ReplayRequest) -> str:
-    return request.bounds("from_sequence", "from_time", "since", "to_sequence", "to_time", "until")
 
 
 def _archive_text(held: Sequence[ArchivedSpan]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -368,11 +369,8 @@ class TargetStream:
 
     async def read_fresh(self) -> TargetReading | None:
         """Read it over a new connection, which cannot be one to a deposed leader. Otherwise as `read`."""
-        client = await self._connect()
-        try:
+        async with aclosing(await self._connect()) as client:
             return await read_target(client, self._stream, self._control_headers)
-        finally:
-            await client.aclose()
 
     async def read_origins(self, places: Collection[int]) -> dict[int, Origin | NoOrigin]:
         """Read the origins of the messages at these target sequences. Raises as `read`."""
