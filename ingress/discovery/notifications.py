@@ -129,12 +129,10 @@ async def follow_queue(open_queue: Callable[[], SqsQueue], notified: Notificatio
                 await _take(await _run_in_thread(queue.receive), queue, notified, clock)
             pauses.reset()
         except Exception as error:
-            queue, pause = None, pauses.next_delay()
+            queue = None
             if not isinstance(error, FloeError):
                 record_unexpected(error, "events", "events of sqs")
-            log.warning("notifications failed", action="notifications_failed", error=str(error), pause=pause)
-            notified.record_failure(error.message if isinstance(error, FloeError) else str(error))
-            await clock.sleep(pause)
+            await _back_off(error, notified, pauses.next_delay(), clock)
 
 
 async def _take(
@@ -147,6 +145,12 @@ async def _take(
         notified.handle(message.body.encode(errors="replace"))
     if left := await _run_in_thread(partial(queue.delete, messages)):
         log.warning("notifications not deleted", action="notifications_not_deleted", count=left)
+
+
+async def _back_off(error: Exception, notified: NotificationHandler, pause: float, clock: Clock) -> None:
+    log.warning("notifications failed", action="notifications_failed", error=str(error), pause=pause)
+    notified.record_failure(error.message if isinstance(error, FloeError) else str(error))
+    await clock.sleep(pause)
 
 
 async def _run_in_thread(call: Callable[[], T]) -> T:
@@ -194,15 +198,11 @@ async def follow_subject(client: FloeClient, subject: str, notified: Notificatio
                     while (refused := client.permission_error(subject.encode())) is None:
                         await first_of(clock.sleep(REFUSAL_CHECK_INTERVAL_S), trouble.event.wait())
                         trouble.raise_if_set()
-                    error: FloeError = refused
+                    raise refused
                 finally:
                     await subscription.unsubscribe()
-            except FloeError as raised:
-                error = raised
-            notified.record_failure(error.message)
-            pause = pauses.next_delay()
-            log.warning("notifications failed", action="notifications_failed", error=str(error), pause=pause)
-            await clock.sleep(pause)
+            except FloeError as error:
+                await _back_off(error, notified, pauses.next_delay(), clock)
     finally:
         forget()
 
