@@ -38,9 +38,7 @@ def is_fatal_for_target(error: FloeError, *, was_checked: bool) -> bool:
 
 def most_important_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the most important error of a group: one that needs an operator comes before one that passes by itself."""
-    errors = list(_flat(group))
-    ranked = sorted(errors, key=lambda e: (is_transient(e), not isinstance(e, FloeError)))
-    return ranked[0]
+    return min(_flat(group), key=lambda error: (is_transient(error), not isinstance(error, FloeError)))
 
 
 def _flat(error: BaseException) -> list[BaseException]:

@@ -76,12 +76,13 @@ class ReplayRequest:
 
         Raises UsageError if the begin is not before the end.
         """
-        begin = _time("", self.from_time) if self.from_time else None
-        if self.since:
-            begin = int((now - self.since) * NS_PER_S)
-        end = _time("", self.to_time) if self.to_time else None
-        if self.until:
-            end = int((now - self.until) * 1_000_000_000)
+
+        def moment(text: str, seconds_ago: float) -> int | None:
+            if seconds_ago:
+                return int((now - seconds_ago) * NS_PER_S)
+            return _time("", text) if text else None
+
+        begin, end = moment(self.from_time, self.since), moment(self.to_time, self.until)
         if begin is not None and end is not None and begin >= end:
             first, last = self.bounds("from_time", "since"), self.bounds("to_time", "until")
             raise UsageError(f"{first}: expected a beginning before {last}")

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise, repeat
+from itertools import accumulate, pairwise, repeat
 from typing import Any
 
 from common.chain import Chain
@@ -90,10 +90,7 @@ class Rows:
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._starts, self.count = [], 0
-        for block in self.blocks:
-            self._starts.append(self.count)
-            self.count += block.piece.count
+        *self._starts, self.count = accumulate((block.piece.count for block in self.blocks), initial=0)
 
     @property
     def size(self) -> int:
