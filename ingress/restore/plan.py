@@ -28,7 +28,7 @@ from common.nats.api import RESTORE_KEY, RESTORE_PREFIX
 from common.sequences import SequenceRange
 from common.settings.types import duration_words, format_count, size_words
 from common.subjects import covers
-from ingress.replay.plan import ReplayChain, ReplayPart, time_text
+from ingress.replay.plan import ReplayChain, ReplayPart, ReplayPlan, time_text
 from ingress.restore.archive import ArchiveState
 from ingress.restore.fold import PER_SUBJECT_KEY, RetentionFilter, SourcedRow, config_changes, is_raised, limit_of
 
@@ -396,10 +396,7 @@ def loss_lines(
     if any(part.footer.sampling is not None for chain in chains for part in chain.parts):
         yield "the feed is sampled"
     for chain in chains:
-        counts: dict[str, int] = {}
-        for part in chain.parts:
-            for reason, count in part.ledger.counts.items():
-                counts[str(reason)] = counts.get(str(reason), 0) + count
+        counts = ReplayPlan((chain,)).ledger.counts
         for reason in SELECTION_REASONS:
             if counts.get(reason):
                 yield f"{chain.chain}: {format_count(counts[reason], 'message')} left out ({reason})"

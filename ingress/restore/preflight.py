@@ -169,12 +169,9 @@ def room_shortage(plan: RestorePlan, account: Mapping[str, Any], *, copies: int,
     for wanted, count in ((plan.stored_bytes, storage), (most, f"reserved_{storage}")):
         used, word = int(account.get(count) or 0), "used" if count == storage else "reserved"
         if 0 <= limit < wanted * copies + used:
-            return _room_error(
-                plan.request,
-                f"account: expected room for {size_words(wanted * copies)}, found a limit of {size_words(limit)} "
-                f"({key}), of which {size_words(used)} are {word}",
-                f"make room, or raise {key} of the account; then",
-            )
+            found = f"found a limit of {size_words(limit)} ({key}), of which {size_words(used)} are {word}"
+            text = f"account: expected room for {size_words(wanted * copies)}, {found}"
+            return _room_error(plan.request, text, f"make room, or raise {key} of the account; then")
     if 0 < (limit := int(limits.get(f"{storage}_max_stream_bytes") or 0)) < most:
         text = f"account: expected streams of {size_words(most)} (max_bytes), found at most {size_words(limit)}"
         return _room_error(plan.request, f"{text} ({of_stream})", f"raise {of_stream} of the account; then")
