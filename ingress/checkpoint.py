@@ -9,8 +9,9 @@ and never replaced. Late messages of a paused instance are then exactly the mess
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from common.archive.keys import SegmentName
 from common.chain import Chain
@@ -58,10 +59,8 @@ class IntentPiece:
 
     def merge_with(self, following: IntentPiece) -> IntentPiece | None:
         """Return both as one piece; None unless `following` continues this one in the same segment, both in turn."""
-        both = (self, following)
-        if following.segment != self.segment or not following.rows.follows(self.rows):
-            return None
-        if any(piece.is_retry for piece in both):
+        is_continued = following.segment == self.segment and following.rows.follows(self.rows)
+        if not is_continued or self.is_retry or following.is_retry:
             return None
         rows = SequenceRange(self.rows.first, following.rows.last)
         return IntentPiece(self.segment, rows, self.count + following.count, self.parked + following.parked)
@@ -92,23 +91,21 @@ class Intent:
         last = next((piece for piece in reversed(self.pieces) if piece.count), None)
         return None if last is None else LastMessage(last.chain, last.rows)
 
+    def placed_pieces(self) -> Iterator[tuple[int, IntentPiece]]:
+        """Yield the pieces, each after the number of messages before it."""
+        return zip(accumulate((piece.count for piece in self.pieces), initial=0), self.pieces, strict=False)
+
     def pieces_by_end(self, stored: int) -> dict[int, IntentPiece]:
         """Map each target sequence at which a piece with messages ends to that piece, within the first `stored`."""
-        found, at = {}, self.base
-        for piece in self.pieces:
-            at += piece.count
-            if piece.count and at <= self.base + stored:
-                found[at] = piece
-        return found
+        ends = ((before + piece.count, piece) for before, piece in self.placed_pieces())
+        return {self.base + end: piece for end, piece in ends if piece.count and end <= stored}
 
     def piece_at(self, index: int) -> tuple[int, IntentPiece]:
         """Return the piece that holds message `index` (from 0), and the number of messages before that piece."""
-        before = 0
-        for piece in self.pieces:
+        for before, piece in self.placed_pieces():
             if index < before + piece.count:
                 return before, piece
-            before += piece.count
-        raise IndexError(f"message {index} of an intent of {before}")
+        raise IndexError(f"message {index} of an intent of {self.count}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ that are in the target; the other rows are replayed again.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from common.chain import Chain
 from common.errors import Stopped
@@ -59,8 +58,8 @@ def marks_of_intent(
     passed = tuple((p.chain, n) for p in intent.pieces for n in p.parked if n < positions.get(p.chain, 0))
     tried = [(p.chain, p.rows.first) for p in intent.pieces if p.is_retry]
     if stored is not None:
-        ends = zip(intent.pieces, accumulate(piece.count for piece in intent.pieces), strict=True)
-        found = [(p.chain, p.rows.first) for p, end in ends if p.is_retry and end <= stored]
+        placed = intent.placed_pieces()
+        found = [(p.chain, p.rows.first) for before, p in placed if p.is_retry and before + p.count <= stored]
         return ParkedMarks(passed, tuple(found))
     seen = tuple(each for each in tried if each in scan.parked_seen)
     unseen = [each for each in tried if each not in seen]

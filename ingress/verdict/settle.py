@@ -293,11 +293,9 @@ class SharedTargetReconciler(TargetReconciler):
 
 
 def _piece_of(intent: Intent, origin: Origin) -> tuple[int, IntentPiece] | None:
-    before = 0
-    for piece in intent.pieces:
+    for before, piece in intent.placed_pieces():
         if piece.count and origin.is_of(piece) and origin.sequence not in piece.parked:
             return before, piece
-        before += piece.count
     return None
 
 
