@@ -243,11 +243,10 @@ class Comparer:
                 wrong += (f"expected {format_count(self._expected.rows, 'message')}, found {held:,}",)
             return Comparison(dropped=max(0, lacking), state_differences=wrong)
         if verify == "sample":
-            step = max(1, len(self._expected.blocks) // SAMPLED_BLOCKS)
-            chosen = sorted({*range(0, len(self._expected.blocks), step), max(0, len(self._expected.blocks) - 1)})
-            found = Comparison()
-            for at in chosen[: len(self._expected.blocks)]:
-                found = _add(found, await self._compare_copy("", [self._expected.blocks[at]]))
+            blocks, found = self._expected.blocks, Comparison()
+            step = max(1, len(blocks) // SAMPLED_BLOCKS)
+            for block in dict.fromkeys([*blocks[::step], *blocks[-1:]]):  # each once
+                found = _add(found, await self._compare_copy("", [block]))
             return found
         results = [await self._compare_copy(server, self._expected.blocks) for server in servers or [""]]
         return _first_difference(results, tuple(servers))
