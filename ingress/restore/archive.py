@@ -233,13 +233,19 @@ def fixed_width(numbers: npt.NDArray[Any]) -> pa.Array[Any]:
 
 
 def varint_columns(*columns: UInt64Array) -> pa.Array[Any]:
-    """Encode the numbers of each row one after another, each in the fewest 7-bit digits, lowest first (`uvarint`)."""
+    """Encode the numbers of each row one after another, each in the fewest 7-bit digits, lowest first."""
     blocks = [_varint(column) for column in columns]
     digits = np.concatenate([block for block, _ in blocks], axis=1)
     used = np.concatenate([used for _, used in blocks], axis=1)
     offsets = np.zeros(len(digits) + 1, np.int32)
     np.cumsum(used.sum(axis=1), out=offsets[1:])
     return _binary(offsets, digits[used])
+
+
+def varints(*numbers: int) -> bytes:
+    """Encode the numbers one after another, as `varint_columns` does. Each is below 2^64."""
+    encoded: bytes = varint_columns(*(np.array([number], np.uint64) for number in numbers))[0].as_py()
+    return encoded
 
 
 def _varint(numbers: UInt64Array) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
@@ -270,20 +276,3 @@ def concat_rows(*columns: pa.Array[Any]) -> tuple[memoryview, npt.NDArray[np.int
     offsets = np.frombuffer(ends, np.int32)[rows.offset : rows.offset + len(rows) + 1]
     view = memoryview(data if data is not None else b"")
     return view[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0]
-
-
-# Single numbers
-
-
-def uvarint(number: int) -> bytes:
-    digits = bytearray()
-    while number > 0x7F:
-        digits.append(number & 0x7F | 0x80)
-        number >>= 7
-    digits.append(number)
-    return bytes(digits)
-
-
-def varint(number: int) -> bytes:
-    """Encode a signed number; its sign becomes the last bit."""
-    return uvarint(number << 1 if number >= 0 else (-number << 1) - 1)

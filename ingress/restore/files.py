@@ -41,7 +41,7 @@ from ingress.restore.archive import (
     raw_columns,
     sizes,
     split_batch,
-    uvarint,
+    varints,
 )
 from ingress.restore.highwayhash import hash_of, highwayhash64
 
@@ -166,5 +166,4 @@ def _encode_records(key: bytes, rows: RawColumns) -> memoryview:
 def consumer_state(consumer: CapturedConsumer) -> bytes:
     """Encode `o.dat`: the positions, and that no message is pending or redelivered."""
     floor = (consumer.ack_floor_consumer, consumer.ack_floor_stream)
-    numbers = (*floor, consumer.delivered_consumer, consumer.delivered_stream, 0, 0)
-    return b"".join([_CONSUMER_STATE, *map(uvarint, numbers)])
+    return _CONSUMER_STATE + varints(*floor, consumer.delivered_consumer, consumer.delivered_stream, 0, 0)

@@ -29,9 +29,8 @@ from ingress.restore.archive import (
     raw_columns,
     sizes,
     split_batch,
-    uvarint,
-    varint,
     varint_columns,
+    varints,
 )
 
 _MAGIC = b"NATSARC1"
@@ -75,7 +74,8 @@ def _entries(batch: pa.RecordBatch) -> memoryview:
 
 def _entry(name: bytes, time_ns: int, content: bytes) -> bytes:
     """Encode an entry that is not a message."""
-    return b"".join([uvarint(len(name)), varint(time_ns), b"\0\0", uvarint(len(content)), name, content])
+    # The sign of the time becomes the last bit.
+    return varints(len(name), time_ns << 1 ^ time_ns >> 63, 0, 0, len(content)) + name + content
 
 
 def _document(name: str, time_ns: int, content: dict[str, Any]) -> bytes:
