@@ -68,8 +68,8 @@ from infra.emulator import DEFAULT_SUBJECT
 from infra.fleet import Fleet, read_facts
 from infra.local.nats import NatsServer
 from ingress.chains.search import plan_from_listings
-from ingress.replay.replay import Replay
-from ingress.replay.request import ReplayOptions, ReplayRequest
+from ingress.recovery.replay import Replay
+from ingress.recovery.request import ReplayOptions, ReplayRequest
 from tests.support.stores import CountingObjects
 
 CHAIN, LAYOUT = Chain("bench", "BENCH"), Layout("data")

@@ -39,12 +39,12 @@ from common.open import load_settings, open_chains
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.tasks import Stop
-from ingress.restore.archive import ArchiveState
-from ingress.restore.history import ArchivedHistory
-from ingress.restore.plan import RestorePlan, RestoreRequest, guarded_config
-from ingress.restore.preflight import archive_writer
-from ingress.restore.restore import ROW_COLUMNS, Restore, RestoreTuning
-from ingress.restore.upload import ArchiveUpload
+from ingress.recovery.history import ArchivedHistory
+from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config
+from ingress.recovery.preflight import archive_writer
+from ingress.recovery.restore import ROW_COLUMNS, Restore, RestoreTuning
+from ingress.recovery.stream_archive import ArchiveState
+from ingress.recovery.upload import ArchiveUpload
 from tests.support.basics import unique
 
 ROWS_BY_PAYLOAD_BYTES = {200: 800_000, 1000: 300_000}  # by bytes of payload

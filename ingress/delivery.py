@@ -45,7 +45,7 @@ BeforeClose = Callable[[Intent], Awaitable[None]]
 
 
 class RowSource(Protocol):
-    """A source of rows that are ready (`ingress.redelivery.ParkedSource`, `ingress.replay.source.ReplaySource`)."""
+    """A source of rows that are ready (`ingress.redelivery.ParkedSource`, `ingress.recovery.source.ReplaySource`)."""
 
     @property
     def recall(self) -> Recall: ...

@@ -21,10 +21,10 @@ from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.tasks import Stop
 from infra.local.nats import NatsServer
-from ingress.replay.drill import SCRATCH_PREFIX
-from ingress.restore.compare import read_differences
-from ingress.restore.drill import ExactDrill, LocalServerMaker
-from ingress.restore.plan import RestoreRequest
+from ingress.recovery.drill import SCRATCH_PREFIX
+from ingress.recovery.exact_drill import ExactDrill, LocalServerMaker
+from ingress.recovery.plan import RestoreRequest
+from ingress.recovery.read_back import read_differences
 from tests.scenarios.processes import Service
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, soon, unique

@@ -32,11 +32,11 @@ from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.settings.egress import EgressSettings
 from common.tasks import Stop
-from ingress.replay.drill import ScratchStreams
-from ingress.replay.output import plan_json, plan_lines
-from ingress.replay.pace import Pace
-from ingress.replay.replay import Replay
-from ingress.replay.request import ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.drill import ScratchStreams
+from ingress.recovery.pace import Pace
+from ingress.recovery.preview import plan_json, plan_lines
+from ingress.recovery.replay import Replay
+from ingress.recovery.request import ReplayOptions, ReplayRequest, ReplayResult
 from tests.support.basics import soon, unique
 from tests.support.commands import run_here
 from tests.support.egress import SITE, Bench

@@ -19,7 +19,7 @@ from common.nats.pull import StartAt, scan
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
 from infra.rights import ROLES, RightsNames, SubjectRights, nats_conf
-from ingress.restore.upload import ArchiveUpload
+from ingress.recovery.upload import ArchiveUpload
 from tests.support import restoring as back
 from tests.support.basics import answered, soak_only, soon, unique
 from tests.support.egress import Bench, connected
@@ -162,7 +162,7 @@ async def test_leaders_that_step_down_meanwhile_leave_a_whole_stream_or_a_guarde
     stream, before, state = await lost(bench, count, num_replicas=3)
     leaders = StepDowns(bench, stream)
     watching = asyncio.create_task(leaders.watch())
-    monkeypatch.setattr("ingress.restore.restore.failpoint", leaders.at)
+    monkeypatch.setattr("ingress.recovery.restore.failpoint", leaders.at)
     for points in moments:
         leaders.waiting = {*points}
         report = await answered(lambda: back.restored(bench, stream), Unavailable, OutcomeUnknown)  # it ends with 75

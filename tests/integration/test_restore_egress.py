@@ -259,7 +259,7 @@ async def ends_at(bench: Bench, stream: str, last: int) -> bool:
 async def test_a_source_of_which_no_message_came_back_is_not_read_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.restore.history.SOURCE_SEARCH_ROWS", 7)  # so the search takes several ranges
+    monkeypatch.setattr("ingress.recovery.history.SOURCE_SEARCH_ROWS", 7)  # so the search takes several ranges
     ups = [await bench.make_stream(unique(name)) for name in ("HELD", "LOST", "NONE")]
     transform = {"subject_transforms": [{"src": f"{ups[1]}.>", "dest": f"moved.{ups[1]}.>"}]}
     sources = [{"name": ups[0]}, {"name": ups[1], **transform}, {"name": ups[2], "filter_subject": f"{ups[2]}.never"}]

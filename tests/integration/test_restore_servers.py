@@ -20,8 +20,8 @@ from common.nats.headers import build_block
 from egress.captures import captured_consumers
 from infra.awkward import MAX_HEADERS, delete_message, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary
-from ingress.restore.archive import KEEP_ALIVE_FRAME, ArchiveWriter, restorable_consumers
-from ingress.restore.preflight import archive_writer
+from ingress.recovery.preflight import archive_writer
+from ingress.recovery.stream_archive import KEEP_ALIVE_FRAME, ArchiveWriter, restorable_consumers
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, seeded, soon
 from tests.support.egress import Bench, connected

@@ -25,8 +25,8 @@ from common.sequences import SequenceRange
 from egress.context import open_context
 from egress.partition import partitions_of
 from egress.resolve import decide_incarnation, load_case, plan_incarnation
-from ingress.restore.plan import RestorePlan
-from ingress.restore.restore import RestoreReport
+from ingress.recovery.plan import RestorePlan
+from ingress.recovery.restore import RestoreReport
 from tests.integration.test_egress_partitions import until_cut
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, soon, unique

@@ -14,7 +14,7 @@ from common.nats.client import FloeClient
 from compaction.retention import Retention, RetentionReport, RetentionRule
 from ingress import report
 from ingress.parked import ParkedState
-from ingress.replay.request import ReplayOptions
+from ingress.recovery.request import ReplayOptions
 from tests.integration.test_ingress_messages import check_all_once, kept, make_limited, raise_limit, states, with_large
 from tests.support.basics import commands_of, soon
 from tests.support.commands import floe

@@ -25,8 +25,8 @@ from common.tasks import run_until_fatal
 from egress.builder import SegmentBuilder
 from egress.memory import MemoryBudget
 from infra.local.nats import NatsServer
-from ingress.replay.pace import Pace
-from ingress.replay.request import ReplayOptions
+from ingress.recovery.pace import Pace
+from ingress.recovery.request import ReplayOptions
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.egress import QUICK, Bench
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, rows_of
@@ -314,7 +314,7 @@ async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
 
 @pytest.mark.parametrize("place", ["source:ReplaySource._decode_all", "replay:ReplayRun._watch"])
 async def test_any_failure_beside_a_replay_ends_it(world: World, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    Throw(monkeypatch, *place_of(f"ingress.replay.{place}"))
+    Throw(monkeypatch, *place_of(f"ingress.recovery.{place}"))
     await fails(world.run())
     assert (await world.run()).finished
     assert await world.sequences() == list(range(1, 301))

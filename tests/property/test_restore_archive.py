@@ -16,9 +16,9 @@ from common.archive.columns import batch_of
 from common.archive.segment import Message
 from common.errors import ConfigError
 from common.sequences import MAX_SEQUENCE
-from ingress.restore.archive import KEEP_ALIVE_FRAME, ArchiveState, ArchiveWriter
-from ingress.restore.highwayhash import hash_of
-from ingress.restore.preflight import archive_writer
+from ingress.recovery.highwayhash import hash_of
+from ingress.recovery.preflight import archive_writer
+from ingress.recovery.stream_archive import KEEP_ALIVE_FRAME, ArchiveState, ArchiveWriter
 from tests.support.restore import crc32c, encoded_block, entries, tar_files, unframed
 
 subjects = st.sampled_from([b"a", b"orders.eu", "größe.ж".encode(), b"\xff\xfe.raw"]) | st.binary(
@@ -143,7 +143,7 @@ def test_the_state_of_a_consumer_is_its_position() -> None:
 
 
 def test_a_block_ends_before_it_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingress.restore.files.MAX_BLOCK_BYTES", 80_000)
+    monkeypatch.setattr("ingress.recovery.files_form.MAX_BLOCK_BYTES", 80_000)
     rows = [Message(n, n, b"a", None, bytes([n % 256]) * 1_000) for n in range(1, 201)]
     rows[150] = Message(151, 151, b"a", None, b"x" * 90_000)
     files = tar_files(

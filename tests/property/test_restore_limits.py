@@ -12,9 +12,9 @@ from common.archive.captures import CapturedConfig, CapturedDeletions, deleted_r
 from common.archive.segment import Message
 from common.clock import NS_PER_S, format_time
 from common.sequences import SequenceRange, Stretch
-from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
-from ingress.restore.fold import RetentionFilter
-from ingress.restore.plan import RestorePlan, RestoreRequest, resurrected_lines
+from ingress.recovery.plan import RestorePlan, RestoreRequest, resurrected_lines
+from ingress.recovery.ranges import ChainRange, ReplayChain, ReplayPart
+from ingress.recovery.retention_filter import RetentionFilter
 from tests.support import compaction
 from tests.support.segments import CHAIN, batch_of, footer_of
 

@@ -37,14 +37,14 @@ import egress.archive
 import egress.context
 import egress.decisions_cli
 import ingress.chains.search
-import ingress.restore.history
+import ingress.recovery.history
 import ingress.rows.decoder
 from common.settings.root import Settings
 from tests.sim.store import SimObjects
 from tests.sim.strands import LoopCall, SimExecutor, SimLock
 from tests.sim.world import NS, Process, World
 
-POOLS = (common.service.process, compaction.run, compaction.merge, ingress.restore.history)
+POOLS = (common.service.process, compaction.run, compaction.merge, ingress.recovery.history)
 LOCKS = (egress.archive, common.archive.writer, ingress.rows.decoder, ingress.chains.search)
 
 

@@ -15,10 +15,10 @@ from common.errors import FloeError
 from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import Stop
-from ingress.replay.replay import Replay
-from ingress.replay.request import ReplayOptions, ReplayRequest
-from ingress.restore.plan import RestoreRequest
-from ingress.restore.restore import Restore
+from ingress.recovery.plan import RestoreRequest
+from ingress.recovery.replay import Replay
+from ingress.recovery.request import ReplayOptions, ReplayRequest
+from ingress.recovery.restore import Restore
 from tests.sim import api
 from tests.sim.actors import Member
 from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor

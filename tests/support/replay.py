@@ -14,9 +14,9 @@ from common.errors import FloeError
 from common.nats.client import FloeClient
 from common.service.progress import Progress
 from common.tasks import Stop
-from ingress.replay.replay import Replay
-from ingress.replay.request import ReplayOptions, ReplayRequest, ReplayResult
-from ingress.replay.survey import ReplayPreview
+from ingress.recovery.replay import Replay
+from ingress.recovery.request import ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.survey import ReplayPreview
 from tests.support.basics import unique
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support.servers import place

@@ -1,4 +1,4 @@
-"""Archives as nats-server takes them, restored and read back: the tests' own ends of `ingress/restore`."""
+"""Archives as nats-server takes them, restored and read back: the tests' own ends of `ingress/recovery`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from common.nats.api import stream_info
 from common.nats.client import FloeClient
 from common.nats.pull import for_each_message
 from common.nats.requests import api_answer
-from ingress.restore.archive import ArchiveState
-from ingress.restore.highwayhash import hash_of
+from ingress.recovery.highwayhash import hash_of
+from ingress.recovery.stream_archive import ArchiveState
 from tests.support.basics import PATIENCE
 
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected

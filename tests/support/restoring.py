@@ -15,9 +15,9 @@ from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import Stop
 from egress.captures import captured_consumers
-from ingress.restore.compare import AtRest
-from ingress.restore.plan import RestorePlan, RestoreRequest
-from ingress.restore.restore import Restore, RestoreReport, RestoreTuning
+from ingress.recovery.plan import RestorePlan, RestoreRequest
+from ingress.recovery.read_back import AtRest
+from ingress.recovery.restore import Restore, RestoreReport, RestoreTuning
 from tests.support.basics import PATIENCE, soon
 from tests.support.egress import SITE, Bench
 

@@ -29,12 +29,12 @@ from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.prefetch import with_command
 from ingress.chains.recall import Recall
 from ingress.publishers.choose import choose_publisher
-from ingress.replay import receipt, survey, target
-from ingress.replay.replay import ReplayTargetErrors, target_held_error
-from ingress.replay.request import ReplayHints, ReplayOptions, ReplayRequest
-from ingress.replay.source import hole_error
-from ingress.restore.history import repeat_command
-from ingress.restore.plan import RestoreRequest
+from ingress.recovery import receipt, survey, target
+from ingress.recovery.history import repeat_command
+from ingress.recovery.plan import RestoreRequest
+from ingress.recovery.replay import ReplayTargetErrors, target_held_error
+from ingress.recovery.request import ReplayHints, ReplayOptions, ReplayRequest
+from ingress.recovery.source import hole_error
 from ingress.rows import prepare
 from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, NoOrigin, Origin, TargetErrors, TargetReading
 from tests.support.basics import commands_of, problems_of
@@ -169,8 +169,8 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
     "common/hints.py:parked_command": lambda: [hints.parked_command("A TARGET")],
     "common/hints.py:checkpoint_command": of_targets,
     "common/hints.py:resume_command": of_chains,
-    "ingress/replay/request.py:ReplayHints.command": of_replays,
-    "ingress/restore/history.py:repeat_command": lambda: [
+    "ingress/recovery/request.py:ReplayHints.command": of_replays,
+    "ingress/recovery/history.py:repeat_command": lambda: [
         repeat_command(RESTORE, "--force"),
         repeat_command(replace(RESTORE, skip_to=0, to_time_ns=None)),
         repeat_command(replace(RESTORE, promote=False, subjects=())),
@@ -179,7 +179,7 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
 # Built in code that needs servers; the text after `floe_command(` is a literal, or other tests check it.
 ELSEWHERE = {
     *("egress/flush.py", "egress/report.py", "ingress/delivery.py"),
-    *("ingress/operator/parked_cli.py", "ingress/replay/drill.py"),
+    *("ingress/operator/parked_cli.py", "ingress/recovery/drill.py"),
 }
 
 

@@ -16,11 +16,11 @@ from common.sequences import SequenceRange
 from common.tasks import Stop
 from ingress.checkpoint import IntentPiece
 from ingress.publishers.publisher import Outcome
-from ingress.replay.drill import Differences, MessageTrail, compare_trails
-from ingress.replay.output import progress_line, progress_of
-from ingress.replay.pace import Interrupted, Pace, PacedPublisher, RowsPrefix, pace_of
-from ingress.replay.plan import ChainRange, split_range
-from ingress.replay.request import ReplayRequest
+from ingress.recovery.drill import Differences, MessageTrail, compare_trails
+from ingress.recovery.pace import Interrupted, Pace, PacedPublisher, RowsPrefix, pace_of
+from ingress.recovery.preview import progress_line, progress_of
+from ingress.recovery.ranges import ChainRange, split_range
+from ingress.recovery.request import ReplayRequest
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from tests.support.clock import ManualClock
 from tests.support.segments import CHAIN, message

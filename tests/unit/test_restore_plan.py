@@ -19,11 +19,10 @@ from common.errors import Unavailable
 from common.nats.api import RESTORE_KEY
 from common.nats.requests import ApiError
 from common.sequences import SequenceRange, Stretch
-from ingress.replay.plan import ChainRange, ReplayChain, ReplayPart
-from ingress.restore import compare
-from ingress.restore import plan as planning
-from ingress.restore.archive import restorable_consumers, with_guard_subject, with_replicas, without_guard_subject
-from ingress.restore.compare import (
+from ingress.recovery import compare
+from ingress.recovery import plan as planning
+from ingress.recovery.ranges import ChainRange, ReplayChain, ReplayPart
+from ingress.recovery.read_back import (
     DIGEST_BYTES,
     AtRest,
     Digests,
@@ -33,10 +32,14 @@ from ingress.restore.compare import (
     state_differences,
     wait_replicated,
 )
-from ingress.restore.fold import RetentionFilter, SourcedRow, sourced_rows
-from ingress.restore.history import merge_rows, repeat_command
-from ingress.restore.plan import RestorePlan, RestoreRequest
-from ingress.restore.preflight import as_room_error, room_shortage
+from ingress.recovery.retention_filter import RetentionFilter, SourcedRow, sourced_rows
+from ingress.recovery.stream_archive import (
+    ArchiveConsumer,
+    restorable_consumers,
+    with_guard_subject,
+    with_replicas,
+    without_guard_subject,
+)
 from tests.support import compaction
 from tests.support.clock import ManualClock
 from tests.support.segments import CHAIN, batch_of, footer_of, message

@@ -18,11 +18,11 @@ from common.objects.port import ObjectStore
 from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import ReportError, Stop
-from ingress.restore.archive import KEEP_ALIVE_FRAME
-from ingress.restore.plan import RestoreRequest
-from ingress.restore.preflight import PreflightResult, archive_writer
-from ingress.restore.restore import Restore
-from ingress.restore.upload import WINDOW_BYTES, ArchiveUpload
+from ingress.recovery.plan import RestoreRequest
+from ingress.recovery.preflight import PreflightResult, archive_writer
+from ingress.recovery.restore import Restore
+from ingress.recovery.stream_archive import KEEP_ALIVE_FRAME
+from ingress.recovery.upload import WINDOW_BYTES, ArchiveUpload
 from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, Archive

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import ingress.restore.restore
-from ingress.restore.guard import GuardedStream
-from ingress.restore.history import ArchivedHistory
+import ingress.recovery.restore
+from ingress.recovery.guard import GuardedStream
+from ingress.recovery.history import ArchivedHistory
 from tests.sim.mutants.registry import change, mutant
 
 
@@ -33,4 +33,4 @@ def restored_without_a_guard() -> None:
     def made(guarded: Any) -> Any:
         return lambda config, marker: {**guarded(config, marker), "subjects": config["subjects"]}
 
-    change(ingress.restore.restore, "guarded_config", made)
+    change(ingress.recovery.restore, "guarded_config", made)

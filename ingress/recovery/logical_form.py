@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.archive.captures import CapturedConsumer
-from ingress.restore.archive import (
+from ingress.recovery.stream_archive import (
     MAX_FRAME_BYTES,
     S2_HEADER,
     ArchiveState,

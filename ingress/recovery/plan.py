@@ -28,9 +28,16 @@ from common.nats.api import RESTORE_KEY, RESTORE_PREFIX
 from common.sequences import SequenceRange
 from common.settings.types import duration_words, format_count, size_words
 from common.subjects import covers
-from ingress.replay.plan import ReplayChain, ReplayPart, ReplayPlan, time_text
-from ingress.restore.archive import ArchiveState
-from ingress.restore.fold import PER_SUBJECT_KEY, RetentionFilter, SourcedRow, config_changes, is_raised, limit_of
+from ingress.recovery.ranges import ReplayChain, ReplayPart, ReplayPlan, time_text
+from ingress.recovery.retention_filter import (
+    PER_SUBJECT_KEY,
+    RetentionFilter,
+    SourcedRow,
+    config_changes,
+    is_raised,
+    limit_of,
+)
+from ingress.recovery.stream_archive import ArchiveState
 
 
 @dataclass(frozen=True, slots=True)

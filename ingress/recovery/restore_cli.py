@@ -29,12 +29,12 @@ from common.cli import (
 )
 from common.errors import UsageError
 from common.open import load_settings, open_for_work
-from ingress.replay.cli import echo_lines, resolve_times
+from ingress.recovery.replay_cli import echo_lines, resolve_times
 
 if TYPE_CHECKING:
-    from ingress.replay.drill import DrillReport
-    from ingress.restore.drill import ExactReport
-    from ingress.restore.plan import RestoreRequest
+    from ingress.recovery.drill import DrillReport
+    from ingress.recovery.exact_drill import ExactReport
+    from ingress.recovery.plan import RestoreRequest
 
 
 @click.command()
@@ -102,8 +102,8 @@ async def restore(
     from common.service.progress import Progress
     from common.settings.types import is_filter
     from common.subjects import first_overlap, overlaps
-    from ingress.restore.plan import RestoreRequest
-    from ingress.restore.restore import Restore
+    from ingress.recovery.plan import RestoreRequest
+    from ingress.recovery.restore import Restore
 
     if selector.partition is not None:
         raise UsageError(f"expected SITE/FEED[/INCARNATION], found partition {selector.partition}: all are restored")
@@ -204,9 +204,9 @@ async def drill(
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
     from common.service.progress import Progress
-    from ingress.replay.drill import SCRATCH_PREFIX, Drill
-    from ingress.replay.request import ReplayRequest
-    from ingress.restore.drill import ExactDrill
+    from ingress.recovery.drill import SCRATCH_PREFIX, Drill
+    from ingress.recovery.exact_drill import ExactDrill
+    from ingress.recovery.request import ReplayRequest
 
     exact = {key: args.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
     is_exact, storage = exact.pop("exact"), args.pop("storage")
@@ -243,7 +243,7 @@ def _check_drill(is_exact: bool, args: Mapping[str, Any]) -> None:
 
 
 def _exact_request(selector: ChainSelector, args: dict[str, Any], exact: dict[str, Any], now: float) -> RestoreRequest:
-    from ingress.restore.plan import RestoreRequest
+    from ingress.recovery.plan import RestoreRequest
 
     check_range(None, args["to_sequence"], None, args["until"])
     end = (args["to_sequence"], resolve_time(now, args["until"]))

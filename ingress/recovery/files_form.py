@@ -31,7 +31,8 @@ import pyarrow.compute as pc
 
 from common.archive.captures import CapturedConsumer
 from common.clock import NS_PER_S
-from ingress.restore.archive import (
+from ingress.recovery.highwayhash import hash_of, highwayhash64
+from ingress.recovery.stream_archive import (
     S2_HEADER,
     ArchiveState,
     RawColumns,
@@ -43,7 +44,6 @@ from ingress.restore.archive import (
     split_batch,
     varints,
 )
-from ingress.restore.highwayhash import hash_of, highwayhash64
 
 MAX_BLOCK_BYTES = 8 << 20  # bytes; the server's own limit
 ENCODED_BYTES = 2 << 20  # bytes of rows that are encoded at once

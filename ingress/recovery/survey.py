@@ -23,8 +23,8 @@ from common.hints import verify_command
 from common.nats.api import StreamInfo
 from common.sequences import SequenceRange, Stretch, cover, holes
 from common.service.process import ThreadPool
-from ingress.replay import target
-from ingress.replay.plan import (
+from ingress.recovery import target
+from ingress.recovery.ranges import (
     ArchivedSpan,
     ChainRange,
     ReplayChain,
@@ -35,9 +35,9 @@ from ingress.replay.plan import (
     clip_range,
     split_range,
 )
-from ingress.replay.receipt import StoredReplay, UnreadableReplay, other_replay_error, unreadable_replay_error
-from ingress.replay.request import ReplayHints, ReplayRequest
-from ingress.replay.source import hole_error, retention_error
+from ingress.recovery.receipt import StoredReplay, UnreadableReplay, other_replay_error, unreadable_replay_error
+from ingress.recovery.request import ReplayHints, ReplayRequest
+from ingress.recovery.source import hole_error, retention_error
 
 
 class SegmentTimes:

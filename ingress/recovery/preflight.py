@@ -23,11 +23,11 @@ from common.nats.kv import state_key
 from common.nats.lease import Leases, format_owner
 from common.nats.requests import ApiError
 from common.settings.types import format_count, size_words
-from ingress.restore.archive import ArchiveWriter
-from ingress.restore.files import FilesWriter
-from ingress.restore.history import repeat_command
-from ingress.restore.logical import LogicalWriter
-from ingress.restore.plan import RestorePlan, RestoreRequest
+from ingress.recovery.files_form import FilesWriter
+from ingress.recovery.history import repeat_command
+from ingress.recovery.logical_form import LogicalWriter
+from ingress.recovery.plan import RestorePlan, RestoreRequest
+from ingress.recovery.stream_archive import ArchiveWriter
 
 RUNS_CODE, ROOM_CODE = "E-RESTORE-RUNS", "E-RESTORE-ROOM"
 RESTORE_FAILED = 10062  # error of JetStream if it ends a restore

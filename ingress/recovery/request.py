@@ -18,7 +18,7 @@ from common.exits import choices, floe_command
 from common.hints import name_argument, option_words
 from common.sequences import SequenceRange
 from common.settings.types import format_duration, is_filter, is_subject
-from ingress.replay.pace import Pace
+from ingress.recovery.pace import Pace
 from ingress.verdict.settle import CONFIRM_INTERVAL_S
 
 

@@ -10,7 +10,7 @@ from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
-from ingress.replay.request import ReplayRequest
+from ingress.recovery.request import ReplayRequest
 
 # Reasons for the absence of a message that nobody chose to delete.
 LOSSY_REASONS = (Reason.SAMPLED_OUT, Reason.TOO_OLD, *UNREAD_REASONS, Reason.LOST)

@@ -37,11 +37,11 @@ from common.settings.service import ServiceSettings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, run_with
 from ingress.errors import most_important_error
-from ingress.replay.plan import ChainRange, ReplayPlan
-from ingress.replay.receipt import StoredReplay, receipt_key
-from ingress.replay.replay import Replay
-from ingress.replay.request import ReplayOptions, ReplayRequest, ReplayResult
-from ingress.replay.survey import known_chains
+from ingress.recovery.ranges import ChainRange, ReplayPlan
+from ingress.recovery.receipt import StoredReplay, receipt_key
+from ingress.recovery.replay import Replay
+from ingress.recovery.request import ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.survey import known_chains
 
 log = get_logger(__name__)
 

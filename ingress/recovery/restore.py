@@ -41,14 +41,11 @@ from common.settings.service import NatsSettings, ServiceSettings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, wait_done, wait_for
 from ingress.errors import is_transient
-from ingress.replay.drill import run_with_renewal
-from ingress.restore.archive import ArchiveWriter, split_batch, with_guard_subject
-from ingress.restore.compare import AtRest, Comparer, Comparison, Digests, SentRows, read_differences, wait_replicated
-from ingress.restore.fold import RetentionFilter, SourcedRow
-from ingress.restore.guard import GuardedStream
-from ingress.restore.history import EXPIRED_CODE, ArchivedHistory, repeat_command
-from ingress.restore.plan import RestorePlan, RestoreRequest, guarded_config, with_source_starts
-from ingress.restore.preflight import (
+from ingress.recovery.drill import run_with_renewal
+from ingress.recovery.guard import GuardedStream
+from ingress.recovery.history import EXPIRED_CODE, ArchivedHistory, repeat_command
+from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config, with_source_starts
+from ingress.recovery.preflight import (
     RESTORE_FAILED,
     ROOM_CODE,
     RUNS_CODE,
@@ -61,7 +58,18 @@ from ingress.restore.preflight import (
     room_error,
     stopped_error,
 )
-from ingress.restore.upload import ArchiveUpload
+from ingress.recovery.read_back import (
+    AtRest,
+    Comparer,
+    Comparison,
+    Digests,
+    SentRows,
+    read_differences,
+    wait_replicated,
+)
+from ingress.recovery.retention_filter import RetentionFilter, SourcedRow
+from ingress.recovery.stream_archive import ArchiveWriter, split_batch, with_guard_subject
+from ingress.recovery.upload import ArchiveUpload
 
 NAME_IN_USE = 10130  # error of a restore; also while the server still ends an earlier one, which it does not report
 CONSUMER_REFUSED_TEXT = "error restoring consumer"  # in RESTORE_FAILED: permanent; any other text may be temporary

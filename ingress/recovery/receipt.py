@@ -17,8 +17,8 @@ from common.nats.kv import KeyValue, KvEntry, state_key
 from common.sequences import SequenceRange
 from ingress.checkpoint import TargetState
 from ingress.checkpoint_store import from_json
-from ingress.replay.plan import ChainRange
-from ingress.replay.request import ReplayHints, ReplayRequest
+from ingress.recovery.ranges import ChainRange
+from ingress.recovery.request import ReplayHints, ReplayRequest
 
 REPLAY_ROLE = "replay"
 RECEIPT_VERSION = 1

@@ -7,10 +7,10 @@ from typing import Any
 from common.chain import Chain
 from common.errors import FloeError
 from common.settings.types import duration_words, format_count, size_words
-from ingress.replay.plan import ChainRange, ReplayPlan, time_text
-from ingress.replay.receipt import StoredReplay, UnreadableReplay
-from ingress.replay.request import ReplayRequest, ReplayResult
-from ingress.replay.survey import ReplayPreview, lossy_text
+from ingress.recovery.ranges import ChainRange, ReplayPlan, time_text
+from ingress.recovery.receipt import StoredReplay, UnreadableReplay
+from ingress.recovery.request import ReplayRequest, ReplayResult
+from ingress.recovery.survey import ReplayPreview, lossy_text
 
 
 @dataclass(frozen=True, slots=True)

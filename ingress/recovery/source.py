@@ -30,8 +30,8 @@ from common.tasks import Stop, run_until_stopped
 from ingress.chains.chain_state import ChainRegistry, ReadLimits
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, Intent, IntentPiece
-from ingress.replay.plan import ChainRange
-from ingress.replay.request import ReplayHints, ReplayRequest
+from ingress.recovery.ranges import ChainRange
+from ingress.recovery.request import ReplayHints, ReplayRequest
 from ingress.rows.decoder import DecodeOptions, Decoder, RelayFlags
 from ingress.rows.prepare import Prepared, Preparer, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, ReadyBlocks, Rows

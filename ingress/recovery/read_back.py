@@ -27,9 +27,9 @@ from common.nats.headers import header_value
 from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
 from common.settings.types import format_count
-from ingress.replay.drill import MAX_EXAMPLES, Differences, fingerprint
-from ingress.restore.archive import raw_columns, with_guard_subject
-from ingress.restore.plan import RestorePlan, guarded_config, own_metadata
+from ingress.recovery.drill import MAX_EXAMPLES, Differences, fingerprint
+from ingress.recovery.plan import RestorePlan, guarded_config, own_metadata
+from ingress.recovery.stream_archive import raw_columns, with_guard_subject
 
 DIGEST_ROWS = 10_000  # the most rows of one digest
 DIGEST_BYTES = 8 * 1024 * 1024  # bytes of one digest; approximate, because rows are added in batches

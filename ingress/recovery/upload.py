@@ -18,7 +18,7 @@ from common.nats.client import FloeClient, RawSubscription, frame
 from common.nats.headers import parse_status_line
 from common.nats.requests import NO_RESPONDERS_CODE, api_answer
 from common.tasks import PendingError, wait_done, wait_for
-from ingress.restore.archive import KEEP_ALIVE_FRAME
+from ingress.recovery.stream_archive import KEEP_ALIVE_FRAME
 
 WINDOW_BYTES = 8 * 1024 * 1024  # bytes that are sent and not answered; more would block the routes of a cluster
 MESSAGE_BYTES = 512 * 1024  # bytes of a message, at most

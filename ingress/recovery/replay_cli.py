@@ -57,10 +57,10 @@ async def replay(
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
     from common.service.progress import Progress
-    from ingress.replay.output import plan_json, plan_lines, result_line
-    from ingress.replay.pace import pace_of
-    from ingress.replay.replay import Replay
-    from ingress.replay.request import FLAG_OPTIONS, ReplayOptions, ReplayRequest
+    from ingress.recovery.pace import pace_of
+    from ingress.recovery.preview import plan_json, plan_lines, result_line
+    from ingress.recovery.replay import Replay
+    from ingress.recovery.request import FLAG_OPTIONS, ReplayOptions, ReplayRequest
 
     flags = {name: args.pop(name) for name in FLAG_OPTIONS}
     if not FEED_PATTERN.fullmatch(name := args["target"]):

@@ -24,11 +24,11 @@ from common.nats.lease import Lease, Leases, format_owner
 from common.nats.requests import ApiError
 from common.service.progress import Progress
 from common.tasks import Stop, wait_for
-from ingress.restore.archive import without_guard_subject
-from ingress.restore.compare import config_differences, stream_info_json
-from ingress.restore.history import repeat_command
-from ingress.restore.plan import PROMOTION_KEYS, RestorePlan
-from ingress.restore.preflight import foreign_stream_error, guarded_consumers, running_error, stopped_error
+from ingress.recovery.history import repeat_command
+from ingress.recovery.plan import PROMOTION_KEYS, RestorePlan
+from ingress.recovery.preflight import foreign_stream_error, guarded_consumers, running_error, stopped_error
+from ingress.recovery.read_back import config_differences, stream_info_json
+from ingress.recovery.stream_archive import without_guard_subject
 
 log = get_logger(__name__)
 

@@ -16,9 +16,9 @@ from common.nats.requests import ApiError
 from common.settings.types import format_size
 from ingress.checkpoint_store import STATE_ROLE as INGRESS
 from ingress.preflight import add_command, config_problems
-from ingress.replay.plan import ReplayPlan
-from ingress.replay.request import ReplayHints, ReplayRequest
-from ingress.replay.source import target_settings
+from ingress.recovery.ranges import ReplayPlan
+from ingress.recovery.request import ReplayHints, ReplayRequest
+from ingress.recovery.source import target_settings
 
 log = get_logger(__name__)
 

@@ -29,11 +29,11 @@ from common.settings.root import Settings
 from common.settings.service import NatsSettings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop
-from ingress.replay.drill import SCRATCH_PREFIX, ScratchStreams, run_with_renewal
-from ingress.restore.compare import read_differences
-from ingress.restore.plan import RestoreRequest
-from ingress.restore.preflight import room_error
-from ingress.restore.restore import Restore, RestoreReport, RestoreTuning
+from ingress.recovery.drill import SCRATCH_PREFIX, ScratchStreams, run_with_renewal
+from ingress.recovery.plan import RestoreRequest
+from ingress.recovery.preflight import room_error
+from ingress.recovery.read_back import read_differences
+from ingress.recovery.restore import Restore, RestoreReport, RestoreTuning
 
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024  # bytes of a message, for a server that Floe starts: the maximum of nats-server
 CONSUMER_CHECKS = 10  # checks of the consumers, a second apart: in a cluster their positions arrive late

@@ -37,13 +37,13 @@ from ingress.errors import is_transient, most_important_error
 from ingress.preflight import limits_from
 from ingress.publishers.choose import PUBLISHERS, choose_publisher, objections
 from ingress.publishers.publisher import Publisher, Replies
-from ingress.replay import target
-from ingress.replay.output import ReplayProgress, progress_line, progress_of
-from ingress.replay.pace import Interrupted, PacedPublisher
-from ingress.replay.receipt import Receipt, ReceiptBucket, StoredReplay, UnreadableReplay, load_replay, receipt_key
-from ingress.replay.request import ReplayHints, ReplayOptions, ReplayRequest, ReplayResult
-from ingress.replay.source import ReplayRegistry, ReplaySource, target_settings
-from ingress.replay.survey import ReplayPreview, ReplaySurvey, check_plan, resumable_replay
+from ingress.recovery import target
+from ingress.recovery.pace import Interrupted, PacedPublisher
+from ingress.recovery.preview import ReplayProgress, progress_line, progress_of
+from ingress.recovery.receipt import Receipt, ReceiptBucket, StoredReplay, UnreadableReplay, load_replay, receipt_key
+from ingress.recovery.request import ReplayHints, ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.source import ReplayRegistry, ReplaySource, target_settings
+from ingress.recovery.survey import ReplayPreview, ReplaySurvey, check_plan, resumable_replay
 from ingress.rows.prepare import TargetLimits
 from ingress.verdict.settle import TargetReconciler
 from ingress.verdict.verdict import Finding, IntentVerdict, TargetErrors, TargetReading, TargetStream

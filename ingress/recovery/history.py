@@ -41,12 +41,7 @@ from common.service.process import ThreadPool
 from common.service.progress import Progress, format_share
 from common.settings.types import format_count
 from common.tasks import Stop
-from ingress.replay.plan import ChainRange, ReplayChain
-from ingress.replay.request import ReplayRequest
-from ingress.replay.survey import ReplaySurvey, SegmentTimes, known_chains
-from ingress.restore.archive import as_pull_consumer, restorable_consumers, with_replicas
-from ingress.restore.fold import SourcedRow, sourced_rows
-from ingress.restore.plan import (
+from ingress.recovery.plan import (
     AT_OR_BEFORE_TEXT,
     SELECTION_REASONS,
     LateBegin,
@@ -66,6 +61,11 @@ from ingress.restore.plan import (
     unarchived_line,
     unrestored_keys,
 )
+from ingress.recovery.ranges import ChainRange, ReplayChain
+from ingress.recovery.request import ReplayRequest
+from ingress.recovery.retention_filter import SourcedRow, sourced_rows
+from ingress.recovery.stream_archive import as_pull_consumer, restorable_consumers, with_replicas
+from ingress.recovery.survey import ReplaySurvey, SegmentTimes, known_chains
 
 STORE_BACKOFF = doubling_delays(1.0, 15.0)  # seconds between attempts to read from an unavailable store
 TIME_COLUMNS = ("sequence", "timestamp_ns")
