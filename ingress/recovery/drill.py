@@ -1,214 +1,55 @@
-"""A drill: replay a part of the archive into a scratch stream, read it back and compare it."""
+"""Drills: bring a stream back under a scratch name, compare it with the archive, and remove it.
+
+`Drill` replays a part of the archive, and compares row by row. `ExactDrill` restores the whole stream, and compares
+everything; its stream keeps the guard of a restore, so no producer and no reader of the real stream reaches it, and its
+consumers deliver to nobody. It is on the server that `floe restore` would choose, or on one started for the drill.
+"""
 
 from __future__ import annotations
 
 import secrets
-from array import array
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from hashlib import blake2b
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import SecretStr
 
 from common.archive.columns import messages
 from common.archive.documents import ChainStore
 from common.archive.scan import ChainArchive, Hole, Problem, Scan
 from common.archive.segment import Message
 from common.archive.store import SegmentStore
+from common.archive.writer import Spool
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import FloeError, Stopped, Unavailable
-from common.exits import EXIT_DIFFERENCES, choices, floe_command
-from common.logs import get_logger
-from common.nats.api import RESTORE_PREFIX, create_stream, delete_stream, query, stream_info
-from common.nats.buckets import open_leases
+from common.errors import ConfigError, Stopped, Unavailable
+from common.exits import EXIT_DIFFERENCES, INSTALL_ALL, choices, floe_command
+from common.nats.api import create_stream, stream_info
 from common.nats.client import FloeClient
 from common.nats.headers import split_provenance
-from common.nats.kv import BucketDeleted, KeyValue, state_key
-from common.nats.lease import Lease, Leases, new_owner
 from common.nats.pull import for_each_message
+from common.nats.requests import ApiError
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.settings.root import Settings
-from common.settings.service import ServiceSettings
+from common.settings.service import NatsSettings
 from common.settings.types import duration_words, format_count, size_words
-from common.tasks import Stop, run_with
-from ingress.errors import most_important_error
+from common.tasks import Stop
+from ingress.recovery.compare import Differences, MessageTrail, compare_trails
+from ingress.recovery.plan import RestoreRequest
+from ingress.recovery.preflight import room_error
 from ingress.recovery.ranges import ChainRange, ReplayPlan
-from ingress.recovery.receipt import StoredReplay, receipt_key
+from ingress.recovery.read_back import read_differences
+from ingress.recovery.receipt import StoredReplay
 from ingress.recovery.replay import Replay
 from ingress.recovery.request import ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.restore import Restore, RestoreReport, RestoreTuning
+from ingress.recovery.scratch import SCRATCH_PREFIX, SCRATCH_SUBJECT_ROOT, ScratchStreams, scratch_config
 from ingress.recovery.survey import known_chains
-
-log = get_logger(__name__)
-
-T = TypeVar("T")
-
-
-MAX_EXAMPLES = 5
-
-
-@dataclass(slots=True)
-class MessageTrail:
-    """The messages of one chain in the order in which they were read: 16 bytes each."""
-
-    sequences: array[int] = field(default_factory=lambda: array("Q"))
-    fingerprints: array[int] = field(default_factory=lambda: array("Q"))
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def add(self, message: Message) -> None:
-        self.sequences.append(message.sequence)
-        self.fingerprints.append(fingerprint(message))
-
-
-def fingerprint(message: Message) -> int:
-    """Return 64 bits over time, subject, header block and payload; no headers and an empty block differ."""
-    digest = blake2b(b"%d:" % message.timestamp_ns, digest_size=8)
-    for part in (message.subject, message.headers, message.payload):
-        digest.update(b"-" if part is None else b"%d:" % len(part))
-        digest.update(part or b"")
-    return int.from_bytes(digest.digest(), "big")
-
-
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """Counts of messages. `unexpected`: found, but not in the archive. `examples`: a few lines."""
-
-    expected: int = 0
-    found: int = 0
-    lost: int = 0
-    repeated: int = 0
-    out_of_order: int = 0
-    altered: int = 0
-    unexpected: int = 0
-    examples: tuple[str, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.lost or self.repeated or self.out_of_order or self.altered or self.unexpected)
-
-    def plus(self, other: Differences) -> Differences:
-        ours, theirs = asdict(self), asdict(other)
-        sums = {name: ours[name] + theirs[name] for name in ours}
-        return Differences(**{**sums, "examples": sums["examples"][:MAX_EXAMPLES]})
-
-    def line(self) -> str:
-        return (
-            f"lost {self.lost:,}, repeated {self.repeated:,}, out of order {self.out_of_order:,}, "
-            f"altered {self.altered:,}, unexpected {self.unexpected:,}"
-        )
-
-
-def compare_trails(expected: MessageTrail, found: MessageTrail, name: str = "") -> Differences:
-    """Compare the messages `expected` (ascending, each once) with those that were `found`."""
-    seen, newest, examples = bytearray(len(expected)), 0, []
-    counts = dict.fromkeys(("repeated", "out_of_order", "altered", "unexpected"), 0)
-    for sequence, print_ in zip(found.sequences, found.fingerprints, strict=True):
-        place = bisect_left(expected.sequences, sequence)
-        wrong = ""
-        if place == len(expected) or expected.sequences[place] != sequence:
-            wrong = "unexpected"
-        elif seen[place]:
-            wrong = "repeated"
-        else:
-            seen[place] = 1
-            if sequence < newest:
-                wrong = "out_of_order"
-            elif expected.fingerprints[place] != print_:
-                wrong = "altered"
-        newest = max(newest, sequence)
-        if wrong:
-            counts[wrong] += 1
-            examples.append(f"{name} {sequence}: {wrong.replace('_', ' ')}")
-            del examples[MAX_EXAMPLES:]
-    lost = [sequence for sequence, is_found in zip(expected.sequences, seen, strict=True) if not is_found]
-    examples += [f"{name} {sequence}: lost" for sequence in lost[:MAX_EXAMPLES]]
-    return Differences(len(expected), len(found), len(lost), **counts, examples=tuple(examples[:MAX_EXAMPLES]))
-
-
-SCRATCH_PREFIX = "FLOE_DRILL_"
-SCRATCH_SUBJECT_ROOT = "_floe_drill"
-
-
-def scratch_config(stream: str, prefix: str, storage: str, most_bytes: int) -> dict[str, object]:
-    return {
-        "name": stream,
-        "description": "scratch of floe drill; may be deleted",
-        "subjects": [f"{prefix}.>"],
-        "storage": storage,
-        "num_replicas": 1,
-        "retention": "limits",
-        "discard": "new",
-        "max_bytes": most_bytes,
-        "allow_direct": True,
-        "allow_atomic": True,
-        "allow_batched": True,
-    }
-
-
-async def run_with_renewal(lease: Lease, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; renew the lease meanwhile. Raises the most important error of both. A lost lease
-    does not end `work`.
-    """
-    results = list[T]()
-
-    async def main() -> None:
-        results.append(await work)
-
-    try:
-        await run_with(main(), lease.run_renewals())
-    except BaseExceptionGroup as errors:
-        raise most_important_error(errors) from None
-    return results[0]
-
-
-class ScratchStreams:
-    """The scratch streams of one server. `settings`: of the service that the buckets belong to."""
-
-    def __init__(self, client: FloeClient, settings: ServiceSettings, instance: str, clock: Clock) -> None:
-        self._client, self._settings, self._clock = client, settings, clock
-        self._owner = new_owner(instance)
-
-    @asynccontextmanager
-    async def hold(self, stream: str) -> AsyncIterator[Lease]:
-        """Hold the lease that marks the stream as in use. Remove the stream and its state at the end."""
-        if (lease := await (await self._leases()).acquire(state_key("drill", stream))) is None:
-            raise Unavailable(f"drill {stream}: another one has this name")
-        try:
-            yield lease
-        finally:
-            await self.remove(stream)
-            await lease.release()
-
-    async def remove(self, stream: str) -> None:
-        try:
-            await delete_stream(self._client, stream)
-            state = KeyValue(self._client, self._settings.state_bucket)
-            with suppress(BucketDeleted):
-                if await state.get(receipt_key(stream)) is not None:
-                    await state.delete(receipt_key(stream))
-        except FloeError as error:
-            log.warning("scratch stream kept", action="scratch_stream_kept", stream=stream, error=str(error))
-
-    async def remove_leftovers(self) -> list[str]:
-        """Remove the streams that former drills left, also exact ones. Return their names."""
-        leases, names = await self._leases(), list[str]()
-        for subject in (f"{SCRATCH_SUBJECT_ROOT}.>", f"{RESTORE_PREFIX}>"):
-            answer = await query(self._client, "STREAM.NAMES", {"subject": subject})
-            names += [str(name) for name in answer.get("streams") or [] if str(name).startswith(SCRATCH_PREFIX)]
-        left = [name for name in names if await leases.get_owner(state_key("drill", name)) is None]
-        for name in left:
-            await self.remove(name)
-        return left
-
-    async def _leases(self) -> Leases:
-        return await open_leases(self._client, self._settings, self._owner, self._clock)
-
 
 DEFAULT_SEQUENCES = 10_000  # the range of a drill without bounds
 SCRATCH_SLACK_BYTES = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
@@ -302,9 +143,6 @@ class Drill:
             self._threads.close()
 
     async def _run_scratch(self, work: Replay, client: FloeClient, stop: Stop) -> DrillReport:
-        scratch = ScratchStreams(client, work.service, self._settings.instance, self._clock)
-        for name in await scratch.remove_leftovers():
-            self._progress.print(f"removed {name}, a leftover of an earlier drill")
         preview = await work.preview(client)
         plan, notes = preview.plan, preview.notes
 
@@ -313,8 +151,8 @@ class Drill:
             await create_stream(client, scratch_config(self.stream, self.prefix, self._storage, most))
             return replace(await self._replay_and_compare(work, client, plan, stop), notes=notes)
 
-        async with scratch.hold(self.stream) as lease:
-            return await run_with_renewal(lease, main())
+        scratch = ScratchStreams(client, work.service, self._settings.instance, self._clock, self._progress)
+        return await scratch.run(self.stream, main)
 
     async def _replay_and_compare(self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: Stop) -> DrillReport:
         result = await work.run(client, stop)
@@ -396,3 +234,137 @@ class Drill:
         archives = [ChainArchive.listed(self._store, chain) for chain in chains]
         whole = sum(each.segment.size for archive in archives for each in archive.covers())
         return result.seconds * whole / drilled
+
+
+# An exact drill: a restore of the whole stream
+
+MAX_PAYLOAD_BYTES = 64 * 1024 * 1024  # bytes of a message, for a server that Floe starts: the maximum of nats-server
+CONSUMER_CHECKS = 10  # checks of the consumers, a second apart: in a cluster their positions arrive late
+
+
+class LocalServer(Protocol):
+    """A nats-server that Floe starts."""
+
+    @property
+    def url(self) -> str: ...
+
+    def start(self) -> None:
+        """Start the server and return when JetStream is ready. Raises RuntimeError."""
+
+    def close(self) -> None:
+        """Stop the process that `start` started, and no other."""
+
+
+#: Makes a server that stores everything in one folder. Its arguments are the folder, `users` (passwords by name) and
+#: `max_payload`. Raises FileNotFoundError if the program is not installed.
+LocalServerMaker = Callable[..., LocalServer]
+
+
+@dataclass(frozen=True, slots=True)
+class ExactReport:
+    """The result of an exact drill. `differences`: those in the configuration and the consumers, as text."""
+
+    restored: RestoreReport
+    server: str
+    differences: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_DIFFERENCES if self.differences or not self.restored.comparison.is_same else 0
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.restored.as_json()
+        return {
+            **found,
+            "ok": self.exit_code == 0,
+            "server": self.server,
+            "differences": [*found["differences"], *self.differences],
+        }
+
+    def lines(self) -> Iterator[str]:
+        done, found = self.restored, self.restored.comparison
+        request, consumers = done.plan.request, format_count(len(done.plan.consumers), "consumer")
+        rate = f"{done.rows / max(done.seconds, 0.001):,.0f} msg/s"
+        took = f"{size_words(done.bytes)} sent in {duration_words(done.seconds)}, {rate}"
+        yield f"{request.site}/{request.feed}: {format_count(done.rows, 'message')}, {took}, on {self.server}"
+        if self.exit_code == 0:
+            yield f"as in the archive: {found.rows_read:,} read back, state, configuration, {consumers}"
+        else:
+            yield f"NOT as archived: {found.differences.line()}"
+        yield from found.state_differences
+        yield from found.differences.examples
+        yield from self.differences
+        if found.dropped:
+            yield f"{format_count(found.dropped, 'message')} dropped by the server: limits, TTL, or acknowledged by all"
+
+
+class ExactDrill:
+    """One exact drill of a feed. `make_server`: None for the server that `floe restore` would choose."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        request: RestoreRequest,
+        store: SegmentStore,
+        documents: ChainStore,
+        clock: Clock,
+        progress: Progress,
+        make_server: LocalServerMaker | None = None,
+    ) -> None:
+        if make_server is not None:
+            request = replace(request, replicas=1, server="local")
+        self._request = replace(request, name=SCRATCH_PREFIX + secrets.token_hex(6), promote=False)
+        self._settings, self._clock, self._progress, self._make_server = settings, clock, progress, make_server
+        # The scratch name is random, so one check that it is free is enough.
+        tuning = RestoreTuning(name_checks=1)
+        self._restore = Restore(settings, self._request, store, documents, clock, progress, tuning)
+
+    async def run(self, stop: Stop) -> ExactReport:
+        """Run the drill. In every case, remove the stream, and the server that was started.
+
+        Raises the errors of `Restore.run`, and Unavailable if `stop` is set before the end.
+        """
+        if self._make_server is None:
+            async with self._restore.open_connection() as client:
+                return await self._run_on_shared_server(client, stop)
+        async with self._start_local_server(self._make_server) as nats, self._restore.open_connection(nats) as client:
+            return await self._run_and_compare(client, stop, "a server of its own")
+
+    async def _run_on_shared_server(self, client: FloeClient, stop: Stop) -> ExactReport:
+        """Drill on a server that others use, under a lease: a stream without one is a leftover for the next drill."""
+        scratch = ScratchStreams(client, self._restore.service, self._settings.instance, self._clock, self._progress)
+        try:
+            return await scratch.run(self._request.name, lambda: self._run_and_compare(client, stop, "the server"))
+        except ApiError as error:  # for example of the lease bucket
+            if (full := await room_error(client, error, self._request, self._request.name)) is None:
+                raise
+            raise full from error
+
+    async def _run_and_compare(self, client: FloeClient, stop: Stop, server: str) -> ExactReport:
+        restored = await self._restore.run(client, stop)
+        differences = list[str]()
+        for check in range(CONSUMER_CHECKS):
+            if check:
+                await self._clock.sleep(1.0)
+            if not (differences := await read_differences(client, restored.plan)) or stop.is_set:
+                break
+        version = ".".join(map(str, client.server_version))
+        return ExactReport(restored, f"{server}, nats-server {version}", tuple(differences))
+
+    @asynccontextmanager
+    async def _start_local_server(self, make: LocalServerMaker) -> AsyncIterator[NatsSettings]:
+        """Start a server on loopback that only this process may use, and that ends with it."""
+        folder, password = self._settings.spool_dir, secrets.token_urlsafe(24)
+        with closing(Spool(Path(folder) if folder else None)) as spool:
+            home = spool.new_folder()
+            try:
+                server = make(home, users={"floe": password}, max_payload=MAX_PAYLOAD_BYTES)
+            except FileNotFoundError as error:
+                raise ConfigError(str(error), hint=INSTALL_ALL, code="E-DRILL-SERVER") from error
+            with closing(ThreadPool("drill", 1)) as threads, closing(server):
+                self._progress.print(f"starting a nats-server in {home}")
+                try:
+                    await threads.run(server.start)
+                except RuntimeError as error:
+                    raise Unavailable(str(error), code="E-DRILL-SERVER") from error
+                yield NatsSettings(url=(server.url,), user="floe", password=SecretStr(password))

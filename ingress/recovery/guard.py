@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from common.clock import Clock, parse_time
 from common.errors import ConfigError, LeaseLost, OutcomeUnknown, Stopped
@@ -23,7 +23,8 @@ from common.nats.kv import state_key
 from common.nats.lease import Lease, Leases, format_owner
 from common.nats.requests import ApiError
 from common.service.progress import Progress
-from common.tasks import Stop, wait_for
+from common.tasks import Stop, run_with, wait_for
+from ingress.errors import most_important_error
 from ingress.recovery.history import repeat_command
 from ingress.recovery.plan import PROMOTION_KEYS, RestorePlan
 from ingress.recovery.preflight import foreign_stream_error, guarded_consumers, running_error, stopped_error
@@ -32,7 +33,31 @@ from ingress.recovery.stream_archive import without_guard_subject
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
+
 SUBSCRIPTION_EXISTS = 10013  # error of an update of `deliver_subject`: a client subscribes to the current one
+
+
+async def run_with_renewal(lease: Lease, work: Coroutine[Any, Any, T], lost: LeaseLost | None = None) -> T:
+    """Return the result of `work`; renew the lease meanwhile. Raises the most important error of both.
+
+    `lost`: raised once the lease is lost; None if the work checks that itself, where it matters.
+    """
+    results = list[T]()
+
+    async def main() -> None:
+        results.append(await work)
+
+    async def renew() -> None:
+        await lease.run_renewals()
+        if lost is not None:
+            raise lost
+
+    try:
+        await run_with(main(), renew())
+    except BaseExceptionGroup as errors:
+        raise most_important_error(errors) from None
+    return results[0]
 
 
 class GuardedStream:

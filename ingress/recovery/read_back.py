@@ -27,7 +27,7 @@ from common.nats.headers import header_value
 from common.nats.pull import StartAt, scan
 from common.sequences import SequenceRange
 from common.settings.types import format_count
-from ingress.recovery.drill import MAX_EXAMPLES, Differences, fingerprint
+from ingress.recovery.compare import MAX_EXAMPLES, Differences, fingerprint
 from ingress.recovery.plan import RestorePlan, guarded_config, own_metadata
 from ingress.recovery.stream_archive import raw_columns, with_guard_subject
 

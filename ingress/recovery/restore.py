@@ -41,8 +41,7 @@ from common.settings.service import NatsSettings, ServiceSettings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop, wait_done, wait_for
 from ingress.errors import is_transient
-from ingress.recovery.drill import run_with_renewal
-from ingress.recovery.guard import GuardedStream
+from ingress.recovery.guard import GuardedStream, run_with_renewal
 from ingress.recovery.history import EXPIRED_CODE, ArchivedHistory, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config, with_source_starts
 from ingress.recovery.preflight import (

@@ -32,8 +32,7 @@ from common.open import load_settings, open_for_work
 from ingress.recovery.replay_cli import echo_lines, resolve_times
 
 if TYPE_CHECKING:
-    from ingress.recovery.drill import DrillReport
-    from ingress.recovery.exact_drill import ExactReport
+    from ingress.recovery.drill import DrillReport, ExactReport
     from ingress.recovery.plan import RestoreRequest
 
 
@@ -204,9 +203,9 @@ async def drill(
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
     from common.service.progress import Progress
-    from ingress.recovery.drill import SCRATCH_PREFIX, Drill
-    from ingress.recovery.exact_drill import ExactDrill
+    from ingress.recovery.drill import Drill, ExactDrill
     from ingress.recovery.request import ReplayRequest
+    from ingress.recovery.scratch import SCRATCH_PREFIX
 
     exact = {key: args.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
     is_exact, storage = exact.pop("exact"), args.pop("storage")

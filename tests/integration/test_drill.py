@@ -21,10 +21,10 @@ from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.tasks import Stop
 from infra.local.nats import NatsServer
-from ingress.recovery.drill import SCRATCH_PREFIX
-from ingress.recovery.exact_drill import ExactDrill, LocalServerMaker
+from ingress.recovery.drill import ExactDrill, LocalServerMaker
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.read_back import read_differences
+from ingress.recovery.scratch import SCRATCH_PREFIX
 from tests.scenarios.processes import Service
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, soon, unique

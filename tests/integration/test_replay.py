@@ -32,11 +32,11 @@ from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.settings.egress import EgressSettings
 from common.tasks import Stop
-from ingress.recovery.drill import ScratchStreams
 from ingress.recovery.pace import Pace
 from ingress.recovery.preview import plan_json, plan_lines
 from ingress.recovery.replay import Replay
 from ingress.recovery.request import ReplayOptions, ReplayRequest, ReplayResult
+from ingress.recovery.scratch import ScratchStreams
 from tests.support.basics import soon, unique
 from tests.support.commands import run_here
 from tests.support.egress import SITE, Bench
@@ -423,7 +423,8 @@ async def test_the_first_replay_or_drill_makes_buckets_as_ingress_or_egress_woul
     world.fill((1, 10))
     await world.make()
     assert (await world.run()).finished
-    await ScratchStreams(world.client, drilling.settings().ingress, "", SystemClock()).remove_leftovers()
+    scratch = ScratchStreams(world.client, drilling.settings().ingress, "", SystemClock(), Progress())
+    await scratch.remove_leftovers()
     for bucket in (world.centre.lease_bucket, world.centre.state_bucket, drilling.lease_bucket):
         info = await stream_info(world.client, f"KV_{bucket}")
         assert info is not None

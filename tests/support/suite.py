@@ -46,8 +46,9 @@ def main() -> int:
             each.wait()
     output = "\n".join(line for line in done.stdout.splitlines() if " passed" in line or " failed" in line) or "nothing"
     found = {"commit": commit, "at": at, "load": load, "busy": busy, **counted(output, time.monotonic() - began)}
-    if failures := re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", done.stdout, re.MULTILINE):
+    if failures := re.findall(r"^(?:FAILED|ERROR) (tests/.*)", done.stdout, re.MULTILINE):
         found["failures"] = failures
+        print(done.stdout, file=sys.stderr)
     runs = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else []
     EVIDENCE.write_text(json.dumps({"runs": [*runs, found]}, indent=1) + "\n")
     print(json.dumps(found))

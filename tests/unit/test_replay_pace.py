@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -11,12 +12,13 @@ import pytest
 from common.archive.keys import SegmentName
 from common.archive.segment import Message
 from common.chain import Chain
-from common.errors import UsageError
+from common.errors import LeaseLost, UsageError
 from common.sequences import SequenceRange
 from common.tasks import Stop
 from ingress.checkpoint import IntentPiece
 from ingress.publishers.publisher import Outcome
-from ingress.recovery.drill import Differences, MessageTrail, compare_trails
+from ingress.recovery.compare import Differences, MessageTrail, compare_trails
+from ingress.recovery.guard import run_with_renewal
 from ingress.recovery.pace import Interrupted, Pace, PacedPublisher, RowsPrefix, pace_of
 from ingress.recovery.preview import progress_line, progress_of
 from ingress.recovery.ranges import ChainRange, split_range
@@ -138,3 +140,21 @@ def test_the_comparison_finds_each_difference() -> None:
         assert (found, found.is_empty) == (Differences(**wanted), not differences)
     summed = compare_trails(expected, trail_of(one)).plus(compare_trails(expected, trail_of(one, one, two, three)))
     assert (summed.expected, summed.lost, summed.repeated) == (6, 2, 1)
+
+
+class LostLease:
+    """A lease whose renewal ends, as it does once the lease is lost."""
+
+    async def run_renewals(self) -> None:
+        await asyncio.sleep(0)
+
+
+async def test_a_drill_ends_with_its_lease_and_a_restore_checks_its_lease_itself() -> None:
+    async def work() -> str:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return "done"
+
+    assert await run_with_renewal(LostLease(), work()) == "done"  # type: ignore[arg-type]
+    with pytest.raises(LeaseLost):
+        await run_with_renewal(LostLease(), work(), LeaseLost("drill: its lease was lost"))  # type: ignore[arg-type]

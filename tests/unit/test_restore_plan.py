@@ -19,8 +19,11 @@ from common.errors import Unavailable
 from common.nats.api import RESTORE_KEY
 from common.nats.requests import ApiError
 from common.sequences import SequenceRange, Stretch
-from ingress.recovery import compare
 from ingress.recovery import plan as planning
+from ingress.recovery import read_back
+from ingress.recovery.history import merge_rows, repeat_command
+from ingress.recovery.plan import RestorePlan, RestoreRequest
+from ingress.recovery.preflight import as_room_error, room_shortage
 from ingress.recovery.ranges import ChainRange, ReplayChain, ReplayPart
 from ingress.recovery.read_back import (
     DIGEST_BYTES,
@@ -34,7 +37,6 @@ from ingress.recovery.read_back import (
 )
 from ingress.recovery.retention_filter import RetentionFilter, SourcedRow, sourced_rows
 from ingress.recovery.stream_archive import (
-    ArchiveConsumer,
     restorable_consumers,
     with_guard_subject,
     with_replicas,
@@ -445,8 +447,8 @@ async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_y
     async def no_consumers(*_: object) -> list[Any]:
         return []
 
-    monkeypatch.setattr(compare, "stream_info_json", info)
-    monkeypatch.setattr(compare, "list_consumers", no_consumers)
+    monkeypatch.setattr(read_back, "stream_info_json", info)
+    monkeypatch.setattr(read_back, "list_consumers", no_consumers)
     assert await wait_replicated(None, "S", [], ManualClock(), AtRest()) == ["a", "b", "c"]  # type: ignore[arg-type]
     answers += [()] * 1000
     with pytest.raises(Unavailable, match="found 2 missing or behind"):
