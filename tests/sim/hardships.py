@@ -1,7 +1,8 @@
-"""Ordinary servers and stores with which Floe once failed to start, or lost its position: one of them in a world."""
+"""Hardships: servers and stores with which Floe once failed, and a hostile site. At most one of them is in a world."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -19,11 +20,13 @@ LATER = (
 SMALL_BATCH = 20  # messages that a server gives to one request
 BUSY = 18.0  # seconds from the start in which a store answers "later"
 LOST = 6.0, 30.0  # seconds within which a bucket is set back
+HOSTILE_SITE, HOSTILE_FOR = "evil", 40.0  # seconds in which it writes
 
 
 class Hardship:
     """One of HARDSHIPS: a store that is busy at the start, one without conditions, a server that takes small requests
-    only, a bucket that is set back to an older copy of itself, hosts with full disks for a while.
+    only, a bucket that is set back to an older copy of itself, hosts with full disks for a while, another site that
+    fills its part of the bucket with what it finds elsewhere.
     """
 
     def __init__(self, kind: str, nats: SimNats, objects: SimObjects) -> None:
@@ -52,6 +55,18 @@ class Hardship:
             at, full = self._rng.uniform(2, 25), self.world.full_disks
             self.world.at(at, partial(full.add, host))
             self.world.at(at + self._rng.uniform(2, 20), partial(full.discard, host))
+
+    def _hostile(self) -> None:
+        """Copy objects of the others, whole or in part, to many chains of another site."""
+        found = [key for key in self._objects.keys if "/partition=" in key and f"={HOSTILE_SITE}/" not in key]
+        for key in self._rng.sample(found, min(4, len(found))):
+            body, (head, _, rest) = self._objects.kept[key][0], key.partition("/partition=")
+            site, name = re.sub("site=[^/]+", f"site={HOSTILE_SITE}", head), rest.partition("/")[2]
+            for number in self._rng.sample(range(500), 8):
+                data = self._rng.choice([body, body[: len(body) // 2], self._rng.randbytes(50)])
+                self._objects.plant(f"{site}/partition={number}/{name}", data)
+        if self.world.now < HOSTILE_FOR:
+            self.world.at(self._rng.uniform(0.5, 4), self._hostile)
 
     def _copy_bucket(self) -> None:
         kept = dict(self._objects.kept)

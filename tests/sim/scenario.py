@@ -18,10 +18,10 @@ from common.settings.root import Settings
 from compaction.retention import RetentionRule
 from tests.sim import actors, doors
 from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor
-from tests.sim.hardships import Hardship
+from tests.sim.hardships import HOSTILE_SITE, Hardship
 from tests.sim.nats import SimNats
 from tests.sim.operator import Operator
-from tests.sim.plan import CHANGING, LOST, MESSAGES, REPLAYED, SAMPLED, Cut, Plan
+from tests.sim.plan import CHANGING, HOSTILE, LOST, MESSAGES, REPLAYED, SAMPLED, SWITCHED, Cut, Plan
 from tests.sim.recovery import Disaster, Replays
 from tests.sim.saboteur import Saboteur
 from tests.sim.sampled import ADVISED, SAMPLING, Choices
@@ -72,6 +72,7 @@ class Scenario:
         self.tap = SourceTap(self.log, self._archived)
         self.nats.taps |= {SOURCE: self.tap, TARGET: self.target}
         self.members: dict[str, actors.Member] = {}
+        self._is_shared = self.plan.is_shared
         settings = self._settings(folder)
         doors.lead_commands(settings, self.objects)
         if self.plan.kind == SAMPLED:
@@ -105,7 +106,10 @@ class Scenario:
             "create": {"subjects": [f"{PREFIX}.>"]},
             "sources": [{"site": SITE, "feed": SOURCE, "subject_prefix": PREFIX}],
         }
-        if plan.is_shared:
+        if plan.hardship == HOSTILE:
+            target["create"]["subjects"].append(f"{HOSTILE_SITE}.>")
+            target["sources"].append({"site": HOSTILE_SITE, "feed": SOURCE, "subject_prefix": HOSTILE_SITE})
+        if self._is_shared:
             target |= {"exclusive": False, "delivery": "at_least_once"}
         level = {"from": 0, "to": 1, "min_age": "3s", "max_wait": "6s", "min_count": 2}
         cleaning = {"levels": [level], "engine": "local", "delete_grace": "5s", "allow_short_times": True}
@@ -125,7 +129,7 @@ class Scenario:
         for name in ("egress-0", "egress-1"):
             self.members[name] = actors.egress(world, name, settings, objects)
         for name in ("ingress-0", "ingress-1"):
-            self.members[name] = actors.ingress(world, name, settings, objects, folder)
+            self.members[name] = actors.ingress(world, name, lambda: self._settings(folder), objects, folder)
         if self.plan.compacts:
             name = "compaction"
             # Shorter than a configuration may set: here a day would never pass.
@@ -170,6 +174,31 @@ class Scenario:
         self.changes.strike(point)
         self.saboteur.strike(point)
 
+    def _switch(self) -> None:
+        """Switch `exclusive`, and start each ingress again: foreign messages come only while it is false.
+
+        Once something has arrived: a new exclusive target that holds foreign messages is a question for an operator. A
+        target that becomes exclusive with foreign messages behind its state stops too, and is set back.
+        """
+        if not self.target.seen:
+            self.world.at(1.0, self._switch)
+            return
+        self._is_shared = not self._is_shared
+        self.world.note(f"exclusive is {not self._is_shared} from now on")
+        self.target.may_repeat = True
+        self.foreign.is_over = not self._is_shared
+        if self._is_shared:
+            self.world.at(5.0, self.foreign.begin)
+        else:
+            self.world.at(12.0, self._switch)
+        for number in range(2):
+            self.world.at(3.0 * number, lambda name=f"ingress-{number}": self._restart(name))  # type: ignore[misc]
+
+    def _restart(self, name: str) -> None:
+        if (process := self.members[name].process) is not None:
+            process.kill()
+        self.world.at(actors.RESTART, self.members[name].start)
+
     def run(self) -> None:
         """Run to the end. Raises Broken, Overdue, Deadlock."""
         world, plan = self.world, self.plan
@@ -192,7 +221,9 @@ class Scenario:
             self.saboteur.kinds = [each for each in self.saboteur.kinds if each != "store_hides"]
         if plan.kind == LOST:
             self.disaster.begin()
-        if plan.hardship and self.saboteur.allows(plan.hardship):
+        if plan.hardship == SWITCHED:
+            world.at(world.chance("switched").uniform(6, 25), self._switch)
+        elif plan.hardship and self.saboteur.allows(plan.hardship):
             Hardship(plan.hardship, self.nats, self.objects).begin()
         self._run(lambda: world.now > BREAKING and self.publishers.is_done and self._has_changed(), 2000.0)
         self.saboteur.calm()

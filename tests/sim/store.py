@@ -131,6 +131,10 @@ class SimObjects:
         self.world.note(f"store keeps {key} {digest[:8]}")
         return True
 
+    def plant(self, key: str, data: bytes) -> None:
+        """Keep an object that no client of this world has put."""
+        self._keep(key, data, None)
+
     def _remove(self, key: str) -> bool:
         if key in self.kept:
             del self.kept[key]
