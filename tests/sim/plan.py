@@ -16,7 +16,7 @@ HARD = "hard"  # an ordinary store or server with which Floe once failed
 HARDSHIPS = ("busy_store", "no_conditions", "small_batches", "bucket_set_back", "full_disks")
 #: By the last digit of a seed, the special part of its world beside faults. The others are ordinary.
 KINDS = {1: LOST, 3: CHANGING, 5: SAMPLED, 7: CHANGING, 8: REPLAYED, 9: HARD}
-#: Of every other seed ending in 6, `exclusive` is switched; in 4, another site has many hostile chains.
+#: In seeds ending in 66 `exclusive` is switched; in every other one ending in 4 another site has hostile chains.
 SWITCHED, HOSTILE = "switched", "hostile"
 
 
@@ -72,7 +72,7 @@ class Plan:
         """Draw the choices of a seed. `more`: the source of chance for choices that only some kinds have."""
         retention = rng.choice([LIMITS, LIMITS, INTEREST, WORK_QUEUE])
         kind = KINDS.get(seed % 10, "")
-        hardship = {6: SWITCHED, 14: HOSTILE}.get(seed % 20, "")
+        hardship = SWITCHED if seed % 100 == 66 else HOSTILE if seed % 20 == 14 else ""
         hardship = HARDSHIPS[seed // 10 % len(HARDSHIPS)] if kind == HARD else hardship
         reads_again = kind in (SAMPLED, LOST) or hardship == "bucket_set_back"
         replays = kind == REPLAYED
