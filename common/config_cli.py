@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from common.cli import config_command, json_option, print_json, run_async, run_command
-from common.errors import ConfigError, Refused, UsageError
+from common.errors import ConfigError, FloeError, Refused, UsageError
 from common.settings.types import format_count
 
 if TYPE_CHECKING:
-    from common.doctor import ConnectionResult
     from common.migration.write import Imported, ImportedFile
     from common.settings.loader import ConfigDocument
 
@@ -69,7 +68,7 @@ def check(parts: RoleFunctions, config: str, strict: bool, connect: bool, as_jso
     return ConfigError.exit_code if errors else failures[0].exit_code if failures else 0
 
 
-def _try_connections(documents: list[ConfigDocument]) -> list[ConnectionResult]:
+def _try_connections(documents: list[ConfigDocument]) -> list[tuple[str, FloeError | None]]:
     from common import logs
     from common.doctor import try_connections
 

@@ -48,8 +48,8 @@ class Cut:
 class Plan:
     """The choices of one seed, beside its faults.
 
-    `kind`: of KINDS; `is_quiet`: no other fault occurs; `on_recreated`: as of the feed; `hardship`: of HARDSHIPS, or one
-    of the two beside them.
+    `kind`: of KINDS; `is_quiet`: no other fault occurs; `on_recreated`: as of the feed; `hardship`: of HARDSHIPS, or
+    one of the two beside them.
     """
 
     parts: int
