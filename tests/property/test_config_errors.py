@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from common.settings.loader import parse_documents
 from common.settings.root import Settings, fields_of, sections_of
 from common.settings.types import Range, Section, TypeName, parse_size
-from common.settings.yaml import ConfigFileError, ListNode, MappingNode, Node, Problems, parse_yaml
-from tests.support.config_tables import type_name
+from common.settings.yaml import ConfigFileError, Problems, parse_yaml
+from tests.support.config_tables import plain, type_name
 
 ROOT = Path(__file__).parents[2]
 Where = tuple[str | int, ...]
@@ -46,17 +46,9 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-def _plain(node: Node) -> Any:
-    if isinstance(node, MappingNode):
-        return {name: _plain(value) for name, value in node.entries.items()}
-    if isinstance(node, ListNode):
-        return [_plain(item) for item in node.items]
-    return node.value()
-
-
 def _reference() -> dict[str, Any]:
     [root] = parse_yaml((ROOT / "floe.reference.yaml").read_bytes(), Problems(""))
-    document = _plain(root)
+    document = plain(root)
     document["egress"]["feeds"].append({"stream": "OTHER", "segment": {"max_age": "1m"}})
     document["ingress"]["targets"].append({"stream": "FLEET", "sources": [{"site": ["a", "b"], "feed": "f"}]})
     document["nats"]["url"] = ["nats://a:4222", "nats://b:4222"]

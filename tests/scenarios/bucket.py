@@ -14,11 +14,10 @@ from typing import Any
 from common.archive.store import SegmentGone, SegmentStore
 from common.chain import Chain
 from common.open import load_settings, open_store
-from common.tasks import Stop
 from infra.awkward import publish_awkward
 from infra.oracle import Trace, archived_messages, compare
 from tests.scenarios.judge import judged
-from tests.scenarios.load import Load, make_stream
+from tests.scenarios.load import Background, Load, make_stream
 from tests.scenarios.world import World
 from tests.support.basics import PATIENCE, SharedS3, soon
 from tests.support.commands import run_floe
@@ -76,21 +75,13 @@ async def compacted(s3: SharedS3, rng: random.Random, seconds: float, engine: st
         return {"seconds": round(time.monotonic() - started, 1), **found}
 
 
-class Compactor:
+class Compactor(Background):
     """Repeated runs of `floe compact` within a block: merging, and deleting merged inputs."""
 
     def __init__(self, config: Path, store: SegmentStore, chains: Sequence[Chain]) -> None:
+        super().__init__()
         self.counts: Counter[str] = Counter()
         self._config, self._store, self._chains = config, store, chains
-        self._stop = Stop()
-
-    async def __aenter__(self) -> Compactor:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stop.set()
-        await self._task
 
     async def _run(self) -> None:
         while not self._stop.is_set:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Self
 
 from common.nats.api import create_stream
 from common.nats.client import FloeClient
@@ -35,21 +36,31 @@ async def publish(client: FloeClient, root: str, rng: random.Random, count: int,
     return done.stored
 
 
-class Load:
-    """A publisher of about `rate` messages a second into `{root}.>`, until its block ends."""
+class Background:
+    """Work beside a block: `_run`, until the end of the block sets `_stop`."""
 
-    def __init__(self, url: str, root: str, rng: random.Random, rate: int) -> None:
-        self._url, self._root, self._rng, self._rate = url, root, rng, rate
+    def __init__(self) -> None:
         self._stop = Stop()
-        self.published = 0
 
-    async def __aenter__(self) -> Load:
+    async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._stop.set()
         await self._task
+
+    async def _run(self) -> None:
+        raise NotImplementedError
+
+
+class Load(Background):
+    """A publisher of about `rate` messages a second into `{root}.>`, until its block ends."""
+
+    def __init__(self, url: str, root: str, rng: random.Random, rate: int) -> None:
+        super().__init__()
+        self._url, self._root, self._rng, self._rate = url, root, rng, rate
+        self.published = 0
 
     async def _run(self) -> None:
         async with client_of(self._url, name="load") as client:

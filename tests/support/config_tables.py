@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from common.settings.root import Settings, fields_of, sections_of
 from common.settings.types import OneOrMore, Range, Section, TypeName
+from common.settings.yaml import ListNode, MappingNode, Node
 
 
 class Key(NamedTuple):
@@ -105,6 +106,13 @@ def _table(group: tuple[str, ...], rows: list[Key]) -> str:
         default = row.default if row.default == "required" else f"`{row.default}`"
         lines.append(f"| `{row.path[-1]}` | {row.type} | {default} | {row.range} | {row.meaning} |")
     return "\n".join([*lines, ""])
+
+
+def plain(node: Node) -> Any:
+    """Return a value of a file in types of Python."""
+    if isinstance(node, MappingNode):
+        return {name: plain(value) for name, value in node.entries.items()}
+    return [plain(item) for item in node.items] if isinstance(node, ListNode) else node.value()
 
 
 def with_tables(page: str) -> str:

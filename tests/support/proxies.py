@@ -380,11 +380,6 @@ def change_body(change: Callable[[bytes], bytes]) -> Fault:
     return changed
 
 
-def flip_bit(position: int) -> Fault:
-    """Answer with one bit of the byte at `position` flipped."""
-    return change_body(lambda body: body[:position] + bytes([body[position] ^ 1]) + body[position + 1 :])
-
-
 def delay(seconds: float) -> Fault:
     """Do the work later."""
 

@@ -16,7 +16,7 @@ from common.settings.loader import ConfigDocument, find_loops, load, parse, pars
 from common.settings.root import Settings, fields_of, sections_of
 from common.settings.types import Section
 from common.settings.yaml import ListNode, MappingNode, Node, Problems, parse_yaml, raise_problems
-from tests.support.config_tables import every_key, with_tables
+from tests.support.config_tables import every_key, plain, with_tables
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "floe.reference.yaml").read_text()
@@ -68,15 +68,7 @@ def _default_of(section: type[Section], name: str) -> Any:
 
 def _read(node: Node, section: type[Section], name: str) -> Any:
     """Return the value of a file as the program reads it."""
-    return TypeAdapter(fields_of(section)[name].rebuild_annotation()).validate_python(_plain(node))
-
-
-def _plain(node: Node) -> Any:
-    if isinstance(node, MappingNode):
-        return {name: _plain(value) for name, value in node.entries.items()}
-    if isinstance(node, ListNode):
-        return [_plain(item) for item in node.items]
-    return node.value()
+    return TypeAdapter(fields_of(section)[name].rebuild_annotation()).validate_python(plain(node))
 
 
 def test_the_reference_has_every_key_with_its_default_and_no_other():
