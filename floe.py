@@ -1,7 +1,6 @@
 """The command `floe`: it lists the commands of all parts and imports only the one that is called."""
 
 import functools
-import importlib
 import importlib.util
 import os
 import signal
@@ -9,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import click
@@ -54,7 +54,10 @@ STATUS_VIEWS = {"egress": "egress.status:site_view", "ingress": "ingress.operato
 DOCTOR_CHECKS = {"target": "ingress.target:examine_target", "spark": "compaction.spark:examine_spark"}
 
 #: Checks of `floe config check` and `floe check` that only one part can make.
-ROLE_CHECKS = {"contradictions": "ingress.preflight:settings_problems", "compaction": "compaction.cli:check_compaction"}
+ROLE_CHECKS = {
+    "contradictions": "ingress.preflight:settings_problems", "check egress": "egress.cli:check_egress",
+    "check ingress": "ingress.cli:check_ingress", "check compaction": "compaction.cli:check_compaction",
+}  # fmt: skip
 
 #: Programs that a part starts and only `infra` can run.
 PROGRAMS = {"server": "infra.local.nats:NatsServer"}
@@ -72,9 +75,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
-        command = _load(COMMANDS[cmd_name].target)
+        command = resolve_name(COMMANDS[cmd_name].target)
         for name, target in EXTRAS.get(cmd_name, {}).items():
-            command.add_command(_load(target), name)
+            command.add_command(resolve_name(target), name)
         return command  # type: ignore[no-any-return]
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
@@ -108,11 +111,6 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
 
 
-def _load(target: str) -> Any:
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
         from common.metrics import version
@@ -134,7 +132,7 @@ def cli(ctx: click.Context, verbose: bool, debug: bool) -> None:  # noqa: ARG001
     The configuration is -c FILE, else FLOE_CONFIG, else /etc/floe/floe.yaml.
     """
     hooks = STATUS_VIEWS | DOCTOR_CHECKS | ROLE_CHECKS | PROGRAMS
-    ctx.obj = {section: functools.partial(_load, target) for section, target in hooks.items()}
+    ctx.obj = {section: functools.partial(resolve_name, target) for section, target in hooks.items()}
 
 
 def main() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +14,7 @@ import click
 
 from common.cli import Duration, chains_argument, config_option, json_option, print_json
 from common.clock import SystemClock
-from common.errors import ConfigError, DataError, FloeError, Refused, Unavailable, UsageError
+from common.errors import DataError, FloeError, UsageError
 from common.logs import escape
 from common.settings.types import format_count, format_duration
 
@@ -27,10 +24,9 @@ if TYPE_CHECKING:
     from common.archive.store import SegmentStore
     from common.archive.table import SegmentTable
     from common.chain import Chain
-    from common.observe.monitor import MonitorAddress
+    from common.observe.observation import Observation
     from common.settings.root import Settings
 
-MONITOR_TIMEOUT_S = 10.0  # seconds for a monitor to answer
 HANG_AFTER_S = 30.0  # seconds without a beat of the event loop that count as a hang
 MAX_SHOWN = 3  # problems in a line; the number of the others follows
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -87,6 +83,13 @@ class CheckResult:
                 self.add_problem(state, text)
                 return
 
+    def check_process(self, document: Mapping[str, Any]) -> None:
+        """Add the problems that `document`, /status of any process, shows."""
+        if (age := float(document.get("heartbeat_age_seconds", 0))) > HANG_AFTER_S:
+            self.add_problem(CheckState.CRITICAL, f"hangs: the event loop turned {age:.0f} s ago")
+        for problem in document["problems"]:
+            self.add_problem(CheckState.WARNING, f"not ready: {problem}")
+
     def text(self) -> str:
         """Return the worst problems, else `ok_text`, in one line without `|`, which begins the performance data."""
         worst = [text for _, text in sorted(self.problems, key=lambda found: -found[0])]
@@ -133,7 +136,7 @@ class _CheckCommand(click.Command):
             raise click.exceptions.Exit(CheckState.UNKNOWN) from None
 
 
-#: Loaders of checks that only one part can make: `compaction` of `floe.ROLE_CHECKS`.
+#: Loaders of checks that only one part can make: `check PART` of `floe.ROLE_CHECKS`.
 PartChecks = Mapping[str, Callable[[], Callable[..., CheckResult]]]
 PARTS = ("egress", "ingress", "archive", "compaction")
 
@@ -205,23 +208,9 @@ def _find(parts: PartChecks, part: str, config: str, given: Thresholds, what: st
     if what is not None and part != "archive":
         raise UsageError(f"{what}: expected only with archive, found {part}")
     settings = load_settings(config, quiet=True)
-    if part == "egress":
-        return check_egress(settings, *thresholds(given, (DAY_S, 6 * HOUR_S), at_least=True))
-    if part == "ingress":
-        limits = thresholds(given, (900.0, HOUR_S))
-        return judge_ingress(fetch_status(settings.ingress.monitor, "ingress.monitor.listen"), *limits)
     if part == "archive":
         return check_archive(settings, *thresholds(given, (60.0, HOUR_S)), what)
-    return parts["compaction"]()(settings, given)
-
-
-def check_egress(settings: Settings, warning: float, critical: float) -> CheckResult:
-    """Check the egress of this host. `warning`, `critical`: seconds until the source expires unarchived messages."""
-    monitor = settings.egress.monitor
-    document = fetch_status(monitor, "egress.monitor.listen")
-    metrics = fetch_page(monitor, "/metrics")
-    left = re.findall(r"^floe_egress_expiry_seconds(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE)
-    return judge_egress(document, min(map(float, left), default=math.inf), warning, critical)
+    return parts[f"check {part}"]()(settings, given)
 
 
 def check_archive(settings: Settings, warning: float, critical: float, what: str | None) -> CheckResult:
@@ -231,6 +220,7 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
     """
     from common.archive.catalog import select_chains
     from common.archive.keys import configured_feeds, parse_chain_name
+    from common.observe.observation import Observation
     from common.open import open_for_view
 
     store, documents = open_for_view(settings)
@@ -241,136 +231,30 @@ def check_archive(settings: Settings, warning: float, critical: float, what: str
         else:
             found = documents.chains(settings.site or None)
             chains = [each for each in found if not feeds or (each.site, each.feed) in feeds]
-        checked = list[CheckedChain]()
+        checked = list[Observation]()
         for chain in chains:
             try:
                 checked.append(_check(store, documents, chain, heartbeats.get(chain)))
             except DataError as error:  # of one chain: the others are checked all the same
-                checked.append(CheckedChain(chain, damaged=(error.message,), egress=heartbeats.get(chain)))
+                checked.append(Observation(chain=chain, damaged=(error.message,), egress=heartbeats.get(chain)))
         wanted = parse_chain_name(what) if what is not None else (settings.site or None, None, None, None)
         for chain in heartbeats.keys() - set(chains):  # a feed may stop before anything of it is archived
             parts = chain.site, chain.feed, chain.incarnation, chain.partition
             is_meant = all(part in (None, own) for part, own in zip(wanted, parts, strict=True))
             if is_meant and (what is not None or not feeds or parts[:2] in feeds):
                 stored = heartbeats[chain]
-                checked += [CheckedChain(chain, egress=stored)] if stored.heartbeat.state == "stopped" else []
+                checked += [Observation(chain=chain, egress=stored)] if stored.heartbeat.state == "stopped" else []
         return judge_archive(checked, warning, critical)
-
-
-# Answers of a monitor
-
-
-def fetch_page(monitor: MonitorAddress, path: str) -> str:
-    """Return the answer of the monitor to `path`. Raises Unavailable."""
-    from common.observe.monitor import fetch
-
-    try:
-        return fetch(monitor, path, MONITOR_TIMEOUT_S)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Unavailable(f"monitor at {monitor.listen}: {error}", hint="check that the service runs") from error
-
-
-def fetch_status(monitor: MonitorAddress, key: str) -> dict[str, Any]:
-    """Return /status from the address that the configuration names `key`. Raises ConfigError, Unavailable."""
-    if not monitor.listen:
-        raise ConfigError(f"{key}: expected an address to query, found none")
-    try:
-        found = json.loads(fetch_page(monitor, "/status"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or "problems" not in found:
-        raise Unavailable(f"monitor at {monitor.listen}: expected the status of a Floe service, found something else")
-    return found
-
-
-def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, critical: float) -> CheckResult:
-    """Judge /status of egress. `expiry`: seconds until the first source expires messages that are not archived."""
-    from common.observe.page import parts_of
-
-    feeds: dict[str, Mapping[str, Any]] = {}
-    for name, part in parts_of(document).items():
-        # Each worker shows every chain: the one that has it counts, the others are on standby.
-        of = re.sub(r" \(worker \d+\)$", "", name.removeprefix("egress "))
-        if "stream" in part and (of not in feeds or part.get("state") != "standby"):
-            feeds[of] = part
-    # Messages of the stream from before the chain begins need no archive.
-    ends = [(each.get("source_last"), each.get("end"), each.get("first", 1) - 1) for each in feeds.values()]
-    behind = sum(max(0, last - max(end, out)) for last, end, out in ends if last is not None and end is not None)
-    stopped = [f"{name}: {part.get('code')}" for name, part in feeds.items() if part.get("state") == "stopped"]
-    result = CheckResult(f"{format_count(len(feeds), 'chain')}, {format_count(behind, 'sequence')} not archived", [
-        PerformanceValue("chains", len(feeds)),
-        PerformanceValue("stopped", len(stopped)),
-        PerformanceValue("not_archived", behind),
-        PerformanceValue("expiry", expiry, "s", f"{warning:.0f}:", f"{critical:.0f}:"),
-    ])  # fmt: skip
-    for each in stopped:
-        result.add_problem(CheckState.CRITICAL, f"stopped: {each}")
-    result.check_limit(f"the source expires in {expiry:.0f} s", expiry, warning, critical, at_least=True)
-    return _add_process_problems(result, document)
-
-
-def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) -> CheckResult:
-    """Judge /status of ingress. `warning`, `critical`: seconds of lag."""
-    from common.observe.page import parts_of
-
-    targets = {name: part for name, part in parts_of(document).items() if name.startswith("target ")}
-    chains = {
-        f"{chain} into {name}": c for name, part in targets.items() for chain, c in part.get("chains", {}).items()
-    }
-    stopped = [f"{name}: {each.get('code')}" for name, each in chains.items() if "stopped" in each]
-    stopped += [f"{name}: {part.get('code')}" for name, part in targets.items() if part.get("state") == "stopped"]
-    sites = [(name, each["source"]) for name, each in chains.items() if "source" in each]
-    stopped += [f"{name}, at its site: {site.get('code')}" for name, site in sites if site.get("state") == "stopped"]
-    lags = {name: float(each.get("lag_seconds", 0)) for name, each in chains.items()}
-    limits = f"{warning:.0f}", f"{critical:.0f}"
-    max_lag = max(lags.values(), default=0.0)
-    counts = f"{format_count(len(targets), 'target')}, {format_count(len(chains), 'chain')}"
-    result = CheckResult(f"{counts}, {max_lag:.0f} s behind", [
-        PerformanceValue("targets", len(targets)),
-        PerformanceValue("chains", len(chains)),
-        PerformanceValue("stopped", len(stopped)),
-        PerformanceValue("waiting", sum("hole" in each for each in chains.values())),
-        PerformanceValue("lag", max_lag, "s", *limits),
-    ])  # fmt: skip
-    for each in stopped:
-        result.add_problem(CheckState.CRITICAL, f"stopped: {each}")
-    for name, lag in lags.items():
-        result.check_limit(f"{name}: {lag:.0f} s behind", lag, warning, critical)
-    return _add_process_problems(result, document)
-
-
-def _add_process_problems(result: CheckResult, document: Mapping[str, Any]) -> CheckResult:
-    if (age := float(document.get("heartbeat_age_seconds", 0))) > HANG_AFTER_S:
-        result.add_problem(CheckState.CRITICAL, f"hangs: the event loop turned {age:.0f} s ago")
-    for problem in document["problems"]:
-        result.add_problem(CheckState.WARNING, f"not ready: {problem}")
-    return result
 
 
 # Contents of the bucket
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedChain:
-    """The facts of one chain that a check needs. `end`: of its coverage, 0 if there is none; `missing`: sequences in
-    holes that no operator accepted; `damaged`: keys of objects that are no valid segments; `egress`: the last heartbeat
-    of its process, None if there is none of this incarnation. `recreated`: seconds since the incarnation began because
-    the stream was recreated or rolled back; None if it did not.
-    """
-
-    chain: Chain
-    end: int = 0
-    missing: tuple[str, ...] = ()
-    damaged: tuple[str, ...] = ()
-    egress: StoredHeartbeat | None = None
-    recreated: float | None = None
-
-
-def judge_archive(found: list[CheckedChain], warning: float, critical: float) -> CheckResult:
+def judge_archive(found: list[Observation], warning: float, critical: float) -> CheckResult:
     """Judge the bucket. `warning`, `critical`: seconds since the last heartbeat of a chain."""
     heartbeats = [(each.chain, each.egress) for each in found if each.egress is not None]
     ages = [stored.age for _, stored in heartbeats]
-    left = [(e.egress.heartbeat.unarchived_count(e.chain.incarnation, e.end) or 0) for e in found if e.egress]
+    left = [each.unarchived or 0 for each in found]
     result = CheckResult(f"{format_count(len(found), 'chain')}, {format_count(sum(left), 'sequence')} not archived", [
         PerformanceValue("chains", len(found)),
         PerformanceValue("holes", sum(len(each.missing) for each in found)),
@@ -398,21 +282,18 @@ def _read_heartbeats(documents: ChainStore, now: float) -> dict[Chain, StoredHea
     """Return the heartbeats of egress, by chain with its incarnation; empty without the permission to read them. A stop
     that a live process reports counts over any other process of the same partition.
     """
-    from common.archive.heartbeats import HEARTBEAT_OVERDUE_S, StoredHeartbeat, newest_by_partition
+    from common.archive.heartbeats import HEARTBEAT_OVERDUE_S, newest_by_partition
+    from common.observe.observation import read_heartbeats
 
-    found: list[StoredHeartbeat] = []
-    with suppress(Refused):
-        for info in documents.list_heartbeats():
-            if (alive := documents.read_heartbeat(info.key)) is not None:
-                age = max(0.0, now - info.modified)
-                found += [StoredHeartbeat(each, info.modified, age, alive.time) for each in alive.chains]
+    found = read_heartbeats(documents, now)
     stops = [each for each in found if each.heartbeat.state == "stopped" and each.age <= HEARTBEAT_OVERDUE_S]
     latest = {**newest_by_partition(found), **newest_by_partition(stops)}
     return {each.heartbeat.chain: each for each in latest.values()}
 
 
-def _check(store: SegmentStore, documents: ChainStore, chain: Chain, egress: StoredHeartbeat | None) -> CheckedChain:
+def _check(store: SegmentStore, documents: ChainStore, chain: Chain, egress: StoredHeartbeat | None) -> Observation:
     from common.archive.catalog import first_sequence
+    from common.observe.observation import Observation
     from common.sequences import CoverageSet, SequenceRange
 
     # Before the listing: objects that are written meanwhile can only extend the coverage.
@@ -425,8 +306,14 @@ def _check(store: SegmentStore, documents: ChainStore, chain: Chain, egress: Sto
     for gap in documents.gaps(chain) if end >= first else ():
         covered.add(gap.range)
     missing = covered.holes(SequenceRange(first, end)) if end >= first else []
-    found = CheckedChain(chain, end, tuple(map(str, missing)), tuple(_damaged_keys(store, table)))
-    return replace(found, egress=egress, recreated=_recreation_age(documents, chain))
+    return Observation(
+        chain=chain,
+        archived=end,
+        missing=tuple(map(str, missing)),
+        damaged=tuple(_damaged_keys(store, table)),
+        egress=egress,
+        recreated=_recreation_age(documents, chain),
+    )
 
 
 def _recreation_age(documents: ChainStore, chain: Chain) -> float | None:

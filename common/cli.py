@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from zoneinfo import ZoneInfo
 
 import click
@@ -33,7 +33,7 @@ from common.errors import UsageError
 from common.exits import CONTEXT_META_KEY, exit_with_code
 from common.logs import escape
 from common.sequences import MAX_SEQUENCE
-from common.settings.types import duration_words, parse_duration, parse_size
+from common.settings.types import StyledCell, parse_duration, parse_size
 
 if TYPE_CHECKING:
     from common.settings.root import Settings
@@ -172,13 +172,6 @@ def _json_value(value: object) -> Any:
     raise TypeError(f"no JSON form for {type(value).__name__}")
 
 
-class StyledCell(NamedTuple):
-    """A table cell with a colour (by its name in rich), used if the output has colours; empty: no colour."""
-
-    text: object
-    style: str
-
-
 def is_terminal() -> bool:
     """True if stdout is a terminal, so that people read it; FORCE_COLOR does not count."""
     return sys.stdout.isatty()
@@ -249,34 +242,6 @@ def print_table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | 
         if number and below and (reason := below[number - 1]) != "-":
             text = textwrap.fill(reason, max(1, (width or 0) - 4), break_long_words=False, break_on_hyphens=False)
             click.echo(textwrap.indent(text, "    "))
-
-
-@dataclass(frozen=True, slots=True)
-class StatusView:
-    """One view of `floe status`. `rows`: for programs; `cells`: the same for people, by column. `narrow_columns`: the
-    columns that are shown; with `--wide` all of `columns` are. `details`: lines below the table; `notes`: servers that
-    gave no answer, for stderr. `code`: 3 if an operator should act, 75 if something did not answer.
-    """
-
-    name: str
-    rows: Sequence[Mapping[str, object]]
-    cells: Sequence[Mapping[str, object]]
-    columns: Sequence[str]
-    narrow_columns: Sequence[str]
-    code: int = 0
-    details: Sequence[str] = ()
-    notes: Sequence[str] = ()
-
-    def show(self, *, is_wide: bool) -> None:
-        """Print it for people."""
-        print_table(self.cells, self.columns if is_wide else self.narrow_columns, None if is_wide else terminal_width())
-        for line in self.details:
-            click.echo(escape(line))
-
-
-def format_age(seconds: float | None) -> str | None:
-    """Return the age of an event for people: `3m20s ago`; None for never."""
-    return None if seconds is None else f"{duration_words(seconds)} ago"
 
 
 def _is_numeric(values: list[object]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from common.chain import Chain
-from common.cli import StyledCell, config_command, print_json, print_table, run_async
+from common.cli import config_command, print_json, print_table, run_async
 from common.clock import SystemClock
 from common.doctor import (
     CHECKS,
@@ -36,6 +36,7 @@ from common.logs import escape
 from common.nats.requests import NO_RESPONDERS_CODE, ApiError
 from common.open import load_settings, open_for_view
 from common.service.process import ThreadPool
+from common.settings.types import StyledCell
 
 if TYPE_CHECKING:
     from common.nats.client import FloeClient

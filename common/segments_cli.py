@@ -32,13 +32,10 @@ from common.chain import Chain
 from common.cli import (
     Bounds,
     RequestedTime,
-    StatusView,
-    StyledCell,
     chains_argument,
     check_range,
     config_command,
     confirm,
-    format_age,
     print_json,
     print_table,
     range_options,
@@ -50,17 +47,18 @@ from common.cli import (
     until_option,
     wide_option,
 )
-from common.clock import NS_PER_S, SystemClock, format_time, parse_time
+from common.clock import NS_PER_S, SystemClock, format_time, format_unix, parse_time
 from common.errors import ConfigError, DataError, UsageError
 from common.exits import EXIT_DIFFERENCES
 from common.logs import escape
 from common.nats.headers import parse_block
 from common.objects.port import ObjectInfo, check_key
+from common.observe.observation import Observation, StatusView, ViewFormat
 from common.open import load_settings, open_for_view, open_for_work
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.service.process import ThreadPool
 from common.settings.root import Settings
-from common.settings.types import format_count, format_duration, is_filter, size_words
+from common.settings.types import StyledCell, format_age, format_count, format_duration, is_filter, size_words
 from common.subjects import matches
 
 _LIST_COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
@@ -411,7 +409,7 @@ def _listed(stretch: Stretch[SegmentRef], settings: Settings) -> dict[str, objec
         "take_first": rows.first,
         "take_last": rows.last,
         "bytes": ref.size,
-        "modified": format_time(int(ref.modified) * NS_PER_S),
+        "modified": format_unix(ref.modified),
         "name": ref.name,
         "key": ref.key,
         "path": object_address(settings.store, ref.key),
@@ -423,7 +421,7 @@ def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
     with store.open(ref) as reader:
         footer = json.loads(reader.footer.to_json())
         groups = [{**asdict(g.range), "rows": g.rows, "raw_bytes": g.raw_bytes} for g in reader.row_groups]
-    modified = format_time(int(ref.modified) * NS_PER_S)
+    modified = format_unix(ref.modified)
     return {"key": ref.key, "bytes": ref.size, "modified": modified, **footer, "row_groups": groups}
 
 
@@ -455,7 +453,7 @@ def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dic
         "created": stream.created if stream else None,
         "previous": dict(stream.previous) if stream and stream.previous else None,
         "floor": floor and floor.first,
-        "floor_since": floor and format_time(int(floor.raised_at) * NS_PER_S),
+        "floor_since": floor and format_unix(floor.raised_at),
         "tail": chains.read_tail(chain),
         "first": whole.first if whole else None,
         "last": whole.last if whole else None,
@@ -555,35 +553,17 @@ def _text_bytes(raw: bytes, is_read: bool) -> str:
 PARALLEL_LISTINGS = 8  # chains
 
 
-async def archive_view(settings: Settings) -> StatusView:
-    """Return the archive view: the contents of the store, by chain. Sends no request to NATS."""
-    (store, documents), clock = open_for_view(settings), SystemClock()
-    # A site may list only its own keys.
-    site = settings.site if settings.egress.feeds and not settings.ingress.targets else None
-    with closing(store), closing(ThreadPool("archive", PARALLEL_LISTINGS)) as threads:
-        tails = await threads.run(documents.list_tails, site)
-        named = await threads.run(documents.chains, site)
-        runs = await threads.run(documents.runs)
-        chains = sorted({*named, *tails})
-        rows = await asyncio.gather(*(threads.run(_chain_figures, store, chain, tails.get(chain)) for chain in chains))
-    now, compactions = clock.now(), [run_of(runs, chain) for chain in chains]
-    for row, run in zip(rows, compactions, strict=True):
-        done = run and run.succeeded
-        row["last_compaction"] = format_time(int(done) * NS_PER_S) if done else None
-        row["last_compaction_exit_code"] = run and run.code
-    cells = [
-        {
-            "chain": str(chain),
-            "archived": row["archived"],
-            "last archived": format_age((at := row["last_archived"]) and now - parse_time(at) / NS_PER_S),
-            "segments": row["segments"],
-            "stored": size_words(row["bytes"]),
-            "last compaction": _last_compaction(run, now),
-        }
-        for chain, row, run in zip(chains, rows, compactions, strict=True)
-    ]
-    columns = ("chain", "archived", "last archived", "segments", "stored", "last compaction")
-    return StatusView("archive", rows, cells, columns, columns)
+ARCHIVE_FORMAT = ViewFormat(
+    "archive",
+    keys=("chain", "archived", "last_archived", "segments", "bytes", "last_compaction", "last_compaction_exit_code"),
+    columns=("chain", "archived", "last archived", "segments", "stored", "last compaction"),
+    row_values={
+        "bytes": lambda o: o.size,
+        "last_compaction": lambda o: format_unix((o.run and o.run.succeeded) or None),
+        "last_compaction_exit_code": lambda o: o.run and o.run.code,
+    },
+    cells={"stored": lambda o, _: size_words(o.size), "last compaction": lambda o, now: _last_compaction(o.run, now)},
+)
 
 
 def _last_compaction(run: CompactionRun | None, now: float) -> object:
@@ -594,16 +574,29 @@ def _last_compaction(run: CompactionRun | None, now: float) -> object:
     return StyledCell(f"{done}, then exit code {run.code}", "red") if run.code else done
 
 
-def _chain_figures(store: SegmentStore, chain: Chain, tail: ObjectInfo | None) -> dict[str, Any]:
+async def archive_view(settings: Settings) -> StatusView:
+    """Return the archive view: the contents of the store, by chain. Sends no request to NATS."""
+    (store, documents), clock = open_for_view(settings), SystemClock()
+    # A site may list only its own keys.
+    site = settings.site if settings.egress.feeds and not settings.ingress.targets else None
+    with closing(store), closing(ThreadPool("archive", PARALLEL_LISTINGS)) as threads:
+        tails = await threads.run(documents.list_tails, site)
+        named = await threads.run(documents.chains, site)
+        runs = await threads.run(documents.runs)
+        chains = sorted({*named, *tails})
+        found = await asyncio.gather(*(threads.run(_chain_figures, store, chain, tails.get(chain)) for chain in chains))
+    found = [structs.replace(each, run=run_of(runs, each.chain)) for each in found]
+    return StatusView(ARCHIVE_FORMAT, found, clock.now())
+
+
+def _chain_figures(store: SegmentStore, chain: Chain, tail: ObjectInfo | None) -> Observation:
     """Return the figures of one chain, all its levels together. Blocking."""
     end, count, size, modified = 0, 0, 0, tail.modified if tail else 0.0
     for page in store.walk(chain):
         for ref in page:
             end, count, size = max(end, ref.coverage.last), count + 1, size + ref.size
             modified = modified if tail else max(modified, ref.modified)
-    last = format_time(int(modified) * NS_PER_S) if modified else None
-    figures = {"archived": end or None, "last_archived": last, "segments": count, "bytes": size}
-    return {"view": "archive", **chain.log_context(), **figures}
+    return Observation(chain=chain, archived=end or None, archived_at=modified or None, segments=count, size=size)
 
 
 @click.group()

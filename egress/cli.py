@@ -1,11 +1,23 @@
 """Commands of `floe egress`, which archives the streams of a site."""
 
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import click
 
+from common.check_cli import DAY_S, HOUR_S, CheckResult, CheckState, PerformanceValue, Thresholds, thresholds
 from common.cli import Duration, config_command, config_option, print_json, print_table, run_command
 from common.memory import reduce_memory
 from common.open import load_settings, reload_on_hangup
+from common.settings.types import format_count
 from egress.decisions_cli import repartition, resolve
+
+if TYPE_CHECKING:
+    from common.settings.root import Settings
 
 
 @click.group()
@@ -102,3 +114,44 @@ async def init(config: str, as_json: bool) -> int:
     for problem in problems:
         click.echo(problem.as_text(), err=True)
     return max((problem.exit_code for problem in problems), default=0)
+
+
+def check_egress(settings: Settings, given: Thresholds) -> CheckResult:
+    """Check the egress of this host. `given`: limits of the time until the source expires unarchived messages; a day
+    and six hours without values.
+    """
+    from common.observe.monitor import CHECK_TIMEOUT_S, fetch, fetch_status
+
+    limits = thresholds(given, (DAY_S, 6 * HOUR_S), at_least=True)
+    document = fetch_status(settings.egress.monitor, "egress.monitor.listen", CHECK_TIMEOUT_S)
+    metrics = fetch(settings.egress.monitor, "/metrics", CHECK_TIMEOUT_S)
+    left = re.findall(r"^floe_egress_expiry_seconds(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE)
+    return judge_egress(document, min(map(float, left), default=math.inf), *limits)
+
+
+def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, critical: float) -> CheckResult:
+    """Judge /status of egress. `expiry`: seconds until the first source expires messages that are not archived."""
+    from common.observe.observation import unarchived
+    from common.observe.page import parts_of
+
+    feeds: dict[str, Mapping[str, Any]] = {}
+    for name, part in parts_of(document).items():
+        # Each worker shows every chain: the one that has it counts, the others are on standby.
+        of = re.sub(r" \(worker \d+\)$", "", name.removeprefix("egress "))
+        if "stream" in part and (of not in feeds or part.get("state") != "standby"):
+            feeds[of] = part
+    behind = sum(
+        unarchived(each.get("source_last"), each.get("end"), each.get("first", 1)) or 0 for each in feeds.values()
+    )
+    stopped = [f"{name}: {part.get('code')}" for name, part in feeds.items() if part.get("state") == "stopped"]
+    result = CheckResult(f"{format_count(len(feeds), 'chain')}, {format_count(behind, 'sequence')} not archived", [
+        PerformanceValue("chains", len(feeds)),
+        PerformanceValue("stopped", len(stopped)),
+        PerformanceValue("not_archived", behind),
+        PerformanceValue("expiry", expiry, "s", f"{warning:.0f}:", f"{critical:.0f}:"),
+    ])  # fmt: skip
+    for each in stopped:
+        result.add_problem(CheckState.CRITICAL, f"stopped: {each}")
+    result.check_limit(f"the source expires in {expiry:.0f} s", expiry, warning, critical, at_least=True)
+    result.check_process(document)
+    return result

@@ -5,41 +5,51 @@ another host has the partition, the heartbeats in the store and the archive prov
 """
 
 import asyncio
-import http.client
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.archive.documents import ChainStore
 from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
 from common.chain import Chain
-from common.cli import StatusView, StyledCell, format_age
-from common.clock import SystemClock, format_time
-from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
+from common.clock import SystemClock
+from common.errors import ConfigError, DataError, OutcomeUnknown, Unavailable
 from common.exits import EXIT_RETRY_LATER
 from common.hints import resolve_command
 from common.nats.api import stream_info
 from common.nats.buckets import optional_leases
 from common.nats.client import connect
 from common.nats.lease import format_owner, new_owner
-from common.observe.monitor import fetch
+from common.observe.monitor import fetch_status
+from common.observe.observation import Observation, StatusView, ViewFormat, read_heartbeats
 from common.open import open_for_view
 from common.service.process import ThreadPool
 from common.settings.egress import EgressMonitorSettings
 from common.settings.root import Settings
-from common.settings.types import duration_words, size_words
+from common.settings.types import StyledCell, duration_words, size_words
 from egress.partition import Partition, all_partitions, lease_key
 
-COLUMNS = (
-    "chain", "state", "archived", "source", "lag", "open segment", "closes", "last archived", "holder", "stream",
-    "known from", "why",
+NOT_HELD, UNKNOWN = "not held", "unknown"  # states of a partition without a process that reports
+FROM_MONITOR = "monitor"
+
+SITE_FORMAT = ViewFormat(
+    "site",
+    keys=(
+        "chain", "stream", "state", "code", "archived", "last_archived", "source_sequence", "lag_sequences",
+        "open_segment", "holder", "known_from", "alarm", "why", "hint",
+    ),
+    columns=(
+        "chain", "state", "archived", "source", "lag", "open segment", "closes", "last archived", "holder", "stream",
+        "known from", "why",
+    ),
+    cells={
+        "open segment": lambda o, _: open_segment_text(o.open_segment, has_none=o.known_from == FROM_MONITOR),
+        "closes": lambda o, _: o.open_segment and closing_text(o.open_segment),
+        "holder": lambda o, _: _holder_text(o),
+        "known from": lambda o, _: o.known_from,
+    },
 )  # fmt: skip
-NARROW_COLUMNS = tuple(name for name in COLUMNS if name not in ("stream", "known from"))
-NOT_HELD, UNKNOWN = "not held", "unknown"
-ALARM_STATES = ("stopped", "stalled", SILENT, NOT_HELD)
-STATE_COLOURS = {**dict.fromkeys(("reading", "closing", STANDBY), "green"), **dict.fromkeys(ALARM_STATES, "red")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,143 +75,67 @@ class StoreState:
     failure: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionStatus:
-    """Status of one partition. `shown`: the status from the monitor of the process that has it, empty if it is not
-    known; `stored`: the newest heartbeat, which counts as silent after `silent_after` seconds; `tail`: the chain's
-    end in the store and the time it was written, None if there is none, or if the store was not read (`store_read`).
+def observe_partition(
+    partition: Partition,
+    chain: Chain,
+    shown: Mapping[str, Any],
+    stored: StoredHeartbeat | None,
+    answers: NatsState,
+    tail: tuple[int | None, float] | None,
+    silent_after: float,
+    *,
+    is_store_read: bool = True,
+) -> Observation:
+    """Return the state of one partition. `shown`: the status from the monitor of the process that has it, empty if it
+    is not known; `stored`: the newest heartbeat, which counts as silent after `silent_after` seconds; `tail`: the
+    chain's end in the store and the time it was written, None if there is none, or if the store was not read.
     """
-
-    partition: Partition
-    chain: Chain
-    shown: Mapping[str, Any]
-    stored: StoredHeartbeat | None
-    answers: NatsState
-    tail: tuple[int | None, float] | None
-    silent_after: float
-    store_read: bool = True
-
-    @property
-    def known_from(self) -> str:
-        """Source of the status."""
-        return "monitor" if self.shown else "sign of life" if self.stored else "store"
-
-    @property
-    def state(self) -> str:
-        """State from the process; otherwise from the lease and the heartbeat."""
-        if self.shown:
-            return str(self.shown["state"])
-        if not self.answers.failure and self.answers.holders.get(self.partition.chain) is None:
-            return NOT_HELD
-        if self.stored is None:
-            return UNKNOWN
-        return self.stored.state(self.silent_after)
-
-    @property
-    def archived(self) -> int | None:
-        """Last sequence archived, from the process or the store; None if there is none, or if it is not known."""
-        end = self.shown.get("end") or (self.tail[0] if self.tail else None)
-        return end or None
-
-    @property
-    def source(self) -> int | None:
-        """Last sequence of the stream: from NATS now, or the last that the process received."""
-        if (last_sequence := self.answers.sources.get(self.partition.stream)) is not None:
-            return last_sequence
-        last = self.shown.get("source_last")
-        return last if last is not None else self.stored.heartbeat.source_last if self.stored else None
-
-    @property
-    def lag(self) -> int | None:
-        """Sequences of the stream that are not archived; None if the end of the stream or archive is not known."""
-        is_stored_known = self.store_read and (self.tail is None or self.tail[0] is not None)
-        is_known = is_stored_known or self.shown.get("end") is not None
-        if not is_known or self.source is None:
-            return None
-        return max(0, self.source - max(self.archived or 0, self._first - 1))
-
-    @property
-    def _first(self) -> int:
-        """First sequence of the chain, 1 if it is not known; earlier messages of the stream need not be archived."""
-        heartbeat = self.stored.heartbeat if self.stored else None
-        known = heartbeat.first if heartbeat and heartbeat.chain.incarnation == self.chain.incarnation else None
-        return int(self.shown.get("first") or known or 1)
-
-    @property
-    def reason(self) -> str:
-        if self.state == NOT_HELD:
-            return "no process holds its lease: egress does not archive it"
-        if self.shown or self.stored is None:
-            return str(self.shown.get("why", ""))
-        if self.state in (SILENT, OVERDUE):
-            return f"no heartbeat for {duration_words(self.stored.age)}"
-        return self.stored.heartbeat.why
-
-    @property
-    def code(self) -> str:
-        return str(self.shown.get("code", "")) if self.shown or self.stored is None else self.stored.heartbeat.code
-
-    @property
-    def hint(self) -> str:
-        """Advice for a partition that stopped or waits."""
-        if self.shown:
-            return str(self.shown.get("hint", ""))
-        is_stopped = self.stored is not None and self.stored.heartbeat.state == "stopped"
-        return resolve_command(self.chain.feed) if is_stopped else ""
-
-    @property
-    def holder(self) -> str | None:
-        """Holder of the lease, for people."""
-        if (found := self.answers.holders.get(self.partition.chain)) is not None:
-            return format_owner(found)
-        return None
-
-    @property
-    def is_alarming(self) -> bool:
-        """True if an operator ought to check the partition."""
-        return self.state in ALARM_STATES
-
-    def row(self) -> dict[str, object]:
-        """Return the object for the JSON list."""
-        return {
-            "view": "site",
-            **self.chain.log_context(),
-            "stream": self.partition.stream,
-            "state": self.state,
-            "code": self.code,
-            "archived": self.archived,
-            "last_archived": None if self.tail is None else format_time(int(self.tail[1]) * 1_000_000_000),
-            "source_sequence": self.source,
-            "lag_sequences": self.lag,
-            "open_segment": self.shown.get("open_segment"),
-            "holder": self.answers.holders.get(self.partition.chain),
-            "known_from": self.known_from,
-            "alarm": self.is_alarming,
-            "why": self.reason,
-            "hint": self.hint,
-        }
-
-    def cells(self, now: float) -> dict[str, object]:
-        """Return the row of the table at `now`."""
-        held = self.shown.get("open_segment")
-        return {
-            "chain": str(self.chain),
-            "state": StyledCell(f"{self.state} {self.code}".strip(), STATE_COLOURS.get(self.state, "yellow")),
-            "archived": self.archived,
-            "source": self.source,
-            "lag": self.lag,
-            "open segment": open_segment_text(held) if held else "none" if "open_segment" in self.shown else None,
-            "closes": closing_text(held) if held else None,
-            "last archived": format_age(None if self.tail is None else now - self.tail[1]),
-            "holder": self.holder or ("?" if self.answers.failure else StyledCell("none", "red")),
-            "stream": self.partition.stream,
-            "known from": self.known_from,
-            "why": self.reason,
-        }
+    known_from, state, holder = "store", UNKNOWN, answers.holders.get(partition.chain)
+    code, why, hint = (str(shown.get(key, "")) for key in ("code", "why", "hint"))
+    first, source = shown.get("first"), shown.get("source_last")
+    if stored is not None:
+        heartbeat = stored.heartbeat
+        first = first or (heartbeat.first if heartbeat.chain.incarnation == chain.incarnation else None)
+        source = heartbeat.source_last if source is None else source
+    if shown:
+        known_from, state = FROM_MONITOR, str(shown["state"])
+    elif stored is not None:
+        known_from, state, code, why = "sign of life", stored.state(silent_after), heartbeat.code, heartbeat.why
+        hint = resolve_command(chain.feed) if heartbeat.state == "stopped" else ""
+        if state in (SILENT, OVERDUE):
+            why = f"no heartbeat for {duration_words(stored.age)}"
+    if not (shown or answers.failure or holder is not None):
+        state, why = NOT_HELD, "no process holds its lease: egress does not archive it"
+    asked = answers.sources.get(partition.stream)
+    is_stored_end_known = is_store_read and (tail is None or tail[0] is not None)
+    return Observation(
+        chain=chain,
+        state=state,
+        code=code,
+        why=why,
+        hint=hint,
+        archived=shown.get("end") or (tail[0] if tail else None) or None,
+        is_end_known=is_stored_end_known or shown.get("end") is not None,
+        archived_at=None if tail is None else tail[1],
+        first=int(first or 1),
+        source=source if asked is None else asked,
+        stream=partition.stream,
+        open_segment=shown.get("open_segment"),
+        holder=holder,
+        is_holder_known=not answers.failure,
+        known_from=known_from,
+    )
 
 
-def open_segment_text(held: Mapping[str, Any]) -> str:
-    """Describe the contents of the open segment, for people."""
+def _holder_text(observed: Observation) -> object:
+    nobody = StyledCell("none", "red") if observed.is_holder_known else "?"
+    return format_owner(observed.holder or "") or nobody
+
+
+def open_segment_text(held: Mapping[str, Any] | None, *, has_none: bool = False) -> str | None:
+    """Describe the contents of the open segment, for people; `none` if it is known that there is none."""
+    if not held:
+        return "none" if has_none else None
     count, size, age = held["messages"], size_words(held["bytes"]), duration_words(held["age_seconds"])
     return f"{count} {'message' if count == 1 else 'messages'}, {size}, {age}"
 
@@ -219,7 +153,7 @@ async def site_view(settings: Settings) -> StatusView:
     listen, notes = settings.egress.monitor.listen, list[str]()
     with closing(ThreadPool("status", 8)) as threads:
         first = asyncio.gather(
-            threads.run(fetch_status, settings.egress.monitor),
+            threads.run(_read_monitor, settings.egress.monitor),
             threads.run(_read_store, open_for_view(settings)[1], settings.site, clock.now()),
         )
         (shown, stored), answers = await asyncio.gather(first, _query_nats(settings, partitions, first))
@@ -236,17 +170,16 @@ async def site_view(settings: Settings) -> StatusView:
         of_chain, heartbeat = statuses.get(each.chain, {}), heartbeats.get(each.chain)
         shown_chain = replace(each.chain, incarnation=of_chain.get("incarnation", 0))
         chain = _newest(each.chain, [shown_chain, *tails, *([heartbeat.heartbeat.chain] if heartbeat else [])])
-        known = of_chain, heartbeat, answers, tails.get(chain)
-        found.append(PartitionStatus(each, chain, *known, settings.ingress.silent_after, not stored.failure))
-    now, details = clock.now(), list[str]()
+        known = of_chain, heartbeat, answers, tails.get(chain), settings.ingress.silent_after
+        found.append(observe_partition(each, chain, *known, is_store_read=not stored.failure))
+    details = list[str]()
     for status in found:
         if status.hint:
             lines = status.hint.split("\n")
-            details += [f"{status.chain} {status.state}: {status.reason}", *(f"  {line}" for line in lines)]
-    is_alarming = any(each.is_alarming for each in found)
+            details += [f"{status.chain} {status.state}: {status.why}", *(f"  {line}" for line in lines)]
+    is_alarming = any(each.needs_operator for each in found)
     code = DataError.exit_code if is_alarming else EXIT_RETRY_LATER if answers.failure or stored.failure else 0
-    rows, cells = [each.row() for each in found], [each.cells(now) for each in found]
-    return StatusView("site", rows, cells, COLUMNS, NARROW_COLUMNS, code, details, notes)
+    return StatusView(SITE_FORMAT, found, clock.now(), code, details, notes)
 
 
 def _newest(chain: Chain, known: Iterable[Chain]) -> Chain:
@@ -273,13 +206,11 @@ async def _query_nats(settings: Settings, partitions: Sequence[Partition], first
 # Blocking calls
 
 
-def fetch_status(settings: EgressMonitorSettings) -> dict[str, Any] | None:
+def _read_monitor(settings: EgressMonitorSettings) -> dict[str, Any] | None:
     """Return the /status of the process at `listen`; None if none answers."""
-    try:
-        found = json.loads(fetch(settings, "/status"))
-    except (OSError, http.client.HTTPException, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    with suppress(ConfigError, Unavailable):
+        return fetch_status(settings, "egress.monitor.listen")
+    return None
 
 
 def chains_of_status(document: Mapping[str, Any], site: str) -> dict[Chain, dict[str, Any]]:
@@ -298,20 +229,6 @@ def _read_store(documents: ChainStore, site: str, now: float) -> StoreState:
     try:
         listed = documents.list_tails(site).items()
         tails = {chain: (documents.read_tail(chain), info.modified) for chain, info in listed}
-        return StoreState(tails, _heartbeats(documents, site, now))
+        return StoreState(tails, newest_by_partition(read_heartbeats(documents, now, site)))
     except (Unavailable, OutcomeUnknown) as error:
         return StoreState(failure=error.message)
-
-
-def _heartbeats(documents: ChainStore, site: str, now: float) -> dict[Chain, StoredHeartbeat]:
-    try:
-        infos = documents.list_heartbeats(site)
-    except Refused:
-        return {}
-    found = ((info, documents.read_heartbeat(info.key)) for info in infos)
-    return newest_by_partition(
-        StoredHeartbeat(sign, info.modified, max(0.0, now - info.modified), alive.time)
-        for info, alive in found
-        if alive is not None
-        for sign in alive.chains
-    )

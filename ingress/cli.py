@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from common import cli
-from common.cli import StatusView, config_command, config_option, print_json, run_async, run_command
+from common.check_cli import HOUR_S, CheckResult, CheckState, PerformanceValue, Thresholds, thresholds
+from common.cli import config_command, config_option, print_json, print_table, run_async, run_command
 from common.clock import SystemClock
 from common.errors import OutcomeUnknown, StoreUnavailable, Unavailable
 from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER, report_error
 from common.logs import escape
 from common.memory import reduce_memory
 from common.open import load_settings
+from common.settings.types import format_count
 from ingress.operator.checkpoint_cli import checkpoint_release, checkpoint_set
 
 if TYPE_CHECKING:
+    from common.observe.observation import StatusView
     from common.settings.root import Settings
 
 
@@ -135,11 +138,14 @@ def _repeat(show: Callable[[], int], every: float) -> int:
 def _show(found: Sequence[StatusView], *, is_wide: bool, as_json: bool) -> int:
     """Print the views and return the exit code."""
     if as_json:
-        print_json([row for view in found for row in view.rows])
+        print_json([row for view in found for row in view.rows()])
     for view in () if as_json else found:
         if len(found) > 1:
-            click.echo(f"{view.name}:")
-        view.show(is_wide=is_wide)
+            click.echo(f"{view.format.name}:")
+        rows, columns = view.table(is_wide=is_wide)
+        print_table(rows, columns, None if is_wide else cli.terminal_width())
+        for line in view.details:
+            click.echo(escape(line))
     for note in (note for view in found for note in view.notes):
         click.echo(escape(note), err=True)
     codes = {view.code for view in found}
@@ -150,7 +156,8 @@ async def _read_views(settings: Settings, views: Views, is_archive: bool) -> lis
     """Return the views of the configured sections, and the archive's if there is none or its servers do not answer."""
     sections = {"egress": settings.egress.feeds, "ingress": settings.ingress.targets}
     names = [] if is_archive else [name for name, has in sections.items() if has]
-    found, note = list[StatusView](), "" if names else "NATS is not queried"
+    found: list[StatusView] = []
+    note = "" if names else "NATS is not queried"
     for name in names:
         try:
             found.append(await views[name]()(settings))
@@ -164,3 +171,44 @@ async def _read_views(settings: Settings, views: Views, is_archive: bool) -> lis
         view = await archive_view(settings)
         found.append(replace(view, notes=[note], code=EXIT_RETRY_LATER if names else 0))
     return found
+
+
+def check_ingress(settings: Settings, given: Thresholds) -> CheckResult:
+    """Check the ingress of this host. `given`: limits of the age of the oldest archived message that is not delivered;
+    15 minutes and an hour without values.
+    """
+    from common.observe.monitor import CHECK_TIMEOUT_S, fetch_status
+
+    limits = thresholds(given, (900.0, HOUR_S))
+    return judge_ingress(fetch_status(settings.ingress.monitor, "ingress.monitor.listen", CHECK_TIMEOUT_S), *limits)
+
+
+def judge_ingress(document: Mapping[str, Any], warning: float, critical: float) -> CheckResult:
+    """Judge /status of ingress. `warning`, `critical`: seconds of lag."""
+    from common.observe.page import parts_of
+
+    targets = {name: part for name, part in parts_of(document).items() if name.startswith("target ")}
+    chains = {
+        f"{chain} into {name}": c for name, part in targets.items() for chain, c in part.get("chains", {}).items()
+    }
+    stopped = [f"{name}: {each.get('code')}" for name, each in chains.items() if "stopped" in each]
+    stopped += [f"{name}: {part.get('code')}" for name, part in targets.items() if part.get("state") == "stopped"]
+    sites = [(name, each["source"]) for name, each in chains.items() if "source" in each]
+    stopped += [f"{name}, at its site: {site.get('code')}" for name, site in sites if site.get("state") == "stopped"]
+    lags = {name: float(each.get("lag_seconds", 0)) for name, each in chains.items()}
+    limits = f"{warning:.0f}", f"{critical:.0f}"
+    max_lag = max(lags.values(), default=0.0)
+    counts = f"{format_count(len(targets), 'target')}, {format_count(len(chains), 'chain')}"
+    result = CheckResult(f"{counts}, {max_lag:.0f} s behind", [
+        PerformanceValue("targets", len(targets)),
+        PerformanceValue("chains", len(chains)),
+        PerformanceValue("stopped", len(stopped)),
+        PerformanceValue("waiting", sum("hole" in each for each in chains.values())),
+        PerformanceValue("lag", max_lag, "s", *limits),
+    ])  # fmt: skip
+    for each in stopped:
+        result.add_problem(CheckState.CRITICAL, f"stopped: {each}")
+    for name, lag in lags.items():
+        result.check_limit(f"{name}: {lag:.0f} s behind", lag, warning, critical)
+    result.check_process(document)
+    return result

@@ -1,1 +1,1 @@
-"""Observation of a process: its health, its coverage, and the pages that show them."""
+"""Observation: the health of a process, its coverage, its pages, and the state of each chain as any view shows it."""

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -33,7 +33,11 @@ from common.settings.types import parse_listen, regular_file
 from common.tasks import record_unexpected
 
 if TYPE_CHECKING:
+    from common.settings.egress import EgressMonitorSettings
+    from common.settings.ingress import IngressMonitorSettings
     from common.settings.service import MonitorTlsSettings
+
+    MonitorSettings = EgressMonitorSettings | IngressMonitorSettings
 
 log = get_logger("common.monitor")
 
@@ -178,25 +182,38 @@ class ServerTls:
         return [_file_version(file) for file in self._files]
 
 
-class MonitorAddress(Protocol):
-    """The settings of a monitor: its address and its certificate."""
-
-    @property
-    def listen(self) -> str: ...
-    @property
-    def tls(self) -> MonitorTlsSettings: ...
-
-
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 FETCH_TIMEOUT_S = 2.0  # seconds
+CHECK_TIMEOUT_S = 10.0  # seconds for a monitor to answer a check
 
 
-def fetch(settings: MonitorAddress, path: str, timeout: float = FETCH_TIMEOUT_S) -> str:
+def fetch(settings: MonitorSettings, path: str, timeout: float = FETCH_TIMEOUT_S) -> str:
     """Return the answer to `path` of the process that serves `settings` on this host; blocking.
 
     With TLS only a server that shows the configured certificate is trusted, under any name; if clients need a
-    certificate, the same one is shown. Raises OSError, http.client.HTTPException, ValueError.
+    certificate, the same one is shown. Raises Unavailable.
     """
+    try:
+        return _fetch(settings, path, timeout)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise Unavailable(f"monitor at {settings.listen}: {error}", hint="check that the service runs") from error
+
+
+def fetch_status(settings: MonitorSettings, key: str, timeout: float = FETCH_TIMEOUT_S) -> dict[str, Any]:
+    """Return /status of the process that serves `settings` on this host. Raises Unavailable, also if another program
+    answers; ConfigError if the address, which the configuration names `key`, is empty.
+    """
+    if not settings.listen:
+        raise ConfigError(f"{key}: expected an address to query, found none")
+    found = None
+    with suppress(ValueError):
+        found = json.loads(fetch(settings, "/status", timeout))
+    if not isinstance(found, dict) or "problems" not in found:
+        raise Unavailable(f"monitor at {settings.listen}: expected the status of a Floe service, found something else")
+    return found
+
+
+def _fetch(settings: MonitorSettings, path: str, timeout: float) -> str:
     if (address := parse_listen(settings.listen)) is None:
         raise ValueError("expected an address, found none")
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])  # noqa: S104  (where it listens)
@@ -470,7 +487,7 @@ class Pages:
         if name == "/" or query == "coverage":
             self._health.record_reader()
         found = self._pages.get(name)
-        return found(accept) if found else _text(404, f"expected one of {' '.join(self._pages)}")
+        return found(accept) if found else text_answer(404, f"expected one of {' '.join(self._pages)}")
 
     def _metrics(self, accept: str) -> Answer:
         encode, content_type = choose_encoder(accept)
@@ -479,11 +496,11 @@ class Pages:
     def _healthz(self, _accept: str) -> Answer:
         seconds = self._health.beat_age()
         age = f"the event loop turned {seconds:.1f} s ago"
-        return _text(200, f"ok: {age}") if seconds <= MAX_BEAT_AGE_S else _text(503, f"hangs: {age}")
+        return text_answer(200, f"ok: {age}") if seconds <= MAX_BEAT_AGE_S else text_answer(503, f"hangs: {age}")
 
     def _readyz(self, _accept: str) -> Answer:
         problems = [escape(problem) for problem in self._health.problems()]
-        return _text(503, "\n".join(problems)) if problems else _text(200, "ready")
+        return text_answer(503, "\n".join(problems)) if problems else text_answer(200, "ready")
 
     def document(self) -> dict[str, Any]:
         return self._health.status()
@@ -499,7 +516,8 @@ class Pages:
         return 200, HTML, page.render_page(self.document_for_reader(), self._pages)
 
 
-def _text(status: int, text: str) -> Answer:
+def text_answer(status: int, text: str) -> Answer:
+    """Return the answer that is `text`, and the end of its line."""
     return status, "text/plain; charset=utf-8", f"{text}\n".encode()
 
 

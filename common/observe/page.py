@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.clock import format_unix
+from common.observe.observation import unarchived
 from common.settings.types import duration_words, format_count, size_words
 
 if TYPE_CHECKING:
@@ -84,13 +85,6 @@ def render_page(document: Part, paths: Iterable[str]) -> bytes:
         others=[(name, part) for name, part in parts.items() if name not in {**feeds, **targets, **leases}],
     )
     return text.encode("utf-8", "backslashreplace")
-
-
-def unarchived(source: int | None, archived: int | None, first: int = 1) -> int | None:
-    """Return the number of sequences up to `source`, the last of the stream, that are not archived; None if an end is
-    not known. `first`: of the chain; earlier messages of the stream need not be archived.
-    """
-    return None if source is None or archived is None else max(0, source - max(archived, first - 1))
 
 
 # Coverage, as a picture

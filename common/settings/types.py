@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 from urllib.parse import unquote, urlsplit
 
 from pydantic import (
@@ -87,6 +87,18 @@ def duration_words(seconds: float) -> str:
         if count or parts:
             parts.append(f"{count}{unit}" if count else "")
     return "".join(parts[:2])
+
+
+def format_age(seconds: float | None) -> str | None:
+    """Return the age of an event for people: `3m20s ago`; None for never."""
+    return None if seconds is None else f"{duration_words(seconds)} ago"
+
+
+class StyledCell(NamedTuple):
+    """A table cell with a colour (by its name in rich), used if the output has colours; empty: no colour."""
+
+    text: object
+    style: str
 
 
 def size_words(size: float) -> str:

@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from common.logs import escape
 from common.metrics import REGISTRY
-from common.observe.monitor import Answer, Health, Pages
+from common.observe.monitor import Answer, Health, Pages, text_answer
 from egress.workers.process import WorkerProcess
 
 PAGE_TIMEOUT_S = 2.0  # seconds
@@ -127,7 +127,7 @@ class WorkerPages(Pages):
             for each in self._fetch("/healthz")
             if each.port and each.status != 200
         ]
-        return _text(503, hanging) if hanging else super()._healthz(accept)
+        return text_answer(503, "\n".join(hanging)) if hanging else super()._healthz(accept)
 
     def _readyz(self, _accept: str) -> Answer:
         problems = [
@@ -136,7 +136,7 @@ class WorkerPages(Pages):
             if each.status != 200
             for line in each.text.splitlines() or [_missing_answer_reason(each)]
         ]
-        return _text(503, problems) if problems else _text(200, ["ready"])
+        return text_answer(503, "\n".join(problems)) if problems else text_answer(200, "ready")
 
 
 def _worker_document(answer: WorkerAnswer) -> dict[str, Any]:
@@ -148,7 +148,3 @@ def _worker_document(answer: WorkerAnswer) -> dict[str, Any]:
 
 def _missing_answer_reason(answer: WorkerAnswer) -> str:
     return "no answer" if answer.port else "starting" if answer.pid else "not running"
-
-
-def _text(status: int, lines: Sequence[str]) -> Answer:
-    return status, "text/plain; charset=utf-8", ("\n".join(lines) + "\n").encode()

@@ -9,28 +9,30 @@ from itertools import chain as joined
 from typing import Any
 
 import click
+from msgspec import structs
 
 from common.archive.catalog import ranges_after_end, replay_command
 from common.archive.checks import find_foreign_keys
 from common.archive.documents import ChainStore, TargetPositions
-from common.archive.heartbeats import OVERDUE, SILENT, STANDBY, StoredHeartbeat, newest_by_partition
+from common.archive.heartbeats import OVERDUE, StoredHeartbeat, newest_by_partition
 from common.archive.keys import suggestion
 from common.archive.scan import ChainArchive
 from common.archive.store import SegmentStore
 from common.chain import Chain
-from common.cli import StatusView, StyledCell, format_age, print_json, print_table
-from common.clock import NS_PER_S, Clock, SystemClock, format_time
+from common.cli import print_json, print_table
+from common.clock import Clock, SystemClock, format_unix
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
 from common.logs import get_logger
 from common.nats.api import stream_info
 from common.nats.buckets import open_ingress_state
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
+from common.observe.observation import Observation, StatusView, ViewFormat, colour_state, stored_heartbeats
 from common.open import open_for_view
 from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings
-from common.settings.types import duration_words
+from common.settings.types import StyledCell, duration_words
 from ingress.chains.pauses import PauseStore
 from ingress.chains.plan import Phase
 from ingress.chains.search import OpenedPlan, plan_from_contents
@@ -44,21 +46,39 @@ from ingress.verdict.verdict import Finding, TargetErrors, judge, judge_shared, 
 log = get_logger(__name__)
 
 
-WORKING_STATES = ("reading", "closing", STANDBY)  # states of egress without a time limit
-
 MAX_FOREIGN_KEYS = 100_000  # keys that are searched for foreign ones: about 100 requests
 PARALLEL_CHAINS = 8  # chains that are read at the same time
 READ_ATTEMPTS = 3  # attempts to read a target that a running service changes meanwhile
 
-STATUS_COLUMNS = (
-    "target", "chain", "phase", "archived", "carried", "lag", "behind", "last archived", "egress", "source lag",
-    "publisher", "why",
+CENTRE_FORMAT = ViewFormat(
+    "centre",
+    keys=(
+        "target", "publisher", "chain", "phase", "archived", "last_archived", "position", "lag_sequences",
+        "lag_seconds", "egress", "egress_alive", "source_sequence", "source_lag_sequences", "alarm", "why",
+    ),
+    columns=(
+        "target", "chain", "phase", "archived", "carried", "lag", "behind", "last archived", "egress", "source lag",
+        "publisher", "why",
+    ),
+    row_values={
+        "phase": lambda o: o.state,
+        "lag_seconds": lambda o: round(o.lag_seconds),
+        "egress": lambda o: o.egress_state,
+        "egress_alive": lambda o: o.egress and format_unix(o.egress.modified),
+    },
+    cells={
+        "phase": lambda o, _: colour_state(o),
+        "carried": lambda o, _: None if o.position is None else o.position - 1,
+        "behind": lambda o, _: duration_words(o.lag_seconds),
+        "egress": lambda o, _: StyledCell(o.egress_state, _egress_colour(o)),
+        "source lag": lambda o, _: o.source_lag_sequences,
+        "publisher": lambda o, _: o.publisher or None,
+    },
 )  # fmt: skip
-NARROW_STATUS_COLUMNS = tuple(name for name in STATUS_COLUMNS if name != "publisher")
-PHASE_COLOURS = {
-    **dict.fromkeys((Phase.LOST, Phase.DAMAGED, "stopped"), "red"),
-    **dict.fromkeys((Phase.LATE, "paused", "missing"), "yellow"),
-}
+
+
+def _egress_colour(observed: Observation) -> str:
+    return "red" if observed.needs_operator else "yellow" if observed.egress_state == OVERDUE else ""
 
 
 # One target
@@ -125,129 +145,6 @@ async def _judged(
     return stored.state, None
 
 
-# One chain
-
-
-@dataclass(frozen=True, slots=True)
-class ChainStatus:
-    """Progress of one chain. `archived`: the end of coverage by its tail, else by its segments; None without both.
-
-    `position`: None if the target has nothing of it. `phase`: `ready idle late lost damaged done`, or
-    `paused`, `stopped`, `new` (not begun), `missing` (nothing of its feed is archived). `lag_seconds`: since the
-    first segment that is not in the target was stored; 0 if there is none. `reason`: the hole, or the reason of a
-    stop. `last_archived`: when the tail was last written, by the store's clock. `egress`: the last report of the
-    process that has the chain, None if there is none; it counts as silent after `silent_after` seconds. `end`: the
-    last sequence of the incarnation, None if that has not ended. `first`: its first sequence.
-    """
-
-    target: str
-    publisher: str
-    chain: Chain
-    archived: int | None
-    position: int | None
-    phase: str = str(Phase.IDLE)
-    lag_seconds: float = 0.0
-    reason: str = ""
-    last_archived: float | None = None
-    egress: StoredHeartbeat | None = None
-    silent_after: float = float("inf")
-    end: int | None = None
-    first: int = 1
-
-    @property
-    def lag_sequences(self) -> int | None:
-        """Archived sequences that are not in the target: an upper bound of the messages. None if there is a tail that
-        cannot be read: then the archived end is not known.
-        """
-        if self.archived is None and self.last_archived is not None:
-            return None
-        archived = self.archived or 0
-        reach = archived if self.end is None else min(archived, self.end)
-        return max(0, reach - (self.position or self.first) + 1)
-
-    @property
-    def source_lag_sequences(self) -> int | None:
-        """Sequences of the stream that are not in the target, archived or not; None if egress reported nothing, or the
-        archived end is not known.
-        """
-        if self.egress is None or self.lag_sequences is None:
-            return None
-        left = self.egress.heartbeat.unarchived_count(self.chain.incarnation, self.archived or 0)
-        return None if left is None else self.lag_sequences + left
-
-    @property
-    def egress_state(self) -> str | None:
-        """State of egress for the chain; None if no egress process reported it."""
-        if self.egress is None:
-            return None
-        state = self.egress.state(self.silent_after)
-        return state if state in (SILENT, OVERDUE) else f"{state} {self.egress.heartbeat.code}".strip()
-
-    @property
-    def needs_operator(self) -> bool:
-        """True if it needs an operator: it is stopped, or late or silent for longer than `silent_after`."""
-        if self.phase in ("stopped", Phase.LOST, Phase.DAMAGED):
-            return True
-        if self.phase == Phase.LATE and self.lag_seconds > self.silent_after:
-            return True
-        if self.egress is None:
-            return False
-        heartbeat = self.egress.heartbeat
-        lasts = heartbeat.state not in WORKING_STATES and self.egress.state_duration_s > self.silent_after
-        return self.egress_state == SILENT or heartbeat.state == "stopped" or lasts
-
-    def row(self) -> dict[str, object]:
-        return {
-            "view": "centre",
-            "target": self.target,
-            "publisher": self.publisher,
-            **self.chain.log_context(),
-            "phase": self.phase,
-            "archived": self.archived,
-            "last_archived": _time(self.last_archived),
-            "position": self.position,
-            "lag_sequences": self.lag_sequences,
-            "lag_seconds": round(self.lag_seconds),
-            "egress": self.egress_state,
-            "egress_alive": self.egress and _time(self.egress.modified),
-            "source_sequence": self.egress
-            and self.egress.heartbeat.last_known_sequence(self.chain.incarnation, self.archived or 0),
-            "source_lag_sequences": self.source_lag_sequences,
-            "alarm": self.needs_operator,
-            "why": self.reason or self._unarchived_reason(),
-        }
-
-    def cells(self, now: float) -> dict[str, object]:
-        """Return it as one line of the table at `now`, by the store's clock."""
-        return {
-            "target": self.target,
-            "chain": str(self.chain),
-            "phase": StyledCell(self.phase, PHASE_COLOURS.get(self.phase, "green")),
-            "archived": self.archived,
-            "carried": None if self.position is None else self.position - 1,
-            "lag": self.lag_sequences,
-            "behind": duration_words(self.lag_seconds),
-            "last archived": format_age(None if self.last_archived is None else now - self.last_archived),
-            "egress": StyledCell(
-                self.egress_state, "red" if self.needs_operator else "yellow" if self.egress_state == OVERDUE else ""
-            ),
-            "source lag": self.source_lag_sequences,
-            "publisher": self.publisher or None,
-            "why": self.reason or self._unarchived_reason(),
-        }
-
-    def _unarchived_reason(self) -> str:
-        if self.egress is None:
-            return ""
-        if self.egress_state in (SILENT, OVERDUE):
-            return f"no heartbeat of egress since {_time(self.egress.modified)}"
-        return self.egress.heartbeat.why and f"egress: {self.egress.heartbeat.why}"
-
-
-def _time(seconds: float | None) -> str | None:
-    return None if seconds is None else format_time(int(seconds) * NS_PER_S)
-
-
 def by_incarnation(chains: Iterable[Chain], reports: Mapping[Chain, StoredHeartbeat]) -> dict[Chain, StoredHeartbeat]:
     """Return the reports of egress, by chain: for each partition the newest incarnation that `chains` or egress itself
     names. `reports`: by partition, as `newest_by_partition` gives them.
@@ -259,7 +156,7 @@ def by_incarnation(chains: Iterable[Chain], reports: Mapping[Chain, StoredHeartb
     return {replace(p, incarnation=k): reports[p] for p, k in incarnations.items()}
 
 
-def with_plan(status: ChainStatus, found: OpenedPlan, lost_after_s: float, now: float) -> ChainStatus:
+def with_plan(status: Observation, found: OpenedPlan, lost_after_s: float, now: float) -> Observation:
     """Return `status` with the result of a search in the archive. `lost_after_s`: seconds until a late hole is lost."""
     plan = found.plan
     since = plan.stretches[0].segment.modified if plan.stretches else plan.waiting_since
@@ -270,7 +167,7 @@ def with_plan(status: ChainStatus, found: OpenedPlan, lost_after_s: float, now: 
         reason = f"{found.incomplete_fill.missing} of {plan.hole} were gone when the hole there was filled"
     elif plan.phase is Phase.DAMAGED:
         reason = f"{plan.hole} is damaged: {', '.join(found.damaged)}"
-    return replace(status, phase=str(phase), lag_seconds=age, reason=reason)
+    return structs.replace(status, state=str(phase), lag_seconds=age, why=reason)
 
 
 async def centre_view(settings: Settings) -> StatusView:
@@ -284,9 +181,8 @@ async def centre_view(settings: Settings) -> StatusView:
         with suppress(FloeError):
             foreign = await threads.run(find_foreign_keys, store.objects, store.layout, (), MAX_FOREIGN_KEYS)
             notes += foreign.lines()
-    rows, cells = [each.row() for each in statuses], [each.cells(clock.now()) for each in statuses]
     code = DataError.exit_code if any(status.needs_operator for status in statuses) else 0
-    return StatusView("centre", rows, cells, STATUS_COLUMNS, NARROW_STATUS_COLUMNS, code, notes=notes)
+    return StatusView(CENTRE_FORMAT, statuses, clock.now(), code, notes=notes)
 
 
 class ArchiveReader:
@@ -298,13 +194,13 @@ class ArchiveReader:
         self._store, self._documents, self._threads = store, documents, threads
         self._clock, self._silent_after = clock, silent_after
 
-    async def read(self, targets: Iterable[TargetSettings], statuses: Mapping[str, TargetStatus]) -> list[ChainStatus]:
+    async def read(self, targets: Iterable[TargetSettings], statuses: Mapping[str, TargetStatus]) -> list[Observation]:
         """Return one status for each chain that has a tail or a position, or that only egress knows, by target and
         chain; and one for each feed of `sources` of which nothing is archived.
         """
         tails = await self._threads.run(self._documents.list_tails)
         heartbeats = await self._heartbeats({site for each in targets for site, _ in each.feed_sources})
-        wanted: list[Coroutine[Any, Any, ChainStatus]] = []
+        wanted: list[Coroutine[Any, Any, Observation]] = []
         for target in targets:
             name, status, sources = target.stream, statuses[target.stream], target.feed_sources
             positions = status.state.checkpoint.positions if status.state else {}
@@ -312,7 +208,7 @@ class ArchiveReader:
             reported = {c: found for c, found in heartbeats.items() if (c.site, c.feed) in sources}
             egress = by_incarnation(chains, reported)
             chains |= egress.keys()
-            known = partial(ChainStatus, name, status.publisher, archived=None, silent_after=self._silent_after)
+            known = partial(Observation, target=name, publisher=status.publisher, silent_after=self._silent_after)
             # A tail is a hint: it may be lost, or come after a segment.
             lacking = sorted(sources.keys() - {(chain.site, chain.feed) for chain in chains})
             begun = await asyncio.gather(*(self._threads.run(self._documents.chains, *pair) for pair in lacking))
@@ -320,11 +216,17 @@ class ArchiveReader:
             for site, feed in (pair for pair, found in zip(lacking, begun, strict=True) if not found):
                 there = suggestion(f"{site}/{feed}", {f"{chain.site}/{chain.feed}" for chain in tails})
                 reason = f"nothing of this feed is archived; {there}"
-                wanted.append(asyncio.sleep(0, known(Chain(site, feed), position=None, phase="missing", reason=reason)))
+                wanted.append(asyncio.sleep(0, known(chain=Chain(site, feed), state="missing", why=reason)))
             ingress = await self._reported_positions(name)
             for chain in sorted(chains):
                 written = tails[chain].modified if chain in tails else None
-                each = known(chain, position=positions.get(chain), last_archived=written, egress=egress.get(chain))
+                each = known(
+                    chain=chain,
+                    state=str(Phase.IDLE),
+                    position=positions.get(chain),
+                    archived_at=written,
+                    egress=egress.get(chain),
+                )
                 has_moved = ingress.positions.get(chain) != positions.get(chain)
                 stop = "" if has_moved else ingress.stopped.get(chain, "")
                 source = sources.get((chain.site, chain.feed))
@@ -341,12 +243,7 @@ class ArchiveReader:
         except Refused as error:
             log.warning("heartbeats read failed", action="heartbeats_read_failed", code=error.code, error=str(error))
             return {}
-        return newest_by_partition(
-            StoredHeartbeat(heartbeat, info.modified, max(0.0, now - info.modified), alive.time)
-            for info, alive in zip(infos, found, strict=True)
-            if alive is not None
-            for heartbeat in alive.chains
-        )
+        return newest_by_partition(stored_heartbeats(infos, found, now))
 
     async def _reported_positions(self, target: str) -> TargetPositions:
         """Return the positions that ingress last stored for the target; empty if they cannot be read."""
@@ -356,29 +253,30 @@ class ArchiveReader:
 
     # Blocking
 
-    def _read(self, found: ChainStatus, target: TargetStatus, source: SourceSettings | None, stop: str) -> ChainStatus:
+    def _read(self, found: Observation, target: TargetStatus, source: SourceSettings | None, stop: str) -> Observation:
         documents, chain = self._documents, found.chain
-        found = found if found.position else replace(found, first=self._first_sequence(chain))
+        found = found if found.position else structs.replace(found, first=self._first_sequence(chain))
         position = found.position or found.first
         if (reached := documents.read_tail(chain)) is None:
             reached = ChainArchive.listed(self._store, chain, position).end or None
-        found = replace(found, archived=reached)
+        is_known = reached is not None or found.archived_at is None
+        found = structs.replace(found, archived=reached, is_end_known=is_known)
         if reached is None and found.position and documents.read_chain(chain) is None:
-            found = replace(found, phase=str(Phase.LOST), reason="its archive is gone from the bucket")
+            found = structs.replace(found, state=str(Phase.LOST), why="its archive is gone from the bucket")
         if found.archived is not None and found.archived >= position:
             lost_after_s = source.lost_segment_timeout if source else float("inf")
             with suppress(FloeError):  # the tail still shows the archived end
                 end = documents.read_end(chain)
                 accepted = [gap.range for gap in documents.gaps(chain, position=position)]
                 inside = plan_from_contents(self._store, chain, position, end, accepted)
-                found = with_plan(replace(found, end=end), inside, lost_after_s, self._clock.now())
+                found = with_plan(structs.replace(found, end=end), inside, lost_after_s, self._clock.now())
                 floor = documents.floor(chain) if inside.plan.is_waiting and inside.incomplete_fill is None else None
                 if floor is not None and floor.first > position:
-                    found = replace(found, phase="stopped", reason=str(floor))
-                if inside.plan.late_end and not found.reason:
-                    found = replace(found, reason=self._after_end_text(chain, end or 0))
+                    found = structs.replace(found, state="stopped", why=str(floor))
+                if inside.plan.late_end and not found.why:
+                    found = structs.replace(found, why=self._after_end_text(chain, end or 0))
         if stop:
-            found = replace(found, phase="stopped", reason=stop.replace("\n", " "))
+            found = structs.replace(found, state="stopped", why=stop.replace("\n", " "))
         return _with_decisions(found, target, is_listed=source is not None)
 
     def _first_sequence(self, chain: Chain) -> int:
@@ -398,15 +296,15 @@ class ArchiveReader:
         return f"{ranges} after the end {end} of the incarnation: {replay_command(chain, found[0])}"
 
 
-def _with_decisions(status: ChainStatus, target: TargetStatus, *, is_listed: bool) -> ChainStatus:
+def _with_decisions(status: Observation, target: TargetStatus, *, is_listed: bool) -> Observation:
     if target.stopped:
-        return replace(status, phase="stopped", reason=target.stopped)
+        return structs.replace(status, state="stopped", why=target.stopped)
     if status.chain in target.paused:
-        return replace(status, phase="paused", reason=status.reason or "paused by an operator")
+        return structs.replace(status, state="paused", why=status.why or "paused by an operator")
     if not is_listed:
-        return replace(status, reason="no longer among `sources`")
-    if status.position is None and not status.reason:
-        return replace(status, phase="new")
+        return structs.replace(status, why="no longer among `sources`")
+    if status.position is None and not status.why:
+        return structs.replace(status, state="new")
     return status
 
 
@@ -461,7 +359,7 @@ def kept_rows(documents: ChainStore, targets: Iterable[TargetSettings]) -> list[
         if found is None:
             rows.append({**row, "why": "everything, until it stores its positions"})
             continue
-        row["said"] = _time(found.time)
+        row["said"] = format_unix(found.time)
         if found.released:
             rows.append({**row, "why": "nothing: released"})
             continue

@@ -18,19 +18,13 @@ from common.archive.heartbeats import (
     process_name,
 )
 from common.chain import Chain
-from common.check_cli import (
-    CheckedChain,
-    CheckResult,
-    CheckState,
-    PerformanceValue,
-    judge_archive,
-    judge_egress,
-    judge_ingress,
-    thresholds,
-)
+from common.check_cli import CheckResult, CheckState, PerformanceValue, judge_archive, thresholds
 from common.errors import UsageError
 from common.objects.port import ObjectInfo
-from ingress.operator.status import ChainStatus, by_incarnation
+from common.observe.observation import Observation
+from egress.cli import judge_egress
+from ingress.cli import judge_ingress
+from ingress.operator.status import by_incarnation
 
 CHAIN = Chain("us-east", "NODES", 2)
 PARTITION = Chain("us-east", "NODES")
@@ -46,9 +40,10 @@ def sighting(
     return StoredHeartbeat(made, modified, age, time)
 
 
-def status_of(made: ChainHeartbeat | None = None, **fields: Any) -> ChainStatus:
+def status_of(made: ChainHeartbeat | None = None, **fields: Any) -> Observation:
     egress = made and sighting(made, age=fields.pop("age", 10.0), time=fields.pop("time", 1000.0))
-    return ChainStatus("T", "fast", CHAIN, 50, 51, egress=egress, silent_after=300.0, **fields)
+    known = {"target": "T", "chain": CHAIN, "archived": 50, "position": 51}
+    return Observation(**known, egress=egress, silent_after=300.0, **fields)
 
 
 def test_it_comes_back_as_it_was_and_later_versions_may_add_fields() -> None:
@@ -131,10 +126,10 @@ def test_a_heartbeat_counts_for_the_newest_incarnation() -> None:
         (heartbeat("waiting", since=900.0), {}, "waiting", False),
         (heartbeat("waiting", since=600.0), {}, "waiting", True),
         (heartbeat("standby", since=1.0), {}, "standby", False),
-        (heartbeat(), {"phase": "late", "lag_seconds": 200.0}, "reading", False),
-        (heartbeat(), {"phase": "late", "lag_seconds": 400.0}, "reading", True),
-        (heartbeat(), {"phase": "lost"}, "reading", True),
-        (None, {"phase": "stopped"}, None, True),
+        (heartbeat(), {"state": "late", "lag_seconds": 200.0}, "reading", False),
+        (heartbeat(), {"state": "late", "lag_seconds": 400.0}, "reading", True),
+        (heartbeat(), {"state": "lost"}, "reading", True),
+        (None, {"state": "stopped"}, None, True),
     ],
 )
 def test_what_is_stopped_or_late_or_silent_for_long_is_an_alarm(
@@ -206,10 +201,10 @@ def test_ingress(document: dict[str, Any], state: CheckState, shown: str) -> Non
     assert (result.state, shown in result.line()) == (state, True)
 
 
-def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> CheckedChain:
+def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> Observation:
     heartbeat = ChainHeartbeat(state, 0.0, "E-FORKED" if state == "stopped" else "", "", 90, 100, 0.0, chain=PARTITION)
     sighting = None if age is None else StoredHeartbeat(heartbeat, 0.0, age, 0.0)
-    return CheckedChain(PARTITION, end=90, egress=sighting, **fields)
+    return Observation(chain=PARTITION, archived=90, egress=sighting, **fields)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +221,7 @@ def chain(age: float | None = 10.0, state: str = "reading", **fields: Any) -> Ch
         ([chain(recreated=90_000.0)], OK, "1 chain"),
     ],
 )
-def test_archive(found: list[CheckedChain], state: CheckState, shown: str) -> None:
+def test_archive(found: list[Observation], state: CheckState, shown: str) -> None:
     result = judge_archive(found, 300, 3600)
     assert (result.state, shown in result.line()) == (state, True)
 

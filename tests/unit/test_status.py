@@ -6,27 +6,28 @@ import os
 import pty
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from common.archive.heartbeats import ChainHeartbeat, StoredHeartbeat
 from common.chain import Chain
-from common.cli import StyledCell, format_age, print_table
+from common.cli import print_table
+from common.observe.observation import Observation
 from common.settings.egress import FeedSettings
-from common.settings.types import duration_words, size_words
+from common.settings.types import StyledCell, duration_words, format_age, size_words
 from egress.partition import partitions_of
-from egress.status import NatsState, PartitionStatus, chains_of_status, closing_text, open_segment_text
-from ingress.operator.status import ChainStatus
+from egress.status import SITE_FORMAT, NatsState, chains_of_status, closing_text, observe_partition, open_segment_text
 from tests.support.basics import problems_of
 
 ROOT = Path(__file__).parents[2]
 SHOW = """
 import fcntl, struct, sys, termios
 fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
-from common.cli import StyledCell, print_table, terminal_width
+from common.cli import print_table, terminal_width
+from common.settings.types import StyledCell
 why = "no segment covers " + "9" * 30 + " of it"
 rows = [[StyledCell("stopped", "red"), 5, why, 1], ["fine", 1200, None, 2]]
 print_table(rows, ["state", "n", "why", "seq" * 9], terminal_width())
@@ -82,9 +83,9 @@ def test_the_centre_makes_up_no_lag_where_a_tail_cannot_be_read():
     sign = StoredHeartbeat(
         ChainHeartbeat("reading", 0.0, source_last=90, end=0, chain=Chain("us-east", "NODES")), 1.0, 5.0, 1.0
     )
-    partial = ChainStatus("FLEET", "", Chain("us-east", "NODES"), None, 41, last_archived=1.0, egress=sign)
+    partial = Observation(target="FLEET", chain=CHAIN, position=41, is_end_known=False, egress=sign)
     assert (partial.lag_sequences, partial.source_lag_sequences) == (None, None)
-    without = replace(partial, position=None, last_archived=None)
+    without = replace(partial, position=None, is_end_known=True)
     assert (without.lag_sequences, without.source_lag_sequences) == (0, 90)
 
 
@@ -96,8 +97,13 @@ HELD = NatsState({CHAIN: "-/host/7/ab"}, {"NODES": 90})
 OPEN = {"messages": 12, "bytes": 2150, "age_seconds": 29.4, "closes_in_seconds": 270.6, "max_size": 100 << 20}
 
 
-def partition_status(**fields: Any) -> PartitionStatus:
-    return replace(PartitionStatus(PARTITION, CHAIN, {}, None, HELD, (70, 1000.0), 180.0), **fields)
+def partition_status(**fields: Any) -> Observation:
+    known = {"shown": {}, "stored": None, "answers": HELD, "tail": (70, 1000.0), "silent_after": 180.0}
+    return observe_partition(PARTITION, CHAIN, **{**known, **fields})
+
+
+def cells_of(status: Observation, now: float = 0.0) -> dict[str, object]:
+    return SITE_FORMAT.cells_of(status, now)
 
 
 def stored(state: str, *, age: float = 5.0, **fields: Any) -> StoredHeartbeat:
@@ -107,9 +113,10 @@ def stored(state: str, *, age: float = 5.0, **fields: Any) -> StoredHeartbeat:
 def test_the_process_that_has_the_partition_knows_most():
     page = {"state": "reading", "end": 80, "source_last": 85, "open_segment": OPEN, "why": "", "code": "", "hint": ""}
     status = partition_status(shown=page, stored=stored("reading", end=60))
-    assert (status.state, status.archived, status.source, status.lag) == ("reading", 80, 90, 10)
-    assert (status.known_from, status.holder, status.is_alarming) == ("monitor", "host (process 7)", False)
-    cells, row = status.cells(1200.0), status.row()
+    assert (status.state, status.archived, status.source, status.unarchived) == ("reading", 80, 90, 10)
+    assert (status.known_from, status.needs_operator) == ("monitor", False)
+    cells, row = cells_of(status, 1200.0), SITE_FORMAT.row(status)
+    assert (cells["holder"], row["holder"]) == ("host (process 7)", "-/host/7/ab")
     assert (cells["open segment"], cells["closes"]) == ("12 messages, 2.1 KiB, 29 s", "in 4m31s or at 100 MiB")
     assert cells["last archived"] == "3m20s ago"
     assert (row["last_archived"], row["open_segment"]) == ("1970-01-01T00:16:40Z", OPEN)
@@ -118,39 +125,37 @@ def test_the_process_that_has_the_partition_knows_most():
 
 
 def test_without_it_the_heartbeat_and_the_archive_show_what_they_can():
-    status = partition_status(stored=stored("stopped", code="E-FORKED", why="an older history", source_last=75))
-    assert (status.state, status.code, status.reason, status.archived) == (
-        "stopped",
-        "E-FORKED",
-        "an older history",
-        70,
-    )
-    assert (status.is_alarming, status.cells(0.0)["open segment"]) == (True, None)
+    sign = stored("stopped", code="E-FORKED", why="an older history", source_last=75)
+    status = partition_status(stored=sign)
+    shown = status.state, status.code, status.reason, status.archived
+    assert shown == ("stopped", "E-FORKED", "an older history", 70)
+    assert (status.needs_operator, cells_of(status)["open segment"]) == (True, None)
     assert "egress resolve" in status.hint
     assert problems_of(status.hint) == []
-    unasked = replace(status, answers=NatsState(failure="down"))
-    assert (unasked.source, unasked.lag, unasked.cells(0.0)["holder"]) == (75, 5, "?")
+    unasked = partition_status(stored=sign, answers=NatsState(failure="down"))
+    assert (unasked.source, unasked.unarchived, cells_of(unasked)["holder"]) == (75, 5, "?")
     assert partition_status(stored=stored("reading", age=600.0)).reason == "no heartbeat for 10m"
     assert partition_status(answers=NatsState(failure="down")).state == "unknown"
     left = partition_status(stored=stored("reading"), answers=NatsState({CHAIN: None}, {"NODES": 90}))
-    assert (left.state, left.is_alarming) == ("not held", True)
+    assert (left.state, left.needs_operator) == ("not held", True)
 
 
 def test_where_what_is_archived_is_not_known_no_lag_is_made_up():
-    unread = partition_status(tail=None, store_read=False)
-    assert (unread.source, unread.archived, unread.lag) == (90, None, None)
-    assert (unread.row()["lag_sequences"], unread.cells(0.0)["lag"]) == (None, None)
-    assert partition_status(tail=(None, 1000.0)).lag is None, "a tail that cannot be read"
-    assert partition_status(tail=None).lag == 90, "the store was read, and holds nothing"
+    unread = partition_status(tail=None, is_store_read=False)
+    assert (unread.source, unread.archived, unread.unarchived) == (90, None, None)
+    assert (SITE_FORMAT.row(unread)["lag_sequences"], cells_of(unread)["lag"]) == (None, None)
+    assert partition_status(tail=(None, 1000.0)).unarchived is None, "a tail that cannot be read"
+    assert partition_status(tail=None).unarchived == 90, "the store was read, and holds nothing"
     page = {"state": "reading", "code": "", "why": "", "end": 0}
-    assert partition_status(tail=None, store_read=False, shown=page).lag == 90, "the process knows that nothing is"
+    reported = partition_status(tail=None, is_store_read=False, shown=page)
+    assert reported.unarchived == 90, "the process knows that nothing is"
 
 
 def test_what_the_stream_had_before_the_chain_begins_is_not_owed():
     page = {"state": "reading", "code": "", "why": "", "end": 0, "first": 91}
     status = partition_status(tail=None, shown=page)
-    assert (status.archived, status.source, status.lag) == (None, 90, 0)
-    assert partition_status(tail=None, stored=stored("reading", first=81)).lag == 10
+    assert (status.archived, status.source, status.unarchived) == (None, 90, 0)
+    assert partition_status(tail=None, stored=stored("reading", first=81)).unarchived == 10
 
 
 def test_those_pages_of_several_workers_count_that_have_the_partition():
