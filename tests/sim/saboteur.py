@@ -104,7 +104,7 @@ class Saboteur:
     def _kill(self) -> None:
         self._kill_process(self._member())
 
-    def _kill_ingress(self) -> None:
+    def kill_ingress(self) -> None:
         for name, member in self._members.items():
             if name.startswith("ingress"):
                 self._kill_process(member)
@@ -181,7 +181,7 @@ class Saboteur:
         for link in found:
             link.lag = lag
         if self._rng.random() < 0.5:
-            self.world.at(lag + self._rng.uniform(0, 0.5), self._kill_ingress)
+            self.world.at(lag + self._rng.uniform(0, 0.5), self.kill_ingress)
         self._later(25, lambda: _near(found), 15)
 
     def _blackhole(self) -> None:
@@ -241,7 +241,7 @@ class Saboteur:
         text = bucket.messages[states[-1]].payload if states else b""
         if (base := re.search(rb'"intent": ?\{"base": ?(\d+)', text)) is None:
             return
-        self._kill_ingress()
+        self.kill_ingress()
         self._nats.stop()
         lost = target.lose_tail(self._rng.randint(int(base[1]), max(int(base[1]), target.last)))
         self.count["messages of a lost tail"] += lost

@@ -191,13 +191,7 @@ class Scenario:
             self.world.at(5.0, self.foreign.begin)
         else:
             self.world.at(12.0, self._switch)
-        for number in range(2):
-            self.world.at(3.0 * number, lambda name=f"ingress-{number}": self._restart(name))  # type: ignore[misc]
-
-    def _restart(self, name: str) -> None:
-        if (process := self.members[name].process) is not None:
-            process.kill()
-        self.world.at(actors.RESTART, self.members[name].start)
+        self.saboteur.kill_ingress()
 
     def run(self) -> None:
         """Run to the end. Raises Broken, Overdue, Deadlock."""

@@ -248,24 +248,23 @@ async def in_progress(c: Caller) -> None:
 IN_PROGRESS = 1.0  # seconds until a message is delivered again
 
 
-@case
-async def deleted_while_pulled(c: Caller) -> None:
+async def _delete_while_pulled(c: Caller, call: str) -> None:
     await c.make()
     await c.consumer("", "C")
     pull = c.begin_pull("C")
     await c.consumer_state("waits", "C")
-    await c.api("deleted", f"CONSUMER.DELETE.{STREAM}.C")
+    await c.api("deleted", call)
     await c.end_pull("deleted meanwhile", pull)
+
+
+@case
+async def deleted_while_pulled(c: Caller) -> None:
+    await _delete_while_pulled(c, f"CONSUMER.DELETE.{STREAM}.C")
 
 
 @case
 async def stream_deleted_while_pulled(c: Caller) -> None:
-    await c.make()
-    await c.consumer("", "C")
-    pull = c.begin_pull("C")
-    await c.consumer_state("waits", "C")
-    await c.api("deleted", f"STREAM.DELETE.{STREAM}")
-    await c.end_pull("deleted meanwhile", pull)
+    await _delete_while_pulled(c, f"STREAM.DELETE.{STREAM}")
 
 
 @case

@@ -18,14 +18,14 @@ PRODUCT = (*COUNTED, "infra", "bench")
 MOST_FILES = 240
 # Lines of code by folder. A number rises only where another falls by as much in the same commit.
 MOST_LINES = {
-    "common": 14_323,
-    "egress": 8_895,
-    "ingress": 12_560,
-    "compaction": 4_792,
+    "common": 14_225,
+    "egress": 8_763,
+    "ingress": 12_277,
+    "compaction": 4_641,
     "floe.py": 151,
     "pyspark_floe.py": 22,
-    "infra": 3_532,
-    "bench": 1_350,
+    "infra": 3_445,
+    "bench": 1_229,
 }
 MOST_TEST_LINES = 45_000
 MOST_PARAMETERS = 8  # of a constructor, beside self
