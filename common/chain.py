@@ -1,4 +1,4 @@
-"""The chain, the unit that is kept in order (`docs/architecture.md`, words)."""
+"""The chain, the unit that is kept in order (`docs/concepts.md`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small JSON documents of one version: typed, and checked before anything acts on them."""
+"""The JSON of small documents: of one version, typed, bounded in depth, and checked before anything acts on it."""
 
 from itertools import accumulate
 from typing import Any, Generic, TypeVar

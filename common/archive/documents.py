@@ -1,7 +1,6 @@
-"""The small JSON documents beside the segments: definition, beginning and end of each chain, and more.
+"""The small JSON documents beside the segments, and `Document`, which decides what an unanswered put of one means.
 
-`Document` is the one way in which they are put and read: it decides what an unanswered put, a document that is too
-large, and a damaged one mean.
+It is the one way in which they are put and read, and also decides about those that are too large or damaged.
 
     stream.json   one for each incarnation: the stream as it was found, the end of the incarnation before, and
                   the beginning of each partition
