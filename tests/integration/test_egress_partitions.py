@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from common.archive.segment import Message
 from common.chain import Chain
@@ -115,7 +115,7 @@ async def test_created_that_drifts_does_not_stop_a_partition_without_messages(be
     stream, parts = await begun_parts(bench, 3, 60)
     key = bench.chains.layout.stream_document(parts.chain(0))
     found = bench.chains.read_stream(parts.chain(0))
-    bench.objects.put(key, replace(found, created="2001-01-01T00:00:00Z").to_json())
+    bench.objects.put(key, structs.replace(found, created="2001-01-01T00:00:00Z").to_json())
     async with bench.egress(feed_of(stream)) as running:
         await publish_over(bench, stream, ["0.a", "2.a"], 20, "more")
         await parts.archived_to(80)

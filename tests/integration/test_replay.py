@@ -185,7 +185,7 @@ async def test_a_range_outside_the_archive_is_no_success(world: World) -> None:
         with pytest.raises(UsageError) as caught:
             await world.run(**asked)
         assert "sequences 11 to 300, from 2023-11-14T22:13:20Z to 2023-11-14T22:13:20Z" in caught.value.message
-        option = next(iter(asked)).replace("since", "from_time").replace("_", "-")
+        option = next(iter(asked)).replace("from_time", "since").replace("to_time", "until").replace("_", "-")
         assert caught.value.message.startswith(f"--{option} ")
         with pytest.raises(UsageError):
             await world.preview(**asked)
