@@ -25,9 +25,8 @@ from common.nats.requests import ApiError
 from common.settings.types import format_count, size_words
 from ingress.recovery.files_form import FilesWriter
 from ingress.recovery.history import repeat_command
-from ingress.recovery.logical_form import LogicalWriter
 from ingress.recovery.plan import RestorePlan, RestoreRequest
-from ingress.recovery.stream_archive import ArchiveWriter
+from ingress.recovery.stream_archive import ArchiveWriter, LogicalWriter
 
 RUNS_CODE, ROOM_CODE = "E-RESTORE-RUNS", "E-RESTORE-ROOM"
 RESTORE_FAILED = 10062  # error of JetStream if it ends a restore

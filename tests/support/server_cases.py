@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ingress.recovery.logical_form import LogicalWriter
-from ingress.recovery.stream_archive import ArchiveState
+from ingress.recovery.stream_archive import ArchiveState, LogicalWriter
 from tests.support.segments import batch_of, message
 from tests.support.server_calls import CASES, STREAM, SUBJECTS, Caller, bucket, case, newest_case, ns
 

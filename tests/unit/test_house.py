@@ -15,12 +15,12 @@ COUNTED = ("common", "egress", "ingress", "compaction", "floe.py", "pyspark_floe
 PRODUCT = (*COUNTED, "infra", "bench")
 
 # 200 files and 29,000 lines when the product was restructured. docs/decisions.md has a line for each increase.
-MOST_FILES = 240
+MOST_FILES = 239
 # Lines of code by folder. A number rises only where another falls by as much in the same commit.
 MOST_LINES = {
     "common": 14_225,
     "egress": 8_763,
-    "ingress": 12_277,
+    "ingress": 12_258,
     "compaction": 4_641,
     "floe.py": 151,
     "pyspark_floe.py": 22,
