@@ -32,6 +32,7 @@ from common.chain import Chain
 from common.cli import (
     Bounds,
     RequestedTime,
+    SequenceType,
     chains_argument,
     check_range,
     config_command,
@@ -42,7 +43,6 @@ from common.cli import (
     resolve_range,
     since_option,
     terminal_width,
-    to_sequence_option,
     truncate,
     until_option,
     wide_option,
@@ -609,7 +609,7 @@ _CONSUMER_COLUMNS = ("consumer", "delivered", "ack_floor", "ack_pending", "redel
 
 @consumers.command("ls")
 @click.argument("feed", metavar="SITE/FEED[/INC]")
-@to_sequence_option
+@click.option("--to-sequence", type=SequenceType(), help="As captured at or before this end of the archive.")
 @config_command
 def list_consumers(config: str, feed: str, to_sequence: int | None, as_json: bool) -> None:
     """List the consumers of a feed's stream as egress captured them last; the age of the capture goes to stderr.

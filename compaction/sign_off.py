@@ -87,7 +87,7 @@ class SignOffStore:
         try:
             wire = document.read()
         except DataError as error:
-            log.warning("sign-off ignored", action="sign_off_ignored", key=document.key, error=str(error))
+            log.warning("sign-off ignored", action="sign_off_ignored", key=document.key, error=error.message)
             return SignOff(etag=info.etag)
         return SignOff(wire.end, info.modified, info.etag, array("Q", wire.marks)) if wire else SignOff()
 

@@ -660,7 +660,8 @@ class ChainStore:
 
         It is only a hint: an invalid tail is written again, and stops nothing.
         """
-        return self._read_or_warn(self._document(self.layout.tail(chain), tail_to_json, tail_from_json), "tail")
+        document = self._document(self.layout.tail(chain), tail_to_json, tail_from_json)
+        return self._read_or_warn(document, "tail", **chain.log_context())
 
     def tail_etags(self) -> dict[Chain, str]:
         """Return the ETag of every tail, from one listing: a tail that changed since the last call has a new one."""
@@ -801,16 +802,16 @@ class ChainStore:
             claims=self.claims,
         )
 
-    def _read_or_warn(self, document: Document[D], kind: str) -> D | None:
-        """Read a document that stops nothing: an invalid one counts as none. It is logged once, since a chain that
-        waits has its gaps read again and again.
+    def _read_or_warn(self, document: Document[D], kind: str, **context: object) -> D | None:
+        """Read a document that stops nothing: an invalid one counts as none. It is logged once, with `context`, since a
+        chain that waits has its gaps read again and again.
         """
         try:
             found = document.read()
         except DataError as error:
             if self._reported_invalid.get(document.key) != str(error):
                 self._reported_invalid[document.key] = str(error)
-                log.warning("document ignored", action="document_ignored", kind=kind, error=str(error))
+                log.warning("document ignored", action="document_ignored", kind=kind, error=str(error), **context)
             return None
         self._reported_invalid.pop(document.key, None)
         return found

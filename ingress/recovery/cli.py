@@ -25,7 +25,6 @@ from common.cli import (
     range_options,
     resolve_time,
     target_option,
-    to_sequence_option,
     until_option,
     yes_option,
 )
@@ -118,7 +117,7 @@ def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
 @click.argument("selector", type=CHAIN_TYPE, metavar="SITE/FEED[/INCARNATION]")
 @click.option("--as", "name", metavar="NAME", help="Name of the restored stream; default: its former name.")
 @click.option("--subjects", metavar="A,B", help="With --as: its subjects; default: the former ones.")
-@to_sequence_option
+@click.option("--to-sequence", type=SequenceType(), help="The last sequence; default: the end of the archive.")
 @until_option
 @click.option(
     "--skip-to-sequence",

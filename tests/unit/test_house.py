@@ -18,9 +18,9 @@ PRODUCT = (*COUNTED, "infra", "bench")
 MOST_FILES = 239
 # Lines of code by folder. A number rises only where another falls by as much in the same commit.
 MOST_LINES = {
-    "common": 14_225,
+    "common": 14_226,
     "egress": 8_763,
-    "ingress": 12_258,
+    "ingress": 12_257,
     "compaction": 4_641,
     "floe.py": 151,
     "pyspark_floe.py": 22,
