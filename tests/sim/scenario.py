@@ -67,7 +67,7 @@ class Scenario:
     def __init__(self, world: World, folder: Path, cut: Cut) -> None:
         self.world, self.plan = world, Plan.of(world.seed, world.chance("plan"), world.chance("kind"), cut)
         self.nats, self.objects = SimNats(world), SimObjects(world)
-        self.log, self.cleaning = PublisherLog(), actors.Cleaning(self.plan.kind == CHANGING)
+        self.log, self.cleaning = PublisherLog(), actors.Cleaning(self._expected())
         self.target = TargetAuditor(self.log, f"{PREFIX}.".encode(), may_repeat=self.plan.is_shared)
         self.tap = SourceTap(self.log, self._archived)
         self.nats.taps |= {SOURCE: self.tap, TARGET: self.target}
@@ -90,6 +90,10 @@ class Scenario:
         self.saboteur = Saboteur(self.nats, self.objects, self.members, TARGET, STATE, foreign, cut)
         self.changes = SourceChanges(self.nats, self.tap, SOURCE, self.saboteur.allows, is_quiet=self.plan.is_quiet)
         self.operator = Operator(world, self.members)
+
+    def _expected(self) -> tuple[str, ...]:
+        """Return the failures of compaction that may occur: see `actors.Cleaning`."""
+        return ("E-FORK",) if self.plan.kind == CHANGING else ("E-LATE-ROWS",) if self.plan.source_limit else ()
 
     def _settings(self, folder: Path) -> Settings:
         plan, nats = self.plan, {"url": "nats://127.0.0.1:4222"}
