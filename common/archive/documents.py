@@ -67,7 +67,7 @@ class Document(Generic[D]):
     A put that is answered by nothing may have been done, and may still be under way. It is never repeated by guess: the
     object is read, and its bytes are the answer.
 
-        create    the value that is there counts, whoever put it; none: not done (Unavailable)
+        create    the value that is there counts, of any writer; none: not done (Unavailable)
         update    done if the object holds these bytes; else another writer was first, or it was not done
         add       done if there is an object of this name; else as `put`
         put       done if the object holds these bytes; else it is put again, at most PUT_ATTEMPTS times (Unavailable)
