@@ -80,7 +80,7 @@ $(VENV)/audit/installed: infra/local/audit.lock | $(INSTALLED)
 	@$(VENV)/audit/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r infra/local/audit.lock
 	@touch $@
 
-bench: java $(INSTALLED)  ## speed and memory beside their floors; ONLY=name runs one; writes bench/results.json
+bench: java $(INSTALLED)  ## speed and memory beside their floors; ONLY=name runs those that begin so; writes bench/results.json
 	@$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
 clean:  ## remove what these targets made

@@ -1,4 +1,4 @@
-"""`python -m bench [--only NAME]`: run the benchmarks, print the table, write `bench/results.json`."""
+"""`python -m bench [--only PREFIX]`: run the benchmarks, print the table, write `bench/results.json`."""
 
 import click
 
@@ -8,19 +8,25 @@ from bench.harness import Bench, print_table, save
 from bench.ingress import BENCHES as INGRESS
 from bench.restore import BENCHES as RESTORE
 from bench.sampling import BENCHES as SAMPLING
+from bench.scale import BENCHES as SCALE
 
-BENCHES: list[Bench] = [*EGRESS, *SAMPLING, *INGRESS, *ARCHIVE, *RESTORE]
+BENCHES: list[Bench] = [*EGRESS, *SAMPLING, *INGRESS, *ARCHIVE, *RESTORE, *SCALE]
+
+
+def _names() -> str:
+    return ", ".join(bench.name for bench in BENCHES)
 
 
 @click.command()
-@click.option("--only", type=click.Choice([bench.name for bench in BENCHES]), help="Run this one alone.")
-def main(only: str | None) -> None:
+@click.option("--only", default="", metavar="PREFIX", help="Run only those with names that begin so.")
+def main(only: str) -> None:
     """Measure speed and memory beside their floors. Example: python -m bench --only egress.unsampled"""
     done = []
-    for bench in BENCHES:
-        if only in (None, bench.name):
-            click.echo(f"measuring {bench.name} …", err=True)
-            done.append((bench, bench.run()))
+    if not (chosen := [bench for bench in BENCHES if bench.name.startswith(only)]):
+        raise click.BadParameter(f"expected the beginning of a name, found {only}; there are {_names()}")
+    for bench in chosen:
+        click.echo(f"measuring {bench.name} …", err=True)
+        done.append((bench, bench.run()))
     print_table(done)
     save(done)
 
