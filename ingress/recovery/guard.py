@@ -114,7 +114,8 @@ class GuardedStream:
     # The stream of that name
 
     async def remove_leftover(self, checks: int, span_s: float) -> None:
-        """Check the name `checks` times over `span_s` seconds, and remove the leftover of an earlier restore.
+        """Check the name `checks` times over `span_s` seconds, and remove the leftover of an earlier restore. One check
+        is enough if a single server has no stream of that name.
 
         Raises ConfigError if another stream has the name, Unavailable if another restore fills it now.
         """
@@ -124,6 +125,8 @@ class GuardedStream:
                 await self._clock.sleep(span_s / (checks - 1))
             if (info := await self._find()) is not None:
                 states.add((info.messages, info.last_sequence))
+            elif not self._client.is_clustered:
+                break
         if len(states) > 1:
             raise running_error(self._name)
         if states:

@@ -48,8 +48,12 @@ class DigestBlock:
 
 @dataclass
 class Digests:
-    """The digests of the rows that are added, in ascending order; call `close` after the last row."""
+    """The digests of the rows that are added, in ascending order; call `close` after the last row.
 
+    `is_compared`: False if no row will be read back; the blocks then have an empty digest.
+    """
+
+    is_compared: bool = True
     blocks: list[DigestBlock] = field(default_factory=list)
     rows: int = 0
     _held: list[pa.RecordBatch] = field(default_factory=list)
@@ -69,12 +73,18 @@ class Digests:
 
     def close(self) -> None:
         if self._held:
-            self.blocks.append(digest_block(self._held))
+            self.blocks.append(digest_block(self._held, is_compared=self.is_compared))
         self._held, self._count, self._size = [], 0, 0
 
 
-def digest_block(batches: Sequence[pa.RecordBatch]) -> DigestBlock:
-    """Return the block of at least one row. The digest does not depend on the division into batches."""
+def digest_block(batches: Sequence[pa.RecordBatch], *, is_compared: bool = True) -> DigestBlock:
+    """Return the block of at least one row. The digest does not depend on the division into batches.
+
+    `is_compared`: as in `Digests`.
+    """
+    if not is_compared:
+        first, last = batches[0].column("sequence")[0].as_py(), batches[-1].column("sequence")[-1].as_py()
+        return DigestBlock(first, last, sum(batch.num_rows for batch in batches), b"")
     digest, parts = blake2b(digest_size=16), [raw_columns(batch) for batch in batches]
     for part in parts:
         digest.update(part.sequence.tobytes())

@@ -77,6 +77,7 @@ GREW_CODE = "E-RESTORE-GREW"
 ATTEMPTS = 5  # attempts from the beginning, if a server disappears or ends a restore
 ATTEMPT_BACKOFF = doubling_delays(1.0, 15.0)  # seconds between attempts
 ENCODE_AHEAD_BYTES = 2 * 1024 * 1024  # bytes that are encoded while others are sent
+RELEASE_BYTES = 64 * 1024 * 1024  # bytes of rows between two returns of free memory, which cost as much as 1 MB of rows
 EXPIRY_MARGIN_S = 60.0  # seconds; a message that `max_age` drops within them does not count as held
 REPORT_INTERVAL_S = 1.0  # seconds until long work reports its progress, and between two reports
 ROW_COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
@@ -362,7 +363,8 @@ class Restore:
     async def _fill(self, client: FloeClient, ready: PreflightResult, marker: str) -> tuple[SentRows, int]:
         """Send the whole archive. Return the rows that were sent, and the number of bytes."""
         plan, writer = ready.plan, ready.writer
-        row_filter, digests, self._sent_sourced = plan.retention_filter(), Digests(), set()
+        digests = Digests(is_compared=self._request.verify != "state")
+        row_filter, self._sent_sourced = plan.retention_filter(), set()
         while row_filter.passes_left:
             await self._run_filter_pass(plan, row_filter)
         rows = self._rows_to_send(plan, row_filter, digests, client.max_payload)
@@ -373,8 +375,7 @@ class Restore:
         consumers = [with_guard_subject(consumer, plan.name) for consumer in plan.consumers]
         head = b"".join(writer.encode_head(config, plan.created, state, consumers))
         request = {"config": config, "state": state.to_json(len(plan.consumers))}
-        upload = await ArchiveUpload.begin(client, plan.name, request, self._clock)
-        async with aclosing(upload):
+        async with aclosing(await ArchiveUpload.begin(client, plan.name, request, self._clock)) as upload:
             await upload.send(head)
             async with aclosing(self._encode(rows, writer, first, upload)) as pieces:
                 async for piece in pieces:
@@ -453,13 +454,17 @@ class Restore:
         self, plan: RestorePlan, row_filter: RetentionFilter, digests: Digests, max_payload: int
     ) -> Iterator[pa.RecordBatch]:
         """Yield the rows to send, and add them to `digests`. Blocking."""
-        newest = [row.sequence for row in plan.sourced.values()]
+        newest, unreleased = [row.sequence for row in plan.sourced.values()], 0
         for batch in self._history.rows(plan, plan.begin, ROW_COLUMNS, self._stop):
             if (left := row_filter.filter(batch)).num_rows:
                 check_sizes(left, max_payload)
                 digests.add(left)
-                self._sent_sourced |= {*np.intersect1d(left.column("sequence"), newest).tolist()}
+                if newest:
+                    self._sent_sourced |= {*np.intersect1d(left.column("sequence"), newest).tolist()}
                 yield from split_batch(left, ENCODE_AHEAD_BYTES)
+            if (unreleased := unreleased + batch.nbytes) >= RELEASE_BYTES:
+                unreleased = 0
+                pa.default_memory_pool().release_unused()  # otherwise the allocator keeps freed memory
 
     def _print_progress(self, plan: RestorePlan, row_filter: RetentionFilter, rows: int, size: int) -> None:
         at, of = self._clock.monotonic(), row_filter.rows_left if row_filter.needs_pass else plan.rows
@@ -532,6 +537,4 @@ def _next(
     """Return the archive's bytes of `batch`, and the next batch; without a batch, the end of the archive."""
     if batch is None:
         return list(writer.encode_tail()), None
-    encoded = list(writer.encode_rows(batch)), next(rows, None)
-    pa.default_memory_pool().release_unused()  # otherwise the allocator keeps freed memory
-    return encoded
+    return list(writer.encode_rows(batch)), next(rows, None)

@@ -38,7 +38,7 @@ class ArchiveUpload:
         self._client, self._stream, self._subject, self._clock = client, stream, subject.encode(), clock
         self._last_sent, self._longest_pause = clock.monotonic(), 0.0
         self._size = min(MESSAGE_BYTES, client.max_payload - PROTOCOL_BYTES)
-        self._buffer, self._unanswered_sizes, self._unanswered_bytes, self.sent = bytearray(), deque[int](), 0, 0
+        self._buffer, self._unanswered_sizes, self._unanswered_bytes, self.sent = b"", deque[int](), 0, 0
         self._answered = asyncio.Event()
         self._pending_error, self._generation = PendingError(self._answered), client.generation
         self._inbox, self._subscription = client.new_inbox(), RawSubscription(client)
@@ -58,10 +58,11 @@ class ArchiveUpload:
 
         Raises ApiError if the server ended the restore, Unavailable if it is gone, Refused without the right.
         """
-        self._buffer += piece
-        while len(self._buffer) >= self._size:
-            await self._send_message(bytes(self._buffer[: self._size]))
-            del self._buffer[: self._size]
+        unsent = self._buffer + piece
+        rest = len(unsent) - len(unsent) % self._size
+        for start in range(0, rest, self._size):
+            await self._send_message(unsent[start : start + self._size])
+        self._buffer = unsent[rest:]
         await self._keep_alive()
 
     async def wait_for(self, work: asyncio.Future[Any]) -> bool:
@@ -80,7 +81,7 @@ class ArchiveUpload:
         held_back = self._buffer or KEEP_ALIVE_FRAME
         is_due = self._clock.monotonic() >= self._last_sent + KEEP_ALIVE_INTERVAL_S
         if is_due and self._unanswered_bytes + len(held_back) <= WINDOW_BYTES:
-            self._buffer = bytearray(held_back)
+            self._buffer = held_back
             await self._flush()
         self._check()
 
@@ -96,8 +97,8 @@ class ArchiveUpload:
 
     async def _flush(self) -> None:
         if self._buffer:
-            await self._send_message(bytes(self._buffer))
-            self._buffer.clear()
+            await self._send_message(self._buffer)
+            self._buffer = b""
 
     async def _send_message(self, piece: bytes) -> None:
         if not self.sent:
