@@ -114,8 +114,10 @@ class GuardedStream:
     # The stream of that name
 
     async def remove_leftover(self, checks: int, span_s: float) -> None:
-        """Check the name `checks` times over `span_s` seconds, and remove the leftover of an earlier restore. One check
-        is enough if a single server has no stream of that name.
+        """Check the name `checks` times over `span_s` seconds, and remove the leftover of an earlier restore.
+
+        The pause is also the time in which a running egress notices that the stream is gone, and puts the rows that it
+        holds. Without it, a small stream was restored before that, and lacked them.
 
         Raises ConfigError if another stream has the name, Unavailable if another restore fills it now.
         """
@@ -125,8 +127,6 @@ class GuardedStream:
                 await self._clock.sleep(span_s / (checks - 1))
             if (info := await self._find()) is not None:
                 states.add((info.messages, info.last_sequence))
-            elif not self._client.is_clustered:
-                break
         if len(states) > 1:
             raise running_error(self._name)
         if states:
