@@ -9,6 +9,7 @@ and never replaced. Late messages of a paused instance are then exactly the mess
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -116,6 +117,41 @@ class LastMessage:
     rows: SequenceRange
 
 
+class ChainPositions(dict[Chain, int]):
+    """The next sequence of each chain, as a value: it never changes after it was made.
+
+    `by_text`: the same by the text of the chain, in the order of the chains, as it is stored. It follows each step, so
+    that a step costs two flat copies, and not the text and the order of ten thousand chains.
+    """
+
+    by_text: dict[str, int]
+    _order: list[Chain]
+
+    @classmethod
+    def of(cls, positions: Mapping[Chain, int]) -> ChainPositions:
+        if isinstance(positions, ChainPositions):
+            return positions
+        found = cls(positions)
+        found._order = sorted(positions)
+        found.by_text = {str(chain): positions[chain] for chain in found._order}
+        return found
+
+    def replaced(self, moved: Mapping[Chain, int]) -> ChainPositions:
+        """Return the positions with those of `moved` in place of their former ones, or added."""
+        found = ChainPositions(self)
+        found.update(moved)
+        found._order, found.by_text = self._order, self.by_text.copy()
+        if new := [chain for chain in moved if chain not in self]:
+            found._order, rows = self._order.copy(), list(self.by_text.items())
+            for chain in new:
+                at = bisect(found._order, chain)
+                found._order.insert(at, chain)
+                rows.insert(at, (str(chain), 0))
+            found.by_text = dict(rows)
+        found.by_text.update((str(chain), at) for chain, at in moved.items())
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class ParkedNames:
     """The names under which the parked messages of a target are stored.
@@ -182,7 +218,7 @@ def open_intent(
     """
     if state.intent is not None:
         raise StateConflict(f"expected no open intent, found one after sequence {state.intent.base}")
-    advance_positions(state.checkpoint.positions, pieces)
+    moved_positions(state.checkpoint.positions, pieces)
     base = state.checkpoint.target_sequence if base is None else base
     return replace(state, intent=Intent(base, tuple(pieces), is_shared))
 
@@ -208,17 +244,22 @@ def close_intent(state: TargetState, base: int | None = None) -> TargetState:
     return TargetState(replace(state.checkpoint, target_sequence=end, positions=positions, last_message=last))
 
 
-def advance_positions(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> dict[Chain, int]:
-    """Return `positions` after `pieces`. Each piece must begin exactly at its chain's position (a new chain: anywhere).
-    A piece out of turn moves nothing and is not checked.
+def advance_positions(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> ChainPositions:
+    """Return `positions` after `pieces`. Raises as `moved_positions` does."""
+    return ChainPositions.of(positions).replaced(moved_positions(positions, pieces))
+
+
+def moved_positions(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> dict[Chain, int]:
+    """Return the positions that `pieces` move, after them. Each piece must begin exactly at its chain's position (a new
+    chain: anywhere). A piece out of turn moves nothing and is not checked.
 
     Raises CheckpointConflict, which names both sequences.
     """
-    moved = dict(positions)
+    moved: dict[Chain, int] = {}
     for piece in pieces:
         if piece.is_retry:
             continue
-        have = moved.get(piece.chain, piece.rows.first)
+        have = moved.get(piece.chain) or positions.get(piece.chain, piece.rows.first)
         if piece.rows.first != have:
             raise StateConflict(f"chain {piece.chain}: expected rows from {have}, found {piece.rows.first}")
         moved[piece.chain] = piece.rows.last + 1

@@ -5,8 +5,11 @@ A stored value is untrusted: one that this version did not write stops the targe
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from common.archive.keys import Layout, SegmentName
 from common.chain import Chain
@@ -16,6 +19,7 @@ from common.hints import checkpoint_command
 from common.nats.kv import Bucket, KvDocument
 from common.sequences import SequenceRange
 from ingress.checkpoint import (
+    ChainPositions,
     Checkpoint,
     Gap,
     Intent,
@@ -24,30 +28,33 @@ from ingress.checkpoint import (
     ParkedNames,
     StateConflict,
     TargetState,
-    advance_positions,
+    moved_positions,
 )
 
 STATE_VERSION = 1
 _GAP = "gap"  # instead of a segment name
+_ENCODER = msgspec.json.Encoder()
 
 
 def to_json(target: str, state: TargetState) -> bytes:
     checkpoint, ending, parked = state.checkpoint, state.checkpoint.last_message, state.checkpoint.parked
     repeats = [[chain and str(chain), first] for chain, first in parked.repeats] if parked else []
-    return json.dumps(
-        {
-            "version": STATE_VERSION,
-            "target": target,
-            "target_sequence": checkpoint.target_sequence,
-            "target_created": checkpoint.target_created,
-            "positions": {str(chain): at for chain, at in sorted(checkpoint.positions.items())},
-            "intent": state.intent and _intent_json(state.intent),
-            **({"begins": checkpoint.foreign_upto} if checkpoint.foreign_upto else {}),
-            **({"ending": [str(ending.chain), ending.rows.first, ending.rows.last]} if ending else {}),
-            **({"parked": [parked.created, *repeats]} if parked else {}),
-        },
-        separators=(",", ":"),
-    ).encode()
+    document = {
+        "version": STATE_VERSION,
+        "target": target,
+        "target_sequence": checkpoint.target_sequence,
+        "target_created": checkpoint.target_created,
+        "positions": ChainPositions.of(checkpoint.positions).by_text,
+        "intent": state.intent and _intent_json(state.intent),
+        **({"begins": checkpoint.foreign_upto} if checkpoint.foreign_upto else {}),
+        **({"ending": [str(ending.chain), ending.rows.first, ending.rows.last]} if ending else {}),
+        **({"parked": [parked.created, *repeats]} if parked else {}),
+    }
+    with suppress(UnicodeEncodeError):  # half of a surrogate pair, in a name
+        if (raw := _ENCODER.encode(document)).isascii():
+            return raw
+    # Other characters are stored escaped.
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def from_json(target: str, raw: bytes) -> TargetState:
@@ -61,7 +68,7 @@ def from_json(target: str, raw: bytes) -> TargetState:
         if document.get("target") != target:
             raise ValueError(f"target: expected {target}, found {document.get('target')!r:.80}")
         state = TargetState(_checkpoint(document), _intent(document["intent"]))
-        advance_positions(state.checkpoint.positions, state.intent.pieces if state.intent else ())
+        moved_positions(state.checkpoint.positions, state.intent.pieces if state.intent else ())
         return state
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StateConflict) as error:
         remedy = "restore the key from a backup of the bucket; or continue after the messages in the target"
@@ -93,7 +100,7 @@ def _checkpoint(document: dict[str, Any]) -> Checkpoint:
     begins = _count(document.get("begins", 0), "begins")
     ending, parked = _ending(document.get("ending")), _parked(document.get("parked"))
     at = _count(document["target_sequence"], "target_sequence")
-    return Checkpoint(at, created, positions, begins, ending, parked)
+    return Checkpoint(at, created, ChainPositions.of(positions), begins, ending, parked)
 
 
 def _parked(document: Any) -> ParkedNames | None:
@@ -176,10 +183,13 @@ class StateChanged(Exception):
 
 
 class _StateCodec:
-    """The stored form of the state of one target, with a bound on its size."""
+    """The stored form of the state of one target, with a bound on its size. The last state is kept: most reads find it
+    unchanged.
+    """
 
     def __init__(self, target: str) -> None:
         self._target = target
+        self._last: tuple[bytes, TargetState] | None = None
 
     def encode(self, state: TargetState) -> bytes:
         """Encode the state. Raises Stopped (E-STATE-SIZE) if it is too large."""
@@ -189,10 +199,13 @@ class _StateCodec:
             spread = "spread its sources over several targets; or forget chains that are no longer listed"
             forget = checkpoint_command(self._target, "--forget-unlisted")
             raise Stopped(message, hint=choices((spread, forget)), code="E-STATE-SIZE")
+        self._last = value, state
         return value
 
     def decode(self, raw: bytes) -> TargetState:
-        return from_json(self._target, raw)
+        if self._last is None or self._last[0] != raw:
+            self._last = raw, from_json(self._target, raw)
+        return self._last[1]
 
 
 class StateStore:

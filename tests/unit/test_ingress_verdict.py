@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.chain import Chain
 from common.errors import FloeError, OtherWriter, Stopped
@@ -21,7 +23,7 @@ from ingress.verdict.settle import SharedTargetReconciler, TargetReconciler
 from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, NoOrigin, Origin, Sent, TargetReading, judge
 from tests.support.ingress import CHAIN, OTHER, piece, reading
 
-A, B = CHAIN, OTHER
+A, B, INTS = CHAIN, OTHER, st.sampled_from([0, 2, 10])
 
 
 def state(positions: dict[Chain, int] | None = None, sequence: int = 0) -> TargetState:
@@ -77,12 +79,7 @@ def test_an_intent_without_messages_moves_positions_only_and_none_cannot_be_clos
 def test_neighbours_of_one_segment_become_one_piece() -> None:
     pieces = [piece(1, 3), piece(4, 9, 0), piece(1, 2, 2, B), piece(10, 12), piece(13, 14, digest="1")]
 
-    assert checkpoint.merge_pieces(pieces) == [
-        piece(1, 9, 3),
-        piece(1, 2, 2, B),
-        piece(10, 12),
-        piece(13, 14, digest="1"),
-    ]
+    assert checkpoint.merge_pieces(pieces) == [piece(1, 9, 3), piece(1, 2, 2, B), piece(10, 12), pieces[-1]]
 
 
 def test_the_stored_form_comes_back_as_it_was_and_shows_if_others_may_share_the_intent() -> None:
@@ -96,6 +93,18 @@ def test_the_stored_form_comes_back_as_it_was_and_shows_if_others_may_share_the_
     assert checkpoint.share_intent(opened) == replace(opened, intent=replace(opened.intent, is_shared=True))
     with pytest.raises(StateConflict):
         checkpoint.share_intent(state())
+
+
+@given(st.lists(st.sets(st.builds(Chain, st.sampled_from(["a", "a-b"]), st.sampled_from(["N", "É"]), INTS, INTS))))
+def test_each_step_stores_the_chains_in_order_and_other_characters_escaped(steps: list[set[Chain]]) -> None:
+    current = state({A: 11})
+    for step in steps:
+        at = current.checkpoint.positions
+        current = checkpoint.close_intent(open_intent(current, [piece(n := at.get(c, 5), n, 1, c) for c in step]))
+        in_order = {str(chain): at for chain, at in sorted(current.checkpoint.positions.items())}
+        raw = to_json("T", current)
+        assert raw == json.dumps({**json.loads(raw), "positions": in_order}, separators=(",", ":")).encode()
+        assert from_json("T", raw) == current
 
 
 def test_a_full_intent_over_a_thousand_chains_stays_far_below_what_a_message_may_hold() -> None:
@@ -342,9 +351,7 @@ class MadeAgain(Staged):
 
 
 @pytest.mark.parametrize("origin", [Origin(A, 10), Origin(A, 11), NoOrigin.FOREIGN, NoOrigin.GONE])
-async def test_only_a_row_of_ours_vouches_for_a_shared_target_of_another_creation_time(
-    origin: Origin | NoOrigin,
-) -> None:
+async def test_only_a_row_of_ours_vouches_for_a_shared_target_created_anew(origin: Origin | NoOrigin) -> None:
     staged = MadeAgain()
     staged.origin = origin
     settler = staged.reconciler = SharedTargetReconciler(judging.TargetErrors("FLEET"), staged, staged, staged, staged)
