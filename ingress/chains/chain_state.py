@@ -298,10 +298,12 @@ class ChainRegistry:
         self._settings, self.target = settings, settings.stream
         self.limits, self._read_limits = limits, read_limits
         self._sources = {pair: source for source in settings.sources for pair in source.site_feed_pairs()}
-        self.positions = None
+        self._positions: Mapping[Chain, int] | None = None
         self._last_begun_by_feed: dict[FeedId, int] | None = None
         self._states: dict[Chain, ChainState] = {}
         self._feeds: dict[FeedId, _Feed] = {}
+        # Chains for which `obstacle` named another chain; chains with counters that begin at 0.
+        self._waiting, self._shown = set[Chain](), set[Chain]()
         self._archived: dict[Chain, int] = {}
         self._previous: dict[_IncarnationId, Mapping[int, int] | None] = {}
         self._unended: dict[_IncarnationId, deque[tuple[Chain, int]]] = {}
@@ -315,7 +317,9 @@ class ChainRegistry:
 
     @positions.setter
     def positions(self, positions: Mapping[Chain, int] | None) -> None:
-        self._positions, self._last_begun_by_feed = positions, None
+        if self._positions is None or positions is None or len(self._positions) != len(positions):
+            self._last_begun_by_feed = None  # only `reset` removes a position
+        self._positions = positions
 
     def __iter__(self) -> Iterator[ChainState]:
         return iter(list(self._states.values()))
@@ -362,8 +366,10 @@ class ChainRegistry:
         if feed.stopped or (len(feed.unfinished) >= source.max_chains and not self._is_replayed(chain)):
             self._refuse(feed, chain, source.max_chains)
             return None
-        partition = str(chain.partition)
-        show_zeros("ingress_", target=self.target, site=chain.site, feed=chain.feed, partition=partition)
+        if chain not in self._shown:
+            self._shown.add(chain)
+            labels = {"target": self.target, "site": chain.site, "feed": chain.feed, "partition": str(chain.partition)}
+            show_zeros("ingress_", **labels)
         feed.incarnations.setdefault(chain.incarnation, []).append(chain)
         feed.unfinished.add(chain)
         return self.renew(chain, position)
@@ -396,9 +402,9 @@ class ChainRegistry:
             state.archived = end
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
-        self.positions = positions
+        self.positions, self._last_begun_by_feed = positions, None
         known = [*self._states, *(chain for feed in self._feeds.values() for chain in feed.refused)]
-        self._states, self._feeds, self._unended = {}, {}, {}
+        self._states, self._feeds, self._unended, self._waiting = {}, {}, {}, set()
         for chain in known:
             self.add(chain)
 
@@ -460,6 +466,7 @@ class ChainRegistry:
             return self._read_errors.get(_incarnation_of(chain), STREAM_JSON_MISSING)
         if not (left := self._unfinished(chain)):
             return ""
+        self._waiting.add(chain)
         before, end = left[0]
         text = f"{before} is at {(self._positions or {}).get(before, 1)} and ends at {end}"
         return f"{text}; at most {len(left) - 1} more partitions have not ended" if len(left) > 1 else text
@@ -479,6 +486,12 @@ class ChainRegistry:
         if _incarnation_of(chain) not in self._previous or not (left := self._unfinished(chain)):
             return False
         return left[0][0] in self._states
+
+    def take_released(self) -> list[ChainState]:
+        """Return the chains that no longer wait for the end of a known chain, each once after an `obstacle`."""
+        released = [chain for chain in self._waiting if not self.waits_for_known_chain(chain)]
+        self._waiting.difference_update(released)
+        return [state for chain in sorted(released) if (state := self._states.get(chain)) is not None]
 
     def unknown_before(self, chain: Chain) -> list[int]:
         """Return the partitions that have coverage before `chain` by `stream.json`, but are unknown here. Empty unless

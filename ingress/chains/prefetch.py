@@ -102,9 +102,8 @@ class Prefetcher:
     def record_stored(self, positions: Mapping[Chain, int]) -> None:
         """Record that everything below `positions` is stored; incarnations that waited for it may begin."""
         self.chains.positions = positions
-        for chain in self.chains:
-            if chain.begin_obstacle and not self.chains.waits_for_known_chain(chain.chain):
-                self._wake(chain)
+        for chain in self.chains.take_released():
+            self._wake(chain)
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
         """Drop the decoded rows and restart at `positions`, because another instance published, or limits changed."""
