@@ -50,9 +50,11 @@ class Discovery:
         self._documents, self._threads, self.sites = documents, threads, sites
         self._clock, self._health, self._poll_interval = clock, health, poll_interval
         self.targets: list[Prefetcher] = []  # the targets with their lease in this process
-        self._pairs: frozenset[tuple[str, str]] = frozenset()
+        self._pairs: frozenset[FeedId] = frozenset()
+        self._targets_by_pair: dict[FeedId, list[Prefetcher]] = {}
         self._known: dict[Chain, int | None] = {}
         self._missing: frozenset[FeedId] = frozenset()
+        self._found: set[FeedId] = set()  # since `missing` was shown
         self._etags: dict[Chain, str] = {}
         self._notified: set[Chain] = set()
         self._notified_unknown: set[Chain] = set()
@@ -65,14 +67,19 @@ class Discovery:
 
     def add(self, target: Prefetcher) -> None:
         self.targets.append(target)
-        self._pairs |= {*target.pairs()}
-        self._notify_targets(self._known, [target])
+        pairs = {*target.pairs()}
+        self._pairs |= pairs
+        for pair in target.pairs():
+            self._targets_by_pair.setdefault(pair, []).append(target)
+        self._notify_targets((chain for chain in self._known if (chain.site, chain.feed) in pairs), [target])
         for event in (self.poll_due, self.listing_due, self._heartbeats_due):
             event.set()
 
     def remove(self, target: Prefetcher) -> None:
         self.targets.remove(target)
-        self._pairs = frozenset(pair for target in self.targets for pair in target.pairs())
+        for pair in target.pairs():
+            self._targets_by_pair[pair].remove(target)
+        self._pairs = frozenset(pair for pair, targets in self._targets_by_pair.items() if targets)
 
     # For notifications; on the event loop
 
@@ -213,6 +220,7 @@ class Discovery:
         self._show_missing()
 
     def _show_missing(self) -> None:
+        self._missing, self._found = self._missing - self._found, set()
         if self._missing:
             self._health.set_status("sources", {"missing": ["/".join(pair) for pair in sorted(self._missing)]})
         else:
@@ -243,6 +251,8 @@ class Discovery:
             await self._tick()
 
     async def _tick(self) -> None:
+        if self._found:
+            self._show_missing()
         failed: FloeError | None = None
         for target in list(self.targets):
             try:
@@ -257,7 +267,7 @@ class Discovery:
     def _notify_targets(self, chains: Iterable[Chain], targets: list[Prefetcher]) -> None:
         for chain in chains:
             if (pair := (chain.site, chain.feed)) in self._missing:
-                self._missing -= {pair}
-                self._show_missing()
-            for target in targets:
-                report_errors(target.add_chain, target.record_error)(chain, self._known[chain])
+                self._found.add(pair)
+            for target in self._targets_by_pair.get(pair, ()):
+                if target in targets:
+                    report_errors(target.add_chain, target.record_error)(chain, self._known[chain])

@@ -285,9 +285,7 @@ async def test_a_store_that_refuses_all_from_the_first_poll_on_ends_it(place: Pl
 
 
 @pytest.mark.parametrize("error", [Refused("no right"), Unavailable("away")])
-async def test_a_store_that_has_worked_and_fails_is_retried_and_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: FloeError
-) -> None:
+async def test_a_store_that_has_worked_and_fails_is_retried_and_logged_once(tmp_path: Path, caplog, error: FloeError):
     place = Place(tmp_path, poll=0.05)
     place.make(2)
     async with place.polling():
