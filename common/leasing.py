@@ -365,7 +365,7 @@ class LeaseGroup:
     async def _check_all(self, stop: Stop) -> None:
         if await self._recount():
             self._give_back()
-            await self._take(self._keys, stop)
+            await self._take(self._slots.keys(), stop)
         self._publish_status()
 
     async def _recount(self) -> bool:

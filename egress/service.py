@@ -20,7 +20,7 @@ from common.metrics import show_zeros
 from common.nats.buckets import open_leases, open_state
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
-from common.nats.lease import Leases, new_owner
+from common.nats.lease import Leases, RenewalThread, new_owner
 from common.objects.open import open_objects
 from common.objects.port import ObjectInfo, ObjectStore
 from common.objects.s3_errors import ObservedStore, without_paths
@@ -87,9 +87,11 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, identity: W
         # Outside, so that the handler exists before a parent knows of this process and passes the signal on.
         with handle_signal(signal.SIGUSR1, lambda: [flush() for flush in flushes]):
             async with service_stop(identity, monitor.port) as stop, notifier.while_running(stop):
-                service = EgressService(settings, tuning or Tuning(), clock, health, stop, identity=identity)
-                flushes.append(service.flush)
-                drained = await service.run()
+                connecting = partial(connect_egress, settings, "leases", clock)
+                async with RenewalThread(connecting, health.beat_age) as thread:
+                    service = EgressService(settings, tuning or Tuning(), clock, health, stop, None, identity, thread)
+                    flushes.append(service.flush)
+                    drained = await service.run()
     code = 0 if drained else EXIT_RETRY_LATER
     if count_running_calls():
         # A call to a silent store would keep the process for minutes. Once all is drained it holds no message.
@@ -125,7 +127,8 @@ class _StoppedInStartError(Exception):
 class EgressService:
     """One egress process. It waits for an unreachable server or store, at the start as later on.
 
-    `objects`, if given, is used instead of the configured store; `identity`: among processes started together.
+    `objects`, if given, is used instead of the configured store; `identity`: among processes started together;
+    `thread`: renews the leases (None: the event loop of the work does).
     """
 
     def __init__(
@@ -137,9 +140,11 @@ class EgressService:
         stop: Stop,
         objects: ObjectStore | None = None,
         identity: WorkerIdentity | None = None,
+        thread: RenewalThread | None = None,
     ) -> None:
         self._settings, self._tuning, self._clock, self._health, self._stop = settings, tuning, clock, health, stop
         self._objects, self._identity, self._reach = objects, identity, Reachability(clock, health)
+        self._thread = thread
         self._rng = random.SystemRandom()
         self._flushing: FlushWatch | None = None
 
@@ -194,13 +199,9 @@ class EgressService:
         host, worker = socket.gethostname(), self._identity.index if self._identity else None
         process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]
         self._flushing = FlushWatch(site, feeds, state, self._clock, self._tuning.intervals.flush)
-        runs: list[Runnable] = [
-            sharing,
-            *feeds,
-            self._flushing,
-            ProcessHeartbeat(site, process, leases.owner, reports, deps, control, lambda: self._reach.set_store(False)),
-        ]
-        runs.append(CoverageScanner(deps.store, self._health, self._clock))
+        silent, coverage = partial(self._reach.set_store, False), CoverageScanner(deps.store, self._health, self._clock)
+        alive = ProcessHeartbeat(site, process, leases.owner, reports, deps, control, silent)
+        runs: list[Runnable] = [sharing, *feeds, self._flushing, alive, coverage]
         if settings.egress.heartbeats.subjects:
             runs.append(SubjectHeartbeats(settings, leases, control, host, self._rng, self._health))
         return runs, deps
@@ -239,9 +240,8 @@ class EgressService:
 
     async def _check_store(self, objects: ObjectStore) -> list[ObjectInfo]:
         with closing(ThreadPool("egress-start", 1)) as threads:
-            return await threads.run(
-                objects.list, Layout(self._settings.store.prefix).tails_prefix(self._settings.site), limit=1
-            )
+            prefix = Layout(self._settings.store.prefix).tails_prefix(self._settings.site)
+            return await threads.run(objects.list, prefix, limit=1)
 
     async def _connect(self, stack: AsyncExitStack) -> tuple[FloeClient, FloeClient, KeyValue, Leases]:
         # An attempt is not cut off by a stop, because it might leave its connection open.
@@ -264,4 +264,5 @@ class EgressService:
 
     async def _buckets(self, client: FloeClient) -> tuple[KeyValue, Leases]:
         egress, owner = self._settings.egress, new_owner(self._settings.instance)
-        return await open_state(client, egress), await open_leases(client, egress, owner, self._clock)
+        state = await open_state(client, egress)
+        return state, await open_leases(client, egress, owner, self._clock, thread=self._thread)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,6 +46,8 @@ async def run(config: str) -> None:
     """
     reduce_memory()
     from common.clock import SystemClock
+    from common.nats.client import connect
+    from common.nats.lease import RenewalThread
     from common.observe.monitor import Health, Monitor
     from common.open import load_settings, open_chains, open_store, reload_on_hangup
     from common.service.process import SystemdNotifier, stop_on_signals
@@ -56,12 +59,13 @@ async def run(config: str) -> None:
     health = Health(clock)
     monitor = Monitor(settings.ingress.monitor.listen, health, tls=settings.ingress.monitor.tls)
     store = open_store(settings)
-    controller = Controller(settings, store, open_chains(settings), health, clock)
+    connecting = partial(connect, settings.nats_for("ingress"), name="floe ingress leases", clock=clock)
     monitor.start()
     try:
         async with stop_on_signals() as stop, SystemdNotifier(monitor.page_text, clock).while_running(stop):
             with reload_on_hangup(config, settings):
-                await controller.run(stop)
+                async with RenewalThread(connecting, health.beat_age) as thread:
+                    await Controller(settings, store, open_chains(settings), health, clock, thread=thread).run(stop)
     finally:
         monitor.close()
 

@@ -13,7 +13,7 @@ from common.logs import get_logger
 from common.metrics import show_zeros
 from common.nats.buckets import BucketClaims, open_leases, optional_state
 from common.nats.client import FloeClient, connect
-from common.nats.lease import Leases, new_owner
+from common.nats.lease import Leases, RenewalThread, new_owner
 from common.observe.coverage import CoverageScanner
 from common.observe.monitor import Health
 from common.service.process import ThreadPool
@@ -37,7 +37,9 @@ RELEASE_TIMEOUT_S = 5.0  # seconds for each step of the release at the end
 
 
 class Controller:
-    """The ingress process: runs every target of `settings` until it is stopped. `tuning`: shortened in tests."""
+    """The ingress process: runs every target of `settings` until it is stopped. `tuning`: shortened in tests. `thread`:
+    renews the leases (None: the event loop of the work does).
+    """
 
     def __init__(
         self,
@@ -48,10 +50,11 @@ class Controller:
         clock: Clock,
         *,
         tuning: IngressTuning | None = None,
+        thread: RenewalThread | None = None,
     ) -> None:
         self._settings, self._store, self._documents = settings, store, documents
         self._health, self._clock, self._tuning = health, clock, tuning or IngressTuning()
-        self._threads = ThreadPool("ingress", READ_THREADS)
+        self._renewals, self._threads = thread, ThreadPool("ingress", READ_THREADS)
         # A separate pool: a poll of the store does not wait for reads of segments.
         self._poll_threads = ThreadPool("poll", POLL_THREADS)
         self._failures: list[FloeError] = []
@@ -139,7 +142,7 @@ class Controller:
             self._health.beat()
             try:
                 owner = new_owner(self._settings.instance)
-                leases = await open_leases(client, self._settings.ingress, owner, self._clock)
+                leases = await open_leases(client, self._settings.ingress, owner, self._clock, thread=self._renewals)
             except FloeError as error:
                 if not is_transient(error):
                     raise

@@ -12,7 +12,7 @@ from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.nats.api import max_replicas, stream_info
 from common.nats.client import FloeClient, connect
 from common.nats.kv import KeyValue
-from common.nats.lease import Leases
+from common.nats.lease import Leases, RenewalThread
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings, TargetSettings
 from common.settings.root import Settings
@@ -54,24 +54,36 @@ def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
 
 
 async def open_leases(
-    client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock, *, target: str = "", replicas: int = 0
+    client: FloeClient,
+    settings: ServiceSettings,
+    owner: str,
+    clock: Clock,
+    *,
+    target: str = "",
+    replicas: int = 0,
+    thread: RenewalThread | None = None,
 ) -> Leases:
     """Return the leases of `owner`; create their bucket if it is missing. `target`: as in `kv_replicas`; `replicas`: of
-    a bucket that is created, for a caller that may not read the streams (0: as `kv_replicas`).
+    a bucket that is created, for a caller that may not read the streams (0: as `kv_replicas`). `thread`: as in
+    `Leases`; it connects if it has not.
     """
-    ttl, count, size = (
-        settings.lease_ttl,
-        replicas or partial(kv_replicas, client, settings, target),
-        settings.lease_bytes,
-    )
-    bucket = await KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=count, max_bytes=size).ensure()
-    return Leases(bucket, owner, ttl, clock)
+    bucket = partial(_lease_bucket, settings=settings, target=target, replicas=replicas)
+    here = await bucket(client).ensure()
+    if thread is not None:
+        await thread.open(bucket)
+    return Leases(here, owner, settings.lease_ttl, clock, thread)
 
 
 def optional_leases(client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock) -> Leases:
-    ttl, replicas, size = settings.lease_ttl, partial(kv_replicas, client, settings), settings.lease_bytes
-    bucket = KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=replicas, optional=True, max_bytes=size)
-    return Leases(bucket, owner, ttl, clock)
+    return Leases(_lease_bucket(client, settings, optional=True), owner, settings.lease_ttl, clock)
+
+
+def _lease_bucket(
+    client: FloeClient, settings: ServiceSettings, target: str = "", replicas: int = 0, optional: bool = False
+) -> KeyValue:
+    count = replicas or partial(kv_replicas, client, settings, target)
+    ttl, size = settings.lease_ttl, settings.lease_bytes
+    return KeyValue(client, settings.lease_bucket, ttl=ttl, replicas=count, optional=optional, max_bytes=size)
 
 
 T = TypeVar("T")

@@ -10,7 +10,6 @@ import pytest
 from common.chain import Chain
 from common.nats.api import create_stream, stream_info
 from common.nats.client import FloeClient
-from tests.crash.conftest import Start
 from tests.support.basics import seeded, soon
 from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
@@ -36,9 +35,7 @@ async def finished(centre: Centre, archive: Archive, client: FloeClient) -> None
     check_exact(await centre.carried(client, 2 * ROWS), archive, centre.prefix)
 
 
-async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, start: Start
-) -> None:
+async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(client, tmp_path, archive, nats_url, start):
     centre = Centre(tmp_path, archive, nats_url, publisher="fast")
     steps = ("after_intent", "mid_batch", "after_commit", "before_close", "after_close")
     for step in seeded().sample(steps, KILLS):
@@ -50,9 +47,7 @@ async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
     assert await asyncio.to_thread(last.drain) == 0
 
 
-async def test_a_target_that_forgets_gets_each_message_once_through_kills(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, start: Start
-) -> None:
+async def test_a_target_that_forgets_gets_each_message_once_through_kills(client, tmp_path, archive, nats_url, start):
     """No message can be read back from the target: another stream sources them from it, and keeps them all."""
     centre = Centre(tmp_path, archive, nats_url, create=None)
     target = {"name": centre.target, "subjects": [f"{centre.target}.>"], "allow_atomic": True}
@@ -69,9 +64,7 @@ async def test_a_target_that_forgets_gets_each_message_once_through_kills(
         assert [m.message.sequence for m in found if m.chain == chain] == [row.sequence for row in rows]
 
 
-async def test_sigterm_finishes_the_intent_and_leaves_the_lease_to_the_next(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, start: Start
-) -> None:
+async def test_sigterm_finishes_the_intent_and_leaves_the_lease_to_the_next(client, tmp_path, archive, nats_url, start):
     centre = Centre(tmp_path, archive, nats_url, publisher="single")
     service = start(centre, lease_ttl="5m")
     await centre.carried(client, 1)

@@ -54,9 +54,8 @@ class Centre:
         self.threads = ThreadPool("test", 4)
         self.archive, self.stored = archive, dict[Chain, int]()
         self.order: list[tuple[Chain, int]] = []  # messages by chain, block by block
-        self.prefetcher = Prefetcher(
-            registry, archive.store, archive.documents, self.threads, SystemClock(), ReadyBlocks(memory)
-        )
+        where = archive.store, archive.documents, self.threads
+        self.prefetcher = Prefetcher(registry, *where, SystemClock(), ReadyBlocks(memory))
 
     @asynccontextmanager
     async def running(self, *, is_known: bool = True) -> AsyncIterator[Centre]:

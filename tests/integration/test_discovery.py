@@ -226,6 +226,7 @@ async def test_a_target_added_during_a_poll_is_polled_next(place: Place, monkeyp
     place.documents.create_chain(Chain(SITE, "LATER"), ChainDocument((), 1, 1))
     await place.discovery.list_chains()
     assert "sources" not in place.health.status()["parts"]
+    assert [{chain.feed for chain, _ in each.found_} for each in (later, place.target)] == [{"LATER"}, {FEED}]
     place.threads.close()
 
 

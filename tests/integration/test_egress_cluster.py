@@ -104,9 +104,7 @@ async def owners(bench: Bench, names: list[str]) -> list[str]:
     return [entry.value.decode() if entry else "" for entry in entries]
 
 
-async def test_without_a_quorum_nobody_works_and_with_one_again_the_shares_are_fair(
-    bench: Bench, cluster: NatsCluster
-) -> None:
+async def test_without_a_quorum_nobody_works_and_with_one_again_the_shares_are_fair(bench: Bench, cluster: NatsCluster):
     stream, names = await bench.make_replicated(), [unique("F") for _ in range(4)]
     settings = bench.settings(*({"name": name, "stream": stream} for name in names), lease_ttl="3s")
     members = [bench.start(settings) for _ in range(2)]
@@ -136,9 +134,7 @@ async def test_without_a_quorum_nobody_works_and_with_one_again_the_shares_are_f
         await bench.same_at_last(name, stream)
 
 
-async def test_a_leader_that_dies_in_an_older_cluster_and_comes_back_as_the_newest_loses_nothing(
-    tmp_path: Path,
-) -> None:
+async def test_a_leader_that_dies_in_an_older_cluster_and_comes_back_as_the_newest_loses_nothing(tmp_path: Path):
     with NatsCluster(binary=nats_server_binary("2.10")) as older:
         await asyncio.to_thread(placing, older)
         async with aclosing(await connected(older.urls)) as client:

@@ -104,9 +104,7 @@ async def test_a_drain_that_the_store_delays_ends_in_time_and_keeps_the_lease(be
 
 
 @pytest.mark.parametrize("size", [101_000, 200_000], ids=["received", "not sent by the server"])
-async def test_a_message_too_large_to_archive_stops_behind_earlier_ones(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+async def test_a_message_too_large_to_archive_stops_behind_earlier_ones(bench: Bench, monkeypatch, size: int) -> None:
     monkeypatch.setattr("egress.reader.MAX_MESSAGE_BYTES", 100_000)
     stream = await bench.filled([b"x" * 99_000, b"y" * 10, b"z" * size, b"behind it"])
     # No segment is due for an hour: the messages before this one are archived because of the stop.

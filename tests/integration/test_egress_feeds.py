@@ -73,9 +73,7 @@ async def test_everything_purged_is_covered_by_a_heartbeat_and_unverified_until_
     ],
 )
 @pytest.mark.simulated
-async def test_a_feed_begins_at_its_start_key_and_the_key_counts_once(
-    bench: Bench, start: dict[str, object], first: int
-) -> None:
+async def test_a_feed_begins_at_its_start_key_and_the_key_counts_once(bench, start: dict[str, object], first: int):
     stream = await bench.filled([b"x"] * 10)
     async with bench.egress({"stream": stream, **start}) as running:
         await soon(lambda: running.state(stream) == "reading")

@@ -17,7 +17,6 @@ from common.sequences import SequenceRange
 from egress import consumers
 from egress.incarnations import HighWaterMarks
 from egress.reader import Reader
-from infra.local.nats import NatsServer
 from tests.support.basics import metric_value, soon, unique
 from tests.support.commands import paste
 from tests.support.egress import QUICK, SITE, Bench
@@ -56,9 +55,7 @@ async def test_a_stream_whose_tips_were_all_deleted_is_known_by_an_archived_row(
     bench.check(stream)
 
 
-async def test_a_message_where_the_archive_found_none_shows_a_stream_set_back(
-    alone: tuple[Bench, NatsServer], tmp_path: Path
-) -> None:
+async def test_a_message_where_the_archive_found_none_shows_a_stream_set_back(alone, tmp_path: Path):
     """The archive ends behind its last message; the old disk is written again up to there."""
     bench, server = alone
     stream = await bench.begun([b"x"] * 3, storage="file")
@@ -75,9 +72,7 @@ async def test_a_message_where_the_archive_found_none_shows_a_stream_set_back(
 # The reader is bound to one history
 
 
-async def test_right_before_a_put_the_consumer_must_still_be_the_same(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_right_before_a_put_the_consumer_must_still_be_the_same(bench: Bench, monkeypatch) -> None:
     """The reader notices no recreation: only the check before the put can."""
     stream = await bench.make_stream(unique("T"))
     patient = replace(QUICK, intervals=replace(QUICK.intervals, check=3600.0))
@@ -129,9 +124,7 @@ async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_th
 
 
 @pytest.mark.parametrize("is_back", [True, False], ids=["stale", "lost"])
-async def test_a_listing_that_ends_before_the_mark_is_repeated_until_an_operator_accepts_the_loss(
-    bench: Bench, is_back: bool
-) -> None:
+async def test_a_listing_that_ends_before_the_mark_is_repeated_until_an_operator_accepts_the_loss(bench, is_back: bool):
     """F39: it never counts as a first start."""
     stream = await bench.filled([b"x"] * 10)
     feed = {"stream": stream, "segment": {"max_messages": 10, "max_age": "1h"}}
@@ -208,9 +201,7 @@ async def test_a_hole_is_filled_as_far_as_the_source_goes_and_reading_resumes_be
 
 
 @pytest.mark.parametrize("last", [40, 4000])
-async def test_a_name_that_its_footer_contradicts_is_not_believed(
-    bench: Bench, last: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_name_that_its_footer_contradicts_is_not_believed(bench: Bench, last: int, caplog) -> None:
     """A copy of 21..30 with a name that claims more: those sequences are archived all the same."""
     stream = await archive_in_three(bench)
     newest = bench.refs(stream)[-1]

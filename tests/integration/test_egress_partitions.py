@@ -16,7 +16,6 @@ from msgspec import structs
 from common.archive.segment import Message
 from common.chain import Chain
 from egress.incarnations import Closing, End
-from infra.local.nats import NatsServer
 from infra.oracle import Trace, archived_messages, compare, read_source_trace
 from tests.support.basics import soak_only, soon, unique
 from tests.support.commands import Done, configuration, floe, paste
@@ -255,9 +254,7 @@ async def test_nothing_is_done_where_there_is_nothing_to_do_and_a_running_egress
     assert parts.ends() == {0: 20, 1: 20}
 
 
-async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_archived_since(
-    alone: tuple[Bench, NatsServer], tmp_path: Path
-) -> None:
+async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_archived_since(alone, tmp_path: Path):
     """The tips of the previous incarnation are evidence for the one that continues it."""
     bench, server = alone
     stream, parts = await begun_parts(bench, 2, 20, storage="file")

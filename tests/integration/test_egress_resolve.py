@@ -53,9 +53,7 @@ async def refused(bench: Bench, stream: str, *words: str) -> str:
 # E-ROLLED-BACK
 
 
-async def test_a_store_that_never_answers_fails_while_somebody_waits(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_store_that_never_answers_fails_while_somebody_waits(bench: Bench, monkeypatch) -> None:
     monkeypatch.setattr(context, "VIEW_TIMEOUT_S", 0.2)
     stream = await bench.make_stream(unique("R"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -106,9 +104,7 @@ async def test_a_stream_set_back_resumes_at_its_fork_from_the_archive_unless_tha
     await exact(bench, stream, 1, 13)
 
 
-async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(
-    alone: tuple[Bench, NatsServer], tmp_path: Path
-) -> None:
+async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(alone, tmp_path: Path):
     """One segment holds all, so no tip below its end decides; many of the archived messages are gone."""
     bench, server = alone
     stream = await bench.make_stream(unique("T"), storage="file")
@@ -139,9 +135,7 @@ async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(
 # E-FORKED
 
 
-async def test_an_old_incarnation_that_is_back_resumes_behind_its_archived_end(
-    alone: tuple[Bench, NatsServer], tmp_path: Path
-) -> None:
+async def test_an_old_incarnation_that_is_back_resumes_behind_its_archived_end(alone, tmp_path: Path):
     bench, server = alone
     stream = await bench.begun([b"first"] * 10, storage="file")
     saved = await save_disk(server, tmp_path)

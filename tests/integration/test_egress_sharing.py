@@ -217,9 +217,7 @@ async def test_a_deleted_bucket_is_made_again_and_shared_again(group: Group) -> 
 
 
 @pytest.mark.real
-async def test_a_member_that_is_cut_off_loses_its_leases_and_comes_back_as_one_of_all(
-    nats_server: NatsServer, group: Group
-) -> None:
+async def test_a_member_that_is_cut_off_loses_its_leases_and_comes_back(nats_server: NatsServer, group: Group) -> None:
     async with TcpProxy(nats_server.port) as proxy:
         far = await group.join(proxy.url)
         near = await group.join()

@@ -150,11 +150,8 @@ async def test_two_workers_share_the_feeds_look_like_one_from_outside_and_flush_
 
         def has_opened(last: int) -> bool:
             """Return True if each worker shows an open segment up to `last` of each of its two feeds."""
-            opened = [
-                [part["open_segment"]["last"] for part in parts.values() if part.get("open_segment")]
-                for parts in running.parts()
-            ]
-            return opened == [[last] * 2] * 2
+            opened = [[part.get("open_segment") for part in parts.values()] for parts in running.parts()]
+            return [[each["last"] for each in found if each] for found in opened] == [[last] * 2] * 2
 
         await running.answer("readyz", 200)
         # A late worker gets its two feeds from the other one, which may have archived some of them.

@@ -184,9 +184,7 @@ async def test_escaped_headers_are_stored_without_effect(client: FloeClient):
 
 
 @pytest.mark.parametrize("features", [{}, dict.fromkeys(REQUIRED_SETTINGS.values(), True)], ids=["without", "with"])
-async def test_the_server_takes_every_kind_of_odd_message_that_its_stream_allows(
-    client: FloeClient, features: dict[str, bool]
-) -> None:
+async def test_the_server_takes_every_kind_of_odd_message_that_its_stream_allows(client, features: dict[str, bool]):
     """Other tests publish them to see them carried: a kind that is refused would be tested by none."""
     stream, kinds = unique("ODD"), {*KINDS} - (set() if features else {*REQUIRED_SETTINGS})
     config = {"name": stream, "subjects": [f"{stream}.>"], "duplicate_window": 200_000_000, **features}

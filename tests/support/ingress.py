@@ -97,9 +97,7 @@ def piece(first: int, last: int, count: int | None = None, chain: Chain = CHAIN,
     return IntentPiece(name, SequenceRange(first, last), last - first + 1 if count is None else count)
 
 
-def reading(
-    last: int, tail: Origin | NoOrigin = NoOrigin.GONE, created: str = "t0", *, forgets: bool = True
-) -> TargetReading:
+def reading(last: int, tail: Origin | NoOrigin = NoOrigin.GONE, created: str = "t0", *, forgets: bool = True):
     """Return a reading of the target: its last sequence, and the origin of that message."""
     return TargetReading(last, created, tail, forgets)
 
@@ -140,9 +138,8 @@ async def _read(client: FloeClient, stream: str, sequence: int) -> Arrived | Non
     except ApiError:
         return None
     provenance, headers = split_provenance(stored.headers)
-    origin = provenance and Message(
-        provenance.sequence, provenance.timestamp_ns, stored.subject, headers, stored.payload
-    )
+    rest = stored.subject, headers, stored.payload
+    origin = provenance and Message(provenance.sequence, provenance.timestamp_ns, *rest)
     return Arrived(sequence, stored.subject, provenance, origin or stored)
 
 
@@ -237,12 +234,9 @@ class Centre:
 
     async def run(self, stop: Stop | None = None, health: Health | None = None, **ingress: Any) -> None:
         """Run the service until `stop`, or until it ends by itself."""
-        store = SegmentStore(self.archive.objects, Layout(PREFIX))
-        health = health or Health(SystemClock())
-        controller = Controller(
-            self.settings(**ingress), store, self.archive.documents, health, SystemClock(), tuning=QUICK
-        )
-        await controller.run(stop or Stop())
+        store, clock = SegmentStore(self.archive.objects, Layout(PREFIX)), SystemClock()
+        args = self.settings(**ingress), store, self.archive.documents, health or Health(clock), clock
+        await Controller(*args, tuning=QUICK).run(stop or Stop())
 
     async def ending(self, **ingress: Any) -> FloeError:
         """Return the error that ends the service, or as Stopped the one that stops only the target."""

@@ -148,10 +148,8 @@ async def test_rows_made_ready_for_another_server_get_into_no_intent_and_what_it
 
 @pytest.mark.parametrize(("limit", "stored", "found"), [(99, 0, (CHAIN, 2, 100)), (99, 2, None), (100, 0, None)])
 def test_the_first_row_above_a_limit_is_found(limit: int, stored: int, found: tuple[object, int, int] | None) -> None:
-    payloads = pa.array([b"", b"", b""], pa.binary())
-    batch = PreparedBatch(
-        [1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], largest_message_bytes=100
-    )
+    payloads, sizes = pa.array([b"", b"", b""], pa.binary()), [10, 110, 120]
+    batch = PreparedBatch([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, sizes, largest_message_bytes=100)
     rows = Rows([Block(piece(1, 3), batch)])
     assert (rows.largest_message_bytes, rows.first_above(limit, stored)) == (100, found)
 
@@ -356,9 +354,8 @@ def carried(chains: list[Chain], unready: str = "", *, is_settled: bool = True) 
     registry = ChainRegistry(settings, TargetLimits(SubjectFilters([">"]), 1024))
     assert all(registry.add(chain) for chain in chains)
     state = SimpleNamespace(checkpoint=SimpleNamespace(positions={}, target_sequence=0), intent=None)
-    delivery: Any = SimpleNamespace(
-        state=state, is_settled=is_settled, trouble="", unready_reason=unready, sending_times={}
-    )
+    delivery: Any = SimpleNamespace(state=state, is_settled=is_settled, trouble="", sending_times={})
+    delivery.unready_reason = unready
     prefetcher: Any = SimpleNamespace(chains=registry, positions={}, ahead=[])
     TargetReport(target, health, clock).report_progress(delivery, prefetcher)
     return target, health

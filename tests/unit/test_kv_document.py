@@ -1,21 +1,28 @@
-"""A typed document under a key: reading, writing without loss of other writes, and reports of invalid values."""
+"""A typed document under a key: reading, writing without loss of other writes, invalid values. Leases on a thread."""
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from common.documents import JsonCodec
-from common.errors import DataError, OutcomeUnknown, Refused
+from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
+from common.nats import lease as leasing
 from common.nats.kv import KvDocument, KvEntry
 from common.objects.local import LocalObjects
+from common.observe.monitor import Health
+from common.tasks import cancel
 from compaction import sign_off
 from compaction.sign_off import SignOff, SignOffStore, fingerprint
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import StateStore, StoredState
+from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, LAYOUT, OTHER, ref
 from tests.support.stores import FaultyStore, raising
 
@@ -83,9 +90,8 @@ async def test_a_change_is_made_again_where_somebody_else_was_first(value: bytes
     """Make the change again, also if the other value replaced an invalid one."""
     bucket = Bucket(value)
     bucket.between = FORM.encode(Mark(5))
-    assert await document(bucket).change(lambda mark: Mark(mark.end + 1 if mark else 1), allow_unreadable=bad) == Mark(
-        6
-    )
+    changed = await document(bucket).change(lambda mark: Mark(mark.end + 1 if mark else 1), allow_unreadable=bad)
+    assert changed == Mark(6)
     assert bucket.entry == KvEntry(FORM.encode(Mark(6)), 3)
 
 
@@ -123,13 +129,12 @@ async def test_a_lost_answer_is_settled_by_reading_and_what_somebody_else_change
     store = StateStore(LosingBucket(fate, "done"), "key", "FLEET")
     saved = await store.save(first, 0)
     assert (saved, await store.load()) == (StoredState(first, 1), saved)
+    assert (await store.load()).state is first, "an unchanged state is not decoded again"
 
     for revision in (0, 1):
         store = StateStore(LosingBucket("done", "done", fate, "done"), "key", "FLEET")
-        assert [await store.save(first, 0), await store.save(second, 1)] == [
-            StoredState(first, 1),
-            StoredState(second, 2),
-        ]
+        saved = [await store.save(first, 0), await store.save(second, 1)]
+        assert saved == [StoredState(first, 1), StoredState(second, 2)]
         assert (await store.save(rival, revision), await store.load()) == (None, StoredState(second, 2))
 
 
@@ -175,13 +180,8 @@ def test_the_second_of_two_runs_at_once_signs_nothing_off(objects: LocalObjects)
 
 def test_a_corrupt_value_signs_nothing_off_and_is_replaced(objects: LocalObjects, monkeypatch: pytest.MonkeyPatch):
     sign_offs = SignOffStore(objects, LAYOUT, deep=True)
-    for deep, version, marked in (
-        ("false", 1, ""),
-        ("true", 2, ""),
-        ("true", 1, "AAAA"),
-        ("true", 1, "?"),
-        ("", "", ""),
-    ):
+    cases = (("false", 1, ""), ("true", 2, ""), ("true", 1, "AAAA"), ("true", 1, "?"), ("", "", ""))
+    for deep, version, marked in cases:
         corrupt = f'{{"deep":{deep},"end":1,"format_version":{version},"marks":"{marked}"}}'
         objects.put(LAYOUT.verify_result(CHAIN, deep=True), corrupt.encode())
         found = sign_offs.read(CHAIN)
@@ -201,3 +201,80 @@ def test_the_object_shows_what_became_of_a_write(objects: LocalObjects):
     refused = FaultyStore(objects).on("put_if_absent", raising(Refused("no right")))
     with pytest.raises(Refused):
         SignOffStore(refused, LAYOUT, deep=False).write(CHAIN, SignOff(), 10, marks())  # type: ignore[arg-type]
+
+
+# Leases that are renewed on a thread: work that holds the event loop keeps them, a process that hangs loses them
+
+
+class SharedClock(ManualClock):
+    """The clock of several event loops that turn in this thread, each only when it is named."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def run(self, seconds: float, *loops: asyncio.AbstractEventLoop) -> None:
+        for turn in range(round(seconds * 40)):
+            self.advance(0.25 if turn % 10 == 0 else 0.0)
+            for loop in loops:
+                loop.call_soon(loop.stop)
+                loop.run_forever()
+
+
+class Expiring(Bucket):
+    """A bucket with one key, which expires at `until`."""
+
+    bucket, ttl, until = "LEASES", 10.0, 0.0
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    async def put(self, key: str, value: bytes) -> int:
+        self.until = self.clock.monotonic() + self.ttl
+        return await super().put(key, value)
+
+    async def delete(self, _key: str, _revision: int) -> bool:
+        self.until = 0.0
+        return True
+
+
+@pytest.mark.parametrize(("blocked", "is_kept"), [(30, True), (59, True), (75, False)])
+def test_blocked_work_keeps_its_leases_for_a_minute(blocked: int, is_kept: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(leasing, "threading", SimpleNamespace(Thread=lambda **_: SimpleNamespace(start=lambda: None)))
+    clock, work, ended = SharedClock(), asyncio.new_event_loop(), asyncio.Event()
+    bucket, health, held = Expiring(clock), Health(clock), list[leasing.Lease]()
+    answers: list[Any] = [SimpleNamespace(aclose=lambda: asyncio.sleep(0)), Unavailable("no server yet")]
+
+    async def connect() -> Any:
+        assert asyncio.get_running_loop() is thread._loop
+        if isinstance(answer := answers.pop(), Exception):
+            raise answer
+        return answer
+
+    thread = leasing.RenewalThread(connect, health.beat_age)
+    for loop in (work, thread._loop):
+        monkeypatch.setattr(loop, "time", clock.monotonic)
+
+    async def hold() -> None:
+        async with thread:
+            with pytest.raises(Unavailable):
+                await thread.open(lambda _: bucket)
+            await thread.open(lambda _: bucket)
+            held.append(await leasing.Leases(bucket, "me", bucket.ttl, clock, thread).acquire("k"))
+            tasks = [asyncio.create_task(each) for each in (health.keep_beating(), held[0].run_renewals())]
+            await ended.wait()
+            await cancel(*tasks)
+            await held[0].release()
+
+    holding = work.create_task(hold())
+    clock.run(20, work, thread._loop)
+    assert held[0].is_usable()
+    clock.run(blocked, thread._loop)
+    assert (held[0].is_usable(), clock.monotonic() < bucket.until) == (is_kept, is_kept)
+    clock.run(1, work, thread._loop)
+    assert held[0].lost.is_set is not is_kept
+    ended.set()
+    clock.run(2, work, thread._loop)
+    assert (holding.done(), holding.exception(), bucket.until == 0) == (True, None, is_kept)
+    work.close()
+    thread._loop.close()
