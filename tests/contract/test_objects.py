@@ -18,17 +18,9 @@ from typing import Literal
 import pytest
 
 from common.errors import ConfigError, Refused, Unavailable
+from common.objects import port
 from common.objects.local import LocalObjects
 from common.objects.open import open_objects, verifies_checksums
-from common.objects.port import (
-    ChecksumMismatch,
-    ClockedStore,
-    ConditionalPutRefused,
-    ObjectInfo,
-    ObjectStore,
-    request_seconds,
-    requests,
-)
 from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.settings.root import StoreSettings
 from tests.sim.store import SimObjects
@@ -51,7 +43,7 @@ def forbid_links(monkeypatch: pytest.MonkeyPatch, number: int = errno.EPERM) -> 
 
 
 @pytest.fixture(params=["local", "local without links", "s3", "simulated"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> port.ObjectStore:
     kind: str = request.param
     if kind == "local without links":
         forbid_links(request.getfixturevalue("monkeypatch"))
@@ -70,7 +62,7 @@ def s3_objects(s3: SharedS3, options: S3Options | None = None, url: str = "") ->
     return S3Objects(s3.new_bucket(), account, options)
 
 
-def keys(infos: list[ObjectInfo]) -> list[str]:
+def keys(infos: list[port.ObjectInfo]) -> list[str]:
     return [info.key for info in infos]
 
 
@@ -78,7 +70,7 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def head_of(objects: ObjectStore, key: str) -> ObjectInfo:
+def head_of(objects: port.ObjectStore, key: str) -> port.ObjectInfo:
     head = objects.head(key)
     assert head is not None
     return head
@@ -88,7 +80,7 @@ def head_of(objects: ObjectStore, key: str) -> ObjectInfo:
 
 
 @pytest.mark.parametrize("size", [0, 7, 3_500_000])
-def test_what_was_put_comes_back_with_what_is_known_of_it(objects: ObjectStore, size: int, tmp_path: Path) -> None:
+def test_what_was_put_comes_back_with_what_is_known_of_it(objects: port.ObjectStore, size: int, tmp_path: Path) -> None:
     content, metadata = random.Random(1).randbytes(size), {"tip": "12:17:00ff", "long-name": "a b=c;%2E"}
     body, copy = tmp_path / "body", tmp_path / "copy"
     body.write_bytes(content)
@@ -99,7 +91,7 @@ def test_what_was_put_comes_back_with_what_is_known_of_it(objects: ObjectStore, 
         assert objects.download("a/b=1/c", copy)
         assert copy.read_bytes() == content
         head, [listed] = head_of(objects, "a/b=1/c"), objects.list("a/")
-        assert head == ObjectInfo("a/b=1/c", size, listed.modified, listed.etag, sha256(content), metadata)
+        assert head == port.ObjectInfo("a/b=1/c", size, listed.modified, listed.etag, sha256(content), metadata)
         assert (listed.size, listed.sha256, listed.metadata) == (size, None, {})
     objects.put("a/b=1/c", b"after", metadata={"b": "2"})
     assert (objects.get("a/b=1/c"), head_of(objects, "a/b=1/c").metadata) == (b"after", {"b": "2"})
@@ -107,10 +99,10 @@ def test_what_was_put_comes_back_with_what_is_known_of_it(objects: ObjectStore, 
     assert head_of(objects, "a/b=1/c").metadata == {}
 
 
-def test_its_time_is_read_without_a_write(objects: ObjectStore) -> None:
+def test_its_time_is_read_without_a_write(objects: port.ObjectStore) -> None:
     if isinstance(objects, SimObjects):
         pytest.skip("the simulated store answers no question of the time")
-    assert isinstance(objects, ClockedStore)
+    assert isinstance(objects, port.ClockedStore)
     objects.put("a/b", b"x")
     info, now = head_of(objects, "a/b"), objects.now("a/")
     assert now is not None
@@ -118,7 +110,7 @@ def test_its_time_is_read_without_a_write(objects: ObjectStore) -> None:
     assert keys(objects.list("")) == ["a/b"]
 
 
-def test_a_missing_or_deleted_object_is_none_for_every_reading_verb(objects: ObjectStore, tmp_path: Path) -> None:
+def test_a_missing_or_deleted_object_is_none_for_every_reading_verb(objects: port.ObjectStore, tmp_path: Path) -> None:
     for key in ("there/x", "there/y"):
         objects.put(key, b"1", metadata={"k": "v"})
     for key in ("there/y", "there/y", "never/was"):
@@ -133,7 +125,7 @@ def test_a_missing_or_deleted_object_is_none_for_every_reading_verb(objects: Obj
     assert keys(objects.list("")) == ["there/x"]
 
 
-def test_ranges_are_those_of_slices(objects: ObjectStore) -> None:
+def test_ranges_are_those_of_slices(objects: port.ObjectStore) -> None:
     content = b"0123456789"
     objects.put("digits", content)
     for first, length in ((0, 10), (3, 4), (9, 1), (5, None), (4, 0), (7, 100), (10, 5), (99, 1)):
@@ -146,12 +138,12 @@ def test_ranges_are_those_of_slices(objects: ObjectStore) -> None:
 # Checksums
 
 
-def test_bytes_that_do_not_match_their_checksum_are_refused(objects: ObjectStore, tmp_path: Path) -> None:
+def test_bytes_that_do_not_match_their_checksum_are_refused(objects: port.ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(b"bad!")
     objects.put("k", b"good")
     for key, write in (("k", objects.put), ("new", objects.put_if_absent)):
         for body in (b"bad!", tmp_path / "body"):
-            with pytest.raises(ChecksumMismatch):
+            with pytest.raises(port.ChecksumMismatch):
                 write(key, body, sha256=sha256(b"good"))
     assert (objects.get("k"), objects.get("new")) == (b"good", None)
     assert verifies_checksums(objects, "data/_floe/probe/")
@@ -161,7 +153,7 @@ def test_bytes_that_do_not_match_their_checksum_are_refused(objects: ObjectStore
 # Conditions
 
 
-def test_a_condition_holds_for_what_is_there(objects: ObjectStore, tmp_path: Path) -> None:
+def test_a_condition_holds_for_what_is_there(objects: port.ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(b"first")
     assert objects.put_if_absent("k", tmp_path / "body", sha256=sha256(b"first"), metadata={"n": "1"})
     assert not objects.put_if_absent("k", b"second", metadata={"n": "2"})
@@ -179,7 +171,7 @@ def test_a_condition_holds_for_what_is_there(objects: ObjectStore, tmp_path: Pat
     assert objects.get("k") is None
 
 
-def test_one_of_racing_writers_creates_and_none_of_their_updates_is_lost(objects: ObjectStore) -> None:
+def test_one_of_racing_writers_creates_and_none_of_their_updates_is_lost(objects: port.ObjectStore) -> None:
     with ThreadPoolExecutor(8) as pool:
         for turn in range(3):
             won = list(pool.map(lambda n, t=turn: objects.put_if_absent(f"k{t}", b"writer %d" % n), range(8)))
@@ -203,8 +195,8 @@ def test_a_store_that_refuses_conditions_holds_nothing_of_it(s3: SharedS3, in_pa
     large = bytes(7 * MIB)
     with refusing_conditions(FaultProxy(s3.endpoint_url), status) as proxy:
         for wanted, kind, sent in (
-            ("no", ConditionalPutRefused, 0),
-            ("auto", ConditionalPutRefused, 1),
+            ("no", port.ConditionalPutRefused, 0),
+            ("auto", port.ConditionalPutRefused, 1),
             ("yes", ConfigError, 4),
         ):
             objects = s3_objects(s3, replace(in_parts, conditional_puts=wanted), proxy.url)  # type: ignore[arg-type]
@@ -221,7 +213,7 @@ def test_a_store_that_refuses_conditions_holds_nothing_of_it(s3: SharedS3, in_pa
             assert len(proxy.calls) == sent
             assert (objects.get("k"), objects.get("new")) == (b"one", None)
         objects = s3_objects(s3, in_parts, proxy.url)
-        with pytest.raises(ConditionalPutRefused):
+        with pytest.raises(port.ConditionalPutRefused):
             objects.put_if_absent("large", large)
         assert proxy.count("abort") == 1, "no upload is left behind"
         objects.put("large", large)
@@ -231,7 +223,7 @@ def test_a_store_that_refuses_conditions_holds_nothing_of_it(s3: SharedS3, in_pa
 # Listing
 
 
-def test_a_listing_holds_exactly_the_prefix_in_key_order(objects: ObjectStore) -> None:
+def test_a_listing_holds_exactly_the_prefix_in_key_order(objects: port.ObjectStore) -> None:
     names = ["p/b", "p/a/2", "p/a/10", "p/a-b/1", "p/a%2Eb/1", "p/B", "p/x=1/y", "p/a0", "q/1", "pp/1"]
     for name in names:
         objects.put(name, name.encode())
@@ -244,7 +236,7 @@ def test_a_listing_holds_exactly_the_prefix_in_key_order(objects: ObjectStore) -
 
 
 def test_a_listing_of_several_pages_is_whole_or_cut_as_asked(
-    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    objects: port.ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.objects.s3.KEYS_PER_PAGE", 20)
     names = [f"m%2Ey/a=1/{n:05d}-%2B+ x" for n in range(0, 500, 10)]
@@ -263,7 +255,7 @@ def test_a_listing_of_several_pages_is_whole_or_cut_as_asked(
     assert listed("99999") == objects.list("m%2Ey/a=1/", limit=0) == []
 
 
-def test_odd_keys_survive_every_verb(objects: ObjectStore, tmp_path: Path) -> None:
+def test_odd_keys_survive_every_verb(objects: port.ObjectStore, tmp_path: Path) -> None:
     for key in (
         *("p=1/a%2Eb/f=c%20d/x", "p/%25/%", "p/a+b c", "p/a&<b>'\"", "p/~!@#$^*()_-[]{}|;:,?", "p/" + "n" * 250),
     ):
@@ -281,7 +273,7 @@ def test_odd_keys_survive_every_verb(objects: ObjectStore, tmp_path: Path) -> No
         assert objects.list("") == []
 
 
-def test_keys_that_mean_something_else_elsewhere_are_refused(objects: ObjectStore, tmp_path: Path) -> None:
+def test_keys_that_mean_something_else_elsewhere_are_refused(objects: port.ObjectStore, tmp_path: Path) -> None:
     odd = ["", "/a", "a/", "a//b", "a/../b", "..", "./a", "a/.", "a\0b", "a\nb", "\ud800", "k" * 1025]
     for key, call in product(odd, verbs(objects, tmp_path)):
         with pytest.raises(ConfigError) as caught:
@@ -289,7 +281,7 @@ def test_keys_that_mean_something_else_elsewhere_are_refused(objects: ObjectStor
         assert caught.value.code == "E-KEY"
 
 
-def verbs(objects: ObjectStore, folder: Path) -> list[Callable[[str], object]]:
+def verbs(objects: port.ObjectStore, folder: Path) -> list[Callable[[str], object]]:
     """Return each verb that takes a key."""
     return [
         *(objects.get, objects.head, objects.delete),
@@ -306,7 +298,7 @@ def verbs(objects: ObjectStore, folder: Path) -> list[Callable[[str], object]]:
 def test_parts_are_checked_as_a_whole_and_take_conditions(s3: SharedS3, in_parts: S3Options, tmp_path: Path) -> None:
     objects, path, content = s3_objects(s3, in_parts), tmp_path / "segment", random.Random(4).randbytes(11 * MIB)
     path.write_bytes(content)
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(port.ChecksumMismatch):
         objects.put("k", path, sha256=sha256(b"other"))
     assert objects.head("k") is None
     assert objects.put_if_absent("k", path, sha256=sha256(content), metadata={"tip": "1"})
@@ -371,7 +363,7 @@ def test_a_local_store_shows_nothing_of_its_own_and_is_private(tmp_path: Path) -
 
 def test_a_put_leaves_nothing_half_written_and_what_a_crash_left_is_removed_after_a_day(tmp_path: Path) -> None:
     objects, folder = LocalObjects(tmp_path), tmp_path / ".floe-objects" / "new"
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(port.ChecksumMismatch):
         objects.put("k", b"1", sha256=sha256(b"2"))
     objects.put("k", b"1")
     assert not objects.put_if_absent("k", b"2")
@@ -465,12 +457,12 @@ def test_a_folder_behind_a_link_is_no_part_of_the_store(tmp_path: Path) -> None:
 
 
 def test_each_call_is_counted_by_what_came_of_it(tmp_path: Path):
-    objects, timed = LocalObjects(tmp_path), request_seconds.labels("put")
+    objects, timed = LocalObjects(tmp_path), port.request_seconds.labels("put")
 
     def counts() -> list[float]:
         calls = "put ok, put unavailable, get ok, list ok, delete ok, get failed"
         puts = [s.value for f in timed.collect() for s in f.samples if s.name.endswith("_count")]
-        return puts + [reading(requests.labels(*each.split())) for each in calls.split(", ")]
+        return puts + [reading(port.requests.labels(*each.split())) for each in calls.split(", ")]
 
     before = counts()
     objects.put("a/b", b"x")
@@ -478,7 +470,7 @@ def test_each_call_is_counted_by_what_came_of_it(tmp_path: Path):
     assert objects.get("a/none") is None
     objects.list("a/")
     objects.delete("a/b")
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(port.ChecksumMismatch):
         objects.put("a/c", b"x", sha256="0" * 64)
     with pytest.raises(ConfigError):
         objects.get("a//b")

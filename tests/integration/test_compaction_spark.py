@@ -15,18 +15,9 @@ from common.archive.segment import Reason
 from common.errors import ConfigError, Unavailable
 from common.sequences import SequenceRange
 from common.settings.root import Settings
+from compaction import spark
 from compaction.failures import Failure
 from compaction.run import Compaction, RunReport, Selection, prove_rows
-from compaction.spark import (
-    FIXED_CONF,
-    Spark,
-    check_conf,
-    check_encrypted,
-    make_task,
-    spark_conf,
-    spark_error,
-    with_retries,
-)
 from compaction.supersede import Supersession, supersession_of_merge
 from tests.integration.test_verify import Site
 from tests.support.basics import eventually
@@ -140,10 +131,10 @@ def test_an_unforeseen_error_ends_the_run_as_retryable(archive: Archive):
 @pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas")
 def test_an_executor_with_another_version_of_common_refuses_to_work(archive: Archive):
     session = spark_session()
-    frame = session.range(0, 1, 1, 1).mapInArrow(make_task(b"", "0.0.0"), "id long, result binary")
+    frame = session.range(0, 1, 1, 1).mapInArrow(spark.make_task(b"", "0.0.0"), "id long, result binary")
     with pytest.raises(Exception, match="E-COMMON") as caught:
         frame.collect()
-    error = spark_error("merge", caught.value)
+    error = spark.spark_error("merge", caught.value)
     assert (type(error), error.exit_code) == (ConfigError, 78)
     assert "expected that of floe-jetstream 0.0.0" in error.as_text()
 
@@ -153,12 +144,14 @@ def test_an_executor_with_another_version_of_common_refuses_to_work(archive: Arc
 
 def test_speculation_is_refused_and_missing_files_are_errors():
     with pytest.raises(ConfigError, match=r"spark.speculation: expected false, found true"):
-        check_conf({"spark.speculation": "true"})
-    check_conf({"spark.sql.files.ignoreCorruptFiles": "true"})
-    found = spark_conf("spark://host:7077", {"spark.sql.files.ignoreMissingFiles": "true", "spark.ui.enabled": "true"})
-    assert FIXED_CONF.items() <= found.items()
+        spark.check_conf({"spark.speculation": "true"})
+    spark.check_conf({"spark.sql.files.ignoreCorruptFiles": "true"})
+    found = spark.spark_conf(
+        "spark://host:7077", {"spark.sql.files.ignoreMissingFiles": "true", "spark.ui.enabled": "true"}
+    )
+    assert spark.FIXED_CONF.items() <= found.items()
     assert "spark.driver.host" not in found
-    assert spark_conf("local[*]", {})["spark.driver.bindAddress"] == "127.0.0.1"
+    assert spark.spark_conf("local[*]", {})["spark.driver.bindAddress"] == "127.0.0.1"
 
 
 ON = {"spark.authenticate": "true"}
@@ -180,18 +173,18 @@ ON = {"spark.authenticate": "true"}
 def test_a_secret_is_refused_if_tasks_are_sent_in_clear_else_a_warning_is_given(
     master: str, conf: dict[str, str], missing: str | None, caplog: pytest.LogCaptureFixture
 ):
-    found = spark_conf(master, conf)
-    check_encrypted(master, found, holds_secret=False)
+    found = spark.spark_conf(master, conf)
+    spark.check_encrypted(master, found, holds_secret=False)
     assert ("without authentication or encryption" in caplog.text) is (missing is not None)
     if missing is None:
-        check_encrypted(master, found, holds_secret=True)
+        spark.check_encrypted(master, found, holds_secret=True)
         return
     with pytest.raises(ConfigError, match=rf"conf\.{missing}: expected true with {master}, found false"):
-        check_encrypted(master, found, holds_secret=True)
+        spark.check_encrypted(master, found, holds_secret=True)
 
 
 def test_secrets_stay_hidden_with_more_redactions():
-    text = spark_conf("yarn", {"spark.redaction.regex": "salary"})["spark.redaction.regex"]
+    text = spark.spark_conf("yarn", {"spark.redaction.regex": "salary"})["spark.redaction.regex"]
     theirs, _, ours = text.partition("|(?i)")
     assert theirs == "salary"
     for name in ("spark.authenticate.secret", "spark.ssl.keyPassword", "spark.hadoop.fs.s3a.access.key"):
@@ -206,13 +199,13 @@ def test_tasks_are_given_the_store_and_the_spool_and_no_other_secret(archive: Ar
         "nats": {"user": "floe", "password": secrets["nats"]},
         "compaction": {"spark": {"conf": {"spark.authenticate.secret": secrets["spark"]}}},
     }
-    given = pickle.dumps(Spark(Settings.model_validate(whole)).settings)
+    given = pickle.dumps(spark.Spark(Settings.model_validate(whole)).settings)
     assert [name for name, secret in secrets.items() if secret.encode() in given] == ["store"]
 
 
 def test_local_tasks_are_retried_as_a_cluster_s_are():
     started = {"local": "local[1,4]", "local[*]": "local[*,4]", "local[3,1]": "local[3,1]", "yarn": "yarn"}
-    assert {master: with_retries(master) for master in started} == started
+    assert {master: spark.with_retries(master) for master in started} == started
 
 
 def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pytest.CaptureFixture[str]):

@@ -8,15 +8,7 @@ from pathlib import Path
 
 from common.chain import Chain
 from common.open import load_settings, open_store
-from infra.oracle import (
-    Trace,
-    archive_holes,
-    archived_messages,
-    compare,
-    prefix_subject,
-    read_source_trace,
-    read_target_traces,
-)
+from infra import oracle
 from tests.scenarios.world import TARGET, World
 from tests.support.basics import soon
 from tests.support.ingress import client_of, count_in
@@ -32,8 +24,11 @@ async def judged(world: World, site: str, config: Path, feeds: Sequence[str], *,
     `gone`: the sources have dropped messages that were archived before.
     """
     async with client_of(world.sites[site].url) as client:
-        plain = {Chain(site, feed): await read_source_trace(client, feed) for feed in feeds}
-        mapped = {Chain(site, feed): await read_source_trace(client, feed, prefix_subject(PREFIX)) for feed in feeds}
+        plain = {Chain(site, feed): await oracle.read_source_trace(client, feed) for feed in feeds}
+        mapped = {
+            Chain(site, feed): await oracle.read_source_trace(client, feed, oracle.prefix_subject(PREFIX))
+            for feed in feeds
+        }
     with closing(open_store(load_settings(str(config)))) as store:
 
         def is_archived() -> bool:
@@ -41,11 +36,11 @@ async def judged(world: World, site: str, config: Path, feeds: Sequence[str], *,
             return all(ends[chain] >= trace.last_accounted for chain, trace in plain.items())
 
         await soon(is_archived, every=0.3)
-        found = {chain: Trace.of(archived_messages(store, chain)) for chain in plain}
+        found = {chain: oracle.Trace.of(oracle.archived_messages(store, chain)) for chain in plain}
         for chain, trace in plain.items():
-            compared = compare(trace, found[chain], name=str(chain), may_be_gone=gone)
+            compared = oracle.compare(trace, found[chain], name=str(chain), may_be_gone=gone)
             assert compared.is_ok, compared.report()
-            assert archive_holes(store, chain) == []
+            assert oracle.archive_holes(store, chain) == []
             footers = [store.footer(ref) for ref in store.list(chain)]
             assert all(footer.is_balanced() for footer in footers), footers
     count = sum(map(len, found.values()))
@@ -56,7 +51,7 @@ async def judged(world: World, site: str, config: Path, feeds: Sequence[str], *,
 
         with suppress(AssertionError):  # the oracle names missing messages
             await soon(is_carried, every=0.3)
-        target = await read_target_traces(client, TARGET)
+        target = await oracle.read_target_traces(client, TARGET)
     if not gone:
         compared = compare_target(mapped, target.traces, target.foreign)
         assert compared.is_ok, compared.report()

@@ -12,14 +12,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
-from common.archive.captures import (
-    CAPTURE_KINDS,
-    CapturedConfig,
-    CapturedConsumer,
-    CapturedConsumers,
-    CapturedDeletions,
-    to_json,
-)
+from common.archive import captures
 from common.archive.documents import AcceptedGap, ChainDocument, ChainStart, ChainStore, StreamDocument
 from common.archive.keys import CaptureName, Layout
 from common.archive.segment import Ledger, Message, Reason, SegmentRef
@@ -53,16 +46,18 @@ FLOOR, END = 3, 60
 ACCEPTED = AcceptedGap(SequenceRange(41, 45), "disk lost, ticket 77", "operator", "2026-11-20T11:00:00Z")
 PASSED = AcceptedGap(SequenceRange(12, 15), "accepted", "ingress", "2026-11-20T12:00:00Z", from_hole=True)
 CREATED = "2026-11-20T09:00:00.123456789Z"
-CONFIG = CapturedConfig("2026-11-20T10:00:00Z", 40, CREATED, {"name": "NODES", "metadata": {"a": "ä"}})
-CONSUMERS = CapturedConsumers(
+CONFIG = captures.CapturedConfig("2026-11-20T10:00:00Z", 40, CREATED, {"name": "NODES", "metadata": {"a": "ä"}})
+CONSUMERS = captures.CapturedConsumers(
     "2026-11-20T10:00:30.5Z",
     40,
     (
-        CapturedConsumer({"name": "app", "durable_name": "app", "ack_policy": "explicit"}, CREATED, 9, 8, 7, 6, 2, 1),
-        CapturedConsumer({"name": "new"}, CREATED, paused=True),
+        captures.CapturedConsumer(
+            {"name": "app", "durable_name": "app", "ack_policy": "explicit"}, CREATED, 9, 8, 7, 6, 2, 1
+        ),
+        captures.CapturedConsumer({"name": "new"}, CREATED, paused=True),
     ),
 )
-DELETIONS = CapturedDeletions("2026-11-20T10:01:00Z", 60, 2, 61, ((3, 8), (10, 10)))
+DELETIONS = captures.CapturedDeletions("2026-11-20T10:01:00Z", 60, 2, 61, ((3, 8), (10, 10)))
 
 ROWS = [
     Message(1, GENESIS_NS, b"nodes.2.a", None, b""),
@@ -89,9 +84,9 @@ def make(folder: Path) -> None:
     chains.accept_gap(CHAIN, ACCEPTED)
     chains.record_skipped_gap(TARGET, CHAIN, PASSED)
     for each in (CONFIG, CONSUMERS, DELETIONS):  # as they were written before they named their chain
-        raw = to_json(each)
+        raw = captures.to_json(each)
         name = CaptureName(
-            replace(CHAIN, partition=0), CAPTURE_KINDS[type(each)], each.end, sha256(raw).hexdigest()[:16]
+            replace(CHAIN, partition=0), captures.CAPTURE_KINDS[type(each)], each.end, sha256(raw).hexdigest()[:16]
         )
         objects.put(LAYOUT.capture(name), raw)
     inputs = [

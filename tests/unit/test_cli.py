@@ -24,23 +24,7 @@ from click.testing import CliRunner
 
 import common.cli as cli_module
 import floe
-from common import exits
-from common.cli import (
-    ChainSelector,
-    Duration,
-    RequestedTime,
-    SequenceType,
-    Size,
-    TimeType,
-    chain_argument,
-    config_option,
-    confirm,
-    json_option,
-    print_json,
-    print_table,
-    run_async,
-    run_command,
-)
+from common import cli, exits
 from common.clock import parse_time
 from common.errors import ConfigError, LeaseLost, SegmentCorrupt, Stopped, UsageError
 from common.open import load_settings
@@ -65,7 +49,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 def end(fn: Any, *arguments: str) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a command with the body `fn`."""
-    result = CliRunner().invoke(click.command("test")(run_command(fn)), list(arguments))
+    result = CliRunner().invoke(click.command("test")(cli.run_command(fn)), list(arguments))
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -109,9 +93,9 @@ def test_a_wrong_call_ends_with_2_and_names_the_expected(words: str, message: st
 
 
 @click.command()
-@chain_argument
-@run_command
-def of_chain(selector: ChainSelector) -> None:
+@cli.chain_argument
+@cli.run_command
+def of_chain(selector: cli.ChainSelector) -> None:
     click.echo(repr((selector.site, selector.feed, selector.incarnation, selector.partition)))
 
 
@@ -231,11 +215,11 @@ def test_uvloop_runs_what_is_asynchronous_where_it_is_installed():
     async def loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
-    assert isinstance(run_async(loop()), uvloop.Loop)
+    assert isinstance(cli.run_async(loop()), uvloop.Loop)
 
 
 def test_a_traceback_is_shown_only_where_it_is_asked_for():
-    command = click.command("broken")(run_command(raising(KeyError("x"))))
+    command = click.command("broken")(cli.run_command(raising(KeyError("x"))))
     root = click.Group("floe", commands=[command], params=[click.Option(["--debug"], is_flag=True)])
     for words, variable, is_shown in (("broken", "0", False), ("--debug broken", "0", True), ("broken", "1", True)):
         ended = CliRunner().invoke(root, words.split(), env={"FLOE_DEBUG": variable})
@@ -278,10 +262,10 @@ def test_ctrl_c_at_a_question_ends_the_command(monkeypatch: pytest.MonkeyPatch):
     answered = []
 
     async def ask() -> None:
-        answered.append(confirm("go on?", False))
+        answered.append(cli.confirm("go on?", False))
 
     with pytest.raises(KeyboardInterrupt):
-        run_async(ask())
+        cli.run_async(ask())
     assert answered == []
 
 
@@ -289,9 +273,9 @@ def test_ctrl_c_at_a_question_ends_the_command(monkeypatch: pytest.MonkeyPatch):
 
 
 @click.command()
-@config_option
-@json_option
-@run_command
+@cli.config_option
+@cli.json_option
+@cli.run_command
 def show_config(config: str, as_json: bool) -> None:
     click.echo(f"{config} {as_json}")
 
@@ -343,15 +327,15 @@ def test_commands_and_options_are_completed_in_each_shell():
 @pytest.mark.parametrize(
     ("text", "moment"),
     [
-        ("2026-01-02T03:04:05+01:00", RequestedTime("2026-01-02T03:04:05+01:00")),
-        ("-2h", RequestedTime(seconds_ago=7200)),
-        ("1h 30m ago", RequestedTime(seconds_ago=5400)),
-        ("2026-01-02 03:04", RequestedTime("2026-01-02T03:04:00+02:00", zone="EET")),
-        ("2026-01-02", RequestedTime("2026-01-02T00:00:00+02:00", zone="EET")),
+        ("2026-01-02T03:04:05+01:00", cli.RequestedTime("2026-01-02T03:04:05+01:00")),
+        ("-2h", cli.RequestedTime(seconds_ago=7200)),
+        ("1h 30m ago", cli.RequestedTime(seconds_ago=5400)),
+        ("2026-01-02 03:04", cli.RequestedTime("2026-01-02T03:04:00+02:00", zone="EET")),
+        ("2026-01-02", cli.RequestedTime("2026-01-02T00:00:00+02:00", zone="EET")),
     ],
 )
-def test_a_time_has_many_forms(text: str, moment: RequestedTime):
-    assert RequestedTime.parse(text, timezone(timedelta(hours=2), "EET")) == moment
+def test_a_time_has_many_forms(text: str, moment: cli.RequestedTime):
+    assert cli.RequestedTime.parse(text, timezone(timedelta(hours=2), "EET")) == moment
     assert moment.at(10_000) == (parse_time(moment.text) if moment.text else (10_000 - moment.seconds_ago) * 10**9)
 
 
@@ -359,7 +343,7 @@ def test_what_is_no_time_is_refused():
     assert parse_time("0001-01-01T00:00:00Z") == -62_135_596_800 * 10**9, "as servers write that there is none"
     for text in ("", "yesterday", "2h from now", "5", "2026-13-01", "2026-01-02 25:00", "ago", "--2h"):
         with pytest.raises(ValueError, match="expected a time such as 2026-01-02T03:04:05Z"):
-            RequestedTime.parse(text)
+            cli.RequestedTime.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -372,8 +356,8 @@ def test_what_is_no_time_is_refused():
 )
 def test_the_zone_of_a_time_without_one_is_shown(zone: str, read: str, monkeypatch: pytest.MonkeyPatch):
     @click.command()
-    @click.option("--since", type=TimeType())
-    def timed(since: RequestedTime) -> None:
+    @click.option("--since", type=cli.TimeType())
+    def timed(since: cli.RequestedTime) -> None:
         click.echo(since.text)
 
     monkeypatch.setenv("TZ", zone)
@@ -388,9 +372,9 @@ def test_the_zone_of_a_time_without_one_is_shown(zone: str, read: str, monkeypat
 
 
 @click.command()
-@click.option("--sequence", type=SequenceType())
-@click.option("--age", type=Duration(), default="5m")
-@click.option("--size", type=Size(), default="1M")
+@click.option("--sequence", type=cli.SequenceType())
+@click.option("--age", type=cli.Duration(), default="5m")
+@click.option("--size", type=cli.Size(), default="1M")
 def typed(sequence: int | None, age: float, size: int) -> None:
     click.echo(f"{sequence} {age} {size}")
 
@@ -419,7 +403,7 @@ class Row:
 
 
 def test_json_takes_the_values_of_the_program(capsys: pytest.CaptureFixture[str]):
-    print_json({"rows": [Row("é", b"\xff")], "set": {2, 1}, "path": Path("/x"), "pair": (1, None)})
+    cli.print_json({"rows": [Row("é", b"\xff")], "set": {2, 1}, "path": Path("/x"), "pair": (1, None)})
     shown = json.loads(capsys.readouterr().out)
     assert shown == {"rows": [{"name": "é", "raw": "\\xff"}], "set": [1, 2], "path": "/x", "pair": [1, None]}
 
@@ -429,8 +413,8 @@ def test_a_table_is_aligned_harmless_and_plain_and_without_rows_its_header(
 ):
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.setenv(name, "1")
-    print_table([["a\x1b[31m", 5, None], {"CHAIN": "long name", "LAG": 1200, "WHY": "x"}], ["CHAIN", "LAG", "WHY"])
-    print_table([], ["A", "B"])
+    cli.print_table([["a\x1b[31m", 5, None], {"CHAIN": "long name", "LAG": 1200, "WHY": "x"}], ["CHAIN", "LAG", "WHY"])
+    cli.print_table([], ["A", "B"])
     assert capsys.readouterr().out == "CHAIN       LAG  WHY\na\\x1b[31m     5  -\nlong name  1200  x\nA  B\n"
 
 
@@ -512,8 +496,8 @@ def test_hints_and_workers_go_on_in_the_context_of_the_command_line(folder: Path
     seen: list[object] = []
 
     @click.command()
-    @config_option
-    @run_command
+    @cli.config_option
+    @cli.run_command
     async def shown(config: str) -> None:
         settings = load_settings(config, quiet=True)
         for nats in (settings.nats, settings.nats_for("egress"), settings.nats_for("ingress")):

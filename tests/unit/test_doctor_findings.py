@@ -7,19 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.doctor import (
-    CHECKS,
-    CONNECT_TIMEOUT_S,
-    DoctorFinding,
-    Examination,
-    cap_timeout,
-    failed,
-    ok,
-    prefixes_overlap,
-    problem,
-    skipped,
-    warning,
-)
+from common import doctor
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.port import LifecycleRule
 from common.objects.s3_transfer import enabled_rules
@@ -27,26 +15,29 @@ from common.settings.service import NatsSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
-GOOD, WARNED = ok("nats", "version", "2.15.1"), warning("nats", "version", "2.9.0", "old")
-BAD, LEFT_OUT = (problem("nats", "target", "none", "nothing is carried"), skipped("nats", "jetstream", "not told"))
-AWAY = failed("nats", "connection", Unavailable("no answer"))
+GOOD, WARNED = doctor.ok("nats", "version", "2.15.1"), doctor.warning("nats", "version", "2.9.0", "old")
+BAD, LEFT_OUT = (
+    doctor.problem("nats", "target", "none", "nothing is carried"),
+    doctor.skipped("nats", "jetstream", "not told"),
+)
+AWAY = doctor.failed("nats", "connection", Unavailable("no answer"))
 
 
 def test_the_page_has_every_check_and_no_other() -> None:
     rows = re.findall(r"^\| (store|nats|spark|disk) \| ([\w ]+) \| .+ \| .+ \|$", PAGE.read_text(), re.MULTILINE)
-    assert rows == [(part, what) for part, checks in CHECKS.items() for what in checks]
+    assert rows == [(part, what) for part, checks in doctor.CHECKS.items() for what in checks]
     with pytest.raises(AssertionError):
-        ok("store", "version", "1")
+        doctor.ok("store", "version", "1")
 
 
 @pytest.mark.parametrize(
     ("findings", "code"),
     [((), 0), ((GOOD, WARNED, LEFT_OUT), 0), ((GOOD, AWAY), 1), ((AWAY, BAD, GOOD), 3), ((BAD,), 3)],
 )
-def test_the_worst_finding_decides(findings: tuple[DoctorFinding, ...], code: int) -> None:
-    assert Examination(("egress",), findings).exit_code == code
-    waits = [cap_timeout(NatsSettings(connect_timeout=seconds)).connect_timeout for seconds in (300.0, 0.5)]
-    assert waits == [CONNECT_TIMEOUT_S, 0.5], "a long timeout is that of services"
+def test_the_worst_finding_decides(findings: tuple[doctor.DoctorFinding, ...], code: int) -> None:
+    assert doctor.Examination(("egress",), findings).exit_code == code
+    waits = [doctor.cap_timeout(NatsSettings(connect_timeout=seconds)).connect_timeout for seconds in (300.0, 0.5)]
+    assert waits == [doctor.CONNECT_TIMEOUT_S, 0.5], "a long timeout is that of services"
 
 
 @pytest.mark.parametrize(
@@ -60,12 +51,12 @@ def test_the_worst_finding_decides(findings: tuple[DoctorFinding, ...], code: in
     ],
 )
 def test_an_error_is_a_finding_with_a_meaning(error: FloeError, state: str) -> None:
-    found = failed("store", "write", error, todo="a command")
+    found = doctor.failed("store", "write", error, todo="a command")
     assert (found.state, found.unreached) == (state, state == "skipped")
     assert found.found == f"{error.code}: {error.message}"
     assert found.meaning
     assert found.todo.split("\n") == [*filter(None, [error.hint]), "a command"]
-    assert state == "problem" or failed("nats", "rights", error).todo
+    assert state == "problem" or doctor.failed("nats", "rights", error).todo
 
 
 def test_rules_of_a_bucket_are_read_in_all_their_forms() -> None:
@@ -92,4 +83,4 @@ def test_rules_of_a_bucket_are_read_in_all_their_forms() -> None:
 
 def test_a_rule_counts_where_it_may_meet_keys_of_floe() -> None:
     found = {"": True, "data/": True, "data/site=a": True, "da": True, "logs/": False}
-    assert {prefix: prefixes_overlap(prefix, "data/") for prefix in found} == found
+    assert {prefix: doctor.prefixes_overlap(prefix, "data/") for prefix in found} == found

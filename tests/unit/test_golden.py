@@ -9,16 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from common.archive import documents
 from common.archive.captures import CaptureStore
 from common.archive.columns import messages
-from common.archive.documents import (
-    AcceptedGap,
-    ChainDocument,
-    ChainStore,
-    StreamDocument,
-    floor_from_json,
-    tail_from_json,
-)
 from common.archive.reader import open_file
 from common.archive.segment import Ledger, Reason, Tip
 from common.archive.store import SegmentStore
@@ -40,7 +33,7 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> LocalObjects:
 
 
 def test_documents_and_captures_of_every_version_are_read(objects: LocalObjects) -> None:
-    chains, captures = ChainStore(objects, LAYOUT), CaptureStore(LAYOUT, objects)
+    chains, captures = documents.ChainStore(objects, LAYOUT), CaptureStore(LAYOUT, objects)
     assert chains.chains() == [CHAIN]
     assert (chains.read_stream(CHAIN), chains.read_chain(CHAIN)) == (golden.STREAM, golden.DOCUMENT)
     assert (chains.read_floor(CHAIN), chains.read_tail(CHAIN)) == (golden.FLOOR, golden.END)
@@ -78,11 +71,11 @@ def test_fields_of_a_newer_minor_version_are_passed_over_and_a_newer_major_is_re
     [key] = [info.key for info in objects.list(LAYOUT.tombstones_prefix(CHAIN))]
     stone = objects.get(key) or b""
     reads = {
-        "stream": (golden.STREAM.to_json(), StreamDocument.from_json),
-        "chain": (golden.DOCUMENT.to_json(), ChainDocument.from_json),
-        "floor": (b'{"format_version":1,"first":3}', floor_from_json),
-        "tail": (b'{"format_version":1,"end":60}', tail_from_json),
-        "gap": (golden.PASSED.to_json(), AcceptedGap.from_json),
+        "stream": (golden.STREAM.to_json(), documents.StreamDocument.from_json),
+        "chain": (golden.DOCUMENT.to_json(), documents.ChainDocument.from_json),
+        "floor": (b'{"format_version":1,"first":3}', documents.floor_from_json),
+        "tail": (b'{"format_version":1,"end":60}', documents.tail_from_json),
+        "gap": (golden.PASSED.to_json(), documents.AcceptedGap.from_json),
         "tombstone": (stone, lambda raw: Tombstone.from_json(raw, LAYOUT, CHAIN)),
     }
     for name, (raw, read) in reads.items():

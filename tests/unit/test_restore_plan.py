@@ -21,27 +21,13 @@ from common.nats.requests import ApiError
 from common.sequences import SequenceRange, Stretch
 from ingress.recovery import plan as planning
 from ingress.recovery import read_back
+from ingress.recovery import read_back as back
+from ingress.recovery import stream_archive as form
 from ingress.recovery.history import merge_rows, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest
 from ingress.recovery.preflight import as_room_error, room_shortage
 from ingress.recovery.ranges import ChainRange, ReplayChain, ReplayPart
-from ingress.recovery.read_back import (
-    DIGEST_BYTES,
-    AtRest,
-    Digests,
-    SentRows,
-    config_differences,
-    digest_block,
-    state_differences,
-    wait_replicated,
-)
 from ingress.recovery.retention_filter import RetentionFilter, SourcedRow, sourced_rows
-from ingress.recovery.stream_archive import (
-    restorable_consumers,
-    with_guard_subject,
-    with_replicas,
-    without_guard_subject,
-)
 from tests.support import compaction
 from tests.support.clock import ManualClock
 from tests.support.segments import CHAIN, batch_of, footer_of, message
@@ -143,7 +129,7 @@ def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_aga
     ahead = CapturedConsumer({"durable_name": "ahead"}, AT, 60, 60, 55, 58)
     pending = CapturedConsumer({"durable_name": "open"}, AT, 30, 31, 20, 21, 9, 1)
     passing = CapturedConsumer({"name": "passing"}, AT)
-    found, notes = restorable_consumers(CapturedConsumers(AT, 50, (clean, ahead, pending, passing)), 50)
+    found, notes = form.restorable_consumers(CapturedConsumers(AT, 50, (clean, ahead, pending, passing)), 50)
     assert found == [
         CapturedConsumer({"durable_name": name, "metadata": {}}, AT, *delivered, *acknowledged)
         for name, delivered, acknowledged in (
@@ -157,13 +143,13 @@ def test_consumers_are_bounded_by_the_end_and_what_is_not_known_is_delivered_aga
 
 def test_a_push_consumer_is_quiet_until_the_stream_is_in_use_and_is_read_back_as_it_was() -> None:
     pushed = CapturedConsumer({"durable_name": "p", "deliver_subject": "a.b"}, AT)
-    quiet = with_guard_subject(pushed, "S")
+    quiet = form.with_guard_subject(pushed, "S")
     assert quiet.config == {"durable_name": "p", "deliver_subject": "_floe.restore.S.a.b"}
-    assert [without_guard_subject(each.config["deliver_subject"]) for each in (pushed, quiet)] == ["a.b", "a.b"]
+    assert [form.without_guard_subject(each.config["deliver_subject"]) for each in (pushed, quiet)] == ["a.b", "a.b"]
     pull = CapturedConsumer({"durable_name": "q"}, AT)
-    assert with_guard_subject(pull, "S") is pull
+    assert form.with_guard_subject(pull, "S") is pull
     captured = CapturedConsumers(AT, 1, (CapturedConsumer(dict(quiet.config), AT),))
-    assert restorable_consumers(captured, 1)[0][0].config["deliver_subject"] == "a.b"
+    assert form.restorable_consumers(captured, 1)[0][0].config["deliver_subject"] == "a.b"
 
 
 def test_a_source_is_known_by_its_messages() -> None:
@@ -201,22 +187,22 @@ def test_each_command_for_a_plan_with_effects_elsewhere_permits_them_and_a_drill
 def test_a_digest_is_the_same_however_the_rows_are_batched(sizes: list[int]) -> None:
     headers = (b"NATS/1.0\r\n\r\n", None)
     rows = [Message(s, s * 7, b"s.%d" % (s % 3), headers[s % 2], b"x" * s) for s in range(1, sum(sizes) + 1)]
-    digests, at = Digests(), 0
+    digests, at = back.Digests(), 0
     for size in sizes:
         digests.add(batch_of(rows[at : at + size]))
         at += size
     digests.close()
-    assert digests.blocks == [digest_block([batch_of(rows)])]
+    assert digests.blocks == [back.digest_block([batch_of(rows)])]
     rows[-1] = Message(at, at * 7 + 1, rows[-1].subject, rows[-1].headers, rows[-1].payload)
-    assert digests.blocks != [digest_block([batch_of(rows)])]
+    assert digests.blocks != [back.digest_block([batch_of(rows)])]
 
 
 def test_the_state_is_judged_by_what_the_configuration_lets_the_server_drop() -> None:
-    expected = SentRows([digest_block([batch_of([row(3), row(5)])])], 2, 9, {})
+    expected = back.SentRows([back.digest_block([batch_of([row(3), row(5)])])], 2, 9, {})
     right = {"messages": 2, "first_seq": 3, "last_seq": 9, "num_deleted": 5}
-    assert list(state_differences(expected, right)) == []
+    assert list(back.state_differences(expected, right)) == []
     for wrong in ({"last_seq": 8}, {"messages": 3}, {"first_seq": 2}, {"num_deleted": 4}):
-        assert list(state_differences(expected, right | wrong)), wrong
+        assert list(back.state_differences(expected, right | wrong)), wrong
 
 
 def part_of(first: int, last: int, *held: int) -> ReplayPart:
@@ -240,17 +226,17 @@ def test_what_an_older_server_does_not_know_is_a_difference_and_what_a_newer_add
     sent = {"sources": [{"name": "a"}], "allow_msg_ttl": True, "consumer_limits": {}, "metadata": {"own": "x"}}
     newer = {**sent, "metadata": {"own": "x", "_nats.level": "5", RESTORE_KEY: "m"}, "more": True}
     newer["sources"] = [{"name": "a", "more": 1}]
-    assert list(config_differences(sent, newer)) == []
+    assert list(back.config_differences(sent, newer)) == []
     older = {key: value for key, value in newer.items() if key != "allow_msg_ttl"}
-    assert list(config_differences(sent, older)) == ["expected allow_msg_ttl True, found None"]
+    assert list(back.config_differences(sent, older)) == ["expected allow_msg_ttl True, found None"]
     for found in ([], None, [{"name": "b"}], [{"name": "a"}, {"name": "b"}]):
-        assert len(list(config_differences(sent, {**newer, "sources": found}))) == 1
+        assert len(list(back.config_differences(sent, {**newer, "sources": found}))) == 1
 
 
 def test_a_digest_of_large_rows_ends_by_their_bytes() -> None:
-    digests = Digests()
+    digests = back.Digests()
     for s in range(1, 21):
-        digests.add(batch_of([Message(s, s, b"s", None, b"x" * (DIGEST_BYTES // 4))]))
+        digests.add(batch_of([Message(s, s, b"s", None, b"x" * (back.DIGEST_BYTES // 4))]))
     digests.close()
     assert [(block.first, block.last) for block in digests.blocks] == [(n, n + 3) for n in range(1, 21, 4)]
 
@@ -293,7 +279,7 @@ def test_a_consumer_has_no_more_replicas_than_its_stream_allows() -> None:
     cases = ("limits", 1, 3, 1), ("limits", 5, 3, 3), ("limits", 1, 0, 0), ("interest", 5, 3, 5)
     for retention, replicas, had, gets in cases:
         consumer = CapturedConsumer({"durable_name": "c", "num_replicas": had}, AT)
-        found, notes = with_replicas([consumer], {"num_replicas": replicas, "retention": retention})
+        found, notes = form.with_replicas([consumer], {"num_replicas": replicas, "retention": retention})
         assert [each.config["num_replicas"] for each in found] == [gets]
         assert notes == [f"consumer c: had {had} replicas, and gets {gets} like its stream"] * (gets != had)
 
@@ -449,7 +435,7 @@ async def test_each_replica_is_waited_for_though_the_server_names_none_of_them_y
 
     monkeypatch.setattr(read_back, "stream_info_json", info)
     monkeypatch.setattr(read_back, "list_consumers", no_consumers)
-    assert await wait_replicated(None, "S", [], ManualClock(), AtRest()) == ["a", "b", "c"]  # type: ignore[arg-type]
+    assert await back.wait_replicated(None, "S", [], ManualClock(), back.AtRest()) == ["a", "b", "c"]  # type: ignore[arg-type]
     answers += [()] * 1000
     with pytest.raises(Unavailable, match="found 2 missing or behind"):
-        await wait_replicated(None, "S", [], ManualClock(), AtRest())  # type: ignore[arg-type]
+        await back.wait_replicated(None, "S", [], ManualClock(), back.AtRest())  # type: ignore[arg-type]

@@ -7,16 +7,8 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.objects import s3_errors as errors
 from common.objects.port import ChecksumMismatch
-from common.objects.s3_errors import (
-    CODE_MEANINGS,
-    MAX_RETRY_AFTER_S,
-    S3_RETRY_PAUSES_S,
-    STATUS_MEANINGS,
-    answer_error,
-    is_conflict,
-    pause_before,
-)
 
 KINDS = {Unavailable: 75, ChecksumMismatch: 75, Refused: 77, ConfigError: 78}
 LATER = (Unavailable, "E-S3-LATER", "")
@@ -90,14 +82,14 @@ def answer(status: int, code: str, message: str = "", **headers: str) -> dict[st
 
 @pytest.mark.parametrize(("given", "expected"), ROWS.items(), ids=[f"{status}-{code}" for status, code in ROWS])
 def test_each_answer_has_its_error_its_code_and_its_next_step(given: tuple[int, str], expected: Any) -> None:
-    found = answer_error("put", "s3://archive/k", answer(*given))
+    found = errors.answer_error("put", "s3://archive/k", answer(*given))
     assert (type(found), found.code, found.hint) == expected
     assert found.exit_code == KINDS[expected[0]]
 
 
 def test_the_rows_hold_every_code_and_every_status_of_the_table() -> None:
-    assert {code.removeprefix("KMS.") for _, code in ROWS} >= CODE_MEANINGS.keys()
-    assert {status for status, _ in ROWS} >= STATUS_MEANINGS.keys()
+    assert {code.removeprefix("KMS.") for _, code in ROWS} >= errors.CODE_MEANINGS.keys()
+    assert {status for status, _ in ROWS} >= errors.STATUS_MEANINGS.keys()
 
 
 def test_a_cap_that_is_reached_is_no_missing_right() -> None:
@@ -106,20 +98,20 @@ def test_a_cap_that_is_reached_is_no_missing_right() -> None:
         ("Transaction cap exceeded, see the Caps & Alerts page to increase your cap.", "AccessDenied"),
         ("Your request was denied: the quota of the project is exceeded", "Novel"),
     ):
-        found = answer_error("put", "s3://archive/k", answer(403, code, message))
+        found = errors.answer_error("put", "s3://archive/k", answer(403, code, message))
         assert (type(found), found.code, found.hint) == CAPPED
 
 
 def test_a_forbidden_key_and_a_busy_key_have_their_own_codes() -> None:
     message = "User is not authorized to perform: kms:GenerateDataKey"
-    assert answer_error("put", "s3://archive/k", answer(403, "AccessDenied", message)).code == "E-S3-KMS"
-    assert answer_error("put", "s3://archive/k", answer(503, "SlowDown", "kms is busy")).code == "E-S3-LATER"
+    assert errors.answer_error("put", "s3://archive/k", answer(403, "AccessDenied", message)).code == "E-S3-KMS"
+    assert errors.answer_error("put", "s3://archive/k", answer(503, "SlowDown", "kms is busy")).code == "E-S3-LATER"
 
 
 def test_a_conflict_is_seen_by_its_status() -> None:
     for code, is_one in (("ConcurrentModification", True), ("409", True), ("Novel", True), ("QuotaExceeded", False)):
-        assert is_conflict(answer(409, code)) is is_one
-        assert not is_conflict(answer(503, code))
+        assert errors.is_conflict(answer(409, code)) is is_one
+        assert not errors.is_conflict(answer(503, code))
 
 
 # The wait before a retry
@@ -130,12 +122,12 @@ DAY = "Thu, 26 Nov 2026"
 def test_the_wait_is_the_one_that_the_answer_names() -> None:
     for status, code, headers, expected in (
         (429, "TooManyRequests", {"retry_after": "7"}, 7.0),
-        (503, "SlowDown", {"retry_after": "3600"}, MAX_RETRY_AFTER_S),
+        (503, "SlowDown", {"retry_after": "3600"}, errors.MAX_RETRY_AFTER_S),
         (503, "SlowDown", {"retry_after": f"{DAY} 10:00:09 GMT", "date": f"{DAY} 10:00:00 GMT"}, 9.0),
         (503, "SlowDown", {"retry_after": f"{DAY} 09:00:00 GMT", "date": f"{DAY} 10:00:00 GMT"}, 0.0),
-        (408, "408", {}, S3_RETRY_PAUSES_S[0]),
-        (400, "RequestExpired", {}, S3_RETRY_PAUSES_S[0]),
-        (400, "KMS.ThrottlingException", {}, S3_RETRY_PAUSES_S[0]),
+        (408, "408", {}, errors.S3_RETRY_PAUSES_S[0]),
+        (400, "RequestExpired", {}, errors.S3_RETRY_PAUSES_S[0]),
+        (400, "KMS.ThrottlingException", {}, errors.S3_RETRY_PAUSES_S[0]),
         # boto3 retries these by itself, and the writer resolves a conflict.
         (503, "SlowDown", {}, None),
         (503, "SlowDown", {"retry_after": f"{DAY} 10:00:09 GMT"}, None),
@@ -145,13 +137,13 @@ def test_the_wait_is_the_one_that_the_answer_names() -> None:
         (404, "404", {"retry_after": "7"}, None),
         (507, "XMinioStorageFull", {"retry_after": "7"}, None),
     ):
-        assert pause_before(1, answer(status, code, **headers), 60.0) == expected
+        assert errors.pause_before(1, answer(status, code, **headers), 60.0) == expected
 
 
 def test_the_wait_grows_and_is_bounded_by_the_patience_of_who_asks() -> None:
     busy = answer(408, "408")
-    assert [pause_before(attempt, busy, 60.0) for attempt in (1, 2, 3, 4)] == [
-        *S3_RETRY_PAUSES_S,
-        S3_RETRY_PAUSES_S[-1],
+    assert [errors.pause_before(attempt, busy, 60.0) for attempt in (1, 2, 3, 4)] == [
+        *errors.S3_RETRY_PAUSES_S,
+        errors.S3_RETRY_PAUSES_S[-1],
     ]
-    assert pause_before(1, answer(429, "429", retry_after="7"), 5.0) == 5.0
+    assert errors.pause_before(1, answer(429, "429", retry_after="7"), 5.0) == 5.0
