@@ -124,7 +124,8 @@ class Controller:
         documents, store, threads, pollers = self._documents, self._store, self._threads, self._poll_threads
         documents.claims = BucketClaims(optional_state(client, settings))
         sites = Heartbeats(documents, pollers, clock, settings.silent_after)
-        discovery = Discovery(documents, pollers, clock, health, settings.poll_seconds, sites)
+        pace = settings.poll_seconds, sites, settings.requests_per_second
+        discovery = Discovery(documents, pollers, clock, health, *pace)
         show_zeros("ingress_")
         counts = LeaseMetrics(
             metrics.members, metrics.share, metrics.leases_held, metrics.hand_overs.labels, metrics.take_overs

@@ -9,7 +9,7 @@ It is the one way in which they are put and read, and also decides about those t
     tails/…       the end of a chain's coverage; a hint that a listing is worthwhile
     gaps/…        accepted gaps: sequences that are skipped
     alive/…       the heartbeat of each egress process, every 30 seconds (`common.archive.heartbeats`)
-    ingress/…     the positions of each target
+    ingress/…     the positions of each target, and the tails that it knows
     tombstones/runs/…   the result of the last compaction run
 
 Every program that can write to the bucket can write these objects. So the size of a read is limited, every field is
@@ -22,7 +22,7 @@ import hashlib
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -533,6 +533,29 @@ class TargetPositions:
         return cls(wire.target, wire.time, positions, wire.sources, wire.released, stopped)
 
 
+class KnownTail(NamedTuple):
+    """A tail that was read. `etag`: that of its object; `end`: the end of coverage in it."""
+
+    etag: str
+    end: int
+
+
+class _KnownTailsWire(_Versioned, frozen=True):
+    tails: dict[str, KnownTail]
+
+
+def known_tails_to_json(tails: Mapping[Chain, KnownTail]) -> bytes:
+    return _KnownTailsWire({str(chain): tail for chain, tail in tails.items()}).to_json()
+
+
+def known_tails_from_json(raw: bytes) -> Mapping[Chain, KnownTail]:
+    """Parse known tails. Raises ValueError."""
+    wire = _KnownTailsWire.from_json(raw)
+    for tail in wire.tails.values():
+        expect_range("end", tail.end, 0, MAX_SEQUENCE)
+    return {Chain.parse(chain): tail for chain, tail in wire.tails.items()}
+
+
 _MAX_UNIX_S = 253_402_300_799  # since 1970: the year 9999
 
 
@@ -715,6 +738,19 @@ class ChainStore:
             check=check,
             max_bytes=MAX_POSITIONS_BYTES,
         )
+
+    def write_known_tails(self, target: str, tails: Mapping[Chain, KnownTail]) -> None:
+        self._known_tails(target).replace(tails)
+
+    def read_known_tails(self, target: str) -> Mapping[Chain, KnownTail]:
+        """Return the tails that the target knew when they were last written: a tail of the same ETag need not be read
+        again. Empty if there are none, or they are invalid: they stop nothing.
+        """
+        return self._read_or_warn(self._known_tails(target), "known tails") or {}
+
+    def _known_tails(self, target: str) -> Document[Mapping[Chain, KnownTail]]:
+        form = known_tails_to_json, known_tails_from_json
+        return Document(self.objects, self.layout.ingress_tails(target), *form, max_bytes=MAX_POSITIONS_BYTES)
 
     def targets_with_positions(self) -> list[str]:
         """Return the targets that have a positions document, released ones too."""

@@ -8,7 +8,7 @@
     {prefix}/_floe/{chain}/{chain.json, floor.json, …}
     {prefix}/_floe/{chain}/state/{position:020d}-{digest}
     {prefix}/_floe/{chain}/gaps/{last:020d}-{first:020d}.json
-    {prefix}/_floe/ingress/{target}/{positions.json, clock, gaps/{chain}/…, starts/…}
+    {prefix}/_floe/ingress/{target}/{positions.json, tails.json, clock, gaps/{chain}/…, starts/…}
     {prefix}/_floe/{tails/…, tombstones/…, ingress/{target}/…}
     {prefix}/_floe/tombstones/runs/{all, site={site}/all, site={site}/feed={feed}/all}.json
     {prefix}/_floe/quarantine/{digest}/{key}
@@ -241,8 +241,9 @@ class Layout:
     def gaps_prefix(self, chain: Chain) -> str:
         return self._under(f"_floe/{_chain_path(chain)}/gaps/")
 
-    def skipped_prefix(self, target: str, chain: Chain) -> str:
-        return f"{self.ingress_prefix(target)}gaps/{_chain_path(chain)}/"
+    def skipped_prefix(self, target: str, chain: Chain | None = None) -> str:
+        """Return the prefix of the gaps that the target skipped of a chain; without one, of all chains."""
+        return f"{self.ingress_prefix(target)}gaps/" + (f"{_chain_path(chain)}/" if chain else "")
 
     def gap(self, prefix: str, gap: SequenceRange) -> str:
         return f"{prefix}{gap.last:020d}-{gap.first:020d}.json"
@@ -373,6 +374,9 @@ class Layout:
     def ingress_positions(self, target: str) -> str:
         return f"{self.ingress_prefix(target)}positions.json"
 
+    def ingress_tails(self, target: str) -> str:
+        return f"{self.ingress_prefix(target)}tails.json"
+
     def ingress_targets_prefix(self) -> str:
         return self._under("_floe/ingress/")
 
@@ -411,7 +415,7 @@ def _chain_and_level(folder: str) -> tuple[Chain, int] | None:
     return (chain, int(match["level"])) if match and chain else None
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(1 << 16)  # a listing of all tails names each chain once
 def _parse_chain(encoded_site: str, encoded_feed: str, incarnation: str, partition: str) -> Chain | None:
     site, feed = decode(encoded_site), decode(encoded_feed)
     if site is None or feed is None or str(int(partition)) != partition:

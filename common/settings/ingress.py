@@ -186,6 +186,9 @@ class IngressSettings(ServiceSettings):
     events: Annotated[t.Text, t.matching(_EVENTS_SOURCE, "nats://SUBJECT or sqs://QUEUE")] = option(
         "", "notifications of the bucket, such as nats://minio.events or sqs://floe-events"
     )
+    requests_per_second: Annotated[t.Whole, t.Range(1, 1000)] = option(
+        5, "listings a second, at most, of chains of which nothing shows a change"
+    )
     silent_after: Annotated[t.Duration, t.Range("1m", "7d", "heartbeats come every half minute")] = option(
         "5m", "a site without a heartbeat for this long is silent; a chain late for this long is reported"
     )

@@ -55,7 +55,7 @@ class ChainState:
     | SEARCHING | its turn, or the next tick | `adopt_plan` |
     | READY | its turn | `end_turn`, with the last stretch; `replan`, `block` |
     | SKIPPING_HOLE | its turn | `finish_skip`, `replan` |
-    | IDLE, DONE | a longer tail, a notification, 300 s | `wake` |
+    | IDLE, DONE | another tail, a notification, a listing that is due | `wake` |
     | LATE, LOST, DAMAGED | a segment or a decision; checked each tick | `wake`, `skip`, `resume_with` |
     | FAILED | the next tick | `wake` |
     | STOPPED | an operator, or `retry_at` | `retry` |
@@ -71,8 +71,9 @@ class ChainState:
     `blocked_since`: its first sequence and the start of the wait, by the store's clock; `skipped_ranges`: ranges of
     filled holes that are skipped. `stopped`: the error that stopped it, until it continues; from `retry_at` (monotonic
     seconds) on it is checked again. `begin_obstacle`: the reason why it has not begun. `end_before_start`: an end of
-    coverage that was still before the moment at which it is to begin; 0: none. `search_all_levels`,
-    `check_skipped_gaps`: additional work for the next search.
+    coverage that was still before the moment at which it is to begin; 0: none. `listing_due`: the next search lists,
+    whatever the tail shows; `search_all_levels`, `check_skipped_gaps`: additional work for it. `reread_at`: damaged
+    segments are read again from then on (monotonic seconds).
     """
 
     chain: Chain
@@ -97,10 +98,10 @@ class ChainState:
     retry_at: float = field(default=float("inf"), init=False)
     begin_obstacle: str = field(default="", init=False)
     end_before_start: int = field(default=0, init=False)
+    listing_due: bool = field(default=False, init=False)
     search_all_levels: bool = field(default=True, init=False)
     check_skipped_gaps: bool = field(default=True, init=False)
-    searched_at: float = field(default=float("-inf"), init=False)
-    searched_all_at: float = field(default=float("-inf"), init=False)
+    reread_at: float = field(default=float("inf"), init=False)
 
     def __post_init__(self) -> None:
         self.wake()
@@ -116,6 +117,14 @@ class ChainState:
     @property
     def is_behind(self) -> bool:
         return self.archived >= self.position and self.plan.phase is not Phase.DONE
+
+    @property
+    def needs_listing(self) -> bool:
+        """False if the chain is where its tail ends, and nothing else may be archived: a search then lists nothing."""
+        is_asked_for = self.listing_due or self.search_all_levels or self.stopped is not None
+        has_more = self.end not in (None, self.position - 1)
+        is_blocked = self.plan.is_waiting or self.incomplete_fill is not None or has_more
+        return is_asked_for or is_blocked or not 0 < self.archived == self.position - 1
 
     @property
     def is_waiting(self) -> bool:
@@ -175,6 +184,7 @@ class ChainState:
         self.phase = Phase.FAILED
 
     def forget_damage(self) -> None:
+        self.reread_at = float("inf")
         if self.damaged:
             self.damaged.clear()
             self.replan(everywhere=True)
@@ -185,8 +195,8 @@ class ChainState:
             self.end = end
             self.replan()
 
-    def adopt_plan(self, plan: ChainPlan, now: float) -> None:
-        """Adopt a new plan and log the changes in it. `now`: monotonic seconds."""
+    def adopt_plan(self, plan: ChainPlan) -> None:
+        """Adopt a new plan and log the changes in it."""
         context = self.chain.log_context()
         if plan.hole is not None and plan.hole != self.plan.hole:
             waits = {"phase": str(plan.phase), "hole": str(plan.hole), "since": plan.waiting_since}
@@ -194,11 +204,14 @@ class ChainState:
         if plan.late_end != self.plan.late_end:
             context |= {"end": self.end, "found": plan.late_end}
             log.warning("coverage found after the end of the incarnation", action="late_coverage_found", **context)
-        self.plan, self.phase, self.searched_at = plan, plan.phase, now
+        self.plan, self.phase = plan, plan.phase
         self.stretches.extend(plan.stretches)
         if plan.stretches:
-            # A notification wakes the chain without a read of the tail; the listing is more recent anyway.
-            self.archived = max(self.archived, plan.stretches[-1].rows.last)
+            # A notification wakes the chain without a read of the tail; the listing is more recent anyway. Only another
+            # listing shows if more follows.
+            end = plan.stretches[-1].rows.last
+            self.listing_due = self.listing_due or end > self.archived
+            self.archived = max(self.archived, end)
 
     def resume_with(self, segment: SegmentRef) -> None:
         last = segment.coverage.last if self.end is None else min(segment.coverage.last, self.end)
@@ -244,7 +257,7 @@ class ChainState:
 
     def resume(self) -> None:
         """Resume the chain, from the next search on."""
-        self.phase = Phase.IDLE
+        self.phase, self.listing_due = Phase.IDLE, True
 
     def mark_resumed(self) -> None:
         if self.stopped is not None:
@@ -353,11 +366,19 @@ class ChainRegistry:
             for state in self:
                 state.preparer = self.preparer(state.chain)
 
-    def add(self, chain: Chain) -> ChainState | None:
-        """Add a chain. None if it is not in `sources`, or if its feed has too many, which stops the feed."""
+    def add(self, chain: Chain, end: int | None = None) -> ChainState | None:
+        """Add a chain. None if it is not in `sources`, or if its feed has too many, which stops the feed.
+
+        `end`: the end of coverage in its tail; None: not known.
+        """
         if (source := self._sources.get(pair := (chain.site, chain.feed))) is None:
             return None
+        is_rewritten = end is not None and end <= self._archived.get(chain, -1)
+        if end is not None:
+            self.set_archived_end(chain, end)
         if (state := self._states.get(chain)) is not None:
+            # A tail that names no more than before may have replaced a newer one, of a paused twin.
+            state.listing_due = state.listing_due or is_rewritten
             return state
         feed = self._feeds.setdefault(pair, _Feed())
         if len(feed.unfinished) >= source.max_chains and not feed.stopped:

@@ -22,7 +22,7 @@ from common.service.process import ThreadPool
 from common.settings.ingress import SourceSettings
 from ingress import errors, metrics
 from ingress.chains.chain_state import STREAM_JSON_MISSING, ChainRegistry, ChainState
-from ingress.chains.plan import ChainPlan, GapDecision, Phase, decide_hole, first_position
+from ingress.chains.plan import ChainPlan, GapDecision, Phase, decide_hole, first_position, plan_chain
 from ingress.chains.search import SEARCH_PAGE, StoreClock, has_new_segments, plan_from_listings, search_whole_chain
 from ingress.chains.starts import StartResolver
 from ingress.errors import MAX_SHOWN_ITEMS, STOPPED_RECHECK_S, is_transient
@@ -42,6 +42,7 @@ class GapSkipper:
         self._target, self._store, self._documents = target, store, documents
         self.clock = StoreClock(documents.objects, documents.layout.ingress_clock(target), clock)
         self._skipped_gaps: dict[Chain, deque[AcceptedGap]] = {}
+        self._recorded_under: set[str] | None = None  # the prefixes with records when it began; None: not listed yet
         self._reported: set[str] = set()
 
     def decide_hole(self, chain: Chain, plan: ChainPlan, source: SourceSettings) -> GapDecision | None:
@@ -81,6 +82,11 @@ class GapSkipper:
         labels = self._target, chain.site, chain.feed, str(chain.partition)
         metrics.lost_sequences.labels(*labels).inc(len(gap.range) if lost is None else lost)
 
+    def has_none(self, chain: Chain) -> bool:
+        """True if it is known that the target skipped nothing of the chain. Does not block."""
+        is_recorded = self._recorded_under is None or self._prefix(chain) in self._recorded_under
+        return not is_recorded and not self._skipped_gaps.get(chain)
+
     def late_segments(self, chain: Chain, position: int) -> list[tuple[AcceptedGap, SegmentRef]]:
         """Return the segments that arrived in skipped gaps (gaps that end before `position`), each once. Raises as the
         store does.
@@ -105,9 +111,17 @@ class GapSkipper:
                 yield ref
 
     def _gaps(self, chain: Chain) -> deque[AcceptedGap]:
+        if self._recorded_under is None:  # one listing for all chains: most have none
+            listing = self._documents.objects.list(self._documents.layout.skipped_prefix(self._target))
+            self._recorded_under = {f"{info.key.rpartition('/')[0]}/" for info in listing}
         if chain not in self._skipped_gaps:
-            self._skipped_gaps[chain] = deque(self._documents.skipped_gaps(self._target, chain))
+            is_recorded = self._prefix(chain) in self._recorded_under
+            recorded = self._documents.skipped_gaps(self._target, chain) if is_recorded else ()
+            self._skipped_gaps[chain] = deque(recorded)
         return self._skipped_gaps[chain]
+
+    def _prefix(self, chain: Chain) -> str:
+        return self._documents.layout.skipped_prefix(self._target, chain)
 
     def _now(self) -> str:
         """Return the time by the store's clock, in whole seconds: some stores keep no finer LastModified."""
@@ -179,6 +193,8 @@ class SegmentLocator:
                 code="E-STATE-JSON",
             )
         self._relays.record(chain.chain, document)
+        if await self._begin_whole(chain, document.first):
+            return
         floor = await self._threads.run(self._documents.read_floor, chain.chain)
         first = first_position(document.first, floor)
         if not self._chains.is_current(chain):
@@ -191,8 +207,27 @@ class SegmentLocator:
             chain.begin_obstacle = "nothing is archived yet from the start of the copy on"
             return
         chain.end_before_start = 0
-        chain.begin(first, start)
-        log.info("chain started", action="chain_started", position=start, **chain.chain.log_context())
+        self._start(chain, first, start)
+
+    async def _begin_whole(self, state: ChainState, first: int) -> bool:
+        """Begin the chain at `first` if one page of level 0 holds everything up to the end in its tail, which a floor
+        does not change. False if it does not, or if the copy begins elsewhere.
+        """
+        if self._chains.source(state.chain).is_set or not state.archived:
+            return False
+        page = await self._threads.run(ChainArchive.listed, self._store, state.chain, first, level=0, limit=SEARCH_PAGE)
+        plan = plan_chain(page.refs, first, state.end, frozenset(state.damaged))
+        end = state.archived if state.end is None else min(state.archived, state.end)
+        if not (plan.stretches and plan.stretches[-1].rows.last >= end and self._chains.is_current(state)):
+            return False
+        self._chains.check_may_begin(state.chain, first)
+        self._start(state, first, first)
+        state.adopt_plan(plan)
+        return True
+
+    def _start(self, state: ChainState, first: int, start: int) -> None:
+        state.begin(first, start)
+        log.info("chain started", action="chain_started", position=start, **state.chain.log_context())
 
     async def _check_partitions_exist(self, chain: Chain) -> None:
         """Raise Stopped if the incarnation waits for partitions that never existed: they have no `chain.json`."""
@@ -218,22 +253,22 @@ class SegmentLocator:
     # Searching
 
     async def search(self, state: ChainState) -> None:
-        """List from the position. If a hole or damage keeps the chain waiting, decide about it.
+        """List from the position, if anything may be there. If a hole or damage keeps the chain waiting, decide.
 
         Raises as `begin`.
         """
-        if state.is_done:
-            state.adopt_plan(ChainPlan(Phase.DONE), self._clock.monotonic())
+        if state.is_done or not state.needs_listing:
+            state.adopt_plan(ChainPlan(Phase.DONE if state.is_done else Phase.IDLE))
             return
         plan = (await self._recheck_blocked(state, await self._search_plan(state))).with_wait_of(state.plan)
         if not plan.is_waiting:
-            state.adopt_plan(plan, self._clock.monotonic())
+            state.adopt_plan(plan)
             return
         if plan.waiting_since is None:
             # A hole at the end of an incarnation has waited since the next one began.
             since = await self._threads.run(self._documents.next_incarnation_start, state.chain)
             plan = replace(plan, waiting_since=since)
-        state.adopt_plan(plan, self._clock.monotonic())
+        state.adopt_plan(plan)
         await self._decide_hole(state, plan)
 
     async def _recheck_blocked(self, state: ChainState, plan: ChainPlan) -> ChainPlan:
@@ -248,21 +283,18 @@ class SegmentLocator:
 
     async def _search_plan(self, state: ChainState) -> ChainPlan:
         # A request during this search is for the next one; after an error the chain is searched on all levels.
-        wanted, state.search_all_levels = state.search_all_levels, False
-        plan = await self._threads.run(
+        wanted, state.search_all_levels, state.listing_due = state.search_all_levels, False, False
+        is_off_tail = 0 < state.archived != state.position - 1 and state.plan.phase is not Phase.DONE
+        return await self._threads.run(
             plan_from_listings,
             self._store,
             state.chain,
             state.position,
             state.end,
             frozenset(state.damaged),
-            everywhere=wanted or state.stopped is not None or state.plan.is_waiting or state.is_behind,
+            everywhere=wanted or state.stopped is not None or state.plan.is_waiting or is_off_tail,
             search=state.search,
         )
-        if wanted and not plan.stretches:
-            # If a segment continues the chain, it is found before all levels are listed.
-            state.searched_all_at = self._clock.monotonic()
-        return plan
 
     # Holes
 
@@ -334,7 +366,8 @@ class SegmentLocator:
         raise Stopped(message, hint=documents.hole_remedies(chain, part), code="E-LOST")
 
     async def check_skipped_gaps(self, state: ChainState) -> None:
-        found = await self._threads.run(self.gaps.late_segments, state.chain, state.position)
+        call, none = self._threads.run, self.gaps.has_none(state.chain)
+        found = [] if none else await call(self.gaps.late_segments, state.chain, state.position)
         state.check_skipped_gaps = False
         for gap, ref in found:
             first = max(gap.range.first, ref.coverage.first)

@@ -30,8 +30,7 @@ from ingress.rows.rows import Block, ReadyBlocks, Rows
 log = get_logger(__name__)
 
 PARALLEL_TURNS = 4  # chains that are read at the same time; one site has at most all but one of these turns
-SEARCH_INTERVAL_S = 300.0  # seconds until a chain is searched without any change of its tail
-FULL_SEARCH_INTERVAL_S = 3600.0  # seconds until such a search lists all levels: ten listings, not one
+DAMAGE_RECHECK_S = 300.0  # seconds until damaged segments are read again: they may be repaired
 DECISIONS_INTERVAL_S = 2.0  # seconds between two reads of the operators' decisions
 
 
@@ -77,6 +76,10 @@ class Prefetcher:
     @property
     def positions(self) -> Mapping[Chain, int]:
         return self.chains.positions or {}
+
+    @property
+    def name(self) -> str:
+        return self.chains.target
 
     async def run(self) -> None:
         """Decode after the first `reset`, until an error that needs an operator."""
@@ -133,34 +136,35 @@ class Prefetcher:
 
         `end`: the end of its coverage; None: not known.
         """
-        if (state := self.chains.add(chain)) is not None:
+        if (state := self.chains.add(chain, end)) is not None:
             self._apply_pauses([state])
             self._due.add(chain)
-            if end is not None:
-                self.chains.set_archived_end(chain, end)
 
     def wake(self, chain: Chain) -> None:
+        """List the chain at once: something else than its tail shows that more is archived."""
         if (state := self.chains.get(chain)) is not None:
+            state.listing_due = True
             self._wake(state)
+
+    def search(self, chain: Chain, *, everywhere: bool) -> None:
+        """List the chain although nothing shows a change. `everywhere`: on all levels, because a segment that no tail
+        ever named may have been compacted since.
+        """
+        if (state := self.chains.get(chain)) is not None:
+            state.check_skipped_gaps = True
+            if everywhere:
+                state.search_all_levels, state.incomplete_fill = True, None
+            self.wake(chain)
 
     async def tick(self) -> None:
         now, due = self._clock.monotonic(), self._due
         self._due = set()
         for chain in self.chains:
+            if now >= chain.reread_at:
+                chain.forget_damage()
             is_stopping = chain.stopped is None and self.chains.feed_error(chain.chain) is not None
-            if self._is_search_due(chain, now) or chain.chain in due or chain.is_waiting or is_stopping:
+            if chain.chain in due or chain.is_waiting or is_stopping:
                 self._wake(chain)
-
-    @staticmethod
-    def _is_search_due(chain: ChainState, now: float) -> bool:
-        if now - chain.searched_at < SEARCH_INTERVAL_S:
-            return False
-        chain.forget_damage()
-        chain.check_skipped_gaps = True
-        if now - chain.searched_all_at >= FULL_SEARCH_INTERVAL_S:
-            # A segment that no tail ever named may have been compacted since.
-            chain.search_all_levels, chain.incomplete_fill = True, None
-        return True
 
     def record_error(self, error: Exception) -> None:
         """Report an error in a call by discovery: it ends `run` and so the target, which restarts."""
@@ -230,7 +234,8 @@ class Prefetcher:
             chain.stop(stop, self._clock.monotonic() + self.stopped_recheck_s)
             return
         # First read the ends of incarnations: without them a search could plan rows after an end.
-        await self.locator.read_previous(chain)
+        if chain.phase is not Phase.SEARCHING or chain.needs_listing:
+            await self.locator.read_previous(chain)
         if chain.phase is Phase.BEGINNING:
             await self.locator.begin(chain)
         if chain.has_begun and chain.check_skipped_gaps:
@@ -262,6 +267,7 @@ class Prefetcher:
             if found.is_gone:
                 raise
             chain.damaged.add(ref.key)
+            chain.reread_at = min(chain.reread_at, self._clock.monotonic() + DAMAGE_RECHECK_S)
             chain.replan(everywhere=True)
             metrics.damaged.labels(chain.chain.site, chain.chain.feed).inc()
             log.error("segment damaged", action="segment_damaged", error=str(found), **ref.log_context())

@@ -2,18 +2,26 @@
 
 Four loops. One lists `tails/` periodically, which shows the chains that have grown. One checks the chains that
 notifications name, and no others. One lists the documents of all chains every few minutes. One reads the heartbeats
-of egress four times a minute. Only the content of the store is replayed: a lost, repeated, forged or late
-notification costs a check or a poll.
+of egress each minute. Only the content of the store is replayed: a lost, repeated, forged or late notification costs
+a check or a poll.
+
+A chain is listed where its tail differs from the position, or something else shows that more is archived. A tail may
+be missing: egress died between a segment and its tail. So each chain is listed by a schedule too.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+import heapq
+import math
+import zlib
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from weakref import WeakSet
 
-from common.archive.documents import ChainStore
-from common.archive.keys import FeedId, suggestion
+from common.archive.documents import ChainStore, KnownTail
+from common.archive.keys import MAX_LEVEL, FeedId, suggestion
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import FloeError
+from common.errors import FloeError, Refused
 from common.logs import get_logger
 from common.observe.monitor import Health
 from common.service.process import ThreadPool
@@ -25,18 +33,62 @@ from ingress.errors import is_transient, most_important_error
 
 log = get_logger(__name__)
 
-HEARTBEAT_READ_INTERVAL_S = 15.0  # seconds between two reads of the heartbeats
+HEARTBEAT_READ_INTERVAL_S = 60.0  # seconds between two reads of the heartbeats, at most
 POLL_TIMEOUT_S = 15.0  # seconds without an answer to a poll until the store counts as unreachable
-CHAIN_LISTING_INTERVAL_S = 300.0  # seconds between two listings of the chains' documents
+CHAIN_LISTING_INTERVAL_S = 600.0  # seconds between two listings of the chains' documents
 PARALLEL_CHAIN_LISTINGS = 2  # of these at the same time: a poll must find a free thread
+MAX_FEED_LISTINGS = 5  # feeds that are listed one by one, if one listing of all documents takes no fewer requests
+DOCUMENTS_PER_CHAIN = 3  # estimated, for that comparison
 TICK_INTERVAL_S = 10.0  # seconds at most between two checks of chains that wait
 NOTIFICATION_INTERVAL_S = 0.05  # seconds between two checks after notifications: a thousand in a second cause twenty
 MAX_TAILS_PER_POLL = 2000  # tails that one poll reads, of all sites in turn; the next poll reads others
 MAX_UNKNOWN_CHAINS = 64  # unknown chains that one check takes from notifications; the next poll finds the others
+TAILS_RECORD_INTERVAL_S = 60.0  # seconds between two records of the tails that a target knows, at least
+SEARCH_INTERVAL_S = 6 * 3600.0  # seconds within which each chain is listed although nothing shows a change
+FULL_SEARCH_EVERY = 12  # of these listings, one lists all levels
+MISSED_SEARCH_S = 300.0  # seconds before a chain becomes known in which no process may have listed it: a take-over
+
+
+class ListingSchedule:
+    """Times at which each chain is listed although nothing shows a change, with at most `requests_per_second`.
+
+    They depend on the chain's name and the wall clock: so they are spread over the interval, and a restart moves none.
+    """
+
+    def __init__(self, clock: Clock, requests_per_second: float) -> None:
+        self._clock, self._rate, self._known = clock, requests_per_second, set[Chain]()
+        self._due: list[tuple[float, int, Chain]] = []  # a heap: monotonic time, number of the listing, chain
+        self._budget, self._budgeted_at = 0.0, clock.monotonic()
+
+    def add(self, chains: Iterable[Chain]) -> None:
+        for chain in chains:
+            if chain not in self._known:
+                self._known.add(chain)
+                spread = zlib.crc32(str(chain).encode()) / 2**32 * SEARCH_INTERVAL_S * FULL_SEARCH_EVERY
+                now = self._clock.now()
+                number = math.floor((now - MISSED_SEARCH_S - spread) / SEARCH_INTERVAL_S) + 1
+                wait = spread + number * SEARCH_INTERVAL_S - now
+                heapq.heappush(self._due, (self._clock.monotonic() + wait, number, chain))
+
+    def take_due(self, pairs: Collection[FeedId]) -> Iterator[tuple[Chain, bool]]:
+        """Yield the chains of `pairs` to list now, those that wait longest first; True: on all levels."""
+        now = self._clock.monotonic()
+        self._budget = min(self._budget + (now - self._budgeted_at) * self._rate, self._rate * TICK_INTERVAL_S)
+        self._budgeted_at = now
+        while self._due and self._due[0][0] <= now and self._budget > 0:
+            at, number, chain = self._due[0]
+            passed = math.floor((now - at) / SEARCH_INTERVAL_S) + 1
+            heapq.heapreplace(self._due, (at + passed * SEARCH_INTERVAL_S, number + passed, chain))
+            if (chain.site, chain.feed) in pairs:
+                is_full = (number - 1) // FULL_SEARCH_EVERY < (number + passed - 1) // FULL_SEARCH_EVERY
+                self._budget -= MAX_LEVEL + 1 if is_full else 1
+                yield chain, is_full
 
 
 class Discovery:
-    """Reader of the store, and of `sites`, for all targets of this process. `poll_interval`: seconds."""
+    """Reader of the store, and of `sites`, for all targets of this process. `poll_interval`: seconds;
+    `requests_per_second`: listings at most of chains without a sign of change.
+    """
 
     def __init__(
         self,
@@ -46,6 +98,7 @@ class Discovery:
         health: Health,
         poll_interval: float,
         sites: Heartbeats | None = None,
+        requests_per_second: float = 5.0,
     ) -> None:
         self._documents, self._threads, self.sites = documents, threads, sites
         self._clock, self._health, self._poll_interval = clock, health, poll_interval
@@ -56,6 +109,15 @@ class Discovery:
         self._missing: frozenset[FeedId] = frozenset()
         self._found: set[FeedId] = set()  # since `missing` was shown
         self._etags: dict[Chain, str] = {}
+        self._tails_listed = 0  # by the last poll
+        self._polled: frozenset[FeedId] = frozenset()  # the feeds of which the last poll listed the tails
+        self._unread: set[Chain] = set()  # chains with a tail that is to be read
+        self._recalled = WeakSet[Prefetcher]()  # targets of which the recorded tails were read
+        self._unrecorded: set[FeedId] = set()  # feeds with tails that were read since the last record
+        self._recorded_at = float("-inf")
+        self._claims: dict[Chain, int] = {}  # ends that heartbeats name, above those in the tails
+        self._followed: dict[Chain, int] = {}  # those for which the chain was listed
+        self._schedule = ListingSchedule(clock, requests_per_second)
         self._notified: set[Chain] = set()
         self._notified_unknown: set[Chain] = set()
         self.has_polled = False
@@ -111,6 +173,7 @@ class Discovery:
             # Clear it first: a request during the poll may come too late for it.
             self.poll_due.clear()
             await self._poll_once(self.poll)
+            await self._error_of("tails", self.record_tails())
             due = self._clock.monotonic() + self._poll_interval
             while not self.poll_due.is_set() and (rest := due - self._clock.monotonic()) > 0:
                 await first_of(self.poll_due.wait(), self._clock.sleep(min(rest, TICK_INTERVAL_S)))
@@ -147,9 +210,11 @@ class Discovery:
     async def _heartbeat_loop(self) -> None:
         while True:
             self._heartbeats_due.clear()
+            interval = HEARTBEAT_READ_INTERVAL_S
             if self._pairs and self.sites:
-                await self._error_of("alive", self.sites.read(self._pairs))
-            await first_of(self._heartbeats_due.wait(), seconds=HEARTBEAT_READ_INTERVAL_S)
+                interval = min(interval, self.sites.silent_after / 4)
+                await self._error_of("alive", self._read_heartbeats(self.sites))
+            await first_of(self._heartbeats_due.wait(), seconds=interval)
 
     async def _error_of(self, check: str, work: Awaitable[None]) -> FloeError | None:
         try:
@@ -168,49 +233,106 @@ class Discovery:
     async def poll(self) -> None:
         if not self.targets:
             return
+        claims, self._claims = self._claims, {}
         etags = await warn_if_slow(self._threads.run(self._documents.tail_etags), POLL_TIMEOUT_S, self._report_slow)
 
         async def read(chain: Chain) -> None:
-            end = await self._threads.run(self._documents.read_tail, chain)
-            self._etags.pop(chain, None)
-            self._known[chain], self._etags[chain] = end, etags[chain]  # at the end: the next poll reads others first
-            self._notify_targets([chain], self.targets)
+            try:
+                end = await self._threads.run(self._documents.read_tail, chain)
+            finally:
+                self._unread.discard(chain)
+            self._etags.pop(chain, None)  # at the end: the next poll reads others first
+            self._unrecorded.add((chain.site, chain.feed))
+            self._learn({chain: (etags[chain], end)})
 
-        wanted = {chain for chain in etags if (chain.site, chain.feed) in self._pairs}
-        gone = sorted(chain for chain in self._etags if (chain.site, chain.feed) in self._pairs and chain not in etags)
+        pairs = self._pairs  # targets may be added from here on
+        wanted = {chain for chain in etags if (chain.site, chain.feed) in pairs}
+        gone = sorted(chain for chain in self._etags if (chain.site, chain.feed) in pairs and chain not in etags)
         reason = f"the archive of {gone[0]} and {len(gone) - 1} more is gone from the bucket" if gone else ""
         self._health.set_ready("archive", not gone, reason.replace(" and 0 more", ""))
         changed = [chain for chain, etag in self._etags.items() if chain in wanted and etags[chain] != etag]
         new = [chain for chain in etags if chain in wanted and chain not in self._etags]
+        if new and (known := await self._recall()):
+            self._learn({c: tail for c in new if (tail := known.get(c)) is not None and tail.etag == etags[c]})
+            new = [chain for chain in new if chain not in self._etags]
+        self._tails_listed, self._unread = len(etags), {*new, *changed}
+        if pairs - self._polled:
+            self.listing_due.set()
+        self._polled = pairs
         chains = interleave_by_site([*new, *changed], lambda chain: chain.site)
         if any(chain not in self._etags for chain in chains[MAX_TAILS_PER_POLL:]):
             self.poll_due.set()
         answers = await asyncio.gather(*map(read, chains[:MAX_TAILS_PER_POLL]), return_exceptions=True)
         # One site's documents may be refused; if every tail is refused, that will not change.
         self.has_polled = self.has_polled or not answers or None in answers
+        self._follow(claims)
         await self._tick()
         for failed in (answer for answer in answers if answer is not None):
             raise failed
 
+    def _learn(self, tails: Mapping[Chain, tuple[str, int | None]]) -> None:
+        """Adopt tails, each with its ETag and the end in it, for all targets."""
+        for chain, (etag, end) in tails.items():
+            self._known[chain], self._etags[chain] = end, etag
+        self._schedule.add(tails)
+        self._notify_targets(tails, self.targets)
+
+    async def _recall(self) -> Mapping[Chain, KnownTail]:
+        """Read the tails that processes before this one recorded, for the targets that are new here."""
+        found: dict[Chain, KnownTail] = {}
+        for target in [each for each in self.targets if each not in self._recalled]:
+            with suppress(Refused):
+                found |= await self._threads.run(self._documents.read_known_tails, target.name)
+            self._recalled.add(target)
+        return found
+
+    async def record_tails(self) -> None:
+        """Record the tails of the targets with new ones, so that the next process need not read them again."""
+        now = self._clock.monotonic()
+        if not self._unrecorded or self._unread or now - self._recorded_at < TAILS_RECORD_INTERVAL_S:
+            return
+        self._recorded_at = now
+        for target in [each for each in self.targets if not self._unrecorded.isdisjoint(each.pairs())]:
+            pairs = {*target.pairs()}
+            known = ((c, etag, self._known[c]) for c, etag in self._etags.items() if (c.site, c.feed) in pairs)
+            tails = {chain: KnownTail(etag, end) for chain, etag, end in known if end is not None}
+            await self._threads.run(self._documents.write_known_tails, target.name, tails)
+        self._unrecorded.clear()
+
+    async def _read_heartbeats(self, sites: Heartbeats) -> None:
+        await sites.read(self._pairs)
+        ends = sites.archived_ends()
+        self._claims = {chain: end for chain, end in ends if end > (self._known.get(chain) or 0)}
+
+    def _follow(self, claims: Mapping[Chain, int]) -> None:
+        """Check the chains of which egress named an end, before the tails were listed, that no tail shows."""
+        for chain, end in claims.items():
+            is_shown = (self._known.get(chain) or 0) >= end or chain in self._unread
+            if not is_shown and self._followed.get(chain) != end:
+                self._followed[chain] = end
+                self.wake([chain])
+
     async def list_chains(self) -> None:
         """List all chains, also those without a tail: a crash may happen between a segment and its tail."""
-        # Targets may be added during the listings.
-        gate, pairs = asyncio.Semaphore(PARALLEL_CHAIN_LISTINGS), self._pairs
+        # Targets may be added during the listings. Before a poll, every chain would count as one without a tail.
+        gate, pairs = asyncio.Semaphore(PARALLEL_CHAIN_LISTINGS), self._pairs & self._polled
 
-        async def read(site: str, feed: str) -> list[Chain]:
+        async def read(site: str | None, feed: str | None) -> list[Chain]:
             async with gate:
                 return await self._threads.run(self._documents.chains, site, feed)
 
-        reads = (read(site, feed) for site, feed in sorted(pairs))
+        is_whole = len(pairs) > MAX_FEED_LISTINGS + self._tails_listed * DOCUMENTS_PER_CHAIN // 1000
+        reads = [read(None, None)] if is_whole else [read(site, feed) for site, feed in sorted(pairs)]
         answers = await asyncio.gather(*reads, return_exceptions=True)
         found = [chain for answer in answers if not isinstance(answer, BaseException) for chain in answer]
-        await self._add_chains(found)
+        found = [chain for chain in found if (chain.site, chain.feed) in pairs]
+        await self._add_chains(chain for chain in found if chain not in self._unread)
         for failed in (answer for answer in answers if isinstance(answer, BaseException)):
             raise failed
-        await self._warn_missing(pairs)
+        await self._warn_missing(pairs, found)
 
-    async def _warn_missing(self, pairs: frozenset[FeedId]) -> None:
-        missing = pairs - {(chain.site, chain.feed) for chain in self._known}
+    async def _warn_missing(self, pairs: frozenset[FeedId], found: Collection[Chain]) -> None:
+        missing = pairs - {(chain.site, chain.feed) for chain in (*found, *self._known)}
         new, self._missing = missing - self._missing, missing
         tails = await self._threads.run(self._documents.tail_etags) if new else ()
         names = {f"{chain.site}/{chain.feed}" for chain in tails}
@@ -246,6 +368,7 @@ class Discovery:
     async def _add_chains(self, chains: Iterable[Chain]) -> None:
         new = [chain for chain in chains if chain not in self._known]
         self._known.update(dict.fromkeys(new))
+        self._schedule.add(new)
         self._notify_targets(new, self.targets)
         if new:
             await self._tick()
@@ -254,6 +377,9 @@ class Discovery:
         if self._found:
             self._show_missing()
         failed: FloeError | None = None
+        for chain, everywhere in self._schedule.take_due(self._pairs):
+            for target in self.targets:
+                report_errors(target.search, target.record_error)(chain, everywhere=everywhere)
         for target in list(self.targets):
             try:
                 await target.tick()

@@ -1,13 +1,13 @@
 """Heartbeats of the egress processes (`common.archive.heartbeats`), as the running service knows them.
 
-Four listings a minute, and a read of each object that has changed. A site counts as silent if its objects have not
+One listing a minute, and a read of each object that has changed. A site counts as silent if its objects have not
 changed for too long, by this host's monotonic clock; only the first check uses their age. Time in which the store
 does not answer does not count: no site could write then either.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from common.objects.port import ObjectInfo
 from common.service.process import ThreadPool
 from ingress import metrics
 
-MAX_READS_PER_CHECK = 1000  # objects that one check reads; the next check reads others
+MIN_READS_PER_CHECK, MAX_READS_PER_CHECK = 50, 1000  # objects that one check reads: half of them within these bounds
 PARALLEL_HEARTBEAT_READS = 4
 
 Shown = Mapping[tuple[str, ...], tuple[float, ...]]  # values of some gauges, by their labels
@@ -73,6 +73,12 @@ class Heartbeats:
     def is_silent(self, heartbeat: StoredHeartbeat) -> bool:
         return heartbeat.age > self.silent_after
 
+    def archived_ends(self) -> Iterator[tuple[Chain, int]]:
+        """Yield the chains of which egress knows the archive, each with the end of its coverage."""
+        for stored in self._heartbeats.values():
+            if stored.heartbeat.end:
+                yield stored.heartbeat.chain, stored.heartbeat.end
+
     async def read(self, pairs: Collection[tuple[str, str]]) -> None:
         """List once, and read the changed objects of the sites of `pairs`. Raises as the store does."""
         sites, began = {site for site, _ in pairs}, self._clock.monotonic()
@@ -90,7 +96,8 @@ class Heartbeats:
         changed = [known for known in self._known.values() if known.read_etag != known.info.etag]
         changed = interleave_by_site(sorted(changed, key=lambda k: k.read_at), lambda k: self._site(k.info.key))
         gate = asyncio.Semaphore(PARALLEL_HEARTBEAT_READS)
-        await asyncio.gather(*(self._read(known, gate, now) for known in changed[:MAX_READS_PER_CHECK]))
+        count = min(MAX_READS_PER_CHECK, max(MIN_READS_PER_CHECK, len(self._known) // 2))  # the next check reads others
+        await asyncio.gather(*(self._read(known, gate, now) for known in changed[:count]))
         self._heartbeats = newest_by_partition(
             StoredHeartbeat(heartbeat, known.info.modified, now - known.changed_at, known.alive.time)
             for known in self._known.values()

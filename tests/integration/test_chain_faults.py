@@ -23,7 +23,6 @@ from common.objects.port import ObjectInfo
 from common.sequences import SequenceRange
 from common.settings.service import StartSettings
 from ingress import metrics
-from ingress.chains import prefetch as supply_module
 from ingress.chains.search import plan_from_listings
 from ingress.chains.starts import FeedStart, StartResolver
 from tests.integration.test_chain_turns import Centre
@@ -221,13 +220,13 @@ async def test_late_messages_are_searched_too(archive: Archive, monkeypatch: pyt
     assert centre.messages_of(CHAIN) == 6
 
 
-async def test_a_last_segment_without_a_tail_is_found_merged(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", [0, 1])
+async def test_a_last_segment_without_a_tail_is_found_in_a_listing_of_its_level(archive: Archive, level: int) -> None:
     centre = Centre(archive)
     async with centre.running():
         await centre.reaches({CHAIN: 101})
-        archive.put(rows_of(101, 110), level=1, tail=False)
-        monkeypatch.setattr(supply_module, "SEARCH_INTERVAL_S", 0.0)
-        monkeypatch.setattr(supply_module, "FULL_SEARCH_INTERVAL_S", 0.0)
+        archive.put(rows_of(101, 110), level=level, tail=False)
+        centre.prefetcher.search(CHAIN, everywhere=level > 0)
         await centre.reaches({CHAIN: 111})
 
 

@@ -110,11 +110,11 @@ async def test_a_day_takes_the_requests_of_the_formula(
     def ingress_sent() -> Requests:
         return ingress(
             SEGMENTS,
-            archive.asked("list", "/tails/"),
-            archive.asked("head", "/parked/"),
+            polls=archive.asked("list", "/tails/"),
+            parked=archive.asked("head", "/parked/"),
             sites=archive.asked("list", "/alive/"),
             lookups=archive.asked("list", "/_floe/site="),
-            positions=archive.asked("put", "positions.json"),
+            positions=archive.asked("put", "positions.json") + archive.asked("put", "tails.json"),
         )
 
     def is_captured(last: int) -> bool:

@@ -7,13 +7,16 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from common.archive.documents import ChainDocument, ChainStore
-from common.archive.keys import Layout
+from common.archive.keys import MAX_LEVEL, Layout
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, Refused, Unavailable
@@ -21,10 +24,14 @@ from common.objects.local import LocalObjects
 from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from ingress import metrics
+from ingress.chains.plan import Phase
 from ingress.discovery import discovery as module
-from ingress.discovery.discovery import MAX_UNKNOWN_CHAINS, Discovery
+from ingress.discovery.discovery import MAX_UNKNOWN_CHAINS, Discovery, ListingSchedule
 from ingress.discovery.notifications import NotificationHandler
+from tests.integration.test_chain_turns import Centre
 from tests.support.basics import counted, soon
+from tests.support.clock import ManualClock
+from tests.support.ingress import Archive, rows_of
 from tests.support.stores import FaultyStore, Throw, raising
 from tests.unit.test_notices import minio, segment_key
 
@@ -34,6 +41,8 @@ SITE, FEED = "us-east", "NODES"
 
 class Target:
     """A listener that records its calls."""
+
+    name = "FLEET"
 
     def __init__(self) -> None:
         self.found_: list[tuple[Chain, int | None]] = []
@@ -48,6 +57,8 @@ class Target:
 
     def wake(self, chain: Chain) -> None:
         self.woken.append(chain)
+
+    def search(self, chain: Chain, *, everywhere: bool) -> None: ...
 
     async def tick(self) -> None:
         self.ticks += 1
@@ -94,7 +105,8 @@ class Place:
                 await task
 
     def _has_polled(self) -> bool:
-        return self.discovery.has_polled and self.target.ticks >= 1
+        is_listed = self.objects.calls["list"] >= 2 and not self.discovery._unrecorded
+        return self.discovery.has_polled and self.target.ticks >= 1 and is_listed
 
     def forget(self) -> None:
         self.objects.calls.clear()
@@ -138,7 +150,7 @@ async def test_a_site_with_many_tails_is_read_in_turn(place: Place, monkeypatch:
         place.discovery.poll_due.clear()
         await place.discovery.poll()
         read += [chain for chain, end in place.target.found_ if end is not None]
-        assert place.objects.calls["get"] == min(10, 27 - number * 10)
+        assert place.objects.calls["get"] == min(10, 27 - number * 10) + (number == 0)  # that of the known tails
         assert place.discovery.poll_due.is_set() is (number < 2)
     assert {place.chain(0), place.chain(1)} <= set(read[:10])
     assert sorted(read) == sorted([*hostile, place.chain(0), place.chain(1)])
@@ -217,10 +229,12 @@ async def test_a_target_added_during_a_poll_is_polled_next(place: Place, monkeyp
         return found
 
     place.discovery.add(place.target)
+    await place.discovery.poll()
     with monkeypatch.context() as patch:
         patch.setattr(place.documents, "chains", meanwhile)
         await place.discovery.list_chains()
     assert "sources" not in place.health.status()["parts"]
+    await place.discovery.poll()
     await place.discovery.list_chains()
     assert place.health.status()["parts"]["sources"] == {"missing": [f"{SITE}/LATER"]}
     place.documents.create_chain(Chain(SITE, "LATER"), ChainDocument((), 1, 1))
@@ -356,3 +370,63 @@ async def test_failed_lookups_of_chains_are_retried_soon(place: Place, monkeypat
         place.objects.on("list", raising(Unavailable("away")), nth=1)
         place.discovery.listing_due.set()
         await soon(lambda: (place.chain(5), None) in place.target.found_)
+
+
+# Requests
+
+
+async def test_a_heartbeat_that_names_more_than_the_tail_wakes_the_chain_once(place: Place) -> None:
+    place.make(2)
+    ends = {place.chain(0): 10, place.chain(1): 11, place.chain(7): 5}  # of the last one nothing was listed yet
+    async with place.polling():
+        place.discovery.sites = SimpleNamespace(read=AsyncMock(), archived_ends=ends.items)  # type: ignore[assignment]
+        for _ in range(2):
+            await place.discovery._read_heartbeats(place.discovery.sites)
+            await place.discovery.poll()
+        await soon(lambda: place.objects.calls["head"])
+        assert place.target.woken == [place.chain(1)]
+
+
+def test_each_chain_is_listed_within_its_interval_and_not_too_many_at_once() -> None:
+    clock, chains = ManualClock(), [Chain(SITE, FEED, 0, number) for number in range(300)]
+    schedule = ListingSchedule(clock, 1.0)
+    schedule.add(chains)
+    listed = {(chain, is_full): [0.0] for chain in chains for is_full in (False, True)}
+    for _ in range(7 * 24 * 60):
+        clock.advance(60)
+        taken = list(schedule.take_due({(SITE, FEED)}))
+        assert sum(MAX_LEVEL + 1 if is_full else 1 for _, is_full in taken) <= 1.0 * module.TICK_INTERVAL_S + MAX_LEVEL
+        for chain, is_full in taken:
+            for kind in {False, is_full}:
+                listed[chain, kind].append(clock.monotonic())
+    assert not list(schedule.take_due({(SITE, "ANOTHER")}))
+    for (_, is_full), times in listed.items():
+        longest = max(later - at for at, later in pairwise([*times, clock.monotonic()]))
+        assert longest <= (3 * 86_400 if is_full else 6 * 3600) + 1800
+
+
+async def test_a_first_look_takes_five_requests_and_a_restart_a_fifth_of_one(archive: Archive) -> None:
+    chains = [Chain(site, "NODES", 0, number) for site in ("big", "s1") for number in range(50)]
+    for chain in chains:
+        archive.put(rows_of(1, 10, chain), chain=chain)
+    objects: Any = FaultyStore(archive.objects)
+    archive.store.objects = archive.documents.objects = objects
+    stored: dict[Chain, int] = {}
+    for allowed in (5 * len(chains), len(chains) // 5):
+        objects.calls.clear()
+        centre, threads, clock = Centre(archive), ThreadPool("look", 4), ManualClock(1_700_005_000)
+        discovery = Discovery(archive.documents, threads, clock, Health(clock), 10.0)
+        centre.stored = stored
+        async with centre.running():
+            discovery.add(centre.prefetcher)
+            for _ in range(6):  # a minute
+                await discovery.poll()
+                clock.advance(10)
+            await discovery.list_chains()
+            await soon(lambda: all(centre.stored.get(chain) == 11 for chain in chains))  # noqa: B023
+            states = centre.prefetcher.chains
+            await soon(lambda: {each.phase for each in states} == {Phase.IDLE})  # noqa: B023
+            await discovery.record_tails()
+        threads.close()
+        assert objects.calls.total() <= allowed, objects.calls
+        stored = centre.stored

@@ -114,7 +114,11 @@ def test_nothing_formatted_is_foreign_and_only_segments_and_tombstones_may_be_qu
         layout.gap(layout.skipped_prefix(target, chain), name.coverage),
         *(layout.capture(CaptureName(chain, kind, state.position, state.digest)) for kind in CAPTURES),
         *(layout.state(state), layout.tail(chain), layout.heartbeat(chain.site, "host.1"), layout.clock()),
-        *(layout.ingress_clock(target), layout.start_document(target, chain.site, chain.feed)),
+        *(
+            layout.ingress_clock(target),
+            layout.ingress_tails(target),
+            layout.start_document(target, chain.site, chain.feed),
+        ),
         *(layout.run(None, None), layout.run(chain.site, None), layout.run(chain.site, chain.feed)),
         f"{layout.reported_prefix(chain)}{name.digest}.json",
         f"{layout.documents_prefix(chain.site, chain.feed)}probe/wrong-checksum",

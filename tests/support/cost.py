@@ -13,7 +13,7 @@ from pathlib import Path
 
 from egress.deps import Intervals
 from ingress.deps import IngressTuning
-from ingress.discovery.discovery import CHAIN_LISTING_INTERVAL_S, HEARTBEAT_READ_INTERVAL_S
+from ingress.discovery import discovery
 from ingress.report import POSITIONS_INTERVAL_S
 
 DAY, MONTH = 86_400.0, 30 * 86_400.0  # seconds
@@ -53,13 +53,14 @@ ALIVE = Requests(put=1)  # of each process
 CAPTURE = Requests(put=1)  # of a stream, if its consumers moved
 
 # Ingress
-INGRESS_SEGMENT = Requests(get=2, list=2)  # its tail, the segment; continuing segments, and that nothing follows yet
+INGRESS_SEGMENT = Requests(get=2, list=1)  # its tail, the segment; continuing segments
 POLL = Requests(list=1)  # of up to 1,000 chains of all sites
 PARKED_LOOK = ABSENT  # of each target: is a parked message to be tried again
 SITES_LOOK = Requests(list=1)
 SIGN_OF_LIFE = Requests(get=1)  # of each process of egress, each minute
-LOOK_UP = Requests(list=1)  # of each feed
-POSITIONS = Requests(put=1)  # of each target, each minute in which it moved
+LOOK_UP = Requests(list=1)  # of each feed; of all feeds, if there are many
+SEARCH, OTHER_LEVELS = Requests(list=1), Requests(list=9)  # of each chain, though nothing shows a change
+POSITIONS = Requests(put=1)  # of each target, each minute in which it moved; likewise of its tails
 
 # Compaction
 RUN = Requests(put=3, head=3, list=3)
@@ -75,18 +76,12 @@ def egress(segments: float, checks: float, *, snapshots: float = 0, alive: float
     return segments * EGRESS_SEGMENT + snapshots * SNAPSHOT + looks
 
 
-def ingress(
-    segments: float,
-    polls: float,
-    parked: float,
-    *,
-    sites: float = 0,
-    signs: float = 0,
-    lookups: float = 0,
-    positions: float = 0,
-) -> Requests:
-    looks = polls * POLL + parked * PARKED_LOOK + sites * SITES_LOOK + signs * SIGN_OF_LIFE + lookups * LOOK_UP
-    return segments * INGRESS_SEGMENT + looks + positions * POSITIONS
+INGRESS_LOOKS = {"sites": SITES_LOOK, "signs": SIGN_OF_LIFE, "lookups": LOOK_UP, "positions": POSITIONS}
+INGRESS_LOOKS |= {"polls": POLL, "parked": PARKED_LOOK, "searches": SEARCH, "full": OTHER_LEVELS}
+
+
+def ingress(segments: float, **looks: float) -> Requests:
+    return sum((count * INGRESS_LOOKS[name] for name, count in looks.items()), segments * INGRESS_SEGMENT)
 
 
 def compaction(
@@ -140,16 +135,13 @@ class CostedSite:
         return egress(self.segments, checks, snapshots=self.segments * self.sampled, alive=alive, captures=captures)
 
     def ingress(self) -> Requests:
-        share = MONTH / self.sharing
-        return ingress(
-            self.segments,
-            share / self.poll,
-            share / IngressTuning().parked_check_interval_s,
-            sites=share / HEARTBEAT_READ_INTERVAL_S,
-            signs=MONTH / HEARTBEAT_READ_INTERVAL_S,
-            lookups=self.feeds * MONTH / CHAIN_LISTING_INTERVAL_S,
-            positions=share / POSITIONS_INTERVAL_S,
-        )
+        share, searches = MONTH / self.sharing, self.feeds * MONTH / discovery.SEARCH_INTERVAL_S
+        sites, signs = share / discovery.HEARTBEAT_READ_INTERVAL_S, MONTH / discovery.HEARTBEAT_READ_INTERVAL_S
+        looks = {"polls": share / self.poll, "parked": share / IngressTuning().parked_check_interval_s}
+        looks |= {"sites": sites, "signs": signs, "lookups": self.feeds * MONTH / discovery.CHAIN_LISTING_INTERVAL_S}
+        looks |= {"searches": searches, "full": searches / discovery.FULL_SEARCH_EVERY}
+        positions = share / POSITIONS_INTERVAL_S + share / discovery.TAILS_RECORD_INTERVAL_S
+        return ingress(self.segments, positions=positions, **looks)
 
     def compaction(self) -> Requests:
         """Return a month's requests. Each pair of levels merges daily: too few segments for earlier (`max_wait`)."""
@@ -197,10 +189,12 @@ TERMS = (
     ("ingress", "segment", INGRESS_SEGMENT),
     ("", "`poll_interval`, for each 1,000 chains", POLL),
     ("", f"target, each {IngressTuning().parked_check_interval_s:.0f} s", PARKED_LOOK),
-    ("", f"each {HEARTBEAT_READ_INTERVAL_S:.0f} s", SITES_LOOK),
-    ("", f"process of egress, each {HEARTBEAT_READ_INTERVAL_S:.0f} s", SIGN_OF_LIFE),
-    ("", f"feed, each {CHAIN_LISTING_INTERVAL_S:.0f} s", LOOK_UP),
-    ("", f"target, each {POSITIONS_INTERVAL_S:.0f} s in which it moved", POSITIONS),
+    ("", f"each {discovery.HEARTBEAT_READ_INTERVAL_S:.0f} s", SITES_LOOK),
+    ("", f"process of egress, each {discovery.HEARTBEAT_READ_INTERVAL_S:.0f} s", SIGN_OF_LIFE),
+    ("", f"feed, each {discovery.CHAIN_LISTING_INTERVAL_S:.0f} s; of many feeds, 3,000 at a time", LOOK_UP),
+    ("", f"chain, each {discovery.SEARCH_INTERVAL_S / 3600:.0f} h", SEARCH),
+    ("", f"chain, each {discovery.SEARCH_INTERVAL_S * discovery.FULL_SEARCH_EVERY / DAY:.0f} d", OTHER_LEVELS),
+    ("", f"target, each {POSITIONS_INTERVAL_S:.0f} s in which it moved", 2 * POSITIONS),
     ("compaction", "run", RUN),
     ("", "run and chain; a LIST more for each further 1,000 segments", RUN_CHAIN),
     ("", "run and chain with a tombstone", RUN_BURIED),

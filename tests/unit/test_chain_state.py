@@ -39,7 +39,7 @@ def state_in(phase: Phase) -> ChainState:
         Phase.STOPPED: lambda: state.stop(Stopped("x"), 5.0),
         Phase.PAUSED: state.pause,
     }
-    ways.get(phase, lambda: state.adopt_plan(planned, 3.0))()
+    ways.get(phase, lambda: state.adopt_plan(planned))()
     assert state.phase is phase
     return state
 
@@ -74,6 +74,19 @@ def test_planning_again_and_a_wake_up_end_no_rest_and_a_failure_or_a_stop_drops_
         call(state)
         assert (state.phase, bool(state.stretches or state.range_to_skip)) == (expected, keeps)
         assert state.has_begun is (keeps if phase is Phase.SKIPPING_START else phase is not Phase.BEGINNING)
+
+
+REASONS = [("archived", 0), ("archived", 5), ("archived", 9), ("listing_due", True), ("search_all_levels", True)]
+
+
+@pytest.mark.parametrize(("name", "value"), [*REASONS, ("end", 5), ("end", 9), ("stopped", Stopped("x"))])
+def test_a_chain_where_its_tail_ends_is_listed_only_for_another_reason(name: str, value: object) -> None:
+    for phase in (Phase.IDLE, Phase.LATE, Phase.LOST, Phase.DAMAGED):
+        state = state_in(phase)
+        state.archived, state.search_all_levels = 6, False
+        assert state.needs_listing is (phase is not Phase.IDLE)
+        setattr(state, name, value)
+        assert state.needs_listing
 
 
 def test_a_turn_leads_through_what_is_planned_and_counts_for_nothing_where_something_else_is() -> None:

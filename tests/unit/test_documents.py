@@ -16,6 +16,7 @@ from common.archive.documents import (
     ChainStart,
     ChainStore,
     CompactionRun,
+    KnownTail,
     StreamDocument,
     run_of,
 )
@@ -62,6 +63,15 @@ def test_what_an_incarnation_continues_is_read_again_and_passed_over_by_older_re
     assert not {"continues_from", "continued", "stream_first"} & json.loads(STREAM.to_json()).keys()
     cut = StreamDocument({}, "", {0: 9}, (ChainStart((), 10),), continues=True)
     assert (made.join_sequences, STREAM.join_sequences, cut.join_sequences) == ({0: 7}, {}, {0: 10})
+
+
+def test_known_tails_are_read_back_and_count_as_none_where_they_are_invalid(chains: ChainStore) -> None:
+    assert chains.read_known_tails("FLEET") == {}
+    chains.write_known_tails("FLEET", {CHAIN: KnownTail('"e-1"', 7)})
+    assert chains.read_known_tails("FLEET") == {CHAIN: KnownTail('"e-1"', 7)}
+    for tails in ('{"x":["e",1]}', f'{{"{CHAIN}":["e",-1]}}', f'{{"{CHAIN}":["e"]}}', f'{{"{CHAIN}":[1,1]}}'):
+        chains.objects.put(LAYOUT.ingress_tails("FLEET"), f'{{"format_version":1,"tails":{tails}}}'.encode())
+        assert chains.read_known_tails("FLEET") == {}
 
 
 def chained(chains: ChainStore, number: int, firsts: list[int], **keys: Any) -> None:

@@ -129,6 +129,7 @@ def test_a_reset_makes_new_lanes_and_keeps_what_is_known_of_the_store() -> None:
     state = registry.get(CHAIN)
 
     assert (state is former, state.position, state.archived) == (False, 50, 99)
+    assert [registry.add(CHAIN, end).listing_due for end in (120, 120)] == [False, True], "it may have been a newer one"
 
 
 class Positions(dict[Chain, int]):
