@@ -50,6 +50,9 @@ class Chain:
     def next_incarnation(self) -> Chain:
         return replace(self, incarnation=self.incarnation + 1)
 
+    def with_incarnation(self, incarnation: int) -> Chain:
+        return self if incarnation == self.incarnation else replace(self, incarnation=incarnation)
+
     def log_context(self) -> dict[str, object]:
         return {"site": self.site, "feed": self.feed, "incarnation": self.incarnation, "partition": self.partition}
 

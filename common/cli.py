@@ -210,36 +210,33 @@ def print_table(rows: Iterable[OutputRow], columns: Sequence[str], width: int | 
     words, and columns are left out from the right until the rest fits.
     """
     from rich.cells import cell_len  # here: a service prints no table
-    from rich.console import Console
-    from rich.segment import Segment, Segments
-    from rich.table import Table
-    from rich.text import Text
 
     values = [[row.get(c) for c in columns] if isinstance(row, Mapping) else list(row) for row in rows]
     styles = [[value.style if isinstance(value, StyledCell) else "" for value in row] for row in values]
     values = [[value.text if isinstance(value, StyledCell) else value for value in row] for row in values]
     cells = [["-" if value is None else escape(str(value)) for value in row] for row in values]
+    lengths = [[len(cell) if cell.isascii() else cell_len(cell) for cell in row] for row in [list(columns), *cells]]
 
-    widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    widths = [*map(max, zip(*lengths, strict=True))]
     kept = _fitting_columns(columns, widths, width)
     has_below = len(kept) < len(columns) and WHY_COLUMN in columns
-    below = [row[columns.index(WHY_COLUMN)] for row in cells] if has_below else []
-    shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    for index in kept:
-        is_number = _is_numeric([row[index] for row in values])
-        shown.add_column(Text(columns[index]), justify="right" if is_number else "left", overflow="fold")
-    for row, of_row in zip(cells, styles, strict=True):
-        shown.add_row(*(Text(row[index], of_row[index]) for index in kept))
-    has_colours = is_terminal() and not os.environ.get("NO_COLOR")
-    # A dumb terminal takes a width only with a height.
-    whole = sum(widths[index] + 2 for index in kept)
-    console = Console(width=whole, height=len(cells) + 1, force_terminal=has_colours, soft_wrap=True)
-    for number, line in enumerate(console.render_lines(shown, pad=False)):
-        length = cell_len("".join(each.text for each in line).rstrip())
-        with console.capture() as printed:
-            console.print(Segments(Segment.adjust_line_length(line, length)), end="")
-        click.echo(printed.get())
-        if number and below and (reason := below[number - 1]) != "-":
+    numeric = [_is_numeric([row[index] for row in values]) for index in range(len(columns))]
+    has_colours = is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def print_row(row: Sequence[str], taken: Sequence[int], paint: Callable[[int], str]) -> None:
+        parts = []
+        for index in kept:
+            text, padding = row[index], " " * (widths[index] - taken[index])
+            if has_colours and text and (style := paint(index)):
+                colour = None if style in ("bold", "dim") else style
+                text = click.style(text, colour, bold=style == "bold" or None, dim=style == "dim" or None)
+            parts.append(padding + text if numeric[index] else text + padding)
+        click.echo("  ".join(parts).rstrip())
+
+    print_row(columns, lengths[0], lambda _: "bold")
+    for row, taken, style in zip(cells, lengths[1:], styles, strict=True):
+        print_row(row, taken, style.__getitem__)
+        if has_below and (reason := row[columns.index(WHY_COLUMN)]) != "-":
             text = textwrap.fill(reason, max(1, (width or 0) - 4), break_long_words=False, break_on_hyphens=False)
             click.echo(textwrap.indent(text, "    "))
 

@@ -238,7 +238,7 @@ def find_foreign_keys(
 ) -> ForeignKeys:
     """Find the foreign keys under `prefixes` (empty: the layout's prefix), among about `limit` keys at most."""
     found = ForeignKeys([])
-    for page in _pages(objects, list(prefixes) or [layout.root]):
+    for page in _pages(objects, list(prefixes) or [layout.root], limit):
         if limit is not None and found.examined >= limit:
             found.is_complete = False
             break
@@ -247,9 +247,11 @@ def find_foreign_keys(
         found.count += len(foreign)
         found.keys += foreign[: MAX_LISTED_KEYS - len(found.keys)]
         found.chains.update(chain for key in foreign if (chain := layout.chain_of_key(key)) is not None)
+    else:
+        found.is_complete = limit is None or found.examined < limit  # a folder has one page, of `limit` keys at most
     return found
 
 
-def _pages(objects: ObjectStore, prefixes: Iterable[str]) -> Iterator[list[ObjectInfo]]:
+def _pages(objects: ObjectStore, prefixes: Iterable[str], limit: int | None) -> Iterator[list[ObjectInfo]]:
     for prefix in prefixes:
-        yield from objects.pages(prefix) if isinstance(objects, PagedStore) else [objects.list(prefix)]
+        yield from objects.pages(prefix) if isinstance(objects, PagedStore) else [objects.list(prefix, limit=limit)]

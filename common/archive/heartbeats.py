@@ -14,7 +14,7 @@ is used only for display and measurement.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -185,5 +185,5 @@ def newest_by_partition(heartbeats: Iterable[StoredHeartbeat]) -> dict[Chain, St
     """
     found: dict[Chain, StoredHeartbeat] = {}
     for each in sorted(heartbeats, key=lambda each: (each.heartbeat.is_active, each.modified), reverse=True):
-        found.setdefault(replace(each.heartbeat.chain, incarnation=0), each)
+        found.setdefault(each.heartbeat.chain.with_incarnation(0), each)
     return found

@@ -1,9 +1,9 @@
 """Views of `floe status` and `checkpoint ls`: the progress of each chain, from state, target and archive."""
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain as joined
 from typing import Any
@@ -14,8 +14,14 @@ from msgspec import structs
 from common.archive.catalog import ranges_after_end, replay_command
 from common.archive.checks import find_foreign_keys
 from common.archive.documents import ChainStore, TargetPositions
-from common.archive.heartbeats import OVERDUE, StoredHeartbeat, newest_by_partition
-from common.archive.keys import suggestion
+from common.archive.heartbeats import (
+    HEARTBEAT_OVERDUE_S,
+    OVERDUE,
+    HeartbeatObject,
+    StoredHeartbeat,
+    newest_by_partition,
+)
+from common.archive.keys import FeedId, suggestion
 from common.archive.scan import ChainArchive
 from common.archive.store import SegmentStore
 from common.chain import Chain
@@ -27,6 +33,7 @@ from common.nats.api import stream_info
 from common.nats.buckets import open_ingress_state
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue, state_key
+from common.objects.port import ObjectInfo
 from common.observe.observation import Observation, StatusView, ViewFormat, colour_state, stored_heartbeats
 from common.open import open_for_view
 from common.service.process import ThreadPool
@@ -46,8 +53,9 @@ from ingress.verdict.verdict import Finding, TargetErrors, judge, judge_shared, 
 log = get_logger(__name__)
 
 
-MAX_FOREIGN_KEYS = 100_000  # keys that are searched for foreign ones: about 100 requests
-PARALLEL_CHAINS = 8  # chains that are read at the same time
+MAX_FOREIGN_KEYS = 10_000  # keys that are searched for foreign ones: about 10 requests
+PARALLEL_CHAINS = 16  # chains that are read at the same time: as many connections are kept open
+HEARTBEATS_PER_CALL = 16  # read by one thread, one after the other: a change of threads costs as much as a read
 READ_ATTEMPTS = 3  # attempts to read a target that a running service changes meanwhile
 
 CENTRE_FORMAT = ViewFormat(
@@ -99,8 +107,10 @@ class TargetStatus:
 async def read_target_statuses(settings: Settings) -> dict[str, TargetStatus]:
     """Return the status of each target, by its name. Raises as connecting does."""
     check_targets(settings.ingress)
+    targets = settings.ingress.targets
     async with open_ingress_state(settings, "floe status") as (client, bucket):
-        return {each.stream: await _target_status(client, bucket, each) for each in settings.ingress.targets}
+        found = await asyncio.gather(*(_target_status(client, bucket, each) for each in targets))
+    return {each.stream: status for each, status in zip(targets, found, strict=True)}
 
 
 async def _target_status(client: FloeClient, bucket: KeyValue, target: TargetSettings) -> TargetStatus:
@@ -151,9 +161,9 @@ def by_incarnation(chains: Iterable[Chain], reports: Mapping[Chain, StoredHeartb
     """
     incarnations = {partition: each.heartbeat.chain.incarnation for partition, each in reports.items()}
     for chain in chains:
-        if (partition := replace(chain, incarnation=0)) in incarnations:
+        if (partition := chain.with_incarnation(0)) in incarnations:
             incarnations[partition] = max(incarnations[partition], chain.incarnation)
-    return {replace(p, incarnation=k): reports[p] for p, k in incarnations.items()}
+    return {p.with_incarnation(k): reports[p] for p, k in incarnations.items()}
 
 
 def with_plan(status: Observation, found: OpenedPlan, lost_after_s: float, now: float) -> Observation:
@@ -173,16 +183,21 @@ def with_plan(status: Observation, found: OpenedPlan, lost_after_s: float, now: 
 async def centre_view(settings: Settings) -> StatusView:
     """Return the progress of every chain of every target. Raises as connecting does."""
     targets = await read_target_statuses(settings)
-    clock, notes = SystemClock(), list[str]()
+    clock = SystemClock()
     store, documents = open_for_view(settings)
     with closing(store), closing(ThreadPool("status", PARALLEL_CHAINS)) as threads:
         reader = ArchiveReader(store, documents, threads, clock, settings.ingress.silent_after)
-        statuses = await reader.read(settings.ingress.targets, targets)
-        with suppress(FloeError):
-            foreign = await threads.run(find_foreign_keys, store.objects, store.layout, (), MAX_FOREIGN_KEYS)
-            notes += foreign.lines()
+        statuses, notes = await asyncio.gather(
+            reader.read(settings.ingress.targets, targets), _foreign_notes(store, threads)
+        )
     code = DataError.exit_code if any(status.needs_operator for status in statuses) else 0
     return StatusView(CENTRE_FORMAT, statuses, clock.now(), code, notes=notes)
+
+
+async def _foreign_notes(store: SegmentStore, threads: ThreadPool) -> Sequence[str]:
+    with suppress(FloeError):
+        return (await threads.run(find_foreign_keys, store.objects, store.layout, (), MAX_FOREIGN_KEYS)).lines()
+    return ()
 
 
 class ArchiveReader:
@@ -198,15 +213,19 @@ class ArchiveReader:
         """Return one status for each chain that has a tail or a position, or that only egress knows, by target and
         chain; and one for each feed of `sources` of which nothing is archived.
         """
-        tails = await self._threads.run(self._documents.list_tails)
-        heartbeats = await self._heartbeats({site for each in targets for site, _ in each.feed_sources})
-        wanted: list[Coroutine[Any, Any, Observation]] = []
-        for target in targets:
+        targets = [*targets]
+        tails, heartbeats, stored = await asyncio.gather(
+            self._threads.run(self._documents.list_tails),
+            self._heartbeats({site for each in targets for site, _ in each.feed_sources}),
+            asyncio.gather(*(self._reported_positions(target.stream) for target in targets)),
+        )
+        archived, reported = _by_feed(tails), _by_feed(heartbeats)
+        wanted: list[Observation | Coroutine[Any, Any, Observation]] = []
+        for target, ingress in zip(targets, stored, strict=True):
             name, status, sources = target.stream, statuses[target.stream], target.feed_sources
             positions = status.state.checkpoint.positions if status.state else {}
-            chains = {chain for chain in tails if (chain.site, chain.feed) in sources} | {*positions}
-            reported = {c: found for c, found in heartbeats.items() if (c.site, c.feed) in sources}
-            egress = by_incarnation(chains, reported)
+            chains = {chain for pair in sources for chain in archived.get(pair, ())} | {*positions}
+            egress = by_incarnation(chains, {c: heartbeats[c] for pair in sources for c in reported.get(pair, ())})
             chains |= egress.keys()
             known = partial(Observation, target=name, publisher=status.publisher, silent_after=self._silent_after)
             # A tail is a hint: it may be lost, or come after a segment.
@@ -216,8 +235,7 @@ class ArchiveReader:
             for site, feed in (pair for pair, found in zip(lacking, begun, strict=True) if not found):
                 there = suggestion(f"{site}/{feed}", {f"{chain.site}/{chain.feed}" for chain in tails})
                 reason = f"nothing of this feed is archived; {there}"
-                wanted.append(asyncio.sleep(0, known(chain=Chain(site, feed), state="missing", why=reason)))
-            ingress = await self._reported_positions(name)
+                wanted.append(known(chain=Chain(site, feed), state="missing", why=reason))
             for chain in sorted(chains):
                 written = tails[chain].modified if chain in tails else None
                 each = known(
@@ -230,20 +248,25 @@ class ArchiveReader:
                 has_moved = ingress.positions.get(chain) != positions.get(chain)
                 stop = "" if has_moved else ingress.stopped.get(chain, "")
                 source = sources.get((chain.site, chain.feed))
-                wanted.append(self._threads.run(self._read, each, status, source, stop))
-        return await asyncio.gather(*wanted)
+                if (end := _reported_end(each)) is not None:
+                    idle = structs.replace(each, archived=end)
+                    wanted.append(_with_decisions(idle, status, stop, is_listed=source is not None))
+                else:
+                    wanted.append(self._threads.run(self._read, each, status, source, stop))
+        reads = iter(await asyncio.gather(*(each for each in wanted if not isinstance(each, Observation))))
+        return [each if isinstance(each, Observation) else next(reads) for each in wanted]
 
     async def _heartbeats(self, sites: Collection[str]) -> dict[Chain, StoredHeartbeat]:
         layout, now = self._documents.layout, self._clock.now()
         try:
             listed = await self._threads.run(self._documents.list_heartbeats)
             infos = [info for info in listed if (layout.parse_heartbeat(info.key) or ("",))[0] in sites]
-            reads = (self._threads.run(self._documents.read_heartbeat, info.key) for info in infos)
-            found = await asyncio.gather(*reads)
+            parts = (infos[at : at + HEARTBEATS_PER_CALL] for at in range(0, len(infos), HEARTBEATS_PER_CALL))
+            found = await asyncio.gather(*(self._threads.run(self._read_heartbeats, part) for part in parts))
         except Refused as error:
             log.warning("heartbeats read failed", action="heartbeats_read_failed", code=error.code, error=str(error))
             return {}
-        return newest_by_partition(stored_heartbeats(infos, found, now))
+        return newest_by_partition(stored_heartbeats(infos, joined.from_iterable(found), now))
 
     async def _reported_positions(self, target: str) -> TargetPositions:
         """Return the positions that ingress last stored for the target; empty if they cannot be read."""
@@ -252,6 +275,9 @@ class ArchiveReader:
         return TargetPositions(target, 0.0)
 
     # Blocking
+
+    def _read_heartbeats(self, infos: Iterable[ObjectInfo]) -> list[HeartbeatObject | None]:
+        return [self._documents.read_heartbeat(info.key) for info in infos]
 
     def _read(self, found: Observation, target: TargetStatus, source: SourceSettings | None, stop: str) -> Observation:
         documents, chain = self._documents, found.chain
@@ -275,9 +301,7 @@ class ArchiveReader:
                     found = structs.replace(found, state="stopped", why=str(floor))
                 if inside.plan.late_end and not found.why:
                     found = structs.replace(found, why=self._after_end_text(chain, end or 0))
-        if stop:
-            found = structs.replace(found, state="stopped", why=stop.replace("\n", " "))
-        return _with_decisions(found, target, is_listed=source is not None)
+        return _with_decisions(found, target, stop, is_listed=source is not None)
 
     def _first_sequence(self, chain: Chain) -> int:
         """Return the first sequence of a chain of which nothing is in the target."""
@@ -296,7 +320,27 @@ class ArchiveReader:
         return f"{ranges} after the end {end} of the incarnation: {replay_command(chain, found[0])}"
 
 
-def _with_decisions(status: Observation, target: TargetStatus, *, is_listed: bool) -> Observation:
+def _by_feed(chains: Iterable[Chain]) -> dict[FeedId, list[Chain]]:
+    found: dict[FeedId, list[Chain]] = {}
+    for chain in chains:
+        found.setdefault((chain.site, chain.feed), []).append(chain)
+    return found
+
+
+def _reported_end(found: Observation) -> int | None:
+    """Return the archived end of a chain by its heartbeat, if the target has reached it and the tail is surely older:
+    then nothing need be read. Else None.
+    """
+    if found.egress is None or found.archived_at is None or found.position is None:
+        return None
+    heartbeat, is_newer = found.egress.heartbeat, found.egress.modified - found.archived_at > HEARTBEAT_OVERDUE_S
+    is_its = heartbeat.is_active and heartbeat.chain == found.chain
+    return heartbeat.end if is_newer and is_its and heartbeat.end == found.position - 1 else None
+
+
+def _with_decisions(status: Observation, target: TargetStatus, stop: str, *, is_listed: bool) -> Observation:
+    if stop:
+        status = structs.replace(status, state="stopped", why=stop.replace("\n", " "))
     if target.stopped:
         return structs.replace(status, state="stopped", why=target.stopped)
     if status.chain in target.paused:
