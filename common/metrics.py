@@ -8,7 +8,7 @@ seconds and bytes.
 import itertools
 import platform
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
+from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.samples import Sample
 
 M = TypeVar("M", Counter, Histogram)
 
@@ -83,6 +85,35 @@ def histogram(
     """
     made = Histogram(PREFIX + name, help, labels, registry=REGISTRY, buckets=buckets)
     return _declare(made, name, labels, kind, sets)
+
+
+ScrapedValues = tuple[dict[str, str], Sequence[float | None]]
+
+
+class ScrapedMetrics:
+    """Metrics with the same labels whose values are read at a scrape, so that nothing is kept and set for each series.
+
+    `counters`, `gauges`: their names without the prefix, and the help texts. Each of `sources` yields labels with a
+    value for each metric, the counters first; None: no sample. It is called from any thread.
+    """
+
+    def __init__(self, labels: Sequence[str], counters: Mapping[str, str], gauges: Mapping[str, str]) -> None:
+        self.labels, self._helps = tuple(labels), {"counter": counters, "gauge": gauges}
+        self.sources: dict[str, Callable[[], Iterable[ScrapedValues]]] = {}
+        REGISTRY.register(self)
+
+    def describe(self) -> list[Metric]:
+        return [Metric(PREFIX + name, text, kind) for kind, each in self._helps.items() for name, text in each.items()]
+
+    def collect(self) -> list[Metric]:
+        found = self.describe()
+        names = [each.name + ("_total" if each.type == "counter" else "") for each in found]
+        for source in [*self.sources.values()]:
+            for labels, values in source():
+                for metric, name, value in zip(found, names, values, strict=True):
+                    if value is not None:
+                        metric.samples.append(Sample(name, labels, value))
+        return found
 
 
 def counter_total(metric: Counter, **labels: str) -> float:

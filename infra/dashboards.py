@@ -59,7 +59,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         stat_panel("chains stopped at a site", f"sum(floe_ingress_source_stopped{{{BY_SITE}}})"),
         stat_panel("chains stopped here", f"sum(floe_ingress_stopped_chains{{{BY_TARGET}}})"),
         stat_panel("targets stopped", f"sum(floe_ingress_stopped{{{BY_TARGET}}})"),
-        stat_panel("sequences late", f"sum(floe_ingress_late_sequences{{{BY_BOTH}}})"),
+        stat_panel("sequences late", f"sum(floe_ingress_late_sequences{{{BY_TARGET}}})"),
         Panel("behind the source", {f"floe_ingress_source_lag_sequences{{{BY_BOTH}}}": COPY_LEGEND}, width=12),
         Panel(
             "since the last heartbeat",
@@ -164,7 +164,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "damaged, or not read back",
             {
-                rate("ingress_damaged_segments_total", BY_SITE, "site, feed"): "{{site}}/{{feed}} damaged",
+                rate("ingress_damaged_segments_total", BY_TARGET, "target"): "{{target}} damaged",
                 rate("segment_read_back_failures_total", BY_SITE, "site, feed"): "{{site}}/{{feed}} not read back",
             },
             "cps",
@@ -179,14 +179,14 @@ ROWS: Mapping[str, Sequence[Panel]] = {
     ),
     "Ingress": (
         Panel("behind the archive, time", {f"floe_ingress_lag_seconds{{{BY_BOTH}}}": COPY_LEGEND}, "s"),
-        Panel("behind the archive, messages", {f"floe_ingress_lag_messages{{{BY_BOTH}}}": COPY_LEGEND}),
+        Panel("behind the archive, messages", {f"floe_ingress_lag_messages{{{BY_TARGET}}}": "{{target}}"}),
         Panel("waiting for a hole", {f"floe_ingress_waiting_seconds{{{BY_BOTH}}}": COPY_LEGEND}, "s"),
         Panel(
             "messages delivered",
             {rate("ingress_messages_total", BY_BOTH, "target, site, feed"): "{{target}} {{site}}/{{feed}}"},
             "cps",
         ),
-        Panel("bytes delivered", {rate("ingress_bytes_total", BY_BOTH, "target, site"): "{{target}} {{site}}"}, "Bps"),
+        Panel("bytes delivered", {rate("ingress_bytes_total", BY_TARGET, "target"): "{{target}}"}, "Bps"),
         Panel(
             "time of an intent (95 %)", {quantile("ingress_publish_seconds", BY_TARGET, "target"): "{{target}}"}, "s"
         ),
@@ -213,10 +213,10 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "lost, parked, paused",
             {
-                f"increase(floe_ingress_lost_sequences_total{{{BY_BOTH}}}[$__rate_interval])": f"{COPY_LEGEND} lost",
+                f"increase(floe_ingress_lost_sequences_total{{{BY_TARGET}}}[$__rate_interval])": "{{target}} lost",
                 f"floe_ingress_parked_waiting{{{BY_TARGET}}}": "{{target}} parked",
                 f"floe_ingress_paused_chains{{{BY_TARGET}}}": "{{target}} paused chains",
-                f"increase(floe_ingress_segments_behind_gaps_total{{{BY_SITE}}}[$__rate_interval])": "{{site}} late",
+                f"increase(floe_ingress_segments_behind_gaps_total{{{BY_TARGET}}}[$__rate_interval])": "{{target}} gap",
             },
         ),
     ),
@@ -308,7 +308,6 @@ METRICS_WITHOUT_PANEL: Mapping[str, Sequence[str]] = {
     "a panel shows what it is a part or a limit of": (
         "floe_egress_share",
         "floe_ingress_share",
-        "floe_ingress_lag_sequences",
         "floe_ingress_lease_held",
         "floe_egress_heartbeats_leader",
         "floe_egress_advisories_failing",
@@ -335,7 +334,6 @@ METRICS_WITHOUT_PANEL: Mapping[str, Sequence[str]] = {
         "floe_egress_end_timestamp_seconds",
         "floe_ingress_publisher",
         "floe_ingress_target_sequence",
-        "floe_ingress_position",
     ),
     "of use to whoever tunes one feed": (
         "floe_egress_forced_copies_total",
@@ -347,7 +345,7 @@ METRICS_WITHOUT_PANEL: Mapping[str, Sequence[str]] = {
 }
 
 VARIABLES = {
-    "site": 'label_values({__name__=~"floe_egress_stopped|floe_ingress_position"}, site)',
+    "site": 'label_values({__name__=~"floe_egress_stopped|floe_ingress_site_silent"}, site)',
     "target": "label_values(floe_ingress_stopped, target)",
 }
 

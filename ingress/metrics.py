@@ -1,11 +1,12 @@
 """The metrics of ingress."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from common.chain import Chain
 from common.leasing import HAND_OVER_REASONS
-from common.metrics import counter, counter_total, gauge, histogram
+from common.metrics import ScrapedMetrics, counter, counter_total, gauge, histogram
 from ingress.checkpoint import Intent
 
 # The refusals that are known to occur: a wrong last sequence (two), an incomplete batch, a batch that is too large, a
@@ -13,17 +14,29 @@ from ingress.checkpoint import Intent
 REFUSALS = ("10071", "10164", "10176", "10199", "10047", "10077")
 
 _CHAIN = ("target", "site", "feed", "partition")
-_FEED = ("site", "feed", "partition")
 
-messages = counter("ingress_messages", "Messages stored in the target.", _CHAIN)
-delivered_bytes = counter("ingress_bytes", "Bytes of headers and payloads published into the target.", _CHAIN)
-position = gauge("ingress_position", "The first sequence of the chain that the target does not hold yet.", _CHAIN)
-lag_sequences = gauge("ingress_lag_sequences", "Archived sequences that are not delivered yet.", _CHAIN)
-waiting_seconds = gauge(
-    "ingress_waiting_seconds", "Time that the chain has waited for a hole or damage; 0: it does not wait.", _CHAIN
+# The series of a chain, of which `ingress.report` gives the values at a scrape. All others are by target or site: a
+# centre may have ten thousand chains.
+chain_metrics = ScrapedMetrics(
+    _CHAIN,
+    {"ingress_messages": "Messages stored in the target."},
+    {
+        "ingress_lag_seconds": (
+            "Age of the oldest archived message that is not delivered, or of its segment; 0: all are delivered."
+        ),
+        "ingress_source_lag_sequences": (
+            "Sequences of the source's stream that the target does not hold: archived or not, by the last report of "
+            "egress."
+        ),
+        "ingress_waiting_seconds": "Time that the chain has waited for a hole or damage; only while it does.",
+    },
 )
+Partition = tuple[str, str, int]  # site, feed and number: a chain without its incarnation
+delivered: defaultdict[str, Counter[Partition]] = defaultdict(Counter)  # messages stored, by target
+
+delivered_bytes = counter("ingress_bytes", "Bytes of headers and payloads published into the target.", ("target",))
 stopped_chains = gauge("ingress_stopped_chains", "Chains that wait for an operator.", ("target",))
-damaged = counter("ingress_damaged_segments", "Segments left out because they are damaged.", ("site", "feed"))
+damaged = counter("ingress_damaged_segments", "Segments left out because they are damaged.", ("target",))
 intents = counter(
     "ingress_intents",
     "Intents: opened, closed, taken over half done, lost to another instance.",
@@ -47,31 +60,21 @@ unreadable = counter("ingress_store_errors", "Checks of the store that failed an
 lag_messages = gauge(
     "ingress_lag_messages",
     "Archived messages that are not delivered yet; ranges not decoded yet count by their sequences.",
-    _CHAIN,
-)
-lag_seconds = gauge(
-    "ingress_lag_seconds",
-    "Age of the oldest archived message that is not delivered, or of its segment; 0: all are delivered.",
-    _CHAIN,
+    ("target",),
 )
 late_sequences = gauge(
-    "ingress_late_sequences", "Sequences of the hole that the chain waits for; 0: it waits for none.", _CHAIN
+    "ingress_late_sequences", "Sequences of the holes that chains wait for; 0: none waits for one.", ("target",)
 )
 lost_sequences = counter(
-    "ingress_lost_sequences", "Sequences accepted as lost, by `on_lost` or by an operator.", _CHAIN
+    "ingress_lost_sequences", "Sequences accepted as lost, by `on_lost` or by an operator.", ("target",)
 )
 
 # Reports of egress (`ingress.discovery.sites`), and the age of the values shown
-source_lag_sequences = gauge(
-    "ingress_source_lag_sequences",
-    "Sequences of the source's stream that the target does not hold: archived or not, by the last report of egress.",
-    _CHAIN,
-)
-source_stopped = gauge("ingress_source_stopped", "1 while the chain waits for an operator at its site.", _FEED)
+source_stopped = gauge("ingress_source_stopped", "Chains of the site that wait for an operator there.", ("site",))
 source_silent = gauge(
     "ingress_source_silent",
-    "1 while the process of egress that had the chain has stored no heartbeat for `silent_after`.",
-    _FEED,
+    "Chains of the site whose process of egress has stored no heartbeat for `silent_after`.",
+    ("site",),
 )
 site_silent = gauge(
     "ingress_site_silent",
@@ -95,7 +98,7 @@ nats_answered = gauge(
 
 paused_chains = gauge("ingress_paused_chains", "Chains that an operator has paused.", ("target",))
 behind_gaps = counter(
-    "ingress_segments_behind_gaps", "Segments that arrived in a skipped gap; they are not delivered.", ("site", "feed")
+    "ingress_segments_behind_gaps", "Segments that arrived in a skipped gap; they are not delivered.", ("target",)
 )
 
 # Outcomes of intents and batches
@@ -127,7 +130,7 @@ positions_errors = counter(
 )
 
 # Parked messages, and notifications
-parked_messages = counter("ingress_parked_messages", "Messages put aside by `on_oversize: park`.", _CHAIN)
+parked_messages = counter("ingress_parked_messages", "Messages put aside by `on_oversize: park`.", ("target",))
 parked_waiting = gauge("ingress_parked_waiting", "Parked messages that the target does not hold yet.", ("target",))
 events = counter(
     "ingress_events",
@@ -156,8 +159,7 @@ def count_foreign(target: str, messages: int) -> None:
 
 def count_published_bytes(target: str, sizes: Iterable[tuple[Chain, int]]) -> None:
     """Count the bytes that were published, block by block."""
-    for chain, size in sizes:
-        delivered_bytes.labels(target, chain.site, chain.feed, str(chain.partition)).inc(size)
+    delivered_bytes.labels(target).inc(sum(size for _, size in sizes))
 
 
 def count_closed_intent(target: str, intent: Intent, now: float) -> None:
@@ -166,11 +168,13 @@ def count_closed_intent(target: str, intent: Intent, now: float) -> None:
     intents.labels(target, "closed").inc()
     for piece in intent.pieces:
         chain = piece.chain
-        labels = (target, chain.site, chain.feed, str(chain.partition))
-        messages.labels(*labels).inc(piece.count)
+        delivered[target][chain.site, chain.feed, chain.partition] += piece.count
 
 
 def totals() -> dict[str, Callable[[], float]]:
     """Return the counts of this process since its start, by name."""
-    counts = {"messages": partial(counter_total, messages), "bytes": partial(counter_total, delivered_bytes)}
-    return {**counts, "intents": partial(counter_total, intents, result="closed")}
+    counts = {
+        "bytes": partial(counter_total, delivered_bytes),
+        "intents": partial(counter_total, intents, result="closed"),
+    }
+    return {"messages": lambda: sum(map(Counter.total, delivered.values())), **counts}

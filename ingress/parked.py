@@ -214,7 +214,7 @@ class ParkedStore:
         failpoint("ingress.before_park")
         document.put(body, {"why": oversize.reason})
         failpoint("ingress.after_park")
-        metrics.parked_messages.labels(self.target, chain.site, chain.feed, str(chain.partition)).inc()
+        metrics.parked_messages.labels(self.target).inc()
         context = {"target": self.target, "sequence": message.sequence, "error": oversize.reason}
         log.warning("message parked", action="message_parked", **context, **chain.log_context())
 

@@ -1,12 +1,12 @@
-"""Report of a target's lag behind the archive, chain by chain: gauges, set from values in memory."""
+"""Report of a target: the lag of its chains behind the archive, its part of /status, and its positions in the store."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
-from itertools import product
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from common.archive.documents import ChainStore, TargetPositions
@@ -14,12 +14,12 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
 from common.logs import get_logger
-from common.metrics import show_zeros
+from common.metrics import ScrapedValues, show_zeros
 from common.nats.lease import format_owner
 from common.observe.monitor import Health
 from common.service.process import ThreadPool
 from ingress import metrics
-from ingress.chains.chain_state import ChainState
+from ingress.chains.chain_state import ChainRegistry, ChainState
 from ingress.chains.plan import Phase
 from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Intent
@@ -28,9 +28,6 @@ from ingress.discovery.sites import Heartbeats, interleave_by_site
 from ingress.rows.rows import Block, Rows
 
 log = get_logger(__name__)
-
-
-Labels = tuple[str, str, str, str]
 
 
 @dataclass(slots=True)
@@ -55,14 +52,23 @@ class Lag:
 
 
 class Lags:
-    """The gauges of one target. The label sets that were shown are kept, so that they can be removed."""
+    """The lags of one target's chains. A measurement looks at the chains that are behind or wait, and at those with
+    decoded rows; any other costs two comparisons. A scrape makes the series of the chains, from the last measurement.
 
-    def __init__(self, target: str) -> None:
-        self._target = target
+    `per_chain`: as in `IngressMonitorSettings`. `behind`: the lags by the last measurement; no other chain has any.
+    """
+
+    def __init__(self, target: str, per_chain: bool | str = True) -> None:
+        self._target, self._per_chain = target, per_chain
+        self.behind: Mapping[Chain, Lag] = {}
         # Position, time, and True for the time of a message or a segment; False: the time of the first measurement.
         self._oldest: dict[Chain, tuple[int, float, bool]] = {}
-        self._shown: set[Labels] = set()
         self._unreadable_since: float | None = None
+        # For a scrape. They outlast the delivery, until another instance is seen to deliver.
+        self._chains: Iterable[ChainState] = ()
+        self._sites: Heartbeats | None = None
+        self._measured_at = 0.0
+        self._source_lags: dict[metrics.Partition, int] = {}
 
     def record_store_state(self, *, is_read: bool, now: float) -> None:
         """Record if the store can be read at `now` (seconds since 1970). While it cannot, segments archived since then
@@ -70,12 +76,9 @@ class Lags:
         """
         self._unreadable_since = None if is_read else self._unreadable_since or now
 
-    def _at_least_outage(self, seconds: float, now: float) -> float:
-        return seconds if self._unreadable_since is None else max(seconds, now - self._unreadable_since)
-
     def measure(
         self,
-        chains: Iterable[ChainState],
+        chains: ChainRegistry,
         positions: Mapping[Chain, int],
         ready: Iterable[Block],
         intent: Intent | None,
@@ -83,51 +86,88 @@ class Lags:
         sites: Heartbeats | None = None,
         sending: Mapping[Chain, float] | None = None,
     ) -> None:
-        """Set the gauges at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: the open one;
-        `sending`: for each chain in it, the time of its first message; `sites`: the reports of egress.
+        """Measure at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: the open one; `sending`:
+        for each chain in it, the time of its first message; `sites`: the reports of egress.
         """
         counts, times = _decoded(ready, intent, sending or {})
-        found: dict[Labels, Lag] = {}
-        stopped = paused = 0
-        newest: dict[Labels, ChainState] = {}
-        latest: dict[Labels, tuple[int, int]] = {}  # the newest incarnation with a position
-        for state in chains:
-            lag = self._lag(state, positions, counts[state.chain], times.get(state.chain), now)
-            labels = self._target, state.chain.site, state.chain.feed, str(state.chain.partition)
-            lag.seconds = self._at_least_outage(lag.seconds, now)
-            found.setdefault(labels, Lag()).add(lag)
-            newest[labels] = max(state, newest.get(labels, state), key=lambda each: each.chain.incarnation)
-            if at := positions.get(state.chain, state.position if state.plan.is_waiting else 0):
-                latest[labels] = max(latest.get(labels, (-1, 0)), (state.chain.incarnation, at))
-            stopped += state.stopped is not None
-            paused += state.phase is Phase.PAUSED
-        metrics.stopped_chains.labels(self._target).set(stopped)
-        metrics.paused_chains.labels(self._target).set(paused)
-        metrics.intent_open.labels(self._target).set(intent is not None)
-        for labels, (_, at) in latest.items():
-            metrics.position.labels(*labels).set(at)
-        for labels, lag in found.items():
-            for gauge, value in zip(_LAGS, astuple(lag), strict=True):
-                gauge.labels(*labels).set(value)
-            state = newest[labels]
-            stored = sites.heartbeat_of(state.chain) if sites else None
-            left = stored.heartbeat.unarchived_count(state.chain.incarnation, state.archived) if stored else None
-            if left is not None:  # else keep the last value
-                metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
-        self._shown |= set(found)
-        metrics.lag_measured.labels(self._target).set(now)
+        idle, done = Phase.IDLE, Phase.DONE
+        active = [s for s in chains if (s.archived >= s.position if s.phase is idle else s.phase is not done)]
+        states = {state.chain: state for state in active}
+        # Rows may also be in hand: neither ready nor in an intent yet.
+        states |= {c: state for c in {*counts, *self.behind} if (state := chains.get(c)) is not None}
+        lags = {c: self._lag(state, positions, counts[c], times.get(c), now) for c, state in states.items()}
+        self.behind = {chain: lag for chain, lag in lags.items() if lag != Lag()}
+        self._oldest = {chain: found for chain, found in self._oldest.items() if chain in self.behind}
+        for gauge, value in (
+            (metrics.stopped_chains, sum(state.stopped is not None for state in states.values())),
+            (metrics.paused_chains, sum(state.phase is Phase.PAUSED for state in states.values())),
+            (metrics.lag_messages, sum(lag.messages for lag in self.behind.values())),
+            (metrics.late_sequences, sum(lag.late for lag in self.behind.values())),
+            (metrics.intent_open, intent is not None),
+            (metrics.lag_measured, now),
+        ):
+            gauge.labels(self._target).set(value)
+        self._chains, self._sites, self._measured_at = chains, sites, now
+        metrics.chain_metrics.sources[self._target] = self.samples
 
     def forget(self) -> None:
+        self.behind, self._chains = {}, ()
         self._oldest.clear()
-        for gauge, labels in [*product(_OF_CHAINS, self._shown), *product(_OF_TARGET, [(self._target,)])]:
+        self._source_lags.clear()
+        metrics.chain_metrics.sources.pop(self._target, None)
+        for gauge in _OF_TARGET:
             with suppress(KeyError):
-                gauge.remove(*labels)
-        self._shown.clear()
+                gauge.remove(self._target)
 
-    def age(self, state: ChainState, positions: Mapping[Chain, int], now: float) -> float:
-        """Age in seconds of the chain's oldest message that is not in the target; 0: none, or not measured."""
-        at, since, _ = self._oldest.get(state.chain, (0, now, False))
-        return self._at_least_outage(max(0.0, now - since) if at == _position(state, positions) else 0.0, now)
+    def age(self, chain: Chain) -> float:
+        """Age in seconds, at the last measurement, of the chain's oldest message that is not in the target; 0: none."""
+        return self._at_least_outage(self.behind[chain].seconds if chain in self.behind else 0.0)
+
+    def _at_least_outage(self, seconds: float) -> float:
+        since = self._unreadable_since
+        return seconds if since is None else max(seconds, self._measured_at - since)
+
+    def samples(self) -> Iterator[ScrapedValues]:
+        """Yield the labels and the values for `metrics.chain_metrics`: of each partition, over all its incarnations, or
+        of the target. Called from any thread.
+        """
+        behind, counts = self.behind, metrics.delivered[self._target]
+        lags: dict[metrics.Partition, Lag] = {}
+        newest: dict[metrics.Partition, ChainState] = {}
+        stopped = set[metrics.Partition]()
+        for state in self._chains:
+            chain = state.chain
+            key = chain.site, chain.feed, chain.partition
+            lag = lags.setdefault(key, Lag())
+            if (found := behind.get(chain)) is not None:
+                lag.add(found)
+            if key not in newest or chain.incarnation > newest[key].chain.incarnation:
+                newest[key] = state
+            if state.stopped is not None:
+                stopped.add(key)
+        ages = {key: self._at_least_outage(lag.seconds) for key, lag in lags.items()}
+        sources = {key: self._source_lag(key, state, lags[key].sequences) for key, state in newest.items()}
+        total = {"target": self._target}
+        if not self._per_chain:
+            waiting = max((lag.waiting for lag in lags.values()), default=0.0)
+            source_lag = sum(each or 0 for each in sources.values())
+            yield total, (counts.total(), max(ages.values(), default=0.0), source_lag, waiting or None)
+            return
+        is_whole = self._per_chain is True
+        if not is_whole:
+            yield total, (counts.total(), None, None, None)
+        for key, lag in lags.items():
+            if is_whole or ages[key] or sources[key] or lag != Lag() or key in stopped:
+                labels = {**total, "site": key[0], "feed": key[1], "partition": str(key[2])}
+                yield labels, (counts[key] if is_whole else None, ages[key], sources[key], lag.waiting or None)
+
+    def _source_lag(self, key: metrics.Partition, newest: ChainState, sequences: int) -> int | None:
+        """Return the lag behind the source, as long as it is unknown the last one; None if it was never known."""
+        stored = self._sites.heartbeat_of(newest.chain) if self._sites else None
+        left = stored.heartbeat.unarchived_count(newest.chain.incarnation, newest.archived) if stored else None
+        if left is not None:
+            self._source_lags[key] = sequences + left
+        return self._source_lags.get(key)
 
     def _lag(
         self, state: ChainState, positions: Mapping[Chain, int], decoded: int, oldest: float | None, now: float
@@ -168,16 +208,9 @@ _OF_TARGET = (
     metrics.intent_open,
     metrics.target_sequence,
     metrics.lag_measured,
-)
-# In the order of the fields of `Lag`.
-_LAGS = (
-    metrics.lag_sequences,
     metrics.lag_messages,
-    metrics.lag_seconds,
-    metrics.waiting_seconds,
     metrics.late_sequences,
 )
-_OF_CHAINS = (*_LAGS, metrics.position, metrics.source_lag_sequences)
 
 
 def _position(state: ChainState, positions: Mapping[Chain, int]) -> int:
@@ -204,10 +237,16 @@ class TargetReport:
     """Report of one target to log, metrics and /status. `is_stopped`: True if it is known to wait for an operator."""
 
     def __init__(
-        self, target: str, health: Health, clock: Clock, sites: Heartbeats | None = None, owner: str = ""
+        self,
+        target: str,
+        health: Health,
+        clock: Clock,
+        sites: Heartbeats | None = None,
+        owner: str = "",
+        per_chain: bool | str = True,
     ) -> None:
         self.target, self._health, self._clock, self._sites = target, health, clock, sites
-        self._part, self._owner, self.lags = f"target {target}", owner, Lags(target)
+        self._part, self._owner, self.lags = f"target {target}", owner, Lags(target, per_chain)
         self.is_stopped = self._is_final = False
         self._publisher, self._reason, self._logged = "", "", float("-inf")
         self._trouble, self._troubled_at = "", 0.0
@@ -259,29 +298,37 @@ class TargetReport:
         if delivery.is_settled and not delivery.trouble:
             self._end_trouble()
         self.lags.record_store_state(is_read=not self._health.not_ready_reason("store"), now=now)
-        positions = state.checkpoint.positions
-        shown = {
-            str(each.chain): {
-                **each.status(positions),
-                "lag_seconds": round(self.lags.age(each, positions, now)),
-                **self._source(each.chain),
-            }
-            for each in interleave_by_site(chains, lambda each: each.chain.site)[:MAX_STATUS_CHAINS]
-        }
+        self.lags.measure(
+            chains, prefetcher.positions, prefetcher.ahead, state.intent, now, self._sites, delivery.sending_times
+        )
         status = {
             "state": "carrying",
             "publisher": self._publisher,
             "trouble": delivery.trouble,
             "target_sequence": state.checkpoint.target_sequence,
             "intent": state.intent and {"base": state.intent.base, "count": state.intent.count},
-            "chains": shown,
+            "chains": partial(self._chains_status, delivery, chains),
         }
         self._health.set_ready(self._part, not delivery.unready_reason, delivery.unready_reason)
         self._health.set_status(self._part, status)
         metrics.target_sequence.labels(self.target).set(state.checkpoint.target_sequence)
-        self.lags.measure(
-            chains, prefetcher.positions, prefetcher.ahead, state.intent, now, self._sites, delivery.sending_times
-        )
+
+    def _chains_status(self, delivery: Delivery, chains: ChainRegistry) -> dict[str, Any]:
+        """Return the chains of /status, of each site in turn; of too many, first those that are stopped or behind.
+        Called from any thread.
+        """
+        positions, lags = delivery.state.checkpoint.positions, self.lags
+        shown = interleave_by_site(chains, lambda each: each.chain.site)
+        if len(shown) > MAX_STATUS_CHAINS:
+            shown.sort(key=lambda each: each.stopped is None and each.chain not in lags.behind)
+        return {
+            str(each.chain): {
+                **each.status(positions),
+                "lag_seconds": round(lags.age(each.chain)),
+                **self._source(each.chain),
+            }
+            for each in shown[:MAX_STATUS_CHAINS]
+        }
 
     def _source(self, chain: Chain) -> dict[str, Any]:
         if self._sites is None or (stored := self._sites.heartbeat_of(chain)) is None:
@@ -367,6 +414,7 @@ class PositionsWriter:
         self._target, self._sources, self._positions, self._stopped = target, sources, positions, stopped
         self._documents, self._threads, self._clock = documents, threads, clock
         self._put: Mapping[Chain, int] | None = None
+        self._compared: Mapping[Chain, int] | None = None  # with `_put`: no chain was moved back
         self._put_stopped: Mapping[Chain, str] = {}
         self._tried_at, self._failure = float("-inf"), ""
 
@@ -383,10 +431,18 @@ class PositionsWriter:
 
     def _is_due(self, positions: Mapping[Chain, int], now: float) -> bool:
         """True if a write is due, early if a stored value is ahead of a chain moved back or omits a stopped chain."""
-        is_long_ago, put = now - self._tried_at >= POSITIONS_INTERVAL_S, self._put or {}
-        if self._stopped().keys() - self._put_stopped or any(positions.get(chain, 0) < at for chain, at in put.items()):
+        is_long_ago, stopped = now - self._tried_at >= POSITIONS_INTERVAL_S, self._stopped()
+        if stopped.keys() - self._put_stopped or self._was_moved_back(positions):
             return is_long_ago or not self._failure
-        return is_long_ago and (positions != self._put or self._stopped() != self._put_stopped)
+        return is_long_ago and (positions != self._put or stopped != self._put_stopped)
+
+    def _was_moved_back(self, positions: Mapping[Chain, int]) -> bool:
+        # A checkpoint is never changed, only replaced.
+        if positions is not self._compared:
+            if any(positions.get(chain, 0) < at for chain, at in (self._put or {}).items()):
+                return True
+            self._compared = positions
+        return False
 
     async def _write(self, positions: Mapping[Chain, int]) -> None:
         stopped = dict(self._stopped())
@@ -402,5 +458,5 @@ class PositionsWriter:
             return
         if self._failure:
             log.info("positions write recovered", action="positions_write_recovered", target=self._target)
-        self._put, self._put_stopped, self._failure = positions, stopped, ""
+        self._put, self._put_stopped, self._failure, self._compared = positions, stopped, "", None
         metrics.positions_put.labels(self._target).set(document.time)

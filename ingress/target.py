@@ -158,7 +158,8 @@ class TargetSupervisor:
 
     def __init__(self, deps: IngressDeps, settings: TargetSettings) -> None:
         self.target, self._deps = settings.stream, deps
-        self._report = TargetReport(settings.stream, deps.health, deps.clock, deps.discovery.sites, deps.sharing.owner)
+        known = deps.health, deps.clock, deps.discovery.sites, deps.sharing.owner
+        self._report = TargetReport(settings.stream, *known, deps.settings.monitor.per_chain)
         self._runner = TargetRunner(deps, settings, self._report)
         self._slot = deps.sharing.slot(lease_key(settings.stream), self._report)
         self._was_checked, self._pauses = False, Backoff(None, TARGET_PAUSES_S)

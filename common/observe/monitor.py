@@ -366,7 +366,8 @@ class Health:
         """Return the chains that the parts show, as `SITE/FEED/INCARNATION/PARTITION`."""
         with self._lock:
             parts = [*self._status.values()]
-        return sorted({name for part in parts for name in (part.get("chain"), *part.get("chains", ())) if name})
+        names = [(part.get("chain"), *_value(part.get("chains", ()))) for part in parts]
+        return sorted({name for each in names for name in each if name})
 
     def coverage(self) -> dict[str, Mapping[str, Any]]:
         """Return the last known coverage of each chain; see `common.observe.coverage`."""
@@ -381,17 +382,19 @@ class Health:
     def status(self) -> dict[str, Any]:
         problems = self.problems()
         with self._lock:
-            parts = {part: dict(status) for part, status in sorted(self._status.items())}
-        for status in parts.values():
-            status.update({name: value() for name, value in status.items() if callable(value)})
+            parts = [*sorted(self._status.items())]
         return {
             "version": version(),
             "ready": not problems,
             "problems": problems,
             "heartbeat_age_seconds": round(self.beat_age(), 3),
-            "parts": parts,
+            "parts": {part: {name: _value(value) for name, value in status.items()} for part, status in parts},
             "coverage": self.coverage(),
         }
+
+
+def _value(value: Any) -> Any:
+    return value() if callable(value) else value
 
 
 class Monitor:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 REFRESH_S = 10  # seconds until a browser reloads the page
+MAX_PAGE_CHAINS = 100  # rows of the table of a target; /status has more
 
 FOLDER = Path(__file__).parent
 STYLE = (FOLDER / "page.css").read_text()
@@ -71,7 +72,7 @@ def render_page(document: Part, paths: Iterable[str]) -> bytes:
     """Render the page of `document`, an answer of /status. `paths`: those of the other pages."""
     parts = parts_of(document)
     feeds = {name: part for name, part in parts.items() if "stream" in part}
-    targets = {name: part for name, part in parts.items() if name.startswith("target ")}
+    targets = {name: _with_first_chains(part) for name, part in parts.items() if name.startswith("target ")}
     leases = {name: part for name, part in parts.items() if "owner" in part and "held" in part}
     template = templates().get_template("page.html")
     text = template.render(
@@ -85,6 +86,20 @@ def render_page(document: Part, paths: Iterable[str]) -> bytes:
         others=[(name, part) for name, part in parts.items() if name not in {**feeds, **targets, **leases}],
     )
     return text.encode("utf-8", "backslashreplace")
+
+
+def _with_first_chains(target: Part) -> Part:
+    """Return the part of a target with at most MAX_PAGE_CHAINS chains: those that are stopped, wait or are behind."""
+    chains: Mapping[str, Part] = target.get("chains") or {}
+    if (left_out := len(chains) - MAX_PAGE_CHAINS) <= 0:
+        return target
+
+    def rank(name: str) -> tuple[bool, bool, float]:
+        each = chains[name]
+        return "stopped" not in each, "hole" not in each, -each.get("lag_seconds", 0.0)
+
+    first = sorted(chains, key=rank)[:MAX_PAGE_CHAINS]
+    return {**target, "chains": {name: chains[name] for name in first}, "chains_not_shown": left_out}
 
 
 # Coverage, as a picture

@@ -44,6 +44,9 @@ class IngressMonitorSettings(Section):
 
     listen: t.Listen = option("127.0.0.1:9465", "address and port of /metrics /healthz /readyz /status; empty: off")
     tls: MonitorTlsSettings = option({}, "TLS of the pages")
+    per_chain: t.FlagOrMoving = option(
+        True, "series of each chain in /metrics; moving: only of chains that are behind or stopped; false: of targets"
+    )
 
 
 class CreateSettings(Section):

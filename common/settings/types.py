@@ -95,7 +95,7 @@ def format_age(seconds: float | None) -> str | None:
 
 
 class StyledCell(NamedTuple):
-    """A table cell with a colour (by its name in rich), used if the output has colours; empty: no colour."""
+    """A table cell with a colour by its name, or `dim`; used if the output has colours; empty: no colour."""
 
     text: object
     style: str
@@ -216,10 +216,10 @@ def _text(value: Any) -> Any:
     raise value_error("text" + ("; quote it" if isinstance(value, bool | int | float) else ""))
 
 
-def _exactly(kind: type, form: str) -> BeforeValidator:
+def _exactly(kind: type, form: str, *words: str) -> BeforeValidator:
     def check(value: Any) -> Any:
         value = _core_scalar(value) if isinstance(value, ExpandedText) else value
-        if type(value) is not kind:
+        if type(value) is not kind and value not in words:
             raise value_error(form)
         return value
 
@@ -291,6 +291,9 @@ OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) els
 Text = Annotated[str, BeforeValidator(_text), TypeName("text")]
 Whole = Annotated[int, _exactly(int, "a whole number"), TypeName("number")]
 Flag = Annotated[bool, _exactly(bool, "true or false"), TypeName("true or false")]
+FlagOrMoving = Annotated[
+    bool | str, _exactly(bool, "true, false or moving", "moving"), TypeName("true \\| false \\| moving")
+]
 Duration = Annotated[float, BeforeValidator(_duration), TypeName("duration")]
 Size = Annotated[int, BeforeValidator(_size), TypeName("size")]
 Secret = Annotated[

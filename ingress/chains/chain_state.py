@@ -14,7 +14,6 @@ from common.errors import ConfigError, FloeError, Stopped
 from common.exits import choices
 from common.hints import checkpoint_command, position_command
 from common.logs import get_logger
-from common.metrics import show_zeros
 from common.sequences import SequenceRange, Stretch
 from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import errors
@@ -316,13 +315,11 @@ class ChainRegistry:
         self._states: dict[Chain, ChainState] = {}
         self._feeds: dict[FeedId, _Feed] = {}
         # Chains for which `obstacle` named another chain; chains with counters that begin at 0.
-        self._waiting, self._shown = set[Chain](), set[Chain]()
+        self._waiting = set[Chain]()
         self._archived: dict[Chain, int] = {}
         self._previous: dict[_IncarnationId, Mapping[int, int] | None] = {}
         self._unended: dict[_IncarnationId, deque[tuple[Chain, int]]] = {}
         self._read_errors: dict[_IncarnationId, str] = {}
-        for site, feed in self._sources:
-            show_zeros("ingress_", site=site, feed=feed)
 
     @property
     def positions(self) -> Mapping[Chain, int] | None:
@@ -387,10 +384,6 @@ class ChainRegistry:
         if feed.stopped or (len(feed.unfinished) >= source.max_chains and not self._is_replayed(chain)):
             self._refuse(feed, chain, source.max_chains)
             return None
-        if chain not in self._shown:
-            self._shown.add(chain)
-            labels = {"target": self.target, "site": chain.site, "feed": chain.feed, "partition": str(chain.partition)}
-            show_zeros("ingress_", **labels)
         feed.incarnations.setdefault(chain.incarnation, []).append(chain)
         feed.unfinished.add(chain)
         return self.renew(chain, position)

@@ -79,8 +79,7 @@ class GapSkipper:
     def _record_skip(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
         """Record a skipped gap. `lost`: the number of its sequences that are lost; None: all."""
         self._gaps(chain).append(self._documents.record_skipped_gap(self._target, chain, gap))
-        labels = self._target, chain.site, chain.feed, str(chain.partition)
-        metrics.lost_sequences.labels(*labels).inc(len(gap.range) if lost is None else lost)
+        metrics.lost_sequences.labels(self._target).inc(len(gap.range) if lost is None else lost)
 
     def has_none(self, chain: Chain) -> bool:
         """True if it is known that the target skipped nothing of the chain. Does not block."""
@@ -371,7 +370,7 @@ class SegmentLocator:
         state.check_skipped_gaps = False
         for gap, ref in found:
             first = max(gap.range.first, ref.coverage.first)
-            metrics.behind_gaps.labels(state.chain.site, state.chain.feed).inc()
+            metrics.behind_gaps.labels(self._chains.target).inc()
             command = position_command(self._chains.target, state.chain, first)
             context = {"gap": str(gap.range), "command": command, **ref.log_context()}
             log.warning("late segment found in a skipped gap", action="late_segment_found", **context)

@@ -269,7 +269,7 @@ class Prefetcher:
             chain.damaged.add(ref.key)
             chain.reread_at = min(chain.reread_at, self._clock.monotonic() + DAMAGE_RECHECK_S)
             chain.replan(everywhere=True)
-            metrics.damaged.labels(chain.chain.site, chain.chain.feed).inc()
+            metrics.damaged.labels(self.chains.target).inc()
             log.error("segment damaged", action="segment_damaged", error=str(found), **ref.log_context())
         else:
             if problem is not None:

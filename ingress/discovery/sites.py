@@ -137,13 +137,13 @@ class Heartbeats:
             ages[site] = min(ages.get(site, age), age)
             times[site] = max(times.get(site, 0.0), known.info.modified)
         of_sites: Shown = {(site,): (age > self.silent_after, times[site]) for site, age in ages.items()}
-        of_chains: Shown = {
-            (chain.site, chain.feed, str(chain.partition)): (each.heartbeat.state == "stopped", self.is_silent(each))
-            for chain, each in self._heartbeats.items()
-            if (chain.site, chain.feed) in pairs
-        }
+        stopped, silent = Counter[str](), Counter[str]()
+        for chain, each in self._heartbeats.items():
+            if (chain.site, chain.feed) in pairs:
+                stopped[chain.site] += each.heartbeat.state == "stopped"
+                silent[chain.site] += self.is_silent(each)
         self._set((metrics.site_silent, metrics.site_heartbeat), of_sites)
-        self._set((metrics.source_stopped, metrics.source_silent), of_chains)
+        self._set((metrics.source_stopped, metrics.source_silent), {(s,): (stopped[s], silent[s]) for s in stopped})
 
     def _set(self, gauges: tuple[Gauge, ...], values: Shown) -> None:
         for labels, each in values.items():

@@ -249,8 +249,9 @@ async def shown_by_centre(fleet: Fleet, truth: Mapping[str, Truth], carried: int
     found["/status of the centre"] = (part.get("state"), part.get("target_sequence"), seen), ("carrying", carried, ends)
     for site, each in truth.items():
         labels = {"target": TARGET, "site": site, "feed": "NODES"}
-        values = [await fleet.metric("centre", f"ingress_{name}", **labels) for name in ("position", "lag_sequences")]
-        found[f"metrics of {site} at the centre"] = values, [each.archived + 1, 0]
+        names = "lag_seconds", "source_lag_sequences"
+        values = [await fleet.metric("centre", f"ingress_{name}", **labels) for name in names]
+        found[f"metrics of {site} at the centre"] = values, [0, 0]
     figures = [
         await fleet.metric("centre", "ingress_target_sequence", target=TARGET),
         await fleet.metric("centre", "ingress_stopped_chains", target=TARGET),

@@ -258,7 +258,7 @@ async def test_keys_far_down_a_listing_are_not_lost(
 async def test_a_gap_is_counted_and_shown_once(archive: Archive, caplog: pytest.LogCaptureFixture) -> None:
     archive.put(rows_of(111, 120))
     archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(101, 110)))
-    counter = metrics.lost_sequences.labels("FLEET", "us-east", "NODES", "0")
+    counter = metrics.lost_sequences.labels("FLEET")
     before, centre = counted(counter), Centre(archive)
     centre.stored = {CHAIN: 101}
     async with centre.running():

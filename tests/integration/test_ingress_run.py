@@ -199,9 +199,8 @@ async def test_stored_parked_stopped_and_paused_are_counted(client: FloeClient, 
         assert reading("publish_seconds_count", target) >= 1
         assert reading("publish_last_success_timestamp_seconds", target) > 1_700_000_000
         payloads = sum(len(row.payload) for row in centre.archive.rows[OTHER])
-        assert of_chain("bytes_total", target, OTHER) >= payloads
-        assert of_chain("bytes_total", target) > 0
-        assert of_chain("parked_messages_total", target) == 1
+        assert reading("bytes_total", target) > payloads
+        assert reading("parked_messages_total", target) == 1
         assert reading("intents_total", target, result="closed") >= 1
         assert reading("lease_held", target) == 1
     assert await count_in(client, target) == 6

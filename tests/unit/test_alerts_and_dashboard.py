@@ -15,7 +15,7 @@ import pytest
 import yaml
 from prometheus_client import Counter, Gauge, Histogram
 
-from common.metrics import DECLARED_METRICS, REGISTRY, counter, show_zeros
+from common.metrics import DECLARED_METRICS, REGISTRY, ScrapedMetrics, counter, show_zeros
 from egress.acks import RESET_REASONS
 from egress.advisories.outbox import SendResult
 from egress.metrics import ADVISORY_RESULTS
@@ -44,10 +44,11 @@ SERIES = NAMES | {f"{name}{end}" for name in NAMES for end in ("_bucket", "_coun
 
 def labels_of() -> dict[str, set[str]]:
     """Return the labels of each of Floe's metrics."""
-    metrics = [
-        each for each in REGISTRY._collector_to_names.items() if isinstance(each[0], Counter | Gauge | Histogram)
-    ]
-    return {name: set(metric._labelnames) for metric, series in metrics for name in series}
+    metrics = REGISTRY._collector_to_names.items()
+    kinds = Counter | Gauge | Histogram
+    known = [(each._labelnames, series) for each, series in metrics if isinstance(each, kinds)]
+    known += [(each.labels, series) for each, series in metrics if isinstance(each, ScrapedMetrics)]
+    return {name: set(labels) for labels, series in known for name in series}
 
 
 def kebab(name: str) -> str:

@@ -103,3 +103,10 @@ def test_polls_are_rarer_beside_events_unless_their_interval_is_set() -> None:
     events = {"events": "nats://minio.events"}
     keys: list[dict[str, Any]] = [{}, {"poll_interval": "5s"}, events, {**events, "poll_interval": "10s"}]
     assert [settings(**each).ingress.poll_seconds for each in keys] == [10, 5, 60, 10]
+
+
+def test_the_series_are_of_all_chains_of_the_moving_ones_or_of_none() -> None:
+    keys: list[dict[str, Any]] = [{}, {"per_chain": False}, {"per_chain": "moving"}]
+    assert [settings(monitor=each).ingress.monitor.per_chain for each in keys] == [True, False, "moving"]
+    with pytest.raises(ValidationError, match="expected true, false or moving"):
+        settings(monitor={"per_chain": "some"})

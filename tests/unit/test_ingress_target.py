@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from prometheus_client import generate_latest
 
 from common import errors
+from common.archive.heartbeats import ChainHeartbeat, StoredHeartbeat
 from common.chain import Chain
 from common.clock import SystemClock, doubling_delays
+from common.metrics import REGISTRY
 from common.nats.requests import ApiError
 from common.observe.monitor import Health
+from common.observe.page import render_page
 from common.sequences import SequenceRange
-from common.settings.ingress import TargetSettings
+from common.settings.ingress import IngressSettings, TargetSettings
 from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry, ChainState
 from ingress.chains.plan import ChainPlan, Phase
@@ -26,6 +31,7 @@ from ingress.checkpoint_store import StateChanged, StoredState
 from ingress.delivery import Delivery
 from ingress.deps import IngressTuning
 from ingress.errors import is_fatal_for_target, is_transient, most_important_error
+from ingress.metrics import chain_metrics
 from ingress.publishers.publisher import Outcome
 from ingress.report import Lags, TargetReport
 from ingress.rows.prepare import Preparer, SubjectFilters, SubjectRule, TargetLimits
@@ -185,7 +191,7 @@ async def test_after_a_defect_a_target_begins_again_after_pauses_that_grow(monke
     # Releasing a lease needs more of the sharing than this.
     sharing = SimpleNamespace(owner="me", slot=lambda key, observer: SimpleNamespace(wait_for_lease=occupy))
     near = {"health": health, "clock": clock, "sharing": sharing, "discovery": SimpleNamespace(sites=None)}
-    deps = SimpleNamespace(**near, tuning=IngressTuning())
+    deps = SimpleNamespace(**near, tuning=IngressTuning(), settings=IngressSettings())
     settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
     stop, began = Stop(), []
 
@@ -232,19 +238,30 @@ def chain_state(position: int, archived: int, plan: ChainPlan | None = None) -> 
     return found
 
 
+class Chains(dict[Chain, ChainState]):
+    """The registry of some chains."""
+
+    def __init__(self, *states: ChainState) -> None:
+        super().__init__((state.chain, state) for state in states)
+
+    def __iter__(self) -> Any:
+        return iter(self.values())
+
+
 class Gauges(Lags):
     """The lags of one target, and the values of its gauges."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_chain: bool | str = True) -> None:
         self.target = unique("T")
-        super().__init__(self.target)
+        super().__init__(self.target, per_chain)
 
     def at(self, now: float, state: ChainState, position: int, *rest: Any, **more: Any) -> None:
-        self.measure([state], {CHAIN: position}, *(rest or ([], None)), now, **more)
+        self.measure(Chains(state), {CHAIN: position}, *(rest or ([], None)), now, **more)  # type: ignore[arg-type]
 
     def shown(self, *names: str) -> list[float | None]:
         labels = {"target": self.target, "site": CHAIN.site, "feed": CHAIN.feed, "partition": "0"}
-        return [metric_value(f"floe_ingress_{name}", labels) for name in names]
+        of_target = ("lag_messages", "late_sequences")
+        return [metric_value(f"floe_ingress_{n}", {"target": self.target} if n in of_target else labels) for n in names]
 
 
 @pytest.fixture
@@ -252,7 +269,7 @@ def lags() -> Iterator[Gauges]:
     made = Gauges()
     yield made
     made.forget()
-    assert made.shown("lag_messages", "position") == [None, None]
+    assert made.shown("lag_messages", "lag_seconds") == [None, None]
 
 
 LATE = ChainPlan(Phase.LATE, (), SequenceRange(101, 110), 1000.0)
@@ -261,7 +278,7 @@ LATE = ChainPlan(Phase.LATE, (), SequenceRange(101, 110), 1000.0)
 def test_messages_are_counted_where_they_are_decoded_and_sequences_where_not(lags: Gauges) -> None:
     # Stored below 101; 101..200 in the open intent and 201..300 decoded hold 7 and 5; the rest: not yet.
     lags.at(50.0, chain_state(301, 1000), 101, [Block(piece(201, 300, 5))], Intent(9, (piece(101, 200, 7),)))
-    assert lags.shown("lag_sequences", "lag_messages") == [900, 712]
+    assert (lags.behind[CHAIN].sequences, lags.shown("lag_messages")) == (900, [712])
     assert metric_value("floe_ingress_intent_open", {"target": lags.target}) == 1
 
 
@@ -270,21 +287,21 @@ def test_the_lag_grows_while_nothing_is_carried_and_is_0_when_all_is(lags: Gauge
         lags.at(now, chain_state(101, archived, LATE), 101)
         assert lags.shown("lag_seconds", "waiting_seconds", "late_sequences") == [seconds, seconds, 10]
     lags.at(1100.0, chain_state(301, 300), 301)
-    assert lags.shown("lag_seconds", "late_sequences") == [0, 0]
+    assert lags.shown("lag_seconds", "waiting_seconds", "late_sequences") == [0, None, 0]
 
 
 def test_the_lag_stays_until_another_instance_carries() -> None:
     clock, lags = SystemClock(), Gauges()
     report = TargetReport(lags.target, Health(clock), clock, owner="me")
-    report.lags.measure([chain_state(101, 300)], {CHAIN: 101}, [], None, 1090.0)
+    report.lags.measure(Chains(chain_state(101, 300)), {CHAIN: 101}, [], None, 1090.0)  # type: ignore[arg-type]
     report.report_released()
     for nobody in (None, "me"):
         report.set_standby(nobody)
-        assert lags.shown("lag_sequences") == [200]
+        assert lags.shown("lag_messages", "lag_seconds") == [200, 0]
     asked = metric_value("floe_ingress_lag_last_success_timestamp_seconds", {"target": lags.target})
     assert asked == 1090
     report.set_standby("another")
-    assert lags.shown("lag_sequences") == [None]
+    assert lags.shown("lag_messages", "lag_seconds") == [None, None]
 
 
 def test_the_lag_of_rows_that_are_being_sent_is_theirs_and_exact_as_soon_as_a_time_is_known(lags: Gauges) -> None:
@@ -303,18 +320,41 @@ def test_the_lag_grows_while_the_store_cannot_be_read(lags: Gauges) -> None:
     for now in (1000.0, 1060.0):
         lags.record_store_state(is_read=False, now=now)
     lags.at(1060.0, state, 301)
-    assert (lags.shown("lag_seconds"), lags.age(state, {CHAIN: 301}, 1090.0)) == ([60], 90)
+    assert (lags.shown("lag_seconds"), lags.age(CHAIN)) == ([60], 60)
     lags.record_store_state(is_read=True, now=1100.0)
     lags.at(1100.0, state, 301)
     assert lags.shown("lag_seconds") == [0]
 
 
-def test_the_position_is_shown_before_anything_is_carried_and_where_it_was_set_back(lags: Gauges) -> None:
-    lags.measure([chain_state(1, 300, LATE)], {}, [], None, 1050.0)
-    assert lags.shown("position") == [1]
-    for at in (101, 51):
-        lags.at(1060.0, chain_state(at, 300), at)
-        assert lags.shown("position") == [at]
+class Reports:
+    """Egress reports that each stream ends at 400."""
+
+    def heartbeat_of(self, chain: Chain) -> StoredHeartbeat:
+        return StoredHeartbeat(ChainHeartbeat(state="reading", since=0.0, source_last=400, chain=chain), 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("per_chain", "count", "labels", "seconds"), [(True, 28, 4, 0), ("moving", 4, 4, None), (False, 4, 1, 60)]
+)
+def test_a_chain_has_at_most_five_series(per_chain: Any, count: int, labels: int, seconds: float | None) -> None:
+    lags = Gauges(per_chain)
+    states = [ChainState(replace(CHAIN, partition=n), None, 401, archived=400) for n in range(9)]  # type: ignore[arg-type]
+    for state in states:
+        state.adopt_plan(ChainPlan(Phase.IDLE), 0.0)
+    states[8].adopt_plan(LATE, 0.0)
+    lags.measure(Chains(*states), {states[8].chain: 101}, [], None, 1060.0, Reports())  # type: ignore[arg-type]
+    found = [line for line in generate_latest(REGISTRY).decode().splitlines() if f'target="{lags.target}"' in line]
+    of_chains = [line for line in found if line.startswith(tuple(each.name for each in chain_metrics.describe()))]
+    assert (list(lags.behind), len(of_chains)) == ([states[8].chain], count)
+    assert sum("site=" in line for line in found) <= 5 * len(states)
+    assert max(line.count('="') for line in of_chains) == labels
+    shown = (
+        lags.shown("lag_seconds")
+        if labels == 4
+        else [metric_value("floe_ingress_lag_seconds", {"target": lags.target})]
+    )
+    assert shown == [seconds]
+    lags.forget()
 
 
 def test_a_paused_chain_is_shown_as_paused() -> None:
@@ -345,7 +385,9 @@ def test_an_end_and_a_publisher_of_a_target_count_once(caplog: pytest.LogCapture
         assert (count(), health.problems()) == (4, [f"target {target}: wrong"])
 
 
-def carried(chains: list[Chain], unready: str = "", *, is_settled: bool = True) -> tuple[str, Health]:
+def carried(
+    chains: list[Chain], unready: str = "", *, is_settled: bool = True, stopped: Chain | None = None
+) -> tuple[str, Health]:
     """Report the progress of a target that carries these chains; return its name and the health."""
     target, clock = unique("T"), SystemClock()
     health = Health(clock)
@@ -353,6 +395,8 @@ def carried(chains: list[Chain], unready: str = "", *, is_settled: bool = True) 
     settings = TargetSettings.model_validate({"stream": target, "sources": sources})
     registry = ChainRegistry(settings, TargetLimits(SubjectFilters([">"]), 1024))
     assert all(registry.add(chain) for chain in chains)
+    if stopped is not None:
+        registry.get(stopped).stop(errors.Stopped("x"), 0.0)  # type: ignore[union-attr]
     state = SimpleNamespace(checkpoint=SimpleNamespace(positions={}, target_sequence=0), intent=None)
     delivery: Any = SimpleNamespace(state=state, is_settled=is_settled, trouble="", sending_times={})
     delivery.unready_reason = unready
@@ -362,10 +406,14 @@ def carried(chains: list[Chain], unready: str = "", *, is_settled: bool = True) 
 
 
 def test_a_site_with_many_chains_hides_no_other_from_the_status() -> None:
-    target, health = carried([*(Chain("a-site", "NODES", 0, partition) for partition in range(1100)), CHAIN])
+    of_site = [Chain("a-site", "NODES", 0, partition) for partition in range(1100)]
+    target, health = carried([*of_site, CHAIN], stopped=of_site[-1])
     shown = health.status()["parts"][f"target {target}"]["chains"]
     assert len(shown) == 1000
-    assert str(CHAIN) in shown
+    assert {str(CHAIN), str(of_site[-1])} - shown.keys() == set()
+    assert health.chains() == sorted(shown)
+    page = render_page(health.status(), ())
+    assert (page.count(b"<tr><td>a-site/NODES"), b"chains not shown 900" in page) == (99, True)
 
 
 @pytest.mark.parametrize("why", ["", "checking its state"])
