@@ -84,8 +84,8 @@ class RenewalThread:
 
     async def open(self, bucket: Callable[[FloeClient], KeyValue]) -> None:
         """Connect, unless that is done; `bucket` returns the bucket of the leases. Raises the errors of `connect`."""
-        self._client = self._client or await self._call(self._connect())
-        self._bucket = bucket(self._client)
+        client = self._client or await self._call(self._connect())
+        self._client, self._bucket = client, bucket(client)
 
     async def run(self, renew: Renew) -> str:
         """Run `renew` on the thread to its end. If this is cancelled, `renew` is, and has ended when this ends."""

@@ -314,7 +314,7 @@ class ChainRegistry:
         self._last_begun_by_feed: dict[FeedId, int] | None = None
         self._states: dict[Chain, ChainState] = {}
         self._feeds: dict[FeedId, _Feed] = {}
-        # Chains for which `obstacle` named another chain; chains with counters that begin at 0.
+        # Chains for which `obstacle` named another chain.
         self._waiting = set[Chain]()
         self._archived: dict[Chain, int] = {}
         self._previous: dict[_IncarnationId, Mapping[int, int] | None] = {}

@@ -247,7 +247,7 @@ async def shown_by_centre(fleet: Fleet, truth: Mapping[str, Truth], carried: int
     }
     ends = {chain: ("idle", each.archived, each.archived + 1) for chain, each in chains.items()}
     found["/status of the centre"] = (part.get("state"), part.get("target_sequence"), seen), ("carrying", carried, ends)
-    for site, each in truth.items():
+    for site in truth:
         labels = {"target": TARGET, "site": site, "feed": "NODES"}
         names = "lag_seconds", "source_lag_sequences"
         values = [await fleet.metric("centre", f"ingress_{name}", **labels) for name in names]
