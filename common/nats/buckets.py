@@ -70,7 +70,7 @@ async def open_leases(
     bucket = partial(_lease_bucket, settings=settings, target=target, replicas=replicas)
     here = await bucket(client).ensure()
     if thread is not None:
-        await thread.open(bucket)
+        await thread.open(bucket, lambda: client.is_up)
     return Leases(here, owner, settings.lease_ttl, clock, thread)
 
 

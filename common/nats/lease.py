@@ -63,6 +63,7 @@ class RenewalThread:
         self._connect, self._silence, self._loop = connect, silence, asyncio.new_event_loop()
         self._client: FloeClient | None = None
         self._bucket: KeyValue | None = None
+        self._is_connected: Callable[[], bool] = lambda: True
 
     async def __aenter__(self) -> Self:
         here = asyncio.get_running_loop()
@@ -82,10 +83,15 @@ class RenewalThread:
             await self._call(self._client.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def open(self, bucket: Callable[[FloeClient], KeyValue]) -> None:
-        """Connect, unless that is done; `bucket` returns the bucket of the leases. Raises the errors of `connect`."""
-        client = self._client or await self._call(self._connect())
-        self._client, self._bucket = client, bucket(client)
+    async def open(self, bucket: Callable[[FloeClient], KeyValue], is_connected: Callable[[], bool]) -> None:
+        """Connect, unless that is done; `bucket` returns the bucket of the leases. Raises the errors of `connect`.
+
+        `is_connected`: True while the work has its own connection. Without it nothing is renewed: another holder may
+        have one.
+        """
+        if self._client is None:
+            self._client = await self._call(self._connect())
+        self._bucket, self._is_connected = bucket(self._client), is_connected
 
     async def run(self, renew: Renew) -> str:
         """Run `renew` on the thread to its end. If this is cancelled, `renew` is, and has ended when this ends."""
@@ -95,6 +101,8 @@ class RenewalThread:
     def _check_alive(self) -> None:
         if (seconds := self._silence()) > MAX_SILENCE_S:
             raise Unavailable(f"expected a sign of life of the work within {MAX_SILENCE_S:.0f} s, found {seconds:.0f}")
+        if not self._is_connected():
+            raise Unavailable("the connection of the work is down")
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         here, tasks = asyncio.get_running_loop(), list[asyncio.Task[T]]()

@@ -238,11 +238,15 @@ class Expiring(Bucket):
         return True
 
 
-@pytest.mark.parametrize(("blocked", "is_kept"), [(30, True), (59, True), (75, False)])
-def test_blocked_work_keeps_its_leases_for_a_minute(blocked: int, is_kept: bool, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("blocked", "is_connected", "is_kept"), [(30, True, True), (59, True, True), (75, True, False), (30, False, False)]
+)
+def test_blocked_work_keeps_its_leases_for_a_minute(
+    blocked: int, is_connected: bool, is_kept: bool, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(leasing, "threading", SimpleNamespace(Thread=lambda **_: SimpleNamespace(start=lambda: None)))
     clock, work, ended = SharedClock(), asyncio.new_event_loop(), asyncio.Event()
-    bucket, health, held = Expiring(clock), Health(clock), list[leasing.Lease]()
+    bucket, health, held, lost = Expiring(clock), Health(clock), list[leasing.Lease](), list[bool]()
     answers: list[Any] = [SimpleNamespace(aclose=lambda: asyncio.sleep(0)), Unavailable("no server yet")]
 
     async def connect() -> Any:
@@ -258,8 +262,8 @@ def test_blocked_work_keeps_its_leases_for_a_minute(blocked: int, is_kept: bool,
     async def hold() -> None:
         async with thread:
             with pytest.raises(Unavailable):
-                await thread.open(lambda _: bucket)
-            await thread.open(lambda _: bucket)
+                await thread.open(lambda _: bucket, lambda: not lost)
+            await thread.open(lambda _: bucket, lambda: not lost)
             held.append(await leasing.Leases(bucket, "me", bucket.ttl, clock, thread).acquire("k"))
             tasks = [asyncio.create_task(each) for each in (health.keep_beating(), held[0].run_renewals())]
             await ended.wait()
@@ -269,6 +273,7 @@ def test_blocked_work_keeps_its_leases_for_a_minute(blocked: int, is_kept: bool,
     holding = work.create_task(hold())
     clock.run(20, work, thread._loop)
     assert held[0].is_usable()
+    lost += [] if is_connected else [True]
     clock.run(blocked, thread._loop)
     assert (held[0].is_usable(), clock.monotonic() < bucket.until) == (is_kept, is_kept)
     clock.run(1, work, thread._loop)
