@@ -249,9 +249,8 @@ async def shown_by_centre(fleet: Fleet, truth: Mapping[str, Truth], carried: int
     found["/status of the centre"] = (part.get("state"), part.get("target_sequence"), seen), ("carrying", carried, ends)
     for site in truth:
         labels = {"target": TARGET, "site": site, "feed": "NODES"}
-        names = "lag_seconds", "source_lag_sequences"
-        values = [await fleet.metric("centre", f"ingress_{name}", **labels) for name in names]
-        found[f"metrics of {site} at the centre"] = values, [0, 0]
+        lags = [await fleet.metric("centre", f"ingress_{n}", **labels) for n in ("lag_seconds", "source_lag_sequences")]
+        found[f"metrics of {site} at the centre"] = lags, [0, 0]
     figures = [
         await fleet.metric("centre", "ingress_target_sequence", target=TARGET),
         await fleet.metric("centre", "ingress_stopped_chains", target=TARGET),

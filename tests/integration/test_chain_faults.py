@@ -70,8 +70,7 @@ async def test_nothing_is_read_before_the_stored_positions_are_known(archive: Ar
         # By itself: it needs no poll.
         await soon(lambda: centre.stored == {CHAIN: 101, PART: 31})
 
-    assert (centre.messages_of(CHAIN), centre.messages_of(PART)) == (50, 30)
-    assert archive.objects.get(START) is None
+    assert (centre.messages_of(CHAIN), centre.messages_of(PART), archive.objects.get(START)) == (50, 30, None)
 
 
 async def test_a_start_is_resolved_by_the_state_then(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +90,7 @@ async def test_a_start_is_resolved_by_the_state_then(archive: Archive, monkeypat
         centre.prefetcher.reset(centre.stored)
         go_on.set()
         await centre.reaches({CHAIN: 101})
-    assert centre.messages_of(CHAIN) == 50
-    assert archive.objects.get(START) is None
+    assert (centre.messages_of(CHAIN), archive.objects.get(START)) == (50, None)
 
 
 # One error of the store
@@ -117,8 +115,7 @@ async def test_an_error_drops_no_start(archive: Archive, monkeypatch: pytest.Mon
         await soon(lambda: asked)
         await centre.prefetcher.apply_decisions()
         await centre.reaches({CHAIN: 101})
-    assert len(asked) >= 2
-    assert centre.messages_of(CHAIN) == 11
+    assert (len(asked) >= 2, centre.messages_of(CHAIN)) == (True, 11)
 
 
 async def test_an_unreadable_stream_json_starves_nobody_and_is_logged_once(
@@ -196,8 +193,7 @@ def test_an_awaited_moment_is_searched_for_only_in_new_segments(tmp_path: Path) 
     archive.put(rows_of(101, 110))
     assert (begins(), len(listed)) == (0, 1)
     archive.put(rows_of(1, 120), level=1)
-    assert (begins(), len(listed)) == (115, 1)
-    assert (begins(), len(listed)) == (115, 12)
+    assert [(begins(), len(listed)) for _ in range(2)] == [(115, 1), (115, 12)]
 
 
 async def test_late_messages_are_searched_too(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +212,7 @@ async def test_late_messages_are_searched_too(archive: Archive, monkeypatch: pyt
     monkeypatch.setattr(starts, "resolve", resolve)
     async with centre.running():
         await centre.reaches({CHAIN: 111})
-    assert asked[0] == 0
-    assert centre.messages_of(CHAIN) == 6
+    assert (asked[0], centre.messages_of(CHAIN)) == (0, 6)
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -266,8 +261,7 @@ async def test_a_gap_is_counted_and_shown_once(archive: Archive, caplog: pytest.
         centre.stored = {CHAIN: 101}
         centre.prefetcher.reset(centre.stored)  # the position was not stored, though the gap was recorded
         await centre.reaches({CHAIN: 121})
-    assert counted(counter) - before == 10
-    assert caplog.text.count("gap skipped") == 1
+    assert (counted(counter) - before, caplog.text.count("gap skipped")) == (10, 1)
 
 
 def test_a_corrupt_gap_is_logged_once_until_it_is_fixed(archive: Archive, caplog: pytest.LogCaptureFixture) -> None:
@@ -375,8 +369,7 @@ def test_the_keys_are_ignored_where_the_copy_has_begun_already(begun: Archive) -
     resolve = start(begun, start_at_end=True)
 
     assert resolve(LATER, positions={CHAIN: 5}) == 1
-    assert resolve(positions={LATER: 5}) == 1
-    assert resolve(positions={OTHER: 5}) == 21
+    assert [resolve(positions={chain: 5}) for chain in (LATER, OTHER)] == [1, 21]
 
 
 def test_a_corrupt_start_is_never_used(begun: Archive) -> None:

@@ -69,9 +69,8 @@ async def test_later_rows_follow_and_a_restart_resumes(client: FloeClient, centr
     stored = (await (await centre.state(client)).load()).state
 
     check_exact(messages, centre.archive, centre.prefix)
-    assert stored.intent is None
-    assert stored.checkpoint.positions == {CHAIN: 131}
-    assert stored.checkpoint.target_sequence == 110
+    checkpoint = stored.checkpoint
+    assert (stored.intent, checkpoint.positions, checkpoint.target_sequence) == (None, {CHAIN: 131}, 110)
     assert written.sources == ("eu-west/NODES", "us-east/NODES")
     assert written.positions in ({CHAIN: 51}, {CHAIN: 101}, {CHAIN: 131})
 
@@ -136,8 +135,7 @@ async def test_what_is_gone_stays_gone(client: FloeClient, centre: Centre, confi
     async with centre.running():
         await closed_at(client, centre, 30)
         found = await arrived(client, centre.target)
-    assert sequences(found) == list(held)
-    assert [each.sequence for each in found] == list(held)
+    assert sequences(found) == [each.sequence for each in found] == list(held)
 
 
 @pytest.mark.parametrize(
@@ -196,13 +194,11 @@ async def test_stored_parked_stopped_and_paused_are_counted(client: FloeClient, 
         await ran("chain", "pause", "-c", str(centre.write()), *where)
         await soon(lambda: reading("paused_chains", target) == 1)
 
-        assert reading("publish_seconds_count", target) >= 1
         assert reading("publish_last_success_timestamp_seconds", target) > 1_700_000_000
         payloads = sum(len(row.payload) for row in centre.archive.rows[OTHER])
         assert reading("bytes_total", target) > payloads
-        assert reading("parked_messages_total", target) == 1
-        assert reading("intents_total", target, result="closed") >= 1
-        assert reading("lease_held", target) == 1
+        assert reading("parked_messages_total", target) == reading("lease_held", target) == 1
+        assert min(reading("intents_total", target, result="closed"), reading("publish_seconds_count", target)) >= 1
     assert await count_in(client, target) == 6
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from common import logs
+from common.archive.documents import ChainStore
 from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
 from common.chain import Chain
 from common.errors import Refused
@@ -180,7 +181,7 @@ async def status(centre: Centre) -> tuple[int, dict[tuple[str, str], dict[str, A
 
 
 async def test_the_centre_knows_the_true_lag_the_reason_and_who_is_silent(
-    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str
+    client: FloeClient, tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive.put(rows_of(1, 50))
     put_heartbeat(archive, CHAIN, "reading", end=50, source_last=597)
@@ -190,8 +191,8 @@ async def test_the_centre_knows_the_true_lag_the_reason_and_who_is_silent(
     async with centre.running() as health:
         await centre.carried(client, 50)
         await soon(lambda: gauge("ingress_source_lag_sequences", target=centre.target, **labels) == 547)
-        assert gauge("ingress_lag_messages", target=centre.target) == 0
-        assert gauge("ingress_site_silent", site=CHAIN.site) == 0
+        lag, silent = gauge("ingress_lag_messages", target=centre.target), gauge("ingress_site_silent", site=CHAIN.site)
+        assert (lag, silent) == (0, 0)
         shown = centre.status(health)["chains"][str(CHAIN)]["source"]
         assert (shown["state"], shown["sequence"]) == ("reading", 597)
 
@@ -204,13 +205,17 @@ async def test_the_centre_knows_the_true_lag_the_reason_and_who_is_silent(
         # A site that never archived anything is shown too, with the reason.
         put_heartbeat(archive, OTHER, "stopped", code="E-ROLLED-BACK", why="it ends before", source_last=9)
         code, rows = await status(centre)
-        row = rows[OTHER.site, OTHER.feed]
-        assert (code, row["egress"], row["archived"]) == (3, "stopped E-ROLLED-BACK", None)
-        assert row["why"] == "egress: it ends before"
+        row, why = rows[OTHER.site, OTHER.feed], "egress: it ends before"
+        assert (code, row["egress"], row["archived"], row["why"]) == (3, "stopped E-ROLLED-BACK", None, why)
 
     put_heartbeat(archive, CHAIN, "reading", ago=400, end=50, source_last=597)
+    os.utime(archive.folder / archive.documents.layout.tail(CHAIN), (1000, 1000))
+    read: list[Chain] = []
+    monkeypatch.setattr(ChainStore, "read_tail", lambda _, chain: read.append(chain))
     code, rows = await status(centre)
-    assert (code, rows[CHAIN.site, CHAIN.feed]["egress"]) == (3, "silent")
+    monkeypatch.undo()
+    row = rows[CHAIN.site, CHAIN.feed]
+    assert (code, row["egress"], row["archived"], CHAIN in read) == (3, "silent", 50, False), "the heartbeat is newer"
     async with centre.running():
         await soon(lambda: gauge("ingress_site_silent", site=CHAIN.site) == 1)
         assert gauge("ingress_source_silent", site=CHAIN.site) == 1

@@ -44,11 +44,10 @@ SERIES = NAMES | {f"{name}{end}" for name in NAMES for end in ("_bucket", "_coun
 
 def labels_of() -> dict[str, set[str]]:
     """Return the labels of each of Floe's metrics."""
-    metrics = REGISTRY._collector_to_names.items()
-    kinds = Counter | Gauge | Histogram
-    known = [(each._labelnames, series) for each, series in metrics if isinstance(each, kinds)]
-    known += [(each.labels, series) for each, series in metrics if isinstance(each, ScrapedMetrics)]
-    return {name: set(labels) for labels, series in known for name in series}
+    kinds, found = Counter | Gauge | Histogram | ScrapedMetrics, REGISTRY._collector_to_names.items()
+    known = [(each, series) for each, series in found if isinstance(each, kinds)]
+    labels = [(m.labels if isinstance(m, ScrapedMetrics) else m._labelnames, series) for m, series in known]
+    return {name: set(names) for names, series in labels for name in series}
 
 
 def kebab(name: str) -> str:

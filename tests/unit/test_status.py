@@ -6,30 +6,20 @@ import os
 import pty
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from common.archive.documents import ChainStore
-from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject, StoredHeartbeat
-from common.archive.keys import Layout
-from common.archive.store import SegmentStore
+from common.archive.heartbeats import ChainHeartbeat, StoredHeartbeat
 from common.chain import Chain
 from common.cli import print_table
-from common.clock import SystemClock
-from common.objects.local import LocalObjects
 from common.observe.observation import Observation
-from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings
-from common.settings.ingress import TargetSettings
 from common.settings.types import StyledCell, duration_words, format_age, size_words
 from egress.partition import partitions_of
 from egress.status import SITE_FORMAT, NatsState, chains_of_status, closing_text, observe_partition, open_segment_text
-from ingress.checkpoint import Checkpoint, TargetState
-from ingress.operator.status import ArchiveReader, TargetStatus
 from tests.support.basics import problems_of
 
 ROOT = Path(__file__).parents[2]
@@ -97,32 +87,6 @@ def test_the_centre_makes_up_no_lag_where_a_tail_cannot_be_read():
     assert (partial.lag_sequences, partial.source_lag_sequences) == (None, None)
     without = replace(partial, position=None, is_end_known=True)
     assert (without.lag_sequences, without.source_lag_sequences) == (0, 90)
-
-
-async def test_of_chains_at_rest_the_centre_reads_the_heartbeats_and_no_tail(tmp_path: Path):
-    read, layout = [], Layout("data")
-
-    class Noting(LocalObjects):
-        def get(self, key: str, **part: Any) -> bytes | None:
-            read.append(key)
-            return super().get(key, **part)
-
-    documents = ChainStore(Noting(tmp_path), layout)
-    chains = [Chain("us-east", f"F{number}") for number in range(3)]
-    for chain in chains:
-        documents.write_tail(chain, 20)
-        os.utime(tmp_path / layout.tail(chain), (1000, 1000))
-    heartbeats = tuple(ChainHeartbeat("reading", 0.0, end=20, chain=chain) for chain in chains)
-    documents.write_heartbeat("host", HeartbeatObject("us-east", "me", 0.0, heartbeats))
-    sources = [{"site": chain.site, "feed": chain.feed} for chain in chains]
-    target = TargetSettings.model_validate({"stream": "T", "sources": sources})
-    positions = dict(zip(chains, (21, 21, 11), strict=True))
-    known = {"T": TargetStatus(TargetState(Checkpoint(1, "t0", positions)), "fast")}
-    with closing(ThreadPool("test", 2)) as threads:
-        store = SegmentStore(documents.objects, layout)
-        found = await ArchiveReader(store, documents, threads, SystemClock(), 300.0).read([target], known)
-    assert [(each.archived, each.lag_sequences) for each in found] == [(20, 0), (20, 0), (20, 10)]
-    assert [key for key in read if key in map(layout.tail, chains)] == [layout.tail(chains[2])]
 
 
 # A site

@@ -36,9 +36,8 @@ def test_positions_are_read_back_as_they_were_written(documents: ChainStore) -> 
     put = TargetPositions("FLEET", 1000.5, {A: 31, B: 2**63}, ("us-east/NODES",))
     documents.write_positions(put)
 
-    assert documents.read_positions("FLEET") == put
-    assert documents.read_positions("OTHER") is None
-    assert documents.targets_with_positions() == ["FLEET"]
+    found = [documents.read_positions(target) for target in ("FLEET", "OTHER")]
+    assert (found, documents.targets_with_positions()) == ([put, None], ["FLEET"])
     raw = documents.objects.get("data/_floe/ingress/FLEET/positions.json")
     positions = {"us-east/NODES/0000/0": 31, "eu-west/NODES/0001/2": 2**63}
     rest = {"format_version": 1, "target": "FLEET", "time": 1000.5, "sources": ["us-east/NODES"]}
@@ -197,21 +196,21 @@ def test_a_target_needs_what_lies_behind_its_position_and_all_of_a_chain_that_it
     documents.write_positions(TargetPositions("COPY", 1.0, {EAST: 11}, ("us-east/NODES",)))
 
     needs = read_needs(documents, {})
-    assert needs.earliest(EAST, 1) == (11, "COPY")
-    assert needs.earliest(LATER, 5) == (5, "COPY")
-    assert needs.earliest(WEST, 1) == (MAX_SEQUENCE, "")
+    earliest = [needs.earliest(chain, first) for chain, first in ((EAST, 1), (LATER, 5), (WEST, 1))]
+    assert earliest == [(11, "COPY"), (5, "COPY"), (MAX_SEQUENCE, "")]
     # The configuration lists another source by now, and ingress was not restarted.
     assert read_needs(documents, {"FLEET": ["eu-west/NODES"]}).earliest(WEST, 3) == (3, "FLEET")
 
 
 def test_a_target_without_readable_positions_needs_everything_and_a_released_one_nothing(documents: ChainStore):
     needs = read_needs(documents, {"FLEET": ["us-east/NODES"]})
-    assert needs.earliest(WEST, 7) == (0, "FLEET")
-    assert needs.unknown == {"FLEET": "it has not reported its positions yet"}
+    assert (needs.earliest(WEST, 7), needs.unknown) == (
+        (0, "FLEET"),
+        {"FLEET": "it has not reported its positions yet"},
+    )
     documents.objects.put("data/_floe/ingress/SPOILED/positions.json", b"[]")
     needs = read_needs(documents, {})
-    assert needs.earliest(EAST, 1) == (0, "SPOILED")
-    assert "positions.json" in needs.unknown["SPOILED"]
+    assert (needs.earliest(EAST, 1), "positions.json" in needs.unknown["SPOILED"]) == ((0, "SPOILED"), True)
     documents.objects.delete("data/_floe/ingress/SPOILED/positions.json")
     documents.write_positions(TargetPositions("FLEET", 1.0, released=True))
     assert read_needs(documents, {"FLEET": ["us-east/NODES"]}).earliest(EAST, 1) == (MAX_SEQUENCE, "")
