@@ -42,6 +42,7 @@ DOCUMENTS_PER_CHAIN = 3  # estimated, for that comparison
 TICK_INTERVAL_S = 10.0  # seconds at most between two checks of chains that wait
 NOTIFICATION_INTERVAL_S = 0.05  # seconds between two checks after notifications: a thousand in a second cause twenty
 MAX_TAILS_PER_POLL = 2000  # tails that one poll reads, of all sites in turn; the next poll reads others
+MAX_SUGGESTIONS = 20  # missing sources of one listing with a hint: each is compared with all names, on the event loop
 MAX_UNKNOWN_CHAINS = 64  # unknown chains that one check takes from notifications; the next poll finds the others
 TAILS_RECORD_INTERVAL_S = 60.0  # seconds between two records of the tails that a target knows, at least
 SEARCH_INTERVAL_S = 6 * 3600.0  # seconds within which each chain is listed although nothing shows a change
@@ -129,10 +130,9 @@ class Discovery:
 
     def add(self, target: Prefetcher) -> None:
         self.targets.append(target)
-        pairs = {*target.pairs()}
-        self._pairs |= pairs
-        for pair in target.pairs():
+        for pair in (pairs := {*target.pairs()}):
             self._targets_by_pair.setdefault(pair, []).append(target)
+        self._pairs |= pairs
         self._notify_targets((chain for chain in self._known if (chain.site, chain.feed) in pairs), [target])
         for event in (self.poll_due, self.listing_due, self._heartbeats_due):
             event.set()
@@ -336,8 +336,8 @@ class Discovery:
         new, self._missing = missing - self._missing, missing
         tails = await self._threads.run(self._documents.tail_etags) if new else ()
         names = {f"{chain.site}/{chain.feed}" for chain in tails}
-        for site, feed in sorted(new):
-            hint = suggestion(f"{site}/{feed}", names)
+        for number, (site, feed) in enumerate(sorted(new)):
+            hint = suggestion(f"{site}/{feed}", names) if number < MAX_SUGGESTIONS else ""
             log.warning("source missing", action="source_missing", site=site, feed=feed, hint=hint)
         self._show_missing()
 
