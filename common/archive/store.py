@@ -171,6 +171,12 @@ class SegmentStore:
         afters = ((each, self.layout.start_after(chain, each, position)) for each in levels)
         return [ref for each, after in afters for ref in self._list_from(chain, each, after, limit)]
 
+    def list_above(self, chain: Chain, level: int, limit: int) -> builtins.list[SegmentRef] | None:
+        """List all segments of the levels above `level`, by one request; None if there are `limit` or more objects."""
+        after = f"{self.layout.segments_prefix(chain, level).removesuffix('/')}0"  # sorts right after the slash
+        page = self.objects.list(self.layout.partition_prefix(chain), start_after=after, limit=limit)
+        return None if len(page) >= limit else [ref for info in page if (ref := self._ref(info)) is not None]
+
     def list_after(self, ref: SegmentRef, limit: int) -> builtins.list[SegmentRef]:
         return self._list_from(ref.chain, ref.level, ref.key, limit)
 

@@ -2,11 +2,11 @@
 
 A search takes no longer in an archive of a million segments.
 
-Level 0 is listed first, because new segments are there. The levels above are listed only on a miss, ascending, until
-one continues the chain. A page holds the segments that end first after the position. So it holds the one that
-continues, unless more than a page of them end inside a later, larger one: egress writes such a segment when it reads
-again above a hole. `SearchState` finds it, with one page in each search. Before a range is finally skipped,
-`search_whole_chain` lists all segments.
+Level 0 is listed first, because new segments are there. The levels above are listed only on a miss: all of them at
+once, or if they hold too many segments, ascending until one continues the chain. A page holds the segments that end
+first after the position. So it holds the one that continues, unless more than a page of them end inside a later, larger
+one: egress writes such a segment when it reads again above a hole. `SearchState` finds it, with one page in each
+search. Before a range is finally skipped, `search_whole_chain` lists all segments.
 """
 
 import threading
@@ -37,6 +37,7 @@ log = get_logger(__name__)
 
 SEARCH_PAGE = 100  # segments of one level in a search
 FULL_SEARCH_PAGE = 1000  # segments that a survey lists at a time
+MAX_ABOVE = 1000  # segments above level 0 that are listed at once: for one request a store returns as many
 MAX_DAMAGED_AT_POSITION = 10  # damaged segments at one position that `plan_from_contents` leaves out, at most
 
 _CONTINUING = (Phase.READY, Phase.DONE)
@@ -70,11 +71,9 @@ def plan_from_listings(
     """
     found: list[SegmentRef] = []
     full: list[SegmentRef] = []
-    plan = ChainPlan(Phase.IDLE)
-    for level in range(MAX_LEVEL + 1):
-        page = ChainArchive.listed(store, chain, position, level=level, limit=limit).refs
+    for page in _level_pages(store, chain, position, limit):
         found += page
-        full += page[-1:] if len(page) >= limit else []
+        full += page[-1:] if len(page) == limit else []
         plan = plan_chain(found, position, end, damaged)
         if plan.phase in _CONTINUING or not (found or everywhere):
             return plan
@@ -90,6 +89,16 @@ def plan_from_listings(
         search.frontier.append(page[-1])
     better = plan_chain([*found, *page], position, end, damaged)
     return better if better.phase in _CONTINUING else plan
+
+
+def _level_pages(store: SegmentStore, chain: Chain, position: int, limit: int) -> Iterator[list[SegmentRef]]:
+    """Yield the first page of level 0, then all that is above it, or the first page of each level above."""
+    yield ChainArchive.listed(store, chain, position, level=0, limit=limit).refs
+    if (above := store.list_above(chain, 0, MAX_ABOVE)) is not None:
+        yield [ref for ref in above if ref.coverage.last >= position]
+        return
+    for level in range(1, MAX_LEVEL + 1):
+        yield ChainArchive.listed(store, chain, position, level=level, limit=limit).refs
 
 
 @dataclass(frozen=True, slots=True)

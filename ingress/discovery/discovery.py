@@ -2,8 +2,8 @@
 
 Four loops. One lists `tails/` periodically, which shows the chains that have grown. One checks the chains that
 notifications name, and no others. One lists the documents of all chains every few minutes. One reads the heartbeats
-of egress each minute. Only the content of the store is replayed: a lost, repeated, forged or late notification costs
-a check or a poll.
+of egress four times a minute. Only the content of the store is replayed: a lost, repeated, forged or late
+notification costs a check or a poll.
 
 A chain is listed where its tail differs from the position, or something else shows that more is archived. A tail may
 be missing: egress died between a segment and its tail. So each chain is listed by a schedule too.
@@ -18,7 +18,7 @@ from contextlib import suppress
 from weakref import WeakSet
 
 from common.archive.documents import ChainStore, KnownTail
-from common.archive.keys import MAX_LEVEL, FeedId, suggestion
+from common.archive.keys import FeedId, suggestion
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, Refused
@@ -33,7 +33,7 @@ from ingress.errors import is_transient, most_important_error
 
 log = get_logger(__name__)
 
-HEARTBEAT_READ_INTERVAL_S = 60.0  # seconds between two reads of the heartbeats, at most
+HEARTBEAT_READ_INTERVAL_S = 15.0  # seconds between two reads of the heartbeats
 POLL_TIMEOUT_S = 15.0  # seconds without an answer to a poll until the store counts as unreachable
 CHAIN_LISTING_INTERVAL_S = 600.0  # seconds between two listings of the chains' documents
 PARALLEL_CHAIN_LISTINGS = 2  # of these at the same time: a poll must find a free thread
@@ -82,7 +82,7 @@ class ListingSchedule:
             heapq.heapreplace(self._due, (at + passed * SEARCH_INTERVAL_S, number + passed, chain))
             if (chain.site, chain.feed) in pairs:
                 is_full = (number - 1) // FULL_SEARCH_EVERY < (number + passed - 1) // FULL_SEARCH_EVERY
-                self._budget -= MAX_LEVEL + 1 if is_full else 1
+                self._budget -= 2 if is_full else 1
                 yield chain, is_full
 
 
@@ -210,11 +210,9 @@ class Discovery:
     async def _heartbeat_loop(self) -> None:
         while True:
             self._heartbeats_due.clear()
-            interval = HEARTBEAT_READ_INTERVAL_S
             if self._pairs and self.sites:
-                interval = min(interval, self.sites.silent_after / 4)
                 await self._error_of("alive", self._read_heartbeats(self.sites))
-            await first_of(self._heartbeats_due.wait(), seconds=interval)
+            await first_of(self._heartbeats_due.wait(), seconds=HEARTBEAT_READ_INTERVAL_S)
 
     async def _error_of(self, check: str, work: Awaitable[None]) -> FloeError | None:
         try:

@@ -1,8 +1,8 @@
 """Heartbeats of the egress processes (`common.archive.heartbeats`), as the running service knows them.
 
-One listing a minute, and a read of each object that has changed. A site counts as silent if its objects have not
-changed for too long, by this host's monotonic clock; only the first check uses their age. Time in which the store
-does not answer does not count: no site could write then either.
+Four listings a minute, and reads of objects that have changed: at most half of all objects a minute, if they are many.
+A site counts as silent if its objects have not changed for too long, by this host's monotonic clock; only the first
+check uses their age. Time in which the store does not answer does not count: no site could write then either.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from common.objects.port import ObjectInfo
 from common.service.process import ThreadPool
 from ingress import metrics
 
-MIN_READS_PER_CHECK, MAX_READS_PER_CHECK = 50, 1000  # objects that one check reads: half of them within these bounds
+MIN_READS_PER_CHECK, MAX_READS_PER_CHECK = 25, 250  # objects that one check reads: an eighth, within these bounds
 PARALLEL_HEARTBEAT_READS = 4
 
 Shown = Mapping[tuple[str, ...], tuple[float, ...]]  # values of some gauges, by their labels
@@ -96,7 +96,7 @@ class Heartbeats:
         changed = [known for known in self._known.values() if known.read_etag != known.info.etag]
         changed = interleave_by_site(sorted(changed, key=lambda k: k.read_at), lambda k: self._site(k.info.key))
         gate = asyncio.Semaphore(PARALLEL_HEARTBEAT_READS)
-        count = min(MAX_READS_PER_CHECK, max(MIN_READS_PER_CHECK, len(self._known) // 2))  # the next check reads others
+        count = min(MAX_READS_PER_CHECK, max(MIN_READS_PER_CHECK, len(self._known) // 8))  # the next check reads others
         await asyncio.gather(*(self._read(known, gate, now) for known in changed[:count]))
         self._heartbeats = newest_by_partition(
             StoredHeartbeat(heartbeat, known.info.modified, now - known.changed_at, known.alive.time)

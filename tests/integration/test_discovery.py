@@ -16,7 +16,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from common.archive.documents import ChainDocument, ChainStore
-from common.archive.keys import MAX_LEVEL, Layout
+from common.archive.keys import Layout
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, Refused, Unavailable
@@ -395,7 +395,7 @@ def test_each_chain_is_listed_within_its_interval_and_not_too_many_at_once() -> 
     for _ in range(7 * 24 * 60):
         clock.advance(60)
         taken = list(schedule.take_due({(SITE, FEED)}))
-        assert sum(MAX_LEVEL + 1 if is_full else 1 for _, is_full in taken) <= 1.0 * module.TICK_INTERVAL_S + MAX_LEVEL
+        assert sum(1 + is_full for _, is_full in taken) <= 1.0 * module.TICK_INTERVAL_S + 1
         for chain, is_full in taken:
             for kind in {False, is_full}:
                 listed[chain, kind].append(clock.monotonic())
@@ -409,8 +409,7 @@ async def test_a_first_look_takes_five_requests_and_a_restart_a_fifth_of_one(arc
     chains = [Chain(site, "NODES", 0, number) for site in ("big", "s1") for number in range(50)]
     for chain in chains:
         archive.put(rows_of(1, 10, chain), chain=chain)
-    objects: Any = FaultyStore(archive.objects)
-    archive.store.objects = archive.documents.objects = objects
+    objects = archive.store.objects = archive.documents.objects = FaultyStore(archive.objects)  # type: ignore[assignment]
     stored: dict[Chain, int] = {}
     for allowed in (5 * len(chains), len(chains) // 5):
         objects.calls.clear()
@@ -424,8 +423,7 @@ async def test_a_first_look_takes_five_requests_and_a_restart_a_fifth_of_one(arc
                 clock.advance(10)
             await discovery.list_chains()
             await soon(lambda: all(centre.stored.get(chain) == 11 for chain in chains))  # noqa: B023
-            states = centre.prefetcher.chains
-            await soon(lambda: {each.phase for each in states} == {Phase.IDLE})  # noqa: B023
+            await soon(lambda: {each.phase for each in centre.prefetcher.chains} == {Phase.IDLE})  # noqa: B023
             await discovery.record_tails()
         threads.close()
         assert objects.calls.total() <= allowed, objects.calls

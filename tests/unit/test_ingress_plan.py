@@ -21,6 +21,7 @@ from ingress.chains.plan import ChainPlan, Phase, TurnQueue, decide_hole, first_
 from ingress.chains.search import (
     COVER_FIRST_PAGE,
     COVER_NEXT_PAGE,
+    MAX_ABOVE,
     SEARCH_PAGE,
     SearchState,
     StoreClock,
@@ -288,7 +289,10 @@ def test_levels_above_are_listed_only_if_level_0_does_not_continue_and_until_one
 
     store, objects = store_of(*small(501, 900), key(1, 500, 2), *[key(n, n, 7) for n in range(1, 500)])
     [above, *_] = plan_from_listings(store, CHAIN, 42, None, NONE).stretches
-    assert (above.segment.level, above.rows, objects.entries) == (2, SequenceRange(42, 500), SEARCH_PAGE + 1)
+    assert (above.segment.level, above.rows, objects.entries) == (2, SequenceRange(42, 500), SEARCH_PAGE + 500)
+    objects.keys = sorted([*objects.keys, *[key(n, n, 8) for n in range(1, 502)]])  # too many for one listing
+    assert plan_from_listings(store, CHAIN, 42, None, NONE).stretches[0] == above
+    assert objects.entries == 2 * SEARCH_PAGE + 500 + MAX_ABOVE + 1
 
 
 def test_a_pass_reads_one_page_of_each_level_however_much_there_is() -> None:
@@ -297,7 +301,7 @@ def test_a_pass_reads_one_page_of_each_level_however_much_there_is() -> None:
     plan = plan_from_listings(store, CHAIN, 10, None, NONE, search=(search := SearchState()))
 
     assert (plan.phase, plan.hole) == (Phase.LATE, SequenceRange(10, 10))
-    assert objects.entries <= 3 * SEARCH_PAGE
+    assert objects.entries <= 3 * SEARCH_PAGE + MAX_ABOVE
     assert search.frontier
 
 
