@@ -140,7 +140,7 @@ class CostedSite:
         looks = {"polls": share / self.poll, "parked": share / IngressTuning().parked_check_interval_s}
         looks |= {"sites": sites, "signs": signs, "lookups": self.feeds * MONTH / discovery.CHAIN_LISTING_INTERVAL_S}
         looks |= {"searches": searches, "full": searches / discovery.FULL_SEARCH_EVERY}
-        positions = share / POSITIONS_INTERVAL_S + share / discovery.TAILS_RECORD_INTERVAL_S
+        positions = share / POSITIONS_INTERVAL_S + min(self.segments, share / discovery.TAILS_RECORD_INTERVAL_S)
         return ingress(self.segments, positions=positions, **looks)
 
     def compaction(self) -> Requests:
