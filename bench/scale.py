@@ -53,7 +53,7 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-class Fleet:
+class ChainFleet:
     """An archive of `chains` chains in a folder, the site of each of which reports to be idle."""
 
     def __init__(self, folder: Path, chains: int, nats_url: str) -> None:
@@ -165,12 +165,12 @@ async def count_stored(client: FloeClient, targets: list[str]) -> int:
 def measure_fleet(chains: int) -> dict[str, float]:
     """Return the figures of a fleet of `chains` chains, by name."""
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder, NatsServer() as nats:
-        fleet = Fleet(Path(folder), chains, nats.url)
+        fleet = ChainFleet(Path(folder), chains, nats.url)
         fleet.fill()
         return run(_measure_fleet(Path(folder), fleet, nats.url))
 
 
-async def _measure_fleet(folder: Path, fleet: Fleet, url: str) -> dict[str, float]:
+async def _measure_fleet(folder: Path, fleet: ChainFleet, url: str) -> dict[str, float]:
     client, count, found = await connect_bench(url), len(fleet.chains), dict[str, float]()
     arrivals = Arrivals(client)
 

@@ -77,7 +77,9 @@ GREW_CODE = "E-RESTORE-GREW"
 ATTEMPTS = 5  # attempts from the beginning, if a server disappears or ends a restore
 ATTEMPT_BACKOFF = doubling_delays(1.0, 15.0)  # seconds between attempts
 ENCODE_AHEAD_BYTES = 2 * 1024 * 1024  # bytes that are encoded while others are sent
-RELEASE_BYTES = 64 * 1024 * 1024  # bytes of rows between two returns of free memory, which cost as much as 1 MB of rows
+RELEASE_INTERVAL_BYTES = (
+    64 * 1024 * 1024
+)  # bytes of rows between two returns of free memory, which cost as much as 1 MB of rows
 EXPIRY_MARGIN_S = 60.0  # seconds; a message that `max_age` drops within them does not count as held
 REPORT_INTERVAL_S = 1.0  # seconds until long work reports its progress, and between two reports
 ROW_COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
@@ -462,7 +464,7 @@ class Restore:
                 if newest:
                     self._sent_sourced |= {*np.intersect1d(left.column("sequence"), newest).tolist()}
                 yield from split_batch(left, ENCODE_AHEAD_BYTES)
-            if (unreleased := unreleased + batch.nbytes) >= RELEASE_BYTES:
+            if (unreleased := unreleased + batch.nbytes) >= RELEASE_INTERVAL_BYTES:
                 unreleased = 0
                 pa.default_memory_pool().release_unused()  # otherwise the allocator keeps freed memory
 
