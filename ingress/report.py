@@ -120,8 +120,11 @@ class Lags:
                 gauge.remove(self._target)
 
     def age(self, chain: Chain) -> float:
-        """Age in seconds, at the last measurement, of the chain's oldest message that is not in the target; 0: none."""
-        return self._at_least_outage(self.behind[chain].seconds if chain in self.behind else 0.0)
+        """Age in seconds, at the last measurement, of the chain's oldest message that is not in the target; 0: none.
+        Called from any thread.
+        """
+        lag = self.behind.get(chain)
+        return self._at_least_outage(lag.seconds if lag else 0.0)
 
     def _at_least_outage(self, seconds: float) -> float:
         since = self._unreadable_since

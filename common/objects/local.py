@@ -226,7 +226,7 @@ class LocalObjects:
         folder, slash, stem = prefix.rpartition("/")
         with self._translate_errors("list", prefix):
             self._check_root(prefix)
-            return [*islice(self._infos(folder + slash, stem, start_after.encode(), limit), limit)]
+            return [*islice(self._infos(folder + slash, stem, start_after, limit), limit)]
 
     @measure_call("get")
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
@@ -312,21 +312,20 @@ class LocalObjects:
         if key.partition("/")[0] == HIDDEN_FOLDER:
             raise ConfigError(f"object key {key!r:.200}: expected one outside {HIDDEN_FOLDER}", code="E-KEY")
 
-    def _infos(self, folder: str, stem: str, after: bytes, limit: int | None) -> Iterator[ObjectInfo]:
+    def _infos(self, folder: str, stem: str, after: str, limit: int | None) -> Iterator[ObjectInfo]:
         """Yield the objects after `after` in `folder` (empty, or ending in a slash), in key order.
 
         A folder is read when its turn comes, as a server does it. So an object that is put into a later folder and then
         deleted from an earlier one meanwhile is seen in one of them. With a `limit`, names beyond it are not kept.
         """
-        under = folder.encode()
-        if after > under and not after.startswith(under):
+        if after > folder and not after.startswith(folder):
             return
-        inside, begin = after[len(under) :] if after.startswith(under) else b"", b""
+        inside, begin = after[len(folder) :] if after.startswith(folder) else "", ""
         while True:
             found = self._names(folder, stem, inside, begin)
             names = sorted(found) if limit is None else nsmallest(limit, found)
             for name in names:
-                key = folder + name.decode(errors="surrogateescape")
+                key = folder + name
                 try:
                     self._check_key(key.removesuffix("/"))
                 except ConfigError:  # not the key of an object
@@ -339,9 +338,10 @@ class LocalObjects:
                 return
             begin = names[-1]
 
-    def _names(self, folder: str, stem: str, after: bytes, begin: bytes) -> Iterator[bytes]:
+    def _names(self, folder: str, stem: str, after: str, begin: str) -> Iterator[str]:
         """Yield the names in `folder` that begin with `stem`, in no order, without those up to `begin` or `after`. A
-        folder's name ends in a slash, so that names sort as keys do; a folder that contains `after` is kept.
+        folder's name ends in a slash, so that names sort as keys do; a folder that contains `after` is kept. As text
+        they sort as their bytes do, except for names that are not UTF-8, which are no keys.
         """
         try:
             entries = os.scandir(f"{self._folder}/{folder}")
@@ -352,7 +352,7 @@ class LocalObjects:
                 if not entry.name.startswith(stem):
                     continue
                 is_folder = entry.is_dir(follow_symlinks=False)
-                name = entry.name.encode(errors="surrogateescape") + (b"/" if is_folder else b"")
+                name = f"{entry.name}/" if is_folder else entry.name
                 is_behind = name > after or (is_folder and after.startswith(name))
                 if name > begin and is_behind and (is_folder or entry.is_file(follow_symlinks=False)):
                     yield name

@@ -238,15 +238,15 @@ def check_prefix(prefix: str) -> None:
 
 
 def _check(key: str, parts: Sequence[str]) -> None:
-    if any(part in ("", ".", "..") for part in parts):
+    if not {"", ".", ".."}.isdisjoint(parts):
         raise _key_error(key, "parts that are neither empty, '.' nor '..'")
     try:
-        size = len(key.encode())
+        size = len(key) if key.isascii() else len(key.encode())
     except UnicodeEncodeError:
         raise _key_error(key, "UTF-8") from None
     if size > MAX_OBJECT_KEY_BYTES:
         raise _key_error(key, f"at most {MAX_OBJECT_KEY_BYTES} bytes")
-    if _CONTROL.search(key):
+    if not key.isprintable() and _CONTROL.search(key):
         raise _key_error(key, "no control characters")
 
 
