@@ -77,6 +77,12 @@ class SystemClock:
         time.sleep(seconds)
 
 
+async def sleep_in_step(clock: Clock, seconds: float) -> None:
+    """Wait `seconds`, or up to a thirtieth longer: many tasks then wake together, and their requests share writes."""
+    due = clock.monotonic() + seconds
+    await clock.sleep(seconds + -due % (seconds / 30))
+
+
 RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)  # seconds
 
 

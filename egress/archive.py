@@ -32,7 +32,7 @@ from common.logs import get_logger
 from common.sequences import CoverageSet, SequenceRange, reaches
 from common.service.process import ThreadPool
 from common.tasks import first_of
-from egress.deps import Intervals, PartitionDeps
+from egress.deps import LARGE_PUT_BYTES, Intervals, PartitionDeps, Pools
 from egress.incarnations import HighWaterMarks, Incarnation
 
 log = get_logger(__name__)
@@ -81,7 +81,7 @@ class Archive:
     """
 
     def __init__(
-        self, chain: Chain, first: int, store: SegmentStore, chains: ChainStore, marks: HighWaterMarks, io: ThreadPool
+        self, chain: Chain, first: int, store: SegmentStore, chains: ChainStore, marks: HighWaterMarks, pools: Pools
     ) -> None:
         self.chain, self.first, self.end = chain, first, 0
         self.holes: tuple[SequenceRange, ...] = ()
@@ -92,14 +92,14 @@ class Archive:
         self._recent_lookups: deque[tuple[int, Sequence[SegmentRef]]] = deque(maxlen=2)  # (sequence, segments) of `at`
         self._valid_keys: set[str] = set()  # keys of segments that were put here, or that match their names
         self._mark: int | None = None
-        self._store, self._chains, self._marks, self._threads = store, chains, marks, io
+        self._store, self._chains, self._marks, self._pools, self._threads = store, chains, marks, pools, pools.io
 
     @classmethod
     async def open(cls, current: Incarnation, deps: PartitionDeps) -> Archive:
         floor = await deps.pools.io.run(deps.chains.read_floor, current.chain)
         first = max(current.document.first, floor or 0)
         marks = HighWaterMarks(deps.state)
-        return cls(current.chain, first, deps.store, deps.chains, marks, deps.pools.io)
+        return cls(current.chain, first, deps.store, deps.chains, marks, deps.pools)
 
     async def load(self) -> None:
         """List the chain from the mark on, or all of it if there is no mark.
@@ -324,7 +324,8 @@ class Archive:
     async def put(self, spooled: SpooledSegment) -> SegmentRef:
         """Put the segment and read it back. May be called again after any error."""
         failpoint("egress.before_put")
-        ref = await self._threads.run(self._store.put, spooled)
+        threads = self._pools.large_puts if spooled.size >= LARGE_PUT_BYTES else self._threads
+        ref = await threads.run(self._store.put, spooled)
         self._valid_keys.add(ref.key)
         if ref.coverage.last > self.end:  # a segment that fills a hole is followed by others
             self.newest = [ref, *self.newest[: LOOKUP_SEGMENTS - 1]]

@@ -106,7 +106,8 @@ class SegmentBuilder:
     """Builder of segments that cover everything from `position` on. `closed`: the number of segments closed.
 
     `limits`: when a segment closes, by rows, raw bytes, and seconds since it began to cover anything. `sampled`: rows
-    have sample keys. `max_age`: the greatest age of the first segment, if it is less than that of the others.
+    have sample keys. `max_age`: the greatest age of the first segment, if it is less than that of the others. `on_due`:
+    called if `due_in` has become less than time alone makes it, and nothing was emitted.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class SegmentBuilder:
         *,
         sampled: bool = False,
         max_age: float | None = None,
+        on_due: Callable[[], None] = lambda: None,
     ) -> None:
         self._limits, self._clock, self._account, self._emit = limits, clock, account, emit
+        self._on_due = on_due
         self._until = position.until
         self._max_age = limits.max_age if max_age is None else min(max_age, limits.max_age)
         self._sampled, self._end, self._is_inconsistent, self.closed = sampled, position.first - 1, False, 0
@@ -174,6 +177,7 @@ class SegmentBuilder:
                 if reason is not None:
                     self._close(reason)
                 batch = batch.part(count, len(batch))
+            self._check_due()
 
     @contextmanager
     def _consistent_step(self) -> Iterator[None]:
@@ -192,23 +196,35 @@ class SegmentBuilder:
             self._end = sequence if self._until is None else min(sequence, self._until)
             if self._end == self._until:
                 self._close(ClosedBy.HOLE)
+            self._check_due()
 
     def tick(self) -> None:
         if self._opened is None or self._is_inconsistent:
             return
         now = self._clock.monotonic()
-        if now - self._opened >= self._max_age:
+        if now >= self._opened + self._max_age:
             self.close(ClosedBy.AGE)
-        elif now - self._piece_opened >= GAP_MAX_AGE_S and self._end - self._piece_first >= len(self._examined):
+        elif now >= self._next_due():
             with self._consistent_step():
                 self._emit_piece()
 
-    @property
-    def due_in(self) -> float:
-        """Seconds until the open segment is old enough to close; infinite if it covers nothing."""
+    def _next_due(self) -> float:
         if self._opened is None:
             return math.inf
-        return max(0.0, self._opened + self._max_age - self._clock.monotonic())
+        has_gap = self._end - self._piece_first >= len(self._examined)
+        return min(self._opened + self._max_age, self._piece_opened + GAP_MAX_AGE_S if has_gap else math.inf)
+
+    def _check_due(self) -> None:
+        before, self._due_at = self._due_at, self._next_due()
+        if self._due_at < before:
+            self._on_due()
+
+    @property
+    def due_in(self) -> float:
+        """Seconds until the open segment is old enough to close, or a piece with gaps to be handed over; infinite if it
+        covers nothing.
+        """
+        return max(0.0, self._next_due() - self._clock.monotonic())
 
     def close(self, reason: ClosedBy) -> None:
         """Close the open segment. Does nothing if it covers nothing, or if the builder is torn."""
@@ -229,12 +245,14 @@ class SegmentBuilder:
         self._first = self._end + 1
         self._count, self._size = 0, 0
         self._opened: float | None = None
+        self._due_at = math.inf
 
     def _begin_piece(self) -> None:
         self._piece_first, self._piece_opened = self._end + 1, 0.0
         self._rows, self._codes = Columns.empty(sampled=self._sampled), bytearray()
         self._examined: list[int] = []
         self._piece_size, self._memory = 0, 0
+        self._due_at = math.inf  # of the last `_check_due`, by the monotonic clock
 
     def _open(self) -> None:
         now = self._clock.monotonic()

@@ -32,7 +32,7 @@ from common.archive.captures import (
     to_json,
     with_chain_name,
 )
-from common.clock import NS_PER_S, format_time, parse_time
+from common.clock import NS_PER_S, format_time, parse_time, sleep_in_step
 from common.errors import DataError, FloeError
 from common.failpoints import failpoint
 from common.logs import get_logger
@@ -140,7 +140,7 @@ class StreamCapturer:
         """Check periodically, until cancelled."""
         while True:
             await self._capture()
-            await self._clock.sleep(self._pause)
+            await sleep_in_step(self._clock, self._pause)
 
     @property
     def _pause(self) -> float:

@@ -80,7 +80,8 @@ async def open_context(settings: Settings, *, is_view: bool = False) -> AsyncIte
     """
     clock, egress = SystemClock(), settings.egress
     client = await connect_egress(settings, "command", clock)
-    pools = Pools(ThreadPool("egress-command", 2), ThreadPool("encode-command", 1))
+    io = ThreadPool("egress-command", 2)
+    pools = Pools(io, io, ThreadPool("encode-command", 1))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(client.aclose)
         stack.callback(pools.close)

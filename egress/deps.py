@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from common.archive.documents import ChainStore
 from common.archive.heartbeats import HEARTBEAT_INTERVAL_S
@@ -15,11 +19,14 @@ from common.clock import Clock
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue
 from common.objects.port import ObjectStore
+from common.service import process
 from common.service.process import ThreadPool
+from common.tasks import Stop, run_until_stopped
 from egress.memory import MemoryBudget
 from egress.partition import Partition
 from egress.report import FeedReport
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -88,23 +95,135 @@ class Tuning:
     confirming: ConfirmSettings = field(default_factory=ConfirmSettings)
 
 
+IO_THREADS, LARGE_PUT_THREADS, ENCODER_THREADS = 24, 8, 8
+PROCESS_THREADS = IO_THREADS + LARGE_PUT_THREADS + ENCODER_THREADS  # with the monitor's and some others at most 64
+FURTHER_CALLS = 6  # of feeds that have a running call of the store
+
+
+class SharedThreads:
+    """`workers` threads, which each feed uses through an executor of its own. For the event loop only.
+
+    A call of the store may hang for minutes, on a file system for ever. So the feed with the fewest running calls comes
+    first, and at most `further` threads, about, run a second call of a feed, or a third: calls that hang hold these,
+    and one thread for each feed.
+    """
+
+    def __init__(self, name: str, workers: int, further: int = 0) -> None:
+        self._threads = process.ThreadPoolExecutor(workers, thread_name_prefix=name)
+        self._free, self._spare = workers, workers - further
+        self._waiting: dict[FeedExecutor, None] = {}  # feeds with calls that wait, by their turn
+
+    def start_calls(self, feed: FeedExecutor) -> None:
+        """Start waiting calls while there are threads. Call it after a call of `feed` came, and after one ended."""
+        self._waiting.setdefault(feed)
+        while self._free and self._waiting:
+            chosen = min(self._waiting, key=lambda each: each.running)
+            if chosen.running and self._free <= self._spare:
+                return
+            del self._waiting[chosen]
+            if chosen.waiting:
+                self._start(chosen, *chosen.waiting.popleft())
+                self._waiting[chosen] = None
+
+    def _start(self, feed: FeedExecutor, call: Future[Any], work: Callable[[], Any]) -> None:
+        if not call.cancelled():
+            self._free -= 1
+            feed.running += 1
+            process.wait_ended(call).add_done_callback(lambda _: self._end(feed))
+            self._threads.submit(_perform, call, work)
+
+    def _end(self, feed: FeedExecutor) -> None:
+        self._free += 1
+        feed.running -= 1
+        self.start_calls(feed)
+
+    def close(self) -> None:
+        """Take no more calls; do not wait for running ones."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class FeedExecutor(Executor):
+    """Executor of one feed over shared threads."""
+
+    def __init__(self, shared: SharedThreads) -> None:
+        self._shared, self.running = shared, 0
+        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        call: Future[T] = Future()
+        self.waiting.append((call, partial(fn, *args, **kwargs)))
+        self._shared.start_calls(self)
+        return call
+
+
+def _perform(call: Future[Any], work: Callable[[], Any]) -> None:
+    if call.set_running_or_notify_cancel():
+        try:
+            call.set_result(work())
+        except BaseException as error:
+            call.set_exception(error)
+
+
+LARGE_PUT_BYTES = 8 * 2**20  # stored bytes of a segment, from which its put may take long over a slow line
+
+
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Threads of one partition. `io`: for a put, a check, a snapshot, a walk and a capture at once. `encoder`: one
-    thread, so that pieces stay in order and only one heap keeps the memory that encoding has freed.
+    """Threads for one partition. `io`: for a put, a check, a snapshot, a walk and a capture. `large_puts`: for segments
+    from LARGE_PUT_BYTES on, so that others need not wait for them. `encoder`: one call at a time, so that pieces stay
+    in order.
     """
 
     io: ThreadPool
+    large_puts: ThreadPool
     encoder: ThreadPool
 
     async def idle(self) -> None:
         """Wait until no call is running, including calls with a cancelled await."""
-        await self.io.wait_idle()
-        await self.encoder.wait_idle()
+        for each in (self.io, self.large_puts, self.encoder):
+            await each.wait_idle()
 
     def close(self) -> None:
-        self.io.close()
-        self.encoder.close()
+        for each in (self.io, self.large_puts, self.encoder):
+            each.close()
+
+
+class ProcessThreads:
+    """Threads of all partitions of a process, few enough for hundreds of feeds."""
+
+    def __init__(self) -> None:
+        io = SharedThreads("egress", IO_THREADS, FURTHER_CALLS)
+        self._shared = io, SharedThreads("large-put", LARGE_PUT_THREADS), SharedThreads("encode", ENCODER_THREADS)
+
+    def pools(self) -> Pools:
+        """Return the pools of one partition, over these threads."""
+        return Pools(*(ThreadPool(executor=FeedExecutor(each)) for each in self._shared))
+
+    def close(self) -> None:
+        for each in self._shared:
+            each.close()
+
+
+PARALLEL_STARTS = 32
+START_TURN_S = 5.0  # seconds
+
+
+class StartTurns:
+    """Turns of partitions that begin to read, at most PARALLEL_STARTS at once: if hundreds began together, NATS and the
+    store would answer none of them in time. A turn ends after START_TURN_S, so one that hangs hardly delays the others.
+    """
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(PARALLEL_STARTS)
+
+    @asynccontextmanager
+    async def turn(self, stop: Stop) -> AsyncIterator[Callable[[], None]]:
+        """Wait for a turn, or until `stop` is set; yield a function that ends the turn before the block does."""
+        with ExitStack() as turn:
+            if await run_until_stopped(stop, self._free.acquire()) is not None:
+                turn.callback(self._free.release)
+                turn.callback(asyncio.get_running_loop().call_later(START_TURN_S, turn.close).cancel)
+            yield turn.close
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +244,7 @@ class EgressDeps:
     rng: random.Random
     writer: str
     tuning: Tuning = field(default_factory=Tuning)
+    starts: StartTurns = field(default_factory=StartTurns)
 
     async def with_fresh_client(self, query: Callable[[FloeClient], Awaitable[T]]) -> T:
         async with aclosing(await self.connect()) as client:

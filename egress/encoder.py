@@ -1,4 +1,4 @@
-"""Encoding of the builder's pieces into finished segments in the spool, in the partition's encoder thread."""
+"""Encoding of the builder's pieces into finished segments in the spool, off the event loop."""
 
 import asyncio
 from collections import deque

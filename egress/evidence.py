@@ -188,7 +188,7 @@ class StreamComparison:
 
     async def _older_archive(self, chain: Chain, position: int) -> Archive:
         deps = self._deps
-        archive = Archive(chain, 1, deps.store, deps.chains, HighWaterMarks(deps.state), deps.pools.io)
+        archive = Archive(chain, 1, deps.store, deps.chains, HighWaterMarks(deps.state), deps.pools)
         await archive.load_from(position)
         return archive
 
@@ -403,6 +403,8 @@ class IdentityCheck:
         self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
         self._lost: tuple[SequenceRange, ...] = ()
         self._outside_effects: dict[Chain, bool] = {}
+        # The last comparison with an equal message: the state of both sides, the evidence, and `first_timestamp_ns`.
+        self._compared: tuple[tuple[object, ...], Evidence, int | None] | None = None
         self.acceptance: Acceptance | None = None
 
     async def stream_info(self) -> StreamInfo | None:
@@ -497,6 +499,10 @@ class IdentityCheck:
             affects_others = await self._threads.run(self._affects_others, current.chain)
             return Evidence(None, created, end, affects_others=affects_others)
         source = source_of(info)
+        # A stream in the same state holds the same messages: an idle feed need not ask for them again.
+        state = replace(info, time=""), archive.chain, archive.first, end, archive.newest[:1], received
+        if self._compared is not None and self._compared[0] == state and client is self._deps.client:
+            return replace(self._compared[1], source=replace(source, first_timestamp_ns=self._compared[2]))
         comparison = StreamComparison(self._deps, self._archived, client, source)
         await comparison.narrow_to_filter()
         tips = await comparison.tips(archive, current, end)
@@ -510,7 +516,9 @@ class IdentityCheck:
                 # A work queue, and a stream that drops messages, may hold none that could prove it.
                 number = await self._threads.run(self._incarnation_created_for, current, source.created)
         source = replace(source, first_timestamp_ns=comparison.source.first_timestamp_ns)
-        return Evidence(source, created, end, tuple(tips), last, number, is_before)
+        found = Evidence(source, created, end, tuple(tips), last, number, is_before)
+        self._compared = (state, found, source.first_timestamp_ns) if is_any_equal(tips) else None
+        return found
 
     def _incarnation_created_for(self, current: Incarnation, created: str) -> int | None:
         for chain in older_incarnations(current.chain):

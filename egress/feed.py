@@ -16,10 +16,9 @@ from common.leasing import LeaseGroup
 from common.logs import get_logger
 from common.nats.lease import Lease
 from common.observe.monitor import Health
-from common.service.process import ThreadPool
 from common.tasks import BACKOFF_RESET_S, Stop, StopReason, cancel, raise_fatal, restart_on_error, spawn, wait_for
 from egress import metrics
-from egress.deps import EgressDeps, Pools
+from egress.deps import EgressDeps, ProcessThreads
 from egress.partition import Partition, lease_key
 from egress.report import FeedReport
 from egress.session import SessionFlush
@@ -36,10 +35,11 @@ CANCEL_TIMEOUT_S = 2.0  # seconds for cancelled tasks to end after the shutdown 
 class PartitionFeed:
     """Partition of a feed in this process: waits for its lease, works under it, gives it back."""
 
-    def __init__(self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health) -> None:
+    def __init__(
+        self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health, threads: ProcessThreads
+    ) -> None:
         self.chain = self._chain = partition.chain
-        name = f"{self._chain.feed}-{self._chain.partition}"
-        self._pools = Pools(ThreadPool(f"egress-{name}", 5), ThreadPool(f"encode-{name}", 1))
+        self._pools = threads.pools()
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
         self._report.set_state("starting", ready=False, reason="the holder of its lease is not known yet")
         self._sharing = sharing

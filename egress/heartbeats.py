@@ -252,10 +252,11 @@ class ProcessHeartbeat:
             await cancel(put)
 
     async def _read_sources(self) -> None:
-        working = [report for report in self._reports if report.works_on_chain]
-        streams = sorted({report.stream for report in working})
+        # A session asks for the state of its stream too.
+        asking = [report for report in self._reports if report.needs_source(self._interval / 2)]
+        streams = sorted({report.stream for report in asking})
         answers = dict(zip(streams, await asyncio.gather(*map(self._read_stream, streams)), strict=True))
-        for report in working:
+        for report in asking:
             if (answer := answers[report.stream]) is not None:
                 report.record_source(*answer)
 

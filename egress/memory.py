@@ -10,15 +10,15 @@ MAX_WINDOW_BYTES = 16 * 2**20  # bytes
 
 
 class MemoryBudget:
-    """Budget of about `limit` bytes over `chains` accounts. Nothing waits here: readers check it first."""
+    """Budget of about `limit` bytes over `chains` accounts, `used` in all. Nothing waits here: readers check it first.
+
+    Accounts that found no room are notified of the next release; the largest account then learns that room is short.
+    """
 
     def __init__(self, limit: int, chains: int = 1) -> None:
-        self.limit, self._chains = limit, max(1, chains)
+        self.limit, self._chains, self.used = limit, max(1, chains), 0
         self.accounts: list[MemoryAccount] = []
-
-    @property
-    def used(self) -> int:
-        return sum(account.used for account in self.accounts)
+        self._short: dict[MemoryAccount, None] = {}  # accounts that found no room since the last release
 
     @property
     def window_bytes(self) -> int:
@@ -26,36 +26,56 @@ class MemoryBudget:
 
     def has_room(self, size: int) -> bool:
         """True if `size` more bytes fit. Into an empty budget any size does: a large message must pass."""
-        used = self.used
-        return used == 0 or used + size <= self.limit
+        return self.used == 0 or self.used + size <= self.limit
 
-    def account(self, on_release: Callable[[], None]) -> MemoryAccount:
-        """Return a new account. `on_release` is called whenever any account releases bytes."""
-        account = MemoryAccount(self, on_release)
+    def account(self, on_release: Callable[[], None], on_short: Callable[[], None] = lambda: None) -> MemoryAccount:
+        """Return a new account. `on_release` is called when it releases bytes, and when another account does after
+        this one found no room; `on_short` when an account found no room while this is the largest.
+        """
+        account = MemoryAccount(self, on_release, on_short)
         self.accounts.append(account)
         return account
 
-    def notify_release(self) -> None:
-        for account in list(self.accounts):
-            account.on_release()
+    def record_short(self, account: MemoryAccount) -> None:
+        if account not in self._short:
+            self._short[account] = None
+            max(self.accounts, key=lambda each: each.used).on_short()
+
+    def remove(self, account: MemoryAccount) -> None:
+        self.accounts.remove(account)
+        self._short.pop(account, None)
+        self.used = sum(each.used for each in self.accounts)
+        self.notify_release()
+
+    def notify_release(self, *accounts: MemoryAccount) -> None:
+        """Notify `accounts`, and those that found no room since the last release."""
+        short, self._short = self._short, {}
+        for each in {**dict.fromkeys(accounts), **short}:
+            each.on_release()
 
 
 class MemoryAccount:
     """Memory that one chain holds."""
 
-    def __init__(self, budget: MemoryBudget, on_release: Callable[[], None]) -> None:
-        self.on_release, self.used, self._budget = on_release, 0, budget
+    def __init__(self, budget: MemoryBudget, on_release: Callable[[], None], on_short: Callable[[], None]) -> None:
+        self.on_release, self.on_short, self.used, self._budget = on_release, on_short, 0, budget
+
+    def has_room(self, size: int) -> bool:
+        """True if `size` more bytes fit into the budget. If not, `on_release` is called once more might fit."""
+        if not (fits := self._budget.has_room(size)):
+            self._budget.record_short(self)
+        return fits
 
     def charge(self, size: int) -> None:
         self.used += size
+        self._budget.used += size
 
     def release(self, size: int) -> None:
-        self.used -= size
-        self._budget.notify_release()
+        self.charge(-size)
+        self._budget.notify_release(self)
 
     def is_largest(self) -> bool:
         return self.used == max(each.used for each in self._budget.accounts)
 
     def close(self) -> None:
-        self._budget.accounts.remove(self)
-        self._budget.notify_release()
+        self._budget.remove(self)

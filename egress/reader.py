@@ -41,6 +41,7 @@ log = get_logger(__name__)
 ESTIMATED_OVERHEAD_BYTES = 256  # bytes of subject, reply and headers: an estimate for the size of a batch
 # Bytes of subject and reply that a pull request's max_bytes counts on top of a payload.
 PULL_OVERHEAD_BYTES = 16 * 1024
+SILENT_HEARTBEATS = 2.5  # missed ones, after which a consumer counts as silent
 MAX_MISSES = 4  # requests that ended without a message because the next one did not fit
 
 
@@ -81,6 +82,7 @@ class Reader:
         self._target, self._on_end, self._has_room = target, on_end, has_room
         self._first, self._archived, self._account, self._clock = first, archived, account, deps.clock
         self._pulling = deps.tuning.pulling
+        self._silence = SILENT_HEARTBEATS * self._pulling.heartbeat  # seconds
         self._max_batch = self._pulling.batch  # greatest number of messages in a pull request
         begin = archived[0].first if archived else first
         self._wanted = WantedMessages(deps.partition, source.retention, first, begin, self._pulling.inactive)
@@ -241,6 +243,12 @@ class Reader:
         average = self._received_bytes // max(1, self._next - 1)
         return min(self._max_batch, max(2, self._window // (average + ESTIMATED_OVERHEAD_BYTES)))
 
+    @property
+    def silent_in(self) -> float:
+        """Seconds until its consumer counts as silent, if it sends nothing."""
+        silent = self._clock.monotonic() - self._last_received_at if self._outstanding else 0.0
+        return max(0.0, self._silence - silent)
+
     def tick(self) -> None:
         """Pull if there is room again; end the reader if its consumer sends nothing, not even an idle heartbeat."""
         if not self._is_open:
@@ -248,7 +256,7 @@ class Reader:
         silent = self._clock.monotonic() - self._last_received_at
         if self._client.generation != self._generation:
             self._reset("reconnect", "the connection was lost meanwhile")
-        elif self._outstanding and silent > 2.5 * self._pulling.heartbeat:
+        elif self._outstanding and silent >= self._silence:
             self._reset("silent", f"expected an idle heartbeat, received nothing for {silent:.1f} s")
         else:
             self.pull()

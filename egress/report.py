@@ -279,6 +279,10 @@ class FeedReport:
             self._set(metrics.source_timestamp, last_timestamp_ns / NS_PER_S)
         self._show(source_last=last)
 
+    def needs_source(self, seconds: float) -> bool:
+        """True if a chain at work has not recorded the state of its stream for `seconds`."""
+        return self.works_on_chain and self._clock.now() - (self._source_asked or 0.0) >= seconds
+
     @property
     def works_on_chain(self) -> bool:
         return self._status.get("state") != STANDBY

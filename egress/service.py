@@ -1,5 +1,6 @@
 """Egress service: makes its components from the settings, and runs them."""
 
+import gc
 import os
 import random
 import signal
@@ -32,7 +33,7 @@ from common.settings.root import Settings
 from common.tasks import Stop, cancel, raise_fatal, run_until_stopped, spawn, wait_for, warn_if_slow
 from egress import metrics
 from egress.context import connect_egress, make_deps
-from egress.deps import EgressDeps, Tuning
+from egress.deps import EgressDeps, ProcessThreads, Tuning
 from egress.feed import PartitionFeed, Runnable, run_feeds
 from egress.flush import FlushWatch
 from egress.heartbeats import ProcessHeartbeat, Reachability, SubjectHeartbeats
@@ -73,6 +74,8 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, identity: W
     `identity`: this process is one of several workers, and its parent ends it.
     """
     require_feeds(settings.egress.feeds)
+    # Hundreds of feeds have a million objects: to look at all of them every minute takes as long as the idle feeds do.
+    gc.set_threshold(50_000)
     clock = SystemClock()
     health = Health(clock)
     wanted = settings.egress.monitor
@@ -194,7 +197,9 @@ class EgressService:
         keys = [lease_key(each.chain) for each in partitions]
         siblings = self._identity.count if self._identity else 1
         sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)
-        feeds = [PartitionFeed(each, deps, sharing, self._health) for each in partitions]
+        threads = ProcessThreads()
+        stack.callback(threads.close)
+        feeds = [PartitionFeed(each, deps, sharing, self._health, threads) for each in partitions]
         self._health.remove("feeds")  # each reports for itself from here on
         host, worker = socket.gethostname(), self._identity.index if self._identity else None
         process, reports = process_name(host, settings.instance, worker), [feed.report for feed in feeds]

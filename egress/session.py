@@ -19,7 +19,7 @@ from typing import TypeVar
 from common.archive.segment import Tip
 from common.archive.writer import SpooledSegment
 from common.chain import Chain
-from common.clock import NS_PER_S
+from common.clock import NS_PER_S, sleep_in_step
 from common.errors import FloeError, LeaseLost, Stopped, UnexpectedError
 from common.logs import get_logger
 from common.nats.api import next_message
@@ -100,14 +100,16 @@ class Session:
         self._unarchivable: Stopped | None = None  # a message that cannot be archived: the messages before it are put
         self._is_all_sealed, self.has_ended = False, False
         self._puts_at_hand_over: int | None = None  # number of puts when others began to wait
-        # A release of bytes makes all readers pull: an error of one of them ends its own session.
+        # A release of bytes makes other readers pull: an error of one of them ends its own session.
         pull = report_errors(lambda: self._reader.pull(), self._end_with)
-        self._account = account = deps.budget.account(pull)
+        self._account = account = deps.budget.account(pull, self._wake)
         chain, segment, sampled = context.archive.chain, self._partition.settings.segment, resumed is not None
         queries = SourceQueries(deps, chain, context.source, identity, self._ended)
         self._encoder = Encoder(deps, chain, account, queries, fills_hole=position.fills_hole)
-        emit = self._encoder.emit
-        self._builder = SegmentBuilder(segment, deps.clock, account, emit, position, sampled=sampled, max_age=max_age)
+        emit, wake = self._encoder.emit, self._wake
+        self._builder = SegmentBuilder(
+            segment, deps.clock, account, emit, position, sampled=sampled, max_age=max_age, on_due=wake
+        )
         self._sampled = None
         if resumed is not None:
             self._sampled = SamplingSession(deps, chain, lease, context.source, position, resumed, self._builder)
@@ -137,7 +139,7 @@ class Session:
 
     def _has_room(self, size: int) -> bool:
         is_held_up = self._sampled is not None and not self._sampled.has_room
-        return not is_held_up and self._encoder.has_room and self._deps.budget.has_room(size)
+        return not is_held_up and self._encoder.has_room and self._account.has_room(size)
 
     async def run(self, stop: Stop) -> None:
         """Read until `stop` is set and everything is put. Raises the cause of another end: ReaderResetError,
@@ -147,6 +149,7 @@ class Session:
         received are read again from the archive's position on.
         """
         first, end_before = self._position.first, self._archive.end
+        forget = self._deps.client.add_listener(lambda _is_up: self._wake())
         try:
             await self._reader.open()
             if self._reader.is_durable:
@@ -166,6 +169,7 @@ class Session:
                 await cancel(*side_tasks)
         finally:
             self.has_ended = True
+            forget()
             self._report.set_open_segment()
             await self._reader.close()
         if (cause := self._cause or self._unarchivable) is not None:
@@ -183,10 +187,20 @@ class Session:
                 elif encoder.is_idle and (self._builder.is_done or self._unarchivable or self._drains(stop)):
                     await self._stop_reading()
                 else:
-                    # Until the moment a segment closes by age: with ticks it would be late by half a tick on average.
-                    await wait_for(encoder.wake_event, min(self._builder.due_in, self._deps.tuning.intervals.tick))
+                    await wait_for(encoder.wake_event, self._due_in(stop))
         except (FloeError, ReaderResetError) as error:
             self._end_with(error)
+
+    def _due_in(self, stop: Stop) -> float:
+        """Return the seconds until something is due that does not wake this session, so that an idle one needs no tick.
+
+        A segment closes by age at its moment: with ticks it would be late by half a tick on average.
+        """
+        ticks = self._sampled is not None or stop.is_set
+        return min(self._builder.due_in, self._deps.tuning.intervals.tick if ticks else self._reader.silent_in)
+
+    def _wake(self) -> None:
+        self._encoder.wake_event.set()
 
     def _tick(self) -> None:
         self._builder.tick()
@@ -195,7 +209,7 @@ class Session:
             self._sampled.tick()
             if not self._sampled.has_room:
                 return
-        if self._encoder.is_idle and self._account.is_largest() and not self._reader.has_room:
+        if self._encoder.is_idle and not self._reader.has_room and self._account.is_largest():
             # No reader can request more, and nothing is leaving memory: close this segment.
             self._builder.close(ClosedBy.MEMORY)
 
@@ -236,7 +250,7 @@ class Session:
                 if sealed:
                     await self._put(sealed[0])
                     sealed.popleft().path.unlink(missing_ok=True)
-                    self._encoder.wake_event.set()
+                    self._wake()
                 elif self._is_all_sealed:
                     return
                 else:
@@ -255,7 +269,7 @@ class Session:
 
     async def _wake_on_stop(self, stop: Stop) -> None:
         await stop.wait()
-        self._encoder.wake_event.set()
+        self._wake()
 
     async def _watch_lease(self) -> None:
         await self._lease.lost.wait()
@@ -264,7 +278,7 @@ class Session:
 
     async def _check(self) -> None:
         while not self._ended.is_set:
-            await self._deps.clock.sleep(self._deps.tuning.intervals.check)
+            await sleep_in_step(self._deps.clock, self._deps.tuning.intervals.check)
             if (source := await self._none_on_error(self._check_stream())) is not None:
                 if await self._none_on_error(self._archive.has_successor()):  # another instance has begun the next one
                     self._end_with(closed_error(self._archive))
@@ -301,7 +315,7 @@ class Session:
         self._unarchivable = cause if isinstance(cause, Stopped) else None
         if self._unarchivable is None:
             self._end_with(cause)
-        self._encoder.wake_event.set()
+        self._wake()
 
     def _end_with(self, cause: BaseException) -> None:
         if self._cause is None:
@@ -309,7 +323,7 @@ class Session:
         elif isinstance(cause, UnexpectedError):
             record_unexpected(cause, "feed", f"chain {self._archive.chain}")
         self._ended.set(StopReason.RESET)
-        self._encoder.wake_event.set()
+        self._wake()
         self._encoder.sealed_event.set()
 
     # After the end

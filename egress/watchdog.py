@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.clock import NS_PER_S, Clock, parse_time
+from common.clock import NS_PER_S, Clock, parse_time, sleep_in_step
 from common.errors import FloeError
 from common.logs import get_logger
 from common.nats.api import next_message, stream_info
@@ -203,7 +203,7 @@ class ExpiryEstimate:
                     self._set(await self._seconds_left(self.position()))
             except FloeError as error:
                 log.info("expiry check deferred", action="expiry_check_deferred", error=str(error))
-            await self._clock.sleep(interval)
+            await sleep_in_step(self._clock, interval)
 
     def _set(self, left: float) -> None:
         at = self._clock.monotonic() + left

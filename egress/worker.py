@@ -74,6 +74,7 @@ class Worker:
         self._unput: UnputSegments | None = None
         self._has_begun = False
         self._session: Session | None = None
+        self._end_turn: Callable[[], None] = lambda: None
 
     def flush(self, incarnation: int = 0, least: int = 0) -> SessionFlush | None:
         """Flush as `Session.flush`; return None also if nothing is being read."""
@@ -93,7 +94,8 @@ class Worker:
         )
         try:
             while not stop.is_set or self._unput is not None:
-                await self._round(lease, stop)
+                async with deps.starts.turn(stop) as self._end_turn:
+                    await self._round(lease, stop)
         finally:
             await cancel(*side_tasks)
 
@@ -242,6 +244,7 @@ class Worker:
                 return
         session = self._session = Session(self._deps, self.identity, context, position, lease, self._max_age, resumed)
         started = self._deps.clock.monotonic()
+        self._end_turn()
         try:
             await session.run(stop)
         except StalePositionError as stale:

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -272,11 +272,12 @@ _running_calls: set[Future[Any]] = set()  # calls of all pools, including pools 
 class ThreadPool:
     """A pool of `workers` threads. Cancelling an awaited call does not stop its thread: `wait_idle` waits for it.
 
-    So a lease must not be released before `wait_idle` returns: an upload may still be running.
+    So a lease must not be released before `wait_idle` returns: an upload may still be running. `executor`: runs the
+    calls instead of threads of its own.
     """
 
-    def __init__(self, name: str, workers: int) -> None:
-        self._executor = ThreadPoolExecutor(workers, thread_name_prefix=name)
+    def __init__(self, name: str = "", workers: int = 1, executor: Executor | None = None) -> None:
+        self._executor = executor or ThreadPoolExecutor(workers, thread_name_prefix=name)
         self._calls: set[Future[Any]] = set()
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -299,14 +300,15 @@ class ThreadPool:
         """Return when no call is running, including calls with a cancelled await."""
         while calls := set(self._calls):
             # asyncio.wait cancels nothing when it is cancelled itself.
-            await asyncio.wait({_wait_ended(call) for call in calls})
+            await asyncio.wait({wait_ended(call) for call in calls})
 
     def close(self) -> None:
         """Take no more calls and drop those that have not begun; do not wait for running ones."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _wait_ended(call: Future[Any]) -> asyncio.Future[Any]:
+def wait_ended(call: Future[Any]) -> asyncio.Future[Any]:
+    """Return a future that is done when `call` is, without a need to look at its error."""
     waiter: asyncio.Future[Any] = asyncio.wrap_future(call)
     # The caller that awaited it has seen its error; here it only shows that the call ended.
     waiter.add_done_callback(lambda done: done.cancelled() or done.exception())

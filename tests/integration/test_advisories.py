@@ -98,8 +98,7 @@ async def test_without_a_stream_for_an_hour_none_is_lost(client: FloeClient, cap
         advisories.finish_reread()
         advisories.enqueue(sent, may_be_sent=False)
         await soon(lambda: clock.monotonic() - began > 3600)
-        assert world.gauge("failing") == 1
-        assert world.gauge("waiting") == len(sent)
+        assert (world.gauge("failing"), world.gauge("waiting")) == (1, len(sent))
         hours = (clock.monotonic() - began) / 3600
         assert world.counted()["failed"] < 1000 * hours  # the pauses between attempts grow
         assert advisories.pending() == tuple(sent)

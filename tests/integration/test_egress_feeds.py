@@ -18,6 +18,8 @@ from common.errors import ConfigError, Refused
 from common.nats.api import stream_info
 from common.observe.monitor import BEAT_INTERVAL_S
 from egress import service
+from egress.deps import Tuning
+from egress.session import Session
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
 from tests.support.egress import SITE, Bench, connected
@@ -43,6 +45,20 @@ async def test_two_feeds_of_one_stream_are_independent(bench: Bench) -> None:
     assert [m.sequence for m in bench.messages(other)] == [11, 12, 13, 14, 15]
     assert bench.ledger(other) == {"not_matched": 20}
     assert bench.chains.read_chain(bench.chain(other)).filters == (f"{stream}.*.b",)
+
+
+@pytest.mark.simulated
+async def test_an_idle_feed_needs_no_timer_of_its_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, ticks, tick = await bench.filled([b"x"]), list[Session](), Session._tick
+    monkeypatch.setattr(Session, "_tick", lambda session: (ticks.append(session), tick(session)))
+    async with bench.egress({"stream": stream, "segment": {"max_age": "2s"}}, tuning=Tuning()):
+        await bench.archived_to(stream, 1)
+        ticks.clear()
+        await asyncio.sleep(120)
+        assert 0 < len(ticks) <= 20
+        await bench.publish(stream, [b"y"])
+        async with asyncio.timeout(4):  # the segment closes at its age
+            await bench.archived_to(stream, 2)
 
 
 @pytest.mark.simulated
@@ -83,8 +99,7 @@ async def test_a_feed_begins_at_its_start_key_and_the_key_counts_once(bench, sta
         await soon(lambda: running.state(stream) == "reading")
     assert bench.chains.read_chain(bench.chain(stream)).first == first
     bench.check(stream, first=first)
-    assert [m.sequence for m in bench.messages(stream)] == list(range(first, 56))
-    assert bench.ledger(stream) == {}
+    assert ([m.sequence for m in bench.messages(stream)], bench.ledger(stream)) == (list(range(first, 56)), {})
 
 
 @pytest.mark.parametrize(
@@ -252,6 +267,5 @@ async def test_a_service_is_not_ready_before_its_feeds_exist(bench: Bench, monke
     monkeypatch.setattr(service, "make_deps", made)
     running = bench.start(bench.settings({"stream": stream}))
     await soon(lambda: running.state(stream) == "reading")
-    assert seen == [["feeds: starting"]]
-    assert running.health.problems() == []
+    assert (seen, running.health.problems()) == ([["feeds: starting"]], [])
     await running.drain()

@@ -130,8 +130,7 @@ async def test_a_listing_that_ends_before_the_mark_is_repeated_until_an_operator
     feed = {"stream": stream, "segment": {"max_messages": 10, "max_age": "1h"}}
     await bench.freeze(feed)
     (ref,) = bench.refs(stream)
-    hidden = bench.root / "hidden"
-    file = bench.root / "bucket" / ref.key
+    hidden, file = bench.root / "hidden", bench.root / "bucket" / ref.key
     file.rename(hidden)
     async with bench.egress(feed) as running:
         await soon(lambda: running.state(stream) == "waiting")

@@ -19,7 +19,7 @@ from common.objects.port import ObjectInfo
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from egress.archive import Archive, ArchiveWalks
-from egress.deps import Intervals
+from egress.deps import Intervals, Pools
 from tests.support.basics import soon
 from tests.support.compaction import CHAIN
 from tests.support.compaction import Archive as Segments
@@ -56,6 +56,7 @@ class World:
         self.objects = Counting(folder / "store")
         self.segments = Segments(folder, self.objects)
         self.threads = ThreadPool("listing", 2)
+        self.pools = Pools(self.threads, self.threads, self.threads)
 
     def name(self, ranges: Iterable[tuple[int, int]], level: int = 0) -> list[str]:
         """Put empty objects with the names of segments: below the mark none is opened."""
@@ -69,7 +70,7 @@ class World:
 
     def archive(self, mark: int | None, first: int = 1) -> Archive:
         chains = ChainStore(self.objects, self.segments.layout)
-        return Archive(CHAIN, first, self.segments.store, chains, Mark(mark), self.threads)  # type: ignore[arg-type]
+        return Archive(CHAIN, first, self.segments.store, chains, Mark(mark), self.pools)  # type: ignore[arg-type]
 
     async def loaded(self, mark: int | None) -> Archive:
         archive = self.archive(mark)
@@ -167,8 +168,7 @@ async def test_a_walk_finds_holes_below_the_mark_and_keeps_no_page(world: World)
 async def test_a_merge_during_a_walk_leaves_no_hole(world: World) -> None:
     lower = world.name(tens(1, 15_000))
     walk = world.walk(await world.loaded(15_000), page=0.05)
-    running = asyncio.create_task(walk.run())
-    listed = world.objects.requests
+    running, listed = asyncio.create_task(walk.run()), world.objects.requests
     await soon(lambda: world.objects.requests > listed + 1)
     world.name([(10_001, 14_990)], level=1)
     for key in lower[1_000:1_499]:

@@ -47,12 +47,10 @@ async def test_filters_are_listed_and_unmatched_subjects_reported(bench: Bench) 
 async def test_two_hosts_that_start_at_the_end_of_a_moving_stream_begin_at_one_sequence(bench: Bench) -> None:
     """The first host that resolves it decides for every partition of all."""
     stream = await bench.make_stream(unique("T"))
-    parts = Partitioned(bench, stream, 4)
-    subjects = [f"{p}.s" for p in range(4)]
+    parts, subjects = Partitioned(bench, stream, 4), [f"{p}.s" for p in range(4)]
     await publish_over(bench, stream, subjects, 100, "before")
     settings = bench.settings(feed_of(stream, 4, start_at_end=True))
-    hosts = [bench.start(settings) for _ in range(3)]
-    last = 100
+    hosts, last = [bench.start(settings) for _ in range(3)], 100
     try:
         while not all(bench.chains.read_chain(parts.chain(p)) for p in range(4)):
             await publish_over(bench, stream, subjects, 100, "during")
@@ -171,8 +169,7 @@ async def test_a_partition_that_is_behind_reads_on_to_the_end_of_the_furthest_an
     await publish_over(bench, stream, ["0.a", "1.a"], 50, "beyond")
     feed = {"stream": stream}
     shown = await repartition(bench, feed, "--dry-run", "--json")
-    assert shown.json()["still_to_read"] == {"0": 0, "1": 100}
-    assert parts.end(1) == 100
+    assert (shown.json()["still_to_read"], parts.end(1)) == ({"0": 0, "1": 100}, 100)
     done = await until_cut(bench, feed, "--json")
     assert (done.json()["first"], done.json()["ends"]) == (201, {"0": 200, "1": 200})
     assert parts.ends() == parts.previous(1) == {0: 200, 1: 200}

@@ -29,8 +29,7 @@ from egress.partition import partitions_of
 from tests.support.basics import seeded
 from tests.support.clock import ManualClock
 
-CHAIN = Chain("US_EAST", "NODE_DATA")
-SEEN = 1_647_351_430 * NS_PER_S
+CHAIN, SEEN = Chain("US_EAST", "NODE_DATA"), 1_647_351_430 * NS_PER_S
 # The example in stream-replicator's documentation.
 SR = b"""{
   "protocol": "io.choria.sr.v2.age_advisory",
@@ -190,8 +189,7 @@ def test_what_is_doubtful_waits_with_all_that_follows_it() -> None:
     outbox.add([new("a", 1), new("b", 1)], doubtful=True)
     outbox.add([new("a", 2), new("c", 1)])
 
-    assert outbox.next_batch() == [new("c", 1)]
-    assert list(outbox.doubtful) == [new("a", 1), new("b", 1)]
+    assert (outbox.next_batch(), list(outbox.doubtful)) == ([new("c", 1)], [new("a", 1), new("b", 1)])
 
     outbox.remove(new("a", 1))
     outbox.mark_not_stored([new("b", 1)])
@@ -248,8 +246,7 @@ def test_any_course_of_events_sends_all_in_order_for_each_value(seed: int) -> No
             else:
                 outbox.requeue(advisory, doubtful=chance < 0.8)
         assert done.isdisjoint(outbox.pending())
-        assert done.union(outbox.pending()) == set(found)
-        assert len(outbox) == len(outbox.pending())
+        assert (done.union(outbox.pending()), len(outbox)) == (set(found), len(outbox.pending()))
 
 
 def ack(**fields: object) -> bytes:

@@ -35,8 +35,7 @@ from tests.support.clock import ManualClock
 from tests.support.stores import CountingObjects, DatedObjects, answering, refusing_conditions
 
 CHAIN, LAYOUT = Chain("us-east", "NODES", 1), Layout("data")
-NAME = "us-east/NODES/0001/0"
-CREATED = "2026-11-20T10:00:00.123456789Z"
+NAME, CREATED = "us-east/NODES/0001/0", "2026-11-20T10:00:00.123456789Z"
 BEGIN = 1_763_632_800  # seconds since 1970
 CONSUMER = CapturedConsumer({"name": "app", "ack_policy": "explicit"}, CREATED, 12, 11, 9, 8, 3, 1)
 
@@ -74,8 +73,7 @@ def test_captures_come_back_as_they_were_made(captures: CaptureStore, objects: L
     assert [read(CHAIN) for read in reads] == [config(10), consumers, gone]
     with pytest.raises(Unavailable, match="never read back"):
         CaptureStore(LAYOUT, refusing_conditions(objects).on("put", answering(None))).put(CHAIN, config(11))
-    assert consumers.consumers[0].name == "app"
-    assert to_json(config(5, b=1, a=2)) == to_json(config(5, a=2, b=1))
+    assert (consumers.consumers[0].name, to_json(config(5, b=1, a=2))) == ("app", to_json(config(5, a=2, b=1)))
     assert (deleted_ranges([]), deleted_ranges([3, 4, 5, 9, 11, 12])) == ((), ((3, 5), (9, 9), (11, 12)))
 
 
@@ -83,8 +81,7 @@ def test_the_newest_at_or_below_a_sequence_is_meant(captures: CaptureStore, obje
     for end, second in ((5, 0), (100, 3), (100, 9), (20, 0)):
         captures.put(CHAIN, config(end, second))
     objects.put(f"{LAYOUT.captures_prefix(CHAIN, 'config')}{900:020d}-junk.json", b"{}")  # not a capture
-    assert captures.config(CHAIN) == config(100, 9)
-    assert captures.config(CHAIN, 99) == config(20)
+    assert (captures.config(CHAIN), captures.config(CHAIN, 99)) == (config(100, 9), config(20))
     assert captures.config(CHAIN, None, parse_time(at(8))) == config(100, 3), "of egress, where the server told none"
     assert captures.config(CHAIN, 4) is captures.consumers(CHAIN) is None
     assert captures.config(Chain("us-east", "NODES", 2)) is None
@@ -149,8 +146,7 @@ def test_deletions_count_from_where_the_archive_has_what_the_stream_had(captures
     assert captures.deletions(CHAIN, 300) == early
     since = deletions(3, 160, 1, 300, (7, 7))
     captures.put(CHAIN, since)
-    assert captures.deletions(CHAIN, 299) == early
-    assert captures.deletions(CHAIN, 300) == since
+    assert (captures.deletions(CHAIN, 299), captures.deletions(CHAIN, 300)) == (early, since)
 
 
 def stored(objects: LocalObjects, end: int, raw: bytes, kind: str = "config", digest: str = "") -> None:
@@ -158,8 +154,7 @@ def stored(objects: LocalObjects, end: int, raw: bytes, kind: str = "config", di
     objects.put(LAYOUT.capture(CaptureName(CHAIN, kind, end, digest)), raw)
 
 
-GOOD = to_json(config(5))
-FOREIGN = f"expected chain {NAME} of its name, found us-east/NODES/0000/0"
+GOOD, FOREIGN = to_json(config(5)), f"expected chain {NAME} of its name, found us-east/NODES/0000/0"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,7 +44,9 @@ class Bench:
         limits: dict[str, float] = {"max_messages": 1_000_000, "max_size": 1 << 30, "max_age": 60.0, **closing}
         given = SegmentSettings.model_construct(**limits)  # type: ignore[arg-type]
         position = Position(first, until)
-        self.builder = SegmentBuilder(given, self.clock, self.account, self.emitted.append, position, sampled=sampled)
+        self.wakes, emit = list[None](), self.emitted.append
+        callbacks: Any = {"sampled": sampled, "on_due": lambda: self.wakes.append(None)}
+        self.builder = SegmentBuilder(given, self.clock, self.account, emit, position, **callbacks)
 
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -75,8 +78,22 @@ def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
         bench.pass_time(passed)
         assert (bench.builder.due_in, bench.segments()) == (left, [])
     bench.pass_time(1)
-    assert bench.segments() == [(SequenceRange(1, 1), [1], ClosedBy.AGE)]
-    assert bench.builder.due_in == math.inf
+    assert (bench.segments(), bench.builder.due_in) == ([(SequenceRange(1, 1), [1], ClosedBy.AGE)], math.inf)
+
+
+def test_a_session_wakes_when_a_segment_opens_and_when_a_piece_has_gaps() -> None:
+    bench = Bench(max_age=60)
+    for sequence, left in ((1, 60), (2, 59)):
+        bench.builder.add_messages(columns_of([sequence]))
+        assert (len(bench.wakes), bench.builder.due_in) == (1, left)
+        bench.pass_time(1)
+    bench.builder.skip_to(5)
+    assert (len(bench.wakes), bench.builder.due_in) == (2, 3)
+    bench.pass_time(3)
+    assert ([piece.coverage for piece in bench.pieces], bench.builder.due_in) == ([SequenceRange(1, 5)], 55)
+    bench.builder.close(ClosedBy.FLUSH)
+    bench.builder.add_messages(columns_of([6]))
+    assert (len(bench.wakes), bench.builder.due_in) == (3, 60)
 
 
 def test_what_holds_no_row_still_becomes_a_segment_and_what_covers_nothing_none() -> None:
@@ -161,8 +178,7 @@ def test_segments_account_for_everything_once(
         else:
             bench.pass_time(value)  # type: ignore[arg-type]
     bench.builder.close(ClosedBy.DRAIN)
-    segments = bench.segments()
-    last = reached if until is None else min(reached, until)
+    segments, last = bench.segments(), reached if until is None else min(reached, until)
     assert [s for _, rows, _ in segments for s in rows] == [s for s in sent if s <= last]
     assert is_gapless(coverage for coverage, _, _ in segments)
     if last:
@@ -196,8 +212,7 @@ def test_the_ledger_agrees_with_checking_every_sequence(received: set[int], sour
     for filtered, reason in ((False, Reason.DELETED), (True, Reason.NOT_MATCHED)):
         ledger = ledger_of(found, source_first, filtered=filtered)
         assert ledger.counts.get(Reason.GONE_BEFORE_READ, 0) == gone
-        assert ledger.counts.get(reason, 0) == len(missing) - gone
-        assert ledger.total() + len(received) == 30
+        assert (ledger.counts.get(reason, 0), ledger.total() + len(received)) == (len(missing) - gone, 30)
     below = [s for s in missing if s < source_first]
     assert unread(found, source_first) == (SequenceRange(below[0], below[-1]) if below else None)
 

@@ -108,8 +108,7 @@ def test_what_a_stream_imposes_on_durables_is_refused() -> None:
         assert (found.code, f"{key} to {value}" in found.message) == ("E-RETENTION", True)
 
 
-CREATED = "2026-11-20T10:00:00Z"
-EVERY = 300.0
+CREATED, EVERY = "2026-11-20T10:00:00Z", 300.0
 APP = CapturedConsumer({"name": "app", "durable_name": "app"}, CREATED, 5, 5, 3, 3)
 PASSING = CapturedConsumer({"name": "XyZ"}, CREATED)
 
@@ -205,8 +204,7 @@ def test_deletions_are_checked_where_deleting_leaves_no_message_and_how_often_is
     assert period("S") == period("S", "interest") == period("KV_S") == 0
     assert period("OBJ_S") == period("S", "workqueue") == 600
     assert period("OBJ_S", "workqueue", capture_deletes="never") == 0
-    assert period("S", capture_deletes="1h") == 3600
-    assert FeedSettings(stream="S").capture_consumers_s == 60
+    assert (period("S", capture_deletes="1h"), FeedSettings(stream="S").capture_consumers_s) == (3600, 60)
     assert FeedSettings(stream="S", capture_consumers="never").capture_consumers_s == 0
     consumers, deletes = ("", "0s", "500ms"), ("2d", "always")
     for wrong in [{"capture_consumers": each} for each in consumers] + [{"capture_deletes": each} for each in deletes]:
@@ -307,8 +305,7 @@ async def test_what_is_not_taken_is_unknown_and_sent_again(server: Server) -> No
         await made.acknowledge_up_to(3)
     server.deaf, server.sent = set(), []
     await made.acknowledge_up_to(3)
-    assert [number for _, number in server.sent] == [1, 2, 3]
-    assert server.acked == {1, 2, 3}
+    assert ([number for _, number in server.sent], server.acked) == ([1, 2, 3], {1, 2, 3})
 
 
 async def test_only_what_a_segment_accounts_for_is_acknowledged_below_the_position(server: Server) -> None:

@@ -6,7 +6,9 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,11 +30,11 @@ from common.settings.egress import SegmentSettings
 from common.tasks import Stop, first_of, run_until_stopped
 from egress import metrics
 from egress.builder import OpenSegment
-from egress.deps import Tuning
+from egress.deps import PARALLEL_STARTS, StartTurns, Tuning
 from egress.evidence import confirm
 from egress.flush import FlushAnswer, FlushRequests
 from egress.incarnations import filters_text
-from egress.memory import MAX_WINDOW_BYTES, MemoryBudget
+from egress.memory import MAX_WINDOW_BYTES, MemoryAccount, MemoryBudget
 from egress.report import FeedReport, NewlyUnmatched, Unmatched, log
 from egress.watchdog import (
     FirstSequenceRate,
@@ -194,8 +196,7 @@ async def test_a_stall_that_lasts_over_readers_is_logged_once(feed: Feed, errors
 
 
 def test_time_goes_on_while_nobody_can_be_asked(feed: Feed) -> None:
-    left = [feed.count(metrics.expiry)]
-    at = feed.clock.monotonic() + 100
+    left, at = [feed.count(metrics.expiry)], feed.clock.monotonic() + 100
     feed.report.set_expiry(lambda: max(0.0, at - feed.clock.monotonic()))
     for passed in (40, 100):
         feed.clock.advance(passed)
@@ -303,14 +304,41 @@ def test_a_budget_is_shared_and_calls_when_there_is_room_again() -> None:
     woken: list[str] = []
     budget = MemoryBudget(100, chains=2)
     assert budget.has_room(1_000), "for one message of any size where it is empty"
-    one, other = budget.account(lambda: woken.append("one")), budget.account(lambda: woken.append("other"))
+
+    def account(name: str) -> MemoryAccount:
+        return budget.account(partial(woken.append, name), partial(woken.append, f"{name} is largest"))
+
+    one, other, idle = map(account, ("one", "other", "idle"))
     one.charge(70)
-    assert (budget.has_room(30), budget.has_room(31)) == (True, False)
+    assert (other.has_room(30), woken) == (True, [])
+    assert (other.has_room(31), other.has_room(32), woken) == (False, False, ["one is largest"])
     assert (one.is_largest(), other.is_largest()) == (True, False)
     one.release(50)
-    assert (woken, budget.used) == (["one", "other"], 20)
+    assert (woken[1:], budget.used) == (["one", "other"], 20)
+    assert not idle.has_room(100)
     one.close()
-    assert budget.used == 0
+    assert (woken[3:], budget.used) == (["one is largest", "idle"], 0)
+
+
+async def test_feeds_begin_in_turns_of_which_one_that_hangs_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("egress.deps.START_TURN_S", 0.05)
+    turns, stop = StartTurns(), Stop()
+    async with AsyncExitStack() as held:
+
+        async def take(count: int = PARALLEL_STARTS) -> list[Callable[[], None]]:
+            return [await held.enter_async_context(turns.turn(stop)) for _ in range(count)]
+
+        await take()
+        [end] = await asyncio.wait_for(take(1), 10)
+        end()
+        monkeypatch.setattr("egress.deps.START_TURN_S", 60)
+        await take()
+        end()
+        last = asyncio.create_task(take(1))
+        await asyncio.sleep(0.1)
+        assert not last.done(), "a turn ends once"
+        stop.set()
+        await asyncio.wait_for(last, 10)
 
 
 def test_pull_requests_of_many_chains_fit_together() -> None:
@@ -333,8 +361,7 @@ def test_all_shares_together_reach_and_one_less_of_each_does_not(chains: int, me
 def test_the_surplus_is_what_is_above_the_share_and_always_the_same(held: set[str], share: int) -> None:
     released = surplus(held, share)
     assert len(held - set(released)) == min(len(held), share)
-    assert surplus(sorted(held, reverse=True), share) == released
-    assert surplus(held - set(released), share) == []
+    assert (surplus(sorted(held, reverse=True), share), surplus(held - set(released), share)) == (released, [])
 
 
 def test_members_with_the_same_leases_in_any_order_are_one_circle() -> None:
@@ -345,8 +372,7 @@ def test_members_with_the_same_leases_in_any_order_are_one_circle() -> None:
 
 # Requests to freeze: partitions of feeds, by several commands at the same time
 
-FEED = [Chain("us-east", "NODES", partition=number) for number in range(3)]
-COUNTS = {"NODES": 3}
+FEED, COUNTS = [Chain("us-east", "NODES", partition=number) for number in range(3)], {"NODES": 3}
 NOTHING = FlushRequests({})
 
 
@@ -362,8 +388,7 @@ def stored(found: FlushRequests, *partitions: int) -> FlushRequests:
 def test_a_partition_is_asked_alone_and_a_feed_whole():
     assert asked(NOTHING.with_request(FEED[1:2], COUNTS, "a", 0)) == [1]
     whole = NOTHING.with_request(FEED, COUNTS, "a", 0)
-    assert (asked(whole), whole.feeds["NODES"].only) == ([0, 1, 2], ())
-    assert asked(stored(whole, 0, 2)) == [1]
+    assert (asked(whole), whole.feeds["NODES"].only, asked(stored(whole, 0, 2))) == ([0, 1, 2], (), [1])
 
 
 def test_what_another_command_waits_for_stays_asked():
@@ -379,8 +404,7 @@ def test_what_another_command_waits_for_stays_asked():
 def test_what_was_answered_to_another_command_stays_until_it_is_asked_again():
     done = stored(NOTHING.with_request(FEED[:1], COUNTS, "a", 0), 0)
     again = done.with_request(FEED[1:2], COUNTS, "b", 1)
-    assert asked(again) == [1]
-    assert again.feeds["NODES"].answers.keys() == {0}
+    assert (asked(again), again.feeds["NODES"].answers.keys()) == ([1], {0})
     assert again.with_request(FEED[:1], COUNTS, "c", 2).feeds["NODES"].answers == {}
 
 

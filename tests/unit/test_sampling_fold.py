@@ -12,8 +12,7 @@ from egress.sampling.sampler import SampledBatch, Sampler
 from egress.sampling.stage import IdleClock
 from tests.support.sampling import HOUR, MINUTE, SECOND, START, batch, sampling
 
-HOW = sampling(size_trigger="1K")
-WARN = 12 * MINUTE
+HOW, WARN = sampling(size_trigger="1K"), 12 * MINUTE
 
 
 def fold_keys(sampler: Sampler, *messages: tuple[Any, ...]) -> SampledBatch:
@@ -31,8 +30,7 @@ def test_a_batch_is_read_and_counted() -> None:
     how = sampling(inspect_force_field="force")
     documents = [b'{"sender": "a"}', b'{"sender": "a"}', b"no", b'{"sender": "a", "force": true}', b'{"force": true}']
     choices = Sampler(how).fold(batch([(START + n, raw) for n, raw in enumerate(documents)]))
-    assert list(choices.kept) == [1, 0, 1, 1, 1]
-    assert choices.keys == ["a", "a", None, "a", None]
+    assert (list(choices.kept), choices.keys) == ([1, 0, 1, 1, 1], ["a", "a", None, "a", None])
     assert (choices.missing, choices.forced) == (2, 2)
     assert choices.advisories == [Advisory(AdvisoryEvent.NEW, "a", START, START)]
 
@@ -85,12 +83,10 @@ def test_the_servers_time_changes_no_choice() -> None:
 
 def test_a_frozen_state_stays_as_it_was() -> None:
     # Given: more keys than one list holds, and some of them forgotten
-    sampler = Sampler(HOW)
-    count = CHUNK_VALUES * 2 + 5
+    sampler, count = Sampler(HOW), CHUNK_VALUES * 2 + 5
     fold_keys(sampler, *[(f"k{number}", START + number) for number in range(count)])
     state = sampler.freeze()
-    before = {k.value: k for k in state.iter_keys()}
-    copy = Sampler(HOW, state)
+    before, copy = {k.value: k for k in state.iter_keys()}, Sampler(HOW, state)
     # When: every place changes
     fold_keys(sampler, ("later", START + HOUR + count // 2))
     sampler.advance(0)

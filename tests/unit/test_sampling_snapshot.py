@@ -31,8 +31,7 @@ from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
 from tests.support.sampling import HOUR, MINUTE, SECOND, START, sampling
 
-CHAIN = Chain("us-east", "NODE_DATA", 3, 7)
-HOW = sampling()
+CHAIN, HOW = Chain("us-east", "NODE_DATA", 3, 7), sampling()
 
 
 def snapshot(keys: int = 100, outbox: int = 3) -> Snapshot:
@@ -63,9 +62,7 @@ def content(of: Snapshot) -> tuple[Any, ...]:
 def test_what_is_written_comes_back(keys: int, outbox: int) -> None:
     written = snapshot(keys, outbox)
     read = decode(raw(written))
-    assert content(read) == content(written)
-    assert read.state.count() == keys
-    assert raw(read) == raw(written)
+    assert (content(read), read.state.count(), raw(read)) == (content(written), keys, raw(written))
 
 
 def test_an_empty_state_comes_back_and_steps_are_small() -> None:
@@ -85,8 +82,7 @@ def test_keys_of_every_kind_come_back_and_the_longest_fit_a_block() -> None:
         sampler = Sampler(HOW)
         sampler.fold_keys([*some], None, [START] * len(some), [2**32 - 1] * len(some))
         written = Snapshot(CHAIN, 5, HOW.digest, START, sampler.freeze())
-        assert content(decode(raw(written))) == content(written)
-        assert written.state.count() == len(some)
+        assert (content(decode(raw(written))), written.state.count()) == (content(written), len(some))
 
 
 def test_every_cut_is_refused_and_another_version() -> None:
@@ -156,8 +152,7 @@ def one_key(value: Any) -> list[bytes]:
     return [head(keys=1), keys_block([value])]
 
 
-ADVISORIES = msgspec.msgpack.encode([("new", "a", 1, 1)])
-GOOD = keys_block(["a", "b"])
+ADVISORIES, GOOD = msgspec.msgpack.encode([("new", "a", 1, 1)]), keys_block(["a", "b"])
 BAD: dict[str, list[bytes]] = {
     "no head": [],
     "another byte order": [head(byte_order="big")],

@@ -16,8 +16,10 @@ import pytest
 from common import tasks
 from common.cli import run_async
 from common.errors import Stopped, Unavailable, UnexpectedError
+from common.observe.monitor import MAX_PARALLEL_REQUESTS
 from common.service.process import ThreadPool, count_running_calls
 from common.tasks import Stop, StopReason, report_errors, run_all, run_with, spawn, unexpected, wait_for, wait_result
+from egress.deps import PROCESS_THREADS, FeedExecutor, ProcessThreads, SharedThreads
 from tests.support.basics import PATIENCE, cancelled, counted, soon
 from tests.support.clock import ManualClock
 from tests.support.stores import no_room
@@ -178,8 +180,7 @@ async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None
         await tasks.restart_on_error("expiry", stops, clock)
     count = counted(unexpected.labels("expiry"))
     await tasks.restart_on_error("expiry", work, clock)
-    assert began == [0, 1, 3, 7, 68, 70]
-    assert counted(unexpected.labels("expiry")) == count + 5
+    assert (began, counted(unexpected.labels("expiry"))) == ([0, 1, 3, 7, 68, 70], count + 5)
 
 
 def test_a_group_is_named_by_its_defect() -> None:
@@ -205,8 +206,7 @@ async def test_a_stop_keeps_its_first_reason_and_is_waited_for_no_longer_than_as
 async def test_a_child_stops_with_its_parents_for_their_reason_and_never_stops_them() -> None:
     service, lease = Stop(), Stop()
     child = Stop(service, lease)
-    grandchild = Stop(child)
-    child_of_its_own = Stop(service)
+    grandchild, child_of_its_own = Stop(child), Stop(service)
     child_of_its_own.set(StopReason.DECISION)
     assert not service.is_set
     lease.set(StopReason.GIVE_BACK)
@@ -228,9 +228,9 @@ async def test_a_child_that_nobody_needs_any_more_is_forgotten() -> None:
 # Blocking calls in threads
 
 
-@pytest.fixture
-def threads() -> Iterator[ThreadPool]:
-    pool = ThreadPool("test", 1)
+@pytest.fixture(params=[False, True], ids=["own", "shared"])
+def threads(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
+    pool = ThreadPool(executor=FeedExecutor(SharedThreads("test", 1))) if request.param else ThreadPool("test", 1)
     yield pool
     pool.close()
 
@@ -282,6 +282,22 @@ async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threa
     await first
     await threads.wait_idle()
     assert not ran.is_set()
+
+
+async def test_hundreds_of_feeds_share_few_threads_and_one_that_hangs_stops_no_other() -> None:
+    before, shared, release = threading.active_count(), ProcessThreads(), threading.Event()
+    pools = [shared.pools() for _ in range(500)]
+    hung = [asyncio.create_task(each.io.run(release.wait, PATIENCE)) for each in pools[:10] for _ in range(9)]
+    await asyncio.sleep(0)
+    calls = [pool.run(int) for each in pools[10:] for pool in (each.io, each.io, each.large_puts, each.encoder)]
+    await asyncio.wait_for(asyncio.gather(*calls), PATIENCE)
+    assert threading.active_count() - before <= PROCESS_THREADS <= 64 - MAX_PARALLEL_REQUESTS - 6  # the others
+    assert not any(call.done() for call in hung)
+    hung.pop().cancel()
+    release.set()
+    assert all(await asyncio.gather(*hung))
+    await asyncio.gather(*(each.idle() for each in pools))
+    shared.close()
 
 
 def test_a_thread_that_never_returns_does_not_keep_the_command_from_ending():
