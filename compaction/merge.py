@@ -10,6 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from common.archive.guard import MIB
 from common.archive.reader import SegmentReader
 from common.archive.segment import UNREAD_REASONS, Footer, Ledger, MergeInputs, Reason, SegmentRef
 from common.archive.store import SegmentStore
-from common.archive.unread import count_up_to
+from common.archive.unread import Batches, count_up_to
 from common.archive.writer import SegmentWriter, SpooledSegment
 from common.errors import SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
@@ -209,6 +210,24 @@ def prefetch(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
         items.close()
 
 
+COMBINED_BYTES = MIB  # of rows that are handed on together: handing on a batch costs more than a few rows
+
+
+def combine(batches: Batches) -> Batches:
+    """Yield the rows of `batches` in fewer ones, of COMBINED_BYTES or more except the last."""
+    parts: list[pa.RecordBatch] = []
+    size = 0
+    with closing(batches):
+        for batch in batches:
+            parts.append(batch)
+            size += batch.nbytes
+            if size >= COMBINED_BYTES:
+                yield batch if len(parts) == 1 else pa.concat_batches(parts)
+                parts, size = [], 0
+        if parts:
+            yield pa.concat_batches(parts)
+
+
 COMPRESSION_LEVEL = 3
 # Page and file metadata may make an output a little larger than its inputs.
 SPOOL_SIZE_FACTOR = 1.1
@@ -288,7 +307,7 @@ def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[i
             pool=aside,
         )
         try:
-            for batch in prefetch(union(output.inputs, open_input)):
+            for batch in prefetch(combine(union(output.inputs, open_input))):
                 failpoint("compaction.merge")
                 tally.add(batch.column("sequence"))
                 writer.append(batch)

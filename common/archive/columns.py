@@ -84,8 +84,22 @@ def total(sizes: pa.Array[Any]) -> int:
     return int(pc.sum(sizes).as_py() or 0)
 
 
+def text_size(values: pa.Array[Any]) -> int:
+    """Return the bytes of all values, those of a dictionary as often as they occur."""
+    if values.null_count == len(values):
+        return 0
+    plain = values.dictionary if isinstance(values, pa.DictionaryArray) else values
+    sizes: Any = pc.binary_length(plain)  # type: ignore[call-overload]
+    return total(pc.take(sizes, values.indices) if isinstance(values, pa.DictionaryArray) else sizes)
+
+
 def raw_size(batch: pa.RecordBatch) -> int:
-    return total(row_sizes(batch))
+    """Return the sum of `row_sizes`, with fewer calls of kernels: they take most of the time for a few rows."""
+    names = set(batch.schema.names)
+    size = sum(text_size(batch.column(name)) for name in {"headers", "payload"} & names)
+    if "subject_raw" in names and batch.column("subject_raw").null_count < batch.num_rows:
+        return size + total(_subject_sizes(batch))
+    return size + (text_size(batch.column("subject")) if "subject" in names else 0)
 
 
 # The content of a message. `timestamp` derives from `timestamp_ns`, `sample_key` from the settings at the read.

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from common.archive import checks, guard
 from common.archive.checks import TRAILER_BYTES, RowGroup, check_schema, check_trailer
-from common.archive.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, lengths, raw_size, total
+from common.archive.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, raw_size, text_size
 from common.archive.guard import DEFAULT_LIMITS, Metadata, ParquetLimits, bomb_error, segment_errors
 from common.archive.keys import Layout, SegmentName
 from common.archive.segment import Footer
@@ -72,19 +72,22 @@ class SegmentSource:
 
         Call it only after `metadata`, which checks that pyarrow can parse the metadata within limits.
         """
-        metadata = _ParquetFile(
+        try:
+            # Kept as dictionaries until their expanded size is known.
+            file = self._open(list(TEXT_COLUMNS))
+        except Exception:  # perhaps there are no such columns: the check of the schema names the cause
+            check_schema(self._open(None).metadata.schema.to_arrow_schema())
+            raise
+        check_schema(file.metadata.schema.to_arrow_schema())
+        return file
+
+    def _open(self, read_dictionary: list[str] | None) -> Any:
+        return _ParquetFile(
             self.file,
             thrift_string_size_limit=self.limits.footer_value_bytes,
             thrift_container_size_limit=max(self.limits.row_groups, self.limits.columns),
             schema_depth_limit=_SCHEMA_DEPTH,
-            arrow_extensions_enabled=False,
-        ).metadata
-        check_schema(metadata.schema.to_arrow_schema())
-        return _ParquetFile(
-            self.file,
-            metadata=metadata,
-            # Kept as dictionaries until their expanded size is known.
-            read_dictionary=list(TEXT_COLUMNS),
+            read_dictionary=read_dictionary,
             pre_buffer=False,
             buffer_size=_READ_AHEAD,
             # Without checksums a flipped bit reads back as good data.
@@ -244,7 +247,7 @@ class _Totals:
         self._raw_bytes += raw
         if self._raw_bytes > self._footer.raw_bytes:
             raise bomb_error(f"expected {self._footer.raw_bytes} raw bytes as in the footer, found more")
-        text = sum(total(lengths(batch.column(name))) for name in {*TEXT_COLUMNS} & self._names)
+        text = sum(text_size(batch.column(name)) for name in {*TEXT_COLUMNS} & self._names)
         if raw + text > self._max_batch_bytes:
             raise bomb_error(f"expected batches of at most {self._max_batch_bytes} bytes, found {raw + text}")
         return text

@@ -261,13 +261,11 @@ def test_junk_among_the_tombstones_is_offered_for_quarantine(site: Site):
     junk = site.layout.tombstones_prefix(CHAIN) + "notes of last week.txt"
     site.objects.put(junk, b"hello")
     [offered] = [line for line in site.compact(code=3).err.splitlines() if line.startswith("floe ")]
-    assert run_here(*shlex.split(offered)[1:]).code == 0
-    assert site.compact("--strict").code == 0
+    assert (run_here(*shlex.split(offered)[1:]).code, site.compact("--strict").code) == (0, 0)
 
 
 def test_quarantine_is_refused_for_uncovered_segments_and_for_documents(site: Site):
-    segment = site.listed()[0]
-    twin = site.put(1, 10, rows(range(1, 11), salt="other"))
+    segment, twin = site.listed()[0], site.put(1, 10, rows(range(1, 11), salt="other"))
     site.path(twin.key).write_bytes(b"?")  # it covers by name only
 
     def quarantine(key: str, *options: str):
@@ -305,8 +303,7 @@ def test_a_run_leaves_its_metrics_for_a_textfile_collector(site: Site, tmp_path:
     site.compact("--metrics-textfile", str(path))
     first = samples(path)
     counts = {"merged_segments": 4, "output_segments": 1, "merged_rows": 40, "deleted_segments": 3, "failures": 0}
-    assert {name: first[name] for name in counts} == counts
-    assert first["read_bytes"] == sum(sizes.values())
+    assert ({name: first[name] for name in counts}, first["read_bytes"]) == (counts, sum(sizes.values()))
     assert first["written_bytes"] == next(ref.size for ref in site.listed() if ref.level == 1)
     assert first["last_success_timestamp_seconds"] == first["last_run_timestamp_seconds"] > 1_700_000_000
     assert first["duration_seconds"] > 0

@@ -53,8 +53,7 @@ def test_the_footer_unites_those_of_the_inputs(archive: Archive):
     footer = archive.footer(merged(archive, *inputs).ref)
     assert footer.is_balanced()
     assert footer.ledger == Ledger({Reason.DELETED: 3, Reason.NOT_MATCHED: 10, Reason.SAMPLED_OUT: 7})
-    assert footer.tip == Tip(50, 50, "0" * 32)
-    assert footer.inputs == MergeInputs.of([s.name for s in inputs])
+    assert (footer.tip, footer.inputs) == (Tip(50, 50, "0" * 32), MergeInputs.of([s.name for s in inputs]))
     assert (footer.first_timestamp_ns, footer.last_timestamp_ns) == tuple(
         1_700_000_000_000_000_000 + n * 1_001 for n in (1, 40)
     )
@@ -140,8 +139,7 @@ def test_the_sample_key_is_no_content_and_the_preferred_segment_s_stays(archive:
     ]
     result = merged(archive, *inputs)
     keys = archive.table(result.ref).column("sample_key").to_pylist()
-    assert keys[:2] == ["old", None]
-    assert set(keys[10:]) == {"new", None}
+    assert (keys[:2], set(keys[10:])) == (["old", None], {"new", None})
     proved(archive, result)
 
 

@@ -70,8 +70,7 @@ def test_a_due_run_is_merged_and_its_inputs_go_the_last_one_and_the_tombstone_wh
     archive: Archive,
 ):
     fill(archive)
-    before = archive.read()
-    report = run(archive)
+    before, report = archive.read(), run(archive)
     assert (len(report.merged), len(report.tombstones), len(report.deleted), report.failures) == (1, 1, 3, [])
     assert archive.ranges() == ["0:31..40", "1:1..40"]
     assert archive.read().equals(before)
@@ -79,9 +78,7 @@ def test_a_due_run_is_merged_and_its_inputs_go_the_last_one_and_the_tombstone_wh
     fill(archive, 1, age=0, first=41)
     assert run(archive).deleted[0].coverage.first == 31
     assert tombstones(archive) != []
-    assert run(archive).deleted == []
-    assert archive.ranges() == ["0:41..50", "1:1..40"]
-    assert tombstones(archive) == []
+    assert (run(archive).deleted, archive.ranges(), tombstones(archive)) == ([], ["0:41..50", "1:1..40"], [])
 
 
 def test_nothing_goes_where_deleting_is_off_nor_before_the_grace_by_the_store_s_clock(archive: Archive):
@@ -112,8 +109,7 @@ def test_a_damaged_output_is_made_again_while_its_inputs_are_there(archive: Arch
     archive.path(merged.ref.key).write_bytes(good[:-1] + b"?")
     report = after_the_grace(archive)
     assert "E-READ-BACK" in report.failures[0].line
-    assert report.deleted == []
-    assert archive.path(merged.ref.key).read_bytes() == good
+    assert (report.deleted, archive.path(merged.ref.key).read_bytes()) == ([], good)
     run(archive, grace=3600)
     assert archive.ranges() == ["0:31..40", "1:1..40"]
     assert archive.read().equals(before)
@@ -170,8 +166,7 @@ def test_a_tombstone_is_a_proposal_and_the_rest_must_hold_every_row(archive: Arc
     [failure] = report.failures
     assert "error[E-ROWS-MISSING]" in failure.line
     assert "sequence 15 of " in failure.line
-    assert archive.objects.get(inputs[1].key) == before
-    assert exit_code(report.failures) == 3
+    assert (archive.objects.get(inputs[1].key), exit_code(report.failures)) == (before, 3)
     assert run(archive, NEVER).known_failures == report.failures, "and it is told once"
 
 
@@ -208,8 +203,7 @@ def test_a_run_that_is_to_stop_does_not_prove_all_of_a_task_first(archive: Archi
 
 
 def test_deletions_are_not_proved_where_that_is_switched_off(archive: Archive):
-    inputs = fill(archive)
-    poor = archive.put(1, 40, rows([1]), level=1)
+    inputs, poor = fill(archive), archive.put(1, 40, rows([1]), level=1)
     TombstoneStore(archive.objects, archive.layout).put(supersession_of_merge(poor, inputs))
     trusting = Compaction(archive.store, (NEVER,), 0, LocalRunner(archive.store), prove_deletions=False)
     assert [s.coverage.first for s in trusting.run(Selection()).deleted] == [1, 11, 21]
@@ -226,8 +220,7 @@ def test_a_damaged_segment_is_not_deleted_before_it_is_checked(archive: Archive)
 
 
 def test_deletions_of_another_run_are_skipped(archive: Archive):
-    gone = archive.put(1, 10)
-    above = archive.put(1, 10, rows(range(2, 11)), level=1)
+    gone, above = archive.put(1, 10), archive.put(1, 10, rows(range(2, 11)), level=1)
     archive.store.delete(gone)
     with closing(DeletionProof(archive.store, [above])) as proof:
         proof.check(gone)
@@ -240,8 +233,7 @@ def test_every_absent_row_is_found_across_segments_row_groups_and_overlaps(
     """Comparison with sets of sequences: deleted and remaining segments begin and end anywhere."""
     random = seeded(number)
     monkeypatch.setattr(writer, "row_group_bytes", lambda _level: 600)  # about ten rows
-    held = {n for n in range(1, 101) if random.random() < 0.8}
-    middle = random.randrange(30, 70)
+    held, middle = {n for n in range(1, 101) if random.random() < 0.8}, random.randrange(30, 70)
     spans = [(1, middle + random.choice([0, 5])), (middle + 1, 100)]
     staying = [archive.put(a, z, rows(n for n in range(a, z + 1) if n in held), level=2) for a, z in spans]
     with closing(DeletionProof(archive.store, staying)) as proof:

@@ -111,8 +111,7 @@ async def test_findings_are_counted_for_each_chain_and_in_total(tmp_path: Path):
         *(("delayed", "hole", 41, 60), ("divergent", "rows", 1, 10)),
     ]
     low = {"segments": 3, "first": 1, "last": 40, "holes": 1}
-    assert {name: chain["levels"]["0"][name] for name in low} == low
-    assert chain["levels"]["1"]["segments"] == 1
+    assert ({name: chain["levels"]["0"][name] for name in low}, chain["levels"]["1"]["segments"]) == (low, 1)
 
     lines = (await site.command(code=3)).out.splitlines()
     assert "signed_off" not in lines[0]
@@ -158,13 +157,11 @@ def test_partitions_that_never_existed_are_one_line_and_those_with_segments_are_
             site.archive.put(first, first + 4, chain=chain)
     site.archive.objects.put(f"{site.archive.layout.incarnation_prefix(CHAIN)}junk", b"")
 
-    assert site.chains.partitions(CHAIN) == set(there)
-    assert known_chains(site.chains) == [CHAIN, *there, NEXT]
+    assert (site.chains.partitions(CHAIN), known_chains(site.chains)) == (set(there), [CHAIN, *there, NEXT])
     first, *others, last = verify_chains(site.archive.store, site.chains, known_chains(site.chains))
     assert [(p.kind, str(p.rows)) for p in first.problems] == [("document", "None"), ("hole", "1..10")]
     assert first.problems[0].text.endswith("chain.json: expected a document, found none, nor in 1023 other partitions")
-    assert [[p.kind for p in report.problems] for report in others] == [["document"]] * 6
-    assert last.problems == []
+    assert ([[p.kind for p in report.problems] for report in others], last.problems) == ([["document"]] * 6, [])
 
 
 def test_deep_proves_every_byte_of_a_segment_of_any_size(site: Site, monkeypatch: pytest.MonkeyPatch):
@@ -235,8 +232,7 @@ def test_possible_differences_are_checked_again_without_new_segments(site: Site)
     """An accepted gap may be taken back, and a document may change for the same segments."""
     lost = {"ledger": {Reason.GONE_FROM_HOLE: 1}, "unread": SequenceRange(45, 45)}
     site.archive.put(41, 50, rows(n for n in range(41, 51) if n != 45), **lost)
-    assert kinds(site.verify()) == [("gone", "45..45")]
-    assert kinds(site.verify()) == [("gone", "45..45")]
+    assert (kinds(site.verify()), kinds(site.verify())) == ([("gone", "45..45")], [("gone", "45..45")])
     assert site.read == ["0:41..50"]
     site.chains.create_stream(NEXT, StreamDocument({}, "2026-01-01T00:00:00Z", {0: 30}))
     assert kinds(site.verify()) == [("behind", "31..50"), ("gone", "45..45")]
@@ -309,8 +305,7 @@ def test_tasks_are_put_together_in_any_order_and_a_refusal_in_one_keeps_its_code
     monkeypatch.setattr("compaction.verify.TASK_MAX_BYTES", 1)
     there = verify_chains(store, site.chains, [CHAIN, CHAIN], deep=True, window=1, runner=runner)
     texts = [[[(p.kind, p.text) for p in report.problems] for report in reports] for reports in (here, there)]
-    assert texts[0] == texts[1]
-    assert [problem.kind for problem in here[0].problems] == ["damaged", "hole", "hole"]
+    assert (texts[0], [problem.kind for problem in here[0].problems]) == (texts[1], ["damaged", "hole", "hole"])
 
     monkeypatch.setattr(site.archive.objects, "get", raising(Refused("no right to get")))
     with pytest.raises(Refused):

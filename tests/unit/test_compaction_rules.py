@@ -153,8 +153,7 @@ def test_the_inputs_of_a_merge_are_found_again_by_its_output():
 def test_two_segments_together_may_contain_a_third_unless_there_is_a_hole_or_it_reaches_beyond():
     upper = [ref(1, 60, 1), ref(61, 100, 1)]
     [found] = find_supersessions([ref(50, 70), *upper])
-    assert found.superseding == tuple(upper)
-    assert [str(s.rows) for s in found.stretches] == ["50..60", "61..70"]
+    assert (found.superseding, [str(s.rows) for s in found.stretches]) == (tuple(upper), ["50..60", "61..70"])
     assert (
         find_supersessions([ref(50, 70), upper[0], ref(62, 100, 1)]) == find_supersessions([ref(91, 110), *upper]) == []
     )
@@ -182,8 +181,7 @@ def test_a_supersession_is_cut_into_parts_with_what_concerns_each():
 # Tombstones
 
 INPUTS = (ref(1, 50), ref(51, 100))
-OUTPUT = ref(1, 100, 1)
-BEYOND = ref(101, 150)
+OUTPUT, BEYOND = ref(1, 100, 1), ref(101, 150)
 LISTING = [*INPUTS, OUTPUT, BEYOND]
 
 
@@ -293,8 +291,7 @@ def test_the_source_is_closed_when_the_caller_stops_early():
 
 
 def test_no_more_than_the_depth_is_made_ahead():
-    made = []
-    released = threading.Event()
+    made, released = [], threading.Event()
 
     def source() -> Iterator[int]:
         for number in range(100):

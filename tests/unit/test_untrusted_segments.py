@@ -73,8 +73,7 @@ def test_what_is_not_parquet_is_refused_and_an_encrypted_footer_is_named(path: P
 
 
 def test_a_file_cut_anywhere_or_with_bytes_behind_it_is_refused(path: Path) -> None:
-    name = write_segment(path, ROWS).segment_name
-    whole = path.read_bytes()
+    name, whole = write_segment(path, ROWS).segment_name, path.read_bytes()
     for content in (*(whole[:n] for n in range(0, len(whole), 7)), whole[:-1], whole + b"\n"):
         path.write_bytes(content)
         refusal(path, name)
@@ -82,8 +81,7 @@ def test_a_file_cut_anywhere_or_with_bytes_behind_it_is_refused(path: Path) -> N
 
 def test_a_byte_changed_anywhere_is_refused_or_changes_no_row(path: Path) -> None:
     rows = ROWS[:10]
-    name = write_segment(path, rows).segment_name
-    whole = path.read_bytes()
+    name, whole = write_segment(path, rows).segment_name, path.read_bytes()
     refused = 0
     for at in range(0, len(whole), 9):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at // 9 % 8)]) + whole[at + 1 :])
@@ -98,8 +96,7 @@ def test_a_byte_changed_anywhere_is_refused_or_changes_no_row(path: Path) -> Non
 
 
 def with_column(name: str, values: Any, kind: pa.DataType, *, nullable: bool = False) -> pa.Table:
-    table = table_of(ROWS)
-    field = pa.field(name, kind, nullable)
+    table, field = table_of(ROWS), pa.field(name, kind, nullable)
     return table.set_column(SCHEMA.get_field_index(name), field, pa.array(values, kind))
 
 
@@ -282,8 +279,7 @@ def test_a_page_that_inflates_beyond_the_limit_is_refused_before_it_is_inflated(
 
 def dictionary_bomb(path: Path, column: str, size: int, rows: int) -> Footer:
     """Write `rows` rows that all use one value of `size` bytes: a file of 3 KB that decodes to size * rows."""
-    found = [message(n, b"") for n in range(1, rows + 1)]
-    kind = SCHEMA.field(column).type
+    found, kind = [message(n, b"") for n in range(1, rows + 1)], SCHEMA.field(column).type
     value = pa.array([b"x" * size], pa.binary()).cast(kind)
     values = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), value)
     field = pa.field(column, values.type, SCHEMA.field(column).nullable)
