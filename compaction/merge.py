@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -222,10 +222,15 @@ def combine(batches: Batches) -> Batches:
             parts.append(batch)
             size += batch.nbytes
             if size >= COMBINED_BYTES:
-                yield batch if len(parts) == 1 else pa.concat_batches(parts)
+                yield batch if len(parts) == 1 else _concat(parts)
                 parts, size = [], 0
         if parts:
-            yield pa.concat_batches(parts)
+            yield _concat(parts)
+
+
+def _concat(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    combined: pa.RecordBatch = pa.concat_batches(parts)  # type: ignore[attr-defined]
+    return combined
 
 
 COMPRESSION_LEVEL = 3

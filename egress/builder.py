@@ -245,14 +245,14 @@ class SegmentBuilder:
         self._first = self._end + 1
         self._count, self._size = 0, 0
         self._opened: float | None = None
-        self._due_at = math.inf
+        self._due_at: float = math.inf  # at the last `_check_due`, by the monotonic clock
 
     def _begin_piece(self) -> None:
         self._piece_first, self._piece_opened = self._end + 1, 0.0
         self._rows, self._codes = Columns.empty(sampled=self._sampled), bytearray()
         self._examined: list[int] = []
         self._piece_size, self._memory = 0, 0
-        self._due_at = math.inf  # of the last `_check_due`, by the monotonic clock
+        self._due_at = math.inf
 
     def _open(self) -> None:
         now = self._clock.monotonic()
