@@ -110,6 +110,8 @@ class SegmentBuilder:
     called if `due_in` has become less than time alone makes it, and nothing was emitted.
     """
 
+    _due_at: float  # at the last `_check_due`, by the monotonic clock
+
     def __init__(
         self,
         limits: SegmentSettings,
@@ -245,7 +247,7 @@ class SegmentBuilder:
         self._first = self._end + 1
         self._count, self._size = 0, 0
         self._opened: float | None = None
-        self._due_at: float = math.inf  # at the last `_check_due`, by the monotonic clock
+        self._due_at = math.inf
 
     def _begin_piece(self) -> None:
         self._piece_first, self._piece_opened = self._end + 1, 0.0
