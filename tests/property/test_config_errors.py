@@ -91,7 +91,7 @@ def _wrong(model: Any) -> list[Any]:
     if name.endswith("or a list"):
         return [5, True, None, [], {}]
     if " | " in name.replace("\\", ""):
-        return ["zzz", 5, True, None, []]
+        return ["zzz", 5, None, [], *([] if name.startswith("true") else [True])]
     kind = "list" if name.startswith("list of") else name
     wrong = list(WRONG[kind if any(isinstance(m, TypeName) for m in model.metadata) or kind in WRONG else "text"])
     for limits in (m for m in model.metadata if isinstance(m, Range)):

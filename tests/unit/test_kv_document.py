@@ -239,11 +239,9 @@ class Expiring(Bucket):
 
 
 @pytest.mark.parametrize(
-    ("blocked", "is_connected", "is_kept"), [(30, True, True), (59, True, True), (75, True, False), (30, False, False)]
+    ("blocked", "is_up", "is_kept"), [(30, 1, True), (59, 1, True), (75, 1, False), (30, 0, False)]
 )
-def test_blocked_work_keeps_its_leases_for_a_minute(
-    blocked: int, is_connected: bool, is_kept: bool, monkeypatch: Any
-) -> None:
+def test_blocked_work_keeps_its_leases_for_a_minute(blocked: int, is_up: int, is_kept: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(leasing, "threading", SimpleNamespace(Thread=lambda **_: SimpleNamespace(start=lambda: None)))
     clock, work, ended = SharedClock(), asyncio.new_event_loop(), asyncio.Event()
     bucket, health, held, lost = Expiring(clock), Health(clock), list[leasing.Lease](), list[bool]()
@@ -273,7 +271,7 @@ def test_blocked_work_keeps_its_leases_for_a_minute(
     holding = work.create_task(hold())
     clock.run(20, work, thread._loop)
     assert held[0].is_usable()
-    lost += [] if is_connected else [True]
+    lost += [] if is_up else [True]
     clock.run(blocked, thread._loop)
     assert (held[0].is_usable(), clock.monotonic() < bucket.until) == (is_kept, is_kept)
     clock.run(1, work, thread._loop)
