@@ -155,7 +155,7 @@ def delete_superseded(store: SegmentStore, deletion: Deletion, check: Callable[[
 
     with closing(DeletionProof(store, deletion.superseding)) as proof:
         # A few are deleted as soon as they are proved: the next run need not repeat the proofs of a stopped one.
-        for gone in _in_parallel(delete, _batched(filter(is_proved, deletion.superseded), SEGMENTS_PER_THREAD)):
+        for gone in in_parallel(delete, _batched(filter(is_proved, deletion.superseded), SEGMENTS_PER_THREAD)):
             deleted += gone
     return deleted, failures
 
@@ -254,7 +254,7 @@ class Compaction:
         self._report.chain_count, self._report.level_count = len(chains), len(self._select_policies(selection))
         if retention is not None and self._may_expire(selection):
             now, retained = self._tombstones.now(), self._report.retention
-            for each in _in_parallel(lambda feed: retention.apply(feed, now, self._check), _by_feed(chains)):
+            for each in in_parallel(lambda feed: retention.apply(feed, now, self._check), _by_feed(chains)):
                 retained.absorb(each)
             self._report.failures += retained.failures
         damaged = self._plan_and_merge(chains, selection, frozenset())
@@ -300,7 +300,7 @@ class Compaction:
     ) -> Iterator[list[ChainSurvey]]:
         batch: list[ChainSurvey] = []
         count = 0
-        for chain, listed in zip(chains, _in_parallel(self._list_chain, chains), strict=True):
+        for chain, listed in zip(chains, in_parallel(self._list_chain, chains), strict=True):
             waiting = self._new_waiting(chain, selection, now or listed.segments.newest)
             for survey in self._survey(chain, listed, waiting, damaged):
                 batch.append(survey)
@@ -449,7 +449,7 @@ class Compaction:
         failpoint("compaction.grace")
         damaged: set[str] = set()
         waiting: list[Deletion] = []
-        for due, failures in _in_parallel(lambda chain: self._find_due(chain, now, grace), chains):
+        for due, failures in in_parallel(lambda chain: self._find_due(chain, now, grace), chains):
             self._report.failures += failures
             damaged.update(key for failure in failures for key in failure.damaged)
             waiting += due
@@ -495,7 +495,7 @@ class Compaction:
 
     def _prune(self, chains: Sequence[Chain], grace: float) -> None:
         now = self._tombstones.now()
-        for pruned, failures in _in_parallel(lambda chain: self._prune_in(chain, now, grace), chains):
+        for pruned, failures in in_parallel(lambda chain: self._prune_in(chain, now, grace), chains):
             self._report.pruned += pruned
             self._report.failures += failures
 
@@ -530,14 +530,14 @@ class Compaction:
         `expired`: keys of segments that the run's retention would have deleted before.
         """
         now = self._tombstones.now_without_write()  # 0.0: unknown; the newest object of each chain gives the time
-        return list(_in_parallel(lambda chain: self._preview(chain, selection, now, expired), self._select(selection)))
+        return list(in_parallel(lambda chain: self._preview(chain, selection, now, expired), self._select(selection)))
 
     def preview_retention(self, selection: Selection, retention: Retention | None) -> RetentionReport:
         """Return the report of the deletions that retention would make in a run; nothing is written."""
         found = RetentionReport()
         if retention is not None and self._may_expire(selection):
             now = self._tombstones.now_without_write()
-            for each in _in_parallel(lambda feed: retention.preview(feed, now), _by_feed(self._select(selection))):
+            for each in in_parallel(lambda feed: retention.preview(feed, now), _by_feed(self._select(selection))):
                 found.absorb(each)
         return found
 
@@ -565,16 +565,16 @@ class Compaction:
             report.failures.append(Failure.of("record of reported problems", error))
 
 
-def _in_parallel(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield the result of `work` for each item, in order, several in parallel: it mostly waits for the store.
+def in_parallel(work: Callable[[T], R], items: Iterable[T], most: int = CONCURRENT_LISTINGS) -> Iterator[R]:
+    """Yield the result of `work` for each item, in order, up to `most` in parallel: it mostly waits for the store.
 
     At most as many results are held as items are processed at once.
     """
-    with ThreadPoolExecutor(CONCURRENT_LISTINGS) as pool:
+    with ThreadPoolExecutor(most) as pool:
         running: deque[Future[R]] = deque()
         for item in items:
             running.append(pool.submit(work, item))
-            if len(running) >= CONCURRENT_LISTINGS:
+            if len(running) >= most:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()

@@ -36,7 +36,7 @@ from common.objects.port import DeletedObject, VersionedStore
 from common.sequences import MAX_SEQUENCE, CoverageSet, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.plan import blocks
-from compaction.run import BATCH_SEGMENTS, Runner, late_rows_remedies
+from compaction.run import BATCH_SEGMENTS, Runner, in_parallel, late_rows_remedies
 from compaction.sign_off import SignOff, SignOffStore, fingerprint
 from compaction.supersede import Supersession, find_supersessions
 from compaction.union import union
@@ -207,9 +207,10 @@ def verify_chains(
 
     Segments that are deleted meanwhile are skipped, if others account for them. `window`: the number of segments that
     are checked together at least. `on_segment`: called with each sound segment after its check. `runner`: runs the
-    tasks of all chains together; None: they run here, one after the other. `sign_offs`: segments in them are not
-    checked again, unless they overlap something new; segments that are found sound are added. `on_listed`: called with
-    each chain and the number of its segments, before the first of them is checked.
+    tasks of all chains together; None: they run here, one after the other, while the next chains are listed.
+    `sign_offs`: segments in them are not checked again, unless they overlap something new; segments that are found
+    sound are added. `on_listed`: called with each chain and the number of its segments, before the first of them is
+    checked.
     """
     reports: list[ChainReport] = []
     waiting: list[tuple[_Verification, VerifyTask]] = []
@@ -227,9 +228,14 @@ def verify_chains(
         reports.extend(verification.finish(store, chains) for verification in begun)
         begun.clear()
 
-    for chain in selected:
+    def begin(chain: Chain) -> tuple[_Verification, SegmentTable]:
         verification = _Verification(chain, sign_offs)
-        for task in verification.tasks(store, chains, window, on_listed, deep=deep):
+        return verification, verification.begin(store, chains, deep=deep)
+
+    # Ahead of their turn, because a small chain mostly waits for its documents. A deep check takes too long for that.
+    for verification, table in in_parallel(begin, selected, 1 if deep else CONCURRENT_REQUESTS):
+        on_listed(verification.chain, len(table))
+        for task in verification.tasks(table, window, deep=deep):
             waiting.append((verification, task))
             count += len(task.segments)
             if runner is None or count >= BATCH_SEGMENTS:
@@ -258,7 +264,8 @@ class _Verification:
     """
 
     def __init__(self, chain: Chain, sign_offs: SignOffStore | None) -> None:
-        self._chain, self._report, self._sign_offs = chain, ChainReport(chain), sign_offs
+        self.chain = self._chain = chain
+        self._report, self._sign_offs = ChainReport(chain), sign_offs
         self._former = sign_offs.read(chain) if sign_offs else SignOff()
         self._cross_problems: list[VerifyProblem] = []
         self._accepted_in_windows: list[SequenceRange] = []
@@ -269,16 +276,17 @@ class _Verification:
         self._end: int | None = None
         self._tail = self._other_partitions = 0
 
-    def tasks(
-        self, store: SegmentStore, chains: ChainStore, window: int, on_listed: OnListed, *, deep: bool
-    ) -> Iterator[VerifyTask]:
+    def begin(self, store: SegmentStore, chains: ChainStore, *, deep: bool) -> SegmentTable:
+        """Read the documents; then list and return the segments."""
         # Before the listing: segments that are written meanwhile can only extend the coverage.
         self._read_documents(chains)
         self._read_captures(chains, deep=deep)
         table = store.table(self._chain)
-        on_listed(self._chain, len(table))
         self._check_documents(bool(table))
         self._accepted = [gap.range for gap in chains.gaps(self._chain)]
+        return table
+
+    def tasks(self, table: SegmentTable, window: int, *, deep: bool) -> Iterator[VerifyTask]:
         for each in table.windows(window):
             task: list[SegmentRef] = []
             size = 0
