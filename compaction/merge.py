@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -210,6 +210,7 @@ def prefetch(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
         items.close()
 
 
+concat_batches: Any = pa.concat_batches  # type: ignore[attr-defined]  (the stubs describe an older pyarrow)
 COMBINED_BYTES = MIB  # of rows that are handed on together: handing on a batch costs more than a few rows
 
 
@@ -222,15 +223,10 @@ def combine(batches: Batches) -> Batches:
             parts.append(batch)
             size += batch.nbytes
             if size >= COMBINED_BYTES:
-                yield batch if len(parts) == 1 else _concat(parts)
+                yield batch if len(parts) == 1 else concat_batches(parts)
                 parts, size = [], 0
         if parts:
-            yield _concat(parts)
-
-
-def _concat(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    combined: pa.RecordBatch = pa.concat_batches(parts)  # type: ignore[attr-defined]
-    return combined
+            yield concat_batches(parts)
 
 
 COMPRESSION_LEVEL = 3

@@ -125,7 +125,7 @@ class SegmentBuilder:
         on_due: Callable[[], None] = lambda: None,
     ) -> None:
         self._limits, self._clock, self._account, self._emit = limits, clock, account, emit
-        self._on_due = on_due
+        self._on_due, self._due_at = on_due, math.inf
         self._until = position.until
         self._max_age = limits.max_age if max_age is None else min(max_age, limits.max_age)
         self._sampled, self._end, self._is_inconsistent, self.closed = sampled, position.first - 1, False, 0

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -19,8 +19,7 @@ from common.clock import Clock
 from common.nats.client import FloeClient
 from common.nats.kv import KeyValue
 from common.objects.port import ObjectStore
-from common.service import process
-from common.service.process import ThreadPool
+from common.service.process import ThreadPool, wait_ended
 from common.tasks import Stop, run_until_stopped
 from egress.memory import MemoryBudget
 from egress.partition import Partition
@@ -109,7 +108,7 @@ class SharedThreads:
     """
 
     def __init__(self, name: str, workers: int, further: int = 0) -> None:
-        self._threads = process.ThreadPoolExecutor(workers, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix=name)
         self._free, self._spare = workers, workers - further
         self._waiting: dict[FeedExecutor, None] = {}  # feeds with calls that wait, by their turn
 
@@ -129,7 +128,7 @@ class SharedThreads:
         if not call.cancelled():
             self._free -= 1
             feed.running += 1
-            process.wait_ended(call).add_done_callback(lambda _: self._end(feed))
+            wait_ended(call).add_done_callback(lambda _: self._end(feed))
             self._threads.submit(_perform, call, work)
 
     def _end(self, feed: FeedExecutor) -> None:
@@ -143,7 +142,7 @@ class SharedThreads:
 
 
 class FeedExecutor(Executor):
-    """Executor of one feed over shared threads."""
+    """Executor of one feed over shared threads. A call whose future is cancelled before its turn is never called."""
 
     def __init__(self, shared: SharedThreads) -> None:
         self._shared, self.running = shared, 0

@@ -57,8 +57,7 @@ async def test_an_idle_feed_needs_no_timer_of_its_own(bench: Bench, monkeypatch:
         await asyncio.sleep(120)
         assert 0 < len(ticks) <= 20
         await bench.publish(stream, [b"y"])
-        async with asyncio.timeout(4):  # the segment closes at its age
-            await bench.archived_to(stream, 2)
+        await asyncio.wait_for(bench.archived_to(stream, 2), 4)  # the segment closes at its age
 
 
 @pytest.mark.simulated

@@ -36,6 +36,7 @@ import compaction.run
 import egress.archive
 import egress.context
 import egress.decisions_cli
+import egress.deps
 import ingress.chains.search
 import ingress.recovery.history
 import ingress.rows.decoder
@@ -44,7 +45,7 @@ from tests.sim.store import SimObjects
 from tests.sim.strands import LoopCall, SimExecutor, SimLock
 from tests.sim.world import NS, Process, World
 
-POOLS = (common.service.process, compaction.run, compaction.merge, ingress.recovery.history)
+POOLS = (common.service.process, compaction.run, compaction.merge, egress.deps, ingress.recovery.history)
 LOCKS = (egress.archive, common.archive.writer, ingress.rows.decoder, ingress.chains.search)
 
 
