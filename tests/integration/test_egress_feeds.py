@@ -19,6 +19,7 @@ from common.nats.api import stream_info
 from common.observe.monitor import BEAT_INTERVAL_S
 from egress import service
 from egress.deps import Tuning
+from egress.evidence import StreamComparison
 from egress.session import Session
 from infra.local.nats import NatsServer
 from tests.support.basics import soon, unique
@@ -48,16 +49,22 @@ async def test_two_feeds_of_one_stream_are_independent(bench: Bench) -> None:
 
 
 @pytest.mark.simulated
-async def test_an_idle_feed_needs_no_timer_of_its_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_feed_needs_no_timer_of_its_own_and_reads_no_message_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream, ticks, tick = await bench.filled([b"x"]), list[Session](), Session._tick
+    compared, compare = [], StreamComparison.compare
     monkeypatch.setattr(Session, "_tick", lambda session: (ticks.append(session), tick(session)))
+    monkeypatch.setattr(StreamComparison, "compare", lambda *given: (compared.append(given), compare(*given))[1])
     async with bench.egress({"stream": stream, "segment": {"max_age": "2s"}}, tuning=Tuning()):
         await bench.archived_to(stream, 1)
-        ticks.clear()
+        await asyncio.sleep(60)
+        del ticks[:], compared[:]
         await asyncio.sleep(120)
-        assert 0 < len(ticks) <= 20
+        assert (0 < len(ticks) <= 20, compared) == (True, [])
         await bench.publish(stream, [b"y"])
         await asyncio.wait_for(bench.archived_to(stream, 2), 4)  # the segment closes at its age
+        await soon(lambda: compared)
 
 
 @pytest.mark.simulated

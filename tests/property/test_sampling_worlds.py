@@ -150,16 +150,13 @@ def test_as_the_model(world: list[Sent], cuts: list[int], trigger: int, coins: i
             sampler = reborn(sampler, how(trigger))
     advisories += sampler.advance(0)
     event(f"kept {sum(kept) * 4 // len(kept)} quarters")
-    assert [*map(bool, kept)] == expected
-    assert Counter(advisories) == Counter(model.advisories)
-    assert known(sampler) == model.known()
-    assert sampler.watermark_ns == model.newest
+    assert ([*map(bool, kept)], Counter(advisories)) == (expected, Counter(model.advisories))
+    assert (known(sampler), sampler.watermark_ns) == (model.known(), model.newest)
     # and when no more messages come
     end = model.newest + 2 * DURATION
     model.time_is(end)
     advisories += sampler.advance(end)
-    assert Counter(advisories) == Counter(model.advisories)
-    assert sampler.value_count == 0
+    assert (Counter(advisories), sampler.value_count) == (Counter(model.advisories), 0)
 
 
 def reborn(sampler: Sampler, sampled: SamplingSettings, *, makes_advisories: bool = True) -> Sampler:

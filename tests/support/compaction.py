@@ -34,8 +34,7 @@ from compaction.tombstones import StoredTombstone, TombstoneIndex
 from tests.support.basics import PATIENCE, eventually, has_stopped
 from tests.support.clock import ManualClock
 
-CHAIN = Chain("us-east", "NODES")
-OTHER = Chain("eu-west", "NODES")
+CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 
 
 def rows(
@@ -152,8 +151,7 @@ class Archive:
         return pa.Table.from_batches(found)
 
 
-LAYOUT = Layout("data")
-NOW = 1_700_000_000.0
+LAYOUT, NOW = Layout("data"), 1_700_000_000.0
 
 
 @dataclass(frozen=True)
