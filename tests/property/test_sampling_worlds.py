@@ -17,8 +17,7 @@ from egress.sampling.settings import SamplingSettings
 from egress.sampling.snapshot import Snapshot, decode, encode
 from tests.support.sampling import SECOND, START, sampling
 
-DURATION = 100 * SECOND
-WARN = 30 * SECOND
+DURATION, WARN = 100 * SECOND, 30 * SECOND
 TRIGGER = 10
 EDGES = [0, 1, WARN - 1, WARN, WARN + 1, DURATION - 1, DURATION, DURATION + 1, 3 * DURATION]
 
@@ -169,8 +168,7 @@ def reborn(sampler: Sampler, sampled: SamplingSettings, *, makes_advisories: boo
 def test_nothing_but_the_log_changes_a_choice(world: list[Sent], cuts: list[int], times: list[tuple[int, int]]) -> None:
     # Given: the result of one fold of all messages
     plain = Sampler(how(TRIGGER))
-    expected = fold_keys(plain, world).kept
-    silent = Sampler(how(TRIGGER), makes_advisories=False)
+    expected, silent = fold_keys(plain, world).kept, Sampler(how(TRIGGER), makes_advisories=False)
     found = fold_keys(silent, world)
     assert (found.kept, found.advisories, silent.advance(world[-1].time)) == (expected, [], [])
     # When: the fold is cut anywhere, with any times between, advisories or not, and new processes
