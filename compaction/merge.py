@@ -210,7 +210,8 @@ def prefetch(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
         items.close()
 
 
-concat_batches: Any = pa.concat_batches  # type: ignore[attr-defined]  (the stubs describe an older pyarrow)
+# The stubs describe an older pyarrow.
+concat_batches: Any = pa.concat_batches  # type: ignore[attr-defined]
 COMBINED_BYTES = MIB  # of rows that are handed on together: handing on a batch costs more than a few rows
 
 

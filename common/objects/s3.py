@@ -88,7 +88,7 @@ class S3Options:
     attempts: int = 5
     connect_timeout: float = 5.0
     read_timeout: float = 60.0
-    connections: int = 16
+    connections: int = 32
     multipart_bytes: int = 64 * 1024 * 1024
     part_bytes: int = 16 * 1024 * 1024
     wait_log_interval_s: float = 0.0

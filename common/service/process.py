@@ -15,8 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future
-from concurrent.futures import ThreadPoolExecutor as ThreadPoolExecutor  # also for `egress.deps`
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar

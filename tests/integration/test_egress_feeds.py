@@ -49,9 +49,7 @@ async def test_two_feeds_of_one_stream_are_independent(bench: Bench) -> None:
 
 
 @pytest.mark.simulated
-async def test_an_idle_feed_needs_no_timer_of_its_own_and_reads_no_message_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_idle_feed_needs_no_timer_and_reads_no_message_again(bench: Bench, monkeypatch: Any) -> None:
     stream, ticks, tick = await bench.filled([b"x"]), list[Session](), Session._tick
     compared, compare = [], StreamComparison.compare
     monkeypatch.setattr(Session, "_tick", lambda session: (ticks.append(session), tick(session)))
