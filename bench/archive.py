@@ -64,6 +64,7 @@ from compaction.run import Compaction, LocalRunner, Runner, Selection, merge_out
 from compaction.supersede import supersession_of_merge
 from compaction.tombstones import TombstoneStore
 from egress.archive import Archive
+from egress.deps import Pools
 from infra.emulator import DEFAULT_SUBJECT
 from infra.fleet import Fleet, read_facts
 from infra.local.nats import NatsServer
@@ -138,7 +139,8 @@ class HighMarks:
 async def open_session(objects: SyntheticStore) -> Archive:
     """List as a session does before it reads, and before a put. Fails if it needs too many LISTs."""
     store = SegmentStore(objects, LAYOUT)  # type: ignore[arg-type]
-    archive = Archive(CHAIN, 1, store, None, HighMarks(), ThreadPool("bench", 1))  # type: ignore[arg-type]
+    threads = ThreadPool("bench", 1)
+    archive = Archive(CHAIN, 1, store, None, HighMarks(), Pools(threads, threads, threads))  # type: ignore[arg-type]
     await archive.load()
     end = (LEVEL1_SEGMENTS + LEVEL0_SEGMENTS) * SEGMENT_ROWS
     assert archive.end == end, f"expected the end {end}, found {archive.end}"

@@ -12,7 +12,8 @@ MAX_WINDOW_BYTES = 16 * 2**20  # bytes
 class MemoryBudget:
     """Budget of about `limit` bytes over `chains` accounts, `used` in all. Nothing waits here: readers check it first.
 
-    Accounts that found no room are notified of the next release; the largest account then learns that room is short.
+    Accounts that found no room are notified of the next release. While there are such accounts, or too much is used,
+    the largest account learns of each change: only it may make room.
     """
 
     def __init__(self, limit: int, chains: int = 1) -> None:
@@ -39,7 +40,16 @@ class MemoryBudget:
     def record_short(self, account: MemoryAccount) -> None:
         if account not in self._short:
             self._short[account] = None
-            max(self.accounts, key=lambda each: each.used).on_short()
+            self._wake_largest()
+
+    def change(self, size: int) -> None:
+        """Count `size` more bytes, or less."""
+        self.used += size
+        if size > 0 and (self._short or self.used > self.limit):
+            self._wake_largest()
+
+    def _wake_largest(self) -> None:
+        max(self.accounts, key=lambda each: each.used).on_short()
 
     def remove(self, account: MemoryAccount) -> None:
         self.accounts.remove(account)
@@ -52,6 +62,8 @@ class MemoryBudget:
         short, self._short = self._short, {}
         for each in {**dict.fromkeys(accounts), **short}:
             each.on_release()
+        if self.accounts and self.used > self.limit:
+            self._wake_largest()
 
 
 class MemoryAccount:
@@ -68,7 +80,8 @@ class MemoryAccount:
 
     def charge(self, size: int) -> None:
         self.used += size
-        self._budget.used += size
+        if self in self._budget.accounts:  # not once it is closed
+            self._budget.change(size)
 
     def release(self, size: int) -> None:
         self.charge(-size)

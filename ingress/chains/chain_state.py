@@ -246,6 +246,7 @@ class ChainState:
         if self.stopped is not None:
             self.retry_at = retry_at
         self.damaged.clear()
+        self.check_skipped_gaps = True
         if self.phase is Phase.STOPPED:
             self.phase = Phase.SEARCHING
         self.replan(everywhere=True)

@@ -44,6 +44,7 @@ NOTIFICATION_INTERVAL_S = 0.05  # seconds between two checks after notifications
 MAX_TAILS_PER_POLL = 2000  # tails that one poll reads, of all sites in turn; the next poll reads others
 MAX_SUGGESTIONS = 20  # missing sources of one listing with a hint: each is compared with all names, on the event loop
 MAX_UNKNOWN_CHAINS = 64  # unknown chains that one check takes from notifications; the next poll finds the others
+FOLLOW_INTERVAL_S = 300.0  # seconds until a chain is listed again for an end that only a heartbeat names
 TAILS_RECORD_INTERVAL_S = 60.0  # seconds between two records of the tails that a target knows, at least
 SEARCH_INTERVAL_S = 6 * 3600.0  # seconds within which each chain is listed although nothing shows a change
 FULL_SEARCH_EVERY = 12  # of these listings, one lists all levels
@@ -117,7 +118,7 @@ class Discovery:
         self._unrecorded: set[FeedId] = set()  # feeds with tails that were read since the last record
         self._recorded_at = float("-inf")
         self._claims: dict[Chain, int] = {}  # ends that heartbeats name, above those in the tails
-        self._followed: dict[Chain, int] = {}  # those for which the chain was listed
+        self._followed: dict[Chain, tuple[int, float]] = {}  # those for which the chain was listed, and when
         self._schedule = ListingSchedule(clock, requests_per_second)
         self._notified: set[Chain] = set()
         self._notified_unknown: set[Chain] = set()
@@ -133,6 +134,8 @@ class Discovery:
         for pair in (pairs := {*target.pairs()}):
             self._targets_by_pair.setdefault(pair, []).append(target)
         self._pairs |= pairs
+        # An earlier attempt may have ended before it delivered what a heartbeat named.
+        self._followed = {c: found for c, found in self._followed.items() if (c.site, c.feed) not in pairs}
         self._notify_targets((chain for chain in self._known if (chain.site, chain.feed) in pairs), [target])
         for event in (self.poll_due, self.listing_due, self._heartbeats_due):
             event.set()
@@ -242,12 +245,16 @@ class Discovery:
             self._etags.pop(chain, None)  # at the end: the next poll reads others first
             self._unrecorded.add((chain.site, chain.feed))
             self._learn({chain: (etags[chain], end)})
+            if end is None:  # an invalid tail says nothing
+                self.wake([chain])
 
         pairs = self._pairs  # targets may be added from here on
         wanted = {chain for chain in etags if (chain.site, chain.feed) in pairs}
         gone = sorted(chain for chain in self._etags if (chain.site, chain.feed) in pairs and chain not in etags)
         reason = f"the archive of {gone[0]} and {len(gone) - 1} more is gone from the bucket" if gone else ""
         self._health.set_ready("archive", not gone, reason.replace(" and 0 more", ""))
+        self.wake(chain for chain in gone if self._etags[chain])
+        self._etags.update(dict.fromkeys(gone, ""))
         changed = [chain for chain, etag in self._etags.items() if chain in wanted and etags[chain] != etag]
         new = [chain for chain in etags if chain in wanted and chain not in self._etags]
         if new and (known := await self._recall()):
@@ -306,8 +313,9 @@ class Discovery:
         """Check the chains of which egress named an end, before the tails were listed, that no tail shows."""
         for chain, end in claims.items():
             is_shown = (self._known.get(chain) or 0) >= end or chain in self._unread
-            if not is_shown and self._followed.get(chain) != end:
-                self._followed[chain] = end
+            followed, at = self._followed.get(chain, (0, 0.0))
+            if not is_shown and (followed != end or self._clock.monotonic() - at >= FOLLOW_INTERVAL_S):
+                self._followed[chain] = end, self._clock.monotonic()
                 self.wake([chain])
 
     async def list_chains(self) -> None:

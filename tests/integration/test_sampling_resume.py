@@ -254,11 +254,9 @@ async def test_a_store_that_fails_ends_it_and_the_next_run_resumes(
 
 
 async def test_a_cancelled_rebuild_ends_its_thread(site: SampledArchive, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = busy_log()
-    site.put(log[:300], SequenceRange(1, 300), digest="")
+    site.put(busy_log()[:300], SequenceRange(1, 300), digest="")
     reached, ended = Stop(), []
-    loop = asyncio.get_running_loop()
-    original = rebuild.SamplerRebuild.iter_rows
+    loop, original = asyncio.get_running_loop(), rebuild.SamplerRebuild.iter_rows
 
     def read(self, source, within):  # type: ignore[no-untyped-def]
         loop.call_soon_threadsafe(reached.set)
@@ -271,7 +269,7 @@ async def test_a_cancelled_rebuild_ends_its_thread(site: SampledArchive, monkeyp
 
     monkeypatch.setattr(rebuild.SamplerRebuild, "iter_rows", read)
     task = asyncio.create_task(site.resume(301))
-    await reached.wait()
+    await asyncio.wait_for(reached.wait(), PATIENCE)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

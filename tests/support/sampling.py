@@ -19,6 +19,7 @@ from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings
 from egress.advisories.advisory import Advisory
 from egress.archive import Archive
+from egress.deps import Pools
 from egress.identity import SourceStream
 from egress.partition import Partition, Position
 from egress.sampling.resume import ResumedSampler, SamplerResume
@@ -172,7 +173,7 @@ class SampledArchive:
     ) -> ResumedSampler:
         """Resume as a worker does at `place`, with the source holding `source` and all behind it."""
         threads = ThreadPool("resume", 1)
-        archive = Archive(chain, first, self.store, self.chains, None, threads)  # type: ignore[arg-type]
+        archive = Archive(chain, first, self.store, self.chains, None, Pools(*[threads] * 3))  # type: ignore[arg-type]
         try:
             await archive.load_all()
             return await SamplerResume(
