@@ -18,7 +18,7 @@ class MemoryBudget:
 
     def __init__(self, limit: int, chains: int = 1) -> None:
         self.limit, self._chains, self.used = limit, max(1, chains), 0
-        self.accounts: list[MemoryAccount] = []
+        self.accounts: dict[MemoryAccount, None] = {}  # a lookup for each charge, among hundreds
         self._short: dict[MemoryAccount, None] = {}  # accounts that found no room since the last release
 
     @property
@@ -34,7 +34,7 @@ class MemoryBudget:
         this one found no room; `on_short` when an account found no room while this is the largest.
         """
         account = MemoryAccount(self, on_release, on_short)
-        self.accounts.append(account)
+        self.accounts[account] = None
         return account
 
     def record_short(self, account: MemoryAccount) -> None:
@@ -52,7 +52,7 @@ class MemoryBudget:
         max(self.accounts, key=lambda each: each.used).on_short()
 
     def remove(self, account: MemoryAccount) -> None:
-        self.accounts.remove(account)
+        del self.accounts[account]
         self._short.pop(account, None)
         self.used = sum(each.used for each in self.accounts)
         self.notify_release()
