@@ -60,7 +60,7 @@ SITES_LOOK = Requests(list=1)
 SIGN_OF_LIFE = Requests(get=1)  # of each process of egress, each minute
 LOOK_UP = Requests(list=1)  # of each feed; of all feeds, if there are many
 SEARCH = OTHER_LEVELS = Requests(list=1)  # of each chain, though nothing shows a change
-POSITIONS = Requests(put=1)  # of each target, each minute in which it moved; likewise of its tails
+POSITIONS = Requests(put=1)  # of each target, each minute in which it moved; its tails cost the same
 
 # Compaction
 RUN = Requests(put=3, head=3, list=3)
