@@ -12,8 +12,6 @@ from common.nats.requests import ApiError
 from common.sequences import SequenceRange
 from common.settings.ingress import IngressSettings
 
-# A cluster in which some members do not know each other yet also answers with this, for some seconds.
-NO_SUITABLE_PEERS = 10005
 # Errors that stop one chain and do not affect the others.
 CHAIN_ERRORS = (Stopped, DataError, Refused, ConfigError)
 STOPPED_RECHECK_S = 60.0  # seconds until a stopped chain is checked again
@@ -22,7 +20,7 @@ STOPPED_RECHECK_S = 60.0  # seconds until a stopped chain is checked again
 def is_transient(error: BaseException) -> bool:
     """True if a later retry may succeed without an operator."""
     if isinstance(error, ApiError):
-        return error.status >= 500 or error.status == 429 or error.err_code == NO_SUITABLE_PEERS
+        return error.status >= 500 or error.status == 429
     return isinstance(error, Unavailable | OutcomeUnknown)
 
 

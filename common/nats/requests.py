@@ -11,8 +11,9 @@ RawAnswer = tuple[bytes, bytes | None]  # payload, raw header block or None
 # Error codes of a write that expects another last sequence; the second if another write is in flight.
 WRONG_LAST_SEQUENCE_CODES = (10071, 10164)
 NO_RESPONDERS_CODE = "E-NO-RESPONDERS"  # the code of Unavailable if no one listens on the subject
-# No leader at the moment; a cluster that is incomplete or moves its peers; a write in flight on the same subject.
-UNAVAILABLE_CODES = (10004, 10008, 10075, 10163)
+# No leader at the moment; a cluster that is incomplete, moves its peers or does not know all of them yet, each for some
+# seconds; a write in flight on the same subject.
+UNAVAILABLE_CODES = (10004, 10005, 10008, 10075, 10163)
 
 
 class ApiError(FloeError):

@@ -18,7 +18,7 @@ from common.archive.heartbeats import ChainHeartbeat, StoredHeartbeat
 from common.chain import Chain
 from common.clock import SystemClock, doubling_delays
 from common.metrics import REGISTRY
-from common.nats.requests import ApiError
+from common.nats.requests import ApiError, api_error
 from common.observe.monitor import Health
 from common.observe.page import render_page
 from common.sequences import SequenceRange
@@ -215,7 +215,7 @@ def test_what_ends_a_target_and_what_passes_by_itself() -> None:
     for error, passes, ends in (
         *((kind("x"), True, [False, False]) for kind in (errors.Unavailable, errors.OutcomeUnknown, errors.LeaseLost)),
         (ApiError(503, 0, "x"), True, [False, False]),
-        (ApiError(400, 10005, "no suitable peers for placement"), True, [False, False]),
+        (api_error({"code": 400, "err_code": 10005}, ""), True, [False, False]),  # some peers are not known yet
         *((kind("x"), False, [False, False]) for kind in (errors.Stopped, errors.DataError)),
         (errors.ConfigError("x", code="E-TARGET"), False, [True, False]),
         (errors.ConfigError("x", code="E-SOURCES"), False, [True, True]),
