@@ -49,8 +49,7 @@ def test_a_job_killed_at_any_step_is_finished_by_the_next(archive: Archive, poin
     assert Job(archive.folder, point).wait() == -9
     assert archive.read().equals(before)
 
-    report = run(archive.folder)
-    assert report.failures == []
+    assert run(archive.folder).failures == []
     assert archive.read().equals(before)
     run(archive.folder)
     assert archive.ranges() == ["0:61..70", "1:1..60"]

@@ -46,8 +46,7 @@ def source_having(centre: Centre, **keys: Any) -> None:
 
 
 def chain_status(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, Any]:
-    chains = centre.status(health).get("chains", {})
-    return dict(chains.get(str(chain), {}))
+    return dict(centre.status(health).get("chains", {}).get(str(chain), {}))
 
 
 async def stopped(health: Health, centre: Centre, code: str, chain: Chain = CHAIN) -> dict[str, Any]:

@@ -167,8 +167,7 @@ def test_a_sound_chain_verifies_shallow_and_deep(site: Site):
         site.verify("us-east/NODES").err,
     )
     assert "every row was read" in site.verify("us-east/NODES", "--deep").err
-    lines = site.verify().out.splitlines()
-    assert lines[1].split()[:4] == ["us-east/NODES/0000/0", "1..40", "0:1", "1:1"]
+    assert site.verify().out.splitlines()[1].split()[:4] == ["us-east/NODES/0000/0", "1..40", "0:1", "1:1"]
     [found] = site.verify("--deep", "--json", "us-east/NODES")
     assert (found["first"], found["last"], found["segments"], found["problems"]) == (1, 40, {"0": 1, "1": 1}, [])
 

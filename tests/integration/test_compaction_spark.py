@@ -75,8 +75,7 @@ def test_several_chains_are_merged_and_proved_in_one_run_that_logs_how_much_is_l
             archive.put(first, first + 9, age=700, chain=chain)
     archive.put(35, 60, age=700)
     before = {chain: archive.read(chain) for chain in (CHAIN, OTHER)}
-    report = run(archive)
-    assert report.failures == []
+    assert run(archive).failures == []
     assert archive.ranges() == ["0:35..60", "1:1..60"]
     assert archive.ranges(OTHER) == ["0:31..40", "1:1..40"]
     assert {chain: archive.read(chain) for chain in (CHAIN, OTHER)} == before
@@ -119,8 +118,7 @@ def test_a_segment_that_cannot_be_read_fails_its_own_proof_only(archive: Archive
 
 
 def test_a_killed_executor_is_replaced(archive: Archive):
-    runner = SharedSpark(settings(archive))
-    assert runner.map(kill_once, [archive.folder / "marker"]) == ["done"]
+    assert SharedSpark(settings(archive)).map(kill_once, [archive.folder / "marker"]) == ["done"]
 
 
 def test_an_unforeseen_error_ends_the_run_as_retryable(archive: Archive):

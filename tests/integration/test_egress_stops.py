@@ -228,8 +228,7 @@ async def test_with_the_source_of_the_next_incarnation_it_resumes_there(bench: B
     async with bench.egress({"stream": stream}) as running:
         await bench.archived_to(stream, 10)
         info = await stream_info(bench.client, stream)
-        cut = (ChainStart((), 11),)
-        document = StreamDocument(info.config, info.created, {0: 10}, cut, continues=True)
+        document = StreamDocument(info.config, info.created, {0: 10}, (ChainStart((), 11),), continues=True)
         bench.chains.create_stream(bench.chain(stream, 1), document)
         await bench.publish(stream, [b"y"] * 5)
         await bench.archived_to(stream, 15, incarnation=1)

@@ -63,8 +63,7 @@ def test_nobody_is_asked_without_a_terminal_and_the_first_decision_stays(holed: 
     [gap] = holed.documents.gaps(CHAIN)
     assert (gap.range, gap.note) == (SequenceRange(11, 20), "gone")
     assert accepted.json()["by"] == gap.decided_by
-    again = accept(holed, 11, 20, "--yes", "--note", "second", "--json")
-    assert again.json()["note"] == "gone"
+    assert accept(holed, 11, 20, "--yes", "--note", "second", "--json").json()["note"] == "gone"
 
 
 def test_a_dry_run_asks_nobody_and_accepts_nothing(holed: Archive) -> None:

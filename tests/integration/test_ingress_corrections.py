@@ -107,8 +107,7 @@ async def test_a_foreign_message_behind_the_checkpoint_is_accepted(client: FloeC
 
 
 async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(client: FloeClient, centre: Centre) -> None:
-    ref = centre.archive.put(rows_of(1, 30))
-    await left_open(client, centre, ref, await make(client, centre))
+    await left_open(client, centre, centre.archive.put(rows_of(1, 30)), await make(client, centre))
     await store(client, centre, rows_of(1, 11))
     await foreign(client, centre)
     _, done = await resumes(client, centre, "E-TARGET-SHARED", "--accept", numbers((1, 30)))

@@ -206,8 +206,7 @@ async def test_a_server_that_takes_less_now_stops_nothing(tmp_path: Path, archiv
             assert centre.status(health)["state"] == "carrying"
             # A higher limit is used again, too.
             await started_with(server, None)
-            large = message(31, TOO_LARGE.payload, subject=b"nodes.large")
-            archive.put([large])
+            archive.put([message(31, TOO_LARGE.payload, subject=b"nodes.large")])
             await holds(client, centre, [*range(1, 15), *range(16, 32)])
         assert violations(server) == 0
 

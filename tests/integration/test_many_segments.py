@@ -110,8 +110,7 @@ class Place:
 def compact(count: int, **sizes: int) -> tuple[RunReport, Place]:
     place = Place()
     store = SegmentStore(Endless(count, count // 1000), LAYOUT)  # type: ignore[arg-type]
-    parts = Compaction(store, [POLICY], None, place, **sizes)  # type: ignore[arg-type]
-    return parts.run(Selection()), place
+    return Compaction(store, [POLICY], None, place, **sizes).run(Selection()), place
 
 
 def sound(_store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer:

@@ -116,8 +116,7 @@ async def test_the_option_replaces_the_connection(
     contexts: Contexts, guarded: NatsServer, tmp_path: Path, client: FloeClient, nats_url: str
 ):
     """`--context` of the command line: no key of `nats` in the file interferes with it."""
-    bench = Bench(nats_url, tmp_path, client)
-    path = configuration(bench, {"stream": "NODES"})
+    path = configuration(Bench(nats_url, tmp_path, client), {"stream": "NODES"})
     document = yaml.safe_load(path.read_text())
     document["nats"] = {"url": "nats://127.0.0.1:1", "token": "t", "connect_timeout": "3s"}
     document["ingress"] = {"nats": {"user": "u", "password": "p", "token": ""}, "monitor": {"listen": ""}}

@@ -116,8 +116,7 @@ async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(be
             count = int(re.findall(r"done: (\d+) messages", done.out)[0])
 
             def halted() -> bool:
-                chains = centre.status(health).get("chains", {})
-                stop = chains.get(str(Chain(SITE, name, 1)), {})
+                stop = centre.status(health).get("chains", {}).get(str(Chain(SITE, name, 1)), {})
                 return stop.get("code") == "E-INCARNATION" and bench.end(name, 1) == count
 
             await soon(halted)

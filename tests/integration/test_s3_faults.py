@@ -505,8 +505,7 @@ def test_a_changed_secret_is_read_when_the_former_is_refused(s3: SharedS3, bucke
 
 
 def test_a_bucket_of_another_region_is_named_with_it(objects: S3Objects, proxy: FaultProxy) -> None:
-    shown = "<Region>eu-west-3</Region>"
-    proxy.on("get", refuse(400, "AuthorizationHeaderMalformed", "wrong region", shown))
+    proxy.on("get", refuse(400, "AuthorizationHeaderMalformed", "wrong region", "<Region>eu-west-3</Region>"))
     assert fails(ConfigError, r"set store\.region: eu-west-3", lambda: objects.get("k")) == ["E-S3-REGION"]
     fails(ConfigError, "store s3://b: ", lambda: S3Objects("b", S3Account(endpoint_url="not a url")))
 

@@ -86,8 +86,7 @@ async def test_before_the_first_segment_a_damaged_genesis_or_other_settings_rese
 
 
 async def test_a_stream_that_was_made_again_begins_with_nothing(site: SampledArchive) -> None:
-    log = busy_log()
-    site.archive(log, [100])
+    site.archive(busy_log(), [100])
     chain = CHAIN.next_incarnation()
     site.begin(chain, "2026-11-21T00:00:00Z", {0: 100})
     found = await site.resume(1, chain=chain)

@@ -58,8 +58,7 @@ def make(tmp_path: Path) -> Callable[[Any], SegmentStore]:
 
 
 def spool(store: SegmentStore, rows: Sequence[Message] = ROWS, **fields: Any) -> SpooledSegment:
-    coverage = fields.pop("coverage", None)
-    footer = footer_of(rows, coverage, **fields)
+    footer = footer_of(rows, fields.pop("coverage", None), **fields)
     writer = SegmentWriter(store.new_spool(), level=footer.level, compression_level=1)
     writer.append(batch_of(rows))
     return writer.finish(footer)
@@ -393,8 +392,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", program], check=False)
     assert len(files_under(tmp_path / "spool")) == 1
-    alive = make(local)
-    mine = alive.new_spool()
+    mine = make(local).new_spool()
     assert files_under(tmp_path / "spool") == [mine.name]
     make(local).new_spool()
     assert mine.exists()

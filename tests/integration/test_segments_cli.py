@@ -68,8 +68,7 @@ def merged(archive: Archive) -> tuple[SegmentRef, SegmentRef, SegmentRef]:
     """Two segments of level 0 and one of level 1 over both."""
     one = archive.put(rows(1, 2, 5), SequenceRange(1, 5))
     two = archive.put(rows(6, 7), SequenceRange(6, 10))
-    both = archive.put(rows(1, 2, 5, 6, 7), SequenceRange(1, 10), level=1)
-    return one, two, both
+    return one, two, archive.put(rows(1, 2, 5, 6, 7), SequenceRange(1, 10), level=1)
 
 
 Merged = tuple[SegmentRef, SegmentRef, SegmentRef]
@@ -135,8 +134,7 @@ def test_of_a_feed_the_newest_incarnation_is_shown(run: Run, archive: Archive, m
     assert sequences(run("cat", "us-east/NODES", "--json")) == [4]
     assert sequences(run("cat", "us-east/NODES/0", "--json")) == [1, 2, 5, 6, 7]
     assert run("info", "us-east/NODES", "--json").json()["chain"] == str(again)
-    beside = Chain("us-east", "NODES", 1, 1)
-    archive.chains.create_chain(beside, ChainDocument((), 2, 1))
+    archive.chains.create_chain(Chain("us-east", "NODES", 1, 1), ChainDocument((), 2, 1))
     result = run("cat", "us-east/NODES")
     assert (result.code, result.out) == (2, "")
     assert "found partitions 0, 1; name the partition, such as us-east/NODES/0001/1" in result.err

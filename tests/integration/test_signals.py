@@ -115,8 +115,7 @@ async def test_egress_and_its_workers_at_each_signal(bench: Bench, tmp_path: Pat
 async def test_ingress_at_each_signal(tmp_path: Path, nats_url: str, services: list[Service]) -> None:
     archive = Melted(tmp_path / "store")
     archive.put(rows_of(1, 5))
-    centre = Centre(tmp_path, archive, nats_url)
-    config = centre.write()
+    config = Centre(tmp_path, archive, nats_url).write()
     running = Running(Service(tmp_path, "ingress", "ingress", "run", "-c", str(config)).start(), config)
     services.append(running.service)
     await running.logged("members_changed")

@@ -114,8 +114,7 @@ async def test_a_reader_of_a_stream_gets_the_error_of_the_sink(
 async def rung(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     Throw(monkeypatch, LeaseWatcher, "_on_connection")
     bucket = await KeyValue(client, unique("L"), ttl=5.0).ensure()
-    watcher = LeaseWatcher(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", [])
-    await watcher.run(Stop())
+    await LeaseWatcher(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", []).run(Stop())
 
 
 async def answered(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:

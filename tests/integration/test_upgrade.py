@@ -133,8 +133,7 @@ async def test_an_upgrade_resumes_at_the_former_position(site: Site, before: Pat
     await site.carried()
     for service in old:  # the centre first
         assert service.drain() == 0, service.tail()
-        role = service.name.partition("-")[0]
-        site.start(role, ROOT)
+        site.start(service.name.partition("-")[0], ROOT)
     await site.publish()
 
     await site.carried()

@@ -93,8 +93,7 @@ async def test_findings_are_counted_for_each_chain_and_in_total(tmp_path: Path):
     for first in (1, 11, 31):
         archive.put(first, first + 9)
     archive.put(1, 10, rows(range(1, 10)), level=1)
-    bad = archive.put(41, 50)
-    archive.path(bad.key).write_bytes(b"?")
+    archive.path(archive.put(41, 50).key).write_bytes(b"?")
     site.chains.write_tail(CHAIN, 60)
     archive.put(1, 10, chain=OTHER)
     junk = f"{archive.layout.segments_prefix(OTHER, 0)}junk"
@@ -178,8 +177,7 @@ def test_deep_proves_every_byte_of_a_segment_of_any_size(site: Site, monkeypatch
     unnoticed = 0
     for place in range(4, len(good), 97):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-        found = check_segment(store, ref, deep=True)
-        assert getattr(found, "kind", None) == "damaged", place
+        assert getattr(check_segment(store, ref, deep=True), "kind", None) == "damaged", place
         try:
             with store.open(ref) as reader:
                 unnoticed += sum(batch.num_rows for batch in reader.batches()) == 10

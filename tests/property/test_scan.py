@@ -75,8 +75,7 @@ def test_each_covered_sequence_is_read_once_and_each_other_one_is_in_a_hole(
 ) -> None:
     archive, problems, found, fates = Archive(tmp_path_factory.mktemp("a")), list[Problem](), list[int](), {}
     for coverage, level, fate in made:
-        ref = archive.put(coverage.first, coverage.last, level=level)
-        fates[ref.key] = fate
+        fates[archive.put(coverage.first, coverage.last, level=level).key] = fate
     listing = ChainArchive.listed(archive.store, CHAIN, within.first)
     covers, holes = [each.rows for each in listing.covers(within)], listing.holes(within)
     assert [n for each in covers for n in range(each.first, each.last + 1)] == covered(archive, {}, within)

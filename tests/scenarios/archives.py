@@ -436,8 +436,7 @@ def check_verify(world: RandomArchive) -> Counter[str]:
     for report in world.verify(deep=False):
         check_report(world, report, deep=False)
     assert {report.chain for report in deep} == world.firsts.keys()
-    found = find_foreign_keys(world.archive.objects, world.archive.layout)
-    assert {*found.keys} == world.foreign.keys()
+    assert {*find_foreign_keys(world.archive.objects, world.archive.layout).keys} == world.foreign.keys()
     since = world.verify(deep=True, since_last=True)
     assert problems_of(since) == problems_of(deep), "what is signed off hides nothing"
     for one, other in zip(since, deep, strict=True):

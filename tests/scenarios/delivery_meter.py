@@ -100,8 +100,7 @@ class Meter:
     def _holds(self, instance: Instance) -> bool:
         if not instance.service.runs():
             return False
-        samples = self._last.get((instance.name, instance.service.pid), {})
-        return value(samples, "floe_ingress_lease_held") > 0
+        return value(self._last.get((instance.name, instance.service.pid), {}), "floe_ingress_lease_held") > 0
 
     async def _run(self) -> None:
         while True:

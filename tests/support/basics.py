@@ -220,8 +220,7 @@ def commands_of(hint: str) -> list[str]:
 def problem_of(command: str) -> str:
     """Return why `floe` would not accept the command; empty if it would. Nothing is run."""
     try:
-        words = shlex.split(command)[1:]
-        context = cli.make_context("floe", words)
+        context = cli.make_context("floe", shlex.split(command)[1:])
         while isinstance(context.command, click.Group):
             rest = [*context._protected_args, *context.args]
             _, found, rest = context.command.resolve_command(context, rest)

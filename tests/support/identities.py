@@ -44,8 +44,7 @@ def key_text(key: Any) -> str:
 def account(name: str, key: Any, root: Any) -> str:
     unlimited = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1)
     storage = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1} if name == "A" else {}
-    limits = {**unlimited, **storage, "wildcards": True}
-    nats = {"limits": limits, "type": "account", "version": 2}
+    nats = {"limits": {**unlimited, **storage, "wildcards": True}, "type": "account", "version": 2}
     return jwt({"jti": name, "iat": 1, "iss": key_text(root), "name": name, "sub": key_text(key), "nats": nats}, root)
 
 

@@ -73,8 +73,7 @@ class Archive:
         if self.documents.read_chain(chain) is None:
             self.begin(chain)
         path = self.store.new_spool()
-        spooled = write_segment(path, rows, coverage, chain=chain, **fields)
-        ref = self.store.put(spooled)
+        ref = self.store.put(write_segment(path, rows, coverage, chain=chain, **fields))
         path.unlink()
         if fields.get("level", 0) == 0:
             self.rows.setdefault(chain, []).extend(rows)

@@ -134,8 +134,7 @@ def test_a_batch_holds_no_more_than_its_limit_and_chains_share_it(archive: Archi
     assert stream.latest(start, rows=30) == {**FORMAT, OTHER_NAME: 5, NAME: 21}, "whole segments, as many as fit"
     assert stream.latest(start, rows=8) == {**FORMAT, OTHER_NAME: 5, NAME: 5}, "a segment that is too large is cut"
     assert stream.latest(start, segments=3) == {**FORMAT, OTHER_NAME: 5, NAME: 21}
-    one = stream.latest(start, segments=1)
-    two = stream.latest(one, segments=1)
+    two = stream.latest(stream.latest(start, segments=1), segments=1)
     assert two == {**FORMAT, OTHER_NAME: 5, NAME: 11}, "they take turns where there are more chains than that"
     position, batches = start, 0
     while (end := stream.latest(position, rows=7)) != position:

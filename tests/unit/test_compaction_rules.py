@@ -81,8 +81,7 @@ def test_an_output_names_its_level_and_inputs_and_leaves_the_level_of_its_log_li
 
 def test_a_damaged_segment_ends_the_runs_beside_it_and_accounts_for_nothing_below():
     segments, broken = tens(21), ref(1, 100, level=1)
-    outputs = plan(segments, TestPolicy(), NOW, damaged={segments[10].key})
-    assert ranges(outputs) == ["1..100", "111..210"]
+    assert ranges(plan(segments, TestPolicy(), NOW, damaged={segments[10].key})) == ["1..100", "111..210"]
     assert ranges(plan([*tens(10), broken], TestPolicy(), NOW, damaged={broken.key})) == ["1..100"]
 
 
@@ -101,8 +100,7 @@ def test_late_segments_of_different_chains_or_above_level_9_are_not_united():
 
 def test_late_segments_that_overlap_in_part_are_united_one_level_above_once_all_of_them_are_old():
     pair = ref(1, 40, 1), ref(33, 90, 1, age=100)
-    planner = Planner(TestPolicy(min_age=60), NOW)
-    [found] = unite([pair], planner.old_before)
+    [found] = unite([pair], Planner(TestPolicy(min_age=60), NOW).old_before)
     assert (found.level, str(found.coverage), found.inputs) == (2, "1..90", pair)
     assert unite([pair], NOW - 101) == []
 
@@ -120,8 +118,7 @@ def test_what_is_united_is_left_out_of_the_runs_beside_it():
     segments = [*tens(21), ref(95, 110)]
     taken = {s.key for s in segments if s.coverage.overlaps(segments[-1].coverage)}
     planner = Planner(TestPolicy(min_size=900), NOW)
-    outputs = [*planner.add(blocks(segments), taken), *planner.end()]
-    assert ranges(outputs) == ["1..90", "111..210"]
+    assert ranges([*planner.add(blocks(segments), taken), *planner.end()]) == ["1..90", "111..210"]
 
 
 # Replacing

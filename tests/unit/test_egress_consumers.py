@@ -161,8 +161,7 @@ def test_a_configuration_and_deletions_are_put_where_they_differ() -> None:
 
 
 def test_consumers_are_captured_by_name_without_those_of_floe() -> None:
-    partition = Partition("site", FeedSettings(stream="S"))
-    wanted = WantedMessages(partition, "workqueue")
+    wanted = WantedMessages(Partition("site", FeedSettings(stream="S")), "workqueue")
     own = [durable(wanted, (2, 15, 0))["durable_name"], ephemeral(wanted)["name"], f"floe-start-{'0' * 16}"]
     assert all(map(is_floe_consumer, own))
     assert not any(

@@ -305,8 +305,7 @@ def test_the_lag_of_rows_that_are_being_sent_is_theirs_and_exact_as_soon_as_a_ti
     assert lags.shown("lag_seconds") == [0]
     lags.at(1060.0, chain_state(101, 300, LATE), 101)
     assert lags.shown("lag_seconds") == [60]
-    sending = Intent(9, (piece(101, 200, 7),))
-    lags.at(1050.0, chain_state(301, 300), 101, [], sending, sending={CHAIN: 1000.0})
+    lags.at(1050.0, chain_state(301, 300), 101, [], Intent(9, (piece(101, 200, 7),)), sending={CHAIN: 1000.0})
     assert lags.shown("lag_seconds") == [50]
 
 

@@ -182,8 +182,7 @@ def retries_of(parked: ParkedStore, threads: ThreadPool) -> tuple[Retries, World
 def again(sequence: int) -> Block:
     """Return a parked message that is retried."""
     rows = SequenceRange(sequence, sequence)
-    payload = pa.array([b"x"], pa.binary())
-    batch = PreparedBatch([sequence], [1], [b"a"], b"O: ", None, payload, [10])
+    batch = PreparedBatch([sequence], [1], [b"a"], b"O: ", None, pa.array([b"x"], pa.binary()), [10])
     piece = IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, is_retry=True)
     return Block(piece, batch, 100)
 

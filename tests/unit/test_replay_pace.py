@@ -78,8 +78,7 @@ def test_a_request_is_known_by_its_meaning_and_its_prefix_is_text_and_no_templat
 
 
 def test_holes_are_split_where_they_are_accepted_in_part() -> None:
-    gaps = [SequenceRange(3, 4), SequenceRange(5, 6)]
-    _, holes, accepted = split_range([], SequenceRange(1, 10), gaps)
+    _, holes, accepted = split_range([], SequenceRange(1, 10), [SequenceRange(3, 4), SequenceRange(5, 6)])
     assert holes == [SequenceRange(1, 2), SequenceRange(3, 6), SequenceRange(7, 10)]
     assert accepted == [SequenceRange(3, 6)]
 

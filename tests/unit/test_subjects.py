@@ -96,8 +96,7 @@ def loaded(folder: Path, source: str, destination: str) -> str:
 def test_a_prefix_has_the_fields_of_the_chain() -> None:
     prefix = "f.{site}.{feed}.{incarnation}.p{partition}"
     source = SourceSettings(site=["us-east", "eu-west"], feed="A", subject_prefix=prefix)
-    rule = rule_of(source, Chain("eu-west", "A", 12, 3))
-    assert rule.apply(b"nodes.one") == b"f.eu-west.A.12.p3.nodes.one"
+    assert rule_of(source, Chain("eu-west", "A", 12, 3)).apply(b"nodes.one") == b"f.eu-west.A.12.p3.nodes.one"
     assert patterns_of(source) == ["f.us-east.A.*.*.>", "f.eu-west.A.*.*.>"]
 
 

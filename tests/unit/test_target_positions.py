@@ -43,8 +43,7 @@ def test_positions_are_read_back_as_they_were_written(documents: ChainStore) -> 
     rest = {"format_version": 1, "target": "FLEET", "time": 1000.5, "sources": ["us-east/NODES"]}
     assert json.loads(raw) == {**rest, "positions": positions}
     # A later version may add fields.
-    later = json.dumps({**json.loads(raw), "more": [1]}).encode()
-    assert TargetPositions.from_json(later) == put
+    assert TargetPositions.from_json(json.dumps({**json.loads(raw), "more": [1]}).encode()) == put
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,7 @@ def test_the_owner_of_a_callback_or_a_task_knows() -> None:
     async def service() -> list[str]:
         found: list[Exception] = []
         report_errors(no_room, found.append)()
-        task = spawn(breaks(), found.append, name="x")
-        await asyncio.wait({task})
+        await asyncio.wait({spawn(breaks(), found.append, name="x")})
         ended = spawn(asyncio.sleep(60), found.append, name="y")
         await asyncio.sleep(0)
         await cancelled(ended)

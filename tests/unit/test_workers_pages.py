@@ -222,8 +222,7 @@ def test_any_text_of_a_part_is_shown_as_text(workers: bool) -> None:
 
 
 def test_the_policy_allows_the_page_its_own_style_and_nothing_else() -> None:
-    text = html(document())
-    [style] = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    [style] = re.findall(r"<style>(.*?)</style>", html(document()), re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = page.PAGE_HEADERS["Content-Security-Policy"].split("; ")
 
