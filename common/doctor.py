@@ -57,8 +57,8 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
         "list after write", "clock", "lifecycle", "versioning", "layout",
     ),
     "nats": (
-        "connection", "version", "jetstream", "domain", "rights", "buckets", "max_payload", "stream", "target",
-        "batches",
+        "connection", "version", "jetstream", "domain", "rights", "buckets", "max_payload", "stream",
+        "durability", "acknowledgements", "target", "batches",
     ),
     "spark": ("java", "pyspark", "python"),
     "disk": ("spool", "space"),

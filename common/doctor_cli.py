@@ -39,6 +39,7 @@ from common.service.process import ThreadPool
 from common.settings.types import StyledCell
 
 if TYPE_CHECKING:
+    from common.nats.api import StreamInfo
     from common.nats.client import FloeClient
     from common.settings.root import Role, Settings
     from common.settings.service import ServiceSettings
@@ -55,6 +56,7 @@ COLOURS = {
 }
 OLDEST_TESTED_SERVER = (2, 10)  # the oldest nats-server with which every test of Floe runs
 IMPOSSIBLE_REVISION = 2**62  # a revision that no key has
+ACKS_OF_2_16 = (2, 16)  # its acknowledgement subjects have the domain and the account before the stream
 NEARLY_FULL_RATIO = 0.9  # of a limit of the account
 PROBE_THREADS = 3  # store, disk, Spark
 
@@ -164,7 +166,8 @@ async def _server_findings(
     if role == "egress":
         yield ok("nats", "max_payload", f"{client.max_payload} bytes at the site")
         for stream in sorted({feed.stream for feed in settings.egress.feeds}):
-            yield await _stream(client, stream)
+            async for each in _stream_findings(client, stream):
+                yield each
         return
     examine_target = probes["target"]()
     for target in settings.ingress.targets:
@@ -325,17 +328,59 @@ async def _buckets(client: FloeClient, section: ServiceSettings, sizes: tuple[bo
     return warning("nats", "buckets", ", ".join(texts), meaning, "\n".join(["enlarge it:", *full]))
 
 
-async def _stream(client: FloeClient, name: str) -> DoctorFinding:
+async def _stream_findings(client: FloeClient, name: str) -> AsyncGenerator[DoctorFinding, None]:
     from common.nats.api import stream_info
 
     try:
         info = await stream_info(client, name)
     except FloeError as error:
-        return failed("nats", "stream", error)
+        yield failed("nats", "stream", error)
+        return
     if info is None:
         meaning = "egress has no stream to read: the feed waits, or stops with E-SOURCE-GONE if it was archived before"
-        return warning(
-            "nats", "stream", f"{name}: no such stream", meaning, "create the stream, or correct `stream` of the feed"
-        )
+        do = "create the stream, or correct `stream` of the feed"
+        yield warning("nats", "stream", f"{name}: no such stream", meaning, do)
+        return
     retention = info.config.get("retention", "limits")
-    return ok("nats", "stream", f"{name}: {info.messages} messages, last {info.last_sequence}, retention {retention}")
+    yield ok("nats", "stream", f"{name}: {info.messages} messages, last {info.last_sequence}, retention {retention}")
+    yield _durability(info)
+    if retention != "limits":
+        yield await _acknowledgements(client, name)
+
+
+def _durability(info: StreamInfo) -> DoctorFinding:
+    """Report the acknowledged messages that the stream's server may lose. A client cannot read `sync_interval`."""
+    config, replicas = info.config, int(info.config.get("num_replicas", 1))
+    if config.get("persist_mode") == "async":
+        meaning = (
+            "its server acknowledges messages before they are on disk: what it loses if it is killed, and egress had "
+        )
+        meaning += "not read, is in no archive"
+        do = "if that may not be: create the stream again without it; no server changes it"
+        return warning("nats", "durability", f"{info.name}: persist_mode async", meaning, do)
+    if config.get("storage") == "memory":
+        kept = "in memory: a restart of all its servers loses what egress has not read"
+    else:
+        kept = "a power failure loses the last sync_interval (2 minutes unless set)"
+        kept += f" if it hits all {replicas} replicas" if replicas > 1 else ", with one replica"
+    return ok("nats", "durability", f"{info.name}: {kept}")
+
+
+async def _acknowledgements(client: FloeClient, stream: str) -> DoctorFinding:
+    """Send acknowledgements to a consumer that does not exist, in both forms of their subjects."""
+    refused = list[str]()
+    for front in ("$JS.ACK", "$JS.ACK._.floe"):
+        try:
+            await client.request_raw(f"{front}.{stream}.floe-doctor.1.1.1.1.1".encode(), b"", timeout=1.0)
+        except Refused:
+            refused.append(f"$JS.ACK.{'*.*.' if '_' in front else ''}{stream}.>")
+        except FloeError:  # nobody listens there: it was authorized
+            pass
+    if not refused:
+        return ok("nats", "acknowledgements", f"{stream}: permitted in both forms")
+    meaning = "egress cannot acknowledge what it archived: it stops with E-NATS-PERMISSION, and the stream keeps all"
+    todo = "grant it to the user"
+    if len(refused) == 1 and refused[0].startswith("$JS.ACK.*") and client.server_version < ACKS_OF_2_16:
+        meaning = f"{meaning}, with nats-server 2.16, or 2.15 with the feature js_ack_fc_v2"
+        return warning("nats", "acknowledgements", f"refused: {refused[0]}", meaning, f"{todo} before the upgrade")
+    return problem("nats", "acknowledgements", f"refused: {', '.join(refused)}", meaning, todo)

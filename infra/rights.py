@@ -37,13 +37,12 @@ class RightsNames:
     inbox: str = "_INBOX"
 
     def fill(self, text: str) -> str:
-        """Return `text` with the names in place of `{name}`, and with `{api}`, `{kv}` and `{acks}` for the domain."""
+        """Return `text` with the names in place of `{name}`, and with `{api}` and `{kv}` for the domain."""
         api = f"$JS.{self.domain}.API"
         plain = {"api": "$JS.API", "kv": "$KV", "subscribed": f"{api}.$KV" if self.domain else "$KV"}
-        acks = "$JS.ACK" if self.domain else f"$JS.ACK.{self.stream}"  # a domain and its account come before the stream
         requested = {**plain, "api": api, "kv": f"{api}.$KV"} if self.domain and self.outside else plain
         names = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name, value in {**requested, "acks": acks, **names}.items():
+        for name, value in {**requested, **names}.items():
             text = text.replace(f"{{{name}}}", value)
         return text
 
@@ -109,6 +108,8 @@ def _lease_subjects(role: str) -> tuple[str, ...]:
 STATE, LEASES = _kv("{state_bucket}"), _kv("{lease_bucket}")
 INFO_CALLS, CREATE_CALLS = ("INFO", "MSG.GET"), ("INFO", "CREATE", "MSG.GET")
 CONSUMER_CALLS = ("CREATE", "MSG.NEXT", "DELETE")
+# In the second form, that of nats-server 2.16, the domain and the account come before the stream.
+ACKS = ("$JS.ACK.{stream}.>", "$JS.ACK.*.*.{stream}.>")
 INBOX = SubjectRights(("{inbox}.>",), is_subscribe=True)
 LEASE_RELEASE_CONDITION = "to notice a released lease at once"
 
@@ -128,7 +129,7 @@ ROLES = (
             SubjectRights(LEASES),
             INBOX,
             SubjectRights(_lease_subjects("egress"), LEASE_RELEASE_CONDITION, is_subscribe=True),
-            SubjectRights(("{api}.CONSUMER.NAMES.{stream}", "{acks}.>"), "for a work queue or an interest stream"),
+            SubjectRights(("{api}.CONSUMER.NAMES.{stream}", *ACKS), "for a work queue or an interest stream"),
             SubjectRights(("{api}.CONSUMER.LIST.{stream}",), "unless `capture_consumers: never`"),
         ),
         (KeyRights((*GET, *PUT), SITE_KEYS), KeyRights(GET, TOMBSTONE_RUN_KEYS)),

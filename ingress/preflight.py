@@ -127,6 +127,9 @@ def config_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iter
     ):
         if config.get(name):
             yield f"{name}: expected false, found true: {reason}"
+    if config.get("persist_mode") == "async" and not settings.allow_async_persist:
+        meaning = "its server acknowledges messages before they are on disk, and loses them if it is killed"
+        yield f"persist_mode: expected default, found async: {meaning}; allow_async_persist: true accepts that"
     if config.get("subject_delete_marker_ttl"):
         yield "subject_delete_marker_ttl: expected 0, found more: the server would write messages of its own"
     if settings.create is not None:

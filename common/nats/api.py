@@ -26,6 +26,7 @@ RESTORE_KEY = "floe.restore"
 
 MAX_BYTES_REQUIRED = 10113  # the account refuses a stream without max_bytes
 INACTIVE_THRESHOLD_TOO_LONG = 10153  # inactive_threshold is above the limit in the stream's consumer_limits
+TOO_MANY_CONSUMERS = 10026
 
 QUERY_ATTEMPTS = 3  # at a read request, if its answer is lost
 
@@ -231,7 +232,13 @@ async def create_consumer(
     if filter_subject := config.get("filter_subject"):
         subject += f".{filter_subject}"
     request = {"stream_name": stream, "config": {"name": name, **config}, "action": action}
-    return _consumer_info(await client.api(subject, request))
+    try:
+        return _consumer_info(await client.api(subject, request))
+    except ApiError as error:
+        if error.err_code == TOO_MANY_CONSUMERS:
+            owners = "max_consumers of the stream or the account, or default_max_consumers of the server"
+            error.hint = f"raise {owners} (in jetstream: limits; 1,000 a stream since 2.15)"
+        raise
 
 
 async def create_ephemeral_consumer(client: FloeClient, stream: str, config: dict[str, Any]) -> ConsumerInfo:

@@ -143,6 +143,9 @@ class TargetSettings(Section):
     create: CreateSettings | None = option(None, "create the stream if it does not exist; null: stop instead")
     exclusive: t.Flag = option(True, "nobody else publishes to it")
     delivery: Literal["exactly_once", "at_least_once"] = option("exactly_once", "exactly once needs `exclusive: true`")
+    allow_async_persist: t.Flag = option(
+        False, "accept a target with `persist_mode: async`, whose server loses acknowledged messages if it is killed"
+    )
     publisher: Literal["auto", "fast", "atomic", "single"] = option(
         "auto", "how messages are published; auto: the best that server and stream support"
     )

@@ -67,7 +67,7 @@ async def preflight(client: FloeClient, plan: RestorePlan, lease_bucket: str) ->
         await _check_subjects(client, plan)
     else:
         await _check_removal(client, plan)
-    return PreflightResult(fitted, writer, tuple(_server_notes(client, plan, writer)))
+    return PreflightResult(fitted, writer, tuple(_server_notes(client, plan, writer, account)))
 
 
 async def guarded_consumers(client: FloeClient, stream: str) -> dict[str, dict[str, Any]]:
@@ -216,7 +216,7 @@ _UNSET_NOTE = "(not set, max_file_store is three quarters of the free disk)"
 _ROOM_ERRORS = {
     10002: ("max_file or max_mem of the account is reached", "make room, or raise it"),
     10023: ("max_file_store or max_memory_store of the server is reached", f"make room, or raise it {_UNSET_NOTE}"),
-    10026: ("max_consumers of the account is reached", "raise it"),
+    10026: ("max_consumers of the account, or default_max_consumers of the server, is reached", "raise it"),
     10027: ("max_streams of the account is reached", "remove unused streams, or raise it"),
     10028: ("max_memory_store of the server{} is reached", "make room, or raise it"),
     10047: ("max_file_store of the server{} is reached", f"make room, or raise it {_UNSET_NOTE}"),
@@ -224,6 +224,8 @@ _ROOM_ERRORS = {
     10122: ("disk_max_stream_bytes or mem_max_stream_bytes of the account is below its max_bytes", "raise it"),
 }
 _ACCOUNT_LIMITS = {10028: ("max_memory", "max_mem"), 10047: ("max_storage", "max_file")}
+# Consumers of a stream without a limit of its own or of the account, unless the server's configuration sets another.
+DEFAULT_MAX_CONSUMERS, DEFAULT_MAX_CONSUMERS_SINCE = 1000, (2, 15)
 _DISK_FULL = re.compile("no space left|disk quota exceeded|not enough space", re.IGNORECASE)
 
 
@@ -321,8 +323,18 @@ async def _check_subjects(client: FloeClient, plan: RestorePlan) -> None:
             )
 
 
-def _server_notes(client: FloeClient, plan: RestorePlan, writer: ArchiveWriter) -> Iterator[str]:
+def _server_notes(
+    client: FloeClient, plan: RestorePlan, writer: ArchiveWriter, account: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield, as text, the deviations that this server causes."""
+    owners = (account, *(account.get("tiers") or {}).values(), {"limits": plan.config})
+    is_limited = any(int((each.get("limits") or {}).get("max_consumers") or 0) > 0 for each in owners)
+    count, most = len(plan.consumers), DEFAULT_MAX_CONSUMERS
+    if count >= most and not is_limited and client.server_version >= DEFAULT_MAX_CONSUMERS_SINCE:
+        accepted = (
+            f"this server accepts {most:,} a stream, unless its default_max_consumers (in jetstream: limits) is higher"
+        )
+        yield f"{count} consumers, and one to read the stream back: {accepted}"
     if writer.format == "logical" and plan.request.promote and plan.rows and not plan.is_renamed:
         way = "" if client.is_clustered else "; --format files prevents that"
         yield (
@@ -365,7 +377,10 @@ def foreign_stream_error(request: RestoreRequest, info: StreamInfo) -> ConfigErr
     return ConfigError(
         f"stream {info.name}: expected none, found one with {format_count(info.messages, 'message')}, created "
         f"{info.created}: it is not touched",
-        hint=choices(("restore beside it", beside(request)), "or delete it yourself, if it is not needed"),
+        hint=choices(
+            ("restore beside it", beside(request)),
+            "or stop what creates it, such as NACK, and delete it yourself, if it is not needed",
+        ),
         code="E-RESTORE-EXISTS",
     )
 

@@ -101,7 +101,7 @@ async def test_a_site_is_well_and_nothing_left(nats_url: str, client: FloeClient
     found = await examined(config, code=0)
     assert states(found, "ok") == found.keys() - {"store versioning"}, found
     wanted = {f"{part} {what}" for part in ("store", "disk") for what in CHECKS[part]}
-    nats = ("connection", "version", "rights", "jetstream", "domain", "buckets", "max_payload", "stream")
+    nats = ("connection", "version", "rights", "jetstream", "domain", "buckets", "max_payload", "stream", "durability")
     assert found.keys() == wanted | {f"nats {what}" for what in nats}
     assert open_objects(load_settings(config).store).list("") == []
     assert await stream_info(client, f"KV_{state}") is None
@@ -164,8 +164,7 @@ def test_a_store_that_ceases_to_answer_is_waited_for_once(s3: SharedS3, tmp_path
     with FaultProxy(s3.endpoint_url) as proxy:
         proxy.on("put", drop())
         store = s3.store() | {"endpoint_url": proxy.url}
-        settings = settings_of(tmp_path, store=store)
-        found = examine_store(settings, ("egress",), ManualClock())
+        found = examine_store(settings_of(tmp_path, store=store), ("egress",), ManualClock())
     assert [(each.what, each.unreached) for each in found] == [("connection", False), ("list", False), ("write", True)]
 
 
@@ -274,7 +273,8 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
     rights = (RIGHTS / "nats-egress.conf").read_text()
     with NatsServer() as server:
         users = ["{user: all, password: p}"]
-        for name, left_out in (("egress", "-"), ("few", "CONSUMER.CREATE"), ("listless", "CONSUMER.LIST")):
+        cuts = ("few", "CONSUMER.CREATE"), ("listless", "CONSUMER.LIST"), ("before", "ACK.*.*"), ("mute", "JS.ACK")
+        for name, left_out in (("egress", "-"), *cuts):
             lines = [line for line in rights.splitlines() if left_out == "-" or left_out not in line]
             (server.folder / f"{name}.conf").write_text("\n".join(lines))
             users.append(f"{{user: {name}, password: p\ninclude {name}.conf\n}}")
@@ -301,6 +301,25 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
         document["egress"]["feeds"][0]["capture_consumers"] = "never"
         found = await examined(write(tmp_path, store, user, **document), code=0)
         assert found["nats rights"]["state"] == "ok"
+        client = await connect(NatsSettings(url=server.url, user="all", password="p"), name="test")
+        config = {"name": "NODES", "subjects": ["a.>"], "retention": "workqueue", "persist_mode": "async"}
+        await create_stream(client, config)
+        await client.aclose()
+        for name, state, refused in (
+            ("egress", "ok", "NODES: permitted in both forms"),
+            ("before", "warning", "refused: $JS.ACK.*.*.NODES.>"),
+            ("mute", "problem", "refused: $JS.ACK.NODES.>, $JS.ACK.*.*.NODES.>"),
+        ):
+            code = 3 if state == "problem" else 0
+            found = await examined(write(tmp_path, store, user | {"user": name}, **document), code=code)
+            assert (found["nats acknowledgements"]["state"], found["nats acknowledgements"]["found"]) == (
+                state,
+                refused,
+            )
+        assert (found["nats durability"]["state"], found["nats durability"]["found"]) == (
+            "warning",
+            "NODES: persist_mode async",
+        )
 
 
 # Features of the servers

@@ -35,7 +35,10 @@ LOOKING = ("chain ls", "status", "checkpoint ls", "gap ls", "check archive", "do
 
 
 def guarded(server: NatsServer) -> NatsServer:
-    """The server with a user for each role, with exactly the rights of its file; `deaf` receives no leases."""
+    """The server with a user for each role, with exactly the rights of its file; `deaf` receives no leases.
+
+    Its acknowledgement subjects have the form that is the default of 2.16.
+    """
     for role in ROLES:
         shutil.copy(RIGHTS / f"nats-{role}.conf", server.folder)
     allowed = (RIGHTS / "nats-ingress.conf").read_text()
@@ -44,6 +47,7 @@ def guarded(server: NatsServer) -> NatsServer:
     (server.folder / "nats-deaf.conf").write_text(deaf)
     users = [f"{{ user: {role}, password: secret\ninclude nats-{role}.conf\n}}" for role in (*ROLES, "deaf")]
     server.extra = "authorization { users: [ {user: all, password: secret}\n" + "\n".join(users) + "\n] }"
+    server.extra += "\nfeature_flags { js_ack_fc_v2: true }"
     return server
 
 

@@ -75,10 +75,22 @@ async def test_egress_asks_for_as_many_messages_as_the_server_takes(narrow: Benc
     assert [message.payload for message in narrow.messages(stream)] == [b"%d" % n for n in range(10 * BATCH)]
 
 
+@pytest.mark.real
+async def test_a_server_that_takes_no_more_consumers_names_its_limit(tmp_path: Path) -> None:
+    extra = "jetstream { limits { default_max_consumers: 1 } }"
+    with NatsServer(extra=extra) as server:
+        async with aclosing(await connected(server.url)) as client:
+            bench = Bench(server.url, tmp_path, client)
+            stream = await bench.make_stream(unique("T"))
+            async with bench.egress({"stream": stream}, {"stream": stream, "name": "SECOND"}) as running:
+                await soon(lambda: "E-JS-10026" in {running.status(name).get("code") for name in (stream, "SECOND")})
+                hints = [str(running.status(name).get("hint")) for name in (stream, "SECOND")]
+    assert "default_max_consumers of the server" in "".join(hints)
+
+
 async def test_buckets_have_a_size_where_the_account_demands_one(narrow: Bench) -> None:
     stream = await narrow.make_stream(unique("T"), max_bytes=10_000_000)
-    settings = narrow.settings({"stream": stream}, kv_max_bytes="32M")
-    done, problems = await set_up(narrow.client, settings)
+    done, problems = await set_up(narrow.client, narrow.settings({"stream": stream}, kv_max_bytes="32M"))
     assert (problems, [each.name for each in done[:2]]) == ([], [narrow.lease_bucket, narrow.state_bucket])
     assert await max_bytes(narrow.client, narrow.state_bucket) == 32 * 2**20
     assert await max_bytes(narrow.client, narrow.lease_bucket) == 4 * 2**20

@@ -18,11 +18,11 @@ PRODUCT = (*COUNTED, "infra", "bench")
 MOST_FILES = 240
 # Lines of code by folder. A number rises only where another falls by as much in the same commit. Ten thousand chains in
 # one centre were granted 800 lines: 618 of them are in the first four folders, 92 in `bench`, which had room to 1,400.
-# Knowing the fleet was granted 3,000, of which the next servers take 66.
+# Knowing the fleet was granted 3,000, of which the next servers take 65.
 MOST_LINES = {
     "common": 14_431,
     "egress": 8_906,
-    "ingress": 12_575,
+    "ingress": 12_574,
     "compaction": 4_659,
     "floe.py": 151,
     "pyspark_floe.py": 22,

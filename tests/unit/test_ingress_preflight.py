@@ -83,6 +83,8 @@ def test_the_line_that_makes_a_target_names_its_subjects(sources: list[dict[str,
 
 def test_what_floe_creates_it_also_takes_and_a_target_of_the_operators_own_may_forget() -> None:
     assert list(config_problems(created(), target(create={}))) == []
+    lossy = {**created(), "persist_mode": "async"}
+    assert list(config_problems(lossy, target(create={}, allow_async_persist=True))) == []
     config = {**created(), "retention": "workqueue", "max_age": 5, "storage": "memory"}
     assert list(config_problems(config, target())) == []
 
@@ -95,6 +97,7 @@ def test_what_floe_creates_it_also_takes_and_a_target_of_the_operators_own_may_f
         ({"subject_transform": {"src": "a", "dest": "b"}}, "subject_transform: expected none"),
         *(({key: True}, f"{key}: expected false, found true") for key in ("sealed", "no_ack", "allow_msg_counter")),
         ({"discard_new_per_subject": True}, "discard_new_per_subject: expected false, found true"),
+        ({"persist_mode": "async"}, "persist_mode: expected default, found async"),
         ({"subject_delete_marker_ttl": 5}, "subject_delete_marker_ttl: expected 0, found more"),
         ({"retention": "interest"}, "retention: expected limits (create), found interest"),
         ({"storage": "memory"}, "storage: expected file (create), found memory"),

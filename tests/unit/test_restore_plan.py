@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -25,7 +26,7 @@ from ingress.recovery import read_back as back
 from ingress.recovery import stream_archive as form
 from ingress.recovery.history import merge_rows, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest
-from ingress.recovery.preflight import as_room_error, room_shortage
+from ingress.recovery.preflight import _server_notes, as_room_error, room_shortage
 from ingress.recovery.ranges import ChainRange, ReplayChain, ReplayPart
 from ingress.recovery.retention_filter import RetentionFilter, SourcedRow, sourced_rows
 from tests.support import compaction
@@ -387,6 +388,19 @@ def test_the_limit_of_the_account_that_is_in_the_way_is_named() -> None:
         assert found == (expected and ("E-RESTORE-ROOM", 78, True, True))
 
 
+def test_more_consumers_than_a_server_accepts_by_default_are_noted() -> None:
+    plan, many = planned(1), (planned(1).consumers[0],) * 1000
+    for changes, version, is_noted in (
+        ({"consumers": many}, (2, 15, 0), True),
+        ({"consumers": many}, (2, 14, 9), False),
+        ({"consumers": many[1:]}, (2, 15, 0), False),
+        ({"consumers": many, "config": {**plan.config, "max_consumers": 2000}}, (2, 15, 0), False),
+    ):
+        server: Any = SimpleNamespace(server_version=version, is_clustered=True)
+        notes = _server_notes(server, replace(plan, **changes), SimpleNamespace(format="logical"), {})  # type: ignore[arg-type]
+        assert any("default_max_consumers" in note for note in notes) is is_noted
+
+
 def test_only_where_consumers_are_too_many_there_is_a_way_without_them() -> None:
     for limits, words in ((1, "--no-consumers"), (2, "--verify state")):
         error = room_shortage(planned(2), {"limits": {"max_consumers": limits}}, copies=1, streams=1)
@@ -407,7 +421,7 @@ def test_an_answer_of_a_server_without_room_is_named_so_and_a_cluster_may_find_r
     for number, description, expected in (
         (10023, "insufficient resources", "insufficient resources"),
         (10062, FULL, "the disk of the server is full"),
-        (10062, TOO_MANY, "max_consumers of the account is reached"),
+        (10062, TOO_MANY, "or default_max_consumers of the server, is reached"),
         (10047, "insufficient storage resources available", "max_file_store of the server is"),
         (10028, "insufficient memory resources available", "or max_mem of the account, is reached"),
         (10027, "maximum number of streams reached", "max_streams of the account is reached"),
