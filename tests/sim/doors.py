@@ -152,16 +152,19 @@ def install_threads() -> None:
         locks = types.SimpleNamespace(Lock=SimLock, Event=threading.Event, local=threading.local)
         replace(vars(module), "threading", locks)
     _unlock_cached_properties()
-    without_tls = ssl.create_default_context()
     # No connection of a world has TLS, and loading the machine's CA certificates takes half the time of a seed.
+    without_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     replace(vars(common.nats.credentials), "tls_context", lambda _settings: without_tls)
+
+
+_ROLES = ("common", "egress", "ingress", "compaction")
+_unlocked = set[str]()  # names of modules whose cached properties have no locks any more
 
 
 def _unlock_cached_properties() -> None:
     """Remove the locks from cached properties: Python 3.11 holds one for all instances while a value is computed."""
-    products = [
-        m for name, m in sys.modules.items() if name.partition(".")[0] in ("common", "egress", "ingress", "compaction")
-    ]
+    products = [m for name, m in sys.modules.items() if name.partition(".")[0] in _ROLES and name not in _unlocked]
+    _unlocked.update(each.__name__ for each in products)
     for kind in {each for module in products for each in vars(module).values() if isinstance(each, type)}:
         for each in vars(kind).values():
             if isinstance(each, cached_property):
