@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote_plus
 
 import msgspec
@@ -20,12 +20,14 @@ from common.logs import get_logger
 from common.metrics import show_zeros
 from common.nats.client import FloeClient
 from common.objects.open import open_queue
-from common.objects.sqs import ReceivedMessage, SqsQueue
 from common.observe.monitor import Health
 from common.settings.root import Settings
 from common.tasks import PendingError, first_of, record_unexpected, report_errors
 from ingress import metrics
 from ingress.discovery.discovery import Discovery
+
+if TYPE_CHECKING:
+    from common.objects.sqs import ReceivedMessage, SqsQueue
 
 log = get_logger(__name__)
 

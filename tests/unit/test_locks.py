@@ -75,12 +75,11 @@ def test_a_lock_holds_hashes_and_no_addresses(path: Path):
 
 @pytest.mark.parametrize("role", ["egress", "ingress"])
 def test_a_service_loads_nothing_that_only_shows(role: str, tmp_path: Path) -> None:
-    """Import every file of the service: none imports `rich` or modules of a restore, and pyarrow has its pool."""
+    """Import every file of the service: none imports `rich`, S3 or modules of a restore, and pyarrow has its pool."""
     script = f"import sys, floe; sys.argv = ['floe', '{role}', 'run', '-c', '{tmp_path}/none.yaml']\n"
-    script += (
-        f"try:\n    floe.main()\nfinally:\n    import {role}.service, pyarrow\n    pool = pyarrow.default_memory_pool()"
-    )
-    script += "\n    print({'rich', 'numpy', 'google_crc32c', 'jinja2'} & sys.modules.keys(), pool.backend_name)"
+    script += f"try:\n    floe.main()\nfinally:\n    import {role}.service, pyarrow\n    "
+    script += "print({*'rich numpy google_crc32c jinja2 boto3'.split()} & sys.modules.keys(), "
+    script += "pyarrow.default_memory_pool().backend_name)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout) == (78, "set() jemalloc\n"), done.stderr
