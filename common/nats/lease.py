@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Self, TypeVar
 
-from common.clock import Clock
+from common.clock import Clock, sleep_in_step
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.logs import get_logger
 from common.nats.client import FloeClient
@@ -209,7 +209,7 @@ class Lease:
         """Renew the lease by `kv`. Return the reason why it is lost; empty if the holder knows."""
         pause = self._ttl / 3
         while not self.lost.is_set:
-            await self._clock.sleep(pause)
+            await sleep_in_step(self._clock, pause)
             if self._clock.monotonic() >= self._deadline:
                 return "it was not renewed in time"
             if (is_renewed := await self._renew(kv, check_alive)) is None:

@@ -281,6 +281,7 @@ async def test_a_lease_is_not_used_in_the_last_third_of_its_time_nor_after_a_lat
     clock.advance(TTL * 5)
     await lease.run_renewals()
     assert (lease.is_usable(), lease.lost.is_set) == (False, True)
+    assert round(clock.monotonic() / TTL * 90, 6).is_integer(), "many leases share a wake"
 
 
 async def test_a_lease_that_another_took_or_deleted_is_lost(timed: KeyValue):
