@@ -154,6 +154,11 @@ class FeedExecutor(Executor):
         self._shared.start_calls(self)
         return call
 
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
+        """Drop the calls that wait for a thread, if `cancel_futures`. Never waits for running ones."""
+        while cancel_futures and self.waiting:
+            self.waiting.popleft()[0].cancel()
+
 
 def _perform(call: Future[Any], work: Callable[[], Any]) -> None:
     if call.set_running_or_notify_cancel():

@@ -270,15 +270,17 @@ async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: ThreadPo
     assert (done.is_set(), threads.busy) == (True, 0)
 
 
-async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threads: ThreadPool):
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_a_call_that_ends_before_a_thread_is_free_never_runs(threads: ThreadPool, is_closed: bool):
     release, ran = threading.Event(), threading.Event()
     first = asyncio.create_task(threads.run(release.wait, 10))
     await soon(lambda: threads.busy)
     second = asyncio.create_task(threads.run(ran.set))
     await asyncio.sleep(0)
-    await cancelled(second)
+    threads.close() if is_closed else second.cancel()
     release.set()
     await first
+    await asyncio.wait_for(asyncio.wait({second}), PATIENCE)
     await threads.wait_idle()
     assert not ran.is_set()
 
