@@ -327,9 +327,12 @@ class Prefetcher:
             self._decisions_error = ""
             log.info("decisions read recovered", action="decisions_read_recovered", target=self.chains.target)
         former, self._pauses = self._pauses or Pauses(), pauses
-        self._apply_pauses(self.chains)
+        self._apply_pauses(self._states_of({*pauses.paused, *former.paused}))
         requested = {chain for chain, at in pauses.resumed.items() if at != former.resumed.get(chain)}
-        await self._retry([chain for chain in self.chains if chain.chain in requested])
+        await self._retry(self._states_of(requested))
+
+    def _states_of(self, chains: Iterable[Chain]) -> list[ChainState]:
+        return [state for chain in sorted(chains) if (state := self.chains.get(chain)) is not None]
 
     def _apply_pauses(self, chains: Iterable[ChainState]) -> None:
         for chain in chains:

@@ -44,10 +44,11 @@ def interleave_by_site(items: Iterable[T], site: Callable[[T], str]) -> list[T]:
 
 @dataclass(slots=True)
 class _Known:
-    """One object. `changed_at`: the time of its last change, later by the time in which the store did not answer;
-    `read_at`: the time of the last read; both in monotonic seconds. `read_etag`: its ETag at that read.
+    """One object of `site`. `changed_at`: the time of its last change, later by the time in which the store did not
+    answer; `read_at`: the time of the last read; both in monotonic seconds. `read_etag`: its ETag at that read.
     """
 
+    site: str
     info: ObjectInfo
     changed_at: float
     read_at: float = float("-inf")
@@ -64,7 +65,7 @@ class Heartbeats:
         self._known: dict[str, _Known] = {}
         self._unanswered_since: float | None = None
         self._heartbeats: dict[Chain, StoredHeartbeat] = {}
-        self._shown: dict[tuple[Gauge, ...], set[tuple[str, ...]]] = {}
+        self._shown: dict[tuple[Gauge, ...], Shown] = {}
 
     def heartbeat_of(self, chain: Chain) -> StoredHeartbeat | None:
         """Return the last heartbeat of the partition of `chain`, for any incarnation; None if none is known."""
@@ -92,9 +93,9 @@ class Heartbeats:
             for known in self._known.values():
                 known.changed_at += now - self._unanswered_since
             self._unanswered_since = None
-        self._update_known([info for info in listed if self._site(info.key) in sites], now)
+        self._update_known(listed, sites, now)
         changed = [known for known in self._known.values() if known.read_etag != known.info.etag]
-        changed = interleave_by_site(sorted(changed, key=lambda k: k.read_at), lambda k: self._site(k.info.key))
+        changed = interleave_by_site(sorted(changed, key=lambda k: k.read_at), lambda k: k.site)
         gate = asyncio.Semaphore(PARALLEL_HEARTBEAT_READS)
         count = min(MAX_READS_PER_CHECK, max(MIN_READS_PER_CHECK, len(self._known) // 8))  # the next check reads others
         await asyncio.gather(*(self._read(known, gate, now) for known in changed[:count]))
@@ -111,14 +112,15 @@ class Heartbeats:
         name = self._documents.layout.parse_heartbeat(key)
         return name[0] if name else ""
 
-    def _update_known(self, listed: Iterable[ObjectInfo], now: float) -> None:
+    def _update_known(self, listed: Iterable[ObjectInfo], sites: Collection[str], now: float) -> None:
         former, self._known = self._known, {}
         for info in listed:
             if (known := former.get(info.key)) is None:
-                known = _Known(info, now - max(0.0, self._clock.now() - info.modified))
+                known = _Known(self._site(info.key), info, now - max(0.0, self._clock.now() - info.modified))
             elif known.info.etag != info.etag:
                 known.info, known.changed_at = info, now
-            self._known[info.key] = known
+            if known.site in sites:
+                self._known[info.key] = known
 
     async def _read(self, known: _Known, gate: asyncio.Semaphore, now: float) -> None:
         async with gate:
@@ -132,8 +134,8 @@ class Heartbeats:
     def _show(self, pairs: Collection[tuple[str, str]], now: float) -> None:
         ages: dict[str, float] = {}
         times: dict[str, float] = {}
-        for key, known in self._known.items():
-            site, age = self._site(key), now - known.changed_at
+        for known in self._known.values():
+            site, age = known.site, now - known.changed_at
             ages[site] = min(ages.get(site, age), age)
             times[site] = max(times.get(site, 0.0), known.info.modified)
         of_sites: Shown = {(site,): (age > self.silent_after, times[site]) for site, age in ages.items()}
@@ -146,10 +148,11 @@ class Heartbeats:
         self._set((metrics.source_stopped, metrics.source_silent), {(s,): (stopped[s], silent[s]) for s in stopped})
 
     def _set(self, gauges: tuple[Gauge, ...], values: Shown) -> None:
+        shown = self._shown.get(gauges, {})
         for labels, each in values.items():
-            for gauge, value in zip(gauges, each, strict=True):
+            for gauge, value in zip(gauges, each, strict=True) if shown.get(labels) != each else ():
                 gauge.labels(*labels).set(value)
-        for gone in self._shown.get(gauges, set()) - values.keys():
+        for gone in shown.keys() - values.keys():
             for gauge in gauges:
                 gauge.remove(*gone)
-        self._shown[gauges] = set(values)
+        self._shown[gauges] = values
