@@ -137,8 +137,8 @@ class Discovery:
         # An earlier attempt may have ended before it delivered what a heartbeat named.
         self._followed = {c: found for c, found in self._followed.items() if (c.site, c.feed) not in pairs}
         self._notify_targets((chain for chain in self._known if (chain.site, chain.feed) in pairs), [target])
-        for event in (self.poll_due, self.listing_due, self._heartbeats_due):
-            event.set()
+        self.poll_due.set()  # which makes the listing of chains due, if it finds that feeds are new
+        self._heartbeats_due.set()
 
     def remove(self, target: Prefetcher) -> None:
         self.targets.remove(target)

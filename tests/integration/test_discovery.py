@@ -128,6 +128,14 @@ async def test_one_change_among_many_chains_costs_one_listing_and_one_read(place
         place.forget()
         await place.discovery.poll()
         assert place.objects.calls == {"list": 1}
+        place.forget()
+        place.discovery.remove(place.target)
+        place.discovery.add(place.target)
+        await soon(lambda: place.target.ticks)
+        assert (len(place.target.found_), place.objects.calls) == (200, {"list": 1}), "it lists no documents again"
+        place.documents.write_tail(place.chain(1), 30)  # while nobody listened
+        place.notified.record_listening()
+        await soon(lambda: (place.chain(1), 30) in place.target.found_)
 
 
 async def test_a_site_with_many_tails_is_read_in_turn(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,14 +266,6 @@ async def test_waiting_chains_are_checked_between_polls(place: Place, monkeypatc
     async with place.polling():
         await soon(lambda: place.target.ticks >= 3)
         assert place.objects.calls == {}
-
-
-async def test_listening_again_polls_everything(place: Place) -> None:
-    place.make(2)
-    async with place.polling():
-        place.documents.write_tail(place.chain(1), 30)  # while nobody listened
-        place.notified.record_listening()
-        await soon(lambda: (place.chain(1), 30) in place.target.found_)
 
 
 async def test_a_missing_archive_is_shown_until_it_is_back(place: Place) -> None:
