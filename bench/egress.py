@@ -5,9 +5,9 @@ from functools import partial
 
 from bench.harness import Bench, BenchResult, measure_paired, memory_mb
 from bench.place import (
-    CHAIN,
     STREAM,
     BenchEnvironment,
+    archived_end,
     bench_environment,
     documents,
     fill_stream,
@@ -29,11 +29,10 @@ def measure_archiving(at: BenchEnvironment) -> tuple[float, float]:
     The time before the first segment is left out, with the start of the process: a service runs for months.
     """
     config = at.config(at.s3.new_bucket())
-    store = open_bench_store(config)
-    service = at.service("egress", "egress", "run", "-c", str(config))
-    started = wait_until(lambda: store.end(CHAIN) > 0, service)
-    first = store.end(CHAIN)
-    ended = wait_until(lambda: store.end(CHAIN) >= MESSAGE_COUNT, service)
+    store, service = open_bench_store(config), at.service("egress", "egress", "run", "-c", str(config))
+    started = wait_until(lambda: archived_end(store) > 0, service)
+    first = archived_end(store)
+    ended = wait_until(lambda: archived_end(store) >= MESSAGE_COUNT, service)
     peak = memory_mb("VmHWM", service.pid)
     assert service.drain(is_known_to_work=True) == 0, service.tail()
     return (MESSAGE_COUNT - first) / (ended - started), peak
@@ -60,12 +59,11 @@ def measure_sampled(at: BenchEnvironment, count: int) -> float:
     Segments close by age, so all of them are late by the same second; the last one waits for messages that do not come.
     """
     config = at.config(at.s3.new_bucket(), SAMPLED)
-    store = open_bench_store(config)
-    service = at.service("egress", "egress", "run", "-c", str(config))
+    store, service = open_bench_store(config), at.service("egress", "egress", "run", "-c", str(config))
     seen: list[tuple[int, float]] = []
 
     def moved() -> bool:
-        end = store.end(CHAIN)
+        end = archived_end(store)
         if end and (not seen or end != seen[-1][0]):
             seen.append((end, time.perf_counter()))
         return end >= count

@@ -13,11 +13,11 @@ import yaml
 
 from bench.harness import REPEATS, Bench, BenchResult, measure_paired, memory_mb
 from bench.place import (
-    CHAIN,
     STREAM,
     TARGET,
     BenchEnvironment,
     archive_chain,
+    archived_end,
     bench_environment,
     connect_bench,
     fill_stream,
@@ -54,9 +54,8 @@ Raw = Callable[[str, str, str, int, bytes], Awaitable[float]]
 def archive_with_egress(at: BenchEnvironment) -> Path:
     """Have egress fill a new bucket with all messages, as one chain; return its configuration."""
     config = at.config(at.s3.new_bucket())
-    store = open_bench_store(config)
-    service = at.service("egress", "egress", "run", "-c", str(config))
-    wait_until(lambda: store.end(CHAIN) >= MESSAGE_COUNT, service, every=0.2)
+    store, service = open_bench_store(config), at.service("egress", "egress", "run", "-c", str(config))
+    wait_until(lambda: archived_end(store) >= MESSAGE_COUNT, service, every=0.2)
     assert service.drain(is_known_to_work=True) == 0, service.tail()
     return config
 

@@ -15,6 +15,7 @@ import uvloop
 import yaml
 
 from common.archive.documents import ChainDocument, StreamDocument
+from common.archive.scan import ChainArchive
 from common.archive.segment import Message
 from common.archive.store import SegmentStore
 from common.chain import Chain
@@ -92,6 +93,11 @@ def bench_environment() -> Iterator[BenchEnvironment]:
 
 def open_bench_store(config: Path) -> SegmentStore:
     return open_store(load_settings(str(config)))
+
+
+def archived_end(store: SegmentStore) -> int:
+    """Return the last archived sequence of `CHAIN`; 0 if there is none."""
+    return ChainArchive.listed(store, CHAIN).end
 
 
 def wait_until(check: Callable[[], bool], service: Service, seconds: float = 120, every: float = 0.02) -> float:
