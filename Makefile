@@ -17,7 +17,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test minio soak check check-deploy docs audit bench clean java python other
+.PHONY: help setup native demo test minio soak check check-deploy docs audit bench clean java python other
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ $(INSTALLED): requirements.lock pyproject.toml $(NATS_OLDER:%=infra/local/nats-%
 	  --require-hashes --target $(DUCKDB_1_4) -r infra/local/duckdb-1.4.lock || \
 	  { rm -rf $(DUCKDB_1_4); echo "no DuckDB 1.4 with httpfs for this machine: its test on S3 is skipped" >&2; }
 	@touch $@
+
+native: $(INSTALLED)  ## build the optional compiled modules with the C compiler that is here; says so where there is none
+	@bash infra/build_native.sh $(BIN)/python
 
 demo: java $(INSTALLED)  ## two sites, a bucket and a centre on this machine; kills, compaction, and a comparison
 	@$(BIN)/python -m floe demo
@@ -84,5 +87,6 @@ bench: java $(INSTALLED)  ## speed and memory beside their floors; ONLY=name run
 	@$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
 clean:  ## remove what these targets made
+	rm -f common/nats/_*.so ingress/publishers/_*.so
 	rm -rf $(VENV) build .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench/results.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -144,7 +144,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: None)
     _check_common_package()
     from common.exits import EXIT_INTERRUPTED, exit_with_code
-    from common.memory import hide_package
+    from common.imports import hide_package
 
     words = _command_words(sys.argv[1:])
     if not _uses_spark(words):

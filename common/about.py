@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from common.cli import json_option, print_json, print_table, run_command
+from common.imports import COMPILED_MODULES, load_compiled
 from common.metrics import version
 
 #: The distributions that Floe runs on, in the order in which `floe version` lists them.
@@ -18,7 +19,7 @@ LISTED_DISTRIBUTIONS = ("nats-py", "pyarrow", "pyspark", "boto3", "uvloop")
 
 def installed_versions() -> dict[str, str | None]:
     """Return the versions of Floe, of Python, and of each of `LISTED_DISTRIBUTIONS`; None for one that is not
-    installed.
+    installed. `native`: the compiled modules in use, None without any.
     """
     found: dict[str, str | None] = {"floe": version(), "python": sys.version.split()[0]}
     for name in LISTED_DISTRIBUTIONS:
@@ -26,7 +27,8 @@ def installed_versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
-    return found
+    compiled = [name.rpartition("._")[2] for name in COMPILED_MODULES if load_compiled(name) is not None]
+    return {**found, "native": ", ".join(compiled) or None}
 
 
 @click.command("version")

@@ -11,7 +11,7 @@ import click
 
 from common.check_cli import DAY_S, HOUR_S, CheckResult, CheckState, PerformanceValue, Thresholds, thresholds
 from common.cli import Duration, config_command, config_option, print_json, print_table, run_command
-from common.memory import reduce_memory
+from common.imports import reduce_memory
 from common.open import load_settings, reload_on_hangup
 from common.settings.types import format_count
 from egress.decisions_cli import repartition, resolve

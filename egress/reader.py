@@ -23,6 +23,7 @@ from common.clock import NS_PER_S
 from common.errors import FloeError, Stopped, Unavailable, UnexpectedError
 from common.exits import choices
 from common.logs import get_logger
+from common.nats import protocol
 from common.nats.api import ConsumerInfo, StreamInfo, delete_consumer, stream_info
 from common.nats.client import RawSubscription, frame
 from common.nats.durables import INTEREST
@@ -97,11 +98,8 @@ class Reader:
         self._subscription: RawSubscription | None = None
         self._generation, self._outstanding, self._next, self._received_bytes = client.generation, 0, 1, 0
         self._missed_requests, self._gap_suspected_at, self._last_received_at = 0, 0, deps.clock.monotonic()
-        self._is_open = self._scheduled = False
-        self._subjects: list[bytes] = []
-        self._replies: list[bytes] = []
-        self._payloads: list[bytes] = []
-        self._headers: list[bytes | None] = []
+        self._is_open = False
+        self._messages = protocol.message_list(lambda: self._loop.call_soon(self._flush), self.receive_status)
 
     async def open(self) -> None:
         """Create the consumer and begin to pull. Raises ReaderResetError if the stream's `created` differs.
@@ -124,7 +122,7 @@ class Reader:
                 self._client, self._stream, consumer, self._account, first=self._first, archived=self._archived
             )
             self._catching_up = spawn(self._catch_up(self._acks), self._fail, name="acknowledge")
-        self._subscription = await self._client.subscribe_raw(inbox, self._receive, self._fail)
+        self._subscription = await self._client.subscribe_raw(inbox, self._messages, self._fail)
         self._last_received_at = self._clock.monotonic()
         self.pull()
 
@@ -263,18 +261,6 @@ class Reader:
 
     # Receiving
 
-    def _receive(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        if not reply:
-            self.receive_status(headers)
-            return
-        self._subjects.append(subject)
-        self._replies.append(reply)
-        self._payloads.append(payload)
-        self._headers.append(headers)
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._flush)
-
     def _flush(self) -> None:
         """Take the messages. Raises nothing: the event loop would only log it, and other callbacks would continue."""
         try:
@@ -287,9 +273,7 @@ class Reader:
 
         Messages count as received only after that: then the counters advance, and acknowledgements are prepared.
         """
-        self._scheduled = False
-        replies, subjects, payloads, headers = self._replies, self._subjects, self._payloads, self._headers
-        self._replies, self._subjects, self._payloads, self._headers = [], [], [], []
+        subjects, replies, payloads, headers = self._messages.take()
         if not replies or not self._is_open or self._consumer is None:
             return
         self._last_received_at = self._clock.monotonic()

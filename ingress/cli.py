@@ -16,8 +16,8 @@ from common.cli import config_command, config_option, print_json, print_table, r
 from common.clock import SystemClock
 from common.errors import OutcomeUnknown, StoreUnavailable, Unavailable
 from common.exits import EXIT_DIFFERENCES, EXIT_RETRY_LATER, report_error
+from common.imports import reduce_memory
 from common.logs import escape
-from common.memory import reduce_memory
 from common.open import load_settings
 from common.settings.types import format_count
 from ingress.operator.checkpoint_cli import checkpoint_release, checkpoint_set

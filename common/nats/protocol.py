@@ -3,6 +3,9 @@
 Out: `frame` builds one PUB or HPUB. It checks every byte that the protocol would act on, because subjects and headers
 come from segment files and from publishers. In: `FrameParser` splits the bytes from the server; it accepts any bytes
 that a subject may carry (nats-py's own parser treats `\\s` as a separator and fails on bytes that are not UTF-8).
+
+`frames.c` does the same for ordinary frames and replies where it is built (`make native`). It leaves all others to the
+Python code here, which is the reference for both.
 """
 
 import re
@@ -10,9 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import lt
 
+from common.imports import load_compiled
+
 # Called synchronously with subject, reply (b"" if none), payload and raw header block (None if none). An error that it
 # raises goes to its owner and never affects the connection.
 Sink = Callable[[bytes, bytes, bytes, bytes | None], None]
+# Subjects, replies, payloads and header blocks of messages: lists of equal length.
+Messages = tuple[list[bytes], list[bytes], list[bytes], list[bytes | None]]
 
 CONTROL_LINE_BYTES = 4096  # bytes; the server's default, beyond which it closes the connection
 SERVER_LINE_BYTES = 4 << 20  # bytes; the longest line is an INFO that names many servers
@@ -21,6 +28,7 @@ SERVER_LINE_BYTES = 4 << 20  # bytes; the longest line is an INFO that names man
 SERVER_MESSAGE_BYTES = (64 << 20) * 4 // 3 + (1 << 20)
 HEADER_START, HEADER_END = b"NATS/1.0\r\n", b"\r\n\r\n"
 
+_frames = load_compiled("common.nats._frames")
 _UNSAFE_IN_SUBJECT = re.compile(rb"[\x00\t\n\r ]")
 
 
@@ -64,6 +72,41 @@ def frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: b
     return b"HPUB %b %d %d\r\n%b%b\r\n" % (subject, size, size + len(payload), headers, payload)
 
 
+class MessageList:
+    """Sink that keeps messages with a reply until they are taken. Make one with `message_list`.
+
+    `on_first`: called when it holds a message again. `on_status`: called with the header block of each message without
+    a reply; None if it has none.
+    """
+
+    def __init__(self, on_first: Callable[[], object], on_status: Callable[[bytes | None], object]) -> None:
+        self._on_first, self._on_status = on_first, on_status
+        self._kept: Messages = ([], [], [], [])
+
+    def __call__(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        if not reply:
+            self._on_status(headers)
+            return
+        subjects, replies, payloads, blocks = self._kept
+        subjects.append(subject)
+        replies.append(reply)
+        payloads.append(payload)
+        blocks.append(headers)
+        if len(subjects) == 1:
+            self._on_first()
+
+    def take(self) -> Messages:
+        """Return the messages, and forget them."""
+        taken, self._kept = self._kept, ([], [], [], [])
+        return taken
+
+
+def message_list(on_first: Callable[[], object], on_status: Callable[[bytes | None], object]) -> MessageList:
+    """Return an empty `MessageList`; a compiled one, filled without a call of Python, if there is one."""
+    made: MessageList = (MessageList if _frames is None else _frames.MessageList)(on_first, on_status)
+    return made
+
+
 class FrameParser:
     """A parser that splits the server's bytes into messages and protocol lines.
 
@@ -105,7 +148,11 @@ class FrameParser:
     async def _split(self, data: bytes) -> tuple[int, int]:
         """Return the number of bytes used, and the bytes after these that the next whole message needs (0: unknown)."""
         sinks, epoch, position, size = self._sinks, self._epoch, 0, len(data)
-        while (end := data.find(b"\r\n", position)) >= 0:
+        while True:
+            if _frames is not None:
+                position = _frames.take_frames(data, position, sinks, self._on_sink_error)
+            if (end := data.find(b"\r\n", position)) < 0:
+                break
             if (kind := data[position : position + 4]) == b"HMSG" or kind == b"MSG ":
                 words = data[position:end].split(b" ")
                 start = end + 2
@@ -174,6 +221,8 @@ def parse_replies(replies: Sequence[bytes], consumer: bytes, first_number: int) 
     All at once, because this runs for every message. Raises ValueError for a reply of another form or consumer, and for
     sequences that do not ascend.
     """
+    if _frames is not None and (found := _frames.read_replies(replies, consumer, first_number)) is not None:
+        return ParsedReplies(*found)
     count, (step, begin) = len(replies), reply_layout(replies[0])
     # Names of streams and consumers contain no dot, so one split separates the words of all replies.
     words = b".".join(replies).split(b".")

@@ -133,11 +133,16 @@ class Rows:
 
     def messages(self, start: int, stop: int) -> Iterator[WireMessage]:
         """Yield messages `start` to `batch_end` (exclusive, at most `count`)."""
+        for batch, row, end in self.runs(start, stop):
+            yield from batch.messages(row, end)
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[PreparedBatch, int, int]]:
+        """Yield the batches that hold messages `start` to `stop` (exclusive), with the first row and the one after."""
         while start < stop:
-            block, row = self._batch_at(start)
-            taken = min(stop - start, len(block.sequences) - row)
-            yield from block.messages(row, row + taken)
-            start += taken
+            batch, row = self._batch_at(start)
+            end = min(row + stop - start, len(batch.sequences))
+            yield batch, row, end
+            start += end - row
 
     def batch_end(self, start: int, max_messages: int, max_bytes: int) -> int:
         """Return the end of a batch that begins at `start`: at most `max_messages` and `max_bytes`, at least one."""

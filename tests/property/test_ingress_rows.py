@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +15,7 @@ from common.archive.keys import SegmentName
 from common.chain import Chain
 from common.sequences import SequenceRange
 from ingress.checkpoint import Intent, IntentPiece
+from ingress.publishers import fast
 from ingress.rows.rows import Block, PreparedBatch, Rows
 
 NAME = SegmentName(Chain("us", "A"), 0, SequenceRange(1, 10_000), "0" * 16)
@@ -63,3 +69,57 @@ def test_an_intent_finds_the_piece_of_each_message(counts: list[int]) -> None:
         before, piece = intent.piece_at(index)
         assert rows.sequence(index) in piece.rows
         assert before <= index < before + piece.count
+
+
+TEXT, NUMBER = st.binary(max_size=9), st.integers(0, 2**63 - 1) | st.sampled_from([0, 9, 10, -1, 2**63])
+ROW = st.tuples(TEXT, NUMBER, NUMBER, st.none() | TEXT, TEXT)
+
+
+def batch_of(rows: list[tuple[Any, ...]], skipped: int, *, has_tails: bool) -> PreparedBatch:
+    subjects, sequences, times, tails, payloads = ([row[n] for row in rows] for n in range(5))
+    array = pa.array([b"before"] * skipped + payloads, pa.binary())[skipped:]
+    ends = list(range(1, len(rows) + 1))
+    return PreparedBatch(
+        sequences, times, subjects, b"O: ", tails if has_tails else None, array, ends, b"\r\nX: y\r\n\r\n"
+    )
+
+
+needs_compiled = pytest.mark.skipif(fast._compose is None, reason="no compiled modules here: `make native` builds them")
+
+
+@needs_compiled
+@given(st.lists(st.lists(ROW, min_size=1), min_size=1), st.sampled_from([0, 8, 98, 2**60]), st.booleans(), st.data())
+def test_compiled_messages_of_a_fast_batch_are_those_of_python(
+    blocks: list[list[Any]], base: int, has_tails: bool, data: st.DataObject
+) -> None:
+    made = [batch_of(rows, data.draw(st.integers(0, 2)), has_tails=has_tails) for rows in blocks]
+    pieces = [IntentPiece(NAME, SequenceRange(1, len(rows)), len(rows)) for rows in blocks]
+    rows = Rows([Block(piece, batch) for piece, batch in zip(pieces, made, strict=True)])
+    start = data.draw(st.integers(0, rows.count - 1))
+    answers: Any = SimpleNamespace(batch=b"_INBOX.a.b.")
+    batch = fast.FastBatch(rows, base, start, 7, answers, answers)
+    begin = data.draw(st.integers(0, batch.count - 1))
+    end = data.draw(st.integers(begin, batch.count))
+    compiled = batch.compose(begin, end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast, "_compose", None)
+        assert compiled == batch.compose(begin, end)
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"ends": each} for each in ([0, 2], [0, 5, 2], [-1, 2, 4], [0, 2, 5])), {"offset": -1}, {"offset": 1},
+        *({"subjects": each} for each in ([b"a", "b"], [b"a"])), *({"tails": each} for each in ([b"t"], [None, 5])),
+        {"sequences": [1, -1]}, {"times": [1, 2**63]}, {"row": -1}, {"row": 3}, {"stop": 3}, {"number": -1},
+        {"after": 2**63 - 1}, {"operation": 10},
+    ],
+)  # fmt: skip
+def test_rows_that_are_not_ordinary_are_left_to_python(changed: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"subjects": [b"a", b"b"], "sequences": [1, 2], "times": [3, 4], "tails": None}
+    given |= {"ends": [0, 2, 4], "data": b"wxyz", "offset": 0, "origin": b"O: ", "end": b"\r\n\r\n", "reply": b"r."}
+    given |= {"row": 0, "stop": 2, "operation": 1, "number": 1, "last": 9, "after": 5}
+    wire = lambda found: fast._compose.compose(*(found | {"ends": array("i", found["ends"])}).values())  # noqa: E731
+    assert wire(given).startswith(b"HPUB a r.1.1.$FI 52 54\r\nNATS/1.0\r\nNats-Expected-Last-Sequence: 5\r\nO: 1 3")
+    assert wire(given | changed) is None

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from common import memory
+from common import imports
 from tests.sim.plan import MESSAGES, Cut
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def main() -> int:
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)
-    memory.hide_package("pandas")
+    imports.hide_package("pandas")
     from tests.sim import doors, mutants
     from tests.sim.scenario import run_seed
 

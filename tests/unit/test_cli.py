@@ -312,6 +312,7 @@ def test_the_version_names_what_floe_runs_on():
     found = run_here("version", "--json").json()
     assert (found["floe"], found["python"]) == ("0.2.0.dev0", sys.version.split()[0])
     assert all(found[name] for name in ("nats-py", "pyarrow"))
+    assert found["native"] in (None, "frames, compose")
     assert f"pyarrow  {found['pyarrow']}\n" in run_here("version").out
     assert run_here("--version").out.startswith("floe 0.2.0.dev0 (Python 3.")
 

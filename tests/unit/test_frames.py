@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.imports import load_compiled
 from common.nats import protocol
 from common.nats.protocol import ConsumerError, FrameParser, IdleHeartbeat, PullEnd, WireError, frame, parse_replies
 from tests.support.basics import AckReply, parse_ack
 
 BLOCK = b"NATS/1.0\r\nA: 1\r\n\r\n"
+COMPILED = protocol._frames
+
+
+@pytest.fixture(autouse=True, params=["python", "compiled"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "compiled" and COMPILED is None:
+        pytest.skip("the compiled modules are not here: `make native` builds them")
+    monkeypatch.setattr(protocol, "_frames", COMPILED if request.param == "compiled" else None)
 
 
 def test_writes_messages_with_and_without_headers_and_reply():
@@ -47,7 +62,9 @@ class Received:
         self.others: list[bytes] = []
         self.lines: list[bytes] = []
         self.broken: list[tuple[bytes, str]] = []
-        sinks = {b"1": lambda *message: self.messages.append(message), b"9": self.fail}
+        self.calls: list[object] = []
+        self.kept = protocol.message_list(lambda: self.calls.append("first"), self.calls.append)
+        sinks = {b"1": lambda *message: self.messages.append(message), b"8": self.kept, b"9": self.fail}
         note = lambda sid, error: self.broken.append((sid, str(error)))  # noqa: E731
         self.parser = FrameParser(sinks, self.other, self.line, note)
 
@@ -82,26 +99,103 @@ def test_a_sink_that_raises_costs_no_other_its_messages():
     assert found == ([(b"9", "no room")], [(b"b", b"", b"ho", None)], [b"PONG"])
 
 
+def test_keeps_messages_until_they_are_taken_and_passes_on_status_frames():
+    status = b"HMSG r 8 12 12\r\nNATS/1.0\r\n\r\n\r\n"
+    received = Received().feed(b"MSG a 8 x 1\r\n1\r\nMSG b 8 y 0\r\n\r\n" + status + b"MSG r 8 0\r\n\r\n")
+    assert received.calls == ["first", b"NATS/1.0\r\n\r\n", None]
+    assert received.kept.take() == ([b"a", b"b"], [b"x", b"y"], [b"1", b""], [None, None])
+    received.kept(b"c", b"z", b"2", BLOCK)
+    found = received.calls[-1], received.kept.take(), received.kept.take()
+    assert found == ("first", ([b"c"], [b"z"], [b"2"], [BLOCK]), ([], [], [], []))
+
+
 SUBJECT = st.binary(min_size=1, max_size=12).filter(lambda s: not set(s) & set(b" \t\r\n")) | st.sampled_from(
     [b"s.\xff\xfe", b"s.\x0b\x0c", b"s.\x00", b"s.\x1c\x85", b"MSG", b"a\rb"]
 )
-MESSAGES = st.lists(st.tuples(SUBJECT, SUBJECT | st.just(b""), st.binary(max_size=40), st.none() | st.binary()))
+MESSAGE = st.tuples(SUBJECT, SUBJECT | st.just(b""), st.binary(max_size=40), st.none() | st.binary())
+SIZES = [b"0", b"2", b"02", b"+2", b"2_0", b"-1", b"", b"x", b"9999999", b"99999999999999999999"]
+HOSTILE = st.tuples(
+    st.sampled_from([b"MSG", b"HMSG", b"HMSGX", b"PING", b"hi", b""]),
+    st.sampled_from([b"a", b"", b"a\rb"]),
+    st.sampled_from([b"1", b"8", b"7", b"9", b""]),
+    *(st.sampled_from(SIZES) for _ in range(3)),
+)
 
 
-@given(messages=MESSAGES, data=st.data())
+def _cut(data: st.DataObject, wire: bytes) -> list[bytes]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=8)))
+    return [wire[a:b] for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True)]
+
+
+@given(messages=st.lists(MESSAGE), data=st.data())
 def test_splits_any_bytes_however_they_arrive(messages, data):
     wire = b"".join(_delivered(*message) for message in messages)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=8)))
-    chunks = [wire[a:b] for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True)]
-    assert Received().feed(*chunks).messages == messages
+    assert Received().feed(*_cut(data, wire)).messages == messages
 
 
-def _delivered(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> bytes:
-    start = subject + b" 1 " + (reply + b" " if reply else b"")
+def _delivered(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None, sid: bytes = b"1") -> bytes:
+    start = subject + b" " + sid + b" " + (reply + b" " if reply else b"")
     if headers is None:
         return b"MSG %b%d\r\n%b\r\n" % (start, len(payload), payload)
     size = len(headers)
     return b"HMSG %b%d %d\r\n%b%b\r\n" % (start, size, size + len(payload), headers, payload)
+
+
+def in_python(observe: Callable[..., object], *arguments: object) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "_frames", None)
+        return observe(*arguments)
+
+
+def test_a_compiled_module_of_another_source_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, source = "common.nats._frames", Path(protocol.__file__).with_name("frames.c")
+    built = SimpleNamespace(
+        __file__=str(source.with_name("_frames.so")), SOURCE_SHA256=sha256(source.read_bytes()).hexdigest()
+    )
+    monkeypatch.setitem(sys.modules, name, built)
+    monkeypatch.delenv("FLOE_PURE", raising=False)
+    assert load_compiled(name) is built
+    monkeypatch.setenv("FLOE_PURE", "1")
+    assert load_compiled(name) is None
+    monkeypatch.delenv("FLOE_PURE")
+    built.SOURCE_SHA256 = "0" * 64
+    assert load_compiled(name) is None
+
+
+def observed(chunks: list[bytes]) -> tuple[object, ...]:
+    received, error = Received(), ""
+    try:
+        received.feed(*chunks)
+    except WireError as found:
+        error = str(found)
+    return (
+        error,
+        received.messages,
+        received.others,
+        received.lines,
+        received.broken,
+        received.calls,
+        received.kept.take(),
+    )
+
+
+@given(
+    st.lists(st.tuples(MESSAGE, st.sampled_from([b"1", b"8", b"7", b"9"])) | HOSTILE | st.binary(max_size=9)), st.data()
+)
+def test_compiled_frames_are_those_of_python_for_hostile_bytes_too(parts: list[Any], data: st.DataObject) -> None:
+    made = [
+        each
+        if isinstance(each, bytes)
+        else _delivered(*each[0], each[1])
+        if len(each) == 2
+        else b" ".join(each) + b"\r\n"
+        for each in parts
+    ]
+    wire = bytearray(b"".join(made))
+    for place in data.draw(st.lists(st.integers(0, len(wire) - 1), max_size=2)) if wire else ():
+        wire[place : place + 1] = data.draw(st.sampled_from([b"", b" ", b"\r", b"\n", b"\r\n", b"0", b"\xff"]))
+    chunks = _cut(data, bytes(wire))
+    assert observed(chunks) == in_python(observed, chunks)
 
 
 @pytest.mark.parametrize("line", [b"MSG a 1 x", b"MSG a", b"MSG a 1 -5", b"HMSG a 1 9 2\r\nhi", b"HMSG a 1 -2 2\r\nhi"])
@@ -136,10 +230,11 @@ async def test_a_message_that_no_server_could_have_stored_ends_the_connection_at
 PENDING = b"Nats-Pending-Messages: 4\r\n\r\n"
 
 
-def reply(sequence: int, number: int, *, consumer: str = "c1", domain: bool = False) -> bytes:
-    front = "_.hash." if domain else ""
-    end = ".token" if domain else ""
-    return f"$JS.ACK.{front}S.{consumer}.1.{sequence}.{number}.{sequence * 10}.5{end}".encode()
+def reply(
+    sequence: int | str, number: int | str, *, consumer: str = "c1", domain: bool = False, time: str = "7"
+) -> bytes:
+    front, end = ("_.hash.", ".token") if domain else ("", "")
+    return f"$JS.ACK.{front}S.{consumer}.1.{sequence}.{number}.{time}.5{end}".encode()
 
 
 @pytest.mark.parametrize(("front", "end"), [("", ""), ("_.hash.", ""), ("hub.hash.", ".token"), ("d.h.", ".a.b")])
@@ -171,6 +266,26 @@ def test_counts_only_messages_that_continue_the_consumer_sequence(numbers: list[
 def test_refuses_replies_of_another_form_or_consumer_or_out_of_order(replies: list[bytes]) -> None:
     with pytest.raises(ValueError, match=r"expected|reply|replies|sequences|invalid literal"):
         parse_replies(replies, b"c1", 3)
+
+
+def parsed(replies: list[bytes], first: int) -> object:
+    try:
+        return parse_replies(replies, b"c1", first)
+    except (ValueError, IndexError) as error:
+        return type(error), str(error)
+
+
+NUMBERS = st.integers(0, 20).map(str) | st.sampled_from(
+    ["", "-1", "+7", "1_0", "007", str(2**63 - 1), str(2**63), "9" * 40]
+)
+REPLY = st.builds(reply, NUMBERS, NUMBERS, consumer=st.sampled_from(["c1", "c"]), domain=st.booleans(), time=NUMBERS)
+REPLIES = st.lists(REPLY | st.sampled_from([b"", b"$JS.ACK", b"$JS.ACK.1.2.3.4.5.6.7.8"]), max_size=3)
+ORDINARY = st.lists(st.integers(1, 2**63 - 2), unique=True).map(lambda found: [reply(n, n) for n in sorted(found)])
+
+
+@given(REPLIES | ORDINARY, st.integers(0, 20) | st.just(2**63 - 1))
+def test_compiled_replies_are_those_of_python(replies: list[bytes], first: int) -> None:
+    assert parsed(replies, first) == in_python(parsed, replies, first)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,16 @@
-"""Memory savings for services: unused packages are hidden from imports, and Arrow gets another allocator."""
+"""Imports of a process: unused packages are hidden to save memory, compiled modules are loaded where they are built."""
 
 import os
 import sys
 from collections.abc import Sequence
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+# Modules that `make native` builds, each from the C file beside it.
+COMPILED_MODULES = ("common.nats._frames", "ingress.publishers._compose")
 
 
 class _HiddenPackageFinder:
@@ -37,3 +44,18 @@ def hide_package(package: str) -> None:
     structlog would import it; commands show tables with it.
     """
     sys.meta_path.insert(0, _HiddenPackageFinder(package))
+
+
+def load_compiled(name: str) -> Any:
+    """Return the compiled module `name`; None if it is not built from the present C file, or if FLOE_PURE is set.
+
+    Its caller then does the same in Python. A module of another source may differ from that Python, so it is not used.
+    """
+    if os.environ.get("FLOE_PURE"):
+        return None
+    try:
+        module = import_module(name)
+        source = Path(module.__file__ or "").with_name(f"{name.rpartition('._')[2]}.c").read_bytes()
+    except (ImportError, OSError):
+        return None
+    return module if sha256(source).hexdigest() == module.SOURCE_SHA256 else None
