@@ -1,7 +1,5 @@
 """`floe demo`, as a new user runs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

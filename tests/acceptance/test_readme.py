@@ -1,7 +1,5 @@
 """The commands of README and quick start, pasted in order into an empty home: each of them works."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

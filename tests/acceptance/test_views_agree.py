@@ -5,8 +5,6 @@ Two sites' egress and the centre's ingress run as processes, over servers of the
 streams as their servers report them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

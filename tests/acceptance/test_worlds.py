@@ -5,8 +5,6 @@ Numbers O1 to O12 are those of the project's list of worlds. Tested elsewhere: O
 by `test_signs_of_life.py`, O6 by `test_many_feeds.py`, O12 (typing) by `test_gap_command.py`.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import secrets

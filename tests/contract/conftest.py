@@ -1,7 +1,5 @@
 """Fixtures for the contract of the publishers; a file with servers of its own has its own client."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

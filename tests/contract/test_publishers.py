@@ -1,7 +1,5 @@
 """The contract of every publisher on a real server: rows after an expected sequence, and only certain answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

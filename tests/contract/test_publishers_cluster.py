@@ -1,7 +1,5 @@
 """The contract of publishers on a stream of three replicas, while its leaders step down, die and pause."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress

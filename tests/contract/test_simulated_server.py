@@ -1,7 +1,5 @@
 """The simulated nats-server compared with real ones: one script of calls on both, and every answer compared."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Advisories: none lost, none twice, in order for each value, at any cut of a connection; and `floe advisories`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """The credential sources of AWS tools, used if the configuration names no credential."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Captures that egress makes of a stream beside its messages: configuration, consumers, deleted sequences."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 and never again by a restart.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from datetime import UTC, datetime

@@ -2,8 +2,6 @@
 other chains never wait.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`floe check` beside running services and real archives: each of the four exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

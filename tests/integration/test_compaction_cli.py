@@ -1,7 +1,5 @@
 """`floe compact` and `floe segments verify` as commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Merges of real segments in a folder; the output is compared with the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole runs without Spark over a real archive in a folder."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compaction with Spark: merges and proofs in executors."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections import Counter

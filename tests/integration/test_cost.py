@@ -4,8 +4,6 @@ Only the requests of messages and segments are computed; the number of periodic 
 because the day is over in seconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Samples of counters after a start: without one, an alert does not see the first event as an increase."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Units, image, chart and compose file agree, and their exact commands run as an unprivileged user."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The number of calls of a poll of many chains, and the effects of notifications."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """`floe doctor` and `floe config check --connect` with real servers: passed checks, failed checks, and output."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import sys

@@ -2,8 +2,6 @@
 under a scratch name, on the same server or one of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

@@ -2,8 +2,6 @@
 replicated buckets that lose their quorum for longer than a lease lives.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing, suppress

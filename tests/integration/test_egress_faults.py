@@ -2,8 +2,6 @@
 source is about to expire messages meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

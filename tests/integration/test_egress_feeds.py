@@ -2,8 +2,6 @@
 beginning, as most in production have.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

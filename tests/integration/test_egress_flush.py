@@ -1,7 +1,5 @@
 """The open segment: shown while open, and closed at once by `floe egress flush`."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The identity table against a real server: recreated, rolled back, forked, gone, drifted."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The listings that egress makes of a chain, and their results: the end, holes, segments for identity."""
 
-from __future__ import annotations
-
 import asyncio
 import builtins
 from collections.abc import Iterable, Iterator

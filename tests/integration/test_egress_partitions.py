@@ -2,8 +2,6 @@
 or missing, at a crash of any process at any step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every stop of egress has its command: it is run as a process, and the service continues exactly."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Interest and work-queue streams: archived messages leave the stream, and no message leaves it before."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

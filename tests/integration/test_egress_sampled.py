@@ -1,7 +1,5 @@
 """A sampled feed over a real server: its rows, its advisories, and its memory after a stop."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

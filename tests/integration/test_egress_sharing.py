@@ -1,7 +1,5 @@
 """Members that share leases: one alone has all of them, several no more than their share, and none is left over."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Stops that `test_egress_resolve.py` does not cause, and their hints; two sources under one name."""
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """`floe egress run --workers N`: several processes that look like one from outside."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

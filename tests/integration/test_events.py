@@ -1,7 +1,5 @@
 """The sources of notifications, NATS and SQS: deliveries, deletions and retries."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator

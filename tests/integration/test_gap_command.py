@@ -1,7 +1,5 @@
 """`floe gap accept`: gaps that it may accept, and its output; names on the command line and in `sources`."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Heartbeats: one leader, each subject at its interval, and one report of a failure."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

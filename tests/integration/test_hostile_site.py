@@ -3,8 +3,6 @@
 python -m tests.integration.test_hostile_site FOLDER ROWS      the cost over an existing archive
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import statistics

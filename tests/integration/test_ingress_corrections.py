@@ -1,7 +1,5 @@
 """Every stop of a target ends in a command: pasted into the real CLI, it lets the service continue by itself."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

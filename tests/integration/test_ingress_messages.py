@@ -3,8 +3,6 @@
 The large ones are parked, listed, and delivered once they are accepted. Such headers do nothing unless listed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from pathlib import Path

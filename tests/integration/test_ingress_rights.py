@@ -1,7 +1,5 @@
 """Each role at NATS with the rights of its file in infra/rights, and no others."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import AsyncIterator, Iterator

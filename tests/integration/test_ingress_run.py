@@ -3,8 +3,6 @@
 Rows of docs/delivery.md: states of `last_seq`, the intent and the readable tail, times the closed state.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stops of ingress: verdict, exit code and choices; how it continues, shares its targets, and ends."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

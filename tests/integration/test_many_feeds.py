@@ -1,7 +1,5 @@
 """O6: many feeds at one site, most of them idle: they start, and idle ones make almost no requests."""
 
-from __future__ import annotations
-
 import pytest
 
 from egress.deps import Tuning

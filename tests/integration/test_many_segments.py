@@ -3,8 +3,6 @@
 The store is synthetic: it makes keys on request and keeps no object, so that only the memory of Floe is measured.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import tracemalloc

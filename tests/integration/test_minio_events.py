@@ -1,7 +1,5 @@
 """MinIO itself notifies ingress of each segment: its bucket notifications through core NATS, without JetStream."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

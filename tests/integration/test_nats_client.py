@@ -1,7 +1,5 @@
 """The connection, streams and consumers of a real server: reads are exact, and writes have no other effect."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Contexts of the `nats` command, JetStream domains and API prefixes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """State and leases in a bucket: compare-and-set, reads from the leader; one holder at a time, which knows its end."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import suppress

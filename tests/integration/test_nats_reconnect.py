@@ -1,7 +1,5 @@
 """The connection survives cuts, half-open sockets, dead servers and poison, and reports losses."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Authentication, permissions and TLS: each method with right and wrong secrets, and no secret in any output."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil

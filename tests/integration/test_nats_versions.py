@@ -1,7 +1,5 @@
 """The same guarantees on an older nats-server and on the newest (and on 2.9 if one is available)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace

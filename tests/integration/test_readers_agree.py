@@ -1,7 +1,5 @@
 """Row counts, order and values of one archive, as pyarrow, Spark, DuckDB and Polars read its cover."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Messages that pass several sites: each site leaves its hop, and no message returns."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace

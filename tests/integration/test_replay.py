@@ -1,7 +1,5 @@
 """Replay of an archive into a stream: ranges, filters, levels, damage, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator

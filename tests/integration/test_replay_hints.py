@@ -1,7 +1,5 @@
 """Every stop of a replay ends in a command: pasted into the real CLI, it continues."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shlex

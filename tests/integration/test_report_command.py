@@ -1,7 +1,5 @@
 """`floe report latest` and `floe report traffic` with Spark: several runs add up to one whole run."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

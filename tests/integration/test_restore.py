@@ -1,7 +1,5 @@
 """`floe restore`: a lost stream comes back unchanged, and egress continues."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pty

@@ -1,7 +1,5 @@
 """`floe restore` on three servers, on older ones, and with the rights of its role."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import aclosing, suppress

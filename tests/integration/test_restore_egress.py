@@ -1,7 +1,5 @@
 """Egress after `floe restore`: it continues at its position, and nothing is archived or carried twice."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The output of the archive writers on every minor version of nats-server that they support: an equal stream."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing

@@ -5,8 +5,6 @@ Every kind lives twice: up to a moment T, and on. Between the two egress is drai
 and again at the end. A kind is restored to its end or to T, and compared with its contents at that time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Retention and the readers of the archive: targets of ingress, egress, replay and drill."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Retention of the archive by `floe compact`, on S3 and in a folder: deleted and kept segments, and its output."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The commands of the runbook (docs/replay.md) as printed there, against a world that lost something."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import time

@@ -1,7 +1,5 @@
 """S3Objects against bad networks, bad proxies and bad stores: writes that are done, not done, or unknown."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import socket

@@ -1,7 +1,5 @@
 """The resume of a sampler after a stop: as if there had been none, or with a report."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

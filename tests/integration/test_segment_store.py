@@ -1,7 +1,5 @@
 """Segments in a store: put and read back through every fault, listed, opened whole or by ranges."""
 
-from __future__ import annotations
-
 import os
 import random
 import stat

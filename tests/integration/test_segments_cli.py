@@ -1,7 +1,5 @@
 """`floe segments`: the operator's view of the archive."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Servers and accounts with limits of their own: Floe asks for no more than they accept, and names missing features."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A dead site, a dead store and a stopped chain, as shown at the centre."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

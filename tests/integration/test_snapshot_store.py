@@ -1,7 +1,5 @@
 """Snapshots in a store: put and read back, listed, and trusted only as far as their name proves."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path

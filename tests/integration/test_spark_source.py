@@ -1,7 +1,5 @@
 """`spark.read.format("floe")`, and the same rows from other engines on the same files."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

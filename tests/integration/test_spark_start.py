@@ -2,8 +2,6 @@
 scripts of `infra/spark` run, with stand-ins for the programs. On a cluster: `tests/crash`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

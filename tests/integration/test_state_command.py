@@ -1,7 +1,5 @@
 """`floe state`: the operator's view of a sampler."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

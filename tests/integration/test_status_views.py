@@ -1,7 +1,5 @@
 """`floe status` of a site, of the centre, and of the archive if NATS does not answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A store that refuses conditions: everything is archived and carried; operations without an arbiter are refused."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ SeaweedFS enforces them (`policies` and `policyNames`: its older actions are coa
 delete). A proxy before it records its refusals.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -3,8 +3,6 @@
 Nothing that was received may count as archived, be covered or be acknowledged because of one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

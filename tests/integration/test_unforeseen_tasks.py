@@ -2,8 +2,6 @@
 beside their work (`egress run --workers`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

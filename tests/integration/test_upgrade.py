@@ -1,7 +1,5 @@
 """Two versions beside each other: the previous one and this one, at the two ends and one after the other."""
 
-from __future__ import annotations
-
 import io
 import random
 import subprocess

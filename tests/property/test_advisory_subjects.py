@@ -1,7 +1,5 @@
 """Subjects of advisories: valid for publishing and matched by the template's filter, for any value."""
 
-from __future__ import annotations
-
 from urllib.parse import unquote
 
 import pytest

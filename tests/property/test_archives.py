@@ -1,7 +1,5 @@
 """Random archives against a naive model of compaction and verify; `make soak` runs more of them (`archives`)."""
 
-from __future__ import annotations
-
 from tests.scenarios.archives import archives
 from tests.support.basics import seeded
 

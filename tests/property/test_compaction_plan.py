@@ -1,7 +1,5 @@
 """Properties of every plan of compaction, for any segments and any windows of a chain."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from collections import Counter

@@ -1,7 +1,5 @@
 """Problems of a configuration file: each is found at its line and column, in any layout of the file."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

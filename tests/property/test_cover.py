@@ -1,7 +1,5 @@
 """The cover rule against its definition, one position at a time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """An archive over days of egress, compaction and retention, with one clock."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from common.archive.documents import ChainDocument, ChainStore, StreamDocument, TargetPositions

@@ -1,7 +1,5 @@
 """Overlapping filters against brute force; closing an incarnation against every interleaving."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

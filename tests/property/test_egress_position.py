@@ -1,7 +1,5 @@
 """The sequence at which egress continues to read, against a brute force over single sequences."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

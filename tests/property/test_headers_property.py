@@ -1,7 +1,5 @@
 """I6: a header block comes back byte for byte, and nothing in it acts at the target."""
 
-from __future__ import annotations
-
 from hypothesis import example, given
 from hypothesis import strategies as st
 

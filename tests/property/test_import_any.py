@@ -1,7 +1,5 @@
 """Any file of stream-replicator becomes files of Floe that pass the check, or lines with places."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ Segments are shuffled, delayed, missing, overlapping, damaged, repaired, replace
 skipped; there are take-overs and pauses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import dataclass, field

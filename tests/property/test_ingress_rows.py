@@ -1,7 +1,5 @@
 """Rows of an intent over many blocks: one index, and the same messages for any split into batches."""
 
-from __future__ import annotations
-
 from array import array
 from types import SimpleNamespace
 from typing import Any

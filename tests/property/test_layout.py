@@ -1,7 +1,5 @@
 """Keys, formatted and parsed, and listings from a position."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st

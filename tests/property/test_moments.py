@@ -1,7 +1,5 @@
 """The search for a moment in a chain, against a naive search, on archives of all shapes."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """I6 of a restored stream, at the archive: both forms hold any rows byte for byte."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A stream with limits that changed: it is restored as it was, or its plan gives the number of unknown messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

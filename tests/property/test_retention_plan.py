@@ -1,7 +1,5 @@
 """The plan of retention against a model that checks every sequence by itself."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The state of a rebuilt sampler, against brute force over the rows, for any cuts and merges."""
 
-from __future__ import annotations
-
 import tempfile
 from itertools import pairwise
 from pathlib import Path

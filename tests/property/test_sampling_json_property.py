@@ -1,7 +1,5 @@
 """Keys of any document, against a reader of the whole document; anything else gives None."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

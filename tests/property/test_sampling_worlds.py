@@ -1,7 +1,5 @@
 """The sampler in small worlds full of edges; the model lets time pass for every key at every message."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

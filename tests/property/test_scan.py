@@ -1,7 +1,5 @@
 """`Scan` against a count of sequences, over random archives that change while they are read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

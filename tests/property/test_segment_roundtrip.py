@@ -1,7 +1,5 @@
 """I6 at the file: any message is read as it was written."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

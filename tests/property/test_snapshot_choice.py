@@ -1,7 +1,5 @@
 """The choice of snapshots to try, against brute force, and of snapshots to prune."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

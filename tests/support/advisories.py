@@ -1,7 +1,5 @@
 """A stream for advisories on a real server, and senders for it."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """A headless browser that renders pages as a person sees them, without a network."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

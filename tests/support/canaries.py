@@ -4,8 +4,6 @@ Noted are the keys of the stores, the secrets made for NATS, and every secret of
 process. Checked are the outputs of commands and services, and all that pytest captures.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import SecretStr

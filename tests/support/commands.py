@@ -1,7 +1,5 @@
 """Helpers to run `floe` as a process over a bench, and to paste commands from hints."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

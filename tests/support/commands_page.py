@@ -1,7 +1,5 @@
 """The help of every command, as click prints it: `python -m tests.support.commands_page` writes `docs/commands.md`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tables of the configuration page: `python -m tests.support.config_tables docs/configuration.md`."""
 
-from __future__ import annotations
-
 import json
 import re
 import types

@@ -1,7 +1,5 @@
 """A hub and a leaf, each with a JetStream domain of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

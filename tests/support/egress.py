@@ -1,7 +1,5 @@
 """One site's egress inside the test's own event loop, over a real nats-server and a folder as its store."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Egress as a process of its own over a bench's bucket, to be killed, paused and drained by tests."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Iterator

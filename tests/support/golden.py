@@ -4,8 +4,6 @@ It is never made again: its objects have to be readable for ever. This module st
 made (`python -m tests.support.golden FOLDER`), for the author of an archive of a later version beside it.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from dataclasses import replace

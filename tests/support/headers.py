@@ -1,7 +1,5 @@
 """The whole header block of a copy, as ingress stores it."""
 
-from __future__ import annotations
-
 from common.nats.headers import CRLF, VERSION_LINE, Provenance, escape_lines
 
 

@@ -1,7 +1,5 @@
 """Keys, JWTs and certificates, made for a test."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

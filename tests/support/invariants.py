@@ -1,7 +1,5 @@
 """Small predicates by which tests and scenarios judge Floe's promises; ids as in `docs/architecture.md`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any

@@ -8,8 +8,6 @@ soak        long, or right only on a quiet machine; `make soak` runs it, `make t
 A real test may fail by chance: if at most MOST failed and all of them are real, each is run once more, alone.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

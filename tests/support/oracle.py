@@ -1,7 +1,5 @@
 """The verdict on a whole target: every chain against its expected messages, and messages that do not belong there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

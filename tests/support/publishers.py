@@ -1,7 +1,5 @@
 """Rows, streams and publishers for the contract of publishers, and the check of the target afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """An archive, a server, and replays between them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Configurations of stream-replicator for tests: those of its documentation, rewritten."""
 
-from __future__ import annotations
-
 HEAD = """\
 name: US-EAST
 monitor_port: 8080

@@ -1,7 +1,5 @@
 """Archives as nats-server takes them, restored and read back: the tests' own ends of `ingress/recovery`."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import struct

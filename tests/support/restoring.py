@@ -1,7 +1,5 @@
 """A site that lost a stream, and restores it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

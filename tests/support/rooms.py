@@ -4,8 +4,6 @@ A mount namespace of the command's own: the root read-only, nobody's home visibl
 Floe in /opt/floe/bin and the files of /etc/floe. The servers of the test are on the same loopback.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

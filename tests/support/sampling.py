@@ -1,7 +1,5 @@
 """A sampled feed without servers: a log in memory, its archive in a store, snapshots, and how it resumes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

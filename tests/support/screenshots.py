@@ -1,7 +1,5 @@
 """The pictures of the status page for the docs: `python -m tests.support.screenshots docs/images`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Builders of segments for tests: messages, footers, files, good ones and bad ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scripts of calls to a nats-server, simulated or real, and their answers in a form that can be compared."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

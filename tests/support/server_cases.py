@@ -1,7 +1,5 @@
 """Streams and their messages: cases of the contract between the simulated nats-server and real ones."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

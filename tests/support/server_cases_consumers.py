@@ -1,7 +1,5 @@
 """Consumers of every retention: cases of the contract between the simulated nats-server and real ones."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

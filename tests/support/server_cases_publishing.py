@@ -1,7 +1,5 @@
 """Expectations, batches and times to live: cases of the contract between the simulated nats-server and real ones."""
 
-from __future__ import annotations
-
 from tests.support.server_calls import STREAM, Caller, case, ns
 
 

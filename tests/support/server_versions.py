@@ -1,7 +1,5 @@
 """Differences of older nats-servers. `python -m tests.support.server_versions` records them again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

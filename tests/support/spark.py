@@ -1,7 +1,5 @@
 """One Spark session for a whole test run: it takes seconds to start."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Spark's daemon of Python workers, with their imports done: a worker is a fork of it and would repeat them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 # These imports take most of the processor time of a worker that does little.

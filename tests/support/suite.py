@@ -3,8 +3,6 @@
 `--busy`: beside four processes that burn processor time.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The tree of the architecture page: `python -m tests.support.tree docs/architecture.md`."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

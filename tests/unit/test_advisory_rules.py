@@ -1,7 +1,5 @@
 """Advisories: documents for stream-replicator's readers, ids, loops; and the outbox, which loses nothing."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Counters that begin at 0; alerts, runbooks and the dashboard, which name metrics that exist, and each other."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """A stream over the archive, without Spark: positions of chains, limits, and the cover between two positions."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The search for canary secrets: a secret that is shown is found in every kind of output."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """Captures: one object for each, found by sequence or time, and validated when read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

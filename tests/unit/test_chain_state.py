@@ -1,7 +1,5 @@
 """The phases of a chain: each call in each phase leads to the phase in the table of `ChainState`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Heartbeats, their use by the centre and by a check: the ones that count, the four states, the line."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line: start, exit codes, options, output."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """Plans of compaction for a listing, replaced segments, deletions by tombstones, and items made ahead in a thread."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Configuration files: strict reading, problems with their places, and secrets that are never shown."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 import threading

@@ -1,7 +1,5 @@
 """The reference file, the page and the example of the configuration, compared with the models."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

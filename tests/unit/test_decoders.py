@@ -4,8 +4,6 @@ A type that msgspec builds only then crashes the process (SIGSEGV): about once i
 rounds here.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The demo's verdict and its view of advisories: it can fail, and it notices an impossible sequence of events."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

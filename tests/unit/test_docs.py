@@ -1,7 +1,5 @@
 """The docs agree with the code: every name in them exists, and every metric, error code and command is in them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

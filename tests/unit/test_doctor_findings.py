@@ -1,7 +1,5 @@
 """Findings of `floe doctor`: the exit code, the rules of buckets, and the page, which has every check."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The small objects beside the segments: created once, and validated when read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The open segment: its closing, its coverage, its ledger; and the fold of a sampled session that reads again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Durable consumers of Floe, captures that are put, and acknowledgements: their sending and their confirmation."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Segment files made of pieces: in order, balanced, and without coverage of a hole that is not accounted for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace

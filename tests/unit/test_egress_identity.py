@@ -1,7 +1,5 @@
 """The identity table, row by row with the edges between rows; and the options of an operator, each with its price."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The status of a feed and its words; confirmed answers, stalls, shares, one budget, requests to freeze."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,7 +1,5 @@
 """The fleet that the emulator publishes: plausible, varied, and repeatable by its seed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

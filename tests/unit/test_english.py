@@ -1,7 +1,5 @@
 """Plain English in the docstrings, comments, names and log events of the product, package by package."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

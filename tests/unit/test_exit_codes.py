@@ -1,7 +1,5 @@
 """Exit codes of faults that pass by themselves: never the one that keeps a service down (78)."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from pathlib import Path

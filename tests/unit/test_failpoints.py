@@ -1,7 +1,5 @@
 """Failpoints: the place and the pass that the environment names; the crash tests show that they kill and stop."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

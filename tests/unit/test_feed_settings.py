@@ -1,7 +1,5 @@
 """The keys `partitions` and `ingress.events`: valid values, and the problems of invalid ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

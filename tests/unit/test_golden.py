@@ -1,7 +1,5 @@
 """Archives of all earlier versions, which Floe must still read; it ignores fields that a newer version adds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Header blocks: escaping, headers that act, values that a reader gets back, and messages that claim to be copies."""
 
-from __future__ import annotations
-
 import pytest
 
 from common.archive.columns import Columns

@@ -1,7 +1,5 @@
 """HighwayHash-64 in columns: the vectors of the reference; a value has the same hash alone and beside others."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Commands in hints: each is alone on its line, and the parser of `floe` accepts the whole line."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The size and the structure of the product: limits that keep it readable for a newcomer."""
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

@@ -1,7 +1,5 @@
 """`floe config import-stream-replicator`: the result for each key, and for files that are no configuration."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

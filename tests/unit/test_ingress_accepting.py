@@ -1,7 +1,5 @@
 """Corrections of a state by an operator: the state afterwards, and the cases that are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks that account for every sequence once, also when read again, within a budget of bytes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

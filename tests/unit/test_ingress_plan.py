@@ -1,7 +1,5 @@
 """Plans of ingress: searches of bounded length, holes, the rows of an intent, and the order of turns."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable

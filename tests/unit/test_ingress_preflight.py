@@ -1,7 +1,5 @@
 """Checks of the target before anything is published: its creation, its problems, its publisher."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Preparation of rows: subjects, headers, sizes; messages that a target would refuse are found before an intent."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The chains that are carried, and the order in which incarnations begin."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Delivery to a target at a stop, a correction, a defect; the target after an error, and its gauges."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace

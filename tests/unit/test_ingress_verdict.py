@@ -1,7 +1,5 @@
 """The intent and the checkpoint: transitions, stored form, and the verdict from the target's last message."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from contextlib import nullcontext

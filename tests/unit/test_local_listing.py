@@ -1,7 +1,5 @@
 """Listings of a local store: in key order, from any key on, and while objects come and go."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lock files: both agree, and the lock of a site holds the imports of a site and no more."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Logs: one line for each event, the same keys everywhere, and no wait for the reader."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """The monitor: answers from memory and threads, independent of its clients and the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

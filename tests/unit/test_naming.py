@@ -1,7 +1,5 @@
 """Names of sites, feeds and chains, resolved among the existing chains; an unknown name is an error that lists them."""
 
-from __future__ import annotations
-
 import pytest
 
 from common.archive.keys import (

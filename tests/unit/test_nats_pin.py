@@ -4,8 +4,6 @@ If a test here fails after an upgrade: review the changes in the named methods a
 `common/nats/client.py`, run the integration tests, then take over the new digests.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from importlib.metadata import version

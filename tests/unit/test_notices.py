@@ -1,7 +1,5 @@
 """Bucket notifications as Amazon and MinIO document them, other documents, and heartbeats."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The oracle of the tests: each class of damage is found and named."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import time

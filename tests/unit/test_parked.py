@@ -1,7 +1,5 @@
 """Parked messages: their keys, their bytes, and the conditions of their delivery."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pure parts of a replay: pace, progress, request, and the comparison of a drill."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

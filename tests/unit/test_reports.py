@@ -1,7 +1,5 @@
 """Parts of reports: new rows, hour and reason of a missing sequence, the page, the CSV."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

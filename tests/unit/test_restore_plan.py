@@ -1,7 +1,5 @@
 """The plan of a restore: filters, limits, merges, configurations and consumers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Answers of an S3 store: the error of each, its code, the next step, and the wait before a retry."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The sampler, case by case: cases that the models of the other tests do not reach."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys from payloads, headers and subjects, the settings of sampling, and when a key is due again."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Snapshots: read back as written, or refused, in little time and memory; and their writing by a session."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import random

@@ -1,7 +1,5 @@
 """Page headers and metadata as a forger would write them, byte by byte."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

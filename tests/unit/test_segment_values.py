@@ -1,7 +1,5 @@
 """The values of a segment, rows in memory, and the file that the writer makes of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Sequence ranges, tables of many segments, and segments that have an unread range."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

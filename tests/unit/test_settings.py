@@ -1,7 +1,5 @@
 """The models of settings: valid combinations, merging of defaults, and secrets, which are never shown."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

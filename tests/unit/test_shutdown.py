@@ -1,7 +1,5 @@
 """Signals on a real process: the first drains, the second ends it at once; children end with their owner."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

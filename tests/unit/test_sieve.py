@@ -1,7 +1,5 @@
 """The filter of a feed: the order of reasons, each of which is not given the messages left out before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given, settings

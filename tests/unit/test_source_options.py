@@ -1,7 +1,5 @@
 """The options of `spark.read.format("floe")`: times as in commands, filters, options of streams only."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The output of `floe status`: sizes and times for people, colours, terminal width, the state of a partition."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

@@ -1,7 +1,5 @@
 """Subject filters by the rules of NATS, and subject transforms."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The positions of a target, which ingress writes for retention, and the rules of retention."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

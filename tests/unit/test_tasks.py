@@ -1,7 +1,5 @@
 """Concurrent tasks that always end, even if a cancellation is swallowed on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import subprocess

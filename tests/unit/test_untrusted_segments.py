@@ -1,7 +1,5 @@
 """Files that do not match their key: each is refused, with key and cause, in bounded memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

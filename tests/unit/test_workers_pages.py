@@ -1,7 +1,5 @@
 """The monitor of several worker processes: one page, one verdict, one exit code."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
