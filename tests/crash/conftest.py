@@ -1,7 +1,5 @@
 """Fixtures that run ingress as processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,16 +1,11 @@
 """Compaction killed, stopped or doubled at any step: readers get the same rows, and nothing is lost."""
 
-from __future__ import annotations
-
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from common.archive.documents import ChainDocument, ChainStore
-from common.archive.writer import Spool
 from tests.support.basics import seeded
-from tests.support.compaction import CHAIN, Archive, Job, rows, run
+from tests.support.compaction import CHAIN, Archive, Job, begun, left_over, rows, run
 
 STEPS = [
     *("list", "plan", "open", "merge", "spool_full", "put", "read_back"),
@@ -22,21 +17,12 @@ DELETIONS = [f"compaction.delete_some=kill@{number}" for number in (2, 3, 4)]
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Archive:
-    found = Archive(tmp_path)
-    ChainStore(found.objects, found.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
-    return found
+    return begun(tmp_path, CHAIN)
 
 
 def fill(archive: Archive, first: int = 1, count: int = 4, *, age: float = 700) -> None:
     for n in range(first, first + count * 10, 10):
         archive.put(n, n + 9, rows(x for x in range(n, n + 10) if x % 7), age=age)
-
-
-def left_over(archive: Archive) -> list[str]:
-    """The files that are left in the spool after the next run that uses it."""
-    with closing(Spool(archive.folder / "spool")) as spool:
-        spool.new_file().unlink()
-    return [f.name for f in (archive.folder / "spool").rglob("*") if f.is_file() and f.name != "lock"]
 
 
 @pytest.mark.parametrize("point", [*(f"{step}=kill" for step in ALL_STEPS), *DELETIONS])

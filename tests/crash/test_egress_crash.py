@@ -1,7 +1,5 @@
 """Egress killed, paused and doubled as a process: the archive accounts for every message, exactly once."""
 
-from __future__ import annotations
-
 import json
 import signal
 import urllib.request

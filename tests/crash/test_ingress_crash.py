@@ -1,7 +1,5 @@
 """Ingress as processes that are killed, paused and doubled; the target is checked message by message."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

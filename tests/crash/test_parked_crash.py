@@ -1,7 +1,5 @@
 """Ingress killed at each step of parking messages and of delivering them again: each arrives once."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

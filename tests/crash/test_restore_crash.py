@@ -1,7 +1,5 @@
 """`floe restore` killed at any step leaves nothing, or leftovers that it removes; no producer gets in before."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Retention killed, stopped or doubled at any step: rows above the floor stay, and the next run completes it."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -3,14 +3,11 @@
 No secret is visible: not in command lines, in logs, pages and stored events of the cluster, or on the wire.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,14 +15,13 @@ import pytest
 import yaml
 
 from common.archive.documents import ChainDocument, ChainStore
-from common.archive.writer import Spool
 from common.objects.open import open_objects
 from common.settings.root import StoreSettings
 from infra.local.process import free_ports
 from tests.scenarios.processes import ROOT, Service
 from tests.support import canaries
 from tests.support.basics import PATIENCE, SharedS3, eventually
-from tests.support.compaction import CHAIN, OTHER, Archive, begun, run
+from tests.support.compaction import CHAIN, OTHER, Archive, begun, left_over, run
 from tests.support.spark_cluster import SPARK_HOME, CommandLines, SparkCluster, Wire
 
 pytestmark = [pytest.mark.spark, pytest.mark.soak]
@@ -166,10 +162,7 @@ def test_the_next_job_does_the_work_of_one_whose_tasks_or_driver_were_killed(
     assert seen(archive) == before
     for _ in range(2):
         assert run(archive.folder).failures == []
-    with closing(Spool(archive.folder / "spool")) as spool:
-        spool.new_file()
-    left = [path.name for path in (archive.folder / "spool").rglob("*") if path.is_file() and path.name != "lock"]
-    assert left == []
+    assert left_over(archive) == []
 
 
 def test_spark_submit_with_the_environment_that_is_made_to_be_shipped(archive: Archive, sound: SparkCluster):

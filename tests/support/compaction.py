@@ -1,13 +1,12 @@
 """A real archive in a folder, for tests of compaction: segments with known rows, and an age set by hand."""
 
-from __future__ import annotations
-
 import hashlib
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -22,7 +21,7 @@ from common.archive.keys import Layout, SegmentName
 from common.archive.segment import Footer, Ledger, Reason, SegmentRef, Tip
 from common.archive.store import SegmentStore
 from common.archive.table import SegmentTable
-from common.archive.writer import SegmentWriter
+from common.archive.writer import SegmentWriter, Spool
 from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
@@ -179,6 +178,13 @@ def begun(folder: Path, *chains: Chain) -> Archive:
     for chain in chains:
         ChainStore(archive.objects, archive.layout).create_chain(chain, ChainDocument((), 1, 1))
     return archive
+
+
+def left_over(archive: Archive) -> list[str]:
+    """Return the files that are left in the spool after the next run that uses it."""
+    with closing(Spool(archive.folder / "spool")) as spool:
+        spool.new_file().unlink()
+    return [f.name for f in (archive.folder / "spool").rglob("*") if f.is_file() and f.name != "lock"]
 
 
 def plan(
