@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common import imports
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument("--without", default="", metavar="KIND,…", help="without these kinds of faults")
     parser.add_argument("--only", default="", metavar="N,…", help="of all faults these only, by number; or none")
     parser.add_argument("--messages", type=int, default=MESSAGES, help="how many are published, about")
+    parser.add_argument("--chains", type=int, default=0, help="of the target; default: those of one stream")
     args = parser.parse_args()
     first, _, last = args.seeds.partition("-")
     seeds = range(int(first), int(last or first) + 1)
@@ -48,7 +50,7 @@ def main() -> int:
     from tests.sim import doors, mutants
     from tests.sim.scenario import run_seed
 
-    cut = Cut.of(args.without, args.only, args.messages)
+    cut = Cut.of(args.without, args.only, args.messages, args.chains)
     doors.install()
     gc.freeze()  # loaded modules stay, so the collector need not scan them behind each seed
     if not args.log:
@@ -56,10 +58,12 @@ def main() -> int:
     sys.unraisablehook = lambda _: None  # coroutines that a killed process never finished
     if args.mutant == "all":
         return _find_all(seeds)
-    if args.mutant and (args.shrink or str(cut)):
+    if args.mutant:
+        cut = replace(cut, chains=cut.chains or mutants.chains_of(args.mutant))
+    if args.mutant and (args.shrink or str(replace(cut, chains=0))):
         mutants.apply(args.mutant)
     elif args.mutant:
-        return _find(args.mutant, seeds)
+        return _find(args.mutant, seeds, cut.chains)
     total: Counter[str] = Counter()
     began, code = time.process_time(), 0
     for seed in seeds:
@@ -82,14 +86,14 @@ def main() -> int:
     return code
 
 
-def _find(name: str, seeds: Iterable[int]) -> int:
+def _find(name: str, seeds: Iterable[int], chains: int) -> int:
     """Make the mistake in this process. Return 0 if one of these worlds shows it."""
     from tests.sim import mutants
     from tests.sim.scenario import run_seed
 
     mutants.apply(name)
     for seed in seeds:
-        if problem := run_seed(seed).problem:
+        if problem := run_seed(seed, Cut(chains=chains)).problem:
             print(f"mutant {name}: found at seed {seed}: {problem.splitlines()[0]}", flush=True)
             return 0
     print(f"mutant {name}: not found", flush=True)
@@ -98,13 +102,13 @@ def _find(name: str, seeds: Iterable[int]) -> int:
 
 def _find_all(seeds: range) -> int:
     """Try each mutant in a process of its own: first with the seed that found it before, then with all of `seeds`."""
-    from tests.sim.mutants import FOUND, MUTANTS, NOT_FOUND
+    from tests.sim.mutants import FOUND, MUTANTS, NOT_FOUND, chains_of
 
     code = 0
     for name in sorted(MUTANTS.keys() - NOT_FOUND.keys()):
         if (child := os.fork()) == 0:
             before = [FOUND[name]] if FOUND.get(name) in seeds else []
-            os._exit(_find(name, [*before, *seeds]))
+            os._exit(_find(name, [*before, *seeds], chains_of(name)))
         code = max(code, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     return code
 

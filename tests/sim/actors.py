@@ -1,7 +1,5 @@
 """Actors of a world: services of the product, publishers with their own log, a foreign writer, compaction."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -34,6 +32,7 @@ CLEANS_EVERY = 8.0  # seconds between two runs of compaction
 TUNING = Tuning(
     PullSettings(heartbeat=1.5), Intervals(check=10.0, newest=20.0, walk=60.0, walk_retry=20.0, reexamine=10.0)
 )
+SELDOM = Tuning(intervals=Intervals(check=30.0, newest=100.0, walk=100.0, walk_retry=20.0, reexamine=10.0))
 PASSING = (Unavailable, OutcomeUnknown)  # errors by which a process may end
 
 
@@ -42,6 +41,7 @@ class Member:
 
     def __init__(self, world: World, name: str, main: Callable[[Health], Coroutine[Any, Any, Any]]) -> None:
         self.world, self.name, self._main, self.ended = world, name, main, 0
+        self.is_gone = False  # for ever
         self.health = Health(SystemClock())
         self.process: Process | None = None
 
@@ -50,7 +50,7 @@ class Member:
         return self.process is not None and self.process.alive
 
     def start(self) -> None:
-        if not self.is_alive:
+        if not (self.is_alive or self.is_gone):
             self.health = Health(SystemClock())
             self.process = self.world.spawn(self.name, lambda: self._main(self.health))
 
@@ -70,11 +70,11 @@ class Member:
         return f"{self.name}: {'; '.join(self.health.problems()) or 'ready'}" if self.is_alive else f"{self.name}: dead"
 
 
-def egress(world: World, name: str, settings: Settings, objects: SimObjects) -> Member:
+def egress(world: World, name: str, settings: Settings, objects: SimObjects, tuning: Tuning = TUNING) -> Member:
     """One process of egress."""
 
     async def main(health: Health) -> None:
-        await EgressService(settings, TUNING, SystemClock(), health, Stop(), objects).run()
+        await EgressService(settings, tuning, SystemClock(), health, Stop(), objects).run()
 
     return Member(world, name, main)
 
@@ -162,33 +162,34 @@ class Publishers:
     """
 
     def __init__(self, nats: SimNats, log: PublisherLog, stream: str, parts: int, total: int, seconds: float) -> None:
-        self._nats, self._log, self._stream, self._parts, self.total = nats, log, stream, parts, total
+        self._nats, self.log, self._stream, self._parts, self.total = nats, log, stream, parts, total
         self._world, self._rng = nats.world, nats.world.chance("publishers")
-        self._rate = total / 10 / seconds
+        self._rate, self._count = total / 10 / seconds, 0
         self.may_begin: Callable[[], bool] = lambda: True
 
     @property
     def is_done(self) -> bool:
-        return len(self._log.all) >= self.total
+        return self._count >= self.total
 
     def begin(self) -> None:
         if not (self._nats.is_up and self.may_begin()):
             self._world.at(0.5, self.begin)
         elif not self.is_done:
             for _ in range(self._rng.choice([1, 1, 5, 30])):
-                self._publish()
+                part = self._rng.randrange(self._parts)
+                self._count += 1
+                self.publish(self._nats, self._stream, part, f"partition {part}")
             self._world.at(self._rng.expovariate(self._rate), self.begin)
 
-    def _publish(self) -> None:
-        rng, part = self._rng, self._rng.randrange(self._parts)
-        subject = f"{self._stream}.{part}.{rng.randrange(5)}".encode()
+    def publish(self, nats: SimNats, stream: str, part: int, chain: str) -> None:
+        rng, subject = self._rng, f"{stream}.{part}.{self._rng.randrange(5)}".encode()
         headers = rng.choice(HEADERS)
         if headers is MESSAGE_ID:
-            headers = b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n" % len(self._log.all)
-        publication = self._log.add(f"partition {part}", subject, headers, rng.randbytes(rng.choice([0, 10, 100])))
-        self._nats.publish(subject, b"", headers, publication.payload)
+            headers = b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n" % len(self.log.all)
+        publication = self.log.add(chain, subject, headers, rng.randbytes(rng.choice([0, 10, 100])))
+        nats.publish(subject, b"", headers, publication.payload)
         # The answer may be lost, as other answers of the server.
-        publication.is_acknowledged = publication.sequence > 0 and rng.random() >= self._nats.lost_answers
+        publication.is_acknowledged = publication.sequence > 0 and rng.random() >= nats.lost_answers
 
 
 class ForeignWriter:

@@ -5,8 +5,6 @@ and time. At the end: every message that was acknowledged to a publisher has arr
 lost by a change, none is missing before one that arrived.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A model of pull consumers: requests with limits and heartbeats, acknowledgements, policies."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The product takes a clock, but not everywhere: `SystemClock` reads `time`, pools
 from `secrets`. A replacement stays for the whole operating-system process until `uninstall`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """Hardships: servers and stores with which Floe once failed, and a hostile site. At most one of them is in a world."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

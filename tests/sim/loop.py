@@ -1,7 +1,5 @@
 """The event loop of one process under the simulated clock: no selector, no socket, no thread."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 from asyncio import events

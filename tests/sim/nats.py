@@ -4,8 +4,6 @@ Faults: restarts, seconds without a leader, answers that are lost after they wer
 deposed leader that answers STREAM.INFO as it was, a tail that was never synced.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -133,10 +131,13 @@ class SimNats:
         if self.lost_deliveries and reply.startswith(b"$JS.ACK.") and self.rng.random() < self.lost_deliveries:
             return 1
         words, found, answer_to = to.split(b"."), 0, b" " + reply if reply else b""
+        first, second = (words[0], b"*", b">"), (*words[1:2], b"*", b">")
         for link, connection in self.connections.items():
             for sid, pattern in connection.subscriptions.items():
-                # Most differ in the first token.
-                if pattern[0] not in (words[0], b"*", b">") or not matches(pattern, words):
+                # Most differ in the first two tokens.
+                if pattern[0] not in first or (len(pattern) > 1 and pattern[1] not in second):
+                    continue
+                if not matches(pattern, words):
                     continue
                 found += 1
                 size = len(payload)

@@ -1,7 +1,5 @@
 """An operator: reads from the status page of a process why a feed stopped, and runs the command of its hint."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections import Counter
@@ -27,11 +25,13 @@ REPEATS = "archived twice"  # before a command that archives some messages again
 class Operator:
     """An operator that reads the status of the egress processes in `members`, and acts on it.
 
-    `has_repeated`: a command was run that, by its hint, archives some messages again.
+    `has_repeated`: a command was run that, by its hint, archives some messages again. `pause`: seconds between two
+    commands.
     """
 
-    def __init__(self, world: World, members: Mapping[str, Member]) -> None:
+    def __init__(self, world: World, members: Mapping[str, Member], pause: float = AGAIN) -> None:
         self.world, self._members, self._rng = world, members, world.chance("operator")
+        self._pause, self._acted = pause, dict[str, float]()  # the time of the last command, by the hint of the stop
         self._process: Process | None = None
         self._due = 0.0  # time to act on the last stop that was seen
         self.has_repeated, self.ran = False, Counter[str]()
@@ -62,8 +62,9 @@ class Operator:
             is_patient = all(stop["state"] == "waiting" for stop in stops)
             self._due = self.world.now + self._rng.uniform(*LOOKS_WITHIN) + (WAITS if is_patient else 0.0)
         elif self.world.now >= self._due:
-            self._due = self.world.now + AGAIN
-            self._run(self._rng.choice(stops))
+            self._due = self.world.now + self._pause
+            if new := [s for s in stops if self.world.now >= self._acted.get(s["hint"], -AGAIN) + AGAIN]:
+                self._run(self._rng.choice(new))
 
     def _command(self, hint: str) -> list[str]:
         """Return the words of the first command of a hint that decides something; empty if there is none."""
@@ -77,6 +78,7 @@ class Operator:
         words = self._command(stop["hint"])
         self.world.note(f"operator reads {stop['code']}, runs {shlex.join(words)}")
         self.ran[stop["code"]] += 1
+        self._acted[stop["hint"]] = self.world.now
         before = stop["hint"].partition(shlex.join(words))[0]
         self.has_repeated |= bool(re.search(REPEATS, before))
         self._process = self.world.spawn("operator", lambda: self._paste(words))

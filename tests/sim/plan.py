@@ -22,17 +22,20 @@ SWITCHED, HOSTILE = "switched", "hostile"
 
 @dataclass(frozen=True)
 class Cut:
-    """The parts left out of the world of a seed: kinds of faults, all faults but those of some numbers, messages."""
+    """The parts left out of the world of a seed: kinds of faults, all faults but those of some numbers, messages.
+    `chains`: of the target, about; 0: only those of the first stream.
+    """
 
     without: frozenset[str] = frozenset()
     only: frozenset[int] | None = None
     messages: int = MESSAGES
+    chains: int = 0
 
     @classmethod
-    def of(cls, without: str, only: str, messages: int) -> Cut:
+    def of(cls, without: str, only: str, messages: int, chains: int = 0) -> Cut:
         """Parse the options of the command."""
         numbers = frozenset(int(each) for each in only.split(",") if each != "none") if only else None
-        return cls(frozenset(filter(None, without.split(","))), numbers, messages)
+        return cls(frozenset(filter(None, without.split(","))), numbers, messages, chains)
 
     def __str__(self) -> str:
         """Return it as options of the command."""
@@ -41,6 +44,8 @@ class Cut:
             words.append(f"--only {','.join(map(str, sorted(self.only))) or 'none'}")
         if self.messages != MESSAGES:
             words.append(f"--messages {self.messages}")
+        if self.chains:
+            words.append(f"--chains {self.chains}")
         return " ".join(words)
 
 

@@ -1,7 +1,5 @@
 """The saboteur: makes random faults for a while; each world has a few kinds of them, never all."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +44,7 @@ class Saboteur:
 
     def __init__(
         self,
-        nats: SimNats,
+        servers: Sequence[SimNats],
         objects: SimObjects,
         members: Mapping[str, Member],
         target: str,
@@ -54,8 +52,9 @@ class Saboteur:
         foreign: ForeignWriter | None,
         cut: Cut,
     ) -> None:
-        self.world: World = nats.world
-        self._nats, self._objects, self._members = nats, objects, members
+        self.world: World = servers[0].world
+        self._servers, self._objects, self._members = servers, objects, members
+        self._nats = servers[0]  # of the current fault; the first one is the centre's
         self._target, self._state, self._foreign = target, state, foreign
         self._rng = self.world.chance("saboteur")
         self.kinds = sorted(self._rng.sample(KINDS, self._rng.randint(LEAST_KINDS, MOST_KINDS)))
@@ -90,8 +89,13 @@ class Saboteur:
             return
         kind = self._rng.choice(self.kinds)
         if self.allows(kind):
+            self._choose_server(kind)
             getattr(self, f"_{kind}")()
         self._plan()
+
+    def _choose_server(self, kind: str) -> None:
+        is_of_centre = kind in ("tail", "kept") or len(self._servers) == 1
+        self._nats = self._servers[0] if is_of_centre else self._rng.choice(self._servers)
 
     def _later(self, most: float, call: Callable[[], object], least: float = 0.0) -> None:
         self.world.at(self._rng.uniform(least, most), call)
@@ -148,6 +152,7 @@ class Saboteur:
         elif kind == "far":
             self._far(process)
         else:
+            self._choose_server(kind)
             getattr(self, f"_{kind}")()
 
     def _pause_here(self, process: Process) -> None:
@@ -159,7 +164,7 @@ class Saboteur:
     # The network
 
     def _links(self) -> list[Link]:
-        return [*self._nats.connections]
+        return [link for nats in self._servers for link in nats.connections]
 
     def _cut(self) -> None:
         for link in self._links():
@@ -198,17 +203,20 @@ class Saboteur:
             self._later(12, self._nats.start)
 
     def _answers(self) -> None:
-        self._nats.lost_answers = self._rng.choice([0.1, 0.4])
-        self._later(10, lambda: setattr(self._nats, "lost_answers", 0.0))
+        self._set_chance("lost_answers", self._rng.choice([0.1, 0.4]))
 
     def _drops(self) -> None:
         """Lose deliveries of consumers, as a cluster does."""
-        self._nats.lost_deliveries = 0.15
-        self._later(10, lambda: setattr(self._nats, "lost_deliveries", 0.0))
+        self._set_chance("lost_deliveries", 0.15)
 
     def _late_api(self) -> None:
-        self._nats.late_requests = self._rng.choice([0.05, 0.3])
-        self._later(10, lambda: setattr(self._nats, "late_requests", 0.0))
+        self._set_chance("late_requests", self._rng.choice([0.05, 0.3]))
+
+    def _set_chance(self, name: str, chance: float) -> None:
+        """Set a chance of the server for a while."""
+        nats = self._nats
+        setattr(nats, name, chance)
+        self._later(10, lambda: setattr(nats, name, 0.0))
 
     def _streams(self) -> list[str]:
         """One stream, or all."""
@@ -279,10 +287,11 @@ class Saboteur:
         """Take every fault back; from now on nothing breaks."""
         self.end = 0.0
         self._objects.mood, self._objects.swallows_next = StoreMood(), False
-        self._nats.lost_answers = self._nats.late_requests = self._nats.lost_deliveries = 0.0
-        self._nats.leaderless.clear()
-        if not self._nats.is_up:
-            self._nats.start()
+        for nats in self._servers:
+            nats.lost_answers = nats.late_requests = nats.lost_deliveries = 0.0
+            nats.leaderless.clear()
+            if not nats.is_up:
+                nats.start()
         for member in self._members.values():
             if member.process is not None:
                 member.process.resume()

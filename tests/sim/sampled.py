@@ -1,7 +1,5 @@
 """The messages and advisories of a sampled feed, by a sampler that runs once over the publishers' log (I8)."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -58,6 +56,8 @@ class Choices(StreamTap):
         yield from chains.items()
 
     def _chosen(self, name: str, messages: list[Publication]) -> set[int]:
+        if not name.startswith("partition "):  # another feed
+            return {each.number for each in messages}
         chain = Chain(self._site, self._feed, 0, int(name.split()[-1]))
         shown = [each for each in messages if not (each.sequence > 1 and COPY in (each.headers or b""))]
         rows = [Message(each.sequence, each.time_ns, each.subject, each.headers, each.payload) for each in shown]

@@ -1,7 +1,5 @@
 """One seed: its world, its run, and the findings of the auditor."""
 
-from __future__ import annotations
-
 import gc
 import re
 import shutil
@@ -18,6 +16,8 @@ from common.settings.root import Settings
 from compaction.retention import RetentionRule
 from tests.sim import actors, doors
 from tests.sim.auditor import Broken, PublisherLog, SourceTap, TargetAuditor
+from tests.sim.company import HOME as SITE
+from tests.sim.company import MANY, Company
 from tests.sim.hardships import HOSTILE_SITE, Hardship
 from tests.sim.nats import SimNats
 from tests.sim.operator import Operator
@@ -31,10 +31,11 @@ from tests.sim.strands import Carriers
 from tests.sim.streams import INTEREST, LIMITS, Stream
 from tests.sim.world import Overdue, World
 
-SOURCE, TARGET, SITE, PREFIX = "ORDERS", "CENTRAL", "eu", "c"
+SOURCE, TARGET, PREFIX = "ORDERS", "CENTRAL", "c"
 STATE = f"$KV.FLOE_STATE.ingress.{TARGET}"  # the key of ingress's state of its target
 PUBLISHING, BREAKING = 36.0, 44.0  # seconds of messages, and of faults
 TO_THE_END = 240.0  # simulated seconds without faults until everything has arrived
+LISTED_WITHIN = 160.0  # seconds more until scheduled listings have found what a site left
 AFTERWARDS = 5.0  # seconds to watch afterwards: no message may arrive any more
 
 
@@ -73,6 +74,10 @@ class Scenario:
         self.nats.taps |= {SOURCE: self.tap, TARGET: self.target}
         self.members: dict[str, actors.Member] = {}
         self._is_shared = self.plan.is_shared
+        longer = 2.5 if self.plan.kind == CHANGING else 1  # messages follow each change
+        count, seconds = cut.messages, longer * PUBLISHING * cut.messages / MESSAGES
+        self.publishers = actors.Publishers(self.nats, self.log, SOURCE, self.plan.parts, count, seconds)
+        self.company = Company(self.plan, self.nats, self.objects, self.publishers)
         settings = self._settings(folder)
         doors.lead_commands(settings, self.objects)
         if self.plan.kind == SAMPLED:
@@ -81,57 +86,52 @@ class Scenario:
         self.disaster = Disaster(self.nats, self.tap, SOURCE, SITE, self._has_begun)
         self.replays = Replays(self.nats, self.log, SOURCE, SITE, self._archived)
         self._add_members(folder, settings)
-        longer = 2.5 if self.plan.kind == CHANGING else 1  # messages follow each change
-        count, seconds = cut.messages, longer * PUBLISHING * cut.messages / MESSAGES
-        self.publishers = actors.Publishers(self.nats, self.log, SOURCE, self.plan.parts, count, seconds)
         self.foreign = actors.ForeignWriter(self.nats, f"{PREFIX}.foreign".encode(), 3.0)
         self._errors_before = unexpected_errors()
         foreign = self.foreign if self.plan.is_shared else None
-        self.saboteur = Saboteur(self.nats, self.objects, self.members, TARGET, STATE, foreign, cut)
+        servers = [*self.company.servers.values()]
+        self.saboteur = Saboteur(servers, self.objects, self.members, TARGET, STATE, foreign, cut)
         self.changes = SourceChanges(self.nats, self.tap, SOURCE, self.saboteur.allows, is_quiet=self.plan.is_quiet)
-        self.operator = Operator(world, self.members)
+        self.operator = Operator(world, self.members, 1.0) if cut.chains else Operator(world, self.members)
 
     def _expected(self) -> tuple[str, ...]:
         """Return the failures of compaction that may occur: see `actors.Cleaning`."""
         return ("E-FORK",) if self.plan.kind == CHANGING else ("E-LATE-ROWS",) if self.plan.source_limit else ()
 
-    def _settings(self, folder: Path) -> Settings:
-        plan, nats = self.plan, {"url": "nats://127.0.0.1:4222"}
-        feed: dict[str, Any] = {"stream": SOURCE, "segment": {"max_messages": plan.segment, "max_age": "5s"}}
+    def _settings(self, folder: Path, site: str = SITE) -> Settings:
+        plan, company = self.plan, self.company
+        segment = {"max_messages": plan.segment, "max_age": "5s"}
+        feed: dict[str, Any] = {"stream": SOURCE, "segment": segment}
         if plan.kind == CHANGING:
             feed["on_recreated"] = plan.on_recreated
         elif plan.kind == SAMPLED:
             feed |= SAMPLING
         if plan.parts > 1:
             feed["partitions"] = [f"{SOURCE}.{n}.>" for n in range(plan.parts)]
-        target: dict[str, Any] = {
-            "stream": TARGET,
-            "publisher": plan.publisher,
-            "create": {"subjects": [f"{PREFIX}.>"]},
-            "sources": [{"site": SITE, "feed": SOURCE, "subject_prefix": PREFIX}],
-        }
+        sources = [{"site": SITE, "feed": SOURCE, "subject_prefix": PREFIX}, *company.sources(PREFIX)]
+        target: dict[str, Any] = {"stream": TARGET, "publisher": plan.publisher, "sources": sources}
+        target["create"] = {"subjects": [f"{PREFIX}.>"]}
         if plan.hardship == HOSTILE:
             target["create"]["subjects"].append(f"{HOSTILE_SITE}.>")
-            target["sources"].append({"site": HOSTILE_SITE, "feed": SOURCE, "subject_prefix": HOSTILE_SITE})
+            sources.append({"site": HOSTILE_SITE, "feed": SOURCE, "subject_prefix": HOSTILE_SITE})
         if self._is_shared:
             target |= {"exclusive": False, "delivery": "at_least_once"}
         level = {"from": 0, "to": 1, "min_age": "3s", "max_wait": "6s", "min_count": 2}
         cleaning = {"levels": [level], "engine": "local", "delete_grace": "5s", "allow_short_times": True}
-        document = {
-            "site": SITE,
-            "store": {"url": "file:///nowhere"},
-            "spool_dir": str(folder),
-            "nats": nats,
-            "egress": {"feeds": [feed], "lease_ttl": "10s"},
-            "ingress": {"lease_ttl": "10s", "targets": [target]},
-            "compaction": cleaning,
-        }
-        return Settings.model_validate(document)
+        feeds = [*([feed] if site == SITE else ()), *company.of_site(site, segment)]
+        ingress = {"lease_ttl": "10s", "targets": [target], "requests_per_second": company.rate}
+        nats = {"url": f"nats://127.0.0.1:{company.servers[site].port}"}
+        document = {"site": site, "store": {"url": "file:///nowhere"}, "spool_dir": str(folder), "nats": nats}
+        roles = {"egress": {"feeds": feeds, "lease_ttl": "10s"}, "ingress": ingress, "compaction": cleaning}
+        return Settings.model_validate({**document, **roles})
 
     def _add_members(self, folder: Path, settings: Settings) -> None:
         world, objects = self.world, self.objects
-        for name in ("egress-0", "egress-1"):
-            self.members[name] = actors.egress(world, name, settings, objects)
+        tuning = actors.SELDOM if self.plan.cut.chains >= MANY else actors.TUNING
+        others = [(f"egress-{site}", site) for site in self.company.servers if site != SITE]
+        for name, site in (("egress-0", SITE), ("egress-1", SITE), *others):
+            found = settings if site == SITE else self._settings(folder, site)
+            self.members[name] = actors.egress(world, name, found, objects, tuning)
         for name in ("ingress-0", "ingress-1"):
             self.members[name] = actors.ingress(world, name, lambda: self._settings(folder), objects, folder)
         if self.plan.compacts:
@@ -147,7 +147,9 @@ class Scenario:
     def _archived(self) -> dict[str, int]:
         """Return the last sequence in a segment, by chain."""
         found: dict[str, int] = {}
-        for partition, end in re.findall(r"/partition=(\d+)/level=\d/(\d+)-", "\n".join(self.objects.keys)):
+        for partition, end in re.findall(
+            rf"feed={SOURCE}/.*/partition=(\d+)/level=\d/(\d+)-", "\n".join(self.objects.keys)
+        ):
             chain = f"partition {partition}"
             found[chain] = max(found.get(chain, 0), int(end))
         return found
@@ -175,7 +177,9 @@ class Scenario:
     # Running
 
     def strike(self, point: str) -> None:
-        self.changes.strike(point)
+        for change in (self.changes, *self.company.changes):
+            change.strike(point)
+        self.company.strike(point)
         self.saboteur.strike(point)
 
     def _switch(self) -> None:
@@ -207,6 +211,8 @@ class Scenario:
         kept = plan.parts if plan.retention == INTEREST else 0
         self.publishers.may_begin = lambda: self.source is not None and len(self.source.consumers) >= kept
         world.at(1.0, self.publishers.begin)
+        self.company.begin(PUBLISHING, self.saboteur.allows, plan)
+        self.company.doom(self.members, self.saboteur.kill_ingress)
         if plan.is_shared:
             world.at(5.0, self.foreign.begin)
         if not plan.is_quiet:
@@ -223,10 +229,14 @@ class Scenario:
             world.at(world.chance("switched").uniform(6, 25), self._switch)
         elif plan.hardship and self.saboteur.allows(plan.hardship):
             Hardship(plan.hardship, self.nats, self.objects).begin()
-        self._run(lambda: world.now > BREAKING and self.publishers.is_done and self._has_changed(), 2000.0)
+        self._run(
+            lambda: world.now > BREAKING and self.publishers.is_done and self.company.is_over and self._has_changed(),
+            2000.0,
+        )
         self.saboteur.calm()
+        self.company.settle()
         try:
-            self._run(self._is_complete, TO_THE_END)
+            self._run(self._is_complete, TO_THE_END + (LISTED_WITHIN if self.company.feeds else 0.0))
         except Overdue as overdue:
             raise Broken(self._unfinished()) from overdue
         self.foreign.is_over = True
@@ -242,7 +252,8 @@ class Scenario:
             )
         if self.plan.kind == LOST and (absent := self.tap.not_restored()):
             raise Broken(f"R: {len(absent)} archived messages did not come back, first {absent[0].sequence}")
-        if skipped := self.tap.skipped(self.target.seen):
+        taps = [self.tap, *self.company.taps.values()]
+        if skipped := [each for tap in taps for each in tap.skipped(self.target.seen)]:
             places = ", ".join(f"{each.chain} {each.sequence}" for each in skipped[:5])
             raise Broken(f"I3: {len(skipped)} messages that a change took away ({places}) are missing before others")
 
@@ -302,12 +313,8 @@ class Scenario:
         numbers |= {"lost": sum(map(len, self.tap.lost)), "decisions": self.operator.ran.total()}
         if self.plan.kind == SAMPLED:
             numbers["advisories"] = self.choices.seen
-        numbers |= {
-            "replayed": len(self.replays.target.seen),
-            "restores": self.disaster.tries,
-            "restored": len(self.tap.back),
-        }
-        return Counter(numbers)
+        numbers |= {"replayed": len(self.replays.target.seen), "restores": self.disaster.tries}
+        return Counter(numbers | {"restored": len(self.tap.back)})
 
 
 def unexpected_errors() -> int:

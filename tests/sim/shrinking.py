@@ -1,7 +1,5 @@
 """The smallest world of a seed that still fails: fewer kinds of faults, fewer faults, fewer messages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,7 +30,7 @@ class Shrinking:
             self._leave_out_faults()
             self._publish_less()
         # The numbers of the faults that happened replace the other options.
-        self.cut = Cut(only=frozenset(number for number, _ in self.result.happened), messages=self.cut.messages)
+        self.cut = replace(self.cut, without=frozenset(), only=frozenset(n for n, _ in self.result.happened))
 
     def _fails(self, cut: Cut) -> bool:
         """Return true if it still fails, and keep the smaller world then."""

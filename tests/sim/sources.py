@@ -1,7 +1,5 @@
 """Changes of a site's source stream: recreated, set back, purged, deleted for a while, an older copy restored."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -27,13 +25,16 @@ class SourceChanges:
     `is_quiet`: there are no other faults, so messages that egress had received before the first change are owed.
     """
 
+    chance = "changes"
+    kinds: tuple[str, ...] = KINDS
+
     def __init__(
         self, nats: SimNats, tap: SourceTap, stream: str, is_allowed: Callable[[str], bool], *, is_quiet: bool
     ) -> None:
         self._nats, self._tap, self._stream, self._is_allowed = nats, tap, stream, is_allowed
-        self._rng, self._is_quiet = nats.world.chance("changes"), is_quiet
+        self._rng, self._is_quiet = nats.world.chance(self.chance.format(stream)), is_quiet
         self._left = self._rng.choice([1, 1, 2])
-        self._kinds: tuple[str, ...] = KINDS
+        self._kinds: tuple[str, ...] = self.kinds
         self._aimed = self._rng.random() < 0.4  # at a failpoint
         self._is_due, self._copies = False, list[Any]()
         self._waiting = 0  # sources that have yet to return
@@ -78,7 +79,7 @@ class SourceChanges:
             self.world.at(1.0, self._become_due)
             return
         kind = self._rng.choice(self._kinds)
-        self._kinds = (kind,) if self._rng.random() < 0.5 else KINDS  # a repeated kind is judged in another way
+        self._kinds = (kind,) if self._rng.random() < 0.5 else self.kinds  # a repeated kind is judged in another way
         if self._is_allowed(kind):
             self.world.note(f"change {kind}")
             getattr(self, f"_{kind}")()
@@ -155,6 +156,12 @@ class SourceChanges:
         is_owed = self._is_quiet and not self._tap.lost
         until = self.world.time_ns() - round(RECEIVED_WITHIN * NS) if is_owed else 0
         self._tap.changed(stream.messages.values(), after, until)
+
+
+class Recreations(SourceChanges):
+    """Changes of a small stream, which is only recreated."""
+
+    chance, kinds = "changes/{}", ("recreate",)
 
 
 def contents(stream: Stream) -> dict[str, Any]:

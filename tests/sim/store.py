@@ -3,8 +3,6 @@
 A write travels by itself: it may take effect after its sender has timed out, or is dead.
 """
 
-from __future__ import annotations
-
 import bisect
 import builtins
 import hashlib
@@ -101,7 +99,7 @@ class SimObjects:
 
     def delete(self, key: str) -> None:
         check_key(key)
-        self._write(lambda: self._remove(key))
+        self._write(lambda: self.remove(key))
 
     # Contents of the bucket
 
@@ -135,7 +133,7 @@ class SimObjects:
         """Keep an object that no client of this world has put."""
         self._keep(key, data, None)
 
-    def _remove(self, key: str) -> bool:
+    def remove(self, key: str) -> bool:
         if key in self.kept:
             del self.kept[key]
             self.keys.remove(key)

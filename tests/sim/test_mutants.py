@@ -3,8 +3,6 @@
 `make soak ONLY=mutants` looks for all of them, `python -m tests.sim 1-300 --mutant NAME` for one.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.sim.command import worlds

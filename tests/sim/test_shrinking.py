@@ -1,7 +1,5 @@
 """Shrinking: a failing world becomes as small as it can, and the printed command repeats it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

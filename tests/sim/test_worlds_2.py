@@ -1,7 +1,5 @@
 """The second quarter of the worlds."""
 
-from __future__ import annotations
-
 from tests.sim.command import quarter
 
 

@@ -4,8 +4,6 @@
 A test that is marked `simulated` runs so; the commands that it runs are processes of the same world.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -5,21 +5,20 @@ another check covers the line: `registry.NOT_FOUND` names those, each with its r
 `registry.FOUND` names a seed that shows the mistake for all others.
 """
 
-from tests.sim.mutants import of_changes, of_compaction, of_egress, of_hardships, of_ingress, of_restore, of_sampling
+from importlib import import_module
+
 from tests.sim.mutants.registry import FOUND, MUTANTS, NOT_FOUND
 
-__all__ = [
-    "FOUND",
-    "MUTANTS",
-    "NOT_FOUND",
-    "of_changes",
-    "of_compaction",
-    "of_egress",
-    "of_hardships",
-    "of_ingress",
-    "of_restore",
-    "of_sampling",
-]
+__all__ = ["FOUND", "MUTANTS", "NOT_FOUND", "apply", "chains_of"]
+MANY = f"{__name__}.of_many"
+
+for _part in ("changes", "compaction", "egress", "hardships", "ingress", "many", "restore", "sampling"):
+    import_module(f"{__name__}.of_{_part}")
+
+
+def chains_of(name: str) -> int:
+    """Return the chains of the worlds that show the mutant `name`; 0: those of one stream."""
+    return 40 if MUTANTS[name].__module__ == MANY else 0
 
 
 def apply(name: str) -> None:

@@ -1,7 +1,5 @@
 """Mistakes of egress at a change of its source: identity, held messages, decisions, incarnations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -13,48 +11,36 @@ from egress.identity import SourceVerdict, VerdictKind
 from egress.incarnations import Incarnations
 from egress.uploader import UnputSegments
 from egress.worker import Worker
-from tests.sim.mutants.registry import change, mutant
+from tests.sim.mutants.registry import change, changing, mutant
 
 
 @mutant
 def every_stream_taken_for_the_same() -> None:
     """Every stream of the same name counts as the same: nothing is compared."""
 
-    def judging(judge: Any) -> Any:
-        def trusting(evidence: Any, *more: Any) -> SourceVerdict:
-            verdict: SourceVerdict = judge(evidence, *more)
-            return verdict if evidence.source is None else replace(verdict, kind=VerdictKind.SAME)
-
-        return trusting
-
-    change(egress.evidence, "judge_with", judging)
+    @changing(egress.evidence, "judge_with")
+    def trusting(judge: Any, evidence: Any, *more: Any) -> SourceVerdict:
+        verdict: SourceVerdict = judge(evidence, *more)
+        return verdict if evidence.source is None else replace(verdict, kind=VerdictKind.SAME)
 
 
 @mutant
 def held_messages_thrown_away() -> None:
     """Messages that were received and not archived are dropped at a change of the stream."""
 
-    def putting(_put: Any) -> Any:
-        async def dropping(self: UnputSegments, *_: Any) -> None:
-            self.discard()
-
-        return dropping
-
-    change(UnputSegments, "put", putting)
+    @changing(UnputSegments, "put")
+    async def dropping(_put: Any, self: UnputSegments, *_: Any) -> None:
+        self.discard()
 
 
 @mutant
 def proposal_one_too_far() -> None:
     """The hint proposes a first sequence one too high to the operator."""
 
-    def proposing(proposal: Any) -> Any:
-        async def careless(self: IdentityCheck, *more: Any) -> Proposal | None:
-            found: Proposal | None = await proposal(self, *more)
-            return None if found is None else found._replace(first=found.first + 1)
-
-        return careless
-
-    change(IdentityCheck, "proposal", proposing)
+    @changing(IdentityCheck, "proposal")
+    async def careless(proposal: Any, self: IdentityCheck, *more: Any) -> Proposal | None:
+        found: Proposal | None = await proposal(self, *more)
+        return None if found is None else found._replace(first=found.first + 1)
 
 
 @mutant
@@ -71,25 +57,17 @@ def decision_ignored() -> None:
 def next_incarnation_behind_the_old_end() -> None:
     """A recreated stream is read only from behind the end of the former one."""
 
-    def beginning(next_first: Any) -> Any:
-        def careless(self: Worker, archive: Any, *more: Any) -> int | None:
-            first: int | None = next_first(self, archive, *more)
-            return first and max(first, archive.end + 1)
-
-        return careless
-
-    change(Worker, "_next_first", beginning)
+    @changing(Worker, "_next_first")
+    def careless(next_first: Any, self: Worker, archive: Any, *more: Any) -> int | None:
+        first: int | None = next_first(self, archive, *more)
+        return first and max(first, archive.end + 1)
 
 
 @mutant
 def incarnation_without_its_end() -> None:
     """The next incarnation names no end of the former one: its delivery can never be known to be complete."""
 
-    def opening(open_next: Any) -> Any:
-        async def forgetful(self: Incarnations, chain: Any, document: Any) -> None:
-            ends = dict.fromkeys(document.previous, 0)
-            await open_next(self, chain, msgspec.structs.replace(document, previous=ends))
-
-        return forgetful
-
-    change(Incarnations, "open_next", opening)
+    @changing(Incarnations, "open_next")
+    async def forgetful(open_next: Any, self: Incarnations, chain: Any, document: Any) -> None:
+        ends = dict.fromkeys(document.previous, 0)
+        await open_next(self, chain, msgspec.structs.replace(document, previous=ends))

@@ -1,7 +1,5 @@
 """Mistakes of compaction and retention."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,36 +9,28 @@ import compaction.run
 from common.archive.store import SegmentStore
 from common.sequences import SequenceRange
 from compaction.retention import TargetNeeds
-from tests.sim.mutants.registry import change, mutant
+from tests.sim.mutants.registry import change, changing, mutant
 
 
 @mutant
 def merge_loses_a_row() -> None:
     """A merge leaves out the last row of each batch of several rows."""
 
-    def uniting(union: Any) -> Any:
-        def losing(segments: Any, open_segment: Any) -> Any:
-            for batch in union(segments, open_segment):
-                yield batch.slice(0, batch.num_rows - 1) if batch.num_rows > 1 else batch
-
-        return losing
-
-    change(compaction.merge, "union", uniting)
+    @changing(compaction.merge, "union")
+    def losing(union: Any, segments: Any, open_segment: Any) -> Any:
+        for batch in union(segments, open_segment):
+            yield batch.slice(0, batch.num_rows - 1) if batch.num_rows > 1 else batch
 
 
 @mutant
 def inputs_deleted_before_the_output() -> None:
     """A merge deletes its inputs before its output is durable."""
 
-    def merging(merge: Any) -> Any:
-        def hasty(store: SegmentStore, output: Any) -> Any:
-            for ref in output.inputs[:-1]:
-                store.delete(ref)
-            return merge(store, output)
-
-        return hasty
-
-    change(compaction.run, "merge", merging)
+    @changing(compaction.run, "merge")
+    def hasty(merge: Any, store: SegmentStore, output: Any) -> Any:
+        for ref in output.inputs[:-1]:
+            store.delete(ref)
+        return merge(store, output)
 
 
 @mutant
@@ -53,12 +43,8 @@ def retention_without_needs() -> None:
 def coverage_of_a_merge_too_wide() -> None:
     """A merged segment covers one sequence more than its inputs."""
 
-    def covering(merged_footer: Any) -> Any:
-        def wide(output: Any, *more: Any) -> Any:
-            footer = merged_footer(output, *more)
-            wider = SequenceRange(footer.coverage.first, footer.coverage.last + 1)
-            return replace(footer, coverage=wider)
-
-        return wide
-
-    change(compaction.merge, "merged_footer", covering)
+    @changing(compaction.merge, "merged_footer")
+    def wide(merged_footer: Any, output: Any, *more: Any) -> Any:
+        footer = merged_footer(output, *more)
+        wider = SequenceRange(footer.coverage.first, footer.coverage.last + 1)
+        return replace(footer, coverage=wider)

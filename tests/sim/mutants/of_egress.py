@@ -1,7 +1,5 @@
 """Mistakes of egress, of leases and of keys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -19,48 +17,36 @@ from egress.archive import Archive
 from egress.consumers import WantedMessages
 from egress.reader import Reader
 from egress.uploader import Uploader
-from tests.sim.mutants.registry import change, mutant
+from tests.sim.mutants.registry import change, changing, mutant
 
 
 @mutant
 def acknowledged_before_the_put() -> None:
     """The source may drop messages before their segment is durable."""
 
-    def putting(put: Any) -> Any:
-        async def early(self: Uploader, spooled: Any) -> None:
-            await self._retry(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
-            await put(self, spooled)
-
-        return early
-
-    change(Uploader, "put", putting)
+    @changing(Uploader, "put")
+    async def early(put: Any, self: Uploader, spooled: Any) -> None:
+        await self._retry(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
+        await put(self, spooled)
 
 
 @mutant
 def acknowledged_too_far() -> None:
     """With a segment, every received message is acknowledged."""
 
-    def upto(acknowledge: Any) -> Any:
-        async def everything(self: Acknowledger, _last: int) -> None:
-            await acknowledge(self, MAX_SEQUENCE)
-
-        return everything
-
-    change(Acknowledger, "acknowledge_up_to", upto)
+    @changing(Acknowledger, "acknowledge_up_to")
+    async def everything(acknowledge: Any, self: Acknowledger, _last: int) -> None:
+        await acknowledge(self, MAX_SEQUENCE)
 
 
 @mutant
 def mark_before_the_put() -> None:
     """The mark covers a segment before it is durable."""
 
-    def putting(put: Any) -> Any:
-        async def early(self: Archive, spooled: Any) -> Any:
-            await self._marks.raise_to(self.chain, spooled.footer.coverage.last)
-            return await put(self, spooled)
-
-        return early
-
-    change(Archive, "put", putting)
+    @changing(Archive, "put")
+    async def early(put: Any, self: Archive, spooled: Any) -> Any:
+        await self._marks.raise_to(self.chain, spooled.footer.coverage.last)
+        return await put(self, spooled)
 
 
 @mutant
@@ -77,83 +63,61 @@ def lost_put_taken_for_done() -> None:
 def gap_in_deliveries_ignored() -> None:
     """Messages that the consumer sent and that never arrived count as received."""
 
-    def parsing(parse: Any) -> Any:
-        def lax(replies: Any, consumer: bytes, expected: int) -> Any:
-            acks = parse(replies, consumer, expected)
-            return replace(acks, contiguous=len(acks.sequences))
-
-        return lax
-
-    change(egress.reader, "parse_replies", parsing)
+    @changing(egress.reader, "parse_replies")
+    def lax(parse: Any, replies: Any, consumer: bytes, expected: int) -> Any:
+        acks = parse(replies, consumer, expected)
+        return replace(acks, contiguous=len(acks.sequences))
 
 
 @mutant
 def heartbeat_believed() -> None:
     """Messages up to the sequence of an idle heartbeat count as received, even if they are still under way."""
 
-    def beating(_on_heartbeat: Any) -> Any:
-        def trusting(self: Reader, heartbeat: Any) -> None:
-            self._target.skip_to(heartbeat.sequence)
-
-        return trusting
-
-    change(Reader, "_on_heartbeat", beating)
+    @changing(Reader, "_on_heartbeat")
+    def trusting(_on_heartbeat: Any, self: Reader, heartbeat: Any) -> None:
+        self._target.skip_to(heartbeat.sequence)
 
 
 @mutant
 def durable_deleted_first() -> None:
     """An interest stream has no durable of Floe while a session replaces its own."""
 
-    def taking(take: Any) -> Any:
-        async def hasty(client: Any, wanted: Any) -> Any:
-            if wanted.is_durable:
-                for name in await egress.consumers.own_durables(client, wanted):
-                    await delete_consumer(client, wanted.stream, name)
-            return await take(client, wanted)
-
-        return hasty
-
-    change(egress.reader, "open_consumer", taking)
+    @changing(egress.reader, "open_consumer")
+    async def hasty(take: Any, client: Any, wanted: Any) -> Any:
+        if wanted.is_durable:
+            for name in await egress.consumers.own_durables(client, wanted):
+                await delete_consumer(client, wanted.stream, name)
+        return await take(client, wanted)
 
 
 @mutant
 def redelivered_written_again() -> None:
     """A redelivery below the position is handled as a new message."""
 
-    def making(init: Any) -> Any:
-        def careless(self: Reader, *more: Any, **named: Any) -> None:
-            init(self, *more, **{**named, "first": 1})
-            self._wanted = replace(self._wanted, first=named["first"])
-
-        return careless
-
-    change(Reader, "__init__", making)
+    @changing(Reader, "__init__")
+    def careless(init: Any, self: Reader, *more: Any, **named: Any) -> None:
+        init(self, *more, **{**named, "first": 1})
+        self._wanted = replace(self._wanted, first=named["first"])
 
 
 @mutant
 def read_on_behind_the_source() -> None:
     """A session begins at the end of the source, not behind the archive."""
 
-    def filtering(ephemeral: Any) -> Any:
-        def newest(wanted: Any) -> Any:
-            return {k: v for k, v in ephemeral(wanted).items() if k != "opt_start_seq"} | {"deliver_policy": "new"}
-
-        return newest
-
-    change(egress.consumers, "ephemeral", filtering)
+    @changing(egress.consumers, "ephemeral")
+    def newest(ephemeral: Any, wanted: Any) -> Any:
+        return {k: v for k, v in ephemeral(wanted).items() if k != "opt_start_seq"} | {"deliver_policy": "new"}
 
 
 @mutant
 def condition_of_a_key_left_out() -> None:
     """A key is written without a condition on its revision."""
 
-    def writing(write: Any) -> Any:
-        async def unconditional(self: KeyValue, key: str, value: bytes, expected: int | None, *more: Any) -> Any:
-            return await write(self, key, value, None, *more)
-
-        return unconditional
-
-    change(KeyValue, "_write", writing)
+    @changing(KeyValue, "_write")
+    async def unconditional(
+        write: Any, self: KeyValue, key: str, value: bytes, expected: int | None, *more: Any
+    ) -> Any:
+        return await write(self, key, value, None, *more)
 
 
 @mutant

@@ -1,7 +1,5 @@
 """Mistakes on ordinary stores and servers: a busy store, one without conditions, small requests, a bucket set back."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -13,21 +11,17 @@ from common.errors import ConfigError
 from common.nats.api import ConsumerInfo
 from common.objects.s3_errors import RETRY_LATER, Meaning
 from egress.archive import ArchiveWalks
-from tests.sim.mutants.registry import change, mutant
+from tests.sim.mutants.registry import change, changing, mutant
 
 
 @mutant
 def busy_taken_for_a_mistake() -> None:
     """A store that answers "later" counts as misconfigured, except under the error names of S3."""
 
-    def meaning(meaning_of: Any) -> Any:
-        def strict(code: str, status: int, message: str = "") -> Meaning:
-            found: Meaning = meaning_of(code, status, message)
-            return Meaning(ConfigError, "check store.url") if found is RETRY_LATER and status < 500 else found
-
-        return strict
-
-    change(common.objects.s3_errors, "error_meaning", meaning)
+    @changing(common.objects.s3_errors, "error_meaning")
+    def strict(meaning_of: Any, code: str, status: int, message: str = "") -> Meaning:
+        found: Meaning = meaning_of(code, status, message)
+        return Meaning(ConfigError, "check store.url") if found is RETRY_LATER and status < 500 else found
 
 
 @mutant

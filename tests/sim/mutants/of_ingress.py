@@ -1,7 +1,5 @@
 """Mistakes of ingress: intents, checkpoints, publishing, rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +19,7 @@ from ingress.checkpoint_store import StateStore, StoredState
 from ingress.delivery import Delivery
 from ingress.publishers.fast import FastPublisher
 from ingress.publishers.publisher import Replies
-from tests.sim.mutants.registry import change, mutant
+from tests.sim.mutants.registry import change, changing, mutant
 from tests.sim.streams import Stream
 
 
@@ -29,14 +27,10 @@ from tests.sim.streams import Stream
 def intent_thrown_away() -> None:
     """A takeover begins again behind the checkpoint, though an intent is open."""
 
-    def adopting(adopt: Any) -> Any:
-        def forgetful(self: Delivery, stored: StoredState) -> None:
-            state = stored.state
-            adopt(self, stored if state is None else StoredState(replace(state, intent=None), stored.revision))
-
-        return forgetful
-
-    change(Delivery, "_adopt", adopting)
+    @changing(Delivery, "_adopt")
+    def forgetful(adopt: Any, self: Delivery, stored: StoredState) -> None:
+        state = stored.state
+        adopt(self, stored if state is None else StoredState(replace(state, intent=None), stored.revision))
 
 
 @mutant
@@ -53,15 +47,11 @@ def intent_taken_for_done() -> None:
 def intent_not_stored() -> None:
     """Rows are published before their intent is durable."""
 
-    def saving(save: Any) -> Any:
-        async def lazy(self: StateStore, state: Any, revision: int) -> StoredState | None:
-            if state.intent is not None:
-                return StoredState(state, revision)
-            return await save(self, state, revision)  # type: ignore[no-any-return]
-
-        return lazy
-
-    change(StateStore, "save", saving)
+    @changing(StateStore, "save")
+    async def lazy(save: Any, self: StateStore, state: Any, revision: int) -> StoredState | None:
+        if state.intent is not None:
+            return StoredState(state, revision)
+        return await save(self, state, revision)  # type: ignore[no-any-return]
 
 
 @mutant
@@ -91,96 +81,65 @@ def lost_save_taken_for_done() -> None:
 def position_one_too_far() -> None:
     """A closed intent moves the positions of its chains one message too far."""
 
-    def advancing(advanced: Any) -> Any:
-        def skipping(state: Any, base: int | None = None) -> Any:
-            closed = advanced(state, base)
-            positions = {chain: at + 1 for chain, at in closed.checkpoint.positions.items()}
-            return replace(closed, checkpoint=replace(closed.checkpoint, positions=positions))
-
-        return skipping
-
-    change(ingress.delivery, "close_intent", advancing)
+    @changing(ingress.delivery, "close_intent")
+    def skipping(advanced: Any, state: Any, base: int | None = None) -> Any:
+        closed = advanced(state, base)
+        positions = {chain: at + 1 for chain, at in closed.checkpoint.positions.items()}
+        return replace(closed, checkpoint=replace(closed.checkpoint, positions=positions))
 
 
 @mutant
 def rows_sent_again_after_a_doubt() -> None:
     """After an unclear outcome all rows are sent again from the first, behind the messages of the target."""
 
-    def settling(settle: Any) -> Any:
-        async def doubtful(self: Any, known: StoredState, rows: Any) -> Any:
-            settled = await settle(self, known, rows)
-            return replace(settled, base=settled.base + settled.stored, stored=0) if rows is not None else settled
-
-        return doubtful
-
-    change(ingress.verdict.settle.TargetReconciler, "settle", settling)
+    @changing(ingress.verdict.settle.TargetReconciler, "settle")
+    async def doubtful(settle: Any, self: Any, known: StoredState, rows: Any) -> Any:
+        settled = await settle(self, known, rows)
+        return replace(settled, base=settled.base + settled.stored, stored=0) if rows is not None else settled
 
 
 @mutant
 def one_more_counted_as_stored() -> None:
     """After an unclear outcome one row more counts as stored than the target holds."""
 
-    def settling(settle: Any) -> Any:
-        async def generous(self: Any, known: StoredState, rows: Any) -> Any:
-            settled = await settle(self, known, rows)
-            more = rows is not None and settled.stored < rows.count
-            return replace(settled, base=settled.base - 1, stored=settled.stored + 1) if more else settled
-
-        return generous
-
-    change(ingress.verdict.settle.TargetReconciler, "settle", settling)
+    @changing(ingress.verdict.settle.TargetReconciler, "settle")
+    async def generous(settle: Any, self: Any, known: StoredState, rows: Any) -> Any:
+        settled = await settle(self, known, rows)
+        more = rows is not None and settled.stored < rows.count
+        return replace(settled, base=settled.base - 1, stored=settled.stored + 1) if more else settled
 
 
 @mutant
 def foreign_messages_counted_as_rows() -> None:
     """In a shared target, every message behind the base counts as a row of the intent."""
 
-    def settling(settle: Any) -> Any:
-        async def trusting(self: Any, known: StoredState, rows: Any) -> Any:
-            settled, intent = await settle(self, known, rows), known.existing.intent
-            if intent is None:
-                return settled
-            last = settled.base + settled.stored
-            return replace(settled, base=intent.base, stored=min(intent.count, last - intent.base))
-
-        return trusting
-
-    change(ingress.verdict.settle.SharedTargetReconciler, "settle", settling)
+    @changing(ingress.verdict.settle.SharedTargetReconciler, "settle")
+    async def trusting(settle: Any, self: Any, known: StoredState, rows: Any) -> Any:
+        settled, intent = await settle(self, known, rows), known.existing.intent
+        if intent is None:
+            return settled
+        last = settled.base + settled.stored
+        return replace(settled, base=intent.base, stored=min(intent.count, last - intent.base))
 
 
 @mutant
 def expected_sequence_left_out() -> None:
     """Rows are published without their expected last sequence."""
 
-    def checking(check: Any) -> Any:
-        def lax(self: Stream, subject: bytes, headers: Any, last: int) -> None:
-            check(self, subject, {k: v for k, v in headers.items() if k != b"nats-expected-last-sequence"}, last)
-
-        return lax
-
-    change(Stream, "check", checking)
+    @changing(Stream, "check")
+    def lax(check: Any, self: Stream, subject: bytes, headers: Any, last: int) -> None:
+        check(self, subject, {k: v for k, v in headers.items() if k != b"nats-expected-last-sequence"}, last)
 
 
 @mutant
 def silence_taken_for_an_acknowledgement() -> None:
     """A missing acknowledgement counts as a positive one."""
 
-    def judging(judged: Any) -> Any:
-        async def trusting(self: Replies, reply: Any, expected: Any, timeout: float) -> Any:
-            unclear = await judged(self, reply, expected, timeout)
-            return None if unclear is not None and not unclear.err_code else unclear
-
-        return trusting
-
-    def ending(end: Any) -> Any:
-        async def trusting(self: FastPublisher, batch: Any) -> Any:
-            unclear = await end(self, batch)
-            return None if unclear is not None and not unclear.err_code else unclear
-
-        return trusting
-
-    change(Replies, "wait_for_ack", judging)
-    change(FastPublisher, "_end", ending)
+    @changing(FastPublisher, "_end")
+    @changing(Replies, "wait_for_ack")
+    async def trusting(judged: Any, *more: Any) -> Any:
+        unclear = await judged(*more)
+        return None if unclear is not None and not unclear.err_code else unclear
 
 
 @mutant
@@ -202,55 +161,39 @@ def refusal_taken_for_done() -> None:
 def answers_mixed_up() -> None:
     """Two requests under way have the same inbox."""
 
-    def opening(_open: Any) -> Any:
-        def alike(self: PendingRequests, subject: bytes, answer: Any) -> bytes:
-            self._waiting[b"1"] = (subject, answer)
-            return b"1"
-
-        return alike
-
-    change(PendingRequests, "add", opening)
+    @changing(PendingRequests, "add")
+    def alike(_open: Any, self: PendingRequests, subject: bytes, answer: Any) -> bytes:
+        self._waiting[b"1"] = (subject, answer)
+        return b"1"
 
 
 @mutant
 def headers_left_to_act() -> None:
     """Headers of a copy act at the target as they did at the source."""
 
-    def escaping(_escaped: Any) -> Any:
-        def bare(block: bytes | None, *_: Any, **__: Any) -> bytes:
-            return b"" if block is None else b"".join(e + b"\r\n" for e in block.split(b"\r\n")[1:] if e)
-
-        return bare
-
-    change(ingress.rows.prepare, "escape_lines", escaping)
+    @changing(ingress.rows.prepare, "escape_lines")
+    def bare(_escaped: Any, block: bytes | None, *_: Any, **__: Any) -> bytes:
+        return b"" if block is None else b"".join(e + b"\r\n" for e in block.split(b"\r\n")[1:] if e)
 
 
 @mutant
 def repeated_headers_dropped() -> None:
     """Of a repeated header only the first line comes back."""
 
-    def escaping(escaped: Any) -> Any:
-        def dropping(block: bytes | None, *more: Any, **named: Any) -> bytes:
-            lines = escaped(block, *more, **named).split(b"\r\n")[:-1]
-            return b"".join(each + b"\r\n" for each in dict.fromkeys(lines))
-
-        return dropping
-
-    change(ingress.rows.prepare, "escape_lines", escaping)
+    @changing(ingress.rows.prepare, "escape_lines")
+    def dropping(escaped: Any, block: bytes | None, *more: Any, **named: Any) -> bytes:
+        lines = escaped(block, *more, **named).split(b"\r\n")[:-1]
+        return b"".join(each + b"\r\n" for each in dict.fromkeys(lines))
 
 
 @mutant
 def time_in_seconds() -> None:
     """The time of a message comes back without its nanoseconds."""
 
-    def writing(line: Any) -> Any:
-        def rounded(self: Provenance) -> bytes:
-            whole: bytes = line(replace(self, timestamp_ns=self.timestamp_ns // 1_000_000_000 * 1_000_000_000))
-            return whole
-
-        return rounded
-
-    change(Provenance, "line", writing)
+    @changing(Provenance, "line")
+    def rounded(line: Any, self: Provenance) -> bytes:
+        whole: bytes = line(replace(self, timestamp_ns=self.timestamp_ns // 1_000_000_000 * 1_000_000_000))
+        return whole
 
 
 @mutant
@@ -264,23 +207,15 @@ def cover_skips_a_hole() -> None:
 def rows_of_former_positions_kept() -> None:
     """A process that finds another state continues with its prepared rows."""
 
-    def adopting(_adopt: Any) -> Any:
-        def stubborn(self: Delivery, stored: StoredState) -> None:
-            self._stored = stored
-
-        return stubborn
-
-    change(Delivery, "_adopt", adopting)
+    @changing(Delivery, "_adopt")
+    def stubborn(_adopt: Any, self: Delivery, stored: StoredState) -> None:
+        self._stored = stored
 
 
 @mutant
 def segment_read_from_its_beginning() -> None:
     """All rows of a segment that begins below the position are taken."""
 
-    def reading(leading: Any) -> Any:
-        def whole(*more: Any) -> Any:
-            return [replace(each, rows=each.segment.coverage) for each in leading(*more)]
-
-        return whole
-
-    change(ingress.chains.plan, "leading_stretches", reading)
+    @changing(ingress.chains.plan, "leading_stretches")
+    def whole(leading: Any, *more: Any) -> Any:
+        return [replace(each, rows=each.segment.coverage) for each in leading(*more)]

@@ -1,7 +1,5 @@
 """Mistakes of a restore: completeness, leftovers, and writers during the restore."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ingress.recovery.restore

@@ -1,7 +1,5 @@
 """Mistakes of a sampled feed: the resume of its sampler, and its advisories."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

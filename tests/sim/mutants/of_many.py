@@ -1,0 +1,42 @@
+"""Mistakes that only many chains in one target show: of recorded tails, and of keys."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import ingress.delivery
+from common.archive.documents import KnownTail
+from common.chain import Chain
+from egress.incarnations import HighWaterMarks
+from ingress.discovery.discovery import Discovery
+from tests.sim.mutants.registry import change, changing, mutant
+
+
+@mutant
+def recorded_tail_believed() -> None:
+    """The end that a former process recorded counts for the tail that is there now, whatever its ETag."""
+
+    @changing(Discovery, "_recall")
+    async def recall(original: Any, self: Discovery) -> Mapping[Chain, KnownTail]:
+        found, etags = await original(self), await self._threads.run(self._documents.tail_etags)
+        return {chain: KnownTail(etags.get(chain, ""), known.end) for chain, known in found.items()}
+
+
+@mutant
+def site_left_out_of_a_position() -> None:
+    """The chains of two sites with one feed and partition share their position."""
+
+    @changing(ingress.delivery, "close_intent")
+    def close(original: Any, state: Any, base: int | None = None) -> Any:
+        closed = original(state, base)
+        before, positions = state.checkpoint.positions, closed.checkpoint.positions
+        moved = {replace(chain, site="eu"): at for chain, at in positions.items() if before.get(chain) != at}
+        shared = {chain: moved.get(replace(chain, site="eu"), at) for chain, at in positions.items()}
+        return replace(closed, checkpoint=replace(closed.checkpoint, positions=shared))
+
+
+@mutant
+def feed_left_out_of_a_mark() -> None:
+    """The partitions of two feeds with one number share their high-water mark."""
+    key = HighWaterMarks.key
+    change(HighWaterMarks, "key", lambda _: staticmethod(lambda chain: key(replace(chain, feed="S0"))))
