@@ -61,8 +61,8 @@ test: java $(INSTALLED)  ## every test, with real servers on loopback (some 10 m
 minio: $(INSTALLED)  ## MinIO on loopback with a bucket, until Ctrl-C; prints the settings; built by go, or a container, where none is found
 	@$(BIN)/python -m infra.local.minio
 
-soak: java $(INSTALLED)  ## the fault runs at full length; ONLY=a,b runs these, STALE=1 those with changes since, SEEDS=A-B these simulated worlds; writes docs/evidence/soak.json
-	@$(BIN)/python -m tests.soak $(if $(ONLY),--only "$(ONLY)") $(if $(STALE),--stale) $(if $(SEEDS),--seeds "$(SEEDS)")
+soak: java $(INSTALLED)  ## the fault runs at full length; ONLY=a,b runs these, STALE=1 those with changes since, SEEDS=A-B these simulated worlds, CHAINS=N FOR=SECONDS of ten_thousand_chains; writes docs/evidence/soak.json
+	@$(BIN)/python -m tests.soak $(if $(ONLY),--only "$(ONLY)") $(if $(STALE),--stale) $(if $(SEEDS),--seeds "$(SEEDS)") $(if $(CHAINS),--chains $(CHAINS)) $(if $(FOR),--seconds $(FOR))
 
 check: $(INSTALLED) docs  ## style, types, the direction of imports, links of the docs
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .

@@ -34,6 +34,7 @@ from bench.harness import Bench, BenchResult, memory_mb
 from bench.place import connect_bench, run
 from common.archive.documents import ChainDocument, ChainStore, StreamDocument
 from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject
+from common.archive.segment import Message
 from common.archive.store import LIST_PAGE_SEGMENTS, SegmentStore
 from common.chain import Chain
 from common.nats.api import create_stream, stream_info
@@ -61,6 +62,16 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def write_config(folder: Path, nats_url: str, **sections: object) -> Path:
+    """Write a configuration whose store is a folder in `folder`, unless it has another, and make that."""
+    store, log = {"url": f"file://{folder}/store"}, {"level": "warning"}
+    config = folder / "floe.yaml"
+    config.touch(0o600)
+    config.write_text(yaml.safe_dump({"nats": {"url": nats_url}, "store": store, "log": log, **sections}))
+    (folder / "store").mkdir()
+    return config
+
+
 class ChainFleet:
     """An archive of `chains` chains in a folder, the site of each of which reports to be idle."""
 
@@ -78,16 +89,8 @@ class ChainFleet:
             if (part := sites[n::TARGETS])
         ]
         self.targets = [target["stream"] for target in targets]
-        document = {
-            "nats": {"url": nats_url},
-            "store": s3 or {"url": f"file://{folder}/store"},
-            "log": {"level": "warning"},
-            "ingress": {"monitor": {"listen": f"127.0.0.1:{self.port}"}, "targets": targets},
-        }
-        self.config = folder / "floe.yaml"
-        self.config.touch(0o600)
-        self.config.write_text(yaml.safe_dump(document))
-        (folder / "store").mkdir()
+        ingress = {"monitor": {"listen": f"127.0.0.1:{self.port}"}, "targets": targets}
+        self.config = write_config(folder, nats_url, ingress=ingress, **({"store": s3} if s3 else {}))
         settings = load_settings(str(self.config))
         self._documents: ChainStore = open_chains(settings)
         self._store: SegmentStore = open_store(settings)
@@ -103,13 +106,14 @@ class ChainFleet:
         for site in self._sites:
             self.beat(site)
 
-    def append(self, chain: Chain) -> None:
-        """Archive one message more, with the time as its payload, and write the tail."""
+    def append(self, chain: Chain) -> Message:
+        """Archive one message more, with the time as its payload, and write the tail; return the message."""
         self.ends[chain] = end = self.ends[chain] + 1
         path, row = self._store.new_spool(), message(end, str(time.time()).encode(), subject=b"nodes.a")
         self._store.put(write_segment(path, [row], chain=chain))
         path.unlink()
         self._documents.write_tail(chain, end)
+        return row
 
     def beat(self, site: str) -> None:
         """Write the heartbeat of a site, as its egress does every 30 seconds."""
@@ -259,6 +263,13 @@ def _sum(requests: dict[str, float]) -> float:
     return sum(at for kind, at in requests.items() if kind not in ("mb", "seconds"))
 
 
+def feeds_config(folder: Path, url: str, streams: list[str], port: int) -> Path:
+    """Write the configuration of an egress that archives `streams`; its monitor listens on `port`."""
+    feeds = [{"stream": stream, "segment": {"max_age": "5s"}} for stream in streams]
+    egress = {"monitor": {"listen": f"127.0.0.1:{port}"}, "feeds": feeds}
+    return write_config(folder, url, site="bench", egress=egress)
+
+
 @cache
 def measure_feeds() -> dict[str, float]:
     """Return the figures of one egress with `FEED_COUNT` feeds: seconds until ready, threads, MB, % of a core idle."""
@@ -270,19 +281,7 @@ async def _measure_feeds(folder: Path, url: str) -> dict[str, float]:
     client, streams, port = await connect_bench(url), [f"S{n}" for n in range(FEED_COUNT)], free_port()
     for stream in streams:
         await create_stream(client, {"name": stream, "subjects": [f"{stream}.>"], "storage": "file"})
-    document = {
-        "site": "bench",
-        "nats": {"url": url},
-        "store": {"url": f"file://{folder}/store"},
-        "log": {"level": "warning"},
-        "egress": {
-            "monitor": {"listen": f"127.0.0.1:{port}"},
-            "feeds": [{"stream": stream, "segment": {"max_age": "5s"}} for stream in streams],
-        },
-    }
-    (config := folder / "floe.yaml").write_text(yaml.safe_dump(document))
-    config.chmod(0o600)
-    (folder / "store").mkdir()
+    config = feeds_config(folder, url, streams, port)
     began, service = time.monotonic(), Service(folder, "egress", "egress", "run", "-c", str(config)).start()
 
     def is_ready() -> bool:

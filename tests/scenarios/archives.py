@@ -5,8 +5,6 @@ has overlaps, empty segments, several levels, late rows, missing rows, forks, da
 two incarnations, gaps accepted and not.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Services that are killed, and segments in the bucket: compaction and deletion under readers."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

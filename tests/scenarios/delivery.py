@@ -3,8 +3,6 @@
 Six chains, two ingress instances, compaction and deletion all the time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

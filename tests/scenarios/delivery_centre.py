@@ -1,7 +1,5 @@
 """A centre of three servers with two ingress instances, each behind connections of its own that can break."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Random faults of servers, instances and lines, which overlap; a quarter of the time there are none."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re

@@ -6,8 +6,6 @@ messages of the target would be no journal: headers such as `Nats-Batch-Id` act 
 when leaders change.)
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import AsyncIterator

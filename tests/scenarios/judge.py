@@ -1,7 +1,5 @@
 """The verdict on a run: all carried once, in order, byte for byte, and the archive accounts for every sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages published into a site's stream while the services are being killed."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Self

@@ -1,7 +1,5 @@
 """The tests that only `make soak` runs: crash points and publishers beyond those of `make test`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

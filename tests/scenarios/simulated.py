@@ -1,7 +1,5 @@
 """Simulated worlds and mutants (`tests/sim/`) at length, in processes of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -17,14 +15,16 @@ MUTANTS_WITHIN = 300  # seeds
 KEPT = ("ok", "seed", "commit", "code", "seeds")  # fields of a result that are no numbers to add up
 
 
-async def worlds(seeds: range) -> dict[str, Any]:
-    """Run the worlds of `seeds`, as many at once as there are cores. Raises AssertionError naming those that fail."""
+async def worlds(seeds: range, chains: int = 0) -> dict[str, Any]:
+    """Run the worlds of `seeds` with `chains` chains a target (0: those of one stream), as many at once as there are
+    cores. Raises AssertionError naming those that fail.
+    """
     began, blocks = time.monotonic(), [seeds[i : i + BLOCK] for i in range(0, len(seeds), BLOCK)]
     free = asyncio.Semaphore(os.cpu_count() or 1)
 
     async def run(block: range) -> tuple[int, str]:
         async with free:
-            return await _simulate(f"{block[0]}-{block[-1]}")
+            return await _simulate(f"{block[0]}-{block[-1]}", "--chains", str(chains))
 
     total: Counter[str] = Counter()
     failed = []

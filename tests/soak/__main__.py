@@ -1,7 +1,5 @@
 """The fault runs at full length: `python -m tests.soak [--only NAME]` writes docs/evidence/soak.json."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -11,6 +9,7 @@ import secrets
 import subprocess
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.scenarios.archives import archives
 from tests.scenarios.bucket import compacted
 from tests.scenarios.delivery import delivered
 from tests.scenarios.delivery_forgetful import work_queue
+from tests.scenarios.many_chains import many_chains
 from tests.scenarios.rounds import crash_rounds
 from tests.scenarios.simulated import added, mutants, worlds
 from tests.support.basics import SharedS3
@@ -30,7 +30,7 @@ EVIDENCE = ROOT / "docs" / "evidence" / "soak.json"
 
 EGRESS, INGRESS, COMPACTION = "egress", "ingress", "compaction"
 BESIDE = (  # files that every run depends on
-    *("common", "floe.py", "infra", "requirements.lock", "tests/scenarios", "tests/soak", "tests/support"),
+    *("bench", "common", "floe.py", "infra", "requirements.lock", "tests/scenarios", "tests/soak", "tests/support"),
 )
 
 
@@ -42,9 +42,19 @@ class Soak:
     parts: tuple[str, ...]
 
 
-WORLDS = 2000  # seeds of the simulated world
+WORLDS = {0: 2000, 40: 2000, 400: 100}  # seeds of the simulated world, by the chains of its target
 CENTRE = (INGRESS, COMPACTION)
 WHOLE = (EGRESS, *CENTRE)
+
+
+def _option(name: str) -> Any:
+    """Return the value of an option of the command."""
+    return click.get_current_context().params[name]
+
+
+async def _worlds(chains: int, *_: object) -> dict[str, Any]:
+    return await worlds(_option("seeds") or range(1, WORLDS[chains] + 1), chains)
+
 
 RUNS: dict[str, Soak] = {
     "crash_rounds": Soak(lambda _, rng: crash_rounds(rng), (*WHOLE, "tests")),
@@ -55,20 +65,26 @@ RUNS: dict[str, Soak] = {
     "delivery_atomic": Soak(lambda s3, rng: delivered(s3, rng, 300, "atomic"), CENTRE),
     "delivery_single": Soak(lambda s3, rng: delivered(s3, rng, 300, "single"), CENTRE),
     "delivery_work_queue": Soak(lambda s3, rng: work_queue(s3, rng, 300, "auto"), CENTRE),
-    "worlds": Soak(lambda *_: worlds(click.get_current_context().params["seeds"]), (*WHOLE, "tests/sim")),
+    "ten_thousand_chains": Soak(lambda _, rng: many_chains(rng, _option("chains"), _option("seconds")), CENTRE),
+    **{
+        f"worlds_{chains}" if chains else "worlds": Soak(partial(_worlds, chains), (*WHOLE, "tests/sim"))
+        for chains in WORLDS
+    },
     "mutants": Soak(lambda *_: mutants(), (*WHOLE, "tests/sim")),
 }
 
 
-def _names(_context: click.Context, _option: click.Parameter, text: str | None) -> list[str]:
+def _names(_context: click.Context, _parameter: click.Parameter, text: str | None) -> list[str]:
     names = (text or "").replace(",", " ").split()
     if unknown := sorted(set(names) - set(RUNS)):
         raise click.BadParameter(f"no such run: {', '.join(unknown)}; there are {', '.join(RUNS)}")
     return names
 
 
-def _range(_context: click.Context, _option: click.Parameter, text: str | None) -> range:
-    first, _, last = (text or str(WORLDS)).rpartition("-")
+def _range(_context: click.Context, _parameter: click.Parameter, text: str | None) -> range | None:
+    if not text:
+        return None
+    first, _, last = text.rpartition("-")
     try:
         return range(int(first or 1), int(last) + 1)
     except ValueError as error:
@@ -80,7 +96,9 @@ def _range(_context: click.Context, _option: click.Parameter, text: str | None) 
 @click.option("--stale", is_flag=True, help="Only runs made before a change of what they exercise.")
 @click.option("--seed", type=int, help="Repeat a run with the seed that it printed.")
 @click.option("--seeds", callback=_range, help="Of the simulated worlds: N for 1-N, or A-B; what fits is added up.")
-def main(only: list[str], stale: bool, seed: int | None, seeds: range) -> None:
+@click.option("--chains", default=10_000, help="Of ten_thousand_chains.")
+@click.option("--seconds", default=3600.0, help="Of ten_thousand_chains.")
+def main(only: list[str], stale: bool, seed: int | None, **_: object) -> None:
     """Run the fault runs at full length. Example: python -m tests.soak --only compacted,archives"""
     results = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else {}
     names = [name for name in only or RUNS if not stale or _is_stale(name, results.get(name, {}))]
