@@ -17,7 +17,6 @@ from tests.sim.plan import CHANGING, Plan
 from tests.sim.sources import Recreations
 from tests.sim.store import SimObjects
 from tests.sim.streams import LIMITS, WORK_QUEUE
-from tests.sim.world import Killed
 
 HOME, PORT = "eu", 4222
 LAYOUT = Layout("data")  # the prefix that a store has unless its settings name one
@@ -26,10 +25,11 @@ MANY = 100  # chains
 PARTITIONS = (1, 2, 5, 10)  # of a stream
 BURSTS, SIZES = (1, 1, 2, 3), (1, 1, 2)  # of a chain, and messages of a burst
 RECREATED = 2  # streams, if sources change
-#: How a site ends: at any time, or between a segment and its tail, which only a scheduled listing shows.
+#: How a site ends: at any time, or after segments for which it could write neither tail nor heartbeat; a listing shows
+#: those.
 BY_TAIL, BY_LISTING = "tail", "listing"
 DIES, LATEST, ENOUGH = (12.0, 30.0), 32.0, 5  # seconds; later while it has fewer segments
-#: Seconds from then on: until it dies in the two ways (earlier at its next put), and until an operator accepts its gap.
+#: Seconds from then on until it dies in these ways, and from its death until an operator accepts its gap.
 DYING, DECIDES = {BY_TAIL: (2.0, 9.0), BY_LISTING: (10.0, 15.0)}, (5.0, 25.0)
 LOSES = 0.1  # chance that a segment of the dying site vanishes; of the first one that does
 # Seconds between two listings of a chain and of all chains, how many are of one level, seconds between two records of
@@ -75,7 +75,7 @@ class Company:
             self.feeds.append(SmallFeed(site, name, parts, rng.choice(kinds)))
             left -= parts
         self.ends = rng.choice(["", BY_TAIL, BY_LISTING]) if count else ""
-        self.dying, self._is_due = rng.choice(sites[1:]) if self.ends else "", False
+        self.dying = rng.choice(sites[1:]) if self.ends else ""
         names = "SEARCH_INTERVAL_S", "CHAIN_LISTING_INTERVAL_S", "FULL_SEARCH_EVERY", "TAILS_RECORD_INTERVAL_S"
         values = LISTED if self.ends == BY_LISTING else OFTEN if count else USUAL
         vars(discovery).update(zip(names, values, strict=True))
@@ -131,33 +131,25 @@ class Company:
         if len(self._segments()) < ENOUGH and self.world.now < LATEST:
             self.world.at(2.0, self._become_due)
             return
-        self._is_due = self.ends == BY_LISTING
-        if not self._is_due:
+        if self.ends == BY_LISTING:
+            self._objects.closed = LAYOUT.tails_prefix(self.dying), LAYOUT.heartbeats_prefix(self.dying)
+        else:
             self._kill_ingress()
         self.world.at(self._rng.uniform(*DYING[self.ends]), self._die)
 
     def _die(self) -> None:
-        if not self._member.is_gone:
-            self._member.is_gone = True
-            self.world.note(f"{self.dying} dies")
-            self.world.at(self._rng.uniform(*DECIDES), self._accept)
-            if self._member.process is not None:
-                self._member.process.kill()
+        self._member.is_gone = True
+        self.world.note(f"{self.dying} dies")
+        self.world.at(self._rng.uniform(*DECIDES), self._accept)
+        if self._member.process is not None:
+            self._member.process.kill()
 
     def strike(self, point: str) -> None:
-        """Lose a segment behind its read-back, or the site, while it passes the failpoint. Raises Killed."""
+        """Lose the newest segment of the dying site while it passes the failpoint: nobody has read it yet."""
         process = self.world.current
         is_dying = process is not None and process.alive and process.name == f"egress-{self.dying}"
-        if not is_dying or point != "egress.after_put":
+        if not is_dying or point != "egress.after_put" or self._gap is not None or self._rng.random() >= LOSES:
             return
-        if self._is_due and not self._member.is_gone:
-            self._die()
-            raise Killed
-        if self._gap is None and self._rng.random() < LOSES:
-            self._lose_segment()
-
-    def _lose_segment(self) -> None:
-        """Remove the newest segment of the site, which nobody has read."""
         newest = max(self._segments(), key=lambda each: int(self._objects.kept[each][1].etag, 16), default="")
         if newest:
             self._gap = LAYOUT.parse_segment(newest)

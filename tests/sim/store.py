@@ -45,6 +45,7 @@ class SimObjects:
     def __init__(self, world: World) -> None:
         self.world, self.mood, self.calls = world, StoreMood(), 0
         self.swallows_next = False  # the next write is lost on its way
+        self.closed: tuple[str, ...] = ()  # prefixes of keys that no client may put
         self.takes_conditions, self.refusals = True, list[Callable[[], FloeError]]()  # one of these is raised
         self.kept: dict[str, tuple[bytes, ObjectInfo]] = {}
         self.keys: list[str] = []
@@ -79,6 +80,8 @@ class SimObjects:
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> None:
         data = _checked(key, body, sha256)
+        if key.startswith(self.closed):
+            raise Unavailable("simulated: no put reaches this key")
         self._write(lambda: self._keep(key, data, metadata))
 
     def put_if_absent(

@@ -1,6 +1,6 @@
-"""Mistakes that only many chains in one target show: of recorded tails, and of keys."""
+"""Mistakes that only many chains in one target show: of their schedule, of recorded tails, of keys."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +8,30 @@ import ingress.delivery
 from common.archive.documents import KnownTail
 from common.chain import Chain
 from egress.incarnations import HighWaterMarks
-from ingress.discovery.discovery import Discovery
+from ingress.discovery.discovery import Discovery, ListingSchedule
 from tests.sim.mutants.registry import change, changing, mutant
+
+CAPACITY = 10  # chains of a schedule that forgets the others
+
+
+@mutant
+def schedule_forgets_chains() -> None:
+    """The schedule of listings holds some chains only."""
+
+    @changing(ListingSchedule, "add")
+    def add(original: Any, self: ListingSchedule, chains: Any) -> None:
+        original(self, [*chains][: max(0, CAPACITY - len(self._known))])
+
+
+@mutant
+def first_chains_listed_for_ever() -> None:
+    """A chain keeps its place in the schedule when it is listed: within the bound, the same ones are always next."""
+
+    @changing(ListingSchedule, "take_due")
+    def take(original: Any, self: ListingSchedule, pairs: Any) -> Iterator[Any]:
+        due = [*self._due]
+        yield from original(self, pairs)
+        self._due = due
 
 
 @mutant
@@ -38,5 +60,4 @@ def site_left_out_of_a_position() -> None:
 @mutant
 def feed_left_out_of_a_mark() -> None:
     """The partitions of two feeds with one number share their high-water mark."""
-    key = HighWaterMarks.key
-    change(HighWaterMarks, "key", lambda _: staticmethod(lambda chain: key(replace(chain, feed="S0"))))
+    change(HighWaterMarks, "key", lambda key: staticmethod(lambda chain: key(replace(chain, feed="S0"))))
