@@ -194,8 +194,7 @@ async def agree(fleet: Fleet) -> None:
     async def same() -> bool:
         nonlocal differences
         found = {**await shown_by_sites(fleet, truth), **await shown_by_centre(fleet, truth, carried)}
-        differences = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
-        return not differences
+        return not {name: pair for name, pair in found.items() if pair[0] != pair[1]}
 
     try:
         await soon(same, every=0.3)

@@ -75,8 +75,7 @@ async def completes(bench: Bench, stream: str, before: list[object], producer: P
 async def asleep_before_promotion(stream: str, file: str, **options: object) -> subprocess.Popen[str]:
     """Start a restore that sleeps at a failpoint until it gets SIGCONT."""
     words = [sys.executable, "-m", "floe", "restore", "-c", file, f"site/{stream}", "--yes"]
-    env = {**os.environ, "FLOE_FAILPOINTS": "restore.recorded=stop"}
-    process = spawn(words, cwd=ROOT, env=env, **options)
+    process = spawn(words, cwd=ROOT, env={**os.environ, "FLOE_FAILPOINTS": "restore.recorded=stop"}, **options)
     await soon(lambda: has_stopped(process.pid))
     return process
 

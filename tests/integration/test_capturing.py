@@ -126,13 +126,11 @@ async def test_consumers_that_were_captured_are_listed(bench: Bench, tmp_path: P
     stream = await bench.make_stream(unique("CAP"))
     await made(bench, stream, "app", filter_subject=f"{stream}.a")
     await bench.publish(stream, [b"x"] * 5)
-    path = configuration(bench, {"stream": stream})
-    words = ("consumers", "ls", "-c", str(path), f"{SITE}/{stream}")
+    words = ("consumers", "ls", "-c", str(configuration(bench, {"stream": stream})), f"{SITE}/{stream}")
     none = await floe(*words)
     assert (none.code, none.out.splitlines()[1:]) == (0, [])
     assert "no consumers captured" in none.err
-    in_one = {"max_messages": 5, "max_age": "1h"}
-    async with bench.egress({"stream": stream, "segment": in_one}, tuning=ONCE):
+    async with bench.egress({"stream": stream, "segment": {"max_messages": 5, "max_age": "1h"}}, tuning=ONCE):
         await bench.archived_to(stream, 5)
         await back.consume(bench, stream, "app", 4, 3)
     shown = await floe(*words)

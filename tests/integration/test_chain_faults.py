@@ -325,8 +325,7 @@ def test_a_sequence_is_of_the_first_incarnation_and_without_a_key_all_is_carried
 
 
 def test_a_recorded_start_stays_though_archive_clock_and_file_change(begun: Archive) -> None:
-    now = (START_NS + 16 * PACE_NS) / 1e9
-    assert start(begun, now=now, start_delta="5ms")() in (11, 12)
+    assert start(begun, now=(START_NS + 16 * PACE_NS) / 1e9, start_delta="5ms")() in (11, 12)
     assert start(begun, now=2e9, start_delta="5ms")() in (11, 12)
     assert start(begun, start_at_end=True)() in (11, 12)
 

@@ -47,8 +47,7 @@ class Centre:
     def __init__(
         self, archive: Archive, memory: int = 1 << 28, largest: int = 1 << 20, parks: bool = False, **source: Any
     ) -> None:
-        sites = ["us-east", BIG.site, *(chain.site for chain in SMALL)]
-        entry = {"site": sites, "feed": "NODES", **source}
+        entry = {"site": ["us-east", BIG.site, *(chain.site for chain in SMALL)], "feed": "NODES", **source}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [entry]})
         registry = ChainRegistry(settings, TargetLimits(SubjectFilters([">"]), largest, parks=parks))
         self.threads = ThreadPool("test", 4)
@@ -295,7 +294,6 @@ async def test_messages_above_64_mib_stop_their_chains_before_they_are_decoded(a
             await soon(lambda: all(state.stopped for state in states))
     for state in states:
         assert (state.stopped.code, state.damaged) == ("E-MSG-TOO-LARGE", set())
-        wanted = f"{state.chain.site}/NODES/0000/0 --sequence 2 --yes"
-        assert wanted in str(state.stopped.hint)
+        assert f"{state.chain.site}/NODES/0000/0 --sequence 2 --yes" in str(state.stopped.hint)
     assert centre.stored == {BIG: 201}
     assert pool.max_memory() < 32 << 20, "nothing of them is decoded"

@@ -158,8 +158,7 @@ async def test_the_archive_is_checked_in_the_bucket(tmp_path: Path) -> None:
     assert (done.code, found["state"], found["figures"]["holes"]) == (2, "CRITICAL", 1)
     assert "us-east/NODES/0000/0: 41..50 missing" in found["text"]
     newest = archive.store.list(CHAIN)[-1]
-    whole = (archive.folder / newest.key).read_bytes()
-    for damage in (b"", whole[:-8] + b"damaged!"):
+    for damage in (b"", (archive.folder / newest.key).read_bytes()[:-8] + b"damaged!"):
         (archive.folder / newest.key).write_bytes(damage)
         assert f"damaged: {newest.key}" in await checked("archive", "-c", config, code=2)
 

@@ -117,8 +117,7 @@ def test_a_selection_of_others_does_nothing_or_is_an_error_with_the_known_ones(s
     assert "did you mean us-east/NODES?" in site.compact("us-east/NODE", code=2).err
     assert "there are us-east/NODES/0000/0" in site.compact("us-east/NODES/7", "--dry-run", code=2).err
     assert "did you mean us-east/NODES?" in site.verify("us-esat/NODES", code=2).err
-    done = site.compact("--level", "1")
-    assert done.out == "nothing to do: no entry of compaction.levels reads that level\n"
+    assert site.compact("--level", "1").out == "nothing to do: no entry of compaction.levels reads that level\n"
     assert len(site.ranges()) == 4
     found = site.compact("--json", "us-east/NODES/0000/0", "--level", "0")
     [merged] = found["merged"]
@@ -255,8 +254,7 @@ def test_a_fork_ends_with_3_while_it_is_new_and_always_with_strict_until_one_sid
 
 def test_junk_among_the_tombstones_is_offered_for_quarantine(site: Site):
     site.compact()
-    junk = site.layout.tombstones_prefix(CHAIN) + "notes of last week.txt"
-    site.objects.put(junk, b"hello")
+    site.objects.put(site.layout.tombstones_prefix(CHAIN) + "notes of last week.txt", b"hello")
     [offered] = [line for line in site.compact(code=3).err.splitlines() if line.startswith("floe ")]
     assert (run_here(*shlex.split(offered)[1:]).code, site.compact("--strict").code) == (0, 0)
 

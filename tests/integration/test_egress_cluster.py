@@ -62,8 +62,7 @@ async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster
 async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of_them(bench: Bench) -> None:
     """Leaders of the stream and of its durable; messages with a forgotten acknowledgement are sent again."""
     stream, done = await bench.make_replicated("workqueue"), asyncio.Event()
-    feed = {"stream": stream, "segment": {"max_messages": 2_000}}
-    async with bench.egress(feed, lease_ttl="10s") as running:
+    async with bench.egress({"stream": stream, "segment": {"max_messages": 2_000}}, lease_ttl="10s") as running:
         await soon(lambda: running.state(stream) == "reading")
         load = asyncio.create_task(publish(bench, stream, lambda _: done.is_set()))
         for _ in range(4):

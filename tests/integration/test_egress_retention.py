@@ -142,8 +142,7 @@ async def test_a_durable_that_an_admin_removes_is_an_alarm_what_was_received_is_
 ) -> None:
     """F29: the stream drops messages that only Floe wanted, so memory has the last copy. Then while egress is down."""
     stream = await make(bench, "interest")
-    feed = {"stream": stream, "segment": {"max_age": "1h"}}
-    async with bench.egress(feed) as running:
+    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
         await reads(bench, running, stream)
         await bench.publish(stream, numbered(30))
         name = await durable_with(bench, stream, ack_pending=30)
@@ -195,8 +194,7 @@ async def test_limits_a_purge_and_deleted_messages_are_recorded_and_the_rest_is_
 async def test_a_recreated_interest_stream_drops_nothing_while_it_is_judged(bench: Bench) -> None:
     """The same holds while the chain waits for an operator."""
     stream = await make(bench, "interest")
-    feed = {"stream": stream, "on_recreated": "halt"}
-    async with bench.egress(feed) as running:
+    async with bench.egress({"stream": stream, "on_recreated": "halt"}) as running:
         await reads(bench, running, stream)
         await bench.publish(stream, numbered(20))
         await leaves(bench, stream, 20)

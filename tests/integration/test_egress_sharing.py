@@ -91,8 +91,7 @@ class Group:
     members: list[Member] = field(default_factory=list)
 
     async def join(self, url: str = "", *, siblings: int = 1) -> Member:
-        settings = NatsSettings(url=url or self.url)
-        client = await connect(settings, name="member", ping_interval=1.0)
+        client = await connect(NatsSettings(url=url or self.url), name="member", ping_interval=1.0)
         self.clients.append(client)
         leases = Leases(await KeyValue(client, self.kv.bucket, ttl=TTL).ensure(), new_owner("m"), TTL, SystemClock())
         clock, rng = SystemClock(), random.Random(1)

@@ -22,8 +22,7 @@ from tests.support.stores import FaultyStore
 
 async def resolved(bench: Bench, stream: str, **feed: Any) -> tuple[int, list[str]]:
     """The exit code of `floe egress resolve`, and its lines."""
-    config = configuration(bench, {"stream": stream, **feed})
-    done = await floe("egress", "resolve", "-c", str(config), stream)
+    done = await floe("egress", "resolve", "-c", str(configuration(bench, {"stream": stream, **feed})), stream)
     assert done.err == ""
     return done.code, done.out.splitlines()
 

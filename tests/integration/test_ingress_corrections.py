@@ -263,8 +263,7 @@ async def test_rows_of_an_open_intent_that_are_gone_for_good(client: FloeClient,
     async with service(centre) as health:
         await corrected(centre, health, "E-INTENT", "--accept")
         await centre.carried(client, 16)
-        named = [f"{CHAIN.site}/{CHAIN.feed}"]
-        done = await set_by_hand(centre, *named, "--sequence", "31", "--yes")
+        done = await set_by_hand(centre, *[f"{CHAIN.site}/{CHAIN.feed}"], "--sequence", "31", "--yes")
         assert done.code == 0, done
         await holds(client, centre, numbers((1, 11), (31, 40)))
     assert f"{CHAIN}: 12 to 30 are no longer delivered" in done.out

@@ -255,8 +255,7 @@ def test_the_files_can_be_made_for_other_names(tmp_path: Path) -> None:
     conf = (tmp_path / "nats-egress.conf").read_text()
     assert '"$JS.hub.API.STREAM.INFO.S"' in conf
     assert '"$JS.hub.API.$KV.FLOE_STATE.>"' in conf
-    policy = (tmp_path / "s3-egress.json").read_text()
-    assert '"arn:aws:s3:::archive/site=eu-west/*"' in policy
+    assert '"arn:aws:s3:::archive/site=eu-west/*"' in (tmp_path / "s3-egress.json").read_text()
     with pytest.raises(SystemExit, match="expected names of site stream"):
         main([str(tmp_path), "sites=x"])
     assert "{" not in conf.replace("{ allow", "").replace("permissions: {", "")

@@ -193,8 +193,7 @@ async def test_stored_parked_stopped_and_paused_are_counted(client: FloeClient, 
         await soon(lambda: reading("paused_chains", target) == 1)
 
         assert reading("publish_last_success_timestamp_seconds", target) > 1_700_000_000
-        payloads = sum(len(row.payload) for row in centre.archive.rows[OTHER])
-        assert reading("bytes_total", target) > payloads
+        assert reading("bytes_total", target) > sum(len(row.payload) for row in centre.archive.rows[OTHER])
         assert reading("parked_messages_total", target) == reading("lease_held", target) == 1
         assert min(reading("intents_total", target, result="closed"), reading("publish_seconds_count", target)) >= 1
     assert await count_in(client, target) == 6

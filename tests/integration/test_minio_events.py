@@ -136,8 +136,7 @@ def test_make_minio_prints_settings_that_work_and_ends_with_a_signal(way: dict[s
     )
     try:
         assert process.stdout is not None
-        lines = "".join(process.stdout.readline() for _ in range(6))
-        document = yaml.safe_load(lines)
+        document = yaml.safe_load("".join(process.stdout.readline() for _ in range(6)))
         canaries.note(document["store"]["secret_access_key"])
         objects = open_objects(StoreSettings.model_validate(document["store"]))
         objects.put("k", b"1")

@@ -162,8 +162,7 @@ async def test_a_secret_goes_over_tls_only(guarded: NatsServer, certificates: Pa
         await (await connect(allowed, name="test")).aclose()
 
     # The server asks for TLS, the address does not.
-    extra = "authorization { user: u, password: p }"
-    with NatsServer(tls=server_tls(certificates), extra=extra) as server:
+    with NatsServer(tls=server_tls(certificates), extra="authorization { user: u, password: p }") as server:
         url = server.url.replace("tls://", "nats://")
         monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
         await (await connect(NatsSettings(url=url, user="u", password="p"), name="test")).aclose()

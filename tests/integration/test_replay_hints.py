@@ -246,5 +246,4 @@ MENDS = (
 @pytest.mark.parametrize("mend", MENDS)
 async def test_the_command_of_a_hint_resumes(world: World, mend: Callable[[World], Awaitable[None]]) -> None:
     await mend(world)
-    there = {message.sequence for message in world.archive.rows[CHAIN]}
-    assert await world.sequences() == sorted(there)
+    assert await world.sequences() == sorted({message.sequence for message in world.archive.rows[CHAIN]})

@@ -174,8 +174,7 @@ def test_traffic_is_kept_current_as_one_run_would_have_made_it(tmp_path: Path, r
     found = rows_of(folder, "traffic")
     fleet.report(TrafficReport, tmp_path / "whole")
     assert found == rows_of(tmp_path / "whole", "traffic")
-    kept = {chain: fleet.read(chain) for chain in (CHAIN, OTHER)}
-    for chain, table in kept.items():
+    for chain, table in {chain: fleet.read(chain) for chain in (CHAIN, OTHER)}.items():
         of = [each for each in found if each["site"] == chain.site]
         hours = [n // HOUR_NS for n in table.column("timestamp_ns").to_pylist()]
         assert {int(e["hour"].timestamp()) // 3600: e["kept"] for e in of if e["kept"]} == {

@@ -100,8 +100,7 @@ def far(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> Far:
 
 
 def without(answer: Answer, name: str, *others: tuple[str, str]) -> Answer:
-    headers = [each for each in answer.headers if each[0].lower() != name]
-    return replace(answer, headers=[*headers, *others])
+    return replace(answer, headers=[*[each for each in answer.headers if each[0].lower() != name], *others])
 
 
 def open_s3(s3: SharedS3, url: str, bucket: str, *, secret: str = "", options: S3Options = OPTIONS) -> S3Objects:

@@ -87,8 +87,7 @@ def test_the_cover_leaves_out_merged_segments_in_all_forms(run: Run, merged: Mer
 def test_a_cover_that_cuts_a_segment_shows_it(run: Run, archive: Archive) -> None:
     archive.put(rows(1), SequenceRange(1, 10))
     archive.put(rows(8), SequenceRange(8, 20))
-    result = run("ls", "--cover", "--format", "paths")
-    assert "1 of these also hold rows that others account for" in result.err
+    assert "1 of these also hold rows that others account for" in run("ls", "--cover", "--format", "paths").err
     found = run("ls", "--cover", "--json").json()
     assert [(s["take_first"], s["take_last"]) for s in found] == [(1, 10), (11, 20)]
 
@@ -102,8 +101,7 @@ def test_chains_are_chosen_by_site_feed_incarnation_and_partition(run: Run, arch
     def listed(*what: str) -> list[str]:
         return [s["chain"] for s in run("ls", "--json", *what).json()]
 
-    everything = sorted(str(chain) for chain in chains)
-    assert listed() == listed("us-east") == everything
+    assert listed() == listed("us-east") == sorted(str(chain) for chain in chains)
     assert listed("us-east/NODES") == ["us-east/NODES/0000/0", "us-east/NODES/0000/1", "us-east/NODES/0001/0"]
     assert listed("us-east/NODES/0") == ["us-east/NODES/0000/0", "us-east/NODES/0000/1"]
     assert listed("us-east/NODES/0000/1") == ["us-east/NODES/0000/1"]

@@ -75,8 +75,7 @@ async def test_egress_asks_for_as_many_messages_as_the_server_takes(narrow: Benc
 
 @pytest.mark.real
 async def test_a_server_that_takes_no_more_consumers_names_its_limit(tmp_path: Path) -> None:
-    extra = "jetstream { limits { default_max_consumers: 1 } }"
-    with NatsServer(extra=extra) as server:
+    with NatsServer(extra="jetstream { limits { default_max_consumers: 1 } }") as server:
         async with aclosing(await connected(server.url)) as client:
             bench = Bench(server.url, tmp_path, client)
             stream = await bench.make_stream(unique("T"))

@@ -168,8 +168,7 @@ def put_heartbeat(archive: Archive, chain: Chain, state: str, *, ago: float = 0.
     now = time.time()
     alive = HeartbeatObject(chain.site, "o", now, (ChainHeartbeat(state, now, chain=chain, **fields),))
     archive.documents.write_heartbeat("host", alive)
-    path = archive.folder / archive.documents.layout.heartbeat(chain.site, "host")
-    os.utime(path, (now - ago, now - ago))
+    os.utime(archive.folder / archive.documents.layout.heartbeat(chain.site, "host"), (now - ago, now - ago))
 
 
 async def status(centre: Centre) -> tuple[int, dict[tuple[str, str], dict[str, Any]]]:

@@ -195,8 +195,7 @@ def test_an_unreachable_store_is_for_later(site: Site, monkeypatch: pytest.Monke
     text = site.config.read_text()
     away = f"{{url: 's3://bucket', endpoint_url: 'http://127.0.0.1:{free_port()}', "
     away += "access_key_id: key, secret_access_key: secret}"
-    document = yaml.safe_load(text) | {"store": yaml.safe_load(away)}
-    site.config.write_text(yaml.safe_dump(document))
+    site.config.write_text(yaml.safe_dump(yaml.safe_load(text) | {"store": yaml.safe_load(away)}))
     assert "error[E-" in site.state(code=75).stderr
     site.config.write_text(text + "nonsense: 1\n")
     assert "nonsense" in site.state(code=78).stderr

@@ -143,8 +143,7 @@ async def test_the_archive_is_shown_without_nats(centre: Centre, archive: Archiv
     assert row["last_archived"].endswith("Z")
     assert (row["last_compaction"], row["last_compaction_exit_code"]) == (None, None)
 
-    down = changed(config, "nats", url=f"nats://127.0.0.1:{free_port()}")
-    done = await floe("status", "-c", down)
+    done = await floe("status", "-c", changed(config, "nats", url=f"nats://127.0.0.1:{free_port()}"))
     assert done.code == 75
     assert "only the archive is shown: nats server 127.0.0.1" in done.err
     assert [line.split()[:2] for line in done.out.splitlines()] == [["chain", "archived"], [str(CHAIN), "70"]]

@@ -292,8 +292,7 @@ async def test_failed_parts_of_ingress_start_again(
             await soon(lambda: count(part) >= before + len(thrown))  # noqa: B023
             await centre.carried(client, 10 * number)
         await soon(lambda: not health.problems())
-        last = 10 * len(throws) + 10
-        check_exact(await centre.carried(client, last), archive, centre.prefix)
+        check_exact(await centre.carried(client, 10 * len(throws) + 10), archive, centre.prefix)
 
 
 # Replay and drill end with the error; the same command continues

@@ -96,8 +96,7 @@ async def test_findings_are_counted_for_each_chain_and_in_total(tmp_path: Path):
     archive.path(archive.put(41, 50).key).write_bytes(b"?")
     site.chains.write_tail(CHAIN, 60)
     archive.put(1, 10, chain=OTHER)
-    junk = f"{archive.layout.segments_prefix(OTHER, 0)}junk"
-    archive.objects.put(junk, b"")
+    archive.objects.put(f"{archive.layout.segments_prefix(OTHER, 0)}junk", b"")
     archive.objects.put("data/README", b"")
 
     other, chain, nobody = await site.command("--json", code=3)

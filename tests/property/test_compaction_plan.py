@@ -56,8 +56,7 @@ def test_a_plan_spans_no_hole_takes_nothing_young_nothing_twice_and_no_more_than
 def test_a_quiet_chain_is_compacted_once_it_has_waited(count, policy):
     segments = [ref(i * 10 + 1, i * 10 + 10, age=1, size=1) for i in range(count)]
     policy = replace(policy, min_count=3, max_size=10**9, max_count=10**6)
-    later = NOW + policy.min_age + policy.max_wait + 1
-    [output] = plan(segments, policy, later)
+    [output] = plan(segments, policy, NOW + policy.min_age + policy.max_wait + 1)
     assert output.inputs == tuple(segments)
 
 
@@ -133,8 +132,7 @@ def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
     assert covered(left) == covered(segments)
     assert max((s.coverage.last for s in left), default=0) == max((s.coverage.last for s in segments), default=0)
     replacing = {u.key for stone in stones for u in stone.tombstone.superseding}
-    condemned = {s.key for stone in stones for s in stone.tombstone.superseded}
-    assert not going & (replacing - condemned)
+    assert not going & (replacing - {s.key for stone in stones for s in stone.tombstone.superseded})
 
 
 @given(POLICIES)

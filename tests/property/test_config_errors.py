@@ -110,8 +110,7 @@ def mappings(value: Any, where: Where = ()) -> list[Where]:
         return [found for index, item in enumerate(value) for found in mappings(item, (*where, index))]
     if not isinstance(value, dict) or where[-1:] in (("headers",), ("conf",), ("defaults",)):
         return []
-    below = [found for name, item in value.items() for found in mappings(item, (*where, name))]
-    return [where, *below]
+    return [where, *[found for name, item in value.items() for found in mappings(item, (*where, name))]]
 
 
 def at(document: Any, where: Where) -> Any:

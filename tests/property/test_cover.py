@@ -71,8 +71,7 @@ def test_cover_and_holes_share_a_range_between_them_each_sequence_once(
 
 @given(segments, positions)
 def test_until_hole_goes_on_without_a_gap(found: list[Segment], position: int) -> None:
-    taken = until_hole(cover(found, position), position)
-    for stretch in taken:
+    for stretch in until_hole(cover(found, position), position):
         assert stretch.rows.first == position
         position = stretch.rows.last + 1
     assert not any(s.coverage.first <= position <= s.coverage.last for s in found)

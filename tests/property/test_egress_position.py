@@ -36,8 +36,7 @@ def test_agrees_with_checking_every_sequence(first: int, ranges: list[SequenceRa
     assert [s for r in found.lost for s in range(r.first, r.last + 1)] == lost
     if held:
         assert found.until is not None
-        hole = range(found.first, found.until + 1)
-        assert not covered & set(hole)
+        assert not covered & set(range(found.first, found.until + 1))
         assert found.until + 1 in covered
     else:
         assert found.until is None

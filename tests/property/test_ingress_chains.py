@@ -267,8 +267,7 @@ class World:
         if isinstance(piece.segment, Gap):
             self.given_up.setdefault(piece.chain, []).append(piece.rows)
         else:
-            rows = range(piece.rows.first, piece.rows.last + 1)
-            self.carried.setdefault(piece.chain, []).extend(rows)
+            self.carried.setdefault(piece.chain, []).extend(range(piece.rows.first, piece.rows.last + 1))
 
     def check(self, chain: Chain, last: int) -> None:
         """Check that every sequence is carried or given up, in order, once."""

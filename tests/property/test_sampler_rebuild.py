@@ -49,8 +49,7 @@ def test_every_value_of_the_last_duration_is_known_by_its_last_row(
         site = SampledArchive(Path(folder))
         # The position is after the last segment.
         ends = [*sorted({end for end in ends if end < last}), last]
-        level_0 = [(before + 1, end, 0) for before, end in pairwise([0, *ends])]
-        for first, end, level in [*level_0, *merged]:
+        for first, end, level in [*[(before + 1, end, 0) for before, end in pairwise([0, *ends])], *merged]:
             if end <= last:
                 put_one(site, examined, rows, first, end, level)
         rebuilt = SamplerRebuild(ChainArchive.listed(site.store, CHAIN), site.sampling, last).run()
@@ -60,6 +59,5 @@ def test_every_value_of_the_last_duration_is_known_by_its_last_row(
     assert rebuilt.newest_ns == newest
     young = [m for m in rows if m.sequence <= last and m.timestamp_ns >= newest - DURATION * SECOND]
     expected = {m.subject.decode().split(".")[1]: (m.timestamp_ns, m.timestamp_ns, len(m.payload)) for m in young}
-    found = {k.value: (k.seen_ns, k.copied_ns, k.size) for k in rebuilt.sampler.freeze().iter_keys()}
-    assert found == expected
+    assert {k.value: (k.seen_ns, k.copied_ns, k.size) for k in rebuilt.sampler.freeze().iter_keys()} == expected
     assert rebuilt.rows == len(young)

@@ -193,8 +193,7 @@ def test_what_was_archived_is_learned(archived: list[Sent], world: list[Sent], c
         sampler.learn([s.key for s in some], [s.time for s in some], [s.size for s in some])
     found: dict[str, KnownKey] = {k.value: k for k in sampler.freeze().iter_keys()}
     for entry in found.values():
-        last = [s for s in archived if s.key == entry.value][-1]
-        assert entry.size == last.size
+        assert entry.size == [s for s in archived if s.key == entry.value][-1].size
         assert entry.seen_ns == entry.copied_ns >= 0
         assert entry.seen_ns <= sampler.watermark_ns
     # settled: no advisory for values that ended long ago

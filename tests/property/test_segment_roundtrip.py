@@ -58,13 +58,11 @@ def test_a_file_gives_back_what_was_written(rows: list[Message], batch_rows: int
 @given(streams().filter(bool), st.data())
 @settings(max_examples=60)
 def test_a_part_of_a_file_is_the_rows_inside_it(rows: list[Message], data: st.DataObject) -> None:
-    known = [m.sequence for m in rows]
-    edge = st.sampled_from(known) | st.integers(1, MAX_SEQUENCE)
+    edge = st.sampled_from([m.sequence for m in rows]) | st.integers(1, MAX_SEQUENCE)
     first, last = sorted((data.draw(edge), data.draw(edge)))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "segment"
-        name = write_segment(path, rows).segment_name
-        with open_file(path, name) as reader:
+        with open_file(path, write_segment(path, rows).segment_name) as reader:
             found = read_all(reader, SequenceRange(first, last))
             assert found == [m for m in rows if first <= m.sequence <= last]
             alone = pa.Table.from_batches(

@@ -76,5 +76,4 @@ def test_pruning_keeps_the_newest_the_young_and_the_last_stored(
     assert all(now - r.modified > grace for r in going)
     last = max((r.modified for r in snapshots), default=0.0)
     assert {r for r in snapshots if r.modified == last} <= set(kept)
-    unneeded = [r for r in kept if r not in newest and r.modified != last and now - r.modified > grace]
-    assert unneeded == []
+    assert [r for r in kept if r not in newest and r.modified != last and now - r.modified > grace] == []

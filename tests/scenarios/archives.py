@@ -328,8 +328,7 @@ def _check_unread(report: ChainReport, sound: list[File], accepted: set[int]) ->
         allowed_late |= others
         expected_late |= set() if is_forked else late
         for gap in runs(part - accepted) if each.of_hole else []:
-            found = {n for n in gap if n in each.rows or n in others}
-            if min(each.gone, len(gap - found)):
+            if min(each.gone, len(gap - {n for n in gap if n in each.rows or n in others})):
                 allowed_gone |= gap
                 expected_gone |= set() if is_forked else gap
     late_rows, gone_rows = where(of_kind(report, "late")), where(of_kind(report, "gone"))

@@ -219,8 +219,7 @@ class SimNats:
             return
         self.world.note(f"nats asked {name}")
         try:
-            asked = json.loads(payload) if payload else {}
-            document = stale or api.answer(self, words, asked)
+            document = stale or api.answer(self, words, json.loads(payload) if payload else {})
         except api.UnknownCall as error:
             self.world.note(f"nats answers nothing to {error}")
             return

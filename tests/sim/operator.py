@@ -79,8 +79,7 @@ class Operator:
         self.world.note(f"operator reads {stop['code']}, runs {shlex.join(words)}")
         self.ran[stop["code"]] += 1
         self._acted[stop["hint"]] = self.world.now
-        before = stop["hint"].partition(shlex.join(words))[0]
-        self.has_repeated |= bool(re.search(REPEATS, before))
+        self.has_repeated |= bool(re.search(REPEATS, stop["hint"].partition(shlex.join(words))[0]))
         self._process = self.world.spawn("operator", lambda: self._paste(words))
         if self.ran.total() == 1 and self._rng.random() < DIES:
             self.world.at(self._rng.uniform(0, 2), self._process.kill)

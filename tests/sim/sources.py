@@ -123,8 +123,7 @@ class SourceChanges:
 
     def _bring_back(self) -> None:
         """Delete it, and restore it after a while as it was, or as an older copy has it."""
-        newest = contents(self._nats.streams[self._stream])
-        disk = self._rng.choice([newest, self._rng.choice(self._copies)])
+        disk = self._rng.choice([contents(self._nats.streams[self._stream]), self._rng.choice(self._copies)])
         config = self._delete()
         if self._rng.random() < 0.5:  # meanwhile another one has its name
             self._create(config)

@@ -306,8 +306,7 @@ async def foreign(client: FloeClient, centre: Centre) -> None:
 
 async def left_open(client: FloeClient, centre: Centre, ref: SegmentRef, created: str, base: int = 0) -> TargetState:
     """Leave an intent over the whole segment, after `base`, as a killed instance does; return the state."""
-    positions = {CHAIN: ref.coverage.first} if base else {}
-    state = TargetState(Checkpoint(base, created, positions))
+    state = TargetState(Checkpoint(base, created, {CHAIN: ref.coverage.first} if base else {}))
     opened = open_intent(state, [IntentPiece(ref.segment, ref.coverage, len(ref.coverage))])
     assert await (await centre.state(client)).save(opened, 0) is not None
     return opened

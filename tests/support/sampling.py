@@ -44,8 +44,7 @@ def feed(**keys: Any) -> FeedSettings:
 
 def sent(sequence: int, node: str, seconds: float, size: int = 5) -> Message:
     """Return the message that `node` published `seconds` after the start."""
-    time = START_NS + round(seconds * SECOND)
-    return Message(sequence, time, f"nodes.{node}".encode(), None, b"x" * size)
+    return Message(sequence, START_NS + round(seconds * SECOND), f"nodes.{node}".encode(), None, b"x" * size)
 
 
 def columns_of(messages: Sequence[Message]) -> Columns:
@@ -155,8 +154,7 @@ class SampledArchive:
         try:
             return self.snapshots(chain).save(snapshot)
         finally:
-            files = [path for path in self.spool_dir.rglob("*") if path.is_file() and path.name != "lock"]
-            assert not files
+            assert not [path for path in self.spool_dir.rglob("*") if path.is_file() and path.name != "lock"]
 
     async def resume(
         self,

@@ -238,8 +238,7 @@ class Notifying:
         answer = exchange.forward()
         if answer.status == 200:
             bucket = exchange.target.lstrip("/").partition("/")[0]
-            document = notification(bucket, exchange.key, len(exchange.body))
-            self._publisher.publish(json.dumps(document).encode())
+            self._publisher.publish(json.dumps(notification(bucket, exchange.key, len(exchange.body))).encode())
         return answer
 
 

@@ -49,8 +49,7 @@ METRICS_ELSEWHERE = {
 
 def metric_names() -> set[str]:
     for role in ROLES:
-        package = importlib.import_module(role)
-        for module in pkgutil.walk_packages(package.__path__, f"{role}."):
+        for module in pkgutil.walk_packages(importlib.import_module(role).__path__, f"{role}."):
             if module.name.endswith("metrics") or module.name in METRICS_ELSEWHERE:
                 importlib.import_module(module.name)
     families = [family for family in REGISTRY.collect() if family.name.startswith("floe_")]

@@ -49,8 +49,7 @@ from tests.support.clock import ManualClock
 
 def spooled(chain: Chain, first: int, last: int) -> SpooledSegment:
     coverage = SequenceRange(first, last)
-    ledger = Ledger({Reason.DELETED: len(coverage)})
-    footer = Footer(chain, 0, coverage, 0, ledger, 0, None, None, None, "test")
+    footer = Footer(chain, 0, coverage, 0, Ledger({Reason.DELETED: len(coverage)}), 0, None, None, None, "test")
     return SpooledSegment(Path("none"), footer, 1, "0" * 64)
 
 
@@ -400,8 +399,7 @@ def test_what_another_command_waits_for_stays_asked():
 
 
 def test_what_was_answered_to_another_command_stays_until_it_is_asked_again():
-    done = stored(NOTHING.with_request(FEED[:1], COUNTS, "a", 0), 0)
-    again = done.with_request(FEED[1:2], COUNTS, "b", 1)
+    again = stored(NOTHING.with_request(FEED[:1], COUNTS, "a", 0), 0).with_request(FEED[1:2], COUNTS, "b", 1)
     assert (asked(again), again.feeds["NODES"].answers.keys()) == ([1], {0})
     assert again.with_request(FEED[:1], COUNTS, "c", 2).feeds["NODES"].answers == {}
 

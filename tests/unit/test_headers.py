@@ -156,6 +156,5 @@ def test_a_few_of_a_thousand_forged_hops_are_asked_about() -> None:
 def test_the_places_of_a_batch_are_those_that_claim_something() -> None:
     blocks = [None, escape(None, OURS), build_block([b"A: 1"]), escape(None, THEIRS), escape(None, OURS)]
     count = len(blocks)
-    rows = Columns([5, 6, 8, 9, 10], [1] * count, [b"s"] * count, blocks, [b"x"] * count)
-    assert CLAIMS.indexes(rows) == [4]
+    assert CLAIMS.indexes(Columns([5, 6, 8, 9, 10], [1] * count, [b"s"] * count, blocks, [b"x"] * count)) == [4]
     assert CLAIMS.indexes(Columns([1], [1], [b"s"], [None], [b"x"])) == []

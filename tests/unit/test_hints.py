@@ -204,8 +204,7 @@ def _calling(node: ast.AST, within: str) -> Iterator[str]:
 
 
 def test_each_function_that_builds_a_command_is_tried_here() -> None:
-    untried = {each for each in builders() if each.split(":")[0] not in ELSEWHERE}
-    assert untried == set(SAMPLES)
+    assert {each for each in builders() if each.split(":")[0] not in ELSEWHERE} == set(SAMPLES)
 
 
 def test_the_words_of_each_printed_command_name_a_command() -> None:

@@ -141,5 +141,4 @@ def parameters(made: ast.ClassDef) -> int:
 
 def test_a_constructor_has_few_parameters():
     found = {f"{name_of(path)} {each.name}": parameters(each) for path in files(*PRODUCT) for each in classes(path)}
-    crowded = {name for name, count in found.items() if count > MOST_PARAMETERS}
-    assert crowded == COMPONENTS
+    assert {name for name, count in found.items() if count > MOST_PARAMETERS} == COMPONENTS

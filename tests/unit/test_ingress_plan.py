@@ -361,8 +361,7 @@ def test_a_damaged_segment_is_replaced_by_a_level_above() -> None:
 
 
 def test_a_segment_that_ends_pages_behind_the_range_is_found() -> None:
-    others = [key(n, n) for n in range(1, 3000) if n != 7]
-    store, objects = store_of(*others, key(6, 2500), *small(4000, 6000))
+    store, objects = store_of(*[key(n, n) for n in range(1, 3000) if n != 7], key(6, 2500), *small(4000, 6000))
 
     found = stretches_for(store, CHAIN, WANTED, NONE)
 

@@ -162,8 +162,7 @@ def test_a_row_that_nobody_can_read_counts_only_where_something_explains_it(stor
     assert judge(OPEN, gone, sent=Sent(stored - 1)).finding is Finding.UNREAD
     at = OPEN.intent.piece_at(stored - 1)[1]
     assert judge(OPEN, reading(100 + stored, Origin(at.chain, at.rows.last), forgets=False)) == known
-    accepted = replace(OPEN, checkpoint=replace(CLOSED.checkpoint, foreign_upto=100 + stored))
-    assert judge(accepted, gone) == known
+    assert judge(replace(OPEN, checkpoint=replace(CLOSED.checkpoint, foreign_upto=100 + stored)), gone) == known
 
 
 @pytest.mark.parametrize("forgets", [False, True])

@@ -106,8 +106,7 @@ def test_keys_may_be_encoded_as_the_server_likes_and_a_space_is_a_plus() -> None
 
 
 def test_an_accepted_gap_wakes_its_chain_and_several_records_name_several_chains() -> None:
-    key = f"{LAYOUT.gaps_prefix(CHAIN)}{9:020d}-{1:020d}.json"
-    assert chain_of(key, LAYOUT) == CHAIN
+    assert chain_of(f"{LAYOUT.gaps_prefix(CHAIN)}{9:020d}-{1:020d}.json", LAYOUT) == CHAIN
     chains = {Chain("us-east", "NODES", 0, n) for n in range(50)}
     assert named({"Records": [amazon(segment_key(chain)) for chain in chains]}) == chains
 

@@ -181,8 +181,7 @@ def again(sequence: int) -> Block:
     """Return a parked message that is retried."""
     rows = SequenceRange(sequence, sequence)
     batch = PreparedBatch([sequence], [1], [b"a"], b"O: ", None, pa.array([b"x"], pa.binary()), [10])
-    piece = IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, is_retry=True)
-    return Block(piece, batch, 100)
+    return Block(IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, is_retry=True), batch, 100)
 
 
 @pytest.fixture

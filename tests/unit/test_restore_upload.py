@@ -191,8 +191,7 @@ async def test_many_small_segments_of_a_slow_store_come_back(quiet: Archive, ver
         return real(*args, **more)
 
     slow.on("get", late)
-    ready = PreflightResult(plan, archive_writer(plan.name, version), ())
-    sent, _ = await work._fill(server, ready, "marker")
+    sent, _ = await work._fill(server, PreflightResult(plan, archive_writer(plan.name, version), ()), "marker")
     assert (sent.rows, clock.monotonic()) == (360, pytest.approx(120 * 0.1))
     assert max(server.pauses) < MOST_QUIET
     if version == "2.15.1":

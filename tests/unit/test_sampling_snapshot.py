@@ -97,8 +97,7 @@ def test_every_cut_is_refused_and_another_version() -> None:
 @settings(max_examples=100)
 def test_every_flipped_bit_is_refused(data: st.DataObject) -> None:
     whole = bytearray(raw(snapshot(40)))
-    place = data.draw(st.integers(0, len(whole) - 1))
-    whole[place] ^= 1 << data.draw(st.integers(0, 7))
+    whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(ValueError):
         decode(bytes(whole))
 
@@ -131,8 +130,7 @@ def sealed(body: bytes) -> bytes:
 
 
 def head(**changes: Any) -> bytes:
-    found = msgspec.msgpack.decode(next(decode_frames(raw(snapshot(0, 0)))))
-    return msgspec.msgpack.encode(found | changes)
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(next(decode_frames(raw(snapshot(0, 0))))) | changes)
 
 
 def keys_block(values: list[Any], **changes: bytes) -> bytes:

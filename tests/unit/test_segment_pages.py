@@ -121,8 +121,7 @@ def test_a_batch_costs_the_pages_that_its_rows_may_be_in() -> None:
 
 
 def test_pages_that_only_cost_time_are_refused() -> None:
-    few = page(1) * 64
-    assert walked(few, rows=64) == 640
+    assert walked(page(1) * 64, rows=64) == 640
     with pytest.raises(SegmentCorrupt, match="65 pages hold 65 values in 650 bytes"):
         walked(page(1) * 65, rows=65)
     assert walked(page(256) * 500, rows=500 * 256) == 5000

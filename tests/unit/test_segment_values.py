@@ -106,8 +106,7 @@ def test_the_name_comes_from_the_bytes_which_the_same_rows_give(tmp_path: Path) 
 
 
 def test_a_covered_range_without_rows_is_a_segment(path: Path) -> None:
-    spooled = write_segment(path, [], SequenceRange(5, 9))
-    with open_file(path, spooled.segment_name) as reader:
+    with open_file(path, write_segment(path, [], SequenceRange(5, 9)).segment_name) as reader:
         assert (list(reader.batches()), reader.row_groups, reader.footer.is_balanced()) == ([], (), True)
 
 
@@ -148,8 +147,7 @@ def test_many_empty_messages_are_not_one_row_group(path: Path) -> None:
     writer = SegmentWriter(path, level=0, compression_level=1)
     writer.append(batch)
     footer = replace(footer_of([message(1)]), coverage=SequenceRange(1, count), rows=count, ledger=Ledger())
-    name = writer.finish(footer).segment_name
-    with open_file(path, name) as reader:
+    with open_file(path, writer.finish(footer).segment_name) as reader:
         assert [group.rows for group in reader.row_groups] == [516_222, 83_778]
 
 
@@ -159,8 +157,7 @@ def test_a_segment_of_256_gib_would_still_be_read(path: Path) -> None:
     rows = [message(n, b"x", subject=b"nodes.%d.a-subject-of-ordinary-length" % n) for n in range(1, count + 1)]
     writer = SegmentWriter(path, level=2, compression_level=1, group_bytes=1)
     writer.append(batch_of(rows))
-    name = writer.finish(replace(footer_of(rows), level=2)).segment_name
-    with open_file(path, name) as reader:
+    with open_file(path, writer.finish(replace(footer_of(rows), level=2)).segment_name) as reader:
         assert len(reader.row_groups) == count
         assert sum(batch.num_rows for batch in reader.batches(rows=SequenceRange(7, 8))) == 2
 

@@ -46,5 +46,4 @@ def coverage_of_a_merge_too_wide() -> None:
     @changing(compaction.merge, "merged_footer")
     def wide(merged_footer: Any, output: Any, *more: Any) -> Any:
         footer = merged_footer(output, *more)
-        wider = SequenceRange(footer.coverage.first, footer.coverage.last + 1)
-        return replace(footer, coverage=wider)
+        return replace(footer, coverage=SequenceRange(footer.coverage.first, footer.coverage.last + 1))
