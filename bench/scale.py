@@ -310,23 +310,14 @@ def _figure(measure: Callable[[], dict[str, float]], name: str) -> BenchResult:
 
 FLEETS = {"scale": (10_000, False), "scale.1k": (1_000, False), "scale.s3": (1_000, True)}
 FLEET_FIGURES = {
-    "start": ("s", "<= 60"),
-    "start.requests": ("a chain", "<= 5"),
-    "idle": ("% of a core", "<= 5"),
-    "idle.list": ("LIST/s", "<= 2"),
-    "idle.usd": ("US$/month", "<= 50"),
+    "start": ("s", "<= 60"), "start.requests": ("a chain", "<= 5"),
+    "idle": ("% of a core", "<= 5"), "idle.list": ("LIST/s", "<= 2"), "idle.usd": ("US$/month", "<= 50"),
     "memory": ("MB", "<= 450"),
-    "moving": ("% of a core", "<= 50"),
-    "moving.p99": ("s", "<= 22"),
-    "moving.requests": ("a message", ""),
-    "metrics.mb": ("MB", "<= 4.5"),
-    "metrics.s": ("s", "<= 1.2"),
-    "status": ("s", "<= 2"),
-    "takeover.p99": ("s", "<= 35"),
-    "takeover.requests": ("a chain", "<= 0.2"),
-    "restart": ("s", "<= 20"),
-    "restart.requests": ("a chain", "<= 0.2"),
-}
+    "moving": ("% of a core", "<= 50"), "moving.p99": ("s", "<= 22"), "moving.requests": ("a message", ""),
+    "metrics.mb": ("MB", "<= 4.5"), "metrics.s": ("s", "<= 1.2"), "status": ("s", "<= 2"),
+    "takeover.p99": ("s", "<= 35"), "takeover.requests": ("a chain", "<= 0.2"),
+    "restart": ("s", "<= 20"), "restart.requests": ("a chain", "<= 0.2"),
+}  # fmt: skip
 FEED_FIGURES = {
     "ready": ("s", "<= 30"),
     "idle": ("% of a core", "<= 5"),

@@ -251,11 +251,19 @@ def archive(tmp_path: Path) -> Archive:
 
 
 @pytest.fixture
-def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
-    """Ingress of one target over the archive."""
+def centre(request: pytest.FixtureRequest, tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
+    """Ingress of one target over the archive; `TARGET` of the module: keys of the target."""
     from tests.support.ingress import Centre
 
-    return Centre(tmp_path, archive, nats_url)
+    return Centre(tmp_path, archive, nats_url, **getattr(request.module, "TARGET", {}))
+
+
+@pytest.fixture
+def checking_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ingress check its state and its progress, and a correction the target, several times a second."""
+    monkeypatch.setattr("ingress.operator.correct.STILL_INTERVAL_S", 0.1)
+    monkeypatch.setattr("ingress.delivery.STATE_CHECK_INTERVAL_S", 0.2)
+    monkeypatch.setattr("ingress.delivery.PROGRESS_CHECK_INTERVAL_S", 0.2)
 
 
 @pytest.fixture

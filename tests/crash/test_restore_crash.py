@@ -33,8 +33,7 @@ class Producer:
         while True:
             self.tried += 1
             with suppress(FloeError):
-                subject = f"{self._stream}.a".encode()
-                answer, _ = await self._bench.client.request_raw(subject, b"late", timeout=1.0)
+                answer, _ = await self._bench.client.request_raw(f"{self._stream}.a".encode(), b"late", timeout=1.0)
                 self.acknowledged.append(answer)
             await asyncio.sleep(0.01)
 

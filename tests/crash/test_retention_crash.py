@@ -20,8 +20,7 @@ def archive(tmp_path: Path) -> Archive:
     found = begun(tmp_path, CHAIN)
     for first in range(1, 60, 10):
         age = OLD if first < 40 else 0
-        stamp = int((time.time() - age) * 1e9)
-        found.put(first, first + 9, rows(range(first, first + 10), at_ns=stamp), age=age)
+        found.put(first, first + 9, rows(range(first, first + 10), at_ns=int((time.time() - age) * 1e9)), age=age)
     found.put(1, 20, rows(range(1, 21), at_ns=int((time.time() - OLD) * 1e9)), level=1)
     return found
 

@@ -126,8 +126,7 @@ def test_an_unforeseen_error_ends_the_run_as_retryable(archive: Archive):
 
 @pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas")
 def test_an_executor_with_another_version_of_common_refuses_to_work(archive: Archive):
-    session = spark_session()
-    frame = session.range(0, 1, 1, 1).mapInArrow(spark.make_task(b"", "0.0.0"), "id long, result binary")
+    frame = spark_session().range(0, 1, 1, 1).mapInArrow(spark.make_task(b"", "0.0.0"), "id long, result binary")
     with pytest.raises(Exception, match="E-COMMON") as caught:
         frame.collect()
     error = spark.spark_error("merge", caught.value)

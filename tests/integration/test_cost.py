@@ -49,13 +49,11 @@ class HurriedCentre(Centre):
 
     def settings(self, **more: Any) -> Settings:
         settings = super().settings(**more)
-        hurried = settings.ingress.model_copy(update={"poll_interval": 0.2})
-        return settings.model_copy(update={"ingress": hurried})
+        return settings.model_copy(update={"ingress": settings.ingress.model_copy(update={"poll_interval": 0.2})})
 
 
 def opened(bench: Bench, proxy: FaultProxy) -> FaultyStore:
-    store = {**bench.store_config, "endpoint_url": proxy.url}
-    return FaultyStore(open_objects(StoreSettings.model_validate(store)))
+    return FaultyStore(open_objects(StoreSettings.model_validate({**bench.store_config, "endpoint_url": proxy.url})))
 
 
 def got(proxy: FaultProxy) -> Requests:

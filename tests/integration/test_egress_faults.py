@@ -85,8 +85,7 @@ async def test_a_drain_that_the_store_delays_ends_in_time_and_keeps_the_lease(be
     async with bench.egress({"stream": stream}, lease_ttl="5s") as running:
         await soon(lambda: running.state(stream) == "reading")
     fail_puts(objects)
-    settings = bench.settings({"stream": stream}, shutdown_timeout="1s", lease_ttl="5s")
-    running = bench.start(settings, objects=objects)
+    running = bench.start(bench.settings({"stream": stream}, shutdown_timeout="1s", lease_ttl="5s"), objects=objects)
     await bench.publish(stream, [b"x"] * 10)
     await soon(lambda: running.state(stream) == "waiting")
     running.stop.set()

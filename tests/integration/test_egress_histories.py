@@ -213,8 +213,7 @@ async def test_a_name_that_its_footer_contradicts_is_not_believed(bench: Bench, 
         await soon(is_archived)
         assert running.status(stream)["end"] >= 40
         assert "expected 21.." in running.status(stream)["damaged"][lie]
-        labels = {"site": SITE, "feed": stream, "partition": "0"}
-        assert metric_value("floe_egress_damaged_segments", labels) == 1
+        assert metric_value("floe_egress_damaged_segments", {"site": SITE, "feed": stream, "partition": "0"}) == 1
     assert floe_command("segments quarantine", lie) in caplog.text
     assert bench.chains.read_tail(bench.chain(stream)) == 50 == await bench.mark(stream)
     (bench.root / "bucket" / lie).unlink()

@@ -33,8 +33,7 @@ async def test_filters_are_listed_and_unmatched_subjects_reported(bench: Bench) 
         assert [running.state(f"{stream}{suffix}") for suffix in ("", "/1")] == ["reading"] * 2
         await bench.archived_to(one["name"], 40)
         await soon(lambda: "unmatched" in running.status(stream))
-        expected = {"messages": 20, "subjects": 2, "example": f"{stream}.c.w"}
-        assert running.status(stream)["unmatched"] == expected
+        assert running.status(stream)["unmatched"] == {"messages": 20, "subjects": 2, "example": f"{stream}.c.w"}
         assert "unmatched" not in running.status(f"{stream}/1")
         assert "unmatched" not in running.status(one["name"]), "one filter is meant to leave subjects out"
     parts.check()

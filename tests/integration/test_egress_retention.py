@@ -63,8 +63,7 @@ async def durable_with(bench: Bench, stream: str, **expected: int) -> str:
 
 
 def lapses(feed: str) -> float:
-    labels = {"site": SITE, "feed": feed, "partition": "0"}
-    return metric_value("floe_egress_interest_lapsed_total", labels) or 0.0
+    return metric_value("floe_egress_interest_lapsed_total", {"site": SITE, "feed": feed, "partition": "0"}) or 0.0
 
 
 def payloads(bench: Bench, feed: str, incarnation: int = 0) -> list[bytes]:

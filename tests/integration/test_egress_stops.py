@@ -60,8 +60,7 @@ async def test_an_incarnation_that_another_site_made_is_left_behind_by_the_comma
     stream = await bench.begun([b"first"] * 10)
     await bench.recreate(stream, [b"second"] * 20)
     key = bench.chains.layout.stream_document(bench.chain(stream, 1))
-    cut = bench.chains.read_stream(bench.chain(stream)).starts
-    theirs = StreamDocument({}, "2001-01-01T00:00:00Z", {0: 10}, cut)
+    theirs = StreamDocument({}, "2001-01-01T00:00:00Z", {0: 10}, bench.chains.read_stream(bench.chain(stream)).starts)
 
     def race(real: Any, written: str, *args: Any, **kwargs: Any) -> Any:
         """Let another site be faster."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from common.nats.headers import Provenance, build_block
 from common.observe.monitor import Health
 from common.sequences import SequenceRange
 from ingress import checkpoint_store as state_module
-from ingress import delivery
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
-from ingress.operator import correct
 from ingress.operator.target_scan import ScannedChain, TargetScan, run_scan
 from ingress.parked import ParkedState, ParkedStore
 from ingress.rows.prepare import Oversize
@@ -23,7 +20,6 @@ from tests.support.basics import PATIENCE, soon
 from tests.support.commands import Done, invoke, paste_checkpoint, ran
 from tests.support.ingress import (
     CHAIN,
-    Archive,
     Centre,
     Consumer,
     arrived,
@@ -43,24 +39,13 @@ from tests.support.ingress import (
 )
 from tests.support.segments import message
 
-pytestmark = [pytest.mark.servers, pytest.mark.simulated]
+pytestmark = [pytest.mark.servers, pytest.mark.simulated, pytest.mark.usefixtures("checking_often")]
 OTHER = Chain("eu-west", "NODES")
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correct, "STILL_INTERVAL_S", 0.1)
-    monkeypatch.setattr(delivery, "STATE_CHECK_INTERVAL_S", 0.2)
-    monkeypatch.setattr(delivery, "PROGRESS_CHECK_INTERVAL_S", 0.2)
+TARGET = {"create": None}
 
 
 def numbers(*ranges: tuple[int, int]) -> list[int]:
     return [sequence for first, last in ranges for sequence in range(first, last + 1)]
-
-
-@pytest.fixture
-def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
-    return Centre(tmp_path, archive, nats_url, create=None)
 
 
 async def carried(client: FloeClient, centre: Centre) -> TargetState:
@@ -140,8 +125,7 @@ async def test_a_foreign_message_in_a_work_queue_has_to_be_declared(client: Floe
 @pytest.mark.parametrize(("rows", "found"), [(0, (1, 50)), (30, (31, 50))])
 async def test_a_purge_beyond_is_decided(client: FloeClient, centre: Centre, rows: int, found: tuple[int, int]) -> None:
     """`nats stream purge --seq 31` with 10 of 50 rows stored, and a process without any memory of it."""
-    ref = centre.archive.put(rows_of(1, 50))
-    await left_open(client, centre, ref, await make(client, centre, max_msgs=1000))
+    await left_open(client, centre, centre.archive.put(rows_of(1, 50)), await make(client, centre, max_msgs=1000))
     await store(client, centre, rows_of(1, 10))
     await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 31})
     async with service(centre) as health:
@@ -342,7 +326,7 @@ async def test_a_chain_is_moved_while_ingress_carries(client: FloeClient, centre
 
 
 async def test_nothing_moving_is_corrected(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correct, "STILL_INTERVAL_S", 1.0)
+    monkeypatch.setattr("ingress.operator.correct.STILL_INTERVAL_S", 1.0)
     before = await carried(client, centre)
 
     async def write_on() -> None:

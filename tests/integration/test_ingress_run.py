@@ -43,12 +43,8 @@ from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
 OTHER = Chain("eu-west", "NODES")
+TARGET = {"create": None}
 SHARED = {"exclusive": False, "delivery": "at_least_once"}
-
-
-@pytest.fixture
-def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
-    return Centre(tmp_path, archive, nats_url, create=None)
 
 
 async def test_later_rows_follow_and_a_restart_resumes(client: FloeClient, centre: Centre) -> None:

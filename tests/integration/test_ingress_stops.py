@@ -149,8 +149,7 @@ async def test_instances_share_targets(client: FloeClient, tmp_path: Path, archi
         return asyncio.create_task(centres[0].run(stops[number], healths[number], targets=targets))
 
     def held(*numbers: int) -> list[int]:
-        carried = [[each.status(healths[n]).get("state") for each in centres].count("carrying") for n in numbers]
-        return sorted(carried)
+        return sorted([[each.status(healths[n]).get("state") for each in centres].count("carrying") for n in numbers])
 
     first = start(0)
     await soon(lambda: held(0) == [4])

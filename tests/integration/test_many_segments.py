@@ -61,8 +61,7 @@ class Endless:
     @staticmethod
     def _info(level: int, number: int, width: int) -> ObjectInfo:
         coverage = SequenceRange(number * width + 1, (number + 1) * width)
-        name = SegmentName(CHAIN, level, coverage, f"{number:016x}")
-        return ObjectInfo(LAYOUT.segment(name), 100_000, 1.0, "e")
+        return ObjectInfo(LAYOUT.segment(SegmentName(CHAIN, level, coverage, f"{number:016x}")), 100_000, 1.0, "e")
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         if key == LAYOUT.chain_document(CHAIN):

@@ -47,8 +47,7 @@ async def watched(proxy: TcpProxy) -> AsyncIterator[FloeClient]:
 
 @asynccontextmanager
 async def proxied(proxy: TcpProxy, interval: float = PING_INTERVAL_S) -> AsyncIterator[FloeClient]:
-    settings = NatsSettings(url=proxy.url, connect_timeout=2.0)
-    client = await connect(settings, name="proxied", ping_interval=interval)
+    client = await connect(NatsSettings(url=proxy.url, connect_timeout=2.0), name="proxied", ping_interval=interval)
     yield client
     proxy.heal()
     await client.aclose()

@@ -271,8 +271,7 @@ def test_the_recipes_of_the_docs_on_s3(s3: SharedS3, tmp_path: Path, monkeypatch
     target = tmp_path / "told.parquet"
     words = [sys.executable, "-c", IN_DUCKDB_1_4, f"{DUCKDB_1_4}/duckdb_ext/extensions", str(target)]
     statements = json.dumps(["SET TimeZone = 'UTC'", settings, view, macro, query])
-    environment = {**os.environ, "PYTHONPATH": str(DUCKDB_1_4)}
-    subprocess.run(words, input=statements, text=True, env=environment, check=True)
+    subprocess.run(words, input=statements, text=True, env={**os.environ, "PYTHONPATH": str(DUCKDB_1_4)}, check=True)
     table = pq.read_table(target)
     assert plain(table) == wanted
     assert table["headers_parsed"].to_pylist() == [parsed(row["headers"]) for row in wanted]

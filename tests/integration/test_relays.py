@@ -139,8 +139,7 @@ async def test_two_sites_that_copy_each_other_carry_each_message_once_or_round_o
     await publish(range(10))
     async with AsyncExitStack() as stack:
         at_a = world.centre(all_a, {"site": "b", "feed": [theirs, all_b], "subject_prefix": all_a})
-        at_b = world.centre(all_b, {"site": "a", "feed": [ours, all_a], "subject_prefix": all_b})
-        for centre in (at_a, at_b):
+        for centre in (at_a, world.centre(all_b, {"site": "a", "feed": [ours, all_a], "subject_prefix": all_b})):
             await stack.enter_async_context(centre.running())
         for _, stream in streams.values():
             await soon(lambda: stream_info(world.client, stream))  # noqa: B023
@@ -220,8 +219,7 @@ async def test_hops_stay_if_another_process_finishes_an_intent(world: World) -> 
     info = await stream_info(world.client, target)
     assert info is not None
     bucket = await KeyValue(world.client, centre.state_bucket).ensure()
-    piece = IntentPiece(ref.segment, SequenceRange(1, 5), 5)
-    state = TargetState(Checkpoint(0, info.created), Intent(0, (piece,)))
+    state = TargetState(Checkpoint(0, info.created), Intent(0, (IntentPiece(ref.segment, SequenceRange(1, 5), 5),)))
     assert await StateStore(bucket, state_key("ingress", target), target).save(state, 0)
 
     async with centre.running():

@@ -421,8 +421,7 @@ async def test_the_first_replay_or_drill_makes_buckets_as_ingress_or_egress_woul
     world.fill((1, 10))
     await world.make()
     assert (await world.run()).finished
-    scratch = ScratchStreams(world.client, drilling.settings().ingress, "", SystemClock(), Progress())
-    await scratch.remove_leftovers()
+    await ScratchStreams(world.client, drilling.settings().ingress, "", SystemClock(), Progress()).remove_leftovers()
     for bucket in (world.centre.lease_bucket, world.centre.state_bucket, drilling.lease_bucket):
         info = await stream_info(world.client, f"KV_{bucket}")
         assert info is not None

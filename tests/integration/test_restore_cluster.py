@@ -246,6 +246,5 @@ async def test_with_exactly_the_rights_of_its_role_and_each_missing_one_is_named
             assert subject.removesuffix(">") in str(caught.value), subject
             if "STREAM.UPDATE" in subject:
                 assert await stream_info(everything, stream) is None, "found before anything is filled"
-        whole = {"user": f"u{len(rule.subjects)}", "password": "secret"}
-        await back.comes_back(bench, stream, before, nats=whole)
+        await back.comes_back(bench, stream, before, nats={"user": f"u{len(rule.subjects)}", "password": "secret"})
         await everything.aclose()

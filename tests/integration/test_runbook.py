@@ -13,14 +13,12 @@ from common.archive.segment import Message
 from common.chain import Chain
 from common.nats.api import stream_info
 from common.nats.client import FloeClient
-from ingress import delivery
-from ingress.operator import correct
 from tests.support.basics import soon, unique
 from tests.support.commands import ROOT, Done, configuration, floe
 from tests.support.egress import SITE, Bench
 from tests.support.ingress import Archive, Centre, check_exact, closed_at, count_in, rows_of, stop_of
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.usefixtures("checking_often")]
 ASK = ("checkpoint", "set")  # commands that ask on a terminal: here is none
 
 
@@ -51,13 +49,6 @@ class Page:
         done = await floe(*words, *yes)
         assert done.code == 0, (line, done)
         return done
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correct, "STILL_INTERVAL_S", 0.1)
-    monkeypatch.setattr(delivery, "STATE_CHECK_INTERVAL_S", 0.2)
-    monkeypatch.setattr(delivery, "PROGRESS_CHECK_INTERVAL_S", 0.2)
 
 
 def recent(first: int, last: int) -> list[Message]:

@@ -63,8 +63,7 @@ def spool(store: SegmentStore, rows: Sequence[Message] = ROWS, **fields: Any) ->
 
 
 def put(store: SegmentStore, first: int, last: int, level: int = 0, chain: Chain = CHAIN) -> SegmentRef:
-    spooled = spool(store, [message(last)], coverage=SequenceRange(first, last), level=level, chain=chain)
-    return store.put(spooled)
+    return store.put(spool(store, [message(last)], coverage=SequenceRange(first, last), level=level, chain=chain))
 
 
 def rows_of(store: SegmentStore, ref: SegmentRef, rows: SequenceRange | None = None) -> list[Message]:

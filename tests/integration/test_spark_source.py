@@ -89,8 +89,7 @@ def at(sequence: int) -> str:
     ],
 )
 def test_exactly_the_rows_that_are_asked_for_are_read(archive: Archive, options: dict, wanted: Sequence[int]):
-    found = frame(archive, **ONE, **options).orderBy("sequence").toArrow()
-    assert found.column("sequence").to_pylist() == [*wanted]
+    assert frame(archive, **ONE, **options).orderBy("sequence").toArrow().column("sequence").to_pylist() == [*wanted]
 
 
 @pytest.fixture(scope="module")

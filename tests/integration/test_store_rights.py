@@ -68,8 +68,7 @@ class Watch(FaultProxy):
 def limited() -> Iterator[SeaweedFS]:
     """A store that knows each role by the policy of its file, and the bucket of the files."""
     only_on_seaweedfs("its identities take the policies as they are")
-    policies = {role: json.loads((RIGHTS / f"s3-{role}.json").read_text()) for role in ROLES}
-    with SeaweedFS(policies=policies) as server:
+    with SeaweedFS(policies={role: json.loads((RIGHTS / f"s3-{role}.json").read_text()) for role in ROLES}) as server:
         server.create_bucket("floe")
         canaries.note(server.secret_key, *(secret for _, secret in server.keys.values()))
         yield server
@@ -223,8 +222,7 @@ async def test_no_role_may_do_more_than_its_file(limited: SeaweedFS) -> None:
     port = urlsplit(limited.endpoint_url).port or 0
 
     def may(role: str, method: str, key: str) -> bool:
-        body = b"x" if method == "PUT" else b""
-        status, _ = S3Client(port, *limited.keys[role]).call(method, f"/floe/{key}", body)
+        status, _ = S3Client(port, *limited.keys[role]).call(method, f"/floe/{key}", b"x" if method == "PUT" else b"")
         assert status in (200, 204, 403), (role, method, key, status)
         return status != 403
 

@@ -241,8 +241,7 @@ class Notifying(Centre):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.subject = unique("events").encode()
-        bucket = f"file://{self.archive.folder}"
-        self.notification = json.dumps(minio(segment_key(CHAIN), bucket=bucket)).encode()
+        self.notification = json.dumps(minio(segment_key(CHAIN), bucket=f"file://{self.archive.folder}")).encode()
 
     def settings(self, **ingress: Any) -> Settings:
         settings = super().settings(**ingress)

@@ -83,8 +83,7 @@ def test_no_row_between_two_times_is_outside_the_stretches_that_are_planned(tmp_
 def batch(first: int, count: int, size: int = 10):  # type: ignore[no-untyped-def]
     rows = range(first, first + count)
     payloads = [random.Random(n).randbytes(size) for n in rows]
-    times = [START_NS + n * SECOND for n in rows]
-    return record_batch(list(rows), times, [b"a"] * count, [None] * count, payloads)
+    return record_batch(list(rows), [START_NS + n * SECOND for n in rows], [b"a"] * count, [None] * count, payloads)
 
 
 def test_a_moment_and_a_part_of_the_time_of_a_long_chain_are_found_by_few_footers(tmp_path: Path) -> None:

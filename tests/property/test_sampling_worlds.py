@@ -107,8 +107,7 @@ def worlds(draw: st.DrawFn, backwards: bool = True) -> list[Sent]:
     for _ in range(draw(st.integers(1, 40))):
         now += draw(pauses)
         key = draw(st.sampled_from(["a", "b", "c", "d", None]))
-        size = draw(st.sampled_from([0, 1, 9, 10, 11, 20, 21]))
-        found.append(Sent(key, now, size, draw(st.integers(0, 9)) == 0))
+        found.append(Sent(key, now, draw(st.sampled_from([0, 1, 9, 10, 11, 20, 21])), draw(st.integers(0, 9)) == 0))
     return found
 
 

@@ -310,8 +310,7 @@ def check_report(world: RandomArchive, report: ChainReport, *, deep: bool) -> No
     for level, found in report.levels.items():
         of_level = covered(each for each in sound if each.level == level)
         assert {n for r in found.covered.stretches() for n in range(r.first, r.last + 1)} == of_level
-    counted = sum(findings[name] for name in ("delayed", "missing", "damaged", "divergent"))
-    assert counted == len(report.problems)
+    assert sum(findings[name] for name in ("delayed", "missing", "damaged", "divergent")) == len(report.problems)
     assert all(problem.text and problem.finding for problem in report.problems)
 
 

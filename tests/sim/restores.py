@@ -45,8 +45,7 @@ class Archive:
 
     def _store(self, entry: Entry) -> None:
         if entry.sequence:
-            headers = entry.headers or None
-            self.stream.put_back(entry.sequence, entry.name, headers, entry.payload, entry.timestamp_ns)
+            self.stream.put_back(entry.sequence, entry.name, entry.headers or None, entry.payload, entry.timestamp_ns)
         elif entry.name == b"state.json":
             first = json.loads(entry.payload)["first_seq"]
             self.stream.first, self.stream.last = first, first - 1

@@ -352,5 +352,4 @@ def run_seed(seed: int, cut: Cut = Cut()) -> Result:  # noqa: B008  (it does not
     finally:
         gc.enable()
         shutil.rmtree(folder, ignore_errors=True)
-    seconds = time.process_time() - began
-    return Result(seed, trace, problem, last, plan, simulated, seconds, counts, faults, happened)
+    return Result(seed, trace, problem, last, plan, simulated, time.process_time() - began, counts, faults, happened)

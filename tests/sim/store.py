@@ -126,8 +126,7 @@ class SimObjects:
                 self._hidden[key] = self.world.now + self._rng.uniform(0, LATEST_LISTED)
         digest = hashlib.sha256(data).hexdigest()
         self._versions += 1
-        modified = EPOCH + self.world.now
-        info = ObjectInfo(key, len(data), modified, f"{self._versions:x}", digest, dict(metadata or {}))
+        info = ObjectInfo(key, len(data), EPOCH + self.world.now, f"{self._versions:x}", digest, dict(metadata or {}))
         self.kept[key] = data, info
         self.world.note(f"store keeps {key} {digest[:8]}")
         return True

@@ -137,8 +137,7 @@ class World:
         return +total
 
     def gauge(self, name: str) -> float | None:
-        labels = {"site": SITE, "feed": self.feed, "partition": "0"}
-        return metric_value(f"floe_egress_advisories_{name}", labels)
+        return metric_value(f"floe_egress_advisories_{name}", {"site": SITE, "feed": self.feed, "partition": "0"})
 
 
 @asynccontextmanager

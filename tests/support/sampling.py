@@ -127,8 +127,7 @@ class SampledArchive:
         sampler = Sampler(self.sampling)
         for end in ends:
             part = [m for m in log if first <= m.sequence <= end]
-            kept = fold(sampler, part)
-            self.put(kept, SequenceRange(first, end), examined=part[-1] if part else None, chain=chain)
+            self.put(fold(sampler, part), SequenceRange(first, end), examined=part[-1] if part else None, chain=chain)
             first = end + 1
         return sampler
 

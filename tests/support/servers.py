@@ -175,8 +175,7 @@ class SqsServer:
         """Return the number of messages in the queue, those received and not deleted included."""
         client, url = self._queue(name)
         names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
-        answer = client.get_queue_attributes(QueueUrl=url, AttributeNames=names)
-        return sum(map(int, answer["Attributes"].values()))
+        return sum(map(int, client.get_queue_attributes(QueueUrl=url, AttributeNames=names)["Attributes"].values()))
 
     def _queue(self, name: str) -> tuple[Any, str]:
         client = self.client()

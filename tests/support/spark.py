@@ -114,8 +114,7 @@ class CountedReader(DataSourceReader):
             yield
         finally:
             source.open_objects = former
-            read = sum(each.read for each in opened) - before
-            (self._counts / f"{uuid.uuid4().hex}.count").write_text(str(read))
+            (self._counts / f"{uuid.uuid4().hex}.count").write_text(str(sum(each.read for each in opened) - before))
 
 
 class CountedFilteringReader(CountedReader):

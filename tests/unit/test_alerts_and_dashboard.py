@@ -152,8 +152,7 @@ def test_a_counter_shows_0_for_every_value_of_its_fixed_sets(name: str) -> None:
 
     show_zeros(f"{name}_", site="x")
 
-    made = [metric_value(f"floe_{name}_made_total", {"site": "x", "how": how}) for how in ("well", "badly")]
-    assert made == [0, 0]
+    assert [metric_value(f"floe_{name}_made_total", {"site": "x", "how": how}) for how in ("well", "badly")] == [0, 0]
     assert metric_value(f"floe_{name}_other_total", {"site": "x"}) is None
     show_zeros(f"{name}_", "other", site="x")
     assert metric_value(f"floe_{name}_other_total", {"site": "x"}) == 0

@@ -53,8 +53,7 @@ def test_what_an_incarnation_continues_is_read_again_and_passed_over_by_older_re
     assert (chains.tail_etags(), chains.chains()) == ({}, [])
     for previous in (None, {}):  # the first, and one after an incarnation without partitions
         assert StreamDocument.from_json(StreamDocument({}, "", previous).to_json()).previous == previous
-    one = ChainStart((), 7)
-    made = StreamDocument({}, "", {0: 9}, (one,), continues_from={0: 7}, continued=3, stream_first=2)
+    made = StreamDocument({}, "", {0: 9}, (ChainStart((), 7),), continues_from={0: 7}, continued=3, stream_first=2)
     assert StreamDocument.from_json(made.to_json()) == made
     old = json.loads(made.to_json())
     assert (old["continues_from"], old["continued"], old["stream_first"]) == ({"0": 7}, 3, 2)

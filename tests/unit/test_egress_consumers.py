@@ -42,8 +42,7 @@ ALIKE = [
 
 def test_a_durable_has_a_legal_name_each_time_and_belongs_to_one_slice_however_alike_names_look() -> None:
     for one in ALIKE:
-        owners = [other for other in ALIKE if WantedMessages(other, "interest").is_own_durable(name(one))]
-        assert owners == [one]
+        assert [other for other in ALIKE if WantedMessages(other, "interest").is_own_durable(name(one))] == [one]
         assert all(is_durable_of_site(name(one), other.site) == (other.site == one.site) for other in ALIKE)
         assert name(one) != name(one)
         assert (len(name(one)) <= 255, name(one).isascii(), {*name(one)} & {*" .*>/\\\t\r\n"}) == (True, True, set())

@@ -389,8 +389,7 @@ def test_a_partition_is_asked_alone_and_a_feed_whole():
 
 
 def test_what_another_command_waits_for_stays_asked():
-    first = NOTHING.with_request(FEED[:1], COUNTS, "a", 0)
-    assert asked(first.with_request(FEED[1:2], COUNTS, "b", 1)) == [0, 1]
+    assert asked(NOTHING.with_request(FEED[:1], COUNTS, "a", 0).with_request(FEED[1:2], COUNTS, "b", 1)) == [0, 1]
     assert asked(stored(NOTHING.with_request(FEED, COUNTS, "a", 0), 0).with_request(FEED[:1], COUNTS, "b", 1)) == [
         0,
         1,

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -119,7 +118,8 @@ HOSTILE = st.tuples(
     st.sampled_from([b"a", b"", b"a\rb"]),
     st.sampled_from([b"1", b"8", b"7", b"9", b""]),
     *(st.sampled_from(SIZES) for _ in range(3)),
-)
+).map(lambda words: b" ".join(words) + b"\r\n")
+FRAME = st.builds(lambda found, sid: _delivered(*found, sid), MESSAGE, st.sampled_from([b"1", b"8", b"7", b"9"]))
 
 
 def _cut(data: st.DataObject, wire: bytes) -> list[bytes]:
@@ -129,8 +129,7 @@ def _cut(data: st.DataObject, wire: bytes) -> list[bytes]:
 
 @given(messages=st.lists(MESSAGE), data=st.data())
 def test_splits_any_bytes_however_they_arrive(messages, data):
-    wire = b"".join(_delivered(*message) for message in messages)
-    assert Received().feed(*_cut(data, wire)).messages == messages
+    assert Received().feed(*_cut(data, b"".join(_delivered(*message) for message in messages))).messages == messages
 
 
 def _delivered(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None, sid: bytes = b"1") -> bytes:
@@ -163,35 +162,17 @@ def test_a_compiled_module_of_another_source_is_not_used(monkeypatch: pytest.Mon
 
 
 def observed(chunks: list[bytes]) -> tuple[object, ...]:
-    received, error = Received(), ""
+    seen, error = Received(), ""
     try:
-        received.feed(*chunks)
+        seen.feed(*chunks)
     except WireError as found:
         error = str(found)
-    return (
-        error,
-        received.messages,
-        received.others,
-        received.lines,
-        received.broken,
-        received.calls,
-        received.kept.take(),
-    )
+    return error, seen.messages, seen.others, seen.lines, seen.broken, seen.calls, seen.kept.take()
 
 
-@given(
-    st.lists(st.tuples(MESSAGE, st.sampled_from([b"1", b"8", b"7", b"9"])) | HOSTILE | st.binary(max_size=9)), st.data()
-)
-def test_compiled_frames_are_those_of_python_for_hostile_bytes_too(parts: list[Any], data: st.DataObject) -> None:
-    made = [
-        each
-        if isinstance(each, bytes)
-        else _delivered(*each[0], each[1])
-        if len(each) == 2
-        else b" ".join(each) + b"\r\n"
-        for each in parts
-    ]
-    wire = bytearray(b"".join(made))
+@given(st.lists(FRAME | HOSTILE | st.binary(max_size=9)), st.data())
+def test_compiled_frames_are_those_of_python_for_hostile_bytes_too(parts: list[bytes], data: st.DataObject) -> None:
+    wire = bytearray(b"".join(parts))
     for place in data.draw(st.lists(st.integers(0, len(wire) - 1), max_size=2)) if wire else ():
         wire[place : place + 1] = data.draw(st.sampled_from([b"", b" ", b"\r", b"\n", b"\r\n", b"0", b"\xff"]))
     chunks = _cut(data, bytes(wire))

@@ -95,8 +95,7 @@ def test_where_messages_are_gone_the_operator_has_to_set_each_chain() -> None:
     assert f"{B} at 5 or later, {A} at 12 or later" in caught.value.message
     chosen = {A: 13, B: 6}
     assert positions(accept(OPEN, reading(104, NoOrigin.FOREIGN), seen, chosen).after) == chosen
-    least = accept(OPEN, reading(104, NoOrigin.FOREIGN), seen, {}, repeats=True)
-    assert positions(least.after) == {A: 12, B: 5}
+    assert positions(accept(OPEN, reading(104, NoOrigin.FOREIGN), seen, {}, repeats=True).after) == {A: 12, B: 5}
 
 
 def test_what_is_no_row_of_the_open_intent_does_not_count() -> None:

@@ -103,8 +103,7 @@ def test_pandas_is_hidden_from_what_starts_no_spark(engine: str, tmp_path: Path)
 
 def test_compose_takes_the_image_that_make_minio_takes() -> None:
     services = yaml.safe_load((ROOT / "infra" / "compose.yaml").read_text())["services"]
-    expected = f"${{{minio.IMAGE_VARIABLE}:-{minio.IMAGE}}}"
-    assert services["minio"]["image"] == services["bucket"]["image"] == expected
+    assert services["minio"]["image"] == services["bucket"]["image"] == f"${{{minio.IMAGE_VARIABLE}:-{minio.IMAGE}}}"
 
 
 def test_minio_is_searched_from_place_to_place_and_one_line_shows_how_to_get_it(tmp_path: Path, monkeypatch, capsys):

@@ -308,8 +308,7 @@ def test_unusable_files_are_named_at_the_start(health: Health, certificates: Pat
 
 @pytest.fixture(params=["path", "abstract"])
 def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceManager]:
-    address = str(tmp_path / "notify") if request.param == "path" else f"@{unique('notify')}"
-    with ServiceManager(address) as manager:
+    with ServiceManager(str(tmp_path / "notify") if request.param == "path" else f"@{unique('notify')}") as manager:
         yield manager
 
 

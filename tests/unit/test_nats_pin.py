@@ -49,8 +49,7 @@ def test_the_version_is_the_one_that_was_read():
 
 @pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in METHODS.items() for name in names])
 def test_the_methods_it_is_built_on_are_the_ones_that_were_read(owner: type, name: str):
-    source = inspect.getsource(getattr(owner, name))
-    assert hashlib.sha256(source.encode()).hexdigest()[:12] == METHODS[owner][name]
+    assert hashlib.sha256(inspect.getsource(getattr(owner, name)).encode()).hexdigest()[:12] == METHODS[owner][name]
 
 
 async def test_the_attributes_it_uses_and_what_is_overridden_exist():

@@ -111,8 +111,7 @@ def test_a_source_is_opened_when_its_rows_come() -> None:
 def test_the_guarded_configuration_reaches_no_producer_and_the_promoted_one_is_as_it_was() -> None:
     elsewhere = {"sources": [{"name": "other"}], "republish": {"src": ">", "dest": "r.>"}}
     kept = {"subjects": ["s.>"], "max_age": 10, "sealed": True, **elsewhere}
-    left = {"placement": {"cluster": "c"}, "mirror": {"name": "up"}}
-    config = {"name": "S", "num_replicas": 3, **kept, **left}
+    config = {"name": "S", "num_replicas": 3, **kept, "placement": {"cluster": "c"}, "mirror": {"name": "up"}}
     promoted = planning.promoted_config(
         {**config, "metadata": {"_nats.level": "5", "own": "x", RESTORE_KEY: "old"}}, "T", 1
     )

@@ -72,8 +72,7 @@ def test_the_table_of_the_documentation(what: str, path: str, payload: str, key:
     number = b'{"sender": 5, "node": {"name": 5}, "nodes": [{"name": 1}, 5], "node.name": 5, "a\\"b": 5}'
     assert read(how, number, raw, b"{", raw)[1::2] == [found] * 2
     # A force field makes no difference, on another path or on the same.
-    both = sampling(inspect_field=path, inspect_force_field="force.copy")
-    assert read(both, raw, number, raw)[::2] == [found] * 2
+    assert read(sampling(inspect_field=path, inspect_force_field="force.copy"), raw, number, raw)[::2] == [found] * 2
     assert read(sampling(inspect_field=path, inspect_force_field=path), raw) == [found]
 
 

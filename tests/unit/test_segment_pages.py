@@ -55,8 +55,7 @@ def page(values: int, *, kind: int = 0, plain: int = 10, stored: int = 10, codin
 def walked(data: bytes, rows: int, column: str = "payload", data_at: int = 0, **limits: int) -> int:
     chunk = Chunk(column, 0, data_at, len(data), rows)
     source = SimpleNamespace(read_at=lambda size, offset: data[offset : offset + size])
-    found = guard.pages(source, chunk, ParquetLimits(**limits))
-    return guard.decoding_cost([found], rows, ParquetLimits()).size
+    return guard.decoding_cost([guard.pages(source, chunk, ParquetLimits(**limits))], rows, ParquetLimits()).size
 
 
 def test_pages_add_up_to_what_they_decode_to_or_are_stored_as_and_bytes_behind_them_are_not_read() -> None:

@@ -215,8 +215,7 @@ def test_each_part_is_found_again_by_its_segment_and_range(tmp_path_factory, own
     if not missing:
         return
     counts = {Reason.GONE_BEFORE_READ: len(missing), Reason.DELETED: 30 - len(own) - len(missing)}
-    held = rows(sorted(own))
-    segment = archive.put(1, 30, held, ledger=counts, unread=SequenceRange(min(missing), max(missing)))
+    segment = archive.put(1, 30, rows(sorted(own)), ledger=counts, unread=SequenceRange(min(missing), max(missing)))
     for number, each in enumerate(others):
         archive.put(min(each, default=1), 21 + number, rows(sorted(each)))
     found: list[int] = []

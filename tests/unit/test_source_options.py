@@ -204,8 +204,7 @@ def test_what_reaches_s3_is_in_the_file_and_no_secret():
 
 
 def test_neighbours_that_are_taken_whole_are_read_together():
-    found = cover([ref(1, 10), ref(11, 20), ref(15, 30), ref(31, 40), ref(41, 50)], 1)
-    view = duckdb_view(found, S3, "archive")
+    view = duckdb_view(cover([ref(1, 10), ref(11, 20), ref(15, 30), ref(31, 40), ref(41, 50)], 1), S3, "archive")
     assert (view.count("read_parquet"), view.count("WHERE")) == (3, 1)
     assert "WHERE sequence BETWEEN 21 AND 30\nUNION ALL" in view
     assert "1 chain, each sequence once: floe segments ls --cover --format duckdb" in view.splitlines()[0]

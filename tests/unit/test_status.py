@@ -150,8 +150,7 @@ def test_where_what_is_archived_is_not_known_no_lag_is_made_up():
 
 
 def test_what_the_stream_had_before_the_chain_begins_is_not_owed():
-    page = {"state": "reading", "code": "", "why": "", "end": 0, "first": 91}
-    status = partition_status(tail=None, shown=page)
+    status = partition_status(tail=None, shown={"state": "reading", "code": "", "why": "", "end": 0, "first": 91})
     assert (status.archived, status.source, status.unarchived) == (None, 90, 0)
     assert partition_status(tail=None, stored=stored("reading", first=81)).unarchived == 10
 

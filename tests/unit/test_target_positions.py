@@ -116,8 +116,7 @@ def invoke(tmp_path: Path, *arguments: str) -> Any:
     config = tmp_path / "floe.yaml"
     config.write_text(f"store: {{url: 'file://{tmp_path / 'store'}', prefix: data}}\n")
     config.chmod(0o600)
-    command = ["checkpoint", "release", "-c", str(config), *arguments]
-    return CliRunner().invoke(floe.cli, command, prog_name="floe")
+    return CliRunner().invoke(floe.cli, ["checkpoint", "release", "-c", str(config), *arguments], prog_name="floe")
 
 
 def test_a_target_is_released_only_on_request(tmp_path: Path, documents: ChainStore) -> None:
@@ -216,6 +215,5 @@ def test_a_target_without_readable_positions_needs_everything_and_a_released_one
 def test_a_floor_has_its_time(documents: ChainStore):
     assert documents.floor(EAST) is None
     documents.raise_floor(EAST, 21)
-    info = documents.objects.head(documents.layout.floor_document(EAST))
-    assert documents.floor(EAST) == Floor(21, info.modified)
+    assert documents.floor(EAST) == Floor(21, documents.objects.head(documents.layout.floor_document(EAST)).modified)
     assert str(Floor(21, 1_767_323_045.5)) == "retention deleted the sequences before 21 at 2026-01-02T03:04:05Z"

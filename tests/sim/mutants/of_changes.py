@@ -69,5 +69,4 @@ def incarnation_without_its_end() -> None:
 
     @changing(Incarnations, "open_next")
     async def forgetful(open_next: Any, self: Incarnations, chain: Any, document: Any) -> None:
-        ends = dict.fromkeys(document.previous, 0)
-        await open_next(self, chain, msgspec.structs.replace(document, previous=ends))
+        await open_next(self, chain, msgspec.structs.replace(document, previous=dict.fromkeys(document.previous, 0)))
