@@ -10,7 +10,7 @@ from tests.sim.scenario import Result
 from tests.sim.shrinking import Shrinking, broken_promise
 
 MISTAKE = (
-    *("3", "--messages", "80", "--mutant", "rows_sent_again_after_a_doubt"),
+    *("26", "--messages", "80", "--mutant", "rows_sent_again_after_a_doubt"),
     *("--without", "cut,stale,store_loses,store_refuses"),
 )
 KINDS = ("kill", "pause", "cut")
