@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds the optional compiled modules beside their C files, for the Python that is its argument. Says so, and ends well,
-# where no compiler or no header of Python is here: Floe then does the same in Python.
+# Builds the optional compiled modules for the Python that is its argument, into a second one or else beside their C files.
+# Prints a line and ends well where no compiler or no header of Python is here: Floe then does the same in Python.
 set -euo pipefail
-python=$1
+python=$1 into=${2:-}
 
 config() { "$python" -c "import sysconfig; print($1 or '')"; }
 
@@ -18,11 +18,11 @@ if [ ! -f "$include/Python.h" ]; then
   exit 0
 fi
 for source in common/nats/frames.c ingress/publishers/compose.c; do
-  module=$(dirname "$source")/_$(basename "$source" .c)$suffix
+  module=${into:-$(dirname "$source")}/_$(basename "$source" .c)$suffix
   digest=$("$python" -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$source")
   # To another name first: a process that runs has the former file open. CFLAGS come last, so that they win.
   # shellcheck disable=SC2086
   $link -O2 -fPIC -Wall -Wextra -DSOURCE_SHA256="\"$digest\"" -I"$include" "$source" -o "$module.new" ${CFLAGS:-}
   mv "$module.new" "$module"
 done
-"$python" -c 'from common.about import installed_versions; print("compiled modules in use:", installed_versions()["native"])'
+test -n "$into" || "$python" -c 'from common.about import installed_versions; print("compiled modules in use:", installed_versions()["native"])'

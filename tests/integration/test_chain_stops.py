@@ -76,8 +76,7 @@ async def test_a_subject_that_the_target_refuses_resumes_once_the_target_accepts
     monkeypatch.setattr(ingress_world, "QUICK", replace(ingress_world.QUICK, chain_recheck_s=600.0))
     archive.put([message(1), message(2, subject=b"elsewhere"), message(3)])
     centre.having(create=None)
-    subjects = [f"{centre.target}.nodes.*"]
-    await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True})
+    await create_stream(client, {"name": centre.target, "subjects": [f"{centre.target}.nodes.*"], "allow_atomic": True})
     async with centre.running() as health:
         hint = (await stopped(health, centre, "E-SUBJECT"))["hint"]
         assert len(await centre.carried(client, 6)) == 6

@@ -310,8 +310,7 @@ async def test_the_words_of_the_units_run(nats_url: str, s3: SharedS3, tmp_path:
                 yield process, place
             return
         with ServiceManager(f"@{unique('notify')}") as manager:
-            watchdog = str(int(float(unit.keys["WatchdogSec"]) * 1e6))
-            added = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": watchdog}
+            added = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": str(int(float(unit.keys["WatchdogSec"]) * 1e6))}
             with running(place, unit.words, {**environment, **added}, deny=deny) as process:
                 eventually(lambda: is_running(process, place) and "STATUS=ready" in manager.lines(), every=0.1)
                 assert manager.lines()[:2] == ["READY=1", f"MAINPID={process.pid}"]

@@ -314,10 +314,8 @@ async def test_a_missing_right_at_nats_is_named(tmp_path: Path) -> None:
                 state,
                 refused,
             )
-        assert (found["nats durability"]["state"], found["nats durability"]["found"]) == (
-            "warning",
-            "NODES: persist_mode async",
-        )
+        durability = found["nats durability"]
+        assert (durability["state"], durability["found"]) == ("warning", "NODES: persist_mode async")
 
 
 # Features of the servers
@@ -366,8 +364,7 @@ async def test_an_old_server_is_known_by_its_features(tmp_path: Path) -> None:
 async def test_an_account_at_its_limit_is_warned_of(tmp_path: Path) -> None:
     limits = "accounts { A: { users: [{user: a, password: p}], jetstream: {max_streams: 1, max_consumers: 5} } }"
     with NatsServer(extra=limits) as server:
-        nats = {"url": server.url, "user": "a", "password": "p"}
-        config = write(tmp_path, folder_store(tmp_path), nats, **egress())
+        config = write(tmp_path, folder_store(tmp_path), {"url": server.url, "user": "a", "password": "p"}, **egress())
         assert "streams 0 of 1" in (await examined(config, code=0))["nats jetstream"]["found"]
         client = await connect(NatsSettings(url=server.url, user="a", password="p"), name="test")
         await create_stream(client, {"name": FEED, "subjects": ["a.>"], "storage": "memory"})

@@ -142,8 +142,7 @@ async def test_an_operator_has_its_rights(centre: Guarded, server: NatsServer, c
 async def test_a_replay_and_a_drill_have_the_rights_of_the_table(centre: Guarded, server: NatsServer) -> None:
     feed = ["us-east/NODES"]
     centre.user = "replay"
-    named = ["-c", str(centre.write()), *feed]
-    await ran("replay", *named, "--target", "COPY", "--subject-prefix", "copy", "--create")
+    await ran("replay", *["-c", str(centre.write()), *feed], "--target", "COPY", "--subject-prefix", "copy", "--create")
     centre.user = "drill"
     await ran("drill", "-c", str(centre.write()), *feed)
     done = await ran("drill", "-c", str(centre.write()), "us-east/NODES", "--exact", "--json")

@@ -213,8 +213,7 @@ def test_a_report_that_begins_later_reads_nothing_before(tmp_path: Path, rng: ra
 def test_unread_rows_that_other_segments_hold_are_in_a_report(tmp_path: Path, rng: random.Random):
     fleet, folder = Fleet(tmp_path, rng, 0), tmp_path / "out"
     tip = Tip(10, BEGIN_NS + 4000 * 10**9, "0" * 32)
-    gone = {"ledger": {Reason.GONE_BEFORE_READ: 8}, "unread": SequenceRange(3, 10)}
-    fleet.put(1, 10, batch([1, 2]), tip=tip, **gone)
+    fleet.put(1, 10, batch([1, 2]), tip=tip, ledger={Reason.GONE_BEFORE_READ: 8}, unread=SequenceRange(3, 10))
     fleet.report(TrafficReport, folder)
     assert sums(rows_of(folder, "traffic"), "kept") == [2]
     fleet.put(3, 9, batch([3, 4, 5]), tip=tip, ledger={Reason.DELETED: 4})

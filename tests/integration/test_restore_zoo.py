@@ -201,8 +201,7 @@ async def batches(pen: Pen) -> None:
     for batch in range(3):
         for n in range(1, 4):
             commit = {"Nats-Batch-Commit": "1"} if n == 3 else {}
-            headers = {"Nats-Batch-Id": f"b{batch}", "Nats-Batch-Sequence": str(n), **commit}
-            await pen.put(1, f"{pen.stream}.a", headers)
+            await pen.put(1, f"{pen.stream}.a", {"Nats-Batch-Id": f"b{batch}", "Nats-Batch-Sequence": str(n), **commit})
 
 
 def rolls(what: str = "sub") -> Act:

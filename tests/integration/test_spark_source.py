@@ -103,8 +103,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Archive, int]:
             sequences, noise = list(range(first, first + 200)), random.Random(first)
             times = [(1_700_000_000 + n) * 10**9 for n in sequences]
             subjects = [b"rare.%d" % n if n // 50 == 10 else b"usual.%d" % n for n in sequences]
-            payloads = [noise.randbytes(20_000) for _ in sequences]
-            batch = record_batch(sequences, times, subjects, [None] * 200, payloads)
+            batch = record_batch(sequences, times, subjects, [None] * 200, [noise.randbytes(20_000) for _ in sequences])
             total += found.put(first, first + 199, batch).size
     return found, total
 

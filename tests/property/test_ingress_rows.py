@@ -1,6 +1,7 @@
 """Rows of an intent over many blocks: one index, and the same messages for any split into batches."""
 
 from array import array
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from common.sequences import SequenceRange
 from ingress.checkpoint import Intent, IntentPiece
 from ingress.publishers import fast
 from ingress.rows.rows import Block, PreparedBatch, Rows
+from tests.unit.test_frames import compiled
 
 NAME = SegmentName(Chain("us", "A"), 0, SequenceRange(1, 10_000), "0" * 16)
 
@@ -77,15 +79,18 @@ def batch_of(rows: list[tuple[Any, ...]], skipped: int, *, has_tails: bool) -> P
     subjects, sequences, times, tails, payloads = ([row[n] for row in rows] for n in range(5))
     array = pa.array([b"before"] * skipped + payloads, pa.binary())[skipped:]
     ends = list(range(1, len(rows) + 1))
-    return PreparedBatch(
-        sequences, times, subjects, b"O: ", tails if has_tails else None, array, ends, b"\r\nX: y\r\n\r\n"
-    )
+    kept = tails if has_tails else None
+    return PreparedBatch(sequences, times, subjects, b"O: ", kept, array, ends, b"\r\nX: y\r\n\r\n")
 
 
-needs_compiled = pytest.mark.skipif(fast._compose is None, reason="no compiled modules here: `make native` builds them")
+@pytest.fixture(scope="module")
+def in_c() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast, "_compose", compiled("compose"))
+        yield
 
 
-@needs_compiled
+@pytest.mark.usefixtures("in_c")
 @given(st.lists(st.lists(ROW, min_size=1), min_size=1), st.sampled_from([0, 8, 98, 2**60]), st.booleans(), st.data())
 def test_compiled_messages_of_a_fast_batch_are_those_of_python(
     blocks: list[list[Any]], base: int, has_tails: bool, data: st.DataObject
@@ -104,7 +109,7 @@ def test_compiled_messages_of_a_fast_batch_are_those_of_python(
         assert compiled == batch.compose(begin, end)
 
 
-@needs_compiled
+@pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize(
     "changed",
     [

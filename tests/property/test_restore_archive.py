@@ -48,8 +48,7 @@ CONFIG = {"name": "ORDERS", "subjects": ["orders.>"]}
 
 def state_of(rows: Sequence[Message], last: int) -> ArchiveState:
     first = rows[0] if rows else Message(last + 1, 0, b"", None, b"")
-    end = rows[-1].timestamp_ns if rows else 0
-    return ArchiveState(len(rows), 1000, first.sequence, first.timestamp_ns, last, end)
+    return ArchiveState(len(rows), 1000, first.sequence, first.timestamp_ns, last, rows[-1].timestamp_ns if rows else 0)
 
 
 def archive_of(writer: ArchiveWriter, cut: list[list[Message]], last: int) -> bytes:
@@ -88,8 +87,7 @@ def test_the_logical_archive_has_each_consumers_state() -> None:
     clean, behind = (json.loads(entry.payload) for entry in list(entries(archive))[1:3])
 
     at = {"consumer_seq": 20, "stream_seq": 40}
-    config = {"durable_name": "clean", "name": "clean"}
-    assert clean == {"config": config, "state": {"delivered": at, "ack_floor": at}}
+    assert clean == {"config": {"durable_name": "clean", "name": "clean"}, "state": {"delivered": at, "ack_floor": at}}
     assert behind["config"]["filter_subject"] == "a.>"
     assert behind["state"]["delivered"] == {"consumer_seq": 20, "stream_seq": 300}
     assert behind["state"]["ack_floor"] == {"consumer_seq": 3, "stream_seq": 7}

@@ -63,6 +63,5 @@ class Load(Background):
     async def _run(self) -> None:
         async with client_of(self._url, name="load") as client:
             while not self._stop.is_set:
-                batch = max(1, self._rate // 10)
-                self.published += await publish(client, self._root, self._rng, batch, self.published)
+                self.published += await publish(client, self._root, self._rng, max(1, self._rate // 10), self.published)
                 await asyncio.sleep(0.1)

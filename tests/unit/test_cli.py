@@ -220,8 +220,7 @@ def test_a_traceback_is_shown_only_where_it_is_asked_for():
     command = click.command("broken")(cli.run_command(raising(KeyError("x"))))
     root = click.Group("floe", commands=[command], params=[click.Option(["--debug"], is_flag=True)])
     for words, variable, is_shown in (("broken", "0", False), ("--debug broken", "0", True), ("broken", "1", True)):
-        ended = CliRunner().invoke(root, words.split(), env={"FLOE_DEBUG": variable})
-        assert ("Traceback" in ended.stderr) == is_shown
+        assert ("Traceback" in CliRunner().invoke(root, words.split(), env={"FLOE_DEBUG": variable}).stderr) == is_shown
 
 
 def test_a_reader_that_goes_away_is_no_error():

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from hashlib import sha256
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,14 +25,24 @@ from common.nats.protocol import ConsumerError, FrameParser, IdleHeartbeat, Pull
 from tests.support.basics import AckReply, parse_ack
 
 BLOCK = b"NATS/1.0\r\nA: 1\r\n\r\n"
-COMPILED = protocol._frames
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def compiled(name: str) -> Any:
+    """Build the compiled module of a C file and load it. Skips the test if no compiler is here."""
+    with TemporaryDirectory() as folder:
+        output = subprocess.check_output(["bash", "infra/build_native.sh", sys.executable, folder], cwd=ROOT, text=True)
+        if (found := next(Path(folder).glob(f"_{name}.*"), None)) is None:
+            pytest.skip(output.strip())
+        spec: Any = spec_from_file_location(f"native._{name}", found)
+        spec.loader.exec_module(module := module_from_spec(spec))
+        return module
 
 
 @pytest.fixture(autouse=True, params=["python", "compiled"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "compiled" and COMPILED is None:
-        pytest.skip("the compiled modules are not here: `make native` builds them")
-    monkeypatch.setattr(protocol, "_frames", COMPILED if request.param == "compiled" else None)
+    monkeypatch.setattr(protocol, "_frames", compiled("frames") if request.param == "compiled" else None)
 
 
 def test_writes_messages_with_and_without_headers_and_reply():
@@ -148,9 +163,8 @@ def in_python(observe: Callable[..., object], *arguments: object) -> object:
 
 def test_a_compiled_module_of_another_source_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     name, source = "common.nats._frames", Path(protocol.__file__).with_name("frames.c")
-    built = SimpleNamespace(
-        __file__=str(source.with_name("_frames.so")), SOURCE_SHA256=sha256(source.read_bytes()).hexdigest()
-    )
+    digest = sha256(source.read_bytes()).hexdigest()
+    built = SimpleNamespace(__file__=str(source.with_name("_frames.so")), SOURCE_SHA256=digest)
     monkeypatch.setitem(sys.modules, name, built)
     monkeypatch.delenv("FLOE_PURE", raising=False)
     assert load_compiled(name) is built
@@ -228,8 +242,7 @@ def test_reads_sequences_and_times_of_both_layouts(front: str, end: str) -> None
 
 @pytest.mark.parametrize(("numbers", "contiguous"), [([3, 4, 6], 2), ([4, 5, 6], 0), ([3, 4, 5], 3), ([3, 3, 4], 1)])
 def test_counts_only_messages_that_continue_the_consumer_sequence(numbers: list[int], contiguous: int) -> None:
-    replies = [reply(10 + i, number) for i, number in enumerate(numbers)]
-    assert parse_replies(replies, b"c1", 3).contiguous == contiguous
+    assert parse_replies([reply(10 + i, number) for i, number in enumerate(numbers)], b"c1", 3).contiguous == contiguous
 
 
 @pytest.mark.parametrize(

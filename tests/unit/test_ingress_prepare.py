@@ -149,8 +149,7 @@ def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
     ],
 )
 def test_what_acts_is_named_valid_and_harmless(line: bytes, control: bytes, is_shared: bool, acts: bool) -> None:
-    row = message(1, headers=block(line))
-    [(_, tail, _)] = ready(prepared(row, control=frozenset({control}), is_shared=is_shared))
+    [(_, tail, _)] = ready(prepared(message(1, headers=block(line)), control=frozenset({control}), is_shared=is_shared))
 
     assert (b"\r\n" + line + b"\r\n" in tail) is acts
     assert (b"\r\nFloe-Original: " + line + b"\r\n" in tail) is not acts

@@ -314,8 +314,7 @@ def test_the_plan_bounds_how_many_come_back_of_what_a_raised_limit_had_dropped()
     plan = plan_of(part_of(1, 20, *range(1, 21)))
     old = CapturedConfig(AT, 5, AT, {"max_msgs_per_subject": 1}, 5, 5, 1)
     for limit, last, most in ((5, 20, 10), (0, 20, 10), (-1, 21, 15), (1, 20, 0)):
-        new = CapturedConfig(AT, 20, AT, {"max_msgs_per_subject": limit}, 5, last, 6)
-        changed = replace(plan, configs=(old, new))
+        changed = replace(plan, configs=(old, CapturedConfig(AT, 20, AT, {"max_msgs_per_subject": limit}, 5, last, 6)))
         text = "max_msgs_per_subject 1 applied at least until sequence 5"
         found = [text in each and f"up to {most} messages" in each for each in planning.resurrected_lines(changed)]
         assert found == [True] * bool(most)

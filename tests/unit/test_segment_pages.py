@@ -47,8 +47,7 @@ def body(value: Any) -> bytes:
 
 
 def page(values: int, *, kind: int = 0, plain: int = 10, stored: int = 10, coding: int = PLAIN, **other: Any) -> bytes:
-    inner = {0: 5, 2: 7, 3: 8}.get(kind, 6)
-    fields = {1: kind, 2: plain, 3: stored, 4: 12345, inner: {1: values, 2: coding}, **other}
+    fields = {1: kind, 2: plain, 3: stored, 4: 12345, {0: 5, 2: 7, 3: 8}.get(kind, 6): {1: values, 2: coding}, **other}
     return encoded(dict(sorted(fields.items()))) + b"x" * max(0, stored)
 
 

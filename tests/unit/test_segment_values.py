@@ -86,8 +86,7 @@ def test_object_metadata_stay_small_whatever_the_segment(path: Path) -> None:
     chain = Chain("s" * 63, "☃" * 255, 9999, 65535)
     last = message(MAX_SEQUENCE, b"", subject=b"s" * 4000, timestamp_ns=2**63 - 1)
     spooled = write_segment(path, [last], chain=chain)
-    worst = replace(spooled, footer=replace(spooled.footer, rows=MAX_SEQUENCE, raw_bytes=2**63 - 1))
-    metadata = object_metadata(worst)
+    metadata = object_metadata(replace(spooled, footer=replace(spooled.footer, rows=MAX_SEQUENCE, raw_bytes=2**63 - 1)))
     assert set(metadata) == {"format", "rows", "bytes", "tip", "sha256"}
     assert sum(len(f"x-amz-meta-{name}: {value}\r\n") for name, value in metadata.items()) < 1024
     assert all(value.isascii() for value in metadata.values())

@@ -120,8 +120,7 @@ def archive(tmp_path: Path) -> Archive:
 
 def unread(archive: Archive) -> SegmentRef:
     """Put a segment of 1..120 with 1..50 unread."""
-    counts = {Reason.GONE_BEFORE_READ: 50}
-    return archive.put(1, 120, rows(range(51, 121)), ledger=counts, unread=SequenceRange(1, 50))
+    return archive.put(1, 120, rows(range(51, 121)), ledger={Reason.GONE_BEFORE_READ: 50}, unread=SequenceRange(1, 50))
 
 
 def cover_of(archive: Archive, first: int, last: int) -> tuple[list[int], list[str]]:
