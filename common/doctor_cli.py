@@ -353,9 +353,8 @@ def _durability(info: StreamInfo) -> DoctorFinding:
     config, replicas = info.config, int(info.config.get("num_replicas", 1))
     if config.get("persist_mode") == "async":
         meaning = (
-            "its server acknowledges messages before they are on disk: what it loses if it is killed, and egress had "
+            "a killed server loses messages that it acknowledged; those that egress had not read are in no archive"
         )
-        meaning += "not read, is in no archive"
         do = "if that may not be: create the stream again without it; no server changes it"
         return warning("nats", "durability", f"{info.name}: persist_mode async", meaning, do)
     if config.get("storage") == "memory":
