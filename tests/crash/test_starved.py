@@ -60,7 +60,7 @@ async def test_ingress_of_a_thousand_chains_carries_all(tmp_path: Path) -> None:
         fleet.fill()
         with starved(service := Service(tmp_path, "ingress", "ingress", "run", "-c", str(fleet.config)).start()):
             await fleet.arrived(client, service)
-            await fleet.live(LIVES_S, MOVING_SHARE)
+            await fleet.live(LIVES_S, MOVING_SHARE * CHAINS)
             await fleet.arrived(client, service)
         assert (await fleet.compare(client))["messages"] > CHAINS
         await client.aclose()

@@ -75,7 +75,7 @@ async def many_chains(rng: random.Random, chains: int, seconds: float) -> dict[s
             end = time.monotonic() + seconds
             while (left := end - time.monotonic()) > 0:
                 service.start()
-                await fleet.live(min(left, seconds / 4, rng.uniform(*RUNS_FOR)), MOVING_SHARE)
+                await fleet.live(min(left, seconds / 4, rng.uniform(*RUNS_FOR)), MOVING_SHARE * chains)
                 assert service.runs(), service.tail()
                 service.kill()
                 kills += 1
