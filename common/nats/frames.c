@@ -139,7 +139,7 @@ static PyObject *list_take(MessageList *self, PyObject *Py_UNUSED(ignored)) {
 }
 
 static PyMethodDef list_methods[] = {
-    {"take", (PyCFunction)list_take, METH_NOARGS, "Return the lists of subjects, replies, payloads and headers, and begin anew."},
+    {"take", (PyCFunction)list_take, METH_NOARGS, "Return the lists of subjects, replies, payloads and headers, and keep empty ones."},
     {NULL, NULL, 0, NULL},
 };
 
