@@ -293,8 +293,9 @@ async def _rights(client: FloeClient, settings: Settings, role: Role) -> DoctorF
 
 def _stream_size_limits(account: Mapping[str, Any]) -> tuple[bool, int]:
     """Return True if each stream of the account must have `max_bytes`, and the most that it may have, 0: any."""
-    parts = [account, *(account.get("tiers") or {}).values()]  # an account with tiers has its limits there
-    limits = [each.get("limits") or {} for each in parts]
+    from common.nats.api import account_limits
+
+    limits = account_limits(account)
     sizes = [size for each in limits if (size := int(each.get("storage_max_stream_bytes") or 0)) > 0]
     return (any(each.get("max_bytes_required") for each in limits), min(sizes, default=0))
 

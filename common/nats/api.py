@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,6 +218,11 @@ def stored_message(answer: dict[str, Any]) -> Message:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"STREAM.MSG.GET: expected a message, found {error!r:.80}") from None
+
+
+def account_limits(account: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the limits in an answer to INFO: of the account, and of its tiers, which then has its limits there."""
+    return [each.get("limits") or {} for each in (account, *(account.get("tiers") or {}).values())]
 
 
 async def create_consumer(

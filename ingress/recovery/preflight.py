@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from common.archive.columns import lengths
 from common.errors import ConfigError, FloeError, Refused, Stopped, Unavailable
 from common.exits import choices
-from common.nats.api import RESTORE_PREFIX, StreamInfo, check_token, list_consumers, query, stream_info
+from common.nats.api import RESTORE_PREFIX, StreamInfo, account_limits, check_token, list_consumers, query, stream_info
 from common.nats.client import FloeClient
 from common.nats.kv import state_key
 from common.nats.lease import Leases, format_owner
@@ -236,8 +236,8 @@ async def room_error(client: FloeClient, error: FloeError, request: RestoreReque
     account = dict[str, Any]()
     with suppress(FloeError):
         account = await query(client, "INFO")
-    limits = [each.get("limits") or {} for each in (account, *(account.get("tiers") or {}).values())]
-    return as_room_error(error, request, name, is_clustered=client.is_clustered, limits=limits if account else None)
+    limits = account_limits(account) if account else None
+    return as_room_error(error, request, name, is_clustered=client.is_clustered, limits=limits)
 
 
 def as_room_error(
@@ -327,14 +327,11 @@ def _server_notes(
     client: FloeClient, plan: RestorePlan, writer: ArchiveWriter, account: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield, as text, the deviations that this server causes."""
-    owners = (account, *(account.get("tiers") or {}).values(), {"limits": plan.config})
-    is_limited = any(int((each.get("limits") or {}).get("max_consumers") or 0) > 0 for each in owners)
+    is_limited = any(int(each.get("max_consumers") or 0) > 0 for each in (*account_limits(account), plan.config))
     count, most = len(plan.consumers), DEFAULT_MAX_CONSUMERS
     if count >= most and not is_limited and client.server_version >= DEFAULT_MAX_CONSUMERS_SINCE:
-        accepted = (
-            f"this server accepts {most:,} a stream, unless its default_max_consumers (in jetstream: limits) is higher"
-        )
-        yield f"{count} consumers, and one to read the stream back: {accepted}"
+        unless = "unless its default_max_consumers (in jetstream: limits) is higher"
+        yield f"{count} consumers, and one to read the stream back: this server accepts {most:,} a stream, {unless}"
     if writer.format == "logical" and plan.request.promote and plan.rows and not plan.is_renamed:
         way = "" if client.is_clustered else "; --format files prevents that"
         yield (

@@ -15,12 +15,12 @@ PRODUCT = (*COUNTED, "infra", "bench")
 # 200 files and 29,000 lines when the product was restructured. docs/decisions.md has a line for each increase.
 MOST_FILES = 240
 # Lines of code by folder. A number rises only where another falls by as much in the same commit. Ten thousand chains in
-# one centre were granted 800 lines: 683 of them are in the first four folders, 115 in `bench`, which had room to 1,400.
+# one centre were granted 800 lines: 682 of them are in the first four folders, 115 in `bench`, which had room to 1,400.
 # Knowing the fleet was granted 3,000, of which the next servers take 65.
 MOST_LINES = {
-    "common": 14_482,
+    "common": 14_484,
     "egress": 8_894,
-    "ingress": 12_600,
+    "ingress": 12_597,
     "compaction": 4_659,
     "floe.py": 151,
     "pyspark_floe.py": 22,
