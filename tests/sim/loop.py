@@ -43,6 +43,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def __init__(self, process: Process) -> None:
         super().__init__()
         self._process, self._world, self._numbers = process, process.world, count(1)
+        self.queue, self.timers = self._ready, self._scheduled
         self._rng = process.world.chance(f"loop/{process.number}")
         self.set_exception_handler(lambda _loop, context: process.errors.append(context))
         self.set_task_factory(self._new_task)
@@ -63,9 +64,6 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def is_running(self) -> bool:
         return True
-
-    def is_ready(self) -> bool:
-        return bool(self._ready) or (bool(self._scheduled) and self._scheduled[0]._when <= self._world.now)
 
     def close(self) -> None:
         """Close it: nothing runs on it any more."""

@@ -41,10 +41,12 @@ class Killed(BaseException):
 
 
 class Turning(Protocol):
-    """The event loop of a process, as the world turns it."""
+    """The event loop of a process, as the world turns it: its due calls, and its timers, the next one first."""
+
+    queue: deque[Any]
+    timers: list[Any]
 
     def turn(self) -> None: ...
-    def is_ready(self) -> bool: ...
     def next_time(self) -> float | None: ...
     def create_task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
     def call_soon(self, callback: Callable[..., object], *args: Any) -> Any: ...
@@ -116,10 +118,15 @@ class World:
         """Run until `until` holds. Raises Overdue after `limit` seconds, Deadlock if nothing can happen any more."""
         end, events = self.now + limit, self._events
         while not until():
-            if events and events[0][0] <= self.now:
+            now = self.now
+            if events and events[0][0] <= now:
                 heapq.heappop(events)[2]()
                 continue
-            ready = [each for each in self.processes if not each.paused and each.loop.is_ready()]
+            ready = []
+            for each in self.processes:  # for each turn of all worlds, so without a call
+                loop = each.loop
+                if (loop.queue or (loop.timers and loop.timers[0]._when <= now)) and not each.paused:
+                    ready.append(each)
             if ready:
                 self.turns += 1
                 process = ready[0] if len(ready) == 1 else self._rng.choice(ready)
