@@ -17,7 +17,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test minio soak check check-deploy docs audit bench clean java python other
+.PHONY: help setup native demo test minio soak check check-deploy test-servers docs audit bench clean java python other
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test: java $(INSTALLED)  ## every test, with real servers on loopback (some 10 m
 	@# Once before, or each process rewrites the assertions of all tests. The run itself says what is wrong.
 	@for part in tests/unit tests/integration; do $(BIN)/python -m pytest --collect-only -qq $$part > /dev/null 2>&1 & done; wait
 	@$(BIN)/python -m pytest -m "not soak" -n 7 --dist loadfile --no-loadscope-reorder
+
+test-servers: java $(INSTALLED)  ## the tests that depend on the server, on the newest patch of each supported minor version, built by go
+	@bash infra/test_servers.sh $(BIN)
 
 minio: $(INSTALLED)  ## MinIO on loopback with a bucket, until Ctrl-C; prints the settings; built by go, or a container, where none is found
 	@$(BIN)/python -m infra.local.minio

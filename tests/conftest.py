@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # A developer's credentials and proxies must not influence a test.
 # Kept: the seed of a run, simulated time for all tests, other servers.
-_KEPT = ("FLOE_SEED", "FLOE_SIMULATE", "FLOE_NATS_SERVER_", "FLOE_TEST_S3", "FLOE_MINIO")
+_KEPT = ("FLOE_SEED", "FLOE_SIMULATE", "FLOE_NATS_SERVER", "FLOE_TEST_S3", "FLOE_MINIO")
 for _name in [n for n in os.environ if n.startswith(("AWS_", "NATS_", "FLOE_")) and not n.startswith(_KEPT)]:
     del os.environ[_name]
 for _name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):

