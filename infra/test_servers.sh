@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds each nats-server of infra/local/servers.txt with `go install`, and runs the tests that depend on the server.
-# The newest two are each the server of all these tests; the older ones run where a test names their minor version.
+# The newest is the server of all these tests; the older ones run where a test names their minor version.
 # Usage: infra/test_servers.sh BIN (the programs of the environment with Floe), ARGUMENTS of pytest in its place
 set -euo pipefail
 bin=$1
@@ -19,7 +19,5 @@ for version in "${versions[@]}"; do
   minor=${version%.*}
   export "FLOE_NATS_SERVER_${minor/./_}=$folder/nats-server"
 done
-for version in "${versions[@]:0:2}"; do
-  echo "tests on nats-server $version"
-  FLOE_NATS_SERVER=$PWD/build/servers/$version/nats-server "$bin/python" -m pytest -m "not soak" -n 4 --dist loadfile "${@:-${tests[@]}}"
-done
+echo "tests on nats-server ${versions[0]}"
+FLOE_NATS_SERVER=$PWD/build/servers/${versions[0]}/nats-server exec "$bin/python" -m pytest -m "not soak" -n 4 --dist loadfile "${@:-${tests[@]}}"

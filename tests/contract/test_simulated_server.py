@@ -39,7 +39,10 @@ def test_older_servers_answer_as_the_model_but_for_what_is_listed(
     version: str, answers: dict[str, dict[str, Steps]]
 ) -> None:
     for name in cases_of(version):
-        assert texts(answers[version][name]) == expected_of(version, name), name
+        found, model = texts(answers[version][name]), texts(simulated_answers(name))
+        listed = expected_of(version, name).items()
+        # A later patch than the one that was listed may answer as the newest server does.
+        assert found == {step: model[step] if found.get(step) == model[step] else text for step, text in listed}, name
 
 
 def test_what_is_listed_of_older_servers_exists() -> None:
