@@ -13,21 +13,22 @@ COUNTED = ("common", "egress", "ingress", "compaction", "floe.py", "pyspark_floe
 PRODUCT = (*COUNTED, "infra", "bench")
 
 # 200 files and 29,000 lines when the product was restructured. docs/decisions.md has a line for each increase.
-MOST_FILES = 240
+MOST_FILES = 253
 # Lines of code by folder. A number rises only where another falls by as much in the same commit. Ten thousand chains in
 # one centre were granted 800 lines: 682 of them are in the first four folders, 115 in `bench`, which had room to 1,400.
-# Knowing the fleet was granted 3,000, of which the next servers take 65.
+# Knowing the fleet was granted 3,000 and 15 files: 65 for the next servers, then 2,371 with 40 of `bench`, and 13 files.
+# Its tests are granted as many lines; infra has 3,500.
 MOST_LINES = {
-    "common": 14_484,
-    "egress": 8_894,
-    "ingress": 12_597,
-    "compaction": 4_659,
-    "floe.py": 151,
+    "common": 15_113,
+    "egress": 9_859,
+    "ingress": 13_205,
+    "compaction": 4_780,
+    "floe.py": 159,
     "pyspark_floe.py": 22,
-    "infra": 3_443,
-    "bench": 1_515,
+    "infra": 3_475,
+    "bench": 1_555,
 }
-MOST_TEST_LINES = 45_000
+MOST_TEST_LINES = 45_920
 MOST_PARAMETERS = 8  # of a constructor, beside self
 SMALL = 60  # lines; a smaller file needs more than one importer
 # Values that hold components, one name for each; their constructors are called with named fields.
