@@ -31,6 +31,7 @@ COMMANDS = {
     "segments": Entry("common.segments_cli:segments", "List, show and verify segments."),
     "consumers": Entry("common.segments_cli:consumers", "Show the captured positions of consumers."),
     "checkpoint": Entry("ingress.cli:checkpoint", "Show and correct the checkpoints of ingress."),
+    "audit": Entry("common.audit:audit", "Show the recorded decisions of operators."),
     "gap": Entry("ingress.operator.decisions_cli:gap", "List holes in the archive, and accept them as gaps."),
     "chain": Entry("ingress.operator.decisions_cli:chain", "Pause single chains, and resume them."),
     "parked": Entry("ingress.operator.parked_cli:parked", "Show and deliver messages that were too large."),
@@ -68,6 +69,10 @@ EXTRAS = {"segments": {"verify": "compaction.cli:verify"}}
 
 class LazyGroup(click.Group):
     """A group that imports the module of a command only when that command is called."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["floe.arguments"] = tuple(args)  # for `common.audit`
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)

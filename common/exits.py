@@ -128,6 +128,7 @@ def _discard_output() -> None:
 _source = _path = "site.yaml"  # until a configuration is read from a file
 _context = ""
 CONTEXT_META_KEY = "floe.context"  # key of the option `--context` in the `meta` of click's context
+ARGUMENTS_META_KEY = "floe.arguments"  # key of the words of the command line there, which `floe` sets
 
 
 def set_config(path: str, context: str | None = None) -> None:

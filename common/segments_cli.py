@@ -28,6 +28,7 @@ from common.archive.segment import Message, Reason, SegmentRef, decode_subject, 
 from common.archive.store import SegmentStore, quarantine
 from common.archive.times import Timeline
 from common.archive.views import duckdb_view, object_address, polars_frame
+from common.audit import decide_blocking, decision_command
 from common.chain import Chain
 from common.cli import (
     Bounds,
@@ -36,7 +37,6 @@ from common.cli import (
     chains_argument,
     check_range,
     config_command,
-    confirm,
     print_json,
     print_table,
     range_options,
@@ -183,7 +183,7 @@ def _total(refs: Sequence[SegmentRef], rows: Sequence[Mapping[str, Any]]) -> str
 @segments.command("quarantine")
 @click.argument("key", metavar="KEY")
 @click.option("--yes", is_flag=True, help="Do not ask, even if no other segment covers its sequences.")
-@config_command
+@decision_command
 def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
     """Move a damaged or wrong segment, or an object that Floe did not write, to quarantine.
 
@@ -199,7 +199,7 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
         check_key(named := _key(settings, key))
     except ConfigError as error:
         raise UsageError(error.message) from None
-    confirm(f"quarantine {escape(key)}?", yes, is_needed=False)
+    decide_blocking(settings, f"quarantine {escape(key)}?", yes, is_needed=False)
     with closing(open_for_work(settings)[0]) as store:
         done = quarantine(store, named, accept_hole=yes)
     if as_json:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.cli import SequenceType, config_command, confirm, dry_run_option, print_json, yes_option
+from common.audit import decide, decision_command
+from common.cli import SequenceType, dry_run_option, print_json, yes_option
 from common.errors import UsageError
 from common.exits import EXIT_DIFFERENCES
 from common.logs import escape
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--believe-listing", "is_believed", is_flag=True, help="Accept the listing of the bucket as complete.")
 @click.option("--all-incarnations", "is_whole", is_flag=True, help="Accept it for later lost incarnations too.")
 @yes_option
-@config_command
+@decision_command
 async def resolve(
     config: str,
     feed: str,
@@ -93,7 +94,8 @@ async def _new_incarnation(
     for text in filter(None, (overlap_warning(cases[number], first) for number, first in decision.first.items())):
         click.echo(f"warning: {text}", err=True)
     begins = ", ".join(f"partition {number} at {first}" for number, first in sorted(decision.first.items()))
-    confirm(f"end the incarnation of {cases[0].chain}, and begin the next with {begins}?", yes)
+    question = f"end the incarnation of {cases[0].chain}, and begin the next with {begins}?"
+    await decide(context.settings, question, yes, chains=context.deps.chains)
     await decide_incarnation(context, cases, decision)
     return {"decided": "new incarnation", "first": decision.first}
 
@@ -104,7 +106,8 @@ async def _same(context: CommandContext, cases: Sequence[Case], yes: bool) -> di
     stopped = [case for case in cases if case.code] or cases
     accepted = {str(case.chain): check_same(case).end for case in stopped}
     for chain, end in accepted.items():
-        confirm(f"accept the stream as the one archived in {chain}, even if messages up to {end} differ?", yes)
+        question = f"accept the stream as the one archived in {chain}, even if messages up to {end} differ?"
+        await decide(context.settings, question, yes, chains=context.deps.chains)
     for case in stopped:
         await accept_same(context, case)
     return {"decided": "same", "accepted": accepted}
@@ -116,7 +119,8 @@ async def _believe(context: CommandContext, cases: Sequence[Case], yes: bool, is
     stopped = [case for case in cases if case.code in LISTING_CODES] or cases[:1]
     for case in stopped:
         more = ", and that all later lost incarnations hold nothing" if is_whole else ""
-        confirm(f"believe that the archive of {case.chain} ends at {case.end}{more}?", yes)
+        question = f"believe that the archive of {case.chain} ends at {case.end}{more}?"
+        await decide(context.settings, question, yes, chains=context.deps.chains)
     marks = {str(case.chain): await accept_listing(context, case) for case in stopped}
     for case in stopped if is_whole else ():
         marks |= {str(chain): 0 for chain in await accept_following(context, case)}
@@ -168,7 +172,7 @@ def _lines(case: Case) -> list[str]:
 @click.argument("what", metavar="FEED|SITE/FEED")
 @dry_run_option
 @yes_option
-@config_command
+@decision_command
 async def repartition(config: str, what: str, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Divide a feed into the partitions that are configured now.
 
@@ -198,7 +202,8 @@ async def repartition(config: str, what: str, dry_run: bool, yes: bool, as_json:
             for each in unmatched:
                 click.echo(escape(f"warning: {each}"), err=True)
             cut = f"divide {_filters(plan.old)} into {_filters(plan.new)}"
-            confirm(escape(f"close {plan.current} at {plan.end} and {cut}?"), yes)
+            question = escape(f"close {plan.current} at {plan.end} and {cut}?")
+            await decide(settings, question, yes, chains=components.deps.chains)
         result = await work.run(stop)
     _print(_done(result, plan), _done_lines(result, plan), as_json)
     return 0

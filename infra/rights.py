@@ -117,6 +117,7 @@ GET, PUT, DELETE = ("s3:GetObject",), ("s3:PutObject", "s3:AbortMultipartUpload"
 READ_ALL = KeyRights(GET, ("*",))
 SITE_KEYS = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/{site}/*", "_floe/alive/{site}/*")
 CAPTURE_KEYS = tuple(f"_floe/site=*/{kind}/*" for kind in ("config", "consumers", "deletions"))
+AUDIT_KEYS = "_floe/audit/*"
 TOMBSTONE_RUN_KEYS = ("_floe/tombstones/runs/*",)
 
 ROLES = (
@@ -132,7 +133,7 @@ ROLES = (
             SubjectRights(("{api}.CONSUMER.NAMES.{stream}", *ACKS), "for a work queue or an interest stream"),
             SubjectRights(("{api}.CONSUMER.LIST.{stream}",), "unless `capture_consumers: never`"),
         ),
-        (KeyRights((*GET, *PUT), SITE_KEYS), KeyRights(GET, TOMBSTONE_RUN_KEYS)),
+        (KeyRights((*GET, *PUT), (*SITE_KEYS, "_floe/audit/*/site={site}/*")), KeyRights(GET, TOMBSTONE_RUN_KEYS)),
         (*SITE_KEYS, *TOMBSTONE_RUN_KEYS),
         note="; `status` of its site",
     ),
@@ -174,7 +175,7 @@ ROLES = (
                 "parked retry",
             ),
             *("segments ls", "segments info", "segments cat", "segments verify", "segments quarantine"),
-            *("consumers ls", "check"),
+            *("consumers ls", "check", "audit ls"),
         ),
         (
             SubjectRights((*_stream("{target}", *INFO_CALLS), *_consumer("{target}", *CONSUMER_CALLS))),
@@ -183,7 +184,9 @@ ROLES = (
         ),
         (
             READ_ALL,
-            KeyRights(PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*", "_floe/verify/*")),
+            KeyRights(
+                PUT, ("_floe/site=*/gaps/*", "_floe/ingress/*", "_floe/quarantine/*", "_floe/verify/*", AUDIT_KEYS)
+            ),
             KeyRights(DELETE, ("site=*",)),
         ),
         note=" (of `egress` and `ingress` it asks only the monitor)",
@@ -198,7 +201,7 @@ ROLES = (
             SubjectRights(_stream("{target}", "INFO"), "to make a bucket with as many replicas"),
             INBOX,
         ),
-        (READ_ALL,),
+        (READ_ALL, KeyRights(PUT, (AUDIT_KEYS,))),
     ),
     RoleRights(
         "restore",
@@ -217,7 +220,7 @@ ROLES = (
             SubjectRights(("{api}.STREAM.NAMES",), "to find the stream with its subjects before it is filled"),
             INBOX,
         ),
-        (READ_ALL, KeyRights(PUT, ("_floe/site=*/restored/*",))),
+        (READ_ALL, KeyRights(PUT, ("_floe/site=*/restored/*", AUDIT_KEYS))),
     ),
     RoleRights(
         "drill",

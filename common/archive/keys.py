@@ -14,6 +14,7 @@
     {prefix}/_floe/quarantine/{digest}/{key}
     {prefix}/_floe/alive/{site}/{process}
     {prefix}/_floe/verify/{chain}/{shallow,deep}.json
+    {prefix}/_floe/audit/{time}[/site={site}]/{digest}.json
 
 The end of the coverage comes first in a segment's name, so a listing with `start_after(position)` returns
 exactly the segments that reach the position. Parts that people name are percent-encoded by an allow-list.
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from common.chain import CHAIN_FORM, SITE_PATTERN, Chain, parse_chain_parts
+from common.clock import NS_PER_S, format_time
 from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
@@ -63,7 +65,7 @@ _VERIFY_RESULT = re.compile(rf"_floe/verify/{_CHAIN}/(?:shallow|deep)\.json")
 _IN_CHAIN = re.compile(rf"(?:_floe/(?:tombstones/|verify/)?)?{_CHAIN}/.+", re.DOTALL)
 # Objects under these prefixes have rules of their own.
 _OTHER_OBJECTS = re.compile(
-    rf"_floe/(?:probe|ingress|alive|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/(?:reported|runs))/.+"
+    rf"_floe/(?:probe|ingress|alive|audit|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/(?:reported|runs))/.+"
     "|_floe/tombstones/clock",
     re.DOTALL,
 )
@@ -358,6 +360,20 @@ class Layout:
 
     def verify_result(self, chain: Chain, *, deep: bool) -> str:
         return self._under(f"_floe/verify/{_chain_path(chain)}/{'deep' if deep else 'shallow'}.json")
+
+    def audit_prefix(self, at_ns: int | None = None) -> str:
+        """Return the prefix of the audit records; with a time (ns since 1970) of those of its millisecond. It sorts
+        before all later ones.
+        """
+        if at_ns is None:
+            return self._under("_floe/audit/")
+        whole = format_time(at_ns - at_ns % NS_PER_S).removesuffix("Z").replace("-", "").replace(":", "")
+        return f"{self.audit_prefix()}{whole}{at_ns % NS_PER_S // 1_000_000:03d}Z"
+
+    def audit_record(self, at_ns: int, site: str, digest: str) -> str:
+        """Return the key of a record of this site, empty for none: a credential may be limited to a site's records."""
+        of_site = f"site={encode(site)}/" if site else ""
+        return f"{self.audit_prefix(at_ns)}/{of_site}{digest[:DIGEST_LENGTH]}.json"
 
     def quarantine_key(self, key: str, digest: str) -> str:
         """Return the key in quarantine of the object at `key` with this SHA-256.

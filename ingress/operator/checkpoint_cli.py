@@ -11,6 +11,7 @@ import click
 
 from common import cli
 from common.archive.documents import TargetPositions
+from common.audit import decide, decision_command, note_option
 from common.clock import SystemClock
 from common.errors import DataError, UsageError
 from common.open import load_settings, open_for_view
@@ -50,7 +51,7 @@ position_type = cli.ParsedType("chain=sequence", tuple, _parse_position)
 @click.option("--accept-repeats", "repeats", is_flag=True, help="Store messages twice rather than lose them.")
 @cli.dry_run_option
 @cli.yes_option
-@cli.config_command
+@decision_command
 async def checkpoint_set(
     config: str, target: str, selector: cli.ChainSelector | None, dry_run: bool, yes: bool, as_json: bool, **chosen: Any
 ) -> None:
@@ -95,7 +96,7 @@ async def checkpoint_set(
             _show(target, plan)
         is_done = plan.has_changes and not dry_run
         if is_done:
-            cli.confirm(f"change the stored state of {target}?", yes)
+            await decide(settings, f"change the stored state of {target}?", yes)
             await (editor.apply_with_retry(plan, planning) if is_live else editor.apply(plan))
         if as_json:
             cli.print_json(_plan_json(target, plan, dry_run))
@@ -161,6 +162,7 @@ RELEASE_WARNING = (
 
 
 @click.command("release")
+@note_option
 @cli.config_option
 @click.argument("target")
 @cli.yes_option
@@ -171,7 +173,8 @@ async def checkpoint_release(config: str, target: str, yes: bool) -> None:
     \b
     Example: floe checkpoint release -c central.yaml FLEET --yes
     """
-    _, chains = open_for_view(load_settings(config, quiet=True))
+    settings = load_settings(config, quiet=True)
+    _, chains = open_for_view(settings)
     try:
         known = chains.read_positions(target)
     except DataError as error:  # an unreadable file keeps everything in the archive, until it is released
@@ -188,6 +191,6 @@ async def checkpoint_release(config: str, target: str, yes: bool) -> None:
         return
     if not yes and not sys.stdin.isatty():
         raise UsageError(f"expected --yes: {target} is not released")
-    cli.confirm(f"release {target}?", yes)
+    await decide(settings, f"release {target}?", yes, chains=chains)
     chains.write_positions(TargetPositions(target, SystemClock().now(), released=True))
     click.echo(f"{target} is released", err=True)

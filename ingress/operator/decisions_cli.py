@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import secrets
-import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING
 
 import click
 
 from common import cli
 from common.archive.keys import suggestion
+from common.audit import decide, decide_blocking, decision_command, given_note, operator_name
 from common.errors import DataError, Stopped, UsageError
 from common.exits import report_error
 from common.open import load_settings, open_chains, open_for_view, open_for_work
@@ -29,13 +28,6 @@ if TYPE_CHECKING:
 
 GAP_COLUMNS = ("chain", "first", "last", "kind", "since", "behind", "accepted")
 PAUSE_COLUMNS = ("target", "chain", "since", "by", "note")
-
-
-def _operator_name() -> str:
-    name = "?"
-    with suppress(OSError, KeyError):
-        name = getpass.getuser()
-    return f"{name}@{socket.gethostname()}"
 
 
 def _now() -> str:
@@ -117,12 +109,11 @@ def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[
 @cli.chain_argument
 @click.option("--first", type=cli.SequenceType(), required=True, help="The first sequence of the gap.")
 @click.option("--last", type=cli.SequenceType(), required=True, help="The last sequence of the gap.")
-@click.option("--note", default="", help="Reason; stored with the decision.")
 @cli.dry_run_option
 @cli.yes_option
-@cli.config_command
+@decision_command
 def gap_accept(
-    config: str, selector: cli.ChainSelector, first: int, last: int, note: str, dry_run: bool, yes: bool, as_json: bool
+    config: str, selector: cli.ChainSelector, first: int, last: int, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     """Accept a gap of sequences that no segment covers: every target continues after it, within a poll.
 
@@ -144,7 +135,7 @@ def gap_accept(
         raise UsageError(f"--first {first} is greater than --last {last}")
     wanted = SequenceRange(first, last)
     try:
-        decision = AcceptedGap(wanted, note, _operator_name(), _now())
+        decision = AcceptedGap(wanted, given_note(), operator_name(), _now())
     except ValueError as error:
         raise UsageError(f"--note: {error}") from None
     settings = load_settings(config, quiet=True)
@@ -156,7 +147,8 @@ def gap_accept(
         for problem in damaged:
             click.echo(f"damaged, and accepted as lost with the gap: {problem}", err=True)
         if not dry_run:
-            cli.confirm(f"accept the loss of {format_count(len(wanted), 'sequence')}, {wanted}, of {chain}?", yes)
+            lost = format_count(len(wanted), "sequence")
+            decide_blocking(settings, f"accept the loss of {lost}, {wanted}, of {chain}?", yes)
             decision = documents.accept_gap(chain, decision)
     if as_json:
         shown = {"first": decision.range.first, "last": decision.range.last, "note": decision.note}
@@ -179,9 +171,8 @@ def chain() -> None:
 @chain.command("pause")
 @cli.target_option
 @cli.chain_argument
-@click.option("--note", default="", help="Reason; shown by `floe chain ls`.")
-@cli.config_command
-async def chain_pause(config: str, target: str, selector: cli.ChainSelector, note: str, as_json: bool) -> None:
+@decision_command
+async def chain_pause(config: str, target: str, selector: cli.ChainSelector, as_json: bool) -> None:
     """Deliver nothing more of a chain into a target until it is resumed; others continue.
 
     Rows that are being stored now are still stored. A pause holds through restarts and take-overs.
@@ -191,9 +182,7 @@ async def chain_pause(config: str, target: str, selector: cli.ChainSelector, not
     """
     from ingress.chains.pauses import Pause
 
-    if len(note) > 1000:
-        raise UsageError(f"--note: expected at most 1000 characters, found {len(note)}")
-    pause = Pause(_now(), _operator_name(), note)
+    pause = Pause(_now(), operator_name(), given_note())
     _, pauses = await _decide(config, target, selector, lambda old, chain: old.with_pause(chain, pause), is_new=True)
     _show_pauses(target, pauses, as_json)
 
@@ -203,7 +192,7 @@ async def chain_pause(config: str, target: str, selector: cli.ChainSelector, not
 @cli.optional_chain_argument
 @click.option("--all", "is_all", is_flag=True, help="Every paused chain of the target.")
 @click.option("--yes", is_flag=True, help="With --all: do not ask.")
-@cli.config_command
+@decision_command
 async def chain_resume(
     config: str, target: str, selector: cli.ChainSelector | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:
@@ -220,12 +209,12 @@ async def chain_resume(
     if is_all is (selector is not None):
         raise UsageError("expected a chain, as SITE/FEED, or --all")
     if selector is None:
-        async with _store(config, target) as (_, store):
+        async with _store(config, target) as (settings, store):
             try:
                 paused = f"chains paused now: {len((await store.read()).paused)}"
             except Stopped as error:
                 paused = error.message
-            cli.confirm(f"resume all chains of {target} ({paused})?", yes)
+            await decide(settings, f"resume all chains of {target} ({paused})?", yes)
             pauses = await store.resume_all(at)
     else:
         chain, pauses = await _decide(config, target, selector, lambda pauses, chain: pauses.with_resume(chain, at))
@@ -276,6 +265,7 @@ async def _decide(
                 raise UsageError(f"{chain}: expected a chain that flows into {target}, found another", hint=there)
             if chain not in await asyncio.to_thread(open_chains(settings).chains, chain.site, chain.feed):
                 click.echo(f"{chain}: not archived yet; it is paused from the first segment", err=True)
+        await decide(settings, f"{'pause' if is_new else 'resume'} {chain} in {target}")
         return chain, await store.change(lambda pauses: step(pauses, chain))
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from common import cli
+from common.audit import decide, decision_command
 from common.clock import NS_PER_S
 from common.errors import DataError, UsageError
 from common.exits import choices, floe_command
 from common.hints import parked_command
 from common.open import load_settings
+from common.settings.types import format_count
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -85,7 +87,7 @@ async def parked_cat(
 @click.option("--sequence", type=cli.SequenceType(), help="Sequence of the message.")
 @click.option("--all", "is_all", is_flag=True, help="All parked messages of the chain.")
 @cli.yes_option
-@cli.config_command
+@decision_command
 async def parked_retry(
     config: str, target: str, selector: cli.ChainSelector, sequence: int | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:
@@ -111,7 +113,8 @@ async def parked_retry(
     if not as_json:
         cli.print_table([_row(store, entry) for entry in wanted], PARKED_COLUMNS)
     if wanted:
-        cli.confirm(f"retry {len(wanted)} of them for {target}?", yes)
+        question = f"retry {format_count(len(wanted), 'parked message')} of {chain} for {target}?"
+        await decide(load_settings(config, quiet=True), question, yes)
         store.request_retry(*wanted)
     if as_json:
         cli.print_json([_row(store, entry) for entry in wanted])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from common.audit import decide, decision_command
 from common.chain import FEED_PATTERN
 from common.cli import (
     CHAIN_TYPE,
@@ -19,7 +20,6 @@ from common.cli import (
     chain_argument,
     check_range,
     config_command,
-    confirm,
     dry_run_option,
     print_json,
     range_options,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 @click.option("--again", is_flag=True, help="Begin again, regardless of earlier replays into the target.")
 @dry_run_option
 @yes_option
-@config_command
+@decision_command
 async def replay(
     config: str, selector: ChainSelector, as_json: bool, dry_run: bool, yes: bool, rate: str, **args: Any
 ) -> int:
@@ -80,8 +80,10 @@ async def replay(
     request = ReplayRequest(**asdict(selector), **resolve_times(args))
     options = ReplayOptions(**flags, pace=pace_of(rate), pace_arguments=(f"--rate={rate}",) if rate else ())
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    if options.again and not dry_run:
-        confirm(f"begin again in {request.target}, regardless of earlier replays into it?", yes, is_needed=False)
+    if not dry_run:
+        what = f"replay {selector.site}/{selector.feed} into {request.target}"
+        again = f"begin again in {request.target}, regardless of earlier replays into it?"
+        await decide(settings, again if options.again else what, yes or not options.again, is_needed=False)
     store, chains = open_for_work(settings)
     with closing(store):
         work = Replay(settings, request, options, store, chains, clock, progress := Progress())
@@ -148,7 +150,7 @@ def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
     help="Form of the archive sent. files: a single server keeps `created` on 2.15 too, so sourcing streams continue.",
 )
 @yes_option
-@config_command
+@decision_command
 async def restore(
     config: str,
     selector: ChainSelector,
@@ -239,7 +241,7 @@ async def restore(
             confirmed = await work.plan()
             echo_lines(confirmed.lines(), err=True)
         effects = confirmed.elsewhere if confirmed else ()
-        confirm("\n".join([*effects, f"restore the stream of {what}?"]), yes, is_needed=False)
+        await decide(settings, "\n".join([*effects, f"restore the stream of {what}?"]), yes, is_needed=False)
         async with work.open_connection() as client, stop_on_signals() as stop:
             report = await work.run(client, stop, confirmed)
     progress.end_line()
