@@ -372,10 +372,12 @@ def _rename_sections(error: ValidationError, root: yaml.MappingNode) -> bool:
     """Rename mistyped sections to the intended names, if these are free; return True if any was renamed."""
     found = False
     for detail in error.errors(include_url=False, include_input=False):
+        if detail["type"] != "extra_forbidden":
+            continue
         *above, name = detail["loc"]
         # The mapping that contains the key; it may be `defaults`.
         keys = yaml.locate(root, yaml.locate(root, detail["loc"]).path[:-1]).node
-        if detail["type"] != "extra_forbidden" or not isinstance(keys, yaml.MappingNode):
+        if not isinstance(keys, yaml.MappingNode):
             continue
         close = yaml.closest_key(str(name), _known_keys(_section(above)))
         if _section((*above, close)) and close not in keys.entries and name in keys.entries:

@@ -302,6 +302,15 @@ def test_load_takes_a_file_with_one_document_and_points_to_check(tmp_path: Path)
         load(str(file))
 
 
+def test_problems_between_sections_point_at_their_keys():
+    for text, wrong in (
+        ("store: {url: s3://floe}\negress: {feeds: [{stream: A}]}\n", "site: expected a name if egress has feeds"),
+        ("store: {url: file:///b}\ningress: {events: sqs://Q}\n", "ingress.events: expected none with a file:// store"),
+    ):
+        [problem] = problems(text)
+        assert wrong in problem
+
+
 QUICK_LEVEL = "levels: [{from: 0, to: 1, min_age: 59s}]"
 
 
