@@ -105,6 +105,7 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
         Layout(settings.store.prefix),
         spool_dir=Path(settings.spool_dir) if settings.spool_dir else None,
         subject_statistics=settings.store.subject_statistics,
+        storage_classes={level.to: level.storage_class for level in settings.compaction.levels if level.storage_class},
     )
 
 

@@ -33,7 +33,7 @@ from common.metrics import version
 from common.open import open_store
 from common.service.process import stop_on_signals_sync
 from common.service.progress import Progress, format_share
-from common.settings.root import Settings
+from common.settings.root import CompactionSettings, Settings
 from common.settings.types import duration_words
 
 if TYPE_CHECKING:
@@ -93,8 +93,9 @@ class Spark:
 
     def __init__(self, settings: Settings, check: Callable[[], None] = lambda: None) -> None:
         check_conf(settings.compaction.spark.conf)
-        self.settings, self.check = Settings(store=settings.store, spool_dir=settings.spool_dir), check
-        self._spark = settings.compaction.spark
+        levels = CompactionSettings(levels=settings.compaction.levels)  # their storage classes
+        self.settings = Settings(store=settings.store, spool_dir=settings.spool_dir, compaction=levels)
+        self.check, self._spark = check, settings.compaction.spark
         self._session: SparkSession | None = None
 
     def session(self) -> SparkSession:

@@ -20,6 +20,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from common.archive.documents import SnapshotRef
@@ -37,7 +38,7 @@ from common.failpoints import failpoint
 from common.logs import get_logger
 from common.metrics import counter
 from common.objects.open import is_verifying
-from common.objects.port import ChecksumMismatch, ConditionalPutRefused, ObjectInfo, ObjectStore
+from common.objects.port import ChecksumMismatch, ClassingStore, ConditionalPutRefused, ObjectInfo, ObjectStore
 from common.sequences import SequenceRange, cover, holes
 
 log = get_logger(__name__)
@@ -118,12 +119,20 @@ TABLE_PAGE_SEGMENTS = 5000  # the same if all are wanted: a folder is read again
 PUT_RETRY_S = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
 
 
+def _put_new(objects: ObjectStore, key: str, body: Path | bytes, *, sha256: str, metadata: Mapping[str, str]) -> None:
+    try:
+        objects.put_if_absent(key, body, sha256=sha256, metadata=metadata)
+    except ConditionalPutRefused:  # the name holds the digest: another writer puts the same content
+        objects.put(key, body, sha256=sha256, metadata=metadata)
+
+
 class SegmentStore:
     """The segments under one layout. Blocking; safe to use from several threads.
 
     A file in the spool is unlinked as soon as it is open, so that a killed process leaves none. Every
     method raises the errors of the object store. `spool_dir` None: the system's temporary folder.
-    `subject_statistics`: for writers of segments here, as in `SegmentWriter`.
+    `subject_statistics`: for writers of segments here, as in `SegmentWriter`. `storage_classes`: of segments, by level,
+    if the object store has classes; other levels have its own.
     """
 
     def __init__(
@@ -134,9 +143,10 @@ class SegmentStore:
         spool_dir: Path | None = None,
         clock: Clock | None = None,
         subject_statistics: bool = True,
+        storage_classes: Mapping[int, str] | None = None,
     ) -> None:
         self.objects, self.layout, self.subject_statistics = objects, layout, subject_statistics
-        self._spool = Spool(spool_dir)
+        self._spool, self._storage_classes = Spool(spool_dir), storage_classes or {}
         self._clock = clock or SystemClock()
         self._partial = self._always_partial = False
         self._admit: Admit = admit_all
@@ -251,8 +261,9 @@ class SegmentStore:
         code E-READ-BACK if a put succeeded and never reads back as it was sent.
         """
         kind, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
+        objects = self._objects_of(ref)
         for number, pause in enumerate((*PUT_RETRY_S, 0.0)):
-            put = self.objects.put if number else self._put_new
+            put = objects.put if number else partial(_put_new, objects)
             cause: OutcomeUnknown | None = None
             failpoint(f"{point}put")
             try:
@@ -277,11 +288,11 @@ class SegmentStore:
             code="E-READ-BACK",
         )
 
-    def _put_new(self, key: str, body: Path | bytes, *, sha256: str, metadata: Mapping[str, str]) -> None:
-        try:
-            self.objects.put_if_absent(key, body, sha256=sha256, metadata=metadata)
-        except ConditionalPutRefused:  # the name holds the digest: another writer puts the same content
-            self.objects.put(key, body, sha256=sha256, metadata=metadata)
+    def _objects_of(self, ref: SegmentRef | SnapshotRef) -> ObjectStore:
+        name = self._storage_classes.get(ref.level) if isinstance(ref, SegmentRef) else None
+        if name and isinstance(objects := self.objects, ClassingStore):
+            return objects.with_storage_class(name)
+        return self.objects
 
     def delete(self, ref: SegmentRef) -> None:
         """Delete the segment; no error if it is gone."""

@@ -184,6 +184,14 @@ class LinkingStore(Protocol):
 
 
 @runtime_checkable
+class ClassingStore(Protocol):
+    """A store with storage classes."""
+
+    def with_storage_class(self, name: str) -> ObjectStore:
+        """Return the same store, but objects that are put have this class."""
+
+
+@runtime_checkable
 class ClockedStore(Protocol):
     """A store that reports its time to a caller that may only read."""
 

@@ -7,6 +7,7 @@ Answers are not trusted: a listing must name its bucket and prefix, a body must 
 from __future__ import annotations
 
 import builtins
+import copy
 import io
 import logging
 import threading
@@ -226,6 +227,11 @@ class S3Objects:
         self._has_answered = False
         self._wait_logged_at = self._clock.monotonic()
         self._refuses_conditions = self._options.conditional_puts == "no"
+
+    def with_storage_class(self, name: str) -> S3Objects:
+        view = copy.copy(self)
+        view._options = replace(self._options, storage_class=name)
+        return view
 
     def _make_client(self) -> S3Client:
         options, session = self._options, make_session(self._account)

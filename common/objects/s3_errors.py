@@ -45,6 +45,9 @@ _REFUSED = Meaning(Refused, "check the credential, its rights, and the state of 
 _SETTINGS = "check store: endpoint_url, addressing_style, checksum, encryption, storage_class"
 _INVALID = Meaning(ConfigError, _SETTINGS, "E-S3-REQUEST")
 _UNSUPPORTED = Meaning(ConfigError, "unsupported here; see store.checksum and store.encryption", "E-S3-REQUEST")
+_CLASS = Meaning(
+    ConfigError, "the store has no such class; see store.storage_class and compaction.levels", "E-S3-REQUEST"
+)
 _KMS = Meaning(Refused, "grant kms:GenerateDataKey and kms:Decrypt on the key", "E-S3-KMS")
 _FULL = Meaning(Unavailable, "make room in the store", "E-STORE-FULL")
 _CAPPED = Meaning(Unavailable, "make room, or raise the quota or cap of the bucket and the account", "E-STORE-FULL")
@@ -75,6 +78,7 @@ CODE_MEANINGS: Mapping[str, Meaning] = {
         ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"),
         Meaning(ChecksumMismatch),
     ),
+    "InvalidStorageClass": _CLASS,
     # The credential and its rights.
     "InvalidAccessKeyId": Meaning(Refused, "the server does not know this access key", "E-S3-AUTH"),
     "SignatureDoesNotMatch": Meaning(Refused, _SIGNATURE, "E-S3-AUTH"),

@@ -32,6 +32,7 @@ from common.objects.port import (
     open_body,
     sha256_of,
 )
+from common.settings.root import COLD_CLASSES
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024  # of a page of a listing, an error or a receipt: all but the body of an object
 MAX_EMPTY_PAGES = 1000  # in succession in one listing: a store skips deleted objects
@@ -179,9 +180,6 @@ def deleted_objects(answer: Mapping[str, Any]) -> list[DeletedObject]:
     return [found[key] for key in sorted(found)]
 
 
-_COLD_CLASSES = ("GLACIER", "DEEP_ARCHIVE")  # storage classes of objects that must be restored before they can be read
-
-
 def enabled_rules(answer: Mapping[str, Any]) -> list[LifecycleRule]:
     return [_lifecycle_rule(rule) for rule in answer.get("Rules", []) if rule.get("Status") == "Enabled"]
 
@@ -195,7 +193,7 @@ def _lifecycle_rule(rule: Mapping[str, Any]) -> LifecycleRule:
         prefix=str(both.get("Prefix") or rule.get("Prefix") or ""),
         is_partial=any(name != "Prefix" for name in both),
         deletes=bool({"Days", "Date"} & (rule.get("Expiration") or {}).keys()),
-        archive_class=next((each for each in cold if each in _COLD_CLASSES), ""),
+        archive_class=next((each for each in cold if each in COLD_CLASSES), ""),
         deletes_versions="NoncurrentVersionExpiration" in rule,
         aborts_uploads="AbortIncompleteMultipartUpload" in rule,
     )

@@ -18,6 +18,15 @@ from common.settings.types import Section, find_repeated, merge, needed, option,
 _PREFIX = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._=-]*(/[A-Za-z0-9-][A-Za-z0-9._=-]*)*")
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
 _STORAGE_CLASS = re.compile(r"[A-Z0-9_-]{1,64}")
+#: Storage classes with objects that must be restored before they can be read.
+COLD_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
+StorageClass = Annotated[t.Text, t.matching(_STORAGE_CLASS, "a storage class such as STANDARD_IA")]
+
+
+def _cold_problems(key: str, storage_class: str) -> Iterator[tuple[str, str]]:
+    if storage_class in COLD_CLASSES:
+        what = "expected a class whose objects can be read at once, such as STANDARD_IA or GLACIER_IR"
+        yield key, f"{what}, found {storage_class}: Floe reads any segment whenever it needs it"
 
 
 _ENDPOINT = t.host_url(("https", "http"), "access_key_id and secret_access_key_file", or_empty=True)
@@ -61,9 +70,7 @@ class StoreSettings(Section):
     access_key_id: t.Label = option("", "empty: the AWS credential chain")
     secret_access_key: t.Secret = option("", "the secret of `access_key_id`")
     tls: StoreTlsSettings = option({}, "TLS to the store")
-    storage_class: Annotated[t.Text, t.matching(_STORAGE_CLASS, "a storage class such as STANDARD_IA")] = option(
-        "", "empty: the bucket's default"
-    )
+    storage_class: StorageClass = option("", "empty: the bucket's default")
     encryption: EncryptionSettings = option({}, "encryption at rest")
     allow_plaintext: t.Flag = option(
         False, "send payloads without TLS to a store on another host; anyone on the network path can read them"
@@ -77,6 +84,7 @@ class StoreSettings(Section):
 
     def combination_problems(self) -> Iterator[tuple[str, str]]:
         yield from self.require_together("access_key_id", "secret_access_key")
+        yield from _cold_problems("storage_class", self.storage_class)
         if self.encryption.kms_key_id and self.encryption.mode != "sse-kms":
             yield "encryption.kms_key_id", f"expected mode sse-kms with it, found {self.encryption.mode}"
         if self.endpoint_url and self.url.startswith("file:"):
@@ -120,6 +128,7 @@ class LevelSettings(Section):
     max_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(10000, "most segments in one merge")
     min_size: Annotated[t.Size, t.Range("64K", "64G")] = option("1G", "stored bytes that justify a merge")
     max_size: Annotated[t.Size, t.Range("64K", "64G")] = option("4G", "most stored bytes in one merge")
+    storage_class: StorageClass = option("", "of the segments that are written; empty: `store.storage_class`")
 
     @model_validator(mode="before")
     @classmethod
@@ -134,6 +143,7 @@ class LevelSettings(Section):
         for low, high in (("min_age", "max_wait"), ("min_count", "max_count"), ("min_size", "max_size")):
             if getattr(self, low) > getattr(self, high):
                 yield high, f"expected at least {low}, found less"
+        yield from _cold_problems("storage_class", self.storage_class)
 
 
 RETENTION_RANGE = t.Range("1d", or_zero=True)
@@ -218,6 +228,11 @@ class CompactionSettings(Section):
         for first, index in find_repeated(level.from_ for level in self.levels):
             found = f"{self.levels[index].from_} in levels.{first} and levels.{index}"
             yield f"levels.{index}.from", f"expected each level read once, found {found}"
+        for first, index in find_repeated(level.to for level in self.levels):
+            mine, other = self.levels[index].storage_class, self.levels[first].storage_class
+            if mine != other:
+                reason = f"expected {other!r}, as levels.{first} which writes the same level, found {mine!r}"
+                yield f"levels.{index}.storage_class", reason
 
 
 Role = Literal["egress", "ingress"]
@@ -269,6 +284,10 @@ class Settings(Section):
             yield "site", "expected a name if egress has feeds, found none"
         if self.ingress.events and self.store.url.startswith("file:"):
             yield "ingress.events", "expected none with a file:// store, found some"
+        for index, level in enumerate(self.compaction.levels):
+            if level.storage_class and self.store.url.startswith("file:"):
+                reason = f"expected none with a file:// store, found {level.storage_class}"
+                yield f"compaction.levels.{index}.storage_class", reason
 
     def loop_problems(self) -> Iterator[tuple[str, str]]:
         """Yield a problem for each target that is also the stream of a feed that flows into it: it would grow for ever.

@@ -603,9 +603,9 @@ def test_requests_carry_checksum_class_and_encryption(s3: SharedS3, proxy: Fault
         sent.update({name.lower(): value for name, value in exchange.headers})
         return refuse(403, "AccessDenied")(exchange)
 
-    options = S3Options(storage_class="STANDARD_IA", encryption="sse-kms", kms_key_id="key-1")
+    options = S3Options(storage_class="OTHER", encryption="sse-kms", kms_key_id="key-1")
     proxy.on("put", look)
-    store = open_s3(s3, proxy.url, bucket, options=options)
+    store = open_s3(s3, proxy.url, bucket, options=options).with_storage_class("STANDARD_IA")
     fails(Refused, "", lambda: store.put("k", b"1", metadata={"tip": "1"}))
     expected = {
         "x-amz-storage-class": "STANDARD_IA",

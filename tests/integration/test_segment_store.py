@@ -66,6 +66,25 @@ def put(store: SegmentStore, first: int, last: int, level: int = 0, chain: Chain
     return store.put(spool(store, [message(last)], coverage=SequenceRange(first, last), level=level, chain=chain))
 
 
+def test_segments_of_a_level_have_its_storage_class(tmp_path: Path) -> None:
+    class Classed(LocalObjects):
+        puts: dict[str, str] = {}  # noqa: RUF012
+        name = "other"
+
+        def with_storage_class(self, name: str) -> LocalObjects:
+            view = Classed(tmp_path)
+            view.name = name
+            return view
+
+        def put_if_absent(self, key: str, *args: Any, **named: Any) -> bool:
+            self.puts[key] = self.name
+            return super().put_if_absent(key, *args, **named)
+
+    store = SegmentStore(Classed(tmp_path), LAYOUT, storage_classes={1: "STANDARD_IA", 2: "GLACIER_IR"})
+    refs = [put(store, 1, 5, level) for level in (0, 1, 2)]
+    assert [Classed.puts[ref.key] for ref in refs] == ["other", "STANDARD_IA", "GLACIER_IR"]
+
+
 def rows_of(store: SegmentStore, ref: SegmentRef, rows: SequenceRange | None = None) -> list[Message]:
     with store.open(ref, rows=rows) as reader:
         return read_all(reader)

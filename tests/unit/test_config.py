@@ -327,6 +327,20 @@ def test_times_of_compaction_that_take_segments_from_readers_are_refused_or_warn
         assert str(load_document(str(file)).warnings).count("compaction.delete_grace: 1h") == cautions
 
 
+def test_storage_classes_that_cannot_be_read_at_once_or_do_not_exist_are_refused():
+    s3, place = "url: s3://floe", "compaction.levels.0.storage_class: expected"
+    for store, levels, wrong in (
+        (f"{s3}, storage_class: GLACIER", "to: 2", "store.storage_class: expected a class whose objects can be read"),
+        (s3, "to: 2, storage_class: DEEP_ARCHIVE", f"{place} a class whose objects can be read at once"),
+        (s3, "to: 2, storage_class: ia", f"{place} a storage class such"),
+        ("url: file:///b", "to: 2, storage_class: X", f"{place} none with a file:// store, found X"),
+        (s3, "to: 2}, {from: 0, to: 2, storage_class: X", "levels.1.storage_class: expected '', as levels.0"),
+    ):
+        [problem] = problems(f"store: {{{store}}}\ncompaction: {{levels: [{{from: 1, {levels}}}]}}\n")
+        assert wrong in problem
+    one(f"store: {{{s3}, storage_class: GLACIER_IR}}\ncompaction: {{levels: [{{from: 1, to: 2, storage_class: IA}}]}}")
+
+
 def test_a_file_that_everybody_may_write_and_servers_that_are_not_checked_are_warned_of(tmp_path: Path):
     file = tmp_path / "site.yaml"
     file.write_text(HEAD.replace("s3://floe", "s3://floe, tls: {insecure: true}") + "nats: {tls: {insecure: true}}\n")

@@ -57,6 +57,10 @@ ANSWERS: list[tuple[tuple[type[FloeError], str, str], str]] = [
     ((Refused, "E-S3-AUTH", OTHER_SECRET), "403 SignatureDoesNotMatch"),
     (EXPIRED, "400 ExpiredToken, 403 ExpiredTokenException, 400 TokenRefreshRequired"),
     ((Refused, "E-S3-AUTH", "the session token is not valid; renew it"), "400 InvalidToken"),
+    (
+        (ConfigError, "E-S3-REQUEST", "the store has no such class; see store.storage_class and compaction.levels"),
+        "400 InvalidStorageClass",
+    ),
     ((Refused, "E-S3-AUTH", "the account has no S3"), "403 NotSignedUp"),
     ((Refused, "E-S3-AUTH", "check the credential"), "403 InvalidSecurity"),
     (SUSPENDED, "403 UserSuspended, 403 UserDisable, 403 AccountProblem, 403 AllAccessDisabled, 402 Novel"),
