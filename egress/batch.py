@@ -44,6 +44,20 @@ class MessageBatch:
         return bisect_right(self.examined.sequences, self.kept.sequences[rows - 1])
 
 
+_ONLY = {code: bytes(code == each for each in range(256)) for code in REASON_BY_CODE}  # 1 for this code, else 0
+
+
+def left_out_bytes(batch: MessageBatch) -> dict[Reason, int]:
+    """Return the raw bytes of the messages that are left out, by reason."""
+    if len(batch.kept) == len(batch):
+        return {}
+    counts = count_left_out(batch.codes)
+    if len(counts) == 1:
+        return dict.fromkeys(counts, batch.examined.raw_size - batch.kept.raw_size)
+    sizes = {REASON_BY_CODE[code]: batch.examined.select(batch.codes.translate(only)) for code, only in _ONLY.items()}
+    return {reason: sizes[reason].raw_size for reason in counts}
+
+
 def count_left_out(codes: bytes | bytearray) -> dict[Reason, int]:
     counts = {reason: codes.count(code) for code, reason in REASON_BY_CODE.items()}
     return {reason: count for reason, count in counts.items() if count}

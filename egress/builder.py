@@ -7,9 +7,10 @@ batch leaves it torn, that is inconsistent: it then emits nothing more, and its 
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 from typing import Any
@@ -19,7 +20,7 @@ from common.archive.segment import Ledger, Message, Reason
 from common.clock import Clock
 from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
-from egress.batch import MessageBatch, count_left_out
+from egress.batch import MessageBatch, count_left_out, left_out_bytes
 from egress.memory import MemoryAccount
 from egress.partition import Position
 
@@ -53,7 +54,7 @@ class Piece:
 
     `examined`: the sequences of all messages received; `rows`: those that are kept. `last`: the last message received,
     None if there is none. `size`: raw bytes of the rows; `memory`: bytes charged for the piece. `codes`: as in
-    `MessageBatch`, one for each examined message; empty if all are kept.
+    `MessageBatch`, one for each examined message; empty if all are kept. `left_out`: raw bytes of the others by reason.
     """
 
     coverage: SequenceRange
@@ -63,6 +64,7 @@ class Piece:
     size: int
     memory: int
     codes: bytes | bytearray = b""
+    left_out: Mapping[Reason, int] = field(default_factory=dict)
 
     @property
     def missing(self) -> int:
@@ -253,7 +255,7 @@ class SegmentBuilder:
         self._piece_first, self._piece_opened = self._end + 1, 0.0
         self._rows, self._codes = Columns.empty(sampled=self._sampled), bytearray()
         self._examined: list[int] = []
-        self._piece_size, self._memory = 0, 0
+        self._piece_size, self._memory, self._left_out = 0, 0, Counter[Reason]()
         self._due_at = math.inf
 
     def _open(self) -> None:
@@ -285,6 +287,7 @@ class SegmentBuilder:
         self._examined += batch.examined.sequences
         self._codes += batch.codes
         self._rows.extend(batch.kept)
+        self._left_out.update(left_out_bytes(batch))
         kept, others = len(batch.kept), len(batch) - len(batch.kept)
         memory = size + MESSAGE_OVERHEAD_BYTES * kept + EXAMINED_OVERHEAD_BYTES * others
         self._size += size
@@ -299,7 +302,8 @@ class SegmentBuilder:
             return
         coverage = SequenceRange(self._piece_first, self._end)
         last, size = self.last if self._examined else None, self._piece_size
-        self._emit(Piece(coverage, self._rows, self._examined, last, size, self._memory, self._codes))
+        received = self._rows, self._examined, last, size, self._memory, self._codes, self._left_out
+        self._emit(Piece(coverage, *received))
         self._begin_piece()
 
 

@@ -1,9 +1,10 @@
 """Encoding of the builder's pieces into finished segments in the spool, off the event loop."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pyarrow as pa
 from common.archive.captures import CaptureStore
 from common.archive.columns import Columns, record_batch
 from common.archive.guard import ROW_GROUP_BYTES_LEVEL_0, WRITER_ROW_BYTES
-from common.archive.segment import Footer, Ledger, Message, Tip
+from common.archive.segment import Footer, Ledger, Message, Reason, Tip
 from common.archive.writer import SegmentWriter, SpooledSegment
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown, Unavailable
@@ -59,7 +60,7 @@ class SegmentFile:
             store.new_spool(), level=0, compression_level=level, subject_statistics=store.subject_statistics
         )
         self._coverage: SequenceRange | None = None
-        self._ledger = Ledger()
+        self._ledger, self._left_out = Ledger(), Counter[Reason]()
         self._unread: SequenceRange | None = None
         self._last: Message | None = None
         self._pending_rows, self._pending_bytes = Columns.empty(sampled=self._sampling is not None), 0
@@ -83,6 +84,7 @@ class SegmentFile:
         if (gone := unread(piece, source_first, from_hole, restored)) is not None:
             self._unread = SequenceRange((self._unread or gone).first, gone.last)
         self._last = piece.last or self._last
+        self._left_out.update(piece.left_out)
         _release_arrow_memory()
 
     def _add_rows(self, rows: Columns, size: int) -> None:
@@ -122,7 +124,7 @@ class SegmentFile:
             sampling_digest=self._sampling.digest if self._sampling else "",
             unread=self._unread,
         )
-        spooled = self._file.finish(footer)
+        spooled = replace(self._file.finish(footer), left_out_bytes=self._left_out)
         _release_arrow_memory()
         return spooled
 

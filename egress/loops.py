@@ -11,13 +11,14 @@ it chooses the same when the stream is read again (I8).
 
 import asyncio
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain as joined
 
 from common.archive.columns import Columns, messages
 from common.archive.scan import ChainArchive
-from common.archive.segment import Message, SegmentRef
+from common.archive.segment import Message, Reason, SegmentRef
 from common.chain import Chain
 from common.errors import DataError
 from common.logs import get_logger
@@ -202,4 +203,6 @@ def _remove(piece: Piece, looped: set[int]) -> Piece:
         keep[index] = 0
         codes[bisect_left(piece.examined, piece.rows.sequences[index])] = CODE_LOOPED
     rows = piece.rows.select(keep, piece.rows.sample_keys)
-    return replace(piece, rows=rows, size=rows.raw_size, codes=codes)
+    left_out = Counter(piece.left_out)
+    left_out[Reason.LOOPED] += piece.size - rows.raw_size
+    return replace(piece, rows=rows, size=rows.raw_size, codes=codes, left_out=left_out)

@@ -8,6 +8,7 @@ from common.archive.segment import Reason
 from common.leasing import HAND_OVER_REASONS
 from common.metrics import counter, counter_total, gauge, histogram
 from egress.acks import RESET_REASONS
+from egress.batch import REASON_BY_CODE
 from egress.builder import ClosedBy
 
 # Labels of `egress.advisories` and `egress.sampling.snapshot_store`, which import this module
@@ -18,6 +19,16 @@ REBUILDS = ("settings", "damaged", "source")
 CHAIN = ("site", "feed", "partition")
 
 messages = counter("egress_messages", "Messages archived.", CHAIN)
+received_bytes = counter(
+    "egress_received_bytes", "Bytes of subjects, headers and payloads received, of what is archived or left out.", CHAIN
+)
+left_out_bytes = counter(
+    "egress_left_out_bytes",
+    "Bytes of subjects, headers and payloads of messages that were received and left out, by reason.",
+    (*CHAIN, "reason"),
+    kind="sampled",
+    reason=REASON_BY_CODE.values(),
+)
 raw_bytes = counter("egress_raw_bytes", "Bytes of subjects, headers and payloads archived.", CHAIN)
 stored_bytes = counter("egress_stored_bytes", "Bytes of segments put.", CHAIN)
 segments = counter("egress_segments", "Segments put.", CHAIN)

@@ -386,6 +386,9 @@ class FeedReport:
         metrics.segments.labels(*self._labels).inc()
         metrics.messages.labels(*self._labels).inc(footer.rows)
         metrics.raw_bytes.labels(*self._labels).inc(footer.raw_bytes)
+        metrics.received_bytes.labels(*self._labels).inc(footer.raw_bytes + sum(spooled.left_out_bytes.values()))
+        for left, size in spooled.left_out_bytes.items():
+            metrics.left_out_bytes.labels(*self._labels, left.value).inc(size)
         metrics.stored_bytes.labels(*self._labels).inc(spooled.size)
         metrics.put_seconds.labels(*self._labels).observe(seconds)
         self._set(metrics.put_done, self._clock.now())

@@ -103,6 +103,15 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel("open segment, messages", {f"floe_egress_open_segment_messages{{{BY_SITE}}}": CHAIN_LEGEND}),
         Panel("open segment, bytes", {f"floe_egress_open_segment_bytes{{{BY_SITE}}}": CHAIN_LEGEND}, "bytes"),
         Panel("open segment, age", {f"floe_egress_open_segment_age_seconds{{{BY_SITE}}}": CHAIN_LEGEND}, "s"),
+        Panel(
+            "received bytes: archived, and left out by reason",
+            {
+                rate("egress_received_bytes_total", BY_SITE, "site"): "{{site}} received",
+                rate("egress_raw_bytes_total", BY_SITE, "site"): "{{site}} archived",
+                rate("egress_left_out_bytes_total", BY_SITE, "site, reason"): "{{site}} {{reason}}",
+            },
+            "Bps",
+        ),
         Panel("left out, by reason", {rate("egress_left_out_total", BY_SITE, "reason"): "{{reason}}"}, "cps"),
         Panel(
             "time of a put (95 %)", {quantile("egress_put_seconds", BY_SITE, "site, feed"): "{{site}}/{{feed}}"}, "s"

@@ -9,10 +9,10 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from common.archive.columns import DELTA_COLUMNS, DICTIONARY_COLUMNS, SCHEMA, STATISTICS_COLUMNS, row_sizes, total
 from common.archive.guard import MIB, WRITER_ROW_BYTES, row_group_bytes
 from common.archive.keys import DIGEST_LENGTH, SegmentName
-from common.archive.segment import FOOTER_KEY, Footer
+from common.archive.segment import FOOTER_KEY, Footer, Reason
 from common.errors import Unavailable
 
 _SPOOL_PREFIX = "floe-spool-"
@@ -129,12 +129,15 @@ FIRST_GROUP_DIVISOR = 8  # of the size of the first row group of a merged segmen
 
 @dataclass(frozen=True, slots=True)
 class SpooledSegment:
-    """A finished segment file in the spool. `sha256`: 64 hex digits over its `size` bytes."""
+    """A finished segment file in the spool. `sha256`: 64 hex digits over its `size` bytes. `left_out_bytes`: raw bytes
+    of the received messages that it does not hold, by reason; not stored.
+    """
 
     path: Path
     footer: Footer
     size: int
     sha256: str
+    left_out_bytes: Mapping[Reason, int] = field(default_factory=dict)
 
     @property
     def segment_name(self) -> SegmentName:

@@ -102,6 +102,11 @@ async def test_it_resumes_with_its_memory_and_sends_nothing_twice(
     assert kept(bench, feed) == [*range(1, 11), 21]
     assert await stored_events(bench, feed) == once("new", [*NODES, "another"])
     assert counted(metrics.sampler_rebuilt.labels(SITE, feed["stream"], 0, "settings")) == rebuilds
+    labels, rows = (SITE, feed["stream"], 0), bench.messages(feed["stream"])
+    left_out = sum(len(row.subject) + len(row.payload) for row in rows[:10])  # the same once more
+    assert counted(metrics.left_out_bytes.labels(*labels, "sampled_out")) == left_out
+    raw = counted(metrics.raw_bytes.labels(*labels))
+    assert counted(metrics.received_bytes.labels(*labels)) == raw + left_out > left_out
     assert len({footer.sampling_digest for footer in bench.footers(feed["stream"])}) == 1 + rebuilds
 
 

@@ -1,6 +1,7 @@
 """The open segment: its closing, its coverage, its ledger; and the fold of a sampled session that reads again."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
 from egress import builder as building
 from egress.advisories.advisory import Advisory, AdvisoryEvent
-from egress.batch import CODE_SAMPLED_OUT, CODE_TOO_OLD, MessageBatch
+from egress.batch import CODE_SAMPLED_OUT, CODE_TOO_OLD, REASON_BY_CODE, MessageBatch
 from egress.builder import ClosedBy, Emitted, Piece, SegmentBuilder, ledger_of, unread
 from egress.memory import MemoryBudget
 from egress.partition import Position
@@ -65,6 +66,24 @@ class Bench:
             found.append((coverage, [s for piece in pieces for s in piece.rows.sequences], item))
             pieces = []
         return found
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), min_size=1, max_size=40), st.integers(1, 5))
+def test_bytes_that_are_left_out_count_by_reason_in_the_pieces_of_their_segment(
+    received: list[tuple[int, int]], most: int
+) -> None:
+    codes = bytes({1: CODE_TOO_OLD, 2: CODE_SAMPLED_OUT}.get(code, 0) for code, _ in received)
+    examined = columns_of(range(1, len(received) + 1))
+    examined.payloads[:] = [bytes(size) for _, size in received]
+    bench = Bench(max_messages=most)
+    bench.builder.add_batch(MessageBatch(examined, codes, examined.select([not code for code in codes])))
+    bench.builder.close(ClosedBy.DRAIN)
+    for piece in bench.pieces:
+        wanted = Counter[Reason]()
+        for sequence, code in zip(piece.examined, piece.codes, strict=True):
+            if code:
+                wanted[REASON_BY_CODE[code]] += 1 + received[sequence - 1][1]
+        assert piece.left_out == wanted
 
 
 def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
