@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 @click.option("--level", type=click.IntRange(0, 8), help="Only merges that read this level.")
 @click.option("--engine", type=click.Choice(["spark", "local"]), help="The engine for the merges.")
 @click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
+@click.option(
+    "--jobs", type=click.IntRange(1, 64), help="With the engine local: processes; default: as many as processors."
+)
 @click.option("--dry-run", is_flag=True, help="Print the planned merges and deletions, and why others wait.")
 @click.option("--strict", is_flag=True, help="Exit 3 also for problems that an earlier run reported.")
 @click.option(
@@ -58,6 +61,7 @@ def compact(
     level: int | None,
     engine: str | None,
     master: str | None,
+    jobs: int | None,
     dry_run: bool,
     strict: bool,
     textfile: Path | None,
@@ -67,9 +71,12 @@ def compact(
     chains, or in those that are named. Segments that `compaction.retention` no longer keeps are deleted before that,
     unless only a part of a feed is named.
 
-    Without Java: --engine local. A problem of the data is reported once: exit 3 while it is new, later only with
-    --strict. SIGTERM ends the run after its current step, or after 25 s without an answer from the store: exit 75, and
-    the next run continues.
+    Without Java: --engine local. It merges in --jobs processes of this host, by default one for each processor as far
+    as memory allows (512 MiB each). Spark pays on several hosts, for runs that would take half an hour or more here;
+    then a line on stderr names it.
+
+    A problem of the data is reported once: exit 3 while it is new, later only with --strict. SIGTERM ends the run after
+    its current step, or after 25 s without an answer from the store: exit 75, and the next run continues.
 
     \b
     Examples:
@@ -86,26 +93,31 @@ def compact(
     from common.archive.catalog import select_chains
     from common.archive.keys import configured_feeds, parse_chain_name
     from compaction import report
+    from compaction.jobs import default_jobs
     from compaction.run import Selection
     from compaction.spark import require_spark, with_engine
 
     site, feed, incarnation, partition = (None,) * 4 if what is None else parse_chain_name(what)
     with _Metrics(textfile, SystemClock()) as metrics:
         settings = with_engine(load_settings(config, quiet=True), master, engine)
+        if jobs and settings.compaction.engine != "local":
+            raise UsageError("--jobs: expected with --engine local, found engine spark")
+        jobs = 0 if settings.compaction.engine == "spark" else jobs or default_jobs()
         selection = Selection((settings.site or None) if site is None else site, feed, partition, level, incarnation)
         store, chains = open_for_work(settings)
         with closing(store):
             life = ProcessLog("compact", settings, SystemClock(), {}, engine=settings.compaction.engine, feed=feed)
             if what is not None:
                 select_chains(chains, what, configured_feeds(settings))  # raises UsageError for unknown names
-            with _compaction(config, settings, store) as compaction:
+            with _compaction(config, settings, store, jobs) as compaction:
                 retention = _retention(settings, store)
                 if dry_run:
-                    return _preview(compaction, retention, selection, as_json, strict)
+                    return _preview(compaction, retention, selection, as_json, strict, jobs)
                 with life, _RunRecord(chains, selection, SystemClock()) as note:
                     if settings.compaction.engine == "spark":
                         require_spark()
                     done = compaction.run(selection, retention)
+                    _advise(jobs, [(merged.inputs, merged.size) for merged in done.merged])
                     life.add_end_fields(**report.totals(done))
                     note.code = _report_run(done, as_json, strict, metrics)
                     return note.code
@@ -272,17 +284,22 @@ class _VerifyProgress:
 
 
 @contextmanager
-def _compaction(config: str, settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
+def _compaction(config: str, settings: Settings, store: SegmentStore, jobs: int) -> Iterator[Compaction]:
     """Yield the compaction as configured; Spark starts when there is work for it.
 
     Raises Unavailable if a signal requests a stop.
     """
-    from compaction.run import Compaction, LocalRunner
+    from compaction.jobs import JobRunner
+    from compaction.run import Compaction
     from compaction.spark import spark_until_stopped
 
     chosen = settings.compaction
-    with reload_on_hangup(config, settings), spark_until_stopped(settings, _exit_if_store_silent) as spark:
-        runner = spark if chosen.engine == "spark" else LocalRunner(store, check=spark.check)
+    with (
+        reload_on_hangup(config, settings),
+        spark_until_stopped(settings, _exit_if_store_silent) as spark,
+        closing(JobRunner(store, settings, jobs, spark.check)) as local,
+    ):
+        runner = spark if chosen.engine == "spark" else local
         grace = chosen.delete_grace if chosen.delete else None
         reduce_garbage_collection()
         proves = chosen.prove_deletions
@@ -393,7 +410,7 @@ class _RunRecord:
 
 
 def _preview(
-    compaction: Compaction, retention: Retention | None, selection: Selection, as_json: bool, strict: bool
+    compaction: Compaction, retention: Retention | None, selection: Selection, as_json: bool, strict: bool, jobs: int
 ) -> int:
     from compaction import report
 
@@ -406,7 +423,16 @@ def _preview(
         rows = [*report.retention_preview_rows(retained), *report.preview_rows(surveys)]
         total = [report.preview_total(surveys, retained)] if rows else []
         _print_table([*rows, *total], report.PREVIEW_COLUMNS, ["nothing to do"])
+    _advise(jobs, [(len(output.inputs), output.size) for survey in surveys for output in survey.outputs])
     return _print_failures(problems, [] if strict else compaction.known_failures.known(problems))
+
+
+def _advise(jobs: int, merges: Sequence[tuple[int, int]]) -> None:
+    """Print a line if other hosts should help with merges of so many segments and bytes. `jobs`: 0 for Spark."""
+    from compaction.jobs import spark_advice
+
+    if jobs and (advice := spark_advice(sum(n for n, _ in merges), sum(size for _, size in merges), jobs)):
+        click.echo(advice, err=True)
 
 
 def _print_table(rows: list[list[object]], columns: Sequence[str], otherwise: Sequence[str]) -> None:

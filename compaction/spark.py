@@ -33,7 +33,7 @@ from common.metrics import version
 from common.open import open_store
 from common.service.process import stop_on_signals_sync
 from common.service.progress import Progress, format_share
-from common.settings.root import CompactionSettings, Settings
+from common.settings.root import Settings, SparkSettings
 from common.settings.types import duration_words
 
 if TYPE_CHECKING:
@@ -93,9 +93,7 @@ class Spark:
 
     def __init__(self, settings: Settings, check: Callable[[], None] = lambda: None) -> None:
         check_conf(settings.compaction.spark.conf)
-        levels = CompactionSettings(levels=settings.compaction.levels)  # their storage classes
-        self.settings = Settings(store=settings.store, spool_dir=settings.spool_dir, compaction=levels)
-        self.check, self._spark = check, settings.compaction.spark
+        self.settings, self.check, self._spark = settings_of_tasks(settings), check, settings.compaction.spark
         self._session: SparkSession | None = None
 
     def session(self) -> SparkSession:
@@ -151,6 +149,12 @@ class Spark:
     def __exit__(self, *_: object) -> None:
         if self._session is not None:
             self._session.stop()
+
+
+def settings_of_tasks(settings: Settings) -> Settings:
+    """Return what a process needs that merges: the store with its secret, the spool, the storage classes of levels."""
+    levels = settings.compaction.model_copy(update={"spark": SparkSettings()})  # which may have secrets
+    return Settings(store=settings.store, spool_dir=settings.spool_dir, compaction=levels)
 
 
 def check_conf(conf: Mapping[str, str]) -> None:

@@ -1,6 +1,8 @@
 """Whole runs without Spark over a real archive in a folder."""
 
 import itertools
+import multiprocessing
+import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,17 @@ from common.archive import writer
 from common.archive.documents import list_snapshots
 from common.archive.keys import StateName
 from common.archive.segment import SegmentRef
+from common.archive.store import SegmentStore
 from common.chain import Chain
 from common.errors import DataError, Refused, Unavailable
 from common.objects.local import LocalObjects
+from common.settings.root import Settings
+from compaction import jobs
 from compaction.compare import DeletionProof
 from compaction.failures import exit_code
-from compaction.run import Compaction, Deletion, LocalRunner, RunReport, Selection
+from compaction.jobs import JobRunner
+from compaction.plan import Output
+from compaction.run import Compaction, Deletion, LocalRunner, RunReport, Selection, merge_output
 from compaction.supersede import supersession_of_merge
 from compaction.tombstones import TombstoneStore
 from tests.integration.test_compaction_cli import Site
@@ -47,6 +54,11 @@ def fill(
 ) -> list[SegmentRef]:
     """Put adjacent segments of ten sequences each."""
     return [archive.put(n, n + 9, age=age, chain=chain) for n in range(first, first + count * 10, 10)]
+
+
+def settings_of(archive: Archive) -> Settings:
+    store = {"url": f"file://{archive.folder}/store"}
+    return Settings.model_validate({"store": store, "spool_dir": str(archive.folder / "spool")})
 
 
 def tombstones(archive: Archive) -> list[str]:
@@ -198,6 +210,54 @@ def test_a_run_that_is_to_stop_does_not_prove_all_of_a_task_first(archive: Archi
     with pytest.raises(Unavailable, match="stopped"):
         Compaction(store, (NEVER,), 0, LocalRunner(store, check=check), check=check).run(Selection())
     assert len(archive.listed()) > 25
+
+
+def test_several_processes_merge_and_prove_as_one_does(archive: Archive, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("compaction.jobs.PROCESSES_FROM_S", 0.0)
+    for chain in (CHAIN, OTHER):
+        fill(archive, chain=chain)
+    before = archive.read()
+    with closing(JobRunner(archive.store, settings_of(archive), 2, lambda: None)) as runner:
+        report = Compaction(archive.store, (DUE,), 0, runner).run(Selection())
+    assert ([each.inputs for each in report.merged], len(report.deleted), report.failures) == ([4, 4], 6, [])
+    assert archive.read().equals(before)
+
+
+def die(_store: SegmentStore, _item: object) -> None:
+    os._exit(9)
+
+
+def test_a_process_that_ends_and_a_stop_end_the_run_and_all_of_its_processes(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("compaction.jobs.PROCESSES_FROM_S", 0.0)
+    asked = iter([True])
+
+    def check() -> None:
+        if not next(asked, False):
+            raise Unavailable("stopped")
+
+    for work, wanted in ((die, "E-JOBS"), (merge_output, "E-UNAVAILABLE")):
+        asked = iter([True] * 1000 if work is die else [])
+        with (
+            closing(JobRunner(archive.store, settings_of(archive), 2, check)) as runner,
+            pytest.raises(Unavailable) as caught,
+        ):
+            runner.map(work, [Output(1, tuple(fill(archive)))] * 2)
+        assert caught.value.code == wanted
+        assert multiprocessing.active_children() == []
+
+
+def test_the_number_of_processes_is_bounded_and_spark_is_named_where_it_pays(monkeypatch: pytest.MonkeyPatch):
+    assert 1 <= jobs.default_jobs() <= len(os.sched_getaffinity(0))
+    for free, wanted in ((10**8, 1), (10**12, jobs.MAX_DEFAULT_JOBS)):
+        monkeypatch.setattr(jobs, "_free_memory", lambda free=free: free)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(100))
+        assert jobs.default_jobs() == wanted
+    assert jobs.spark_advice(1000, 10**10, 4) == ""
+    assert jobs.spark_advice(1000, 4 * 10**10, 1).startswith(
+        "37.3 GiB take about 33m24s with --jobs 1; --engine spark "
+    )
 
 
 def test_deletions_are_not_proved_where_that_is_switched_off(archive: Archive):
