@@ -35,6 +35,7 @@ from common.archive.documents import StreamDocument
 from common.archive.segment import Message
 from common.clock import SystemClock
 from common.nats.api import stream_info
+from common.nats.restore_upload import ArchiveUpload
 from common.open import load_settings, open_chains
 from common.service.process import ThreadPool
 from common.service.progress import Progress
@@ -44,7 +45,6 @@ from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config
 from ingress.recovery.preflight import archive_writer
 from ingress.recovery.restore import ROW_COLUMNS, Restore, RestoreTuning
 from ingress.recovery.stream_archive import ArchiveState
-from ingress.recovery.upload import ArchiveUpload
 from tests.support.basics import unique
 
 ROWS_BY_PAYLOAD_BYTES = {200: 800_000, 1000: 300_000}  # by bytes of payload

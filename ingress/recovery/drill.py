@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from pathlib import Path
-from typing import Any, Protocol
-
-from pydantic import SecretStr
+from typing import Any
 
 from common.archive.columns import messages
 from common.archive.documents import ChainStore
 from common.archive.scan import ChainArchive, Hole, Problem, Scan
 from common.archive.segment import Message
 from common.archive.store import SegmentStore
-from common.archive.writer import Spool
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import ConfigError, Stopped, Unavailable
-from common.exits import EXIT_DIFFERENCES, INSTALL_ALL, choices, floe_command
+from common.errors import Stopped, Unavailable
+from common.exits import EXIT_DIFFERENCES, choices, floe_command
+from common.local_server import LocalServerMaker, start_local_server
 from common.nats.api import create_stream, stream_info
 from common.nats.client import FloeClient
 from common.nats.headers import split_provenance
@@ -36,7 +32,6 @@ from common.nats.requests import ApiError
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.settings.root import Settings
-from common.settings.service import NatsSettings
 from common.settings.types import duration_words, format_count, size_words
 from common.tasks import Stop
 from ingress.recovery.compare import Differences, MessageTrail, compare_trails
@@ -238,26 +233,7 @@ class Drill:
 
 # An exact drill: a restore of the whole stream
 
-MAX_PAYLOAD_BYTES = 64 * 1024 * 1024  # bytes of a message, for a server that Floe starts: the maximum of nats-server
 CONSUMER_CHECKS = 10  # checks of the consumers, a second apart: in a cluster their positions arrive late
-
-
-class LocalServer(Protocol):
-    """A nats-server that Floe starts."""
-
-    @property
-    def url(self) -> str: ...
-
-    def start(self) -> None:
-        """Start the server and return when JetStream is ready. Raises RuntimeError."""
-
-    def close(self) -> None:
-        """Stop the process that `start` started, and no other."""
-
-
-#: Makes a server that stores everything in one folder. Its arguments are the folder, `users` (passwords by name) and
-#: `max_payload`. Raises FileNotFoundError if the program is not installed.
-LocalServerMaker = Callable[..., LocalServer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +303,9 @@ class ExactDrill:
         if self._make_server is None:
             async with self._restore.open_connection() as client:
                 return await self._run_on_shared_server(client, stop)
-        async with self._start_local_server(self._make_server) as nats, self._restore.open_connection(nats) as client:
+        folder = self._settings.spool_dir
+        running = start_local_server(self._make_server, folder, self._progress, "E-DRILL-SERVER")
+        async with running as nats, self._restore.open_connection(nats) as client:
             return await self._run_and_compare(client, stop, "a server of its own")
 
     async def _run_on_shared_server(self, client: FloeClient, stop: Stop) -> ExactReport:
@@ -350,21 +328,3 @@ class ExactDrill:
                 break
         version = ".".join(map(str, client.server_version))
         return ExactReport(restored, f"{server}, nats-server {version}", tuple(differences))
-
-    @asynccontextmanager
-    async def _start_local_server(self, make: LocalServerMaker) -> AsyncIterator[NatsSettings]:
-        """Start a server on loopback that only this process may use, and that ends with it."""
-        folder, password = self._settings.spool_dir, secrets.token_urlsafe(24)
-        with closing(Spool(Path(folder) if folder else None)) as spool:
-            home = spool.new_folder()
-            try:
-                server = make(home, users={"floe": password}, max_payload=MAX_PAYLOAD_BYTES)
-            except FileNotFoundError as error:
-                raise ConfigError(str(error), hint=INSTALL_ALL, code="E-DRILL-SERVER") from error
-            with closing(ThreadPool("drill", 1)) as threads, closing(server):
-                self._progress.print(f"starting a nats-server in {home}")
-                try:
-                    await threads.run(server.start)
-                except RuntimeError as error:
-                    raise Unavailable(str(error), code="E-DRILL-SERVER") from error
-                yield NatsSettings(url=(server.url,), user="floe", password=SecretStr(password))

@@ -33,6 +33,7 @@ from common.nats.client import FloeClient, connect
 from common.nats.durables import INTEREST, durable_config, durable_name_prefix
 from common.nats.lease import new_owner
 from common.nats.requests import ApiError
+from common.nats.restore_upload import ArchiveUpload
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
 from common.service.progress import Progress, format_share
@@ -68,7 +69,6 @@ from ingress.recovery.read_back import (
 )
 from ingress.recovery.retention_filter import RetentionFilter, SourcedRow
 from ingress.recovery.stream_archive import ArchiveWriter, split_batch, with_guard_subject
-from ingress.recovery.upload import ArchiveUpload
 
 NAME_IN_USE = 10130  # error of a restore; also while the server still ends an earlier one, which it does not report
 CONSUMER_REFUSED_TEXT = "error restoring consumer"  # in RESTORE_FAILED: permanent; any other text may be temporary

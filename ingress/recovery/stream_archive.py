@@ -29,7 +29,6 @@ from common.settings.types import format_count
 UInt64Array = npt.NDArray[np.uint64]
 
 S2_HEADER = b"\xff\x06\x00\x00S2sTwO"
-KEEP_ALIVE_FRAME = b"\x99\x04\x00\x00idle"  # a frame that readers skip
 MAX_FRAME_BYTES = 1 << 20  # bytes of a frame; the server takes up to 4 MiB
 _FRAME = struct.Struct("<I I")
 
@@ -68,7 +67,7 @@ class ArchiveWriter(Protocol):
     delivered and not acknowledged.
 
     Each piece that they yield consists of whole frames and is at most a little larger than `MAX_FRAME_BYTES` bytes. So
-    `KEEP_ALIVE_FRAME` may be sent between any two pieces. A server ends the restore after 5 s without a byte.
+    a keep-alive frame may be sent between any two pieces. A server ends the restore after 5 s without a byte.
     """
 
     @property

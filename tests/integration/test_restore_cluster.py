@@ -14,10 +14,10 @@ from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.nats.api import RESTORE_KEY, RESTORE_PREFIX, create_consumer, create_stream, list_consumers, stream_info
 from common.nats.client import connect, frame
 from common.nats.pull import StartAt, scan
+from common.nats.restore_upload import ArchiveUpload
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
 from infra.rights import ROLES, RightsNames, SubjectRights, nats_conf
-from ingress.recovery.upload import ArchiveUpload
 from tests.support import restoring as back
 from tests.support.basics import answered, soak_only, soon, unique
 from tests.support.egress import Bench, connected

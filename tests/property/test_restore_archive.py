@@ -13,10 +13,11 @@ from common.archive.captures import CapturedConsumer
 from common.archive.columns import batch_of
 from common.archive.segment import Message
 from common.errors import ConfigError
+from common.nats.restore_upload import KEEP_ALIVE_FRAME
 from common.sequences import MAX_SEQUENCE
 from ingress.recovery.highwayhash import hash_of
 from ingress.recovery.preflight import archive_writer
-from ingress.recovery.stream_archive import KEEP_ALIVE_FRAME, ArchiveState, ArchiveWriter
+from ingress.recovery.stream_archive import ArchiveState, ArchiveWriter
 from tests.support.restore import crc32c, encoded_block, entries, tar_files, unframed
 
 subjects = st.sampled_from([b"a", b"orders.eu", "größe.ж".encode(), b"\xff\xfe.raw"]) | st.binary(

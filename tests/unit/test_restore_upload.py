@@ -14,6 +14,7 @@ from common.archive.documents import ChainDocument, ChainStore, StreamDocument
 from common.archive.store import SegmentStore
 from common.errors import FloeError, Unavailable
 from common.nats.protocol import Sink
+from common.nats.restore_upload import KEEP_ALIVE_FRAME, WINDOW_BYTES, ArchiveUpload
 from common.objects.port import ObjectStore
 from common.service.progress import Progress
 from common.settings.root import Settings
@@ -21,8 +22,6 @@ from common.tasks import ReportError, Stop
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.preflight import PreflightResult, archive_writer
 from ingress.recovery.restore import Restore
-from ingress.recovery.stream_archive import KEEP_ALIVE_FRAME
-from ingress.recovery.upload import WINDOW_BYTES, ArchiveUpload
 from tests.support.basics import PATIENCE, soon
 from tests.support.clock import ManualClock
 from tests.support.compaction import CHAIN, Archive

@@ -1,7 +1,7 @@
 """Send an archive to the server that restores a stream, a bounded number of bytes ahead of its answers.
 
 The server ends a restore after `SERVER_IDLE_LIMIT_S` seconds without a byte. So, while the upload waits for more of the
-archive, it sends the bytes that it holds back, or a frame that readers skip.
+archive, it sends the bytes that it holds back, or, of an archive that is sent in whole frames, one that readers skip.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from common.nats.client import FloeClient, RawSubscription, frame
 from common.nats.headers import parse_status_line
 from common.nats.requests import NO_RESPONDERS_CODE, api_answer
 from common.tasks import PendingError, wait_done, wait_for
-from ingress.recovery.stream_archive import KEEP_ALIVE_FRAME
 
+KEEP_ALIVE_FRAME = b"\x99\x04\x00\x00idle"  # a frame that readers skip
 WINDOW_BYTES = 8 * 1024 * 1024  # bytes that are sent and not answered; more would block the routes of a cluster
 MESSAGE_BYTES = 512 * 1024  # bytes of a message, at most
 PROTOCOL_BYTES = 1024  # bytes of a message that are not payload
@@ -32,10 +32,14 @@ FINISH_TIMEOUT_S = 1800.0  # seconds for the server to make the stream from the 
 
 
 class ArchiveUpload:
-    """The upload of one archive; created by `begin`, closed by `aclose`. `sent`: bytes sent so far."""
+    """The upload of one archive; created by `begin`, closed by `aclose`. `sent`: bytes sent so far.
 
-    def __init__(self, client: FloeClient, stream: str, subject: str, clock: Clock) -> None:
+    `in_frames`: each piece consists of whole frames, so that another may come between two of them.
+    """
+
+    def __init__(self, client: FloeClient, stream: str, subject: str, clock: Clock, *, in_frames: bool = True) -> None:
         self._client, self._stream, self._subject, self._clock = client, stream, subject.encode(), clock
+        self._filler = KEEP_ALIVE_FRAME if in_frames else b""
         self._last_sent, self._longest_pause = clock.monotonic(), 0.0
         self._size = min(MESSAGE_BYTES, client.max_payload - PROTOCOL_BYTES)
         self._buffer, self._unanswered_sizes, self._unanswered_bytes, self.sent = b"", deque[int](), 0, 0
@@ -44,17 +48,19 @@ class ArchiveUpload:
         self._inbox, self._subscription = client.new_inbox(), RawSubscription(client)
 
     @classmethod
-    async def begin(cls, client: FloeClient, stream: str, request: Mapping[str, Any], clock: Clock) -> ArchiveUpload:
+    async def begin(
+        cls, client: FloeClient, stream: str, request: Mapping[str, Any], clock: Clock, *, in_frames: bool = True
+    ) -> ArchiveUpload:
         """Ask the server to restore the stream: `request` has its `config` and `state`. Raises ApiError if the server
         refuses, also because the stream exists.
         """
         answer = await client.api(f"STREAM.RESTORE.{check_token(stream)}", {**request}, timeout=BEGIN_TIMEOUT_S)
-        upload = cls(client, stream, str(answer["deliver_subject"]), clock)
+        upload = cls(client, stream, str(answer["deliver_subject"]), clock, in_frames=in_frames)
         upload._subscription = await client.subscribe_raw(upload._inbox, upload._on_answer, upload._pending_error.set)
         return upload
 
     async def send(self, piece: bytes) -> None:
-        """Send whole frames of the archive; wait while too many bytes are not answered.
+        """Send the next piece of the archive; wait while too many bytes are not answered.
 
         Raises ApiError if the server ended the restore, Unavailable if it is gone, Refused without the right.
         """
@@ -78,8 +84,8 @@ class ArchiveUpload:
         """Send something if nothing was sent for `KEEP_ALIVE_INTERVAL_S` seconds, unless the window of unanswered bytes
         is full: then the server has enough bytes.
         """
-        held_back = self._buffer or KEEP_ALIVE_FRAME
-        is_due = self._clock.monotonic() >= self._last_sent + KEEP_ALIVE_INTERVAL_S
+        held_back = self._buffer or self._filler
+        is_due = held_back and self._clock.monotonic() >= self._last_sent + KEEP_ALIVE_INTERVAL_S
         if is_due and self._unanswered_bytes + len(held_back) <= WINDOW_BYTES:
             self._buffer = held_back
             await self._flush()
