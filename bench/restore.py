@@ -40,10 +40,11 @@ from common.open import load_settings, open_chains
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.tasks import Stop
+from ingress.recovery.fill import ROW_COLUMNS
 from ingress.recovery.history import ArchivedHistory
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config
 from ingress.recovery.preflight import archive_writer
-from ingress.recovery.restore import ROW_COLUMNS, Restore, RestoreTuning
+from ingress.recovery.restore import Restore, RestoreTuning
 from ingress.recovery.stream_archive import ArchiveState
 from tests.support.basics import unique
 

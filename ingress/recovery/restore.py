@@ -10,12 +10,11 @@ never changed. One restore of a name runs at a time: it holds a lease, and promo
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -36,12 +35,13 @@ from common.nats.requests import ApiError
 from common.nats.restore_upload import ArchiveUpload
 from common.sequences import SequenceRange
 from common.service.process import ThreadPool
-from common.service.progress import Progress, format_share
+from common.service.progress import Progress
 from common.settings.root import Settings
 from common.settings.service import NatsSettings, ServiceSettings
 from common.settings.types import duration_words, format_count, size_words
-from common.tasks import Stop, wait_done, wait_for
+from common.tasks import Stop, wait_for
 from ingress.errors import is_transient
+from ingress.recovery.fill import ROW_COLUMNS, ArchiveFiller, WatchedWork
 from ingress.recovery.guard import GuardedStream, run_with_renewal
 from ingress.recovery.history import EXPIRED_CODE, ArchivedHistory, repeat_command
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config, with_source_starts
@@ -52,23 +52,14 @@ from ingress.recovery.preflight import (
     PreflightResult,
     check_effects,
     check_lossless,
-    check_sizes,
     dry_run,
     preflight,
     room_error,
     stopped_error,
 )
-from ingress.recovery.read_back import (
-    AtRest,
-    Comparer,
-    Comparison,
-    Digests,
-    SentRows,
-    read_differences,
-    wait_replicated,
-)
-from ingress.recovery.retention_filter import RetentionFilter, SourcedRow
-from ingress.recovery.stream_archive import ArchiveWriter, split_batch, with_guard_subject
+from ingress.recovery.read_back import AtRest, Comparer, Comparison, SentRows, read_differences, wait_replicated
+from ingress.recovery.retention_filter import SourcedRow
+from ingress.recovery.stream_archive import ArchiveState, with_guard_subject
 
 NAME_IN_USE = 10130  # error of a restore; also while the server still ends an earlier one, which it does not report
 CONSUMER_REFUSED_TEXT = "error restoring consumer"  # in RESTORE_FAILED: permanent; any other text may be temporary
@@ -76,15 +67,7 @@ RESTORE_THREADS = 4
 GREW_CODE = "E-RESTORE-GREW"
 ATTEMPTS = 5  # attempts from the beginning, if a server disappears or ends a restore
 ATTEMPT_BACKOFF = doubling_delays(1.0, 15.0)  # seconds between attempts
-ENCODE_AHEAD_BYTES = 2 * 1024 * 1024  # bytes that are encoded while others are sent
-RELEASE_INTERVAL_BYTES = (
-    64 * 1024 * 1024
-)  # bytes of rows between two returns of free memory, which cost as much as 1 MB of rows
 EXPIRY_MARGIN_S = 60.0  # seconds; a message that `max_age` drops within them does not count as held
-REPORT_INTERVAL_S = 1.0  # seconds until long work reports its progress, and between two reports
-ROW_COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
-FILTER_COLUMNS = ("sequence", "timestamp_ns", "subject", "headers")  # columns that the retention filter needs
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +170,7 @@ class Restore:
         self._captures = CaptureStore(documents.layout, documents.objects)
         self._threads, self._stop = ThreadPool("restore", RESTORE_THREADS), Stop()
         self._history = ArchivedHistory(request, store, documents, self._threads, clock, progress)
+        self._work = WatchedWork(self._threads, clock, progress, self._check_stop)
         self._started, self._printed_notes = clock.monotonic(), set[str]()
         self._owner = new_owner(settings.instance)
         self._guarded: GuardedStream | None = None  # of the current attempt
@@ -214,7 +198,7 @@ class Restore:
     async def plan(self) -> RestorePlan:
         """Return `ArchivedHistory.plan` with the requested subjects; print the progress if it takes long."""
         begun = f"planning: reading the archive of {self._request.site}/{self._request.feed}"
-        plan = await self._with_progress(self._history.plan(), lambda: self._history.progress_text, begun)
+        plan = await self._work.wait(self._history.plan(), lambda: self._history.progress_text, begun)
         self._request = plan.request
         if self._request.subjects:
             plan = replace(plan, config={**plan.config, "subjects": [*self._request.subjects]})
@@ -364,114 +348,25 @@ class Restore:
 
     async def _fill(self, client: FloeClient, ready: PreflightResult, marker: str) -> tuple[SentRows, int]:
         """Send the whole archive. Return the rows that were sent, and the number of bytes."""
-        plan, writer = ready.plan, ready.writer
-        digests = Digests(is_compared=self._request.verify != "state")
-        row_filter, self._sent_sourced = plan.retention_filter(), set()
-        while row_filter.passes_left:
-            await self._run_filter_pass(plan, row_filter)
-        rows = self._rows_to_send(plan, row_filter, digests, client.max_payload)
-        first = await self._read(partial(next, rows, None))
-        state = plan.archive_state(first, row_filter.rows_left if row_filter.needs_pass else None)
-        marker = f"{marker} first={state.first_sequence} end={plan.last_sequence} rows={state.messages}"
-        config = guarded_config(plan.config, f"{marker} format={writer.format}")
+        plan, writer, config = ready.plan, ready.writer, dict[str, Any]()
+
+        def guarded(state: ArchiveState) -> Mapping[str, Any]:
+            extent = f"first={state.first_sequence} end={plan.last_sequence} rows={state.messages}"
+            config.update(guarded_config(plan.config, f"{marker} {extent} format={writer.format}"))
+            return config
+
+        filler = ArchiveFiller(plan, self._history, self._work, self._stop)
         consumers = [with_guard_subject(consumer, plan.name) for consumer in plan.consumers]
-        head = b"".join(writer.encode_head(config, plan.created, state, consumers))
-        request = {"config": config, "state": state.to_json(len(plan.consumers))}
-        async with aclosing(await ArchiveUpload.begin(client, plan.name, request, self._clock)) as upload:
-            await upload.send(head)
-            async with aclosing(self._encode(rows, writer, first, upload)) as pieces:
-                async for piece in pieces:
-                    await upload.send(piece)
-                    self._print_progress(plan, row_filter, digests.rows, upload.sent)
-            failpoint("restore.sent")
-            await upload.finish()
-        digests.close()
-        return SentRows(digests.blocks, digests.rows, plan.last_sequence, config), upload.sent
-
-    async def _encode(
-        self, rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None, upload: ArchiveUpload
-    ) -> AsyncGenerator[bytes]:
-        """Yield the archive's bytes of `batch`, of the other `rows` and of its end. A batch is read and encoded while
-        the bytes before it are sent. However long the store takes, `upload` keeps the restore alive meanwhile.
-        """
-        ahead = asyncio.ensure_future(self._threads.run(_next, rows, writer, batch))
-        try:
-            while True:
-                while not await upload.wait_for(ahead):
-                    self._check_stop()
-                self._check_stop()
-                pieces, following = ahead.result()
-                failpoint("restore.sending")
-                if batch is not None:
-                    ahead = asyncio.ensure_future(self._threads.run(_next, rows, writer, following))
-                for piece in pieces:
-                    yield piece
-                if batch is None:
-                    return
-                batch = following
-        finally:
-            ahead.cancel()
-
-    async def _read(self, call: Callable[[], T]) -> T:
-        return await self._with_progress(self._threads.run(call), lambda: "reading of the archive")
-
-    async def _with_progress(self, call: Awaitable[T], text: Callable[[], str], begun: str = "") -> T:
-        """Return the result of `call`. `text`: its progress; `begun`: a line that stays, printed if it takes long."""
-        work = asyncio.ensure_future(call)
-        try:
-            while not await wait_done(work, REPORT_INTERVAL_S, self._clock):
-                self._check_stop()
-                if begun:
-                    self._progress.print(begun)
-                begun = ""
-                self._progress.update(text(), self._clock.monotonic())
-            return work.result()
-        finally:
-            work.cancel()
+        begin = partial(ArchiveUpload.begin, client, plan.name, clock=self._clock)
+        sent = await filler.run(begin, writer, guarded, consumers, client.max_payload)
+        self._sent_sourced, digests = filler.sourced, filler.digests
+        return SentRows(digests.blocks, digests.rows, plan.last_sequence, config), sent
 
     def _check_stop(self) -> None:
         if self._stop.is_set:
             raise stopped_error(self._request)
         if self._guarded is not None:
             self._guarded.check_lease()
-
-    async def _run_filter_pass(self, plan: RestorePlan, row_filter: RetentionFilter) -> None:
-        """Make one pass of the retention filter over all rows: collect the effects of later rows on earlier ones."""
-        rows, seen = self._history.rows(plan, plan.begin, FILTER_COLUMNS, self._stop), 0
-
-        def observe() -> int | None:
-            for batch in rows:
-                row_filter.observe(batch)
-                return batch.num_rows
-            row_filter.end_pass()
-            return None
-
-        while (count := await self._read(observe)) is not None:
-            self._check_stop()
-            seen += count
-            share = format_share(seen, plan.rows, self._clock.monotonic() - self._started)
-            self._progress.update(f"{share}  {format_count(seen, 'message')} examined", self._clock.monotonic())
-
-    def _rows_to_send(
-        self, plan: RestorePlan, row_filter: RetentionFilter, digests: Digests, max_payload: int
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows to send, and add them to `digests`. Blocking."""
-        newest, unreleased = [row.sequence for row in plan.sourced.values()], 0
-        for batch in self._history.rows(plan, plan.begin, ROW_COLUMNS, self._stop):
-            if (left := row_filter.filter(batch)).num_rows:
-                check_sizes(left, max_payload)
-                digests.add(left)
-                if newest:
-                    self._sent_sourced |= {*np.intersect1d(left.column("sequence"), newest).tolist()}
-                yield from split_batch(left, ENCODE_AHEAD_BYTES)
-            if (unreleased := unreleased + batch.nbytes) >= RELEASE_INTERVAL_BYTES:
-                unreleased = 0
-                pa.default_memory_pool().release_unused()  # otherwise the allocator keeps freed memory
-
-    def _print_progress(self, plan: RestorePlan, row_filter: RetentionFilter, rows: int, size: int) -> None:
-        at, of = self._clock.monotonic(), row_filter.rows_left if row_filter.needs_pass else plan.rows
-        share = format_share(min(rows, of), of, at - self._started)
-        self._progress.update(f"{share}  {format_count(rows, 'message')}, {size_words(size)}", at)
 
     # Afterwards
 
@@ -531,12 +426,3 @@ class Restore:
         seen = filled.time if filled.leader else ""
         skipped = plan.last_sequence if plan.last_sequence > plan.end else 0
         self._captures.put(newest, CapturedRestore(at, plan.end, filled.created, plan.created, ends, seen, skipped))
-
-
-def _next(
-    rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None
-) -> tuple[list[bytes], pa.RecordBatch | None]:
-    """Return the archive's bytes of `batch`, and the next batch; without a batch, the end of the archive."""
-    if batch is None:
-        return list(writer.encode_tail()), None
-    return list(writer.encode_rows(batch)), next(rows, None)

@@ -1,0 +1,199 @@
+"""Fill an archive of nats-server with the rows of a plan: read, filter, encode, and hand the pieces to a sink."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from common.archive.captures import CapturedConsumer
+from common.clock import Clock
+from common.failpoints import failpoint
+from common.service.process import ThreadPool
+from common.service.progress import Progress, format_share
+from common.settings.types import format_count, size_words
+from common.tasks import Stop, wait_done
+from ingress.recovery.history import ArchivedHistory
+from ingress.recovery.plan import RestorePlan
+from ingress.recovery.preflight import check_sizes
+from ingress.recovery.read_back import Digests
+from ingress.recovery.stream_archive import ArchiveState, ArchiveWriter, split_batch
+
+ENCODE_AHEAD_BYTES = 2 * 1024 * 1024  # bytes that are encoded while others are sent
+RELEASE_INTERVAL_BYTES = (
+    64 * 1024 * 1024
+)  # bytes of rows between two returns of free memory, which cost as much as 1 MB of rows
+REPORT_INTERVAL_S = 1.0  # seconds until long work reports its progress, and between two reports
+ROW_COLUMNS = ("sequence", "timestamp_ns", "subject", "subject_raw", "headers", "payload")
+FILTER_COLUMNS = ("sequence", "timestamp_ns", "subject", "headers")  # columns that the retention filter needs
+T = TypeVar("T")
+
+
+class WatchedWork:
+    """The long work of a command: it shows its progress, and ends if `check_stop` raises."""
+
+    def __init__(
+        self, threads: ThreadPool, clock: Clock, progress: Progress, check_stop: Callable[[], None] = lambda: None
+    ) -> None:
+        self._threads, self._clock, self._progress, self.check_stop = threads, clock, progress, check_stop
+        self._started = clock.monotonic()
+
+    async def wait(self, call: Awaitable[T], text: Callable[[], str], begun: str = "") -> T:
+        """Return the result of `call`. `text`: its progress; `begun`: a line that stays, printed if it takes long."""
+        work = asyncio.ensure_future(call)
+        try:
+            while not await wait_done(work, REPORT_INTERVAL_S, self._clock):
+                self.check_stop()
+                if begun:
+                    self._progress.print(begun)
+                begun = ""
+                self._progress.update(text(), self._clock.monotonic())
+            return work.result()
+        finally:
+            work.cancel()
+
+    async def read(self, call: Callable[[], T]) -> T:
+        return await self.wait(self._threads.run(call), lambda: "reading of the archive")
+
+    def start(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.ensure_future(self._threads.run(call))
+
+    def update(self, done: int, total: int, text: str) -> None:
+        at = self._clock.monotonic()
+        self._progress.update(f"{format_share(done, total, at - self._started)}  {text}", at)
+
+
+class ArchiveSink(Protocol):
+    """The destination of an archive: a server that restores from it, or a file. `sent`: bytes so far."""
+
+    sent: int
+
+    async def send(self, piece: bytes) -> None:
+        """Take the next piece, which consists of whole frames."""
+
+    async def wait_for(self, work: asyncio.Future[Any]) -> bool:
+        """Wait for the work that makes the next piece, for some seconds. Return True if it is done."""
+
+    async def finish(self) -> None:
+        """Mark the end of the archive, and return once it is whole and durable."""
+
+    async def aclose(self) -> None: ...
+
+
+#: Begin an archive, of a `request` with its `config` and `state`, as nats-server expects them.
+BeginArchive = Callable[[Mapping[str, Any]], Awaitable[ArchiveSink]]
+
+
+class ArchiveFiller:
+    """The rows of one plan on their way into an archive; used once. `stop` ends the wait for an unavailable store.
+
+    `digests`: of the rows that were handed over; `sourced`: the sequences of the newest messages of sources among them.
+    """
+
+    def __init__(self, plan: RestorePlan, history: ArchivedHistory, work: WatchedWork, stop: Stop) -> None:
+        self._plan, self._history, self._work, self._stop = plan, history, work, stop
+        self._row_filter = plan.retention_filter()
+        self.digests, self.sourced = Digests(is_compared=plan.request.verify != "state"), set[int]()
+
+    async def run(
+        self,
+        begin: BeginArchive,
+        writer: ArchiveWriter,
+        config_for: Callable[[ArchiveState], Mapping[str, Any]],
+        consumers: Sequence[CapturedConsumer],
+        max_row_bytes: int | None = None,
+    ) -> int:
+        """Write the whole archive, and return its number of bytes. `config_for`: the configuration of the stream, for
+        its state. Raises ConfigError for a row above `max_row_bytes` bytes, the errors of reading and of the sink.
+        """
+        while self._row_filter.passes_left:
+            await self._run_filter_pass()
+        rows = self._rows_to_send(max_row_bytes)
+        first = await self._work.read(partial(next, rows, None))
+        rows_left = self._row_filter.rows_left if self._row_filter.needs_pass else None
+        state = self._plan.archive_state(first, rows_left)
+        config = config_for(state)
+        head = b"".join(writer.encode_head(config, self._plan.created, state, consumers))
+        async with aclosing(await begin({"config": config, "state": state.to_json(len(consumers))})) as sink:
+            await sink.send(head)
+            async with aclosing(self._encode(rows, writer, first, sink)) as pieces:
+                async for piece in pieces:
+                    await sink.send(piece)
+                    self._show_progress(sink.sent)
+            failpoint("restore.sent")
+            await sink.finish()
+        self.digests.close()
+        return sink.sent
+
+    async def _encode(
+        self, rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None, sink: ArchiveSink
+    ) -> AsyncGenerator[bytes]:
+        """Yield the archive's bytes of `batch`, of the other `rows` and of its end. A batch is read and encoded while
+        the bytes before it are sent. However long the store takes, `sink` keeps a restore alive meanwhile.
+        """
+        ahead = self._work.start(partial(_next, rows, writer, batch))
+        try:
+            while True:
+                while not await sink.wait_for(ahead):
+                    self._work.check_stop()
+                self._work.check_stop()
+                pieces, following = ahead.result()
+                failpoint("restore.sending")
+                if batch is not None:
+                    ahead = self._work.start(partial(_next, rows, writer, following))
+                for piece in pieces:
+                    yield piece
+                if batch is None:
+                    return
+                batch = following
+        finally:
+            ahead.cancel()
+
+    async def _run_filter_pass(self) -> None:
+        """Make one pass of the retention filter over all rows: collect the effects of later rows on earlier ones."""
+        rows, seen = self._history.rows(self._plan, self._plan.begin, FILTER_COLUMNS, self._stop), 0
+
+        def observe() -> int | None:
+            for batch in rows:
+                self._row_filter.observe(batch)
+                return batch.num_rows
+            self._row_filter.end_pass()
+            return None
+
+        while (count := await self._work.read(observe)) is not None:
+            self._work.check_stop()
+            seen += count
+            self._work.update(seen, self._plan.rows, f"{format_count(seen, 'message')} examined")
+
+    def _rows_to_send(self, max_row_bytes: int | None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows to send, and add them to `digests`. Blocking."""
+        newest, unreleased = [row.sequence for row in self._plan.sourced.values()], 0
+        for batch in self._history.rows(self._plan, self._plan.begin, ROW_COLUMNS, self._stop):
+            if (left := self._row_filter.filter(batch)).num_rows:
+                if max_row_bytes is not None:
+                    check_sizes(left, max_row_bytes)
+                self.digests.add(left)
+                if newest:
+                    self.sourced |= {*np.intersect1d(left.column("sequence"), newest).tolist()}
+                yield from split_batch(left, ENCODE_AHEAD_BYTES)
+            if (unreleased := unreleased + batch.nbytes) >= RELEASE_INTERVAL_BYTES:
+                unreleased = 0
+                pa.default_memory_pool().release_unused()  # otherwise the allocator keeps freed memory
+
+    def _show_progress(self, size: int) -> None:
+        rows, of = self.digests.rows, self._row_filter.rows_left if self._row_filter.needs_pass else self._plan.rows
+        self._work.update(min(rows, of), of, f"{format_count(rows, 'message')}, {size_words(size)}")
+
+
+def _next(
+    rows: Iterator[pa.RecordBatch], writer: ArchiveWriter, batch: pa.RecordBatch | None
+) -> tuple[list[bytes], pa.RecordBatch | None]:
+    """Return the archive's bytes of `batch`, and the next batch; without a batch, the end of the archive."""
+    if batch is None:
+        return list(writer.encode_tail()), None
+    return list(writer.encode_rows(batch)), next(rows, None)
