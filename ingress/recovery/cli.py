@@ -1,4 +1,4 @@
-"""Define the commands `floe replay`, `floe restore` and `floe drill`."""
+"""Define the commands `floe replay`, `floe restore`, `floe export` and `floe drill`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from common.cli import (
     range_options,
     resolve_time,
     target_option,
+    to_sequence_option,
     until_option,
     yes_option,
 )
@@ -110,6 +111,11 @@ def resolve_times(args: dict[str, Any]) -> dict[str, Any]:
     return args
 
 
+def _check_whole_feed(selector: ChainSelector, done: str) -> None:
+    if selector.partition is not None:
+        raise UsageError(f"expected SITE/FEED[/INCARNATION], found partition {selector.partition}: all are {done}")
+
+
 def echo_lines(lines: Iterable[str], *, err: bool = False) -> None:
     for line in lines:
         click.echo(escape(line), err=err)
@@ -183,8 +189,7 @@ async def restore(
     from ingress.recovery.plan import RestoreRequest
     from ingress.recovery.restore import Restore
 
-    if selector.partition is not None:
-        raise UsageError(f"expected SITE/FEED[/INCARNATION], found partition {selector.partition}: all are restored")
+    _check_whole_feed(selector, "restored")
     if name is not None and not FEED_PATTERN.fullmatch(name):
         raise UsageError(f"--as: expected a stream name, 1 to 255 characters without space . * > / \\, found {name!r}")
     own_subjects = tuple(each.strip() for each in subjects.split(",")) if subjects is not None else ()
@@ -247,6 +252,70 @@ async def restore(
     progress.end_line()
     print_json(report.as_json()) if as_json else echo_lines(report.lines())
     return report.exit_code
+
+
+@click.command()
+@click.argument("selector", type=CHAIN_TYPE, metavar="SITE/FEED[/INCARNATION]")
+@click.argument("directory", metavar="DIR")
+@to_sequence_option
+@until_option
+@click.option("--allow-lossy", is_flag=True, help="Also export an archive that lacks messages.")
+@dry_run_option
+@config_command
+async def export(
+    config: str,
+    selector: ChainSelector,
+    directory: str,
+    to_sequence: int | None,
+    until: RequestedTime | None,
+    allow_lossy: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Export a stream as a backup of the command `nats`, into the new folder DIR.
+
+    `nats backup restore stream DIR` makes the stream from it, on nats-server 2.15 or newer: messages with their
+    sequences, times and headers, the configuration, consumers with their positions. The same command begins a stopped
+    export again.
+
+    \b
+    Example: floe export -c site.yaml us-east/NODES backup/NODES
+    """
+    from common.clock import SystemClock
+    from common.service.process import stop_on_signals
+    from common.service.progress import Progress
+    from ingress.recovery.export import Export, export_notes
+    from ingress.recovery.plan import RestoreRequest
+
+    _check_whole_feed(selector, "exported")
+    check_range(None, to_sequence, None, until)
+    settings, clock = load_settings(config, quiet=True), SystemClock()
+    request = RestoreRequest(
+        selector.site,
+        selector.feed,
+        selector.incarnation,
+        to_sequence=to_sequence,
+        to_time_ns=resolve_time(clock.now(), until),
+        verify="state",
+        allow_lossy=allow_lossy,
+        directory=directory,
+    )
+    store, chains = open_for_work(settings)
+    async with stop_on_signals() as stop:
+        work = Export(request, store, chains, clock, progress := Progress(), stop)
+        with closing(store), closing(work):
+            plan = await work.plan()
+            if dry_run and as_json:
+                print_json({**plan.as_json(), "notes": [*plan.notes, *export_notes(plan)]})
+            elif dry_run:
+                echo_lines([*plan.lines(), *(f"note: {note}" for note in export_notes(plan))])
+            else:
+                notes = (*plan.notes, *export_notes(plan), *plan.elsewhere)
+                echo_lines((f"note: {note}" for note in notes), err=True)
+                report = await work.run(plan)
+                progress.end_line()
+                print_json(report.as_json()) if as_json else echo_lines(report.lines())
+    return 0
 
 
 @click.command()

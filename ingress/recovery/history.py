@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -78,6 +79,8 @@ SOURCE_SEARCH_ROWS = 50_000  # sequences at the end of the archive that are sear
 def repeat_command(request: RestoreRequest, *more: str) -> str:
     feed = name_argument(request.site, request.feed, request.incarnation)
     words = [*dict.fromkeys((*request.command_options(), *more))]
+    if request.directory:
+        return floe_command("export", feed, shlex.quote(request.directory), *words)
     return floe_command("restore", feed, *words) if request.promote else floe_command("drill", feed, "--exact", *words)
 
 

@@ -50,7 +50,8 @@ class RestoreRequest:
     archive that is sent: `auto`, `logical` or `files`. `server`: `local` for a drill on a server that is started for
     it, else empty. `allow_elsewhere`: effects outside of its own subjects are permitted; `has_effects_elsewhere`: the
     plan has found such effects, so commands repeat the permission. `skip_to`: the last sequence that no new message
-    gets, 0 for the furthest one seen of the lost stream, None for the end of the archive.
+    gets, 0 for the furthest one seen of the lost stream, None for the end of the archive. `directory`: of an export,
+    which writes what a restore would send; else empty.
     """
 
     site: str
@@ -71,10 +72,11 @@ class RestoreRequest:
     allow_elsewhere: bool = False
     has_effects_elsewhere: bool = False
     skip_to: int | None = None
+    directory: str = ""
 
     def command_options(self) -> list[str]:
         """Return the command-line options of this request, without the feed."""
-        is_restore = self.promote
+        is_restore = self.promote and not self.directory
         return option_words({
             "as": is_restore and self.name,
             "subjects": ",".join(self.subjects),
@@ -568,8 +570,9 @@ def deviations(
         if last_seen[0] > plan.last_sequence:
             text += (
                 f", and {SequenceRange(plan.last_sequence + 1, last_seen[0])} is given to new messages, which mirrors "
-                f"and sourcing streams that have read it do not get; --skip-to-sequence {last_seen[0]} leaves it out"
+                "and sourcing streams that have read it do not get"
             )
+            text += "" if plan.request.directory else f"; --skip-to-sequence {last_seen[0]} leaves it out"
         found.append(text)
     for key, row in plan.sourced.items():
         name, last = key.partition(" ")[0], row.source_sequence

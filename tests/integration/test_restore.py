@@ -25,11 +25,10 @@ from common.nats.lease import new_owner
 from common.objects.port import ObjectStore
 from common.settings.service import NatsSettings
 from common.tasks import Stop
-from infra.awkward import delete_message, publish_awkward
 from infra.local.nats import NatsServer, nats_server_binary
 from infra.local.process import spawn
 from tests.support import restoring as back
-from tests.support.basics import PATIENCE, commands_of, seeded, soak_only, soon, unique
+from tests.support.basics import PATIENCE, commands_of, soak_only, soon, unique
 from tests.support.commands import ROOT, configuration, floe, ran
 from tests.support.egress import Bench
 from tests.support.stores import FaultyStore
@@ -37,32 +36,12 @@ from tests.support.stores import FaultyStore
 pytestmark = pytest.mark.servers
 
 
-async def awkward(bench: Bench, count: int = 1500, **config: Any) -> str:
-    """A stream with gaps, a purged beginning, a deleted tail, odd headers, odd subjects and empty payloads."""
-    stream, rng = await bench.make_stream(unique("R"), storage="file", **config), seeded()
-    await publish_awkward(bench.client, stream, f"{stream}.odd", rng, 300, deleted_share=0, max_message_bytes=4000)
-    await bench.publish(stream, [rng.randbytes(n % 300) for n in range(await bench.last(stream), count)])
-    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 101})
-    for sequence in [*rng.sample(range(200, count - 1), 30), count - 1, count]:
-        await delete_message(bench.client, stream, sequence)
-    return stream
-
-
 EXPLICIT = {"ack_policy": "explicit"}
-
-
-async def archived(bench: Bench, stream: str) -> int:
-    """Archive and capture all of the stream, and return its last sequence."""
-    last = await bench.last(stream)
-    async with bench.egress({"stream": stream}):
-        await bench.archived_to(stream, last)
-    await back.capture(bench, stream, last)
-    return last
 
 
 async def loses(bench: Bench, stream: str) -> list[Message]:
     """Archive, capture and delete the stream, and return its messages."""
-    await archived(bench, stream)
+    await back.archived(bench, stream)
     before = await back.contents(bench, stream)
     await bench.delete_stream(stream)
     return before
@@ -90,13 +69,13 @@ async def reaches(bench: Bench, stream: str, last: int) -> bool:
 @pytest.mark.parametrize("count", [1500, soak_only(300_000)])
 async def test_a_lost_stream_comes_back_as_it_was(alone: tuple[Bench, NatsServer], count: int) -> None:
     bench, server = alone
-    stream = await awkward(bench, count)
+    stream = await back.awkward(bench, count)
     kinds = {"pull": {"ack_policy": "explicit"}, "push": {"ack_policy": "explicit", "deliver_subject": "push.here"}}
     for name, config in kinds.items():
         await create_consumer(bench.client, stream, {"durable_name": name, **config})
     await create_consumer(bench.client, stream, {"name": "passing", "inactive_threshold": 300_000_000_000})
     await back.consume(bench, stream, "pull", 40)
-    last = await archived(bench, stream)
+    last = await back.archived(bench, stream)
     before = await whole(bench, stream)
     before_positions = await back.positions(bench, stream)
     await bench.delete_stream(stream)
@@ -196,7 +175,7 @@ async def test_a_schedule_that_fired_does_not_fire_again_and_one_that_became_due
     await plan("due", 8)  # long enough for the archiving on a busy machine
     due = time.monotonic() + 9
     await soon(lambda: reaches(bench, stream, 3))
-    await archived(bench, stream)
+    await back.archived(bench, stream)
     before = await back.contents(bench, stream)
     assert [m.sequence for m in before] == [2, 3]
     await bench.delete_stream(stream)

@@ -13,10 +13,11 @@ from common.service.progress import Progress
 from common.settings.root import Settings
 from common.tasks import Stop
 from egress.captures import captured_consumers
+from infra.awkward import delete_message, publish_awkward
 from ingress.recovery.plan import RestorePlan, RestoreRequest
 from ingress.recovery.read_back import AtRest
 from ingress.recovery.restore import Restore, RestoreReport, RestoreTuning
-from tests.support.basics import PATIENCE, soon
+from tests.support.basics import PATIENCE, seeded, soon, unique
 from tests.support.egress import SITE, Bench
 
 QUICK = RestoreTuning(
@@ -24,6 +25,26 @@ QUICK = RestoreTuning(
     name_check_span_s=0.2,
     at_rest=AtRest(answers=3, span_s=0.5, stall_timeout_s=60.0, consumers_timeout_s=20.0),
 )
+
+
+async def awkward(bench: Bench, count: int = 1500, **config: Any) -> str:
+    """A stream with gaps, a purged beginning, a deleted tail, odd headers, odd subjects and empty payloads."""
+    stream, rng = await bench.make_stream(unique("R"), storage="file", **config), seeded()
+    await publish_awkward(bench.client, stream, f"{stream}.odd", rng, 300, deleted_share=0, max_message_bytes=4000)
+    await bench.publish(stream, [rng.randbytes(n % 300) for n in range(await bench.last(stream), count)])
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 101})
+    for sequence in [*rng.sample(range(200, count - 1), 30), count - 1, count]:
+        await delete_message(bench.client, stream, sequence)
+    return stream
+
+
+async def archived(bench: Bench, stream: str) -> int:
+    """Archive and capture all of the stream, and return its last sequence."""
+    last = await bench.last(stream)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, last)
+    await capture(bench, stream, last)
+    return last
 
 
 async def contents(bench: Bench, stream: str) -> list[Message]:
