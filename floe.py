@@ -37,6 +37,7 @@ COMMANDS = {
     "parked": Entry("ingress.operator.parked_cli:parked", "Show and deliver messages that were too large."),
     "restore": Entry("ingress.recovery.cli:restore", "Restore a lost stream from the archive, as it was."),
     "export": Entry("ingress.recovery.cli:export", "Export an archived stream as a backup of `nats`."),
+    "import": Entry("egress.cli:import_backup", "Begin the archive of a feed with a backup of `nats`."),
     "replay": Entry("ingress.recovery.cli:replay", "Publish the archived messages of a feed into a stream."),
     "drill": Entry("ingress.recovery.cli:drill", "Test a replay or restore in a scratch stream."),
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),

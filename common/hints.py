@@ -6,6 +6,7 @@ beside their requests; all are built by `floe_command`.
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 from common.chain import Chain
 from common.exits import floe_command
@@ -51,6 +52,11 @@ def repartition_command(feed: str) -> str:
 def restore_command(chain: Chain, *, elsewhere: bool = False) -> str:
     """Return the command that restores the stream. `elsewhere`: with effects outside of its own subjects."""
     return floe_command("restore", name_argument(chain.site, chain.feed), "--allow-elsewhere" if elsewhere else "")
+
+
+def import_command(folder: Path | str, feed: Chain) -> str:
+    """Return the command that imports a backup into a feed, or continues."""
+    return floe_command("import", shlex.quote(str(folder)), name_argument(feed.site, feed.feed))
 
 
 # The archive

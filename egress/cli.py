@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from common.check_cli import DAY_S, HOUR_S, CheckResult, CheckState, PerformanceValue, Thresholds, thresholds
 from common.cli import Duration, config_command, config_option, print_json, print_table, run_command
+from common.errors import UsageError
 from common.imports import reduce_memory
 from common.open import load_settings, reload_on_hangup
 from common.settings.types import format_count
@@ -80,6 +82,42 @@ async def run(config: str, workers: int | None, worker: str) -> int:
         from egress.service import serve
 
         return await serve(settings, identity=identity)
+
+
+@click.command("import")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("feed", metavar="SITE/FEED")
+@click.option(
+    "--server", default="", metavar="URL|CONTEXT", help="A server that nothing else uses; default: start one."
+)
+@click.pass_obj
+@config_command
+async def import_backup(
+    parts: Mapping[str, Callable[[], Any]], /, config: str, folder: Path, feed: str, server: str, as_json: bool
+) -> int:
+    """Import the backup DIR, made by `nats backup stream`, as the beginning of a feed that has no archive yet.
+
+    A nats-server restores it as a scratch stream, which is then read as egress reads any stream, and removed. Egress
+    continues where the backup ends. The same command continues an import that was stopped or killed.
+
+    \b
+    Example: floe import -c site.yaml backup/NODES us-east/NODES
+    """
+    from common.service.process import stop_on_signals
+    from common.service.progress import Progress
+    from egress.context import open_context, parse_feed
+    from egress.importing import Backup, BackupImport
+
+    backup, settings = Backup.open(folder), load_settings(config, quiet=True)
+    name, incarnation, partition = parse_feed(settings, feed)
+    if (incarnation, partition) != (None, None):
+        raise UsageError(f"{feed}: expected SITE/FEED, found more: a backup becomes its first incarnation")
+    async with open_context(settings) as context, stop_on_signals() as stop:
+        work = BackupImport(context, backup, name, server, parts["server"](), progress := Progress())
+        report = await work.run(stop)
+    progress.end_line()
+    print_json(report) if as_json else click.echo("\n".join(report.lines()))
+    return 0
 
 
 INIT_COLUMNS = ("what", "name", "stream", "result", "note")

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from common.archive.keys import parse_chain_name
+from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.errors import UsageError
+from common.errors import Unavailable, UsageError
 from common.metrics import version
 from common.nats.buckets import BucketClaims, optional_leases, optional_state
 from common.nats.client import FloeClient, connect
 from common.nats.kv import KeyValue
-from common.nats.lease import Leases, new_owner
+from common.nats.lease import Lease, Leases, format_owner, new_owner
 from common.objects.open import VIEW_TIMEOUT_S, open_objects
 from common.objects.port import ObjectStore
 from common.observe.monitor import Health
@@ -21,9 +22,10 @@ from common.open import open_chains, open_store
 from common.service.process import ThreadPool
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
+from common.tasks import cancel, raise_fatal, spawn
 from egress.deps import EgressDeps, PartitionDeps, Pools, Tuning
 from egress.memory import MemoryBudget
-from egress.partition import Partition
+from egress.partition import Partition, lease_key
 from egress.report import FeedReport
 
 
@@ -35,6 +37,26 @@ class CommandContext:
     deps: EgressDeps
     leases: Leases
     pools: Pools
+
+    async def hold_lease(self, stack: AsyncExitStack, chain: Chain, *, waits: bool = False) -> Lease:
+        """Hold the lease of a partition until `stack` ends. `waits`: until that of a killed instance has expired.
+
+        Raises Unavailable if another instance holds it.
+        """
+        key, clock = lease_key(chain), self.deps.clock
+        until = clock.monotonic() + (self.leases.ttl * 1.5 if waits else 0.0)
+        while (lease := await self.leases.acquire(key)) is None and clock.monotonic() < until:
+            await clock.sleep(min(0.5, self.leases.ttl / 10))
+        if lease is None:
+            holder = format_owner(await self.leases.get_owner(key) or "another instance")
+            raise Unavailable(
+                f"the lease of partition {chain.partition} of feed {chain.feed} is held by {holder}",
+                hint="stop egress on all hosts, then try again; nothing was changed",
+                code="E-LEASE",
+            )
+        stack.push_async_callback(lease.release)
+        stack.push_async_callback(cancel, spawn(lease.run_renewals(), raise_fatal, name=f"lease {chain}"))
+        return lease
 
     def deps_of(self, partition: Partition) -> PartitionDeps:
         report = FeedReport(partition.chain, partition.stream, Health(self.deps.clock))

@@ -20,8 +20,9 @@ from common.archive.documents import ChainDocument, ChainStart, ChainStore, Stre
 from common.chain import MAX_INCARNATION, Chain
 from common.documents import JsonCodec
 from common.errors import Stopped
+from common.exits import choices
 from common.failpoints import failpoint
-from common.hints import believe_command, repartition_command, resolve_command
+from common.hints import believe_command, import_command, repartition_command, resolve_command
 from common.logs import get_logger
 from common.nats.api import StreamInfo
 from common.nats.kv import KeyValue, KvDocument, state_key
@@ -205,6 +206,8 @@ class Incarnations:
         stream, document = self._chains.read_stream(chain), self._chains.read_chain(chain)
         if stream is None:
             raise self._missing_error(chain)
+        if stream.importing:
+            raise self._import_error(chain)
         layout = stream.chains or self._layout_of_v1(chain, document)
         if not layout:
             return None
@@ -268,6 +271,36 @@ class Incarnations:
         # In the first version, `stream.json` did not fix the beginning: `chain.json` does.
         own = document.chains[self._feed.partition]
         return await self._threads.run(self._create_chain, self._feed, found, own)
+
+    # An import writes chain.json last: until then nobody else sees the chain
+
+    async def begin_import(self, document: StreamDocument) -> Incarnation:
+        """Make incarnation 0000 for an import, or continue one of the same backup. Raises Stopped if there is another,
+        or its archive was lost.
+        """
+        found = await self._create_stream(self._feed, document)
+        if found.importing != document.importing:
+            raise self._import_error(self._feed)
+        if found != document:  # the server made the scratch stream at another time
+            await self._threads.run(self._chains.replace_stream, self._feed, document)
+        return Incarnation(self._feed, document, document.chains[0])
+
+    async def finish_import(self, current: Incarnation) -> None:
+        await self._threads.run(self._create_chain, current.chain, current.stream, current.document)
+        failpoint("import.visible")
+        document = msgspec.structs.replace(current.stream, importing="")
+        await self._threads.run(self._chains.replace_stream, current.chain, document)
+
+    def _import_error(self, chain: Chain) -> Stopped:
+        prefix = self._chains.layout.incarnation_prefix(chain)
+        return Stopped(
+            f"{chain}: the import of a backup into this chain has not ended",
+            hint=choices(
+                ("stop egress, and repeat the import of that backup", import_command("DIR", chain)),
+                f"or remove the objects under {prefix}: nothing has read them",
+            ),
+            code="E-IMPORT-UNFINISHED",
+        )
 
     async def _create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         await self._begin_marks(chain, len(document.chains))

@@ -13,6 +13,7 @@ the next run, or the next start of egress, completes the work.
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from common.archive.documents import ChainDocument, ChainStart, StreamDocument
 from common.chain import Chain
@@ -21,14 +22,14 @@ from common.failpoints import failpoint
 from common.logs import get_logger
 from common.nats.api import StreamInfo, consumer_names, delete_consumer, stream_info
 from common.nats.durables import INTEREST, WORK_QUEUE
-from common.nats.lease import Lease, format_owner
+from common.nats.lease import Lease
 from common.settings.egress import FeedSettings, PartitionSettings
-from common.tasks import Stop, cancel, raise_fatal, spawn
+from common.tasks import Stop
 from egress.archive import Archive
 from egress.consumers import WantedMessages, create_durable
 from egress.context import CommandContext
 from egress.incarnations import Incarnation, Incarnations, configured_layout, newest_incarnation, partition_layout
-from egress.partition import Partition, Position, accounted_until, lease_key, partitions_of
+from egress.partition import Partition, accounted_until, partitions_of
 from egress.report import NewlyUnmatched, find_unmatched
 from egress.session import ReadContext
 from egress.worker import Worker
@@ -146,21 +147,8 @@ class Repartition:
     async def _leases(self, plan: RepartitionPlan) -> AsyncIterator[list[Lease]]:
         longer = max(plan.old, plan.new, key=len)
         async with AsyncExitStack() as stack:
-            yield [await self._lease(stack, partition.chain) for partition in longer]
+            yield [await self._context.hold_lease(stack, partition.chain) for partition in longer]
             await self._context.pools.idle()
-
-    async def _lease(self, stack: AsyncExitStack, chain: Chain) -> Lease:
-        key = lease_key(chain)
-        if (lease := await self._context.leases.acquire(key)) is None:
-            holder = format_owner(await self._context.leases.get_owner(key) or "another instance")
-            raise Unavailable(
-                f"the lease of partition {chain.partition} of feed {chain.feed} is held by {holder}",
-                hint="stop egress on all hosts, then try again; nothing was changed",
-                code="E-LEASE",
-            )
-        stack.push_async_callback(lease.release)
-        stack.push_async_callback(cancel, spawn(lease.run_renewals(), raise_fatal, name=f"lease {chain}"))
-        return lease
 
     async def _close(self, plan: RepartitionPlan, leases: Sequence[Lease], stop: Stop) -> None:
         held = zip(plan.old, leases, strict=False)
@@ -206,23 +194,9 @@ class Repartition:
     # One old partition
 
     async def _catch_up(self, partition: Partition, last: int, lease: Lease, stop: Stop) -> int:
-        """Cover everything up to `last` that the stream still holds, and nothing after it. Return the end of coverage
-        (0: nothing is covered).
-
-        Raises Stopped if the stream is not the archived one, Unavailable if `stop` comes first or the lease is lost.
-        """
+        """Read up to `last`, as `Worker.read_up_to`. Return the end of coverage (0: nothing is covered)."""
         worker = Worker(self._context.deps_of(partition))
-        while not stop.is_set and not lease.lost.is_set:
-            context = await self._judge(partition, worker)
-            archive = context.archive
-            position = await worker.identity.find_position(archive, context.source)
-            if position.first > last:
-                await archive.repair_tail()
-                return archive.end
-            until = last if position.until is None else min(position.until, last)
-            bounded = Position(position.first, until, position.lost, is_end=position.until is None)
-            await worker.read_at(bounded, context, lease, stop)
-        raise Unavailable(f"{partition.chain}: stopped before it was read up to sequence {last}", hint="try again")
+        return (await worker.read_up_to(last, partial(self._judge, partition, worker), lease, stop)).end
 
     async def _judge(self, partition: Partition, worker: Worker) -> ReadContext:
         """Return the archive and the judged source, with all holes, because no later session reads them. Raises Stopped

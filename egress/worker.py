@@ -6,7 +6,7 @@ they came from, before the stream is judged.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -268,6 +268,26 @@ class Worker:
         finally:
             self._session = None
             await session.close()
+
+    async def read_up_to(
+        self, last: int, judge: Callable[[], Awaitable[ReadContext]], lease: Lease, stop: Stop
+    ) -> Archive:
+        """Cover everything up to `last` that the stream still holds, and nothing after it; for commands. `judge`:
+        returns the archive and the judged source, with all holes, because no later session reads them.
+
+        Raises the errors of `judge`, Unavailable if `stop` comes first or the lease is lost.
+        """
+        while not stop.is_set and not lease.lost.is_set:
+            context = await judge()
+            position = await self.identity.find_position(context.archive, context.source)
+            if position.first > last:
+                await context.archive.repair_tail()
+                return context.archive
+            until = last if position.until is None else min(position.until, last)
+            bounded = Position(position.first, until, position.lost, is_end=position.until is None)
+            await self.read_at(bounded, context, lease, stop)
+        chain = self._partition.chain
+        raise Unavailable(f"{chain}: stopped before it was read up to sequence {last}", hint="try again")
 
     async def _resume(self, position: Position, context: ReadContext) -> ResumedSampler:
         deps, chain = self._deps, context.current.chain

@@ -268,7 +268,8 @@ class StreamDocument(_Versioned, frozen=True, rename={"starts": "chains"}):
 
     `continues_from`: for each partition, the sequence below which egress found the stream equal to an earlier
     incarnation, None if nothing was compared; `continued`: that incarnation, None for the one before.
-    `stream_first`: the first sequence of the stream at the time of writing, None if it was not recorded.
+    `stream_first`: the first sequence of the stream at the time of writing, None if it was not recorded. `importing`:
+    the SHA-256 of a backup while its import has not ended; its chain has no `chain.json` before.
 
     Raises ValueError if a number is outside its range.
     """
@@ -281,6 +282,7 @@ class StreamDocument(_Versioned, frozen=True, rename={"starts": "chains"}):
     continues_from: dict[int, int] | None = None
     continued: int | None = None
     stream_first: int | None = None
+    importing: str = ""
 
     def __post_init__(self) -> None:
         for partition, end in (self.previous or {}).items():
@@ -617,6 +619,10 @@ class ChainStore:
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         return self._stream(chain).create(document)
+
+    def replace_stream(self, chain: Chain, document: StreamDocument) -> None:
+        """Put the document over the one of an import, which only the holder of the feed's lease writes."""
+        self._stream(chain).put(document)
 
     def read_stream(self, chain: Chain) -> StreamDocument | None:
         return self._stream(chain).read()
