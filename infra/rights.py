@@ -123,7 +123,7 @@ TOMBSTONE_RUN_KEYS = ("_floe/tombstones/runs/*",)
 ROLES = (
     RoleRights(
         "egress",
-        ("egress run", "egress init", "egress flush", "egress resolve", "egress repartition", "status", "state"),
+        ("egress run", "egress init", "egress flush", "egress resolve", "egress repartition", "import", "status", "state"),
         (
             SubjectRights((*_stream("{stream}", *INFO_CALLS), *_consumer("{stream}", *CONSUMER_CALLS, "INFO"))),
             SubjectRights(STATE),

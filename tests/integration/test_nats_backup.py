@@ -184,7 +184,8 @@ async def test_what_cannot_be_imported_or_exported_is_refused_by_name(bench: Ben
 
 async def test_a_part_is_exported_and_a_killed_export_is_no_backup(bench: Bench, tmp_path: Path) -> None:
     stream = await bench.make_stream(unique("B"))
-    await bench.publish(stream, [b"%d" % n for n in range(20)])
+    await bench.publish(stream, [b"%d" % n for n in range(14)])
+    await bench.publish(stream, [b"%d" % n for n in range(6)], subject="b")
     await back.archived(bench, stream)
     file, folder = str(configuration(bench, {"stream": stream})), str(tmp_path / "b")
     words = "export", "-c", file, f"site/{stream}", folder, "--to-sequence", "15"
@@ -195,5 +196,7 @@ async def test_a_part_is_exported_and_a_killed_export_is_no_backup(bench: Bench,
     done = await ran(*words)
     assert re.search(rf"stream {stream}: 15 messages, .* in {re.escape(folder)}", done.out), done
     assert "a backup holds no time of creation" in done.err
+    narrow = {"stream": stream, "name": "narrow", "filter_subject": f"{stream}.b"}
+    await ran("import", "-c", str(configuration(bench, narrow)), folder, "site/narrow")
     await ran("import", "-c", file, folder, "site/part")
-    assert [m.sequence for m in bench.messages("part")] == [*range(1, 16)]
+    assert [[m.sequence for m in bench.messages(feed)] for feed in ("narrow", "part")] == [[15], [*range(1, 16)]]

@@ -162,6 +162,7 @@ SAMPLES: dict[str, Callable[[], Iterable[str]]] = {
     "common/hints.py:restore_command": lambda: [
         hints.restore_command(chain, elsewhere=reaches) for chain in (CHAIN, PLAIN) for reaches in (True, False)
     ],
+    "common/hints.py:import_command": lambda: [hints.import_command("a b", each) for each in (CHAIN, PLAIN)],
     "common/hints.py:list_command": verdicts,
     "common/hints.py:verify_command": lambda: [hints.verify_command(str(CHAIN)), hints.verify_command("us-east/IT'S")],
     "common/hints.py:parked_command": lambda: [hints.parked_command("A TARGET")],
