@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common.archive.documents import ChainStart, StreamDocument
+from common.archive.scan import ChainArchive
 from common.chain import FEED_PATTERN, Chain
 from common.documents import check_depth
 from common.errors import ConfigError, DataError, FloeError, Stopped, Unavailable, UsageError
@@ -82,8 +83,8 @@ class Backup:
             config, state = dict(document["config"]), dict(document["state"])
             if not FEED_PATTERN.fullmatch(str(config["name"])):
                 raise ValueError(f"expected the name of a stream, found {config['name']!r:.80}")
-            if int(state["messages"]) < 1:
-                raise ValueError("expected messages, found none")
+            if int(state["messages"]) < 1 or int(state["first_seq"]) < 0:
+                raise ValueError(f"expected messages, found state {state}")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             text = f"{folder / META_FILE}: expected the configuration and the state of a stream: {error!r:.200}"
             raise UsageError(text) from None
@@ -98,6 +99,10 @@ class Backup:
     @property
     def messages(self) -> int:
         return int(self.state["messages"])
+
+    def first_sequence(self, info: StreamInfo) -> int:
+        """Return the first sequence that the stream held: an older form may bring purged messages back before it."""
+        return max(1, info.first_sequence, int(self.state["first_seq"]))
 
     def scratch_config(self) -> dict[str, Any]:
         """Return the configuration of the scratch stream: no limit removes a message, no publisher reaches it."""
@@ -114,8 +119,9 @@ class Backup:
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """The result of an import. `first`, `last`: the sequences that the chain covers; `messages`: in the scratch stream;
-    `left_out`: those of the backup that the server left out; `created`: of the stream in `stream.json`.
+    """The result of an import. `first`, `last`: the sequences that the chain covers; `messages`: archived; `left_out`:
+    those of the backup that the server left out; `created`: of the stream in `stream.json`; `leftover`: the error, as
+    text, that left the scratch stream on a server.
     """
 
     chain: Chain
@@ -207,10 +213,10 @@ class BackupImport:
             failpoint("import.removed")
             await incarnations.finish_import(current)
         first, seconds = current.document.first, self._clock.monotonic() - started
-        left_out = max(0, self._backup.messages - info.messages)
-        context = {"first": first, "last": archive.end, "messages": info.messages}
+        messages, left_out = await self._context.pools.io.run(self._count_rows), self._backup.messages - info.messages
+        context = {"first": first, "last": archive.end, "messages": messages}
         log.info("backup imported", action="backup_imported", **context, **self._chain.log_context())
-        counts = first, archive.end, info.messages, left_out
+        counts = first, archive.end, messages, max(0, left_out)
         return ImportReport(self._chain, self._backup.stream, *counts, info.created, seconds, leftover)
 
     def _check_chain(self) -> None:
@@ -303,7 +309,7 @@ class BackupImport:
     # The chain
 
     def _document(self, digest: str, info: StreamInfo) -> StreamDocument:
-        first = max(1, info.first_sequence)
+        first = self._backup.first_sequence(info)
         starts = ChainStart.of(configured_layout(self._partition, first))
         return StreamDocument(self._backup.config, info.created, None, starts, stream_first=first, importing=digest)
 
@@ -317,8 +323,12 @@ class BackupImport:
         worker.discard()
         return ReadContext(current, archive, evidence.source)
 
+    def _count_rows(self) -> int:
+        store = self._context.deps.store
+        return sum(store.footer(each.segment).rows for each in ChainArchive.listed(store, self._chain).covers())
+
     async def _show_progress(self, info: StreamInfo) -> None:
-        first, began = max(1, info.first_sequence), self._clock.monotonic()
+        first, began = self._backup.first_sequence(info), self._clock.monotonic()
         while True:
             await self._clock.sleep(1.0)
             done, at = max(0, (self._archive.end if self._archive else 0) - first + 1), self._clock.monotonic()

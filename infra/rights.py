@@ -123,7 +123,12 @@ TOMBSTONE_RUN_KEYS = ("_floe/tombstones/runs/*",)
 ROLES = (
     RoleRights(
         "egress",
-        ("egress run", "egress init", "egress flush", "egress resolve", "egress repartition", "import", "status", "state"),
+        (
+            *(f"egress {each}" for each in ("run", "init", "flush", "resolve", "repartition")),
+            "import",
+            "status",
+            "state",
+        ),
         (
             SubjectRights((*_stream("{stream}", *INFO_CALLS), *_consumer("{stream}", *CONSUMER_CALLS, "INFO"))),
             SubjectRights(STATE),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from infra.local.nats import NatsServer, nats_server_binary
 from tests.support import restoring as back
 from tests.support.basics import soak_only, soon, unique
 from tests.support.commands import configuration, floe, ran
-from tests.support.egress import Bench, connected
+from tests.support.egress import Bench
 from tests.support.nats_cli import nats, require_nats
+from tests.support.servers import connected
 
 pytestmark = pytest.mark.servers
 
@@ -92,34 +94,33 @@ def done_state(rows: list[Message], last: int) -> dict[str, int]:
 @pytest.mark.parametrize("version", ["", "2.14", "2.10"])
 async def test_an_archive_begins_with_a_backup_of_any_server(tmp_path: Path, version: str) -> None:
     with NatsServer(binary=nats_server_binary(version)) as server:
-        client = await connected(server.url)
-        bench = Bench(server.url, tmp_path, client)
-        stream = await back.awkward(bench, 600)
-        await create_consumer(client, stream, {"durable_name": "push", "deliver_subject": "push.here"})
-        folder = await back_up(client, stream, tmp_path / "b")
-        before, info = await back.contents(bench, stream), await stream_info(client, stream)
-        assert info is not None
-        await bench.publish(stream, [b"later"] * 5)
-        await client.api(f"STREAM.PURGE.{stream}", {"seq": 400})
+        async with aclosing(await connected(server.url)) as client:
+            bench = Bench(server.url, tmp_path, client)
+            stream = await back.awkward(bench, 600)
+            await create_consumer(client, stream, {"durable_name": "push", "deliver_subject": "push.here"})
+            folder = await back_up(client, stream, tmp_path / "b")
+            before, info = await back.contents(bench, stream), await stream_info(client, stream)
+            assert info is not None
+            await bench.publish(stream, [b"later"] * 5)
+            await client.api(f"STREAM.PURGE.{stream}", {"seq": 400})
 
-        file = str(configuration(bench, {"stream": stream}))
-        done = (await ran("import", "-c", file, str(folder), f"site/{stream}", "--json")).json()
-        assert (done["messages"], done["left_out"], done["leftover"]) == (len(before), 0, "")
-        assert bench.messages(stream) == before
-        document = bench.chains.read_stream(bench.chain(stream))
-        assert document is not None
-        kept = json.loads((folder / "backup.json").read_text())["config"]
-        assert (document.importing, document.config) == ("", kept)
-        assert (document.created == info.created) == bool(version), "2.15 keeps it in no backup"
-        assert await bench.mark(stream) == info.last_sequence
+            file = str(configuration(bench, {"stream": stream}))
+            done = (await ran("import", "-c", file, str(folder), f"site/{stream}", "--json")).json()
+            assert (done["messages"], done["left_out"], done["leftover"]) == (len(before), 0, "")
+            assert bench.messages(stream) == before
+            document = bench.chains.read_stream(bench.chain(stream))
+            assert document is not None
+            kept = json.loads((folder / "backup.json").read_text())["config"]
+            assert (document.importing, document.config) == ("", kept)
+            assert (document.created == info.created) == bool(version), "2.15 keeps it in no backup"
+            assert await bench.mark(stream) == info.last_sequence
 
-        # The stream holds less by now, and egress continues where the backup ends.
-        await bench.freeze({"stream": stream})
-        assert [m.payload for m in bench.messages(stream)[len(before) :]] == [b"later"] * 5
-        bench.check(stream, first=101)
-        again = await floe("import", "-c", file, str(folder), f"site/{stream}")
-        assert (again.code, "E-IMPORT-BEGUN" in again.err) == (1, True), again
-        await client.aclose()
+            # The stream holds less by now, and egress continues where the backup ends.
+            await bench.freeze({"stream": stream})
+            assert [m.payload for m in bench.messages(stream)[len(before) :]] == [b"later"] * 5
+            bench.check(stream, first=101)
+            again = await floe("import", "-c", file, str(folder), f"site/{stream}")
+            assert (again.code, "E-IMPORT-BEGUN" in again.err) == (1, True), again
 
 
 @pytest.mark.parametrize("point", ["sent", "begun", "read", "removed", "visible"])
@@ -139,9 +140,8 @@ async def test_a_killed_import_is_no_archive_and_the_same_command_continues(benc
             async with bench.egress(feed) as running:
                 assert (await running.stopped("imported"))["code"] == "E-IMPORT-UNFINISHED"
         await ran(*words)
-        client = await connected(server.url)
-        assert (await query(client, "INFO"))["streams"] == 0
-        await client.aclose()
+        async with aclosing(await connected(server.url)) as client:
+            assert (await query(client, "INFO"))["streams"] == 0
     assert bench.messages("imported") == before
     await bench.publish(stream, [b"next"])
     await bench.freeze(feed)
