@@ -40,6 +40,7 @@ COMMANDS = {
     "import": Entry("egress.cli:import_backup", "Begin the archive of a feed with a backup of `nats`."),
     "replay": Entry("ingress.recovery.cli:replay", "Publish the archived messages of a feed into a stream."),
     "drill": Entry("ingress.recovery.cli:drill", "Test a replay or restore in a scratch stream."),
+    "compare": Entry("ingress.recovery.cli:compare", "Compare the archive of a feed with its living stream."),
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),
     "check": Entry("common.check_cli:check", "Report the state of a part in one line, for Nagios and cron."),
     "version": Entry("common.about:show_version", "Show the versions of Floe, Python and its libraries."),

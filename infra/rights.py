@@ -246,6 +246,12 @@ ROLES = (
         (READ_ALL,),
         note=", into streams `FLOE_DRILL_…` (permissions know no such prefix: `*`)",
     ),
+    RoleRights(
+        "compare",
+        ("compare",),
+        (SubjectRights((*_stream("{stream}", "INFO"), *_consumer("{stream}", *CONSUMER_CALLS))), INBOX),
+        (READ_ALL, KeyRights(PUT, ("_floe/compare/*",))),
+    ),
 )
 
 #: Commands without a role, by reason.

@@ -579,6 +579,21 @@ class CompactionRun(_Versioned, frozen=True):
             expect_range(name, int(value), 0, _MAX_UNIX_S)
 
 
+class ComparedTo(_Versioned, frozen=True):
+    """The record of `floe compare` for one chain and one copy of its stream. `last`: everything up to this sequence was
+    found equal, 0: nothing. `at`: the time of the last comparison, RFC 3339; `same`: it found no difference.
+
+    Raises ValueError if the number is outside its range.
+    """
+
+    last: int
+    at: str
+    same: bool
+
+    def __post_init__(self) -> None:
+        expect_range("last", self.last, 0, MAX_SEQUENCE)
+
+
 #: By site and feed, None for all of them.
 CompactionRuns = Mapping[tuple[str | None, str | None], CompactionRun]
 
@@ -680,6 +695,10 @@ class ChainStore:
 
     def _floor(self, chain: Chain) -> Document[int]:
         return self._document(self.layout.floor_document(chain), floor_to_json, floor_from_json)
+
+    def compared(self, chain: Chain, copy: str) -> Document[ComparedTo]:
+        """The record of a comparison with `copy`: `source`, or the name of a replica's server."""
+        return self._document(self.layout.compared(chain, copy), ComparedTo.to_json, ComparedTo.from_json)
 
     def write_tail(self, chain: Chain, end: int) -> None:
         self._document(self.layout.tail(chain), tail_to_json, tail_from_json).replace(end)

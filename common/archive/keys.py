@@ -15,6 +15,7 @@
     {prefix}/_floe/alive/{site}/{process}
     {prefix}/_floe/verify/{chain}/{shallow,deep}.json
     {prefix}/_floe/audit/{time}[/site={site}]/{digest}.json
+    {prefix}/_floe/compare/{chain}/{copy}.json
 
 The end of the coverage comes first in a segment's name, so a listing with `start_after(position)` returns
 exactly the segments that reach the position. Parts that people name are percent-encoded by an allow-list.
@@ -62,7 +63,7 @@ _CHAIN_OBJECT = re.compile(
     rf"_floe/{_INCARNATION}/(?:stream\.json|{_PARTITION}/(?:chain\.json|floor\.json|gaps/{_BOUNDS}\.json))"
 )
 _VERIFY_RESULT = re.compile(rf"_floe/verify/{_CHAIN}/(?:shallow|deep)\.json")
-_IN_CHAIN = re.compile(rf"(?:_floe/(?:tombstones/|verify/)?)?{_CHAIN}/.+", re.DOTALL)
+_IN_CHAIN = re.compile(rf"(?:_floe/(?:compare/|tombstones/|verify/)?)?{_CHAIN}/.+", re.DOTALL)
 # Objects under these prefixes have rules of their own.
 _OTHER_OBJECTS = re.compile(
     rf"_floe/(?:probe|ingress|alive|audit|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/(?:reported|runs))/.+"
@@ -374,6 +375,9 @@ class Layout:
         """Return the key of a record of this site, empty for none: a credential may be limited to a site's records."""
         of_site = f"site={encode(site)}/" if site else ""
         return f"{self.audit_prefix(at_ns)}/{of_site}{digest[:DIGEST_LENGTH]}.json"
+
+    def compared(self, chain: Chain, copy: str) -> str:
+        return self._under(f"_floe/compare/{_chain_path(chain)}/{encode(copy)}.json")
 
     def quarantine_key(self, key: str, digest: str) -> str:
         """Return the key in quarantine of the object at `key` with this SHA-256.

@@ -1,10 +1,10 @@
-"""Define the commands `floe replay`, `floe restore`, `floe export` and `floe drill`."""
+"""Define the commands `floe replay`, `floe restore`, `floe export`, `floe drill` and `floe compare`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import aclosing, closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from common.cli import (
     check_range,
     config_command,
     dry_run_option,
+    from_sequence_option,
     print_json,
     range_options,
     resolve_time,
@@ -396,3 +397,51 @@ def _exact_request(selector: ChainSelector, args: dict[str, Any], exact: dict[st
     end = (args["to_sequence"], resolve_time(now, args["until"]))
     flags = {name: exact[name] for name in ("replicas", "allow_lossy", "force")}
     return RestoreRequest(selector.site, selector.feed, selector.incarnation, "", *end, **flags)
+
+
+@click.command()
+@chain_argument
+@click.option(
+    "--with",
+    "mode",
+    type=click.Choice(["source", "each-replica"]),
+    default="source",
+    show_default=True,
+    help="The stream on any server, or the copy of each server of its cluster in turn.",
+)
+@from_sequence_option
+@to_sequence_option
+@click.option("--since-last", is_flag=True, help="Only what no earlier comparison found equal.")
+@config_command
+async def compare(
+    config: str, selector: ChainSelector, as_json: bool, from_sequence: int | None, to_sequence: int | None, **args: Any
+) -> int:
+    """Compare the archive of a feed with its living stream, row by row, and change neither.
+
+    Names what is missing in the stream, altered, or not archived. Rows that limits, deletion or acknowledgement took
+    away are counted apart. --since-last also continues a comparison that was stopped. Exit 3 if there are differences,
+    75 if it was stopped before its end.
+
+    \b
+    Examples:
+      floe compare -c site.yaml us-east/ORDERS --since-last
+      floe compare -c site.yaml us-east/ORDERS --with each-replica
+    """
+    from common.clock import SystemClock
+    from common.nats.client import connect
+    from common.service.process import ThreadPool, stop_on_signals
+    from common.service.progress import Progress
+    from ingress.recovery.living import CompareRequest, LivingComparison
+
+    check_range(from_sequence, to_sequence, None, None)
+    request = CompareRequest(**asdict(selector), first=from_sequence, last=to_sequence, **args)
+    settings, clock, progress = load_settings(config, quiet=True), SystemClock(), Progress()
+    store, documents = open_for_work(settings)
+    with closing(store), closing(ThreadPool("compare", 1)) as threads:
+        client = await connect(settings.nats_for("egress"), name="floe compare", clock=clock)
+        async with aclosing(client), stop_on_signals() as stop:
+            work = LivingComparison(client, store, documents, threads, clock, progress)
+            report = await work.run(request, stop)
+    progress.end_line()
+    print_json(report.as_json()) if as_json else echo_lines(report.lines())
+    return report.exit_code if report.finished or report.exit_code else EXIT_RETRY_LATER

@@ -417,15 +417,8 @@ class ArchivedHistory:
             known = [self._documents.read_tail(chain) or 0 for chain in chains]
             if (reached := max([*known, *(ref.coverage.last for ref in refs)])) > end:
                 filters = [each for chain in chains if (d := self._documents.read_chain(chain)) for each in d.filters]
-                is_partial = (bool(filters) and len(chains) == 1) or not refs or self._is_selected(refs[-1])
+                is_partial = (bool(filters) and len(chains) == 1) or not refs or selects_rows(self._store, refs[-1])
                 yield LongerFeed(last.feed, reached, is_partial)
-
-    def _is_selected(self, ref: SegmentRef) -> bool:
-        """True if the feed of the segment omits messages, as a sampled one does, or if the segment is unreadable."""
-        with suppress(DataError):
-            footer = self._store.footer(ref)
-            return footer.sampling is not None or any(reason in footer.ledger.counts for reason in SELECTION_REASONS)
-        return True
 
     def _creation_times(self, chain: Chain) -> Iterator[str]:
         """Yield the creation times of the stream that are recorded for its incarnation."""
@@ -511,6 +504,14 @@ class ArchivedHistory:
 
 
 RowStream = tuple[int, Callable[[], Iterator[pa.RecordBatch]]]  # the least sequence it may have, and its rows
+
+
+def selects_rows(store: SegmentStore, ref: SegmentRef) -> bool:
+    """Return True if the feed of the segment omits messages, as a sampled one does, or if the segment is unreadable."""
+    with suppress(DataError):
+        footer = store.footer(ref)
+        return footer.sampling is not None or any(reason in footer.ledger.counts for reason in SELECTION_REASONS)
+    return True
 
 
 def merge_rows(sources: Sequence[RowStream]) -> Iterator[pa.RecordBatch]:

@@ -302,7 +302,7 @@ class Comparer:
             for sent in messages(batch):
                 if (held := found.pop(sent.sequence, None)) is None:
                     expiring += header_value(sent.headers, b"Nats-TTL") is not None
-                elif fingerprint(_normalize(sent)) == fingerprint(_normalize(held)):
+                elif fingerprint(normalize(sent)) == fingerprint(normalize(held)):
                     same += 1
                 else:
                     altered += 1
@@ -328,7 +328,7 @@ class Comparer:
         return Comparison(rows_read=len(rows), dropped=may_lack, differences=differences)
 
 
-def _normalize(message: Message) -> Message:
+def normalize(message: Message) -> Message:
     """Return the message with None for an empty header block: the server does not distinguish the two."""
     return Message(message.sequence, message.timestamp_ns, message.subject, message.headers or None, message.payload)
 
