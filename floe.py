@@ -28,6 +28,7 @@ COMMANDS = {
     "report": Entry("compaction.report_cli:report", "Make tables of the archive: newest messages, traffic."),
     "advisories": Entry("egress.advisories.cli:advisories", "Show the advisories of samplers, from their stream."),
     "state": Entry("egress.sampling.cli:state", "Show the senders that the sampler of a feed knows."),
+    "fleet": Entry("egress.sampling.fleet:fleet", "List the senders of every site, and when each was last seen."),
     "segments": Entry("common.segments_cli:segments", "List, show and verify segments."),
     "consumers": Entry("common.segments_cli:consumers", "Show the captured positions of consumers."),
     "checkpoint": Entry("ingress.cli:checkpoint", "Show and correct the checkpoints of ingress."),

@@ -180,7 +180,7 @@ ROLES = (
                 "parked retry",
             ),
             *("segments ls", "segments info", "segments cat", "segments verify", "segments quarantine"),
-            *("consumers ls", "check", "audit ls"),
+            *("consumers ls", "check", "audit ls", "fleet"),
         ),
         (
             SubjectRights((*_stream("{target}", *INFO_CALLS), *_consumer("{target}", *CONSUMER_CALLS))),

@@ -159,7 +159,7 @@ def state(
         newest = max((chain.incarnation for chain in chains), default=0) if incarnation is None else incarnation
         for chain in chains:
             is_selected = chain.incarnation == newest and partition in (None, chain.partition)
-            found = _newest(store, chain, failures) if is_selected else None
+            found = newest_snapshot(store, chain, failures) if is_selected else None
             if found is None:
                 continue
             state = found[1].state
@@ -207,12 +207,14 @@ def _sampled_feeds(settings: Settings, feed: str | None) -> list[FeedSettings]:
     return found
 
 
-def _newest(store: SegmentStore, chain: Chain, failures: list[FloeError]) -> tuple[SnapshotRef, Snapshot] | None:
-    """Return the newest readable snapshot; None if there is none. If there are snapshots and none is readable, the
-    first error is added to `failures`.
+def newest_snapshot(
+    store: SegmentStore, chain: Chain, failures: list[FloeError], *, is_quiet: bool = False
+) -> tuple[SnapshotRef, Snapshot] | None:
+    """Return the newest readable snapshot; None if there is none, said on stderr unless `is_quiet`. If there are
+    snapshots and none is readable, the first error is added to `failures`.
     """
     snapshots = SnapshotStore(store, chain)
-    if not (refs := snapshots.list()):
+    if not (refs := snapshots.list()) and not is_quiet:
         click.echo(f"{chain}: no snapshot yet", err=True)
     problems: list[FloeError] = []
     for ref in refs:

@@ -1,5 +1,6 @@
-"""`floe state`: the operator's view of a sampler."""
+"""`floe state`: the operator's view of a sampler; and `floe fleet`: of the samplers of all sites."""
 
+import asyncio
 import json
 import re
 from dataclasses import replace
@@ -9,14 +10,19 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from msgspec import structs
 
 from common.archive.documents import ChainDocument
 from common.chain import Chain
 from common.clock import SystemClock
+from common.nats.client import FloeClient, frame
+from egress.advisories.advisory import Advisory, AdvisoryEvent, build_document
+from egress.sampling import fleet as of_fleet
 from egress.sampling.cli import state
+from egress.sampling.fleet import fleet
 from egress.sampling.sampler import Sampler
 from infra.local.process import free_port
-from tests.support.sampling import CHAIN, FEED, SECOND, SITE, SampledArchive, columns_of, fold, sent
+from tests.support.sampling import CHAIN, FEED, SECOND, SITE, START_NS, SampledArchive, columns_of, fold, sent
 
 
 class Site(SampledArchive):
@@ -55,6 +61,13 @@ class Site(SampledArchive):
         found = CliRunner().invoke(state, ["-c", str(self.config), *options])
         assert found.exit_code == code, found.output
         return found
+
+    def fleet(self, *options: str, code: int = 0) -> list[tuple[str, ...]]:
+        """Return site, sender, time and state of each."""
+        found = CliRunner().invoke(fleet, ["-c", str(self.config), "--json", *options])
+        assert found.exit_code == code, found.output
+        self.said = found.stderr
+        return [tuple(json.loads(line).values()) for line in found.stdout.splitlines()]
 
     def values(self, *options: str, code: int = 0) -> list[str]:
         return self.state("--values", *options, code=code).stdout.splitlines()
@@ -199,3 +212,55 @@ def test_an_unreachable_store_is_for_later(site: Site, monkeypatch: pytest.Monke
     assert "error[E-" in site.state(code=75).stderr
     site.config.write_text(text + "nonsense: 1\n")
     assert "nonsense" in site.state(code=78).stderr
+
+
+def test_the_fleet_has_each_sender_of_each_site_once_where_it_was_seen_last(site: Site) -> None:
+    assert (site.fleet(), "no feed is sampled" in site.said) == ([], True)
+    site.known(("expired", -100), ("b", 0), ("a", 30))
+    other, elsewhere = Chain(SITE, "OTHER"), Chain("a-site", FEED)
+    for chain in (other, elsewhere, Chain(SITE, FEED, 1)):
+        site.begin_chain(chain)
+    site.known(("a", 10), ("b", 40), chain=other)
+    sampler = site.known(("old", 0), ("c\x1b", 60), chain=elsewhere)
+    sampler.advance(sampler.watermark_ns)
+    site.save(sampler, 12, chain=elsewhere)
+    at = "2023-11-14T22:13:20Z"
+    assert site.fleet() == [  # of the first feed the newest incarnation has no snapshot yet
+        ("a-site", "c\x1b", "2023-11-14T22:14:20Z", "active"), ("a-site", "old", at, "silent"),
+        (SITE, "a", "2023-11-14T22:13:30Z", "active"), (SITE, "b", "2023-11-14T22:14:00Z", "active"),
+    ]  # fmt: skip
+    assert site.fleet("--silent") == [("a-site", "old", at, "silent")]
+    site.known(("expired", -100), ("a", 30), chain=Chain(SITE, FEED, 1))
+    assert site.fleet(SITE, "--since", "2023-11-14T22:12:00Z") == [
+        (SITE, "a", "2023-11-14T22:13:50Z", "active"), (SITE, "b", "2023-11-14T22:14:00Z", "active"),
+    ]  # fmt: skip
+    assert (SITE, "expired", "2023-11-14T22:11:40Z", "expired") in site.fleet(SITE)
+    assert f"{SITE}: 3 senders: 2 active, 0 silent, 1 expired; as of" in site.said
+    shown = CliRunner().invoke(fleet, ["-c", str(site.config), "a-site"]).stdout
+    assert "a-site  2023-11-14T22:14:20Z  active   c\\x1b" in shown
+
+
+async def test_advisories_continue_the_snapshots(site: Site, client: FloeClient, nats_url: str) -> None:
+    site.known(("a", 0), ("b", 5))
+    text = yaml.safe_load(site.config.read_text())
+    site.config.write_text(yaml.safe_dump(text | {"nats": {"url": nats_url}}))
+    await client.api("STREAM.CREATE.ADVICE", {"name": "ADVICE", "subjects": ["advice"], "storage": "memory"})
+    events = (("a", AdvisoryEvent.TIMEOUT, 0, 50), ("new", AdvisoryEvent.NEW, 70, 70), ("new", "expire", 70, 170))
+    for value, event, seen, at in (*events, ("b", AdvisoryEvent.TIMEOUT, 1, 2)):  # the last one before the snapshot
+        advisory = Advisory(AdvisoryEvent(event), value, START_NS + seen * SECOND, START_NS + at * SECOND)
+        client.send(frame(b"advice", build_document(CHAIN, "sender", advisory).to_json(), None))
+    foreign = structs.replace(build_document(CHAIN, "sender", advisory), replicator="x\n")
+    for document in (foreign, structs.replace(foreign, value="never", seen=10**18)):
+        client.send(frame(b"advice", document.to_json(), None))
+    await client.flush_writes()
+    assert {row[1]: row[3] for row in await asyncio.to_thread(site.fleet, SITE, "--advisories", "ADVICE")} == {
+        "a": "silent", "b": "active", "new": "expired",
+    }  # fmt: skip
+    assert len(await asyncio.to_thread(site.fleet, "--advisories", "ADVICE")) == 4
+
+
+def test_a_large_fleet_is_merged_as_a_small_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_fleet, "_LINES_PER_WRITE", 100)
+    senders = [f"node-{number:05d}" for number in range(9000)]  # more than one list of the table
+    site.known(*((sender, 0.001 * number) for number, sender in enumerate(senders)))
+    assert [sender for _, sender, *_ in site.fleet()] == senders
