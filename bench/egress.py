@@ -1,10 +1,12 @@
-"""Benchmarks `egress.unsampled`, `egress.sampled.*`, `memory.egress`: a source stream to segments in the store."""
+"""Benchmarks `egress.*`, `import.200`, `memory.egress`: a stream, or a backup of one, to segments in the store."""
 
 import time
 from functools import partial
+from pathlib import Path
 
 from bench.harness import Bench, BenchResult, measure_paired, memory_mb
 from bench.place import (
+    CHAIN,
     STREAM,
     BenchEnvironment,
     archived_end,
@@ -16,6 +18,7 @@ from bench.place import (
     run,
     wait_until,
 )
+from tests.scenarios.processes import Service
 
 MESSAGE_COUNT = 400_000
 SENDER_COUNT = 50_000
@@ -23,19 +26,45 @@ HOUR_MESSAGES = 12 * SENDER_COUNT  # messages of senders that publish every five
 SAMPLED = {"inspect_field": "sender", "inspect_duration": "1h", "size_trigger": "1K", "segment": {"max_age": "1s"}}
 
 
-def measure_archiving(at: BenchEnvironment) -> tuple[float, float]:
+def measure_archiving(at: BenchEnvironment, config: Path | None = None) -> tuple[float, float]:
     """Return the messages per second from the first stored segment to the last, and the peak resident size in MB.
 
     The time before the first segment is left out, with the start of the process: a service runs for months.
     """
-    config = at.config(at.s3.new_bucket())
-    store, service = open_bench_store(config), at.service("egress", "egress", "run", "-c", str(config))
+    config = config or at.config(at.s3.new_bucket())
+    service = at.service("egress", "egress", "run", "-c", str(config))
+    rate = measure_segments(config, service)
+    peak = memory_mb("VmHWM", service.pid)
+    assert service.drain(is_known_to_work=True) == 0, service.tail()
+    return rate, peak
+
+
+def measure_segments(config: Path, service: Service) -> float:
+    store = open_bench_store(config)
     started = wait_until(lambda: archived_end(store) > 0, service)
     first = archived_end(store)
     ended = wait_until(lambda: archived_end(store) >= MESSAGE_COUNT, service)
-    peak = memory_mb("VmHWM", service.pid)
-    assert service.drain(is_known_to_work=True) == 0, service.tail()
-    return (MESSAGE_COUNT - first) / (ended - started), peak
+    return (MESSAGE_COUNT - first) / (ended - started)
+
+
+def measure_import(at: BenchEnvironment, backup: str) -> float:
+    """Return the messages per second as `measure_archiving` does: without the restore of the backup by a server."""
+    config = at.config(at.s3.new_bucket())
+    service = at.service("import", "import", "-c", str(config), backup, f"{CHAIN.site}/{STREAM}")
+    rate = measure_segments(config, service)
+    assert service.wait(60) == 0, service.tail()
+    return rate
+
+
+def bench_import() -> BenchResult:
+    """Measure an import beside egress of the same messages."""
+    with bench_environment() as at:
+        run(fill_stream(at.nats.url, STREAM, MESSAGE_COUNT, lambda number: b"%0200d" % number))
+        config, backup = at.config(at.s3.new_bucket()), str(at.folder / "backup")
+        measure_archiving(at, config)
+        export = at.service("export", "export", "-c", str(config), f"{CHAIN.site}/{STREAM}", backup)
+        assert export.wait(60) == 0, export.tail()
+        return measure_paired(floor=lambda: measure_archiving(at)[0], value=lambda: measure_import(at, backup))
 
 
 def bench_unsampled() -> BenchResult:
@@ -87,5 +116,6 @@ BENCHES = [
     Bench("egress.unsampled", "msg/s", "ratio >= 0.3", bench_unsampled),
     Bench("egress.sampled.1k", "msg/s", "ratio >= 0.3", partial(bench_sampled, 1_000, 2 * HOUR_MESSAGES)),
     Bench("egress.sampled.14k", "msg/s", "ratio >= 0.3", partial(bench_sampled, 14_000, HOUR_MESSAGES)),
+    Bench("import.200", "msg/s", "ratio >= 0.8", bench_import),
     Bench("memory.egress", "MB", "<= 300", bench_memory),
 ]

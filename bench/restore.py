@@ -1,4 +1,4 @@
-"""Benchmarks `restore.*` and `memory.restore`: segments in the store to a stream on the server.
+"""Benchmarks `restore.*`, `export.200`, `memory.restore`: segments in the store to a stream on a server, or a backup.
 
 `restore.encode`: rows to the restore format of nats-server 2.15; `restore.encode_files`: to that of 2.10 to 2.14, with
 a hash of each row.
@@ -11,8 +11,10 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import pyarrow as pa
@@ -40,6 +42,7 @@ from common.open import load_settings, open_chains
 from common.service.process import ThreadPool
 from common.service.progress import Progress
 from common.tasks import Stop
+from ingress.recovery.export import Export
 from ingress.recovery.fill import ROW_COLUMNS
 from ingress.recovery.history import ArchivedHistory
 from ingress.recovery.plan import RestorePlan, RestoreRequest, guarded_config
@@ -156,6 +159,25 @@ def bench_restore(size: int, amount: float) -> BenchResult:
         )
 
 
+async def measure_export(config: Path, folder: Path) -> float:
+    """Return the messages per second from the first read of the store until the backup is on the disk."""
+    wanted, chains = replace(request(), directory=str(folder), promote=True), open_chains(load_settings(str(config)))
+    work = Export(wanted, open_bench_store(config), chains, SystemClock(), Progress(), Stop())
+    started = time.perf_counter()
+    return (await work.run(await work.plan())).rows / (time.perf_counter() - started)
+
+
+def bench_export() -> BenchResult:
+    """Measure an export beside writing the same bytes from memory."""
+    with bench_environment() as at:
+        config, file = archive_stream(at, 200), at.folder / "floor"
+        write = partial(file.write_bytes, b"".join(PreparedUpload(config, "2.15.1").pieces))
+        return measure_paired(
+            floor=lambda: ROWS_BY_PAYLOAD_BYTES[200] / timeit(write, number=1),
+            value=lambda: run(measure_export(config, at.folder / unique("B"))),
+        )
+
+
 def bench_memory() -> BenchResult:
     """Measure the peak of the command `floe restore`, which also reads everything back."""
     with bench_environment() as at:
@@ -235,6 +257,7 @@ BENCHES = [
     Bench("restore.1k", "MB/s", "ratio >= 0.8", partial(bench_restore, 1000, ROWS_BY_PAYLOAD_BYTES[1000] * 1000 / 1e6)),
     Bench("restore.encode", "msg/s", "value >= 500,000", partial(encode, "2.15.1")),
     Bench("restore.encode_files", "msg/s", "value >= 200,000", partial(encode, "2.14.6")),
+    Bench("export.200", "msg/s", "value >= 400,000", bench_export),
     Bench("memory.restore", "MB", "<= 300", bench_memory),
 ]
 if shutil.which("nats"):

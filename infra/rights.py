@@ -118,17 +118,13 @@ READ_ALL = KeyRights(GET, ("*",))
 SITE_KEYS = ("site={site}/*", "_floe/site={site}/*", "_floe/tails/{site}/*", "_floe/alive/{site}/*")
 CAPTURE_KEYS = tuple(f"_floe/site=*/{kind}/*" for kind in ("config", "consumers", "deletions"))
 AUDIT_KEYS = "_floe/audit/*"
+EGRESS_COMMANDS = ("run", "init", "flush", "resolve", "repartition")
 TOMBSTONE_RUN_KEYS = ("_floe/tombstones/runs/*",)
 
 ROLES = (
     RoleRights(
         "egress",
-        (
-            *(f"egress {each}" for each in ("run", "init", "flush", "resolve", "repartition")),
-            "import",
-            "status",
-            "state",
-        ),
+        (*(f"egress {each}" for each in EGRESS_COMMANDS), "import", "status", "state"),
         (
             SubjectRights((*_stream("{stream}", *INFO_CALLS), *_consumer("{stream}", *CONSUMER_CALLS, "INFO"))),
             SubjectRights(STATE),
@@ -210,7 +206,7 @@ ROLES = (
     ),
     RoleRights(
         "restore",
-        ("restore",),
+        ("restore", "export"),
         (
             SubjectRights(
                 (
