@@ -1,15 +1,13 @@
 """Plain English in the docstrings, comments, names and log events of the product, package by package."""
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.unit.test_house import COUNTED, PRODUCT, docstrings, files, name_of, parsed
+from tests.unit.test_house import COUNTED, PRODUCT, TEXT, docstrings, files, name_of, parsed
 
 MOST_QUESTION_WORDS = 5  # for each 1,000 words of docstrings and comments
 QUESTION_WORD = re.compile(r"\b(what|who|where|whether|whoever|whatever|whose)\b", re.IGNORECASE)
@@ -35,8 +33,8 @@ def question_starts(tree: ast.Module) -> Iterator[Place]:
 
 def prose(source: str) -> list[Place]:
     """Return docstrings and comments without their code spans."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    texts = ((source.count("\n", 0, text.start()) + 1, text[0]) for text in TEXT.finditer(source))
+    comments = [(line, text) for line, text in texts if text.startswith("#")]
     return [(line, CODE_SPAN.sub("", text)) for line, text in docstring_texts(ast.parse(source)) + comments]
 
 
