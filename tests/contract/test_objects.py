@@ -116,10 +116,8 @@ def test_a_missing_or_deleted_object_is_none_for_every_reading_verb(objects: por
     for key in ("there/y", "there/y", "never/was"):
         objects.delete(key)
     for key in ("missing", "there", "there/y", "there/x/z"):
-        assert objects.get(key) is None
-        assert objects.get(key, first=3, length=4) is None
-        assert objects.get(key, length=0) is None
-        assert objects.head(key) is None
+        assert (objects.get(key), objects.get(key, first=3, length=4)) == (None, None)
+        assert (objects.get(key, length=0), objects.head(key)) == (None, None)
         assert not objects.download(key, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
     assert keys(objects.list("")) == ["there/x"]
@@ -175,8 +173,7 @@ def test_one_of_racing_writers_creates_and_none_of_their_updates_is_lost(objects
     with ThreadPoolExecutor(8) as pool:
         for turn in range(3):
             won = list(pool.map(lambda n, t=turn: objects.put_if_absent(f"k{t}", b"writer %d" % n), range(8)))
-            assert won.count(True) == 1
-            assert objects.get(f"k{turn}") == b"writer %d" % won.index(True)
+            assert (won.count(True), objects.get(f"k{turn}")) == (1, b"writer %d" % won.index(True))
         objects.put("counter", b"0")
 
         def add(_: int) -> None:
@@ -210,8 +207,7 @@ def test_a_store_that_refuses_conditions_holds_nothing_of_it(s3: SharedS3, in_pa
                     put()
                 assert (type(refused.value), refused.value.code) == (kind, "E-STORE-CONDITIONS")
                 assert refused.value.exit_code == 78
-            assert len(proxy.calls) == sent
-            assert (objects.get("k"), objects.get("new")) == (b"one", None)
+            assert (len(proxy.calls), objects.get("k"), objects.get("new")) == (sent, b"one", None)
         objects = s3_objects(s3, in_parts, proxy.url)
         with pytest.raises(port.ConditionalPutRefused):
             objects.put_if_absent("large", large)
@@ -230,8 +226,7 @@ def test_a_listing_holds_exactly_the_prefix_in_key_order(objects: port.ObjectSto
     expected = sorted((n for n in names if n.startswith("p/")), key=str.encode)
     assert keys(objects.list("p/")) == expected
     assert keys(objects.list("p/a")) == [name for name in expected if name.startswith("p/a")]
-    assert keys(objects.list("p/a/")) == ["p/a/10", "p/a/2"]
-    assert keys(objects.list("")) == [*expected, "pp/1", "q/1"]
+    assert (keys(objects.list("p/a/")), keys(objects.list(""))) == (["p/a/10", "p/a/2"], [*expected, "pp/1", "q/1"])
     assert objects.list("nothing/") == objects.list("p/b/") == []
 
 
@@ -246,11 +241,8 @@ def test_a_listing_of_several_pages_is_whole_or_cut_as_asked(
     def listed(start: str, limit: int | None = None) -> list[str]:
         return keys(objects.list("m%2Ey/a=1/", start_after=f"m%2Ey/a=1/{start}", limit=limit))
 
-    assert keys(objects.list("m%2Ey/a=1/")) == names
-    assert keys(objects.list("m%2Ey/", limit=45)) == names[:45]
-    assert listed("00050") == names[5:]
-    assert listed("00051") == names[6:]
-    assert listed("00050-%2B+ x") == names[6:]
+    assert (keys(objects.list("m%2Ey/a=1/")), keys(objects.list("m%2Ey/", limit=45))) == (names, names[:45])
+    assert (listed("00050"), listed("00051"), listed("00050-%2B+ x")) == (names[5:], names[6:], names[6:])
     assert listed("00050", limit=2) == names[5:7]
     assert listed("99999") == objects.list("m%2Ey/a=1/", limit=0) == []
 
@@ -352,8 +344,7 @@ def test_files_copied_into_the_tree_are_objects_and_a_copy_of_it_is_the_same_sto
 def test_a_local_store_shows_nothing_of_its_own_and_is_private(tmp_path: Path) -> None:
     objects = LocalObjects(tmp_path / "store")
     objects.put("a/b", b"1", metadata={"k": "v"})
-    assert keys(objects.list("")) == ["a/b"]
-    assert objects.list(".floe") == []
+    assert (keys(objects.list("")), objects.list(".floe")) == (["a/b"], [])
     assert {path.stat().st_mode & 0o077 for path in (tmp_path / "store").rglob("*")} == {0}
     for key in (".floe-objects/locks/00", "a", "a/b/c", "n" * 256):  # hidden, object and folder, too long
         with pytest.raises(ConfigError) as caught:
@@ -437,8 +428,7 @@ def test_what_is_no_file_is_refused_by_every_verb_and_never_waited_for(tmp_path:
         with pytest.raises(Refused, match="expected a file") as caught:
             call("a/k")
         assert caught.value.code == "E-STORE-DENIED"
-    assert keys(objects.list("")) == ["a/other"]
-    assert outside.read_bytes() == b"secret"
+    assert (keys(objects.list("")), outside.read_bytes()) == (["a/other"], b"secret")
 
 
 def test_a_folder_behind_a_link_is_no_part_of_the_store(tmp_path: Path) -> None:
@@ -450,8 +440,7 @@ def test_a_folder_behind_a_link_is_no_part_of_the_store(tmp_path: Path) -> None:
     for call in (*verbs(objects, tmp_path), objects.list):
         with pytest.raises(Refused, match="expected a folder"):
             call("a/k" if call != objects.list else "a/")
-    assert keys(objects.list("")) == ["k"]
-    assert [*outside.iterdir()] == [outside / "k"]
+    assert (keys(objects.list("")), [*outside.iterdir()]) == (["k"], [outside / "k"])
     (tmp_path / "by link").symlink_to(tmp_path / "store")
     assert LocalObjects(tmp_path / "by link").get("k") == b"1"
 

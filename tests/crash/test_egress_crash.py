@@ -28,8 +28,7 @@ async def test_killed_behind_a_put_nothing_is_lost_or_repeated(bench: Bench) -> 
         await bench.archived_to(stream, 370)
         await started[1].drained()
     await bench.same(stream, stream)
-    assert bench.chains.read_tail(bench.chain(stream)) == 370
-    assert await bench.mark(stream) == 370
+    assert (bench.chains.read_tail(bench.chain(stream)), await bench.mark(stream)) == (370, 370)
 
 
 async def test_killed_while_it_begins_messages_that_left_then_are_gone_before_read(bench: Bench) -> None:

@@ -46,8 +46,7 @@ def test_a_run_killed_at_any_step_is_finished_by_the_next(archive: Archive, step
     check_whole(archive)
     assert chains(archive).read_floor(CHAIN) == (None if step == "compaction.floor" else 41)
 
-    assert run(archive.folder, max_age=MAX_AGE).failures == []
-    assert chains(archive).read_floor(CHAIN) == 41
+    assert (run(archive.folder, max_age=MAX_AGE).failures, chains(archive).read_floor(CHAIN)) == ([], 41)
     assert archive.ranges() == ["0:41..50", "0:51..60"]
     check_whole(archive)
     assert len(run(archive.folder, max_age=MAX_AGE).retention.expired) == 0
@@ -63,6 +62,4 @@ def test_a_paused_run_wakes_up_behind_another_and_does_no_harm(archive: Archive,
     archive.put(61, 70)
     assert run(archive.folder, max_age=MAX_AGE).retention.floors == {CHAIN: 61}
     paused.resume()
-    assert paused.wait() == 0
-    assert chains(archive).read_floor(CHAIN) == 61
-    assert archive.ranges() == ["0:61..70"]
+    assert (paused.wait(), chains(archive).read_floor(CHAIN), archive.ranges()) == (0, 61, ["0:61..70"])

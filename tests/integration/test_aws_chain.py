@@ -150,8 +150,7 @@ def test_credentials_are_renewed_early(s3: SharedS3, proxy: Signed, pairs: list[
         objects.put("k", b"1")
         assert proxy.shown[0] == former[0]
         handed = later, 3600.0
-        assert objects.get("k") == b"1"
-        assert proxy.shown[0] == later[0]
+        assert (objects.get("k"), proxy.shown[0]) == (b"1", later[0])
         count = len(asked)
         assert objects.get("k") == b"1"
         assert len(asked) == count, "asked again although it does not expire yet"
@@ -183,5 +182,4 @@ def test_the_file_of_a_profile_is_read_again_when_its_keys_are_refused(
     rotate(*later)
     with pytest.raises(Unavailable, match="read again"):
         objects.get("k")
-    assert objects.get("k") == b"1"
-    assert proxy.shown[0] == later[0]
+    assert (objects.get("k"), proxy.shown[0]) == (b"1", later[0])

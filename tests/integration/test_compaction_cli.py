@@ -246,8 +246,7 @@ def test_a_fork_ends_with_3_while_it_is_new_and_always_with_strict_until_one_sid
     assert done.code == 0, done.err
     kept_at = done.json()["kept_at"]
     assert kept_at.startswith("data/_floe/quarantine/")
-    assert site.path(kept_at).read_bytes() == before
-    assert site.objects.head(false.key) is None
+    assert (site.path(kept_at).read_bytes(), site.objects.head(false.key)) == (before, None)
     site.compact("--strict")
     assert site.ranges() == ["0:31..40", "1:1..40"]
 

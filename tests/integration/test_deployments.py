@@ -167,8 +167,7 @@ def test_the_container_of_compaction_passes_sigterm_on(tmp_path: Path, asleep: b
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0
     printed = [word for word in log.read_text().split() if word != "Terminated"]  # which a shell may print itself
-    assert printed == (["run"] if asleep else ["run", "drained"])
-    assert children(process.pid) == ""
+    assert (printed, children(process.pid)) == (["run"] if asleep else ["run", "drained"], "")
 
 
 def children(pid: int) -> str:

@@ -102,8 +102,7 @@ async def test_a_site_is_well_and_nothing_left(nats_url: str, client: FloeClient
     nats = ("connection", "version", "rights", "jetstream", "domain", "buckets", "max_payload", "stream", "durability")
     assert found.keys() == wanted | {f"nats {what}" for what in nats}
     assert open_objects(load_settings(config).store).list("") == []
-    assert await stream_info(client, f"KV_{state}") is None
-    assert await consumer_names(client, stream) == []
+    assert (await stream_info(client, f"KV_{state}"), await consumer_names(client, stream)) == (None, [])
     store = await KeyValue(client, state).ensure()
     revision = await store.put("a", b"kept")
     assert (await examined(config, code=0))["nats rights"]["state"] == "ok"
@@ -403,8 +402,7 @@ def test_a_store_that_refuses_conditions_is_named_with_the_effects(s3: SharedS3,
             found = by_check(examine_store(settings, (role,), SystemClock()))
             assert found["store conditional put"].state == state
             assert "E-STORE-CONDITIONS: retention" in found["store conditional put"].meaning
-            assert found["store concurrent put"].state == "skipped"
-            assert found["store list after write"].state == "ok"
+            assert (found["store concurrent put"].state, found["store list after write"].state) == ("skipped", "ok")
 
 
 def test_rules_of_the_bucket_are_read(s3: SharedS3, tmp_path: Path) -> None:

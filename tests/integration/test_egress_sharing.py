@@ -209,8 +209,7 @@ async def test_a_deleted_bucket_is_made_again_and_shared_again(group: Group) -> 
     for _ in range(3):
         await group.clients[0].api(f"STREAM.DELETE.KV_{group.kv.bucket}")
         await soon(group.is_fair)
-        assert await group.owners() == before
-        assert group.counts() == [2, 2]
+        assert (await group.owners(), group.counts()) == (before, [2, 2])
 
 
 @pytest.mark.real

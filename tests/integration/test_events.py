@@ -156,8 +156,7 @@ async def test_a_standby_leaves_the_queue_to_the_others(sqs: SqsServer, monkeypa
 
 def test_a_whole_address_names_the_region_and_the_queue(sqs: SqsServer) -> None:
     queue = SqsQueue("sqs.eu-west-1.amazonaws.com/123456789012/floe", S3Account("a", "b", "us-east-1"))
-    assert queue.region == "eu-west-1"
-    assert queue.address() == "https://sqs.eu-west-1.amazonaws.com/123456789012/floe"
+    assert (queue.region, queue.address()) == ("eu-west-1", "https://sqs.eu-west-1.amazonaws.com/123456789012/floe")
 
 
 # NATS

@@ -97,8 +97,7 @@ def test_the_end_of_an_incarnation_can_be_accepted_but_no_claim_of_a_tail(holed:
     assert (refused.code, "which does not reach 31" in refused.err) == (2, True), refused
     assert [hole.rows for hole in read_cover(holed.store, holed.documents, CHAIN).holes()] == [SequenceRange(11, 20)]
     holed.begin(LATER, previous={0: 35})
-    assert accept(holed, 36, 40, "--yes").code == 2
-    assert accept(holed, 31, 35, "--yes").code == 0
+    assert (accept(holed, 36, 40, "--yes").code, accept(holed, 31, 35, "--yes").code) == (2, 0)
 
 
 def test_without_an_incarnation_the_newest_is_meant_unless_an_older_one_has_a_hole_there(holed: Archive) -> None:
@@ -161,8 +160,7 @@ async def test_rows_behind_the_end_of_an_incarnation_are_named_and_carried_or_ac
     assert found == [*range(11, 21), *range(31, 35)]
     for line in given_up:
         await paste(line, "--yes")
-    assert (await invoke(*verify)).code == 0
-    assert (await status())[0]["why"] == ""
+    assert ((await invoke(*verify)).code, (await status())[0]["why"]) == (0, "")
     await client.api(f"STREAM.DELETE.{stream}")
 
 

@@ -66,8 +66,7 @@ async def test_messages_go_the_whole_way_and_deleted_ones_at_the_end_are_covered
         found = await centre.carried(bench.client, 300)
 
     assert [each.message.payload for each in found] == [m.payload for m in bench.messages(stream)]
-    assert found[-1].message.headers == headers
-    assert bench.ledger(stream) == {"deleted": 3}
+    assert (found[-1].message.headers, bench.ledger(stream)) == (headers, {"deleted": 3})
     await bench.same(stream, stream)
 
 
@@ -128,8 +127,7 @@ async def test_samples_and_reliable_advisories(bench: Bench) -> None:
             await soon(all_stored)
 
     assert [message.sequence for message in bench.messages(stream)] == [1, 11, 21]
-    assert bench.ledger(stream) == {"sampled_out": 57}
-    assert await bench.last(advisories) == 3
+    assert (bench.ledger(stream), await bench.last(advisories)) == ({"sampled_out": 57}, 3)
     bench.check(stream)
 
 

@@ -184,8 +184,7 @@ def test_traffic_is_kept_current_as_one_run_would_have_made_it(tmp_path: Path, r
         assert sums(of, "messages", "lag_known") == [covered, table.num_rows]
     # Merged segments have neither the lag nor the former ends, and nothing that was read before is forgotten.
     fleet.compact()
-    assert fleet.report(TrafficReport, folder).segments == 0
-    assert rows_of(folder, "traffic") == found
+    assert (fleet.report(TrafficReport, folder).segments, rows_of(folder, "traffic")) == (0, found)
     fleet.report(TrafficReport, tmp_path / "late")
     late = rows_of(tmp_path / "late", "traffic")
     assert sums(late, *COUNTED) == sums(found, *COUNTED)

@@ -115,8 +115,7 @@ async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(be
             messages = await centre.carried(bench.client, 305)
     finally:
         await running.drain()
-    assert count == 300
-    assert [m.message.payload for m in messages[300:]] == [b"new %d" % n for n in range(5)]
+    assert (count, [m.message.payload for m in messages[300:]]) == (300, [b"new %d" % n for n in range(5)])
     info = await stream_info(bench.client, centre.target)
     assert info is not None
     assert info.messages == 305

@@ -145,8 +145,7 @@ def test_answers_that_boto_does_not_retry_are_retried(
     far.proxy.clear()
     far.proxy.on("put", busy)
     assert fails(Unavailable, "", lambda: far.objects.put("k", b"2")) == ["E-S3-LATER"]
-    assert far.proxy.count("put") == OPTIONS.attempts
-    assert waits == [pause, pause]
+    assert (far.proxy.count("put"), waits) == (OPTIONS.attempts, [pause, pause])
 
 
 def test_an_address_that_redirects_is_named(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
@@ -362,8 +361,7 @@ def test_a_page_without_keys_is_not_the_end(objects: S3Objects, direct: S3Object
         proxy.on("list", first_empty, nth=1, times=1)
         proxy.on("list", lambda _: whole[-1].with_body(empty_page("b")(whole[-1].body)), nth=2, times=1)
         proxy.on("list", lambda _: whole[-1], nth=3)
-        assert [info.key for info in listed()] == ["p/1", "p/2"]
-        assert proxy.count("list") == 3
+        assert ([info.key for info in listed()], proxy.count("list")) == (["p/1", "p/2"], 3)
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new tokens", "one token"])

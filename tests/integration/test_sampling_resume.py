@@ -68,8 +68,7 @@ async def test_a_new_chain_begins_with_an_empty_snapshot_at_its_first_sequence(s
     found = await site.resume(7, 7, first=7)
     assert (found.read_from, found.newest_ns, found.is_rebuilt, found.outbox) == (7, 0, False, ())
     [ref] = site.snapshots().list()
-    assert ref.position == 7
-    assert facts(found.sampler) == {}
+    assert (ref.position, facts(found.sampler)) == (7, {})
 
 
 async def test_before_the_first_segment_a_damaged_genesis_or_other_settings_reset(site: SampledArchive) -> None:
@@ -171,8 +170,7 @@ async def test_a_source_that_expired_behind_it_builds_upon_the_snapshot(site: Sa
     site.save(whole(site, log, 250), 251, outbox=PENDING)
     before = rebuilt("source")
     found = await site.resume(301, 260)
-    assert (found.is_rebuilt, found.outbox, found.read_from) == (True, PENDING, 301)
-    assert rebuilt("source") == before + 1
+    assert (found.is_rebuilt, found.outbox, found.read_from, rebuilt("source")) == (True, PENDING, 301, before + 1)
     known, exact = facts(found.sampler), facts(whole(site, log, 300))
     assert known.keys() == exact.keys()  # also those that only the snapshot knew
     assert {value: due for value, (_, due, _) in known.items()} == {v: due for v, (_, due, _) in exact.items()}
@@ -246,8 +244,7 @@ async def test_a_store_that_fails_ends_it_and_the_next_run_resumes(
     with pytest.raises(type(error)):
         await site.resume(1, objects=faulty)
     found = await site.resume(1)
-    assert (found.read_from, found.is_rebuilt) == (1, False)
-    assert len(site.snapshots().list()) == 1
+    assert (found.read_from, found.is_rebuilt, len(site.snapshots().list())) == (1, False, 1)
 
 
 async def test_a_cancelled_rebuild_ends_its_thread(site: SampledArchive, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,16 +101,13 @@ def test_a_put_is_listed_and_read_back_and_gone_once_deleted(objects: ObjectStor
     store = make(objects)
     spooled = spool(store)
     ref = store.put(spooled)
-    assert store.list(CHAIN) == [ref]
-    assert (ref.segment, ref.size) == (spooled.segment_name, spooled.size)
-    assert rows_of(store, ref) == ROWS
-    assert rows_of(store, ref, SequenceRange(10, 12)) == ROWS[9:12]
+    assert (store.list(CHAIN), ref.segment, ref.size) == ([ref], spooled.segment_name, spooled.size)
+    assert (rows_of(store, ref), rows_of(store, ref, SequenceRange(10, 12))) == (ROWS, ROWS[9:12])
     assert (store.footer(ref), store.tip(ref)) == (spooled.footer, Tip.of(ROWS[-1]))
     assert store.is_intact(ref)
     info = objects.head(ref.key)
     assert info is not None
-    assert set(info.metadata) == {"format", "rows", "bytes", "sha256", "tip"}
-    assert info.metadata["rows"] == "100"
+    assert (set(info.metadata), info.metadata["rows"]) == ({"format", "rows", "bytes", "sha256", "tip"}, "100")
     assert store.put(spooled) == ref, "again changes nothing"
     assert store.list(CHAIN) == [ref]
     store.delete(ref)
@@ -131,8 +128,7 @@ def test_a_listing_from_a_position_shows_what_reaches_it_by_level_and_end(object
     everything = [a, b, c, merged]
     for position, found in ((1, everything), (10, everything), (11, everything[1:]), (21, [c]), (31, [])):
         assert store.list(CHAIN, position=position) == found
-    assert store.list(CHAIN) == everything
-    assert store.list(CHAIN, level=1) == [merged]
+    assert (store.list(CHAIN), store.list(CHAIN, level=1)) == (everything, [merged])
     assert store.list(CHAIN, position=5, limit=1) == [a, merged]
 
 
@@ -233,8 +229,7 @@ def test_checksums_are_probed_once_and_a_store_without_them_is_read_back_whole(l
     store = make(faulty)
     for n in range(1, 4):
         put(store, n, n)
-    assert sum("probe" in key for verb, key in faulty.keys if verb == "put") == 1
-    assert faulty.calls["download"] == 0
+    assert (sum("probe" in key for verb, key in faulty.keys if verb == "put"), faulty.calls["download"]) == (1, 0)
 
     def without(real: Any, key: str) -> Any:
         info = real(key)
@@ -270,8 +265,7 @@ def test_a_segment_damaged_on_the_way_is_fetched_again(local: LocalObjects, make
     row = replace(message(5), payload=os.urandom(size))
     ref = make(local).put(spool(make(local), [row], coverage=SequenceRange(1, 5)))
     store = make(FaultyStore(local).on(verb, fault))
-    assert [m.payload for m in rows_of(store, ref)] == [row.payload]
-    assert left == [0]
+    assert ([m.payload for m in rows_of(store, ref)], left) == ([row.payload], [0])
 
 
 @pytest.mark.parametrize(
@@ -331,8 +325,7 @@ def test_wanted_rows_of_a_large_segment_are_read_by_ranges(local: LocalObjects, 
     ref, rows = large
     faulty = FaultyStore(local)
     asked, store = fetched(faulty), make(faulty)
-    assert rows_of(store, ref) == rows
-    assert sum(asked) == ref.size
+    assert (rows_of(store, ref), sum(asked)) == (rows, ref.size)
     assert max(asked) <= 3 << 20
     assert faulty.calls["download"] == 0
     asked.clear()
@@ -375,16 +368,14 @@ def test_nothing_stays_in_the_spool_and_nobody_else_may_read(
 ) -> None:
     store = make(local)
     path = store.new_spool()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert (stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(path.parent.stat().st_mode)) == (0o600, 0o700)
     path.unlink()
     ref = put(store, 1, 5)
     [spooled] = files_under(tmp_path / "spool")
     (path.parent / spooled).unlink()
     reader = store.open(ref)
     store.footer(ref)
-    assert files_under(tmp_path / "spool") == []
-    assert len(read_all(reader)) == 1
+    assert (files_under(tmp_path / "spool"), len(read_all(reader))) == ([], 1)
     reader.close()
     local.put(ref.key, b"x" * ref.size)
     for most in (fetching.WHOLE_BYTES, 1):

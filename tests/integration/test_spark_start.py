@@ -88,8 +88,7 @@ def test_a_run_fails_with_one_line_and_does_nothing(config: Path, monkeypatch: p
         "expected pyspark, found none; in a checkout of Floe: pip install --require-hashes -r requirements.lock, "
         "or use --engine local"
     )
-    assert [line["action"] for line in log] == ["process_started", "process_ended"]
-    assert rest == ""
+    assert ([line["action"] for line in log], rest) == (["process_started", "process_ended"], "")
 
 
 def test_a_report_has_no_other_engine_to_offer(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -102,8 +102,7 @@ def test_values_are_listed_in_order_with_their_facts_and_the_age_of_these(site: 
 
 def test_a_value_is_looked_for_by_a_regular_expression(site: Site) -> None:
     site.known(("web-1", 0), ("web-12", 0), ("db-1", 0))
-    assert site.values("web") == ["web-1", "web-12"]
-    assert site.values("1$") == ["db-1", "web-1"]
+    assert (site.values("web"), site.values("1$")) == (["web-1", "web-12"], ["db-1", "web-1"])
     assert site.values("^nothing$") == []
     for pattern in ("(", "*", "(?P<x>a)(?P<x>b)", "a{99999999999}"):
         assert "expected a regular expression" in site.state("--", pattern, code=2).stderr
@@ -153,8 +152,7 @@ def test_values_expired_since_the_snapshot_are_listed_and_since_counts_from_now(
 
 def test_a_value_cannot_forge_a_line(site: Site) -> None:
     site.known(("x\nforged\x1b[2J", 0))
-    assert site.values() == ["x\\nforged\\x1b[2J"]
-    assert len(site.state().stdout.splitlines()) == 2
+    assert (site.values(), len(site.state().stdout.splitlines())) == (["x\\nforged\\x1b[2J"], 2)
     assert json.loads(site.state("--json").stdout)["value"] == "x\nforged\x1b[2J"
 
 

@@ -46,8 +46,7 @@ def test_keys_beside_the_segments_are_read_back_and_differ(
     )
     assert key.startswith(layout.states_prefix(chain))
     for other in (tail, key, layout.floor_document(chain), layout.stream_document(chain)):
-        assert layout.parse_chain_document(other) is None
-        assert layout.parse_segment(other) is None
+        assert (layout.parse_chain_document(other), layout.parse_segment(other)) == (None, None)
     assert layout.parse_tail(key) is layout.chain_of_key(tail) is None
     signed = layout.verify_result(chain, deep=deep)
     assert layout.chain_of_key(signed) == layout.chain_of_key(document) == chain
@@ -142,8 +141,7 @@ def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
         *(f"data/_floe/tails/{text}", f"data/_floe/alive/{text}", f"data/_floe/ingress/{text}/positions.json"),
         *(f"data/_floe/tombstones/runs/{text}", f"data/_floe/tombstones/runs/site={text}/all.json"),
     ):
-        assert layout.parse_segment(key) is None
-        assert layout.parse_chain_document(key) is None
+        assert (layout.parse_segment(key), layout.parse_chain_document(key)) == (None, None)
         assert layout.parse_state(key) is None
         parsed = layout.parse_tail(key)
         assert parsed is None or layout.tail(parsed) == key

@@ -119,8 +119,7 @@ def test_what_only_a_damaged_segment_covers_is_planned_whatever_its_time_and_cou
     def begins(second: int) -> int | None:
         return search(archive.store, CHAIN, START_NS + second * SECOND)[0]
 
-    assert planned() == [(0, "41..50")]
-    assert [begins(second) for second in (31, 45, 52)] == [31, 41, 52]
+    assert (planned(), [begins(second) for second in (31, 45, 52)]) == ([(0, "41..50")], [31, 41, 52])
     archive.put(35, 60, batch(35, 26), level=1)
     assert planned() == [(1, "41..60")]
     for gone in (refs[4], *archive.store.list(CHAIN)[-1:]):

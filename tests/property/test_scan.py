@@ -94,8 +94,7 @@ def test_each_covered_sequence_is_read_once_and_each_other_one_is_in_a_hole(
 
     expected = covered(archive, fates, within)
     missing = [n for each in problems if isinstance(each, Hole) for n in range(each.rows.first, each.rows.last + 1)]
-    assert found == expected
-    assert missing == [n for n in range(within.first, within.last + 1) if n not in expected]
+    assert (found, missing) == (expected, [n for n in range(within.first, within.last + 1) if n not in expected])
     assert {fates[each.segment.key] for each in problems if isinstance(each, UnreadableSegment)} <= {"damaged"}
 
 

@@ -50,8 +50,7 @@ def test_a_file_gives_back_what_was_written(rows: list[Message], batch_rows: int
         path = Path(folder) / "segment"
         spooled = write_segment(path, rows, batch_rows=batch_rows)
         with open_file(path, spooled.segment_name) as reader:
-            assert first_difference(rows, read_all(reader)) is None
-            assert reader.footer == spooled.footer
+            assert (first_difference(rows, read_all(reader)), reader.footer) == (None, spooled.footer)
             assert sum(group.rows for group in reader.row_groups) == len(rows)
 
 

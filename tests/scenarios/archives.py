@@ -372,8 +372,7 @@ def check_compacted(world: RandomArchive, chain: Chain, before: list[File], repo
     after = files(world, chain)
     old, new = {each.key: each for each in before}, {each.key: each for each in after}
     all_rows: set[Row] = {row for each in before for row in each.rows.items()}
-    assert {row for each in after for row in each.rows.items()} == all_rows
-    assert covered(after) == covered(before)
+    assert ({row for each in after for row in each.rows.items()}, covered(after)) == (all_rows, covered(before))
     for key in old.keys() - new.keys():
         gone = old[key]
         above = [s for s in after if s.level > gone.level or (s.first, s.last) == (gone.first, gone.last)]

@@ -159,8 +159,7 @@ def check_exact(messages: Sequence[Arrived], archive: Archive, prefix: bytes = b
             Message(m.sequence, m.timestamp_ns, prefix + m.subject, m.headers, m.payload)
             for m in sorted(rows, key=lambda m: m.sequence)
         ]
-        assert [m.sequence for m in got] == [m.sequence for m in want]
-        assert got == want
+        assert ([m.sequence for m in got], got) == ([m.sequence for m in want], want)
     assert len(messages) == sum(len(rows) for rows in archive.rows.values())
 
 

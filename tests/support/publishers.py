@@ -112,8 +112,7 @@ async def check(client: FloeClient, stream: str, count: int, size: int | Sequenc
 def check_row(stream: str, found: Arrived, sequence: int, size: int | Sequence[int] = 20) -> None:
     """Check that `found` is the row of this sequence."""
     assert found.provenance is not None, f"foreign at {found.sequence}"
-    assert found.provenance.sequence == sequence
-    assert found.message.timestamp_ns == START_NS + sequence
+    assert (found.provenance.sequence, found.message.timestamp_ns) == (sequence, START_NS + sequence)
     assert found.subject == b"%b.a.%d" % (stream.encode(), sequence % 9)
     assert found.message.headers == (HEADERS if sequence % 3 else None)
     assert found.message.payload == payload_of(sequence, [size] if isinstance(size, int) else size)

@@ -109,8 +109,7 @@ def test_the_source_is_at_least_as_far_as_its_archive_unless_it_was_rolled_back(
 def test_a_heartbeat_counts_for_the_newest_incarnation() -> None:
     seen, ahead = sighting(heartbeat(chain=PARTITION)), sighting(heartbeat())
     assert by_incarnation([PARTITION, CHAIN], {PARTITION: seen}) == {CHAIN: seen}
-    assert by_incarnation([PARTITION], {PARTITION: ahead}) == {CHAIN: ahead}
-    assert by_incarnation([CHAIN], {}) == {}
+    assert (by_incarnation([PARTITION], {PARTITION: ahead}), by_incarnation([CHAIN], {})) == ({CHAIN: ahead}, {})
 
 
 @pytest.mark.parametrize(

@@ -288,8 +288,7 @@ def test_the_configuration_comes_from_the_option_the_environment_or_this_host(
 
     assert f"-c FILE, FLOE_CONFIG or {default}; found none of them" in shown()
     default.touch()
-    assert shown() == f"{default} False\n"
-    assert shown("-c a.yaml --json", "b.yaml") == "a.yaml True\n"
+    assert (shown(), shown("-c a.yaml --json", "b.yaml")) == (f"{default} False\n", "a.yaml True\n")
     assert shown("", "b.yaml") == "b.yaml False\n"
 
 
@@ -460,8 +459,7 @@ def test_config_check_prints_ok_or_all_problems_of_each_document(folder: Path):
     assert check(folder, f"{HEAD}egress: {{feeds: [{{stream: A}}]}}\n---\n{HEAD}") == (0, ok, "")
     code, shown, err = check(folder, f"{HEAD}sites: x\n---\n{HEAD}egress: {{lease_ttl: 1}}\n")
     first, second = err.splitlines()
-    assert (code, shown) == (78, "")
-    assert first == "error[E-CONFIG]: f.yaml:3:1: sites: unknown key; did you mean site?"
+    assert (code, shown, first) == (78, "", "error[E-CONFIG]: f.yaml:3:1: sites: unknown key; did you mean site?")
     assert second.startswith("error[E-CONFIG]: f.yaml:7:21: egress.lease_ttl: expected a duration")
     target = "create: {subjects: [o.>]}, sources: [{site: a, feed: f, subject_prefix: 'fleet.{site}'}]"
     err = check(folder, f"{HEAD}ingress: {{targets: [{{stream: T, {target}}}]}}\n")[2]

@@ -99,8 +99,7 @@ def test_late_segments_of_different_chains_or_above_level_9_are_not_united():
 def test_late_segments_that_overlap_in_part_are_united_one_level_above_once_all_of_them_are_old():
     pair = ref(1, 40, 1), ref(33, 90, 1, age=100)
     [found] = unite([pair], Planner(TestPolicy(min_age=60), NOW).old_before)
-    assert (found.level, str(found.coverage), found.inputs) == (2, "1..90", pair)
-    assert unite([pair], NOW - 101) == []
+    assert (found.level, str(found.coverage), found.inputs, unite([pair], NOW - 101)) == (2, "1..90", pair, [])
 
 
 def test_what_overlaps_is_found_on_all_levels_but_not_below_what_supersedes_it():

@@ -310,8 +310,7 @@ def test_chains_are_found_by_their_documents_behind_thousands_of_captures_withou
     found = ChainStore(store, LAYOUT)  # type: ignore[arg-type]
     assert (found.chains(), store.calls["list"]) == (sorted(made), 2)
     assert found.chains("a") == sorted(made[:4])
-    assert found.chains("a", "X") == made[:2]
-    assert found.chains(feed="X") == [*made[:2], made[4]]
+    assert (found.chains("a", "X"), found.chains(feed="X")) == (made[:2], [*made[:2], made[4]])
     assert found.chains("c") == []
 
 
@@ -329,8 +328,7 @@ def test_the_last_run_and_success_of_a_chain_count_whichever_chains_they_were_fo
     }
     for (site, feed), run in runs.items():
         chains.write_run(site, feed, run)
-    assert chains.runs() == runs
-    assert run_of(runs, CHAIN) == CompactionRun(3000.0, 5.5, 3, 2000.0)
+    assert (chains.runs(), run_of(runs, CHAIN)) == (runs, CompactionRun(3000.0, 5.5, 3, 2000.0))
     assert run_of(runs, Chain("eu-west", "NODES")) == CompactionRun(9000.0, 5.0, 75, 1000.0)
     assert run_of({("eu-west", None): CompactionRun(9000.0, 5.0, 75)}, CHAIN) is None
     wrongs = {"format_version": 2, "ended": 1e300, "seconds": -1, "code": 256, "succeeded": 1e12}
@@ -373,8 +371,7 @@ def test_what_a_writer_claimed_before_it_died_is_put_by_the_next_and_what_is_the
         return real(key, body)
 
     late = ChainStore(refusing_conditions(objects), LAYOUT, FaultyStore(claims).on("claim", lost))  # type: ignore[arg-type]
-    assert late.create_chain(chain, ChainDocument((), 1, 5)) == DOCUMENT
-    assert claims.held == {}
+    assert (late.create_chain(chain, ChainDocument((), 1, 5)), claims.held) == (DOCUMENT, {})
 
 
 def test_what_has_no_arbiter_is_refused_and_changes_nothing_but_a_gap_is_accepted(objects: LocalObjects) -> None:
@@ -398,8 +395,7 @@ def test_what_has_no_arbiter_is_refused_and_changes_nothing_but_a_gap_is_accepte
 
 def test_a_chain_is_written_with_four_parts_and_read_back() -> None:
     chain = Chain("us-east", "NODES", 3, 12)
-    assert str(chain) == "us-east/NODES/0003/12"
-    assert Chain.parse(str(chain)) == chain
+    assert (str(chain), Chain.parse(str(chain))) == ("us-east/NODES/0003/12", chain)
     assert Chain.parse("us-east/NODES") == Chain("us-east", "NODES", 0, 0)
     assert chain.next_incarnation() == Chain("us-east", "NODES", 4, 12)
     assert chain.log_context() == {"site": "us-east", "feed": "NODES", "incarnation": 3, "partition": 12}

@@ -77,7 +77,9 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 @cache
 def lines_of(path: Path) -> int:
     """Return the lines of code, without blank ones, comments and docstrings."""
-    code = TEXT.sub(lambda text: "" if text[0][0] == "#" else "\n".join("x" * (text[0].count("\n") + 1)), path.read_text())
+    code = TEXT.sub(
+        lambda text: "" if text[0][0] == "#" else "\n".join("x" * (text[0].count("\n") + 1)), path.read_text()
+    )
     lines = {number for number, line in enumerate(code.split("\n"), 1) if line.strip(" \\")}
     for doc in docstrings(parsed(path)):
         lines -= set(range(doc.lineno, (doc.end_lineno or doc.lineno) + 1))

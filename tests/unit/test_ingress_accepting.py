@@ -232,8 +232,7 @@ def names_of(state: TargetState | None, *sequences: int) -> list[str]:
 def test_what_was_parked_counts_for_nothing_where_it_is_carried_again() -> None:
     """Rename it: else `parked retry` would also deliver a message that is carried in its turn this time."""
     back = move(CLOSED, A, 5).after
-    assert names_of(back, 4, 5) == ["t0", "t0+1"]
-    assert back.checkpoint.parked_names.name_for(B, 9) == "t0"
+    assert (names_of(back, 4, 5), back.checkpoint.parked_names.name_for(B, 9)) == (["t0", "t0+1"], "t0")
     assert names_of(move(back, A, 3).after, 2, 3, 5) == ["t0", "t0+1", "t0+2"]
     assert names_of(move(CLOSED, A, 15).after, 5, 15) == ["t0", "t0"]
     assert names_of(forget(CLOSED, reading(100), 0).after, 1) == ["t0+1"]

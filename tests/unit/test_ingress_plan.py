@@ -145,8 +145,7 @@ def test_the_key_of_a_gap_holds_its_range_and_gaps_that_end_before_a_position_ar
     layout, prefix = Layout("p"), "p/_floe/x/gaps/"
     key = layout.gap(prefix, SequenceRange(5, 9))
 
-    assert key == f"{prefix}{9:020d}-{5:020d}.json"
-    assert layout.parse_gap(prefix, key) == SequenceRange(5, 9)
+    assert (key, layout.parse_gap(prefix, key)) == (f"{prefix}{9:020d}-{5:020d}.json", SequenceRange(5, 9))
     assert layout.gaps_after(prefix, 9) < key < layout.gaps_after(prefix, 10)
     for foreign in (key + "x", "q" + key, f"{prefix}{5:020d}-{9:020d}.json", prefix):
         assert layout.parse_gap(prefix, foreign) is None
@@ -372,5 +371,4 @@ def test_a_segment_that_ends_pages_behind_the_range_is_found() -> None:
 def test_a_hole_in_the_range_leaves_nothing() -> None:
     store, _ = store_of(*[key(n, n) for n in range(1, 3000) if n != 7])
 
-    assert stretches_for(store, CHAIN, WANTED, NONE) == []
-    assert stretches_for(store, CHAIN, WANTED, {key(5, 5)}) == []
+    assert (stretches_for(store, CHAIN, WANTED, NONE), stretches_for(store, CHAIN, WANTED, {key(5, 5)})) == ([], [])

@@ -161,8 +161,7 @@ def test_one_more_line_follows_the_provenance_of_each_message() -> None:
     found, bare = (ready(preparer_of(line=line).prepare(rows)) for line in (b"Floe-Replay: x", b""))
 
     for (_, tail, _), (_, without, _) in zip(found, bare, strict=True):
-        assert tail.replace(b"Floe-Replay: x\r\n", b"") == without
-        assert tail.split(b"\r\n")[1] == b"Floe-Replay: x"
+        assert (tail.replace(b"Floe-Replay: x\r\n", b""), tail.split(b"\r\n")[1]) == (without, b"Floe-Replay: x")
 
 
 def parking(*rows: Message, leaves_out: frozenset[int] | None = None) -> Prepared:
@@ -175,8 +174,7 @@ def test_messages_that_are_too_large_are_left_out_where_they_are_parked() -> Non
     large, block_too_large = message(2, b"x" * 3000), message(4, headers=block(*[b"A: " + b"v" * 90] * 700))
     result = parking(message(1), large, message(3), block_too_large, message(5))
 
-    assert carried(result) == [1, 3, 5]
-    assert [bytes(payload) for _, _, payload in ready(result)] == [b"payload"] * 3
+    assert (carried(result), [bytes(payload) for _, _, payload in ready(result)]) == ([1, 3, 5], [b"payload"] * 3)
     assert (result.excluded, result.problem) == ((2, 4), None)
     assert [each.message for each in result.oversize] == [large, block_too_large]
     whats = [each.reason.removeprefix("the ").partition(" needs ")[0] for each in result.oversize]

@@ -65,8 +65,7 @@ def test_an_incarnation_waits_for_stream_json_then_for_the_ends_of_the_one_befor
     registry.set_previous_ends(NEXT, {0: 10})
 
     assert registry.stream_documents_to_read(CHAIN) == registry.stream_documents_to_read(NEXT) == []
-    assert before.end == 10
-    assert obstacle(registry, {CHAIN: 10}) == "us-east/NODES/0000/0 is at 10 and ends at 10"
+    assert (before.end, obstacle(registry, {CHAIN: 10})) == (10, "us-east/NODES/0000/0 is at 10 and ends at 10")
     assert obstacle(registry, {CHAIN: 11}) == obstacle(registry, {}, CHAIN) == ""
 
 
@@ -79,8 +78,7 @@ def test_an_incarnation_waits_until_all_partitions_before_it_have_reached_their_
     first = "us-east/NODES/0000/0 is at 1 and ends at 10; at most 2 more partitions have not ended"
     assert obstacle(registry, {}) == first
     last = "us-east/NODES/0000/1 is at 20 and ends at 20; at most 1 more partitions have not ended"
-    assert obstacle(registry, {CHAIN: 11, other: 20}) == last
-    assert obstacle(registry, {CHAIN: 11, other: 21}) == ""
+    assert (obstacle(registry, {CHAIN: 11, other: 20}), obstacle(registry, {CHAIN: 11, other: 21})) == (last, "")
     registry.reset({CHAIN: 5, other: 21})
     assert "us-east/NODES/0000/0 is at 5" in registry.obstacle(NEXT)
 

@@ -74,13 +74,9 @@ def document(bucket: Bucket) -> KvDocument[Mark]:
 
 async def test_reads_what_was_written_with_its_revision() -> None:
     kept = document(Bucket())
-    assert await kept.get() == (None, 0)
-    assert await kept.update(Mark(1), 0) == 1
-    assert await kept.update(Mark(2, {10: 1, 9: 2}), 1) == 2
-    assert await kept.get() == (Mark(2, {10: 1, 9: 2}), 2)
-    assert await kept.update(Mark(3), 1) is None
-    assert await kept.create(Mark(3)) is None
-    assert await kept.put(Mark(4)) == 3
+    assert (await kept.get(), await kept.update(Mark(1), 0)) == ((None, 0), 1)
+    assert (await kept.update(Mark(2, {10: 1, 9: 2}), 1), await kept.get()) == (2, (Mark(2, {10: 1, 9: 2}), 2))
+    assert (await kept.update(Mark(3), 1), await kept.create(Mark(3)), await kept.put(Mark(4))) == (None, None, 3)
     assert await kept.change(lambda _: None) == Mark(4)
     assert await kept.get() == (Mark(4), 3)
 

@@ -193,8 +193,7 @@ print("done", flush=True)
 """
     with spawn([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
-            assert process.stdout.readline() == b"done\n"
-            assert process.wait(PATIENCE) == 0
+            assert (process.stdout.readline(), process.wait(PATIENCE)) == (b"done\n", 0)
         finally:
             process.kill()
 
@@ -288,8 +287,7 @@ def test_a_process_that_fails_logs_why_at_its_end(lines: Lines) -> None:
         with pytest.raises(type(error)):
             fail(error)
     first, second = (line for line in lines() if line["action"] == "process_ended")
-    assert (first["code"], first["error"]) == ("E-X", "no right")
-    assert second["error"] == "KeyError: 'k'"
+    assert (first["code"], first["error"], second["error"]) == ("E-X", "no right", "KeyError: 'k'")
 
 
 def test_a_feed_that_recovers_is_logged_once_with_its_trouble_unless_a_standby(lines: Lines) -> None:

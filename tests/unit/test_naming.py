@@ -29,8 +29,7 @@ def refused(*named: object) -> str:
 def test_what_is_not_named_is_all() -> None:
     assert filter_chains(KNOWN, FEEDS, None) == sorted(KNOWN)
     assert filter_chains(KNOWN, FEEDS, "us-east") == filter_chains(KNOWN, FEEDS, "us-east", "NODES") == [OLD, NEW]
-    assert filter_chains(KNOWN, FEEDS, None, "NODES", None, 1) == [PARTS[1]]
-    assert filter_chains([], (), None) == []
+    assert (filter_chains(KNOWN, FEEDS, None, "NODES", None, 1), filter_chains([], (), None)) == ([PARTS[1]], [])
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:

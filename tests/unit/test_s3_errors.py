@@ -85,8 +85,7 @@ def answer(status: int, code: str, message: str = "", **headers: str) -> dict[st
 @pytest.mark.parametrize(("given", "expected"), ROWS.items(), ids=[f"{status}-{code}" for status, code in ROWS])
 def test_each_answer_has_its_error_its_code_and_its_next_step(given: tuple[int, str], expected: Any) -> None:
     found = errors.answer_error("put", "s3://archive/k", answer(*given))
-    assert (type(found), found.code, found.hint) == expected
-    assert found.exit_code == KINDS[expected[0]]
+    assert ((type(found), found.code, found.hint), found.exit_code) == (expected, KINDS[expected[0]])
 
 
 def test_the_rows_hold_every_code_and_every_status_of_the_table() -> None:

@@ -24,8 +24,7 @@ from tests.support.compaction import CHAIN, Archive, ref, refs, rows, table_of
 
 def test_a_range_includes_both_ends_and_may_be_the_whole_of_a_stream_and_no_more() -> None:
     span = SequenceRange(10, 12)
-    assert (len(span), str(span)) == (3, "10..12")
-    assert [n in span for n in (9, 10, 12, 13)] == [False, True, True, False]
+    assert (len(span), str(span), [n in span for n in (9, 10, 12, 13)]) == (3, "10..12", [False, True, True, False])
     assert len(SequenceRange(1, MAX_SEQUENCE)) == MAX_SEQUENCE
     for first, last in ((0, 1), (-1, 5), (5, 4), (1, MAX_SEQUENCE + 1)):
         with pytest.raises(ValueError, match="expected 1 <= first <= last"):
@@ -60,8 +59,7 @@ def test_what_is_put_in_comes_out(segments: list[SegmentRef]) -> None:
     assert table == listed(segments)
     assert table != [*segments, ref(1000, 1000)]
     assert [table.index_of(s) for s in listed(segments)] == list(range(len(segments)))
-    assert table.index_of(ref(1000, 1001)) is None
-    assert table.index_of(ref(1, 1, 9)) is None
+    assert (table.index_of(ref(1000, 1001)), table.index_of(ref(1, 1, 9))) == (None, None)
     assert table.end == max((s.coverage.last for s in segments), default=0)
     assert table.newest == max((s.modified for s in segments), default=0.0)
     for place, segment in enumerate(table):
@@ -176,8 +174,7 @@ def test_segments_that_read_everything_are_read_alone(archive: Archive):
     whole = archive.put(1, 120, rows(range(51, 121)), ledger={Reason.DELETED: 50})
     archive.put(1, 100)
     with open_stretch(archive.store, Stretch(whole, whole.coverage)) as reader:
-        assert (reader.others, reader.unread) == ([], None)
-        assert sum(batch.num_rows for batch in reader.batches()) == 70
+        assert (reader.others, reader.unread, sum(batch.num_rows for batch in reader.batches())) == ([], None, 70)
 
 
 def test_a_listing_without_an_answer_holds_up_no_other_reader(archive: Archive, monkeypatch: pytest.MonkeyPatch):

@@ -151,8 +151,7 @@ def test_the_subjects_of_a_new_stream_are_given_or_follow_from_the_prefixes():
         sources = [{"site": f"s{i}", "feed": "f", "subject_prefix": p} for i, p in enumerate(prefixes)]
         return centre({"stream": "T", "create": create, "sources": sources}).ingress.targets[0].subjects_to_create()
 
-    assert subjects(None, "") == ()
-    assert subjects({"subjects": ["a.>"]}, "") == ("a.>",)
+    assert (subjects(None, ""), subjects({"subjects": ["a.>"]}, "")) == ((), ("a.>",))
     assert subjects({}, "p", "q.r", "p") == ("p.>", "q.r.>")
     assert subjects({}, "p.{site}", "q.{feed}.{partition}") == ("p.s0.>", "q.f.*.>")
     assert subjects({"subjects": ["p.*.>"]}, "p.{site}") == ("p.*.>",)

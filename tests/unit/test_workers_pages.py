@@ -99,8 +99,7 @@ def test_healthy_is_whoever_does_not_hang_also_who_is_gone_and_not_started_again
     gone = WorkerProcess(0, 1, [], {})
     gone.pid, gone.port = 7, port
     [found] = fetch_from_all([gone], "/healthz")
-    assert (found.port, found.status) == (0, 0)
-    assert answer(pages(found)[0], "/healthz")[0] == 200
+    assert (found.port, found.status, answer(pages(found)[0], "/healthz")[0]) == (0, 0, 200)
 
 
 def test_the_status_holds_each_worker_and_all_problems() -> None:
@@ -111,8 +110,7 @@ def test_the_status_holds_each_worker_and_all_problems() -> None:
     assert (status, asked, document["ready"]) == (200, ["/status"], False)
     assert document["problems"] == ["worker 0: nats: down", "worker 1: not running"]
     assert document["workers"]["0"]["parts"] == {"egress A": {}}
-    assert document["workers"]["1"] == {"pid": 0, "restarts": 2}
-    assert answer(found, "/")[0] == 200
+    assert (document["workers"]["1"], answer(found, "/")[0]) == ({"pid": 0, "restarts": 2}, 200)
 
 
 def test_a_reader_of_the_page_has_the_workers_read_their_coverage() -> None:
@@ -122,8 +120,7 @@ def test_a_reader_of_the_page_has_the_workers_read_their_coverage() -> None:
     found, _, asked = pages(reply(0, 200, child), WorkerAnswer(1, 0, 2, 0))
     status, text = answer(found, "/")
 
-    assert (status, asked) == (200, ["/status?coverage"])
-    assert bars(text) == {(0, 1, 5)}
+    assert (status, asked, bars(text)) == (200, ["/status?coverage"], {(0, 1, 5)})
     assert table_rows(text)[1:] == [["0", "ready", "100", "0"], ["1", "not ready", "0", "2"]]
 
 
@@ -246,8 +243,7 @@ def test_durations_sizes_and_times_are_put_in_words() -> None:
 
     feed, chain = table_rows(text)[1], table_rows(text)[3]
     assert unescape(feed[8]) == "messages 7 · size 2.1 KiB · age 3m27s · closes in 56m33s · max size 100 MiB"
-    assert chain[5] == "2h30m"
-    assert unescape(chain[7]) == "state reading · sequence 99 · alive 2026-11-24T10:51:11Z"
+    assert (chain[5], unescape(chain[7])) == ("2h30m", "state reading · sequence 99 · alive 2026-11-24T10:51:11Z")
     assert "the event loop turned 1m15s ago" in text
 
 
@@ -273,8 +269,7 @@ def test_coverage_is_summed_by_level_with_the_holes_that_no_level_fills() -> Non
     assert (found["first"], found["last"], found["holes"], found["missing"]) == (1, 40, 1, [[21, 30]])
     assert (found["compacted"], found["at"], found["is_complete"]) == (9.0, 77.0, True)
     drawn = html({**document(), "coverage": {"c": found}})
-    assert bars(drawn) == {(0, 1, 20), (0, 31, 40), (1, 1, 20)}
-    assert bars(drawn, "hole") == {(0, 21, 30), (1, 21, 30)}
+    assert (bars(drawn), bars(drawn, "hole")) == ({(0, 1, 20), (0, 31, 40), (1, 1, 20)}, {(0, 21, 30), (1, 21, 30)})
 
 
 def test_the_page_shows_compactions_last_success_and_how_its_last_run_ended() -> None:
