@@ -242,8 +242,7 @@ async def test_a_server_that_knows_no_batches_gets_single_messages() -> None:
             info = await client.api(f"STREAM.INFO.{stream}")
             against = objections(client.server_version, info["config"], frozenset())
             # Even if it was chosen wrongly, the server takes no row at another sequence than its own.
-            wrong = await publisher("fast", client, stream)
-            await carry(wrong, rows_for(stream, 60), client, stream)
+            await carry(await publisher("fast", client, stream), rows_for(stream, 60), client, stream)
             await check(client, stream, 60)
 
     assert choose_publisher(stream, "auto", against) == "single"

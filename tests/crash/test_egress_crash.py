@@ -71,8 +71,7 @@ async def test_sigterm_stores_the_open_segment_releases_the_lease_and_ends_with_
         leases = await soon(lambda: KeyValue(bench.client, bench.lease_bucket, ttl=10.0).ensure())
 
         async def is_reading() -> bool:
-            answer = await bench.client.api(f"CONSUMER.NAMES.{stream}")
-            return bool(answer.get("consumers"))
+            return bool((await bench.client.api(f"CONSUMER.NAMES.{stream}")).get("consumers"))
 
         def has_all() -> bool:
             with suppress(OSError), urllib.request.urlopen(f"http://{listen}/status", timeout=PATIENCE) as answer:

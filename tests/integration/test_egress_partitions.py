@@ -214,8 +214,7 @@ async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, fa
     """Behind the commit the old partition layout stops."""
     stream, parts = await uneven(bench, 60)
     feed = feed_of(stream, 3)
-    killed = await repartition(bench, feed, "--yes", failpoints=f"{failpoint}=kill")
-    assert killed.code == -9
+    assert (await repartition(bench, feed, "--yes", failpoints=f"{failpoint}=kill")).code == -9
     is_cut = failpoint in ("repartition.after_stream", "repartition.after_chain")
     assert (bench.chains.read_stream(parts.chain(0, 1)) is not None) is is_cut
     if is_cut:

@@ -102,8 +102,7 @@ def blocked(config: Path) -> Iterator[Callable[[int], None]]:
 
 
 async def feeds_of(bench: Bench, count: int = 4) -> tuple[str, list[str]]:
-    stream = await bench.filled([b"x"] * 30)
-    return stream, [unique("F") for _ in range(count)]
+    return await bench.filled([b"x"] * 30), [unique("F") for _ in range(count)]
 
 
 def is_gone(pid: int) -> bool:
@@ -242,8 +241,7 @@ async def test_a_worker_that_hangs_is_shown_as_such_waited_for_and_killed_by_a_s
 
 async def test_an_error_that_repeats_ends_all_workers(bench: Bench) -> None:
     stream, port = await bench.make_stream(unique("T")), free_port()
-    kv = await KeyValue(bench.client, bench.lease_bucket, ttl=77.0).ensure()
-    assert kv.ttl == 77.0
+    assert (await KeyValue(bench.client, bench.lease_bucket, ttl=77.0).ensure()).ttl == 77.0
     with parent(config_of(bench, ["A"], stream, port, workers=2), port) as running:
         assert await running.ended() == 78
         assert "E-KV-TTL" in running.service.tail()

@@ -181,8 +181,7 @@ async def test_a_target_restored_from_an_old_copy(client: FloeClient, centre: Ce
     centre.archive.put(rows_of(1, 30))
     created = await make(client, centre)
     await store(client, centre, rows_of(1, 25))
-    states = await centre.state(client)
-    await states.save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
+    await (await centre.state(client)).save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
     centre.archive.put(rows_of(31, 40))
     await resumes(client, centre, "E-TARGET-BEHIND", wanted, numbers(*found))
 
@@ -211,8 +210,7 @@ async def test_a_state_that_is_lost_is_found_in_the_target(client: FloeClient, c
 @pytest.mark.parametrize("opened", [False, True])
 async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, opened: bool) -> None:
     ref = centre.archive.put(rows_of(1, 10))
-    created = await make(client, centre)
-    old = await left_open(client, centre, ref, created)
+    old = await left_open(client, centre, ref, await make(client, centre))
     async with centre.running():
         old = old if opened else await closed_at(client, centre, 10)
         centre.archive.put(rows_of(11, 30))

@@ -120,8 +120,7 @@ async def empty(client: FloeClient, centre: Centre) -> bool:
 )
 async def test_what_is_gone_stays_gone(client: FloeClient, centre: Centre, config: dict[str, Any], held: range) -> None:
     ref = centre.archive.put(rows_of(1, 30))
-    created = await make(client, centre, **config)
-    await left_open(client, centre, ref, created)
+    await left_open(client, centre, ref, await make(client, centre, **config))
     await store(client, centre, rows_of(1, 11))
     if "max_age" in config:
         await soon(lambda: empty(client, centre))

@@ -123,8 +123,7 @@ async def test_the_option_replaces_the_connection(
     contexts.write("wrong", url=guarded.url, user="all", password="CANARY")
 
     for command in (["egress", "init"], ["egress", "run"], ["ingress", "run"], ["status"], ["replay"], ["drill"]):
-        shown = await floe(*command, "--help")
-        assert "--context NAME" in shown.out, command
+        assert "--context NAME" in (await floe(*command, "--help")).out, command
 
     assert (await floe("egress", "init", "-c", str(path))).code == 75
     for name, code, why in (

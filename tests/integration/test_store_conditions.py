@@ -93,8 +93,7 @@ async def test_a_paused_writer_puts_what_another_claimed(bare: Bench) -> None:
 
 
 async def test_a_claim_is_taken_again_if_the_answer_is_lost(bare: Bench) -> None:
-    state = await KeyValue(bare.client, bare.state_bucket).ensure()
-    arbiter = BucketClaims(state)
+    arbiter = BucketClaims(await KeyValue(bare.client, bare.state_bucket).ensure())
     claim, again = await asyncio.to_thread(lambda: [arbiter.claim("a key", body) for body in (b"mine", b"yours")])
     assert (claim, claim[0]) == (again, b"mine")
     await asyncio.to_thread(arbiter.settle, "a key", claim[1] + 1)  # another's

@@ -317,8 +317,7 @@ async def test_any_failure_beside_a_replay_ends_it(world: World, monkeypatch: py
 async def test_a_replay_whose_lease_nobody_renews_takes_it_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     Throw(monkeypatch, *place_of("common.nats.lease:Lease._renew"))
     before = count("lease")
-    result = await asyncio.wait_for(world.run(ReplayOptions(pace=Pace(100))), PATIENCE)
-    assert result.finished
+    assert (await asyncio.wait_for(world.run(ReplayOptions(pace=Pace(100))), PATIENCE)).finished
     assert (count("lease"), await world.sequences()) == (before + 1, list(range(1, 301)))
 
 
