@@ -16,27 +16,10 @@ from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from ingress.operator.target_scan import ScannedChain, TargetScan, run_scan
 from ingress.parked import ParkedState, ParkedStore
 from ingress.rows.prepare import Oversize
+from tests.support import ingress
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import Done, invoke, paste_checkpoint, ran
-from tests.support.ingress import (
-    CHAIN,
-    Centre,
-    Consumer,
-    arrived,
-    change,
-    closed_at,
-    count_in,
-    foreign,
-    holds,
-    left_open,
-    make,
-    put_back,
-    rows_of,
-    service,
-    stop_of,
-    store,
-    update,
-)
+from tests.support.ingress import CHAIN, Centre, closed_at, foreign, holds, left_open, make, rows_of, service, store
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated, pytest.mark.usefixtures("checking_often")]
@@ -58,7 +41,7 @@ async def carried(client: FloeClient, centre: Centre) -> TargetState:
 
 async def corrected(centre: Centre, health: Health, code: str, wanted: str) -> tuple[dict[str, Any], Done]:
     """Wait for the stop, and paste the command of its hint."""
-    stop = await stop_of(centre, health)
+    stop = await ingress.stop_of(centre, health)
     assert stop["code"] == code, stop
     return stop, await paste_checkpoint(centre.write(), stop["hint"], wanted)
 
@@ -94,7 +77,7 @@ async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(client: 
     await store(client, centre, rows_of(1, 11))
     await foreign(client, centre)
     _, done = await resumes(client, centre, "E-TARGET-SHARED", "--accept", numbers((1, 30)))
-    assert len(await arrived(client, centre.target)) == 31
+    assert len(await ingress.arrived(client, centre.target)) == 31
     assert f"{CHAIN}: 11 messages found, 1 to 11" in done.out
     assert "the open intent is dropped" in done.out
 
@@ -104,13 +87,13 @@ async def test_a_foreign_message_in_a_work_queue_has_to_be_declared(client: Floe
     ref = centre.archive.put(rows_of(1, 30))
     await left_open(client, centre, ref, await make(client, centre, retention="workqueue"))
     await store(client, centre, rows_of(1, 11))
-    consumer = Consumer(client, centre.target)
+    consumer = ingress.Consumer(client, centre.target)
     await consumer.start()
     await soon(lambda: len(consumer.seen) == 11)
     await client.api(f"CONSUMER.DELETE.{centre.target}.C")
     await foreign(client, centre)
     async with service(centre) as health:
-        hint = (await stop_of(centre, health))["hint"]
+        hint = (await ingress.stop_of(centre, health))["hint"]
         with pytest.raises(AssertionError) as refused:
             await paste_checkpoint(centre.write(), hint, "--accept")
         assert "E-CORRECTION" in str(refused.value)
@@ -142,11 +125,11 @@ async def test_rows_that_were_never_sent_are_not_counted_by_their_sender(client:
     centre.archive.put(rows_of(1, 2000))
     await make(client, centre, max_age=3600 * 10**9)
     async with service(centre) as health:
-        await soon(lambda: count_in(client, centre.target))
+        await soon(lambda: ingress.count_in(client, centre.target))
         purged = (await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 1901}))["purged"]
-        stop = await stop_of(centre, health)
+        stop = await ingress.stop_of(centre, health)
         await asyncio.sleep(1)  # checked again meanwhile
-        assert await count_in(client, centre.target) == 0
+        assert await ingress.count_in(client, centre.target) == 0
         await corrected(centre, health, "E-TARGET-SHARED", f"--stored {purged}")
         await holds(client, centre, numbers((purged + 1, 2000)))
     # The purge may have come before the message that was under way.
@@ -165,7 +148,7 @@ async def test_a_target_that_was_made_again(client: FloeClient, centre: Centre, 
     if how != "empty":
         await store(client, centre, rows_of(1, 20))
     async with service(centre) as health:
-        stop = await stop_of(centre, health)
+        stop = await ingress.stop_of(centre, health)
         if how == "purged":
             await client.api(f"STREAM.PURGE.{centre.target}")
             assert (await set_by_hand(centre, "--forget", "--yes")).code == 0
@@ -215,7 +198,7 @@ async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, 
         old = old if opened else await closed_at(client, centre, 10)
         centre.archive.put(rows_of(11, 30))
         await closed_at(client, centre, 30)
-    await put_back(client, centre, old)
+    await ingress.put_back(client, centre, old)
     centre.archive.put(rows_of(31, 40))
     stop, done = await resumes(client, centre, "E-TARGET-SHARED", "--from-target", numbers((1, 40)))
     assert "if the state bucket is an old copy" in stop["hint"]
@@ -225,7 +208,7 @@ async def test_a_state_that_was_rolled_back(client: FloeClient, centre: Centre, 
 async def test_an_outgrown_state_is_cut(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
     state = await carried(client, centre)
     positions = {Chain(f"gone{number}", "NODES"): 7 for number in range(100)}
-    await change(client, centre, positions={**state.checkpoint.positions, **positions})
+    await ingress.change(client, centre, positions={**state.checkpoint.positions, **positions})
     monkeypatch.setattr(state_module, "MAX_STATE_BYTES", 2000)
     centre.archive.put(rows_of(31, 40))
     await resumes(client, centre, "E-STATE-SIZE", "--forget-unlisted", numbers((1, 40)))
@@ -273,7 +256,7 @@ async def test_an_intent_of_a_chain_that_is_listed_no_more(client: FloeClient, c
 
 
 async def has_all(client: FloeClient, centre: Centre, wanted: int) -> bool:
-    return await count_in(client, centre.target) == wanted
+    return await ingress.count_in(client, centre.target) == wanted
 
 
 async def test_a_large_target_is_counted_whole(client: FloeClient, centre: Centre) -> None:
@@ -396,7 +379,7 @@ async def test_rows_parked_before_a_purge_are_not_delivered_twice(client: FloeCl
     async with centre.running():
         await closed_at(client, centre, 9)
     await client.api(f"STREAM.PURGE.{centre.target}")
-    await update(client, centre, max_msg_size=100_000)
+    await ingress.update(client, centre, max_msg_size=100_000)
     assert (await set_by_hand(centre, "--forget", "--yes")).code == 0
     async with service(centre):
         await holds(client, centre, numbers((1, 10)))

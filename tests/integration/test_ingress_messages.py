@@ -17,25 +17,10 @@ from common.nats.client import FloeClient
 from common.nats.pull import get_message
 from infra.local.nats import NatsServer
 from ingress.parked import ParkedState, ParkedStore
+from tests.support import ingress
 from tests.support.basics import soon
 from tests.support.commands import floe, ran
-from tests.support.ingress import (
-    CHAIN,
-    Archive,
-    Centre,
-    arrived,
-    check_exact,
-    client_of,
-    count_in,
-    holds,
-    left_open,
-    make,
-    rows_of,
-    service,
-    stop_of,
-    store,
-    update,
-)
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, client_of, holds, make, rows_of, store, update
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -214,11 +199,11 @@ async def test_a_newly_refused_row_stops_its_own_target(tmp_path: Path, archive:
     with server:
         centre = Centre(tmp_path, archive, server.url, create=None, on_oversize="park")
         async with client_of(server.url) as client:
-            await left_open(client, centre, ref, await make(client, centre))
+            await ingress.left_open(client, centre, ref, await make(client, centre))
             await store(client, centre, rows_of(1, 5))
             await started_with(server, SMALLER)
-            async with service(centre) as health:
-                stop = await stop_of(centre, health)
+            async with ingress.service(centre) as health:
+                stop = await ingress.stop_of(centre, health)
                 assert stop["code"] == "E-OVERSIZE-INTENT"
                 assert f"the target takes {SMALLER}" in stop["why"]
                 assert violations(server) == 0
@@ -312,7 +297,7 @@ async def test_headers_act_only_where_listed(client: FloeClient, centre: Centre,
     async with centre.running():
         messages = await centre.carried(client, len(rows))
     centre.archive.rows[CHAIN] = rows[: -len(AWKWARD)]  # the subjects of the others are no JSON: see below
-    check_exact(messages[: -len(AWKWARD)], centre.archive, centre.prefix)
+    ingress.check_exact(messages[: -len(AWKWARD)], centre.archive, centre.prefix)
     info = await stream_info(client, centre.target)
     assert (info.last_sequence, info.messages) == (len(rows), len(rows))
     for sequence, row in enumerate(rows, 1):
@@ -359,7 +344,7 @@ async def _last(client: FloeClient, centre: Centre, sequence: int) -> bool:
 
 
 async def _count(client: FloeClient, centre: Centre, count: int) -> bool:
-    return await count_in(client, centre.target) == count
+    return await ingress.count_in(client, centre.target) == count
 
 
 @pytest.mark.parametrize("publisher", ["fast", "single"])

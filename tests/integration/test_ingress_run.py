@@ -18,27 +18,10 @@ from common.nats.client import FloeClient
 from common.sequences import SequenceRange
 from infra.local.nats import NatsCluster, NatsServer
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
+from tests.support import ingress
 from tests.support.basics import metric_value, soon
 from tests.support.commands import ran
-from tests.support.ingress import (
-    CHAIN,
-    Archive,
-    Centre,
-    arrived,
-    check_exact,
-    client_of,
-    closed_at,
-    count_in,
-    foreign,
-    left_open,
-    make,
-    rows_of,
-    sequences,
-    service,
-    stop_of,
-    store,
-    update,
-)
+from tests.support.ingress import CHAIN, Centre, check_exact, closed_at, left_open, make, rows_of, sequences, store
 from tests.support.segments import message
 
 pytestmark = [pytest.mark.servers, pytest.mark.simulated]
@@ -124,10 +107,10 @@ async def test_what_is_gone_stays_gone(client: FloeClient, centre: Centre, confi
     await store(client, centre, rows_of(1, 11))
     if "max_age" in config:
         await soon(lambda: empty(client, centre))
-        await update(client, centre, max_age=3600 * 10**9)
+        await ingress.update(client, centre, max_age=3600 * 10**9)
     async with centre.running():
         await closed_at(client, centre, 30)
-        found = await arrived(client, centre.target)
+        found = await ingress.arrived(client, centre.target)
     assert sequences(found) == [each.sequence for each in found] == list(held)
 
 
@@ -143,7 +126,7 @@ async def test_a_purge_takes_none_back(client: FloeClient, centre: Centre, store
     await client.api(f"STREAM.PURGE.{centre.target}")
     async with centre.running():
         await closed_at(client, centre, 35)
-        assert sequences(await arrived(client, centre.target)) == list(range(6 + stored, 36))
+        assert sequences(await ingress.arrived(client, centre.target)) == list(range(6 + stored, 36))
 
 
 async def test_a_row_of_another_interleaving_stops(client: FloeClient, centre: Centre) -> None:
@@ -155,8 +138,8 @@ async def test_a_row_of_another_interleaving_stops(client: FloeClient, centre: C
     pieces = [IntentPiece(each.segment, each.coverage, len(each.coverage)) for each in (first, second)]
     await (await centre.state(client)).save(open_intent(TargetState(Checkpoint(0, created)), pieces), 0)
     await store(client, centre, [*rows_of(1, 9), *rows_of(1001, 1001), *rows_of(11, 15)])
-    async with service(centre) as health:
-        stop = await stop_of(centre, health)
+    async with ingress.service(centre) as health:
+        stop = await ingress.stop_of(centre, health)
     assert stop["code"] == "E-TARGET-SHARED"
     assert "message 10 is us-east/NODES/0000/0 1001, expected us-east/NODES/0000/0 1..10" in stop["why"]
 
@@ -191,7 +174,7 @@ async def test_stored_parked_stopped_and_paused_are_counted(client: FloeClient, 
         assert reading("bytes_total", target) > sum(len(row.payload) for row in centre.archive.rows[OTHER])
         assert reading("parked_messages_total", target) == reading("lease_held", target) == 1
         assert min(reading("intents_total", target, result="closed"), reading("publish_seconds_count", target)) >= 1
-    assert await count_in(client, target) == 6
+    assert await ingress.count_in(client, target) == 6
 
 
 async def test_foreign_ones_are_left_alone(client: FloeClient, centre: Centre, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +189,11 @@ async def test_foreign_ones_are_left_alone(client: FloeClient, centre: Centre, m
     centre.having(create=None, **SHARED)
     await make(client, centre)
     for _ in range(17):  # it begins behind these
-        await foreign(client, centre)
+        await ingress.foreign(client, centre)
     async with centre.running():
         state = await closed_at(client, centre, 22)
         for _ in range(3):
-            await foreign(client, centre)
+            await ingress.foreign(client, centre)
         monkeypatch.setattr(centre.archive.objects, "list", away)
         centre.archive.put(rows_of(6, 9))
         await soon(lambda: reading("store_errors_total", centre.target) >= 1)
@@ -221,11 +204,13 @@ async def test_foreign_ones_are_left_alone(client: FloeClient, centre: Centre, m
 
 
 @pytest.mark.real
-async def test_moving_leaders_lose_and_repeat_nothing(tmp_path: Path, archive: Archive, cluster: NatsCluster) -> None:
+async def test_moving_leaders_lose_and_repeat_nothing(
+    tmp_path: Path, archive: ingress.Archive, cluster: NatsCluster
+) -> None:
     """Leaders step down, die and pause, each under a third of the rows."""
     centre = Centre(tmp_path, archive, cluster.urls[0], create={"replicas": 3})
     centre.urls = cluster.urls
-    async with client_of(*cluster.urls) as client, centre.running(lease_ttl="10s"):
+    async with ingress.client_of(*cluster.urls) as client, centre.running(lease_ttl="10s"):
 
         async def leader() -> NatsServer | None:
             with suppress(FloeError):  # none just now

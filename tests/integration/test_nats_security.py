@@ -21,19 +21,10 @@ from common.settings.loader import read_secret
 from common.settings.service import NatsSettings, NatsTlsSettings
 from common.settings.types import FileSecret
 from infra.local.nats import NatsServer
+from tests.support import identities
 from tests.support.basics import PATIENCE, soon
 from tests.support.commands import Done, floe
-from tests.support.identities import (
-    Operator,
-    authority,
-    certificate,
-    credentials,
-    jwt,
-    key_text,
-    make_certificates,
-    new_key,
-    server_tls,
-)
+from tests.support.identities import Operator, certificate, credentials, jwt, key_text, new_key, server_tls
 from tests.support.proxies import TcpProxy
 
 
@@ -122,7 +113,7 @@ async def test_a_token_that_was_changed_is_read_again_when_the_former_is_refused
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificates(tmp_path_factory.mktemp("tls"))
+    return identities.make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 async def test_a_certificate_for_another_host_is_refused(certificates: Path, caplog: pytest.LogCaptureFixture):
@@ -200,7 +191,7 @@ async def test_certificates_that_were_replaced_are_read_at_the_next_connect(tmp_
     for folder in places:
         folder.mkdir()
     for folder in (former, later):
-        authority(folder)
+        identities.authority(folder)
         certificate(folder, "server", "IP:127.0.0.1")
         certificate(folder, "client", "DNS:client")
 

@@ -23,23 +23,11 @@ from common.settings.loader import read_secret
 from common.settings.root import StoreSettings
 from common.settings.types import FileSecret, reread_all_secrets
 from infra.local.process import free_port
+from tests.support import proxies
 from tests.support.basics import SharedS3
 from tests.support.clock import ManualClock
 from tests.support.identities import authority, certificate
-from tests.support.proxies import (
-    Answer,
-    Exchange,
-    FaultProxy,
-    change_body,
-    delay,
-    drop,
-    drop_after_apply,
-    fail_after_apply,
-    html,
-    raw,
-    refuse,
-    truncate,
-)
+from tests.support.proxies import Answer, Exchange, FaultProxy, change_body, drop, drop_after_apply, html, raw, refuse
 
 MIB = 1024 * 1024
 OPTIONS = S3Options(attempts=2, read_timeout=2, multipart_bytes=6 * MIB, part_bytes=5 * MIB)
@@ -175,7 +163,7 @@ def test_a_proxy_of_the_environment_is_not_used(s3: SharedS3, bucket: str, monke
 WRITES = {
     # name: (the refused or lost operation, the fault, bytes, error, its text, True if it is stored)
     "lost answer": ("put", drop_after_apply(), 1, OutcomeUnknown, "put s3://", True),
-    "failed answer": ("put", fail_after_apply(500), 1, OutcomeUnknown, "put s3://", True),
+    "failed answer": ("put", proxies.fail_after_apply(500), 1, OutcomeUnknown, "put s3://", True),
     "lost request": ("put", drop(), 1, OutcomeUnknown, "", False),
     "web page": ("put", html(), 1, OutcomeUnknown, "not an S3 answer", False),
     "busy": ("put", refuse(503, "SlowDown"), 1, Unavailable, r"s3://.*/k: SlowDown", False),
@@ -238,8 +226,8 @@ def longer(exchange: Exchange) -> Answer:
 
 OTHER_RANGE, LONG = "expected bytes=10-19, found", "expected 1000 bytes, found 1001 or more"
 GETS = {
-    "cut short": (truncate(5), Unavailable, "get s3://.*/k: "),
-    "cut short without a length": (truncate(5, announced=False), Unavailable, "get s3://.*/k: "),
+    "cut short": (proxies.truncate(5), Unavailable, "get s3://.*/k: "),
+    "cut short without a length": (proxies.truncate(5, announced=False), Unavailable, "get s3://.*/k: "),
     **{
         value or "no range": (ranged(value), Unavailable, OTHER_RANGE)
         for value in ("bytes 10-18/1000", "bytes 10-19/*", "")
@@ -283,7 +271,7 @@ def test_a_head_that_is_refused_or_of_a_web_page_is_no_missing_object(far: Far) 
 
 def test_a_server_that_does_not_answer_in_time_is_tried_again(objects: S3Objects, proxy: FaultProxy) -> None:
     objects.put("k", b"1")
-    proxy.on("get", delay(3), times=1)
+    proxy.on("get", proxies.delay(3), times=1)
     assert objects.get("k") == b"1"
 
 

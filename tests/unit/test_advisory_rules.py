@@ -11,18 +11,9 @@ from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.nats.api import StreamInfo
 from common.nats.requests import ApiError
 from common.settings.egress import FeedSettings
+from egress.advisories import advisory as advisory_module
 from egress.advisories import outbox as box
-from egress.advisories.advisory import (
-    Advisory,
-    AdvisoryEvent,
-    build_document,
-    encode_ksuid,
-    event_id,
-    find_loop,
-    key_name,
-    loop_error,
-    parse_advisory,
-)
+from egress.advisories.advisory import Advisory, AdvisoryEvent, encode_ksuid, event_id, loop_error, parse_advisory
 from egress.partition import partitions_of
 from tests.support.basics import seeded
 from tests.support.clock import ManualClock
@@ -52,7 +43,7 @@ def advisory(
 
 
 def written(each: Advisory) -> dict[str, Any]:
-    return json.loads(build_document(CHAIN, "sender", each).to_json())  # type: ignore[no-any-return]
+    return json.loads(advisory_module.build_document(CHAIN, "sender", each).to_json())  # type: ignore[no-any-return]
 
 
 # The published layout of KSUIDs: README of segmentio/ksuid, and its least and greatest values.
@@ -95,7 +86,7 @@ def test_an_id_depends_on_its_advisory_and_on_nothing_else() -> None:
 
 def test_any_value_is_json_and_comes_back() -> None:
     for value in ("ü☃", 'a"b\\c', "a\nb\x00", "\ud800", "x" * 1024):
-        raw = build_document(CHAIN, "sender", advisory(value=value)).to_json()
+        raw = advisory_module.build_document(CHAIN, "sender", advisory(value=value)).to_json()
         assert (b"\n" in raw, parse_advisory(raw).value) == (False, value.encode("utf-8", "backslashreplace").decode())
 
 
@@ -114,7 +105,7 @@ def test_inspect_field_names_what_is_sampled_by() -> None:
     keys: list[dict[str, Any]] = [{"inspect_field": "a.b"}, {"inspect_header": "X-Node"}]
     keys += [{"inspect_subject_token": each} for each in (2, -1)]
     feeds = [FeedSettings.model_validate({"stream": "S", "inspect_duration": "1h", **each}) for each in keys]
-    assert [*map(key_name, feeds)] == ["a.b", "X-Node", "subject.2", "subject"]
+    assert [*map(advisory_module.key_name, feeds)] == ["a.b", "X-Node", "subject.2", "subject"]
 
 
 # Advisories that would come back into the stream that they report on
@@ -134,7 +125,7 @@ def test_what_can_come_back_is_named_and_nothing_else() -> None:
         ("loop.adv.%s", "loop.adv.x loop.data.>", "loop.>"): None,
         ("adv.%s.%v", "", ""): None,  # a mirror
     }
-    assert {each: find_loop(each[0], each[1].split(), each[2]) for each in found} == found
+    assert {each: advisory_module.find_loop(each[0], each[1].split(), each[2]) for each in found} == found
 
 
 def stream(*subjects: str) -> StreamInfo:

@@ -12,18 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.archive.captures import (
-    CapturedConfig,
-    CapturedConsumer,
-    CapturedConsumers,
-    CapturedDeletions,
-    CapturedRestore,
-    CaptureStore,
-    check_config,
-    deleted_ranges,
-    outside_effects,
-    to_json,
-)
+from common.archive import captures as captures_module
+from common.archive.captures import CapturedDeletions, CapturedRestore, CaptureStore, outside_effects, to_json
 from common.archive.keys import CAPTURES, CaptureName, Layout
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time, parse_time
@@ -35,15 +25,15 @@ from tests.support.stores import CountingObjects, DatedObjects, answering, refus
 CHAIN, LAYOUT = Chain("us-east", "NODES", 1), Layout("data")
 NAME, CREATED = "us-east/NODES/0001/0", "2026-11-20T10:00:00.123456789Z"
 BEGIN = 1_763_632_800  # seconds since 1970
-CONSUMER = CapturedConsumer({"name": "app", "ack_policy": "explicit"}, CREATED, 12, 11, 9, 8, 3, 1)
+CONSUMER = captures_module.CapturedConsumer({"name": "app", "ack_policy": "explicit"}, CREATED, 12, 11, 9, 8, 3, 1)
 
 
 def at(second: int) -> str:
     return f"2026-11-20T10:00:{second:02d}Z"
 
 
-def config(end: int, second: int = 0, ts: str = "", **keys: object) -> CapturedConfig:
-    return CapturedConfig(at(second), end, CREATED, {"name": "NODES", **keys}, chain=NAME, ts=ts)
+def config(end: int, second: int = 0, ts: str = "", **keys: object) -> captures_module.CapturedConfig:
+    return captures_module.CapturedConfig(at(second), end, CREATED, {"name": "NODES", **keys}, chain=NAME, ts=ts)
 
 
 def deletions(second: int, end: int, first: int, last: int, *deleted: tuple[int, int]) -> CapturedDeletions:
@@ -62,7 +52,7 @@ def captures(objects: LocalObjects) -> CaptureStore:
 
 def test_captures_come_back_as_they_were_made(captures: CaptureStore, objects: LocalObjects) -> None:
     found = (CONSUMER, msgspec.structs.replace(CONSUMER, paused=True))
-    consumers = CapturedConsumers(at(1), 10, found, chain=NAME, ts=at(2))
+    consumers = captures_module.CapturedConsumers(at(1), 10, found, chain=NAME, ts=at(2))
     gone = deletions(1, 10, 2, 12, (3, 3), (5, 9))
     for each in (config(10), consumers, gone):
         assert captures.put(CHAIN, each)
@@ -72,7 +62,10 @@ def test_captures_come_back_as_they_were_made(captures: CaptureStore, objects: L
     with pytest.raises(Unavailable, match="never read back"):
         CaptureStore(LAYOUT, refusing_conditions(objects).on("put", answering(None))).put(CHAIN, config(11))
     assert (consumers.consumers[0].name, to_json(config(5, b=1, a=2))) == ("app", to_json(config(5, a=2, b=1)))
-    assert (deleted_ranges([]), deleted_ranges([3, 4, 5, 9, 11, 12])) == ((), ((3, 5), (9, 9), (11, 12)))
+    assert (captures_module.deleted_ranges([]), captures_module.deleted_ranges([3, 4, 5, 9, 11, 12])) == (
+        (),
+        ((3, 5), (9, 9), (11, 12)),
+    )
 
 
 def test_the_newest_at_or_below_a_sequence_is_meant(captures: CaptureStore, objects: LocalObjects) -> None:
@@ -185,7 +178,7 @@ def test_deletions_are_ranges_of_the_stream_in_order_and_a_consumer_has_a_name_a
     wrongs: tuple[dict[str, Any], ...] = ({"config": {}}, {"delivered_stream": -1}, {"ack_pending": 2**63})
     for wrong in (*wrongs, {"created": "soon"}):
         with pytest.raises(ValueError, match="expected"):
-            CapturedConsumer(**{"config": {"name": "a"}, "created": CREATED, **wrong})
+            captures_module.CapturedConsumer(**{"config": {"name": "a"}, "created": CREATED, **wrong})
 
 
 ODD_NAMES = ("..", "a/b", "a.b", ">", "", "a\\b", "a b", "\n", 5)
@@ -204,14 +197,14 @@ def test_names_and_types_of_a_configuration_are_checked_before_it_is_used(
     captures: CaptureStore, objects: LocalObjects, config: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(next(iter(config)))):
-        check_config(config)
+        captures_module.check_config(config)
     document = {"format_version": 1, "at": at(0), "end": 5, "created": CREATED, "config": config}
     stored(objects, 5, json.dumps(document).encode())
     with pytest.raises(DataError) as caught:
         captures.config(CHAIN)
     assert caught.value.code == "E-STATE-JSON"
     with pytest.raises((ValueError, TypeError)):
-        CapturedConsumer({"name": "plain", **config}, CREATED)
+        captures_module.CapturedConsumer({"name": "plain", **config}, CREATED)
 
 
 @pytest.mark.parametrize("kind", CAPTURES)

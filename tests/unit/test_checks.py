@@ -6,15 +6,8 @@ from typing import Any
 
 import pytest
 
-from common.archive.heartbeats import (
-    HEARTBEAT_EXPIRY_S,
-    ChainHeartbeat,
-    HeartbeatObject,
-    StoredHeartbeat,
-    drop_outdated,
-    newest_by_partition,
-    process_name,
-)
+from common.archive import heartbeats
+from common.archive.heartbeats import ChainHeartbeat, HeartbeatObject, StoredHeartbeat, drop_outdated, process_name
 from common.chain import Chain
 from common.check_cli import CheckResult, CheckState, PerformanceValue, judge_archive, thresholds
 from common.errors import UsageError
@@ -67,7 +60,10 @@ def test_what_is_not_one_is_refused() -> None:
 
 def test_names_stay_and_objects_of_processes_that_never_came_back_are_not_read_and_a_dead_site_is() -> None:
     assert [process_name("h"), process_name("h", "a"), process_name("h", "a", 1)] == ["h", "h.a", "h.a.1"]
-    live, old = ObjectInfo("a", 1, 10 * HEARTBEAT_EXPIRY_S, "e"), ObjectInfo("b", 1, 8 * HEARTBEAT_EXPIRY_S, "e")
+    live, old = (
+        ObjectInfo("a", 1, 10 * heartbeats.HEARTBEAT_EXPIRY_S, "e"),
+        ObjectInfo("b", 1, 8 * heartbeats.HEARTBEAT_EXPIRY_S, "e"),
+    )
     assert drop_outdated([("s", live), ("s", old), ("dead", old)]) == [live, old]
     assert drop_outdated([("s", old), ("s", live)]) == [live]
 
@@ -76,7 +72,7 @@ def test_the_newest_process_that_has_a_chain_counts() -> None:
     dead = sighting(heartbeat("stopped"), modified=10)
     taken, standby = sighting(heartbeat("reading"), modified=20), sighting(heartbeat("standby"), modified=30)
     for found, counts in (([standby, dead], dead), ([taken, standby, dead], taken), ([standby], standby)):
-        assert newest_by_partition(found) == {PARTITION: counts}
+        assert heartbeats.newest_by_partition(found) == {PARTITION: counts}
 
 
 def test_what_is_not_archived_is_counted() -> None:

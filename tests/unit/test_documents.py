@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 
+from common.archive import documents
 from common.archive.catalog import chain_ends
-from common.archive.documents import (
-    AcceptedGap,
-    ChainDocument,
-    ChainStart,
-    ChainStore,
-    CompactionRun,
-    KnownTail,
-    StreamDocument,
-    run_of,
-)
+from common.archive.documents import ChainDocument, ChainStart, ChainStore, CompactionRun, StreamDocument, run_of
 from common.archive.keys import CaptureName, Layout
 from common.chain import Chain
 from common.documents import MAX_DEPTH, check_depth, is_too_deep
@@ -64,8 +56,8 @@ def test_what_an_incarnation_continues_is_read_again_and_passed_over_by_older_re
 
 def test_known_tails_are_read_back_and_count_as_none_where_they_are_invalid(chains: ChainStore) -> None:
     assert chains.read_known_tails("FLEET") == {}
-    chains.write_known_tails("FLEET", {CHAIN: KnownTail('"e-1"', 7)})
-    assert chains.read_known_tails("FLEET") == {CHAIN: KnownTail('"e-1"', 7)}
+    chains.write_known_tails("FLEET", {CHAIN: documents.KnownTail('"e-1"', 7)})
+    assert chains.read_known_tails("FLEET") == {CHAIN: documents.KnownTail('"e-1"', 7)}
     for tails in ('{"x":["e",1]}', f'{{"{CHAIN}":["e",-1]}}', f'{{"{CHAIN}":["e"]}}', f'{{"{CHAIN}":[1,1]}}'):
         chains.objects.put(LAYOUT.ingress_tails("FLEET"), f'{{"format_version":1,"tails":{tails}}}'.encode())
         assert chains.read_known_tails("FLEET") == {}
@@ -385,8 +377,8 @@ def test_what_has_no_arbiter_is_refused_and_changes_nothing_but_a_gap_is_accepte
         store.raise_floor(CHAIN, 7)
     assert (store.read_floor(CHAIN), store.read_chain(CHAIN)) == (3, None)
     # Its name holds its range; accepting it again only leaves another note.
-    gap = AcceptedGap(SequenceRange(3, 9), "gone", "me", "2026-11-20T10:00:00Z")
-    assert store.accept_gap(CHAIN, gap) == store.accept_gap(CHAIN, AcceptedGap(gap.range, "again")) == gap
+    gap = documents.AcceptedGap(SequenceRange(3, 9), "gone", "me", "2026-11-20T10:00:00Z")
+    assert store.accept_gap(CHAIN, gap) == store.accept_gap(CHAIN, documents.AcceptedGap(gap.range, "again")) == gap
     assert store.gaps(CHAIN) == [gap]
 
 

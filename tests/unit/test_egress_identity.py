@@ -6,16 +6,8 @@ import pytest
 
 from common.archive.segment import Tip
 from egress import identity
-from egress.identity import (
-    Evidence,
-    HeldMessage,
-    SourceStream,
-    SourceVerdict,
-    VerdictKind,
-    Witness,
-    first_difference_text,
-    judge,
-)
+from egress import identity as identity_module
+from egress.identity import Evidence, HeldMessage, SourceStream, VerdictKind, Witness, first_difference_text
 
 OLD, NEW = "2026-01-01T00:00:00Z", "2026-02-02T00:00:00Z"
 EQUAL, DIFFERENT, ABSENT = HeldMessage.EQUAL, HeldMessage.DIFFERENT, HeldMessage.ABSENT
@@ -31,8 +23,10 @@ def witness(sequence: int, held: HeldMessage) -> Witness:
     return Witness(Tip(sequence, sequence * 10, "0" * 32), held)
 
 
-def verdict(found: SourceStream | None, *tips: tuple[int, HeldMessage], end: int = 100, **more: Any) -> SourceVerdict:
-    return judge(Evidence(found, OLD, end, tuple(witness(*tip) for tip in tips), **more))
+def verdict(
+    found: SourceStream | None, *tips: tuple[int, HeldMessage], end: int = 100, **more: Any
+) -> identity_module.SourceVerdict:
+    return identity_module.judge(Evidence(found, OLD, end, tuple(witness(*tip) for tip in tips), **more))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +96,9 @@ def evidence(first: int, *tips: tuple[int, HeldMessage]) -> Evidence:
 def offered(found: Evidence, kind: VerdictKind, proposal: int | None, **more: bool) -> list[tuple[str, str]]:
     return [
         (each.options, each.meaning)
-        for each in identity.choices(found, SourceVerdict(kind, ""), proposal, **{"has_partitions": False, **more})
+        for each in identity.choices(
+            found, identity_module.SourceVerdict(kind, ""), proposal, **{"has_partitions": False, **more}
+        )
     ]
 
 

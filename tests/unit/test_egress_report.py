@@ -26,7 +26,7 @@ from common.observe.monitor import Health
 from common.sequences import SequenceRange
 from common.settings.egress import SegmentSettings
 from common.tasks import Stop, first_of, run_until_stopped
-from egress import metrics
+from egress import metrics, watchdog
 from egress.builder import OpenSegment
 from egress.deps import PARALLEL_STARTS, StartTurns, Tuning
 from egress.evidence import confirm
@@ -34,15 +34,7 @@ from egress.flush import FlushAnswer, FlushRequests
 from egress.incarnations import filters_text
 from egress.memory import MAX_WINDOW_BYTES, MemoryAccount, MemoryBudget
 from egress.report import FeedReport, NewlyUnmatched, Unmatched, log
-from egress.watchdog import (
-    FirstSequenceRate,
-    Liveness,
-    ProgressCheck,
-    SessionProgress,
-    StreamLimits,
-    seconds_left_by_age,
-    seconds_left_by_size,
-)
+from egress.watchdog import ProgressCheck, SessionProgress, StreamLimits, seconds_left_by_age, seconds_left_by_size
 from tests.support.basics import counted, unique
 from tests.support.clock import ManualClock
 
@@ -66,8 +58,8 @@ class Feed(NamedTuple):
     def count(self, metric: Any) -> float:
         return counted(metric.labels(self.chain.site, self.chain.feed, "0"))
 
-    def watched(self, waits: Callable[[int], Awaitable[bool]]) -> Liveness:
-        return Liveness(ProgressCheck(60, 300, self.clock.monotonic()), waits, self.report, self.clock)
+    def watched(self, waits: Callable[[int], Awaitable[bool]]) -> watchdog.Liveness:
+        return watchdog.Liveness(ProgressCheck(60, 300, self.clock.monotonic()), waits, self.report, self.clock)
 
 
 @pytest.fixture
@@ -476,7 +468,7 @@ def test_it_is_kept_as_long_as_the_oldest_waiting_message_has_left_or_the_pace_t
 
 
 def test_the_pace_follows_the_last_samples() -> None:
-    rise = FirstSequenceRate()
+    rise = watchdog.FirstSequenceRate()
 
     assert [rise.add_sample(at, last) for at, last in ((0.0, 1), (30.0, 301), (60.0, 301))] == [0, 10, 5]
     paces = [rise.add_sample(float(now), 301) for now in range(90, 600, 30)]

@@ -4,15 +4,8 @@ import pytest
 
 from common.archive.columns import Columns
 from common.chain import Chain
-from common.nats.headers import (
-    Provenance,
-    build_block,
-    header_value,
-    parse_block,
-    parse_provenances,
-    parse_status_line,
-    split_provenance,
-)
+from common.nats import headers
+from common.nats.headers import Provenance, build_block, header_value, parse_status_line, split_provenance
 from egress.loops import MAX_CLAIMS, LoopMarkers
 from tests.support.headers import escape
 
@@ -53,7 +46,7 @@ def test_named_control_headers_act_again():
 )
 def test_what_some_reader_could_take_for_other_headers_travels_as_text(odd: bytes):
     escaped = escape(odd, HERE)
-    assert [name for name, _ in parse_block(escaped)] == [b"Floe-Source", b"Floe-Block"]
+    assert [name for name, _ in headers.parse_block(escaped)] == [b"Floe-Source", b"Floe-Block"]
     assert b"Rollup" not in escaped
     assert split_provenance(escaped) == (HERE, odd)
 
@@ -75,9 +68,11 @@ def test_a_message_that_nobody_escaped_is_given_back_as_it_is():
     damaged, forged = block(SOURCE, b"Floe-Block: not base64!"), block(SOURCE, b"A: 1")
     for plain in (None, b"", b"garbage", block(), block(b"A: 1"), block(b"A: 1", SOURCE), damaged):
         assert split_provenance(plain) == (None, plain)
-        assert plain is damaged or parse_provenances(plain) == []
+        assert plain is damaged or headers.parse_provenances(plain) == []
     there = Provenance("b", "F", 0, 0, 1, 1)
-    assert parse_provenances(escape(forged, there)) == [there], "where the stream is no relay, a forged one is no hop"
+    assert headers.parse_provenances(escape(forged, there)) == [there], (
+        "where the stream is no relay, a forged one is no hop"
+    )
 
 
 @pytest.mark.parametrize("line", [b"", b"a b 0 0 1", b"a b 0 0 1 x", b"\xff b 0 0 1 1", b"a b 0 0 -1 1"])
@@ -87,7 +82,7 @@ def test_a_provenance_that_cannot_be_read_is_none(line: bytes):
 
 
 def test_values_are_as_the_publisher_gave_them_and_a_header_is_found_in_any_case():
-    parsed = parse_block(block(b"A: 1", b"a:2", b"A:  3 ", b"B", b"C:", b"D: x: y"))
+    parsed = headers.parse_block(block(b"A: 1", b"a:2", b"A:  3 ", b"B", b"C:", b"D: x: y"))
     assert parsed == [(b"A", b"1"), (b"a", b"2"), (b"A", b" 3 "), (b"B", b""), (b"C", b""), (b"D", b"x: y")]
     assert header_value(block(b"X: 1", b"nats-TTL:  5s ", b"Nats-TTL: 6s"), b"Nats-TTL") == b"5s"
     assert header_value(block(b"X: 1"), b"Y") is header_value(None, b"Y") is None

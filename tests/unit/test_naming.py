@@ -2,14 +2,8 @@
 
 import pytest
 
-from common.archive.keys import (
-    MAX_LISTED_NAMES,
-    configured_feeds,
-    filter_chains,
-    parse_chain_name,
-    resolve_chain,
-    suggestion,
-)
+from common.archive import keys
+from common.archive.keys import MAX_LISTED_NAMES, filter_chains, parse_chain_name, resolve_chain, suggestion
 from common.chain import Chain
 from common.errors import UsageError
 from common.settings.root import Settings
@@ -51,7 +45,7 @@ def test_a_feed_of_the_configuration_may_be_empty() -> None:
     feeds, sources = [{"stream": "A"}, {"stream": "A", "name": "B"}], [{"site": ["c", "d"], "feed": "E"}]
     roles = {"egress": {"feeds": feeds}, "ingress": {"targets": [{"stream": "T", "sources": sources}]}}
     settings = Settings(site="us-east", store={"url": "file:///bucket"}, **roles)
-    assert configured_feeds(settings) == {("us-east", "A"), ("us-east", "B"), ("c", "E"), ("d", "E")}
+    assert keys.configured_feeds(settings) == {("us-east", "A"), ("us-east", "B"), ("c", "E"), ("d", "E")}
 
 
 def test_one_chain_is_that_of_the_newest_incarnation() -> None:

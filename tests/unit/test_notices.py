@@ -28,13 +28,8 @@ from common.service.process import ThreadPool
 from common.tasks import Stop
 from egress.deps import Intervals, Tuning
 from egress.heartbeats import ProcessHeartbeat
-from ingress.discovery.notifications import (
-    MAX_NOTIFICATION_BYTES,
-    WrittenObject,
-    chain_of,
-    chains_in,
-    parse_notification,
-)
+from ingress.discovery import notifications
+from ingress.discovery.notifications import WrittenObject, chain_of, chains_in, parse_notification
 from ingress.discovery.sites import Heartbeats
 from tests.support.basics import soon
 from tests.support.clock import ManualClock
@@ -137,7 +132,10 @@ def test_garbage_is_no_notification_and_raises_nothing() -> None:
         b'{"Records":' * 80_000,
         b'{"Records":[{"eventName":"ObjectCreated:Put","s3":' + b"[" * 100_000,
     ):
-        assert (parse_notification(raw), parse_notification(b" " * (MAX_NOTIFICATION_BYTES + 1))) == (None, None)
+        assert (parse_notification(raw), parse_notification(b" " * (notifications.MAX_NOTIFICATION_BYTES + 1))) == (
+            None,
+            None,
+        )
 
 
 def test_envelopes_in_envelopes_are_opened_to_a_depth() -> None:
