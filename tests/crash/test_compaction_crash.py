@@ -88,5 +88,4 @@ def test_jobs_at_once_killed_at_random_over_a_growing_chain_lose_and_repeat_noth
                 archive.age(ref.key, 700)
     for _ in range(4):
         assert run(archive.folder).failures == []
-    assert archive.read().column("sequence").to_pylist() == sorted(model)
-    assert left_over(archive) == []
+    assert (archive.read().column("sequence").to_pylist(), left_over(archive)) == (sorted(model), [])

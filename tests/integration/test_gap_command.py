@@ -59,8 +59,7 @@ def test_nobody_is_asked_without_a_terminal_and_the_first_decision_stays(holed: 
 
     assert (refused.code, accepted.code) == (2, 0), accepted
     [gap] = holed.documents.gaps(CHAIN)
-    assert (gap.range, gap.note) == (SequenceRange(11, 20), "gone")
-    assert accepted.json()["by"] == gap.decided_by
+    assert (gap.range, gap.note, accepted.json()["by"]) == (SequenceRange(11, 20), "gone", gap.decided_by)
     assert accept(holed, 11, 20, "--yes", "--note", "second", "--json").json()["note"] == "gone"
 
 

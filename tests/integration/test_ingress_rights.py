@@ -238,8 +238,7 @@ def test_every_command_has_a_role_or_needs_none() -> None:
     by_role = {each for role in rights.ROLES for each in role.commands}
     others = {each for commands in rights.COMMANDS_WITHOUT_ROLE.values() for each in commands}
 
-    assert by_role & others == set()
-    assert by_role | others == set(leaves(cli))
+    assert (by_role & others, by_role | others) == (set(), set(leaves(cli)))
 
 
 def test_the_files_and_the_page_are_those_of_the_table() -> None:

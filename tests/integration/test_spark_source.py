@@ -51,8 +51,7 @@ def test_parts_left_open_by_options_are_columns(archive: Archive):
         ("us-east", "NODES", 0, 0),
         ("eu-west", "NODES", 1, 2),
     }
-    assert found.count() == 110
-    assert frame(archive, site="eu-west").columns[:3] == ["feed", "incarnation", "partition"]
+    assert (found.count(), frame(archive, site="eu-west").columns[:3]) == (110, ["feed", "incarnation", "partition"])
     assert frame(archive, incarnation=1).count() == 10
     assert frame(archive, **ONE, columns="sequence,payload").columns == ["sequence", "payload"]
 

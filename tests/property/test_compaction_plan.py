@@ -70,8 +70,7 @@ def test_what_waits_is_merged_at_the_moment_that_is_forecast_and_not_before(segm
     waiting = WaitingSegments(CHAIN, policy, now)
     plan(segments, policy, now, waiting=waiting)
     at, key = waiting.next_merge()
-    assert waiting.segments == len(left)
-    assert waiting.size == sum(s.size for s in left)
+    assert (waiting.segments, waiting.size) == (len(left), sum(s.size for s in left))
     young = [
         b for b in blocks(unsuperseded(segments, policy.from_)) if any(now - s.modified < policy.min_age for s in b)
     ]

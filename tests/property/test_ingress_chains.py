@@ -275,8 +275,7 @@ class World:
         carried = self.carried.get(chain, [])
         assert carried == sorted(set(carried))
         assert not passed & set(carried)
-        assert passed | set(carried) == set(range(1, last + 1))
-        assert self.prefetcher.ahead.budget.used == 0
+        assert (passed | set(carried), self.prefetcher.ahead.budget.used) == (set(range(1, last + 1)), 0)
         assert (
             len([each for each in self.opened if not each.is_closed])
             <= len(self.prefetcher.open_segments.segments)

@@ -92,8 +92,7 @@ def test_a_plan_repeated_changes_nothing_and_a_footer_is_read_only_if_the_object
     stayed = [s for s in read if not NOW - times[s] > 1500]
     assert all(NOW - by_key[key].modified <= 1500 for key in read)
     assert len(stayed) <= 1
-    assert len(read) == len(set(read))
-    assert planned(plan.floor) == plan
+    assert (len(read), planned(plan.floor)) == (len(set(read)), plan)
 
 
 CHAINS = st.builds(Chain, st.just("us-east"), st.just("NODES"), st.integers(0, 2), st.integers(0, 3))

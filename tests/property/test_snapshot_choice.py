@@ -42,8 +42,7 @@ def test_exactly_those_are_followed_or_built_upon_that_lead_to_the_very_state_th
     assert set(built) == {r for r in snapshots if r.position <= position}
     for found in (followed, built):
         places = [(r.position, r.modified) for r in found]
-        assert places == sorted(places, reverse=True)
-        assert found == sorted(found, key=newest_first)
+        assert (places, found) == (sorted(places, reverse=True), sorted(found, key=newest_first))
 
 
 def test_a_label_that_was_lost_hides_no_snapshot() -> None:

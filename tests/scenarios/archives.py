@@ -296,8 +296,7 @@ def check_report(world: RandomArchive, report: ChainReport, *, deep: bool) -> No
     prefix = world.archive.layout.partition_prefix(chain)
     damaged = {key for key in world.damaged if key.startswith(prefix)}
     named = {key for key in damaged for problem in of_kind(report, "damaged") if key in problem.text}
-    assert (named, len(of_kind(report, "damaged"))) == (damaged, len(damaged))
-    assert of_kind(report, "document") == []
+    assert (named, len(of_kind(report, "damaged")), of_kind(report, "document")) == (damaged, len(damaged), [])
 
     _check_unread(report, sound, accepted)
     upper = contained(sound)

@@ -504,6 +504,5 @@ def test_hints_and_workers_go_on_in_the_context_of_the_command_line(folder: Path
     hint = f"floe status -c '{folder}/f y' --context 'a b'"
     assert seen == [("a b", ("nats://127.0.0.1:4222",), "", 9.0)] * 3 + [(hint, ["-c", "f y", "--context", "a b"])]
     seen.clear()
-    assert CliRunner().invoke(shown, ["-c", "f y"]).exit_code == 0
-    assert seen[0] == ("", ("nats://other:4222",), "u", 9.0)
+    assert (CliRunner().invoke(shown, ["-c", "f y"]).exit_code, seen[0]) == (0, ("", ("nats://other:4222",), "u", 9.0))
     assert seen[3] == (f"floe status -c '{folder}/f y'", ["egress", "run", "-c", "f y"])

@@ -50,8 +50,7 @@ def test_the_worst_finding_decides(findings: tuple[doctor.DoctorFinding, ...], c
 )
 def test_an_error_is_a_finding_with_a_meaning(error: FloeError, state: str) -> None:
     found = doctor.failed("store", "write", error, todo="a command")
-    assert (found.state, found.unreached) == (state, state == "skipped")
-    assert found.found == f"{error.code}: {error.message}"
+    assert (found.state, found.unreached, found.found) == (state, state == "skipped", f"{error.code}: {error.message}")
     assert found.meaning
     assert found.todo.split("\n") == [*filter(None, [error.hint]), "a command"]
     assert state == "problem" or doctor.failed("nats", "rights", error).todo

@@ -300,10 +300,8 @@ def test_chains_are_found_by_their_documents_behind_thousands_of_captures_withou
         (tmp_path / "store" / key).touch()
     store = FaultyStore(objects)
     found = ChainStore(store, LAYOUT)  # type: ignore[arg-type]
-    assert (found.chains(), store.calls["list"]) == (sorted(made), 2)
-    assert found.chains("a") == sorted(made[:4])
-    assert (found.chains("a", "X"), found.chains(feed="X")) == (made[:2], [*made[:2], made[4]])
-    assert found.chains("c") == []
+    assert (found.chains(), store.calls["list"], found.chains("a")) == (sorted(made), 2, sorted(made[:4]))
+    assert (found.chains("a", "X"), found.chains(feed="X"), found.chains("c")) == (made[:2], [*made[:2], made[4]], [])
 
 
 # Runs of compaction

@@ -121,8 +121,7 @@ def test_what_holds_no_row_still_becomes_a_segment_and_what_covers_nothing_none(
     assert bench.emitted == []
     bench.builder.add_batch(sifted([11, 12, 40], kept=set()))
     bench.pass_time(60)
-    assert bench.segments() == [(SequenceRange(11, 40), [], ClosedBy.AGE)]
-    assert bench.pieces[0].last.sequence == 40
+    assert (bench.segments(), bench.pieces[0].last.sequence) == ([(SequenceRange(11, 40), [], ClosedBy.AGE)], 40)
 
 
 def test_what_is_left_out_is_examined_and_accounted_for_by_its_reason() -> None:

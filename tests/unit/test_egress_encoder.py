@@ -108,8 +108,7 @@ async def test_pieces_of_one_segment_become_one_balanced_file(make: Make, tmp_pa
     footer = spooled.footer
     assert footer.is_balanced()
     assert (footer.ledger.to_json(), footer.unread) == ({"gone_before_read": 4, "deleted": 3}, SequenceRange(1, 4))
-    assert (footer.coverage, footer.rows) == (SequenceRange(1, 10), 3)
-    assert spooled.path.stat().st_size == spooled.size
+    assert (footer.coverage, footer.rows, spooled.path.stat().st_size) == (SequenceRange(1, 10), 3, spooled.size)
     emit(made, piece(SequenceRange(11, 12), [11, 12]))
     await made.encode_all()
     made.close()

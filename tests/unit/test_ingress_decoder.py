@@ -89,8 +89,7 @@ async def test_what_is_left_out_is_accounted_for_and_found_again(tmp_path: Path,
         assert (problem, piece.rows, list(piece.parked)) == (None, SequenceRange(1, last), large)
         assert [name.sequence for name in bench.parked.list_entries()] == large
         assert carried(blocks) == [s for s in held if s not in large]
-        assert bench.budget.used == sum(block.size for block in blocks)
-        assert await bench.again(blocks) == carried(blocks)
+        assert (bench.budget.used, await bench.again(blocks)) == (sum(block.size for block in blocks), carried(blocks))
 
 
 async def test_an_open_intent_is_finished_from_the_segments_that_it_names(tmp_path: Path, threads: ThreadPool) -> None:

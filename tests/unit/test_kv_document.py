@@ -77,8 +77,7 @@ async def test_reads_what_was_written_with_its_revision() -> None:
     assert (await kept.get(), await kept.update(Mark(1), 0)) == ((None, 0), 1)
     assert (await kept.update(Mark(2, {10: 1, 9: 2}), 1), await kept.get()) == (2, (Mark(2, {10: 1, 9: 2}), 2))
     assert (await kept.update(Mark(3), 1), await kept.create(Mark(3)), await kept.put(Mark(4))) == (None, None, 3)
-    assert await kept.change(lambda _: None) == Mark(4)
-    assert await kept.get() == (Mark(4), 3)
+    assert (await kept.change(lambda _: None), await kept.get()) == (Mark(4), (Mark(4), 3))
 
 
 @pytest.mark.parametrize(("value", "bad"), [(FORM.encode(Mark(1)), False), (b"no mark", True)])
@@ -87,8 +86,7 @@ async def test_a_change_is_made_again_where_somebody_else_was_first(value: bytes
     bucket = Bucket(value)
     bucket.between = FORM.encode(Mark(5))
     changed = await document(bucket).change(lambda mark: Mark(mark.end + 1 if mark else 1), allow_unreadable=bad)
-    assert changed == Mark(6)
-    assert bucket.entry == KvEntry(FORM.encode(Mark(6)), 3)
+    assert (changed, bucket.entry) == (Mark(6), KvEntry(FORM.encode(Mark(6)), 3))
 
 
 @pytest.mark.parametrize("raw", CORRUPT)
@@ -157,8 +155,7 @@ def test_what_is_signed_off_is_known_again_until_anything_of_it_is_another(objec
     one = known[7]
     others = [one._replace(size=one.size + 1), one._replace(modified=one.modified + 0.5), ref(71, 80, 1), ref(71, 81)]
     assert not any(other in found for other in (*others, ref(71, 80, twin=1), ref(71, 80, chain=OTHER)))
-    assert SignOffStore(objects, LAYOUT, deep=False).read(CHAIN) == SignOff()
-    assert sign_offs.read(OTHER) == SignOff()
+    assert (SignOffStore(objects, LAYOUT, deep=False).read(CHAIN), sign_offs.read(OTHER)) == (SignOff(), SignOff())
 
 
 def test_the_second_of_two_runs_at_once_signs_nothing_off(objects: LocalObjects):

@@ -54,8 +54,7 @@ def test_a_site_has_what_egress_and_ingress_import():
 
 
 def test_a_site_has_neither_spark_nor_tests_nor_servers():
-    assert locked(SITE).keys() & ELSEWHERE == set()
-    assert ELSEWHERE - locked(ALL).keys() == set()
+    assert (locked(SITE).keys() & ELSEWHERE, ELSEWHERE - locked(ALL).keys()) == (set(), set())
 
 
 def test_both_locks_name_the_same_files():

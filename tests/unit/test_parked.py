@@ -50,8 +50,7 @@ def test_a_listing_returns_what_the_keys_hold(name: ParkedName, number: int) -> 
 
     ((found, entry),) = keys.parse_entries(listing).items()
 
-    assert found == name
-    assert (entry.size, entry.since, entry.asked, entry.state) == (7, 5.0, number, ParkedState.REQUESTED)
+    assert (found, entry.size, entry.since, entry.asked, entry.state) == (name, 7, 5.0, number, ParkedState.REQUESTED)
     assert made[0].startswith(keys.created_prefix(name.created))
 
 

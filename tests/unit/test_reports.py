@@ -49,8 +49,7 @@ def test_what_is_new_is_taken_once_and_from_the_lowest_level_where_that_is_wante
 def test_what_a_report_accounts_for_is_read_back_as_it_was_written():
     state = ReportState("traffic", "s3://b/data", "all sites", {}, 3 * HOUR_NS)
     grown = state.plus([(CHAIN, SequenceRange(1, 10)), (CHAIN, SequenceRange(21, 30)), (CHAIN, SequenceRange(11, 15))])
-    assert grown.accounted == {str(CHAIN): [(1, 15), (21, 30)]}
-    assert ReportState.from_json(grown.to_json()) == grown
+    assert (grown.accounted, ReportState.from_json(grown.to_json())) == ({str(CHAIN): [(1, 15), (21, 30)]}, grown)
     with pytest.raises(ValueError, match="format_version"):
         ReportState.from_json(grown.to_json().replace(b'"format_version":1', b'"format_version":2'))
 
@@ -62,8 +61,7 @@ def hour(number: int, sequences: list[int]) -> HourCount:
 def test_a_missing_sequence_counts_in_the_hour_of_the_next_row():
     rows = SequenceRange(1, 20)
     assert missing_by_hour(rows, [hour(5, [3, 4]), hour(6, [8, 10])], 7) == {5: 2, 6: 4, 7: 10}
-    assert missing_by_hour(rows, [], 9) == {9: 20}
-    assert missing_by_hour(SequenceRange(3, 4), [hour(5, [3, 4])], 7) == {}
+    assert (missing_by_hour(rows, [], 9), missing_by_hour(SequenceRange(3, 4), [hour(5, [3, 4])], 7)) == ({9: 20}, {})
 
 
 def test_missing_sequences_are_counted_once_also_where_time_runs_backwards():

@@ -128,8 +128,7 @@ def test_settled_keys_count_as_seen_and_settling_takes_nothing_back() -> None:
     sampler.mark_all_seen(at)
     assert sampler.advance(at + WARN) == []
     choices = fold_keys(sampler, ("a", at + 1), ("c", at + 2), (None, at + WARN + 2))
-    assert list(choices.kept) == [1, 1, 1]
-    assert choices.advisories == [Advisory(AdvisoryEvent.NEW, "c", at + 2, at + 2)]
+    assert (list(choices.kept), choices.advisories) == ([1, 1, 1], [Advisory(AdvisoryEvent.NEW, "c", at + 2, at + 2)])
     assert sampler.advance(0) == [
         Advisory(AdvisoryEvent.TIMEOUT, "b", at, at + WARN),
         Advisory(AdvisoryEvent.TIMEOUT, "a", at + 1, at + 1 + WARN),

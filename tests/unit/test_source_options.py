@@ -153,8 +153,7 @@ def test_files_are_named_as_they_are_called(tmp_path: Path, folder: str):
     assert Path(object_address(store, found[0].segment.key)).exists()
     assert in_duckdb(found, store) == list(range(1, 21))
     frame = in_polars(found, store)
-    assert frame["sequence"].to_list() == list(range(1, 21))
-    assert frame["level"].unique().to_list() == [0]
+    assert (frame["sequence"].to_list(), frame["level"].unique().to_list()) == (list(range(1, 21)), [0])
 
 
 def test_an_archive_without_segments_has_every_column_and_no_row(tmp_path: Path):
