@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.settings.loader import parse_documents
@@ -195,7 +195,6 @@ def found_at(text: str) -> set[Place]:
 
 
 @given(seed=st.integers(0, 2**32), breaks=st.integers(0, 8))
-@settings(max_examples=80)
 def test_each_broken_value_and_each_unknown_key_is_found_exactly_at_its_place(seed: int, breaks: int):
     rng = random.Random(seed)
     document, broken = break_it(rng, breaks)
@@ -227,7 +226,6 @@ def test_each_kind_of_wrong_value_is_found_in_every_key_at_once_and_every_sectio
 
 
 @given(seed=st.integers(0, 2**32), cuts=st.integers(1, 6))
-@settings(max_examples=80)
 def test_a_file_that_was_torn_is_refused_or_taken_and_nothing_else(seed: int, cuts: int):
     rng = random.Random(seed)
     text = bytearray(Written(rng, VALID).text.encode())

@@ -185,7 +185,6 @@ def test_nothing_but_the_log_changes_a_choice(world: list[Sent], cuts: list[int]
 
 
 @given(worlds(), worlds(backwards=False), CUTS)
-@settings(max_examples=60)
 def test_what_was_archived_is_learned(archived: list[Sent], world: list[Sent], cuts: list[int]) -> None:
     sampler = Sampler(how(0))
     for some in batches(archived, cuts):

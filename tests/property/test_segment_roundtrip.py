@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.archive.columns import SCHEMA, columns_of, messages, raw_size, record_batch
@@ -44,7 +44,6 @@ def test_messages_become_a_batch_and_columns_and_messages_again(rows: list[Messa
 
 
 @given(streams().filter(bool), st.integers(1, 50))
-@settings(max_examples=60)
 def test_a_file_gives_back_what_was_written(rows: list[Message], batch_rows: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "segment"
@@ -55,7 +54,6 @@ def test_a_file_gives_back_what_was_written(rows: list[Message], batch_rows: int
 
 
 @given(streams().filter(bool), st.data())
-@settings(max_examples=60)
 def test_a_part_of_a_file_is_the_rows_inside_it(rows: list[Message], data: st.DataObject) -> None:
     edge = st.sampled_from([m.sequence for m in rows]) | st.integers(1, MAX_SEQUENCE)
     first, last = sorted((data.draw(edge), data.draw(edge)))

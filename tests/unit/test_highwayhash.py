@@ -1,7 +1,7 @@
 """HighwayHash-64 in columns: the vectors of the reference; a value has the same hash alone and beside others."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ingress.recovery.highwayhash import hash_of, highwayhash64
@@ -36,7 +36,6 @@ def test_the_vectors_of_the_reference() -> None:
 
 
 @given(st.binary(min_size=32, max_size=32), st.lists(st.binary(max_size=150), max_size=20))
-@settings(max_examples=60, deadline=None)
 def test_values_of_any_sizes_beside_each_other(key: bytes, values: list[bytes]) -> None:
     assert all_at_once(key, values) == [alone(key, value) for value in values]
 

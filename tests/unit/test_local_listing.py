@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.objects.local import LocalObjects
@@ -15,7 +15,6 @@ KEYS = st.lists(PARTS, min_size=1, max_size=3).map("/".join)
 BEGINNINGS = st.tuples(KEYS, st.integers(0, 6)).map(lambda found: found[0][: found[1]])
 
 
-@settings(max_examples=60)
 @given(st.sets(KEYS, max_size=15), BEGINNINGS, BEGINNINGS, st.one_of(st.none(), st.integers(0, 4)))
 def test_any_part_of_a_tree_is_listed_in_key_order(keys: set[str], prefix: str, after: str, limit: int | None) -> None:
     held = [key for key in keys if not any(other.startswith(f"{key}/") for other in keys)]

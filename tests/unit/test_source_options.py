@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import polars
 import pytest
 
 from common.archive.columns import SCHEMA, record_batch
@@ -137,7 +136,7 @@ def in_duckdb(found: Cover, store: StoreSettings) -> list[int]:
         return [row[0] for row in connection.execute("SELECT sequence FROM archive").fetchall()]
 
 
-def in_polars(found: Cover, store: StoreSettings) -> polars.DataFrame:
+def in_polars(found: Cover, store: StoreSettings) -> Any:
     scope: dict[str, Any] = {}
     exec(polars_frame(found, store, "archive"), scope)
     return scope["archive"].collect()
