@@ -1,4 +1,4 @@
-"""Subject filters and the subjects that they match, by the rules of NATS; and subject transforms.
+"""Subject filters and the subjects that they match, by the rules of NATS; patterns of names; and subject transforms.
 
 A transform maps a subject to another one, the same each time, as nats-server does. Tokens of its destination are text,
 `$n`, or a function of the tokens that match wildcards of the source:
@@ -39,6 +39,22 @@ def matches(filter_subject: str, subject: bytes | str) -> bool:
 
 def _tokens_match(wanted: list[bytes], tokens: list[bytes]) -> bool:
     return all(filter_token in (b"*", token) for filter_token, token in zip(wanted, tokens, strict=True))
+
+
+def name_matches(pattern: str, name: str) -> bool:
+    """True if `pattern` matches all of `name`: `*` stands for any text, also none; nothing else is special."""
+    first, *rest = pattern.split("*")
+    if not rest:
+        return pattern == name
+    *middle, last = rest
+    place, end = len(first), len(name) - len(last)
+    if place > end or not (name.startswith(first) and name.endswith(last)):
+        return False
+    for part in middle:
+        if (found := name.find(part, place, end)) < 0:
+            return False
+        place = found + len(part)
+    return True
 
 
 def covers(wide: str, narrow: str) -> bool:

@@ -171,9 +171,11 @@ def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, cri
     """Judge /status of egress. `expiry`: seconds until the first source expires messages that are not archived."""
     from common.observe.observation import unarchived
     from common.observe.page import parts_of
+    from egress.account import uncovered_part, uncovered_text
 
+    parts = parts_of(document)
     feeds: dict[str, Mapping[str, Any]] = {}
-    for name, part in parts_of(document).items():
+    for name, part in parts.items():
         # Each worker shows every chain: the one that has it counts, the others are on standby.
         of = re.sub(r" \(worker \d+\)$", "", name.removeprefix("egress "))
         if "stream" in part and (of not in feeds or part.get("state") != "standby"):
@@ -188,6 +190,10 @@ def judge_egress(document: Mapping[str, Any], expiry: float, warning: float, cri
         PerformanceValue("not_archived", behind),
         PerformanceValue("expiry", expiry, "s", f"{warning:.0f}:", f"{critical:.0f}:"),
     ])  # fmt: skip
+    if uncovered := uncovered_part(parts):
+        result.performance_data.append(PerformanceValue("uncovered", uncovered["uncovered_streams"]))
+    if text := uncovered_text(parts):
+        result.add_problem(CheckState.WARNING, text)
     for each in stopped:
         result.add_problem(CheckState.CRITICAL, f"stopped: {each}")
     result.check_limit(f"the source expires in {expiry:.0f} s", expiry, warning, critical, at_least=True)

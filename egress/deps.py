@@ -55,6 +55,7 @@ class Intervals:
     failed one, to the next. `newest`: between two checks for the newest segment. `page`: between two pages of a walk.
     `alive`: between two heartbeats. `reexamine`: until a stopped chain is examined again. `flush`: between two checks
     for flush requests. `consumers_capture`: between two captures of consumers of which only positions differ.
+    `account`: between two listings of the account's streams.
     """
 
     tick: float = 0.5
@@ -71,6 +72,7 @@ class Intervals:
     reexamine: float = 30.0
     flush: float = 1.0
     consumers_capture: float = 300.0
+    account: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,12 @@ spool_bytes = gauge("egress_spool_bytes", "Bytes in the spool: segments being en
 
 SITE = ("site",)
 
+uncovered = gauge(
+    "egress_uncovered_streams",
+    "Streams of the account that no feed archives and that may need an archive; none before they were listed.",
+    SITE,
+)
+
 # Reachability, and the heartbeat of the process (`egress.heartbeats`)
 
 store_reachable = gauge("egress_store_reachable", "1 while the object store answers and accepts the credential.")

@@ -32,6 +32,7 @@ from common.service.progress import ProcessLog
 from common.settings.root import Settings
 from common.tasks import Stop, cancel, raise_fatal, run_until_stopped, spawn, wait_for, warn_if_slow
 from egress import metrics
+from egress.account import AccountWatch
 from egress.context import connect_egress, make_deps
 from egress.deps import EgressDeps, ProcessThreads, Tuning
 from egress.feed import PartitionFeed, Runnable, run_feeds
@@ -206,7 +207,8 @@ class EgressService:
         self._flushing = FlushWatch(site, feeds, state, self._clock, self._tuning.intervals.flush)
         silent, coverage = partial(self._reach.set_store, False), CoverageScanner(deps.store, self._health, self._clock)
         alive = ProcessHeartbeat(site, process, leases.owner, reports, deps, control, silent)
-        runs: list[Runnable] = [sharing, *feeds, self._flushing, alive, coverage]
+        account = AccountWatch(settings, control, self._health, self._tuning.intervals.account)
+        runs: list[Runnable] = [sharing, *feeds, self._flushing, alive, coverage, account]
         if settings.egress.heartbeats.subjects:
             runs.append(SubjectHeartbeats(settings, leases, control, host, self._rng, self._health))
         return runs, deps

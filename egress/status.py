@@ -23,11 +23,13 @@ from common.nats.client import connect
 from common.nats.lease import format_owner, new_owner
 from common.observe.monitor import fetch_status
 from common.observe.observation import Observation, StatusView, ViewFormat, read_heartbeats
+from common.observe.page import parts_of
 from common.open import open_for_view
 from common.service.process import ThreadPool
 from common.settings.egress import EgressMonitorSettings
 from common.settings.root import Settings
 from common.settings.types import StyledCell, duration_words, size_words
+from egress.account import uncovered_text
 from egress.partition import Partition, all_partitions, lease_key
 
 NOT_HELD, UNKNOWN = "not held", "unknown"  # states of a partition without a process that reports
@@ -172,7 +174,7 @@ async def site_view(settings: Settings) -> StatusView:
         chain = _newest(each.chain, [shown_chain, *tails, *([heartbeat.heartbeat.chain] if heartbeat else [])])
         known = of_chain, heartbeat, answers, tails.get(chain), settings.ingress.silent_after
         found.append(observe_partition(each, chain, *known, is_store_read=not stored.failure))
-    details = list[str]()
+    details = [text] if (text := uncovered_text(parts_of(shown or {}))) else []
     for status in found:
         if status.hint:
             lines = status.hint.split("\n")

@@ -133,6 +133,7 @@ ROLES = (
             SubjectRights(_lease_subjects("egress"), LEASE_RELEASE_CONDITION, is_subscribe=True),
             SubjectRights(("{api}.CONSUMER.NAMES.{stream}", *ACKS), "for a work queue or an interest stream"),
             SubjectRights(("{api}.CONSUMER.LIST.{stream}",), "unless `capture_consumers: never`"),
+            SubjectRights(("{api}.STREAM.NAMES", "{api}.STREAM.INFO.*"), "to name the streams that no feed archives"),
         ),
         (KeyRights((*GET, *PUT), (*SITE_KEYS, "_floe/audit/*/site={site}/*")), KeyRights(GET, TOMBSTONE_RUN_KEYS)),
         (*SITE_KEYS, *TOMBSTONE_RUN_KEYS),

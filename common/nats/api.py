@@ -23,6 +23,8 @@ MESSAGE_NOT_FOUND = 10037
 # its metadata.
 RESTORE_PREFIX = "_floe.restore."
 RESTORE_KEY = "floe.restore"
+BUCKET_KEY = "floe.bucket"  # in the metadata of a bucket of Floe; buckets that were made before it have none
+SCRATCH_PREFIX = "FLOE_DRILL_"  # of the names of a drill's streams
 
 MAX_BYTES_REQUIRED = 10113  # the account refuses a stream without max_bytes
 INACTIVE_THRESHOLD_TOO_LONG = 10153  # inactive_threshold is above the limit in the stream's consumer_limits
@@ -56,7 +58,15 @@ class StreamInfo:
     @property
     def restore_marker(self) -> str:
         """The restore's own marker in the metadata while `floe restore` fills the stream; empty otherwise."""
-        return str((self.config.get("metadata") or {}).get(RESTORE_KEY) or "")
+        return self._metadata(RESTORE_KEY)
+
+    @property
+    def is_bucket_of_floe(self) -> bool:
+        """True if it is marked as a bucket for the state or the leases of a Floe."""
+        return bool(self._metadata(BUCKET_KEY))
+
+    def _metadata(self, key: str) -> str:
+        return str((self.config.get("metadata") or {}).get(key) or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +279,7 @@ async def consumer_info(client: FloeClient, stream: str, consumer: str) -> Consu
 
 async def consumer_names(client: FloeClient, stream: str) -> list[str]:
     """Return the names of the stream's consumers. Raises as `list_consumers`."""
-    return [str(name) for name in await _read_pages(client, stream, "NAMES")]
+    return [str(name) for name in await _read_pages(client, f"CONSUMER.NAMES.{check_token(stream)}", "consumers")]
 
 
 async def list_consumers(client: FloeClient, stream: str) -> list[dict[str, Any]]:
@@ -277,17 +287,23 @@ async def list_consumers(client: FloeClient, stream: str) -> list[dict[str, Any]
 
     Raises ApiError if there is no such stream, Unavailable if a consumer's leader did not answer the server.
     """
-    return list({str(each.get("name")): each for each in await _read_pages(client, stream, "LIST")}.values())
+    pages = await _read_pages(client, f"CONSUMER.LIST.{check_token(stream)}", "consumers")
+    return list({str(each.get("name")): each for each in pages}.values())
 
 
-async def _read_pages(client: FloeClient, stream: str, kind: str) -> list[Any]:
-    """Return the consumers on all pages of CONSUMER.NAMES or CONSUMER.LIST."""
+async def stream_names(client: FloeClient) -> list[str]:
+    """Return the names of the account's streams, ascending. Raises Refused without the permission."""
+    return sorted({str(name) for name in await _read_pages(client, "STREAM.NAMES", "streams")})
+
+
+async def _read_pages(client: FloeClient, call: str, key: str) -> list[Any]:
+    """Return the entries at `key` on all pages of `call`."""
     found: list[Any] = []
     while True:
-        answer = await query(client, f"CONSUMER.{kind}.{check_token(stream)}", {"offset": len(found)})
+        answer = await query(client, call, {"offset": len(found)})
         if missing := answer.get("missing"):
-            raise Unavailable(f"CONSUMER.{kind} of {stream}: no answer from {', '.join(map(str, missing))[:200]}")
-        page = answer.get("consumers") or []
+            raise Unavailable(f"{call}: no answer from {', '.join(map(str, missing))[:200]}")
+        page = answer.get(key) or []
         found += page
         if not page or len(found) >= int(answer.get("total", 0)):
             return found

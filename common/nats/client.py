@@ -149,6 +149,7 @@ class FloeClient(Client):
         self._ps, self._requests, self._inbox = cast(Any, parser), PendingRequests(), b""
         self._listeners: list[Callable[[bool], None]] = []
         self._refusals: dict[bytes, str] = {}
+        self._optional: set[bytes] = set()
         self._up, self._received, self._up_since, self._last_error = asyncio.Event(), 0, 0.0, ""
 
     # The public interface
@@ -290,6 +291,10 @@ class FloeClient(Client):
         self._owners.pop(b"%d" % sid, None)
         if self._subs.pop(sid, None) is not None and self.is_up:
             self.send(b"UNSUB %d\r\n" % sid)
+
+    def allow_refusal(self, subject: str) -> None:
+        """Log a refusal of `subject` no more as an error: the caller works without that permission."""
+        self._optional.add(subject.encode())
 
     def permission_error(self, subject: bytes) -> Refused | None:
         """Return the server's refusal of `subject` to this connection, or None if there was none."""
@@ -547,7 +552,8 @@ class FloeClient(Client):
             await self._process_op_err(errors.Error(text))
             return
         if (subject := violation[1].encode()) not in self._refusals:
-            log.error("nats permission refused", action="permission_refused", error=text)
+            level = log.debug if self._sent_subject(subject) in self._optional else log.error
+            level("nats permission refused", action="permission_refused", error=text)
         if len(self._refusals) >= MAX_REFUSALS:
             self._refusals.clear()
         self._refusals[subject] = text

@@ -16,7 +16,15 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from common.archive.segment import Message
 from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Stopped, Unavailable
-from common.nats.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, create_stream, query, stored_message, stream_info
+from common.nats.api import (
+    BUCKET_KEY,
+    MESSAGE_NOT_FOUND,
+    STREAM_NOT_FOUND,
+    create_stream,
+    query,
+    stored_message,
+    stream_info,
+)
 from common.nats.client import FloeClient, RawSubscription
 from common.nats.headers import build_block, header_value
 from common.nats.requests import NO_RESPONDERS_CODE, WRONG_LAST_SEQUENCE_CODES, ApiError, api_error
@@ -287,6 +295,7 @@ class KeyValue:
             "allow_rollup_hdrs": True,
             "deny_delete": True,
             "allow_direct": True,
+            "metadata": {BUCKET_KEY: "leases" if max_age else "state"},
         }
 
 

@@ -216,6 +216,9 @@ class EgressSettings(ServiceSettings):
     workers: Annotated[t.Whole, t.Range(1, 64)] = option(1, "processes, under one monitor")
     defaults: dict[str, Any] = option({}, "keys that entries of `feeds` may override")
     feeds: tuple[FeedSettings, ...] = option((), "the feeds to archive")
+    not_archived: Annotated[tuple[Annotated[t.StreamPattern, t.Required], ...], t.OneOrMore] = option(
+        (), "streams of the account that need no archive, `*` for any text: not named as uncovered"
+    )
     heartbeats: HeartbeatSettings = option({}, "periodic messages for quiet streams")
 
     @classmethod

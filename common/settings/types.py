@@ -314,6 +314,13 @@ SiteName = Annotated[Text, matching(SITE_PATTERN, "1 to 63 of A-Z a-z 0-9 _ -, t
 StreamName = Annotated[
     Text, matching(FEED_PATTERN, "a stream name: 1 to 255 characters without space . * > / \\"), TypeName("name")
 ]
+StreamPattern = Annotated[
+    Text,
+    matching(
+        re.compile(r"[^\s.>/\\\x00-\x1f\x7f]{1,255}"), "a stream name, with * for any text, without space . > / \\"
+    ),
+    TypeName("name"),
+]
 BucketName = Annotated[Text, matching(_BUCKET, "1 to 64 of A-Z a-z 0-9 _ -"), TypeName("name")]
 Subject = Annotated[Text, matching(_SUBJECT, "a subject without wildcards and empty tokens"), TypeName("subject")]
 SubjectFilter = Annotated[

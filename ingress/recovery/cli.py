@@ -350,11 +350,11 @@ async def drill(
       floe drill -c site.yaml us-east/NODES --exact --server local
     """
     from common.clock import SystemClock
+    from common.nats.api import SCRATCH_PREFIX
     from common.service.process import stop_on_signals
     from common.service.progress import Progress
     from ingress.recovery.drill import Drill, ExactDrill
     from ingress.recovery.request import ReplayRequest
-    from ingress.recovery.scratch import SCRATCH_PREFIX
 
     exact = {key: args.pop(key) for key in ("exact", "server", "replicas", "allow_lossy", "force")}
     is_exact, storage = exact.pop("exact"), args.pop("storage")

@@ -24,7 +24,7 @@ from common.clock import Clock
 from common.errors import Stopped, Unavailable
 from common.exits import EXIT_DIFFERENCES, choices, floe_command
 from common.local_server import LocalServerMaker, start_local_server
-from common.nats.api import create_stream, stream_info
+from common.nats.api import SCRATCH_PREFIX, create_stream, stream_info
 from common.nats.client import FloeClient
 from common.nats.headers import split_provenance
 from common.nats.pull import for_each_message
@@ -43,7 +43,7 @@ from ingress.recovery.receipt import StoredReplay
 from ingress.recovery.replay import Replay
 from ingress.recovery.request import ReplayOptions, ReplayRequest, ReplayResult
 from ingress.recovery.restore import Restore, RestoreReport, RestoreTuning
-from ingress.recovery.scratch import SCRATCH_PREFIX, SCRATCH_SUBJECT_ROOT, ScratchStreams, scratch_config
+from ingress.recovery.scratch import SCRATCH_SUBJECT_ROOT, ScratchStreams, scratch_config
 from ingress.recovery.survey import known_chains
 
 DEFAULT_SEQUENCES = 10_000  # the range of a drill without bounds

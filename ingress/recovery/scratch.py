@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from common.clock import Clock
 from common.errors import FloeError, LeaseLost, Unavailable
 from common.logs import get_logger
-from common.nats.api import RESTORE_PREFIX, delete_stream, query
+from common.nats.api import RESTORE_PREFIX, SCRATCH_PREFIX, delete_stream, query
 from common.nats.buckets import open_leases
 from common.nats.client import FloeClient
 from common.nats.kv import BucketDeleted, KeyValue, state_key
@@ -23,7 +23,6 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-SCRATCH_PREFIX = "FLOE_DRILL_"
 SCRATCH_SUBJECT_ROOT = "_floe_drill"
 
 

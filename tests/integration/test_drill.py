@@ -15,7 +15,7 @@ from common.archive.segment import Ledger, Reason
 from common.clock import SystemClock
 from common.errors import ConfigError, Refused, Stopped, Unavailable
 from common.local_server import LocalServerMaker
-from common.nats.api import RESTORE_PREFIX, create_consumer, create_stream, stream_info
+from common.nats.api import RESTORE_PREFIX, SCRATCH_PREFIX, create_consumer, create_stream, stream_info
 from common.sequences import SequenceRange
 from common.service.progress import Progress
 from common.tasks import Stop
@@ -23,7 +23,6 @@ from infra.local.nats import NatsServer
 from ingress.recovery.drill import ExactDrill
 from ingress.recovery.plan import RestoreRequest
 from ingress.recovery.read_back import read_differences
-from ingress.recovery.scratch import SCRATCH_PREFIX
 from tests.scenarios.processes import Service
 from tests.support import restoring as back
 from tests.support.basics import PATIENCE, soon, unique

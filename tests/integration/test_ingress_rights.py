@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from common.errors import Refused
-from common.nats.api import create_stream, stream_info
+from common.nats.api import create_stream, next_message
 from common.nats.client import FloeClient, connect
 from common.nats.kv import KeyValue
 from common.settings.service import NatsSettings
@@ -215,8 +215,8 @@ async def test_egress_archives_with_the_rights_made_for_a_domain(tmp_path: Path,
             await bench.archived_to("NODES", 300)
         assert violations(hub) == []
         found = await connect(NatsSettings(url=hub.url, **nats), name="test")
-        with pytest.raises(Refused, match=r"permissions violation for publish .*STREAM.INFO.OTHER"):
-            await stream_info(found, "OTHER")
+        with pytest.raises(Refused, match=r"permissions violation for publish .*STREAM.MSG.GET.OTHER"):
+            await next_message(found, "OTHER", 1)
         with pytest.raises(Refused, match=r"permissions violation for publish .*KV.OTHER.a"):
             await KeyValue(found, "OTHER").put("a", b"")
         await found.aclose()

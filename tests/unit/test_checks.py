@@ -152,6 +152,11 @@ def egress(problems: tuple[str, ...] = (), age: float = 0.1, **feed: Any) -> dic
     return {"parts": parts, "problems": list(problems), "heartbeat_age_seconds": age}
 
 
+def with_uncovered(document: dict[str, Any]) -> dict[str, Any]:
+    account = {"streams": 5, "uncovered_streams": 2, "uncovered": ["A", "B"]}
+    return {**document, "parts": {**document["parts"], "account": account}}
+
+
 @pytest.mark.parametrize(
     ("document", "expiry", "state", "shown"),
     [
@@ -162,6 +167,7 @@ def egress(problems: tuple[str, ...] = (), age: float = 0.1, **feed: Any) -> dic
         (egress(state="stopped", code="E-FORKED"), math.inf, CRITICAL, ": E-FORKED"),
         (egress(("nats data: the connection is down",)), math.inf, WARNING, "not ready: nats data"),
         (egress(age=45.0), math.inf, CRITICAL, "hangs"),
+        (with_uncovered(egress()), math.inf, WARNING, "2 streams in no feed: A, B"),
     ],
 )
 def test_egress(document: dict[str, Any], expiry: float, state: CheckState, shown: str) -> None:

@@ -1,0 +1,208 @@
+"""Streams of the account that no feed archives: found by a listing, judged by a pure planner, and named.
+
+Each process of a site lists by itself and reaches the same answer, because the answer depends only on the streams and
+the configuration.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from common.chain import FEED_PATTERN
+from common.errors import FloeError, Refused
+from common.logs import get_logger
+from common.nats.api import SCRATCH_PREFIX, StreamInfo, check_token, query_message, stream_info, stream_names
+from common.nats.client import FloeClient
+from common.nats.headers import SOURCE_HEADER, header_value
+from common.observe.monitor import Health
+from common.settings.root import Settings
+from common.settings.types import format_count
+from common.subjects import name_matches
+from common.tasks import Stop, restart_on_error, run_until_stopped, wait_for
+from egress import metrics
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+ACCOUNT_PART = "account"  # in /status
+MQTT_PREFIX = "$MQTT_"
+MAX_SHOWN_NAMES = 20
+PARALLEL_INSPECTIONS = 16
+MAX_REINSPECTIONS = 100  # of known streams, in one listing
+REINSPECTION_INTERVAL_S = 600.0  # seconds after which a stream that no feed archives is inspected again
+REFUSED_RETRY_S = 3600.0  # seconds until a request that was refused is sent again
+
+
+@dataclass(frozen=True, slots=True)
+class AccountStream:
+    """A stream of the account. `info`: None if it may not be read, or needs not be; `is_copy`: its last message was
+    copied by Floe.
+    """
+
+    name: str
+    info: StreamInfo | None = None
+    is_copy: bool = False
+
+    @property
+    def may_change(self) -> bool:
+        """True if its next message, or the end of a restore, may make another stream of it for the planner."""
+        return self.info is not None and (self.is_copy or not self.info.messages or bool(self.info.restore_marker))
+
+
+def is_exempt_by_name(name: str, settings: Settings) -> bool:
+    """True if the name alone shows that the stream needs no archive: a bucket of this configuration, one of MQTT, a
+    drill's, or one that the operator named.
+    """
+    services = settings.egress, settings.ingress
+    buckets = {f"KV_{bucket}" for each in services for bucket in (each.state_bucket, each.lease_bucket)}
+    is_internal = name in buckets or name.startswith((MQTT_PREFIX, SCRATCH_PREFIX))
+    return is_internal or any(name_matches(pattern, name) for pattern in settings.egress.not_archived)
+
+
+def is_exempt(stream: AccountStream, settings: Settings) -> bool:
+    """True if the stream needs no archive of its own: also a bucket of another Floe, a mirror, a target of Floe, and a
+    stream that a restore fills.
+    """
+    if is_exempt_by_name(stream.name, settings) or stream.is_copy:
+        return True
+    info = stream.info
+    return info is not None and (info.is_bucket_of_floe or bool(info.restore_marker) or bool(info.config.get("mirror")))
+
+
+def find_uncovered(streams: Iterable[AccountStream], settings: Settings) -> list[str]:
+    """Return the names of the streams that no feed archives and that may need an archive, ascending."""
+    covered = {feed.stream for feed in settings.egress.feeds}
+    return sorted(each.name for each in streams if each.name not in covered and not is_exempt(each, settings))
+
+
+def uncovered_part(parts: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the part of /status with the account's streams, of the first process that has one; empty without any."""
+    shown = [part for name, part in parts.items() if name == ACCOUNT_PART or name.startswith(f"{ACCOUNT_PART} (")]
+    return next((part for part in shown if "uncovered_streams" in part), {})
+
+
+def uncovered_text(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Describe the uncovered streams for people; empty if there are none, or it is not known. `parts`: of /status."""
+    shown = uncovered_part(parts)
+    if not (count := shown.get("uncovered_streams")):
+        return ""
+    names = ", ".join(shown.get("uncovered", ()))
+    more = f" and {count - len(shown['uncovered'])} more" if count > len(shown["uncovered"]) else ""
+    return f"{format_count(count, 'stream')} in no feed: {names}{more}"
+
+
+class AccountListing:
+    """Listing of the account's streams. A stream is inspected when it appears, and seldom again.
+
+    A request that the rights refuse is sent again after an hour; until then its answer counts as not known.
+    """
+
+    def __init__(self, client: FloeClient, settings: Settings) -> None:
+        self._client, self._settings, self._clock = client, settings, client.clock
+        self._known: dict[str, tuple[AccountStream, float]] = {}
+        self._refused: dict[str, float] = {}
+
+    async def read(self) -> list[AccountStream] | None:
+        """Return the streams; None if they may not be listed. Raises Unavailable, OutcomeUnknown, ApiError."""
+        names = await self._permitted("STREAM.NAMES", "", lambda: stream_names(self._client))
+        if names is None:
+            return None
+        self._known = {name: self._known[name] for name in names if name in self._known}
+        due = self._due(names)
+        failures = list[FloeError]()
+        for begin in range(0, len(due), PARALLEL_INSPECTIONS):
+            found = await asyncio.gather(*map(self._try_inspect, due[begin : begin + PARALLEL_INSPECTIONS]))
+            failures += filter(None, found)
+            if len(failures) >= PARALLEL_INSPECTIONS:  # not only a stream without a leader
+                raise failures[0]
+        unknown = {*due} - self._known.keys()
+        streams = (name for name in names if name not in unknown)
+        return [self._known[name][0] if name in self._known else AccountStream(name) for name in streams]
+
+    def _due(self, names: list[str]) -> list[str]:
+        covered = {feed.stream for feed in self._settings.egress.feeds}
+        new = [name for name in names if name not in self._known and FEED_PATTERN.fullmatch(name)]
+        new = [name for name in new if name not in covered and not is_exempt_by_name(name, self._settings)]
+        before = self._clock.monotonic() - REINSPECTION_INTERVAL_S
+        again = [name for name, (each, at) in self._known.items() if name not in covered and _is_due(each, at, before)]
+        again.sort(key=lambda name: self._known[name][1])
+        return new + again[:MAX_REINSPECTIONS]
+
+    async def _try_inspect(self, name: str) -> FloeError | None:
+        """Inspect the stream; return the error if there is no answer."""
+        try:
+            await self._inspect(name)
+        except FloeError as error:
+            log.debug("stream not inspected", action="stream_uninspected", stream=name, error=str(error))
+            return error
+        return None
+
+    async def _inspect(self, name: str) -> None:
+        info = await self._permitted("STREAM.INFO", name, lambda: stream_info(self._client, name))
+        is_copy = False
+        if info is not None and info.messages and not is_exempt(AccountStream(name, info), self._settings):
+            last = {"seq": info.last_sequence}
+            message = await self._permitted("STREAM.MSG.GET", name, lambda: query_message(self._client, name, last))
+            is_copy = message is not None and header_value(message.headers, SOURCE_HEADER) is not None
+        self._known[name] = AccountStream(name, info, is_copy), self._clock.monotonic()
+
+    async def _permitted(self, call: str, stream: str, request: Callable[[], Awaitable[T]]) -> T | None:
+        """Return the answer to `request`; None without the permission."""
+        if self._clock.monotonic() < self._refused.get(call, 0.0):
+            return None
+        right = self._client.api_subject(f"{call}.{check_token(stream)}" if stream else call)
+        self._client.allow_refusal(right)
+        try:
+            return await request()
+        except Refused as error:
+            if self._clock.monotonic() >= self._refused.get(call, 0.0):
+                missing = self._client.api_subject(f"{call}.*" if stream else call)
+                context = {"right": missing, "code": error.code, "error": str(error)}
+                log.info("account right missing", action="account_right_missing", **context)
+            self._refused[call] = self._clock.monotonic() + REFUSED_RETRY_S
+            return None
+
+
+def _is_due(stream: AccountStream, inspected_at: float, before: float) -> bool:
+    return stream.may_change or inspected_at <= before
+
+
+class AccountWatch:
+    """Watch on the account's streams, every `period` seconds; it names those that no feed archives."""
+
+    def __init__(self, settings: Settings, client: FloeClient, health: Health, period: float) -> None:
+        self._settings, self._clock, self._health, self._period = settings, client.clock, health, period
+        self._listing = AccountListing(client, settings)
+        self._uncovered: list[str] = []
+        self._failure = ""
+
+    async def run(self, stop: Stop) -> None:
+        """List until `stop` is set; begin again after an unexpected error."""
+        await restart_on_error("account", lambda: self._watch(stop), self._clock)
+
+    async def _watch(self, stop: Stop) -> None:
+        while not stop.is_set:
+            try:
+                await run_until_stopped(stop, self._check())
+                self._failure = ""
+            except FloeError as error:
+                if self._failure != error.code:
+                    self._failure = error.code
+                    log.info("account listing deferred", action="account_deferred", code=error.code, error=str(error))
+            await wait_for(stop, self._period)
+
+    async def _check(self) -> None:
+        if (streams := await self._listing.read()) is None:
+            self._health.set_status(ACCOUNT_PART, {"uncovered": "not known: the right to STREAM.NAMES is missing"})
+            return
+        found = find_uncovered(streams, self._settings)
+        metrics.uncovered.labels(self._settings.site).set(len(found))
+        shown = {"streams": len(streams), "uncovered_streams": len(found), "uncovered": found[:MAX_SHOWN_NAMES]}
+        self._health.set_status(ACCOUNT_PART, shown)
+        if new := sorted({*found} - {*self._uncovered}):
+            names = ", ".join(new[:MAX_SHOWN_NAMES])
+            hint = "archive them with a feed, or name them in egress.not_archived"
+            log.warning("streams uncovered", action="streams_uncovered", count=len(new), streams=names, hint=hint)
+        self._uncovered = found
